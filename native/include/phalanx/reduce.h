@@ -1,0 +1,67 @@
+// Element types, reduction operators and the kernels that combine buffers of several ranks.
+//
+// The kernels are compiled once per instruction set (baseline, AVX2, AVX-512) and chosen at run
+// time. All of them give the same bits: sources are combined in the order given, one operation per
+// element and source, with no contraction and no reassociation; float16 and bfloat16 accumulate in
+// float32 and round once, at the end.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace phalanx {
+
+// The numbers are part of the fingerprint that ranks compare: append only.
+enum class DType : std::uint8_t {
+  boolean = 0,
+  uint8 = 1,
+  int8 = 2,
+  uint16 = 3,
+  int16 = 4,
+  uint32 = 5,
+  int32 = 6,
+  uint64 = 7,
+  int64 = 8,
+  float16 = 9,
+  bfloat16 = 10,
+  float32 = 11,
+  float64 = 12,
+  complex64 = 13,
+  complex128 = 14,
+};
+
+enum class ReduceOp : std::uint8_t {
+  none = 0,
+  sum = 1,
+  product = 2,
+  min = 3,
+  max = 4,
+  band = 5,
+  bor = 6,
+  bxor = 7,
+  avg = 8,
+};
+
+// Bytes of one element.
+std::size_t size_of(DType dtype);
+
+// Whether `op` has a meaning for `dtype`: min and max not for complex, bitwise only for integers and
+// bool, avg only for floats and complex.
+bool supports(DType dtype, ReduceOp op);
+
+// out[i] = sources[0][i] op sources[1][i] op ... for i < count; for avg the sum is divided by
+// `divisor` (others ignore it). `out` may be exactly one of the sources, not overlap one otherwise.
+// bool: sum and max are "or", product and min are "and". Integers wrap. min and max hand on NaN.
+// Buffers need no alignment beyond that of their element. Requires supports(dtype, op),
+// op != none and n_sources >= 1.
+void reduce(void* out, const void* const* sources, std::size_t n_sources, std::size_t count,
+            DType dtype, ReduceOp op, double divisor);
+
+// out[i] = in[i] * factor, for floats and complex; `out` may be `in`. The first half of PREMUL_SUM.
+void scale(void* out, const void* in, std::size_t count, DType dtype, double factor);
+
+// Name of the instruction set in use: "baseline", "avx2" or "avx512". PHALANX_ISA in the environment
+// can lower it, never raise it.
+const char* instruction_set();
+
+}  // namespace phalanx
