@@ -1,0 +1,179 @@
+# Two commands do everything on a machine that has Python, a C++ compiler and pip:
+#
+#   make train    set up, then train on real digits with two processes
+#   make test     set up, then every check and every test
+#
+# All that gets installed goes to .venv, all that gets built to build/. A stamp file per step
+# remembers that it is done, so a second run begins with the work itself.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+# Options for the program that a target runs: make pytest ARGS="-k barrier -x"
+ARGS ?=
+# Seconds that all of pytest may take.
+PYTEST_LIMIT ?= 1200
+
+# Pinned, because it is what the package is tested with. It is no requirement of the build.
+TORCH := 2.13.0
+
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+CORE := CMakeLists.txt $(shell find native/CMakeLists.txt native/include native/src native/bindings)
+HEADERS := $(shell find native -name '*.h' -o -name '*.inc')
+SOURCES := $(shell find native -name '*.cpp')
+CMAKE_LISTS := CMakeLists.txt $(shell find native -name CMakeLists.txt)
+
+section = @printf '\n== %s\n' "$(1)"
+submake = @$(MAKE) --no-print-directory
+
+.PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
+	native-tsan pytest bench tidy clean distclean
+
+help: ## list the targets
+	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
+	  printf '  %-13s %s\n' "$$name" "$$text"; done
+
+# ---- set-up ----
+
+setup: $(VENV)/.package ## make .venv with torch, the package and what the examples need
+
+setup-dev: $(VENV)/.package $(VENV)/.dev ## the same, and every tool of the checks and tests
+
+$(VENV)/.venv:
+	$(call section,Making $(VENV))
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+	  f"Phalanx needs Python 3.10 or newer, $(PYTHON) is {sys.version.split()[0]}: \
+	give another one with make PYTHON=python3.12")'
+	@$(PYTHON) -m venv --clear $(VENV)
+	@touch $@
+
+# What [build-system] in pyproject.toml asks for, and what CMake runs. They live in .venv rather
+# than in pip's throw-away build environment, so that a changed source rebuilds only itself.
+$(VENV)/.build-tools: $(VENV)/.venv
+	$(call section,Installing the build tools)
+	@command -v "$${CXX:-c++}" >/dev/null || \
+	  { echo "No C++ compiler found: install g++ 11 or newer, or name yours in CXX." >&2; exit 1; }
+	@pip install -qq "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.24" "ninja>=1.11"
+	@touch $@
+
+$(VENV)/.torch-$(TORCH): $(VENV)/.build-tools
+	$(call section,Installing torch $(TORCH): this takes minutes the first time)
+	@pip install -qq torch==$(TORCH)
+	@touch $@
+
+# Editable: a change in src/phalanx needs no step at all, a change in native/ needs this one.
+$(VENV)/.package: $(VENV)/.torch-$(TORCH) pyproject.toml $(CORE)
+	$(call section,Building and installing the package)
+	@pip install -qq --no-build-isolation --editable ".[examples]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.package
+	$(call section,Installing the tools of the checks and tests)
+	@pip install -qq --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+# ---- the two commands ----
+
+train: setup ## train a ConvNet on real digits with two processes (the main job)
+	$(call section,Training on digits with two processes)
+	@phalanx run --nproc-per-node 2 examples/train_digits.py $(ARGS)
+
+# Recipe lines, not prerequisites: in this order under `make -j` too, cheapest first.
+test: setup-dev ## run every check and every test
+	$(submake) lint
+	$(submake) native-test
+	$(submake) pytest
+	$(call section,Every check and every test passed)
+
+# ---- checks ----
+
+lint: setup-dev ## ruff, mypy, import-linter, clang-format, clang-tidy
+	$(call section,ruff: rules and format)
+	@ruff check
+	@ruff format --check
+	$(call section,mypy: types)
+	@mypy
+	$(call section,import-linter: layers)
+	@lint-imports --no-logo
+	$(call section,clang-format: format of the core)
+	@clang-format --dry-run -Werror $(SOURCES) $(HEADERS)
+	$(call section,clang-tidy: the core)
+	$(submake) --jobs=$(JOBS) --output-sync=target tidy
+
+format: setup-dev ## rewrite the sources in the project's format
+	@ruff check --fix-only --quiet
+	@ruff format
+	@clang-format -i $(SOURCES) $(HEADERS)
+
+# One stamp per source that clang-tidy found clean; any changed header makes it look at all again.
+TIDY_DIR := build/clang-tidy
+TIDY := $(SOURCES:%=$(TIDY_DIR)/%.ok)
+
+tidy: $(TIDY)
+
+$(TIDY_DIR)/%.ok: % $(HEADERS) $(CMAKE_LISTS) .clang-tidy | $(TIDY_DIR)/compile_commands.json
+	@echo $<
+	@clang-tidy --quiet -p $(TIDY_DIR) $< 2> >(grep -v 'warnings\? generated' >&2 || true)
+	@mkdir -p $(@D) && touch $@
+
+# Configured, never built: the compiler's options for every source, bindings and tests included.
+# (A directory changes when a file comes or goes.)
+$(TIDY_DIR)/compile_commands.json: $(VENV)/.build-tools $(CMAKE_LISTS) $(shell find native -type d)
+	@cmake -S . -B $(TIDY_DIR) -G Ninja --log-level=WARNING -DCMAKE_EXPORT_COMPILE_COMMANDS=ON \
+	  -DPHALANX_TESTS=ON -DPython_EXECUTABLE="$(CURDIR)/$(BIN)/python" \
+	  -Dnanobind_DIR="$$(python -m nanobind --cmake_dir)" >/dev/null
+	@touch $@
+
+# ---- tests ----
+
+native-test: ## the core's tests: plain, then under ASan with UBSan, then under TSan
+	$(submake) native-plain
+	$(submake) native-asan
+	$(submake) native-tsan
+
+native-plain: SANITIZE :=
+native-asan: SANITIZE := address,undefined
+native-tsan: SANITIZE := thread
+
+# A finding of a sanitizer ends the test, by default UBSan only prints it.
+export ASAN_OPTIONS := detect_stack_use_after_return=1:strict_string_checks=1
+export UBSAN_OPTIONS := halt_on_error=1:print_stacktrace=1
+export TSAN_OPTIONS := halt_on_error=1:second_deadlock_stack=1
+# TSan can't start under the address randomisation of newer kernels ("unexpected memory mapping"),
+# and some containers forbid to switch that off: so it is tried.
+native-tsan: WRAP = $$(setarch -R true 2>/dev/null && echo setarch -R || true)
+
+native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (ARGS="-R wait" chooses)
+	$(call section,Native tests$(if $(SANITIZE), under -fsanitize=$(SANITIZE)))
+	@cmake -S . -B build/$@ -G Ninja --log-level=WARNING -DCMAKE_COMPILE_WARNING_AS_ERROR=ON \
+	  -DPHALANX_PYTHON=OFF -DPHALANX_TESTS=ON -DPHALANX_SANITIZE=$(SANITIZE) >/dev/null
+	@cmake --build build/$@ --parallel $(JOBS) -- --quiet
+	@$(WRAP) ctest --test-dir build/$@/native --no-tests=error --output-on-failure $(ARGS)
+
+# The outer limit is for what pytest's own limit per test can't end.
+pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
+	$(call section,Python tests)
+	@timeout --kill-after=10 $(PYTEST_LIMIT) pytest $(ARGS)
+
+bench: setup ## measure Phalanx and Gloo side by side on this machine
+	$(call section,Benchmarks)
+	@phalanx bench $(ARGS)
+
+# ---- the end ----
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -f $(VENV)/.package
+
+distclean: clean ## remove .venv too
+	rm -rf $(VENV)

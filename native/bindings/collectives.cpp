@@ -1,0 +1,85 @@
+#include "phalanx/collectives.h"
+
+#include "core.h"
+
+namespace phalanx::bindings {
+namespace {
+
+// Addresses come from tensors that Python keeps alive for the length of the call.
+void* const* pointers(const std::vector<Address>& addresses) {
+  static_assert(sizeof(Address) == sizeof(void*));
+  return reinterpret_cast<void* const*>(addresses.data());
+}
+
+nb::object py_barrier(const PyGroup& self, double timeout) {
+  return run(self, timeout, [](Core& core, const Bounds& bounds) {
+    return barrier(core.group, bounds);
+  });
+}
+
+nb::object py_broadcast(const PyGroup& self, Address data, std::size_t count, int dtype, int root,
+                        double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return broadcast(core.group, pointer(data), count, static_cast<DType>(dtype), root, bounds);
+  });
+}
+
+nb::object py_all_reduce(const PyGroup& self, Address data, std::size_t count, int dtype, int op,
+                         double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return all_reduce(core.group, pointer(data), count, static_cast<DType>(dtype),
+                      static_cast<ReduceOp>(op), bounds);
+  });
+}
+
+nb::object py_reduce(const PyGroup& self, Address data, std::size_t count, int dtype, int op,
+                     int root, double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return reduce(core.group, pointer(data), count, static_cast<DType>(dtype),
+                  static_cast<ReduceOp>(op), root, bounds);
+  });
+}
+
+nb::object py_gather(const PyGroup& self, Address input, const std::vector<Address>& outputs,
+                     std::size_t count, int dtype, int root, double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return gather(core.group, pointer(input), pointers(outputs), count, static_cast<DType>(dtype),
+                  root, bounds);
+  });
+}
+
+nb::object py_scatter(const PyGroup& self, const std::vector<Address>& inputs, Address output,
+                      std::size_t count, int dtype, int root, double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return scatter(core.group, pointers(inputs), pointer(output), count,
+                   static_cast<DType>(dtype), root, bounds);
+  });
+}
+
+nb::object py_all_gather(const PyGroup& self, Address input, const std::vector<Address>& outputs,
+                         std::size_t count, int dtype, double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return all_gather(core.group, pointer(input), pointers(outputs), count,
+                      static_cast<DType>(dtype), bounds);
+  });
+}
+
+}  // namespace
+
+void bind_collectives(nb::class_<PyGroup>& group) {
+  group.def("barrier", &py_barrier, nb::arg("timeout"))
+      .def("broadcast", &py_broadcast, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("root"), nb::arg("timeout"))
+      .def("all_reduce", &py_all_reduce, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("op"), nb::arg("timeout"))
+      .def("reduce", &py_reduce, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("op"), nb::arg("root"), nb::arg("timeout"))
+      .def("gather", &py_gather, nb::arg("input"), nb::arg("outputs"), nb::arg("count"),
+           nb::arg("dtype"), nb::arg("root"), nb::arg("timeout"))
+      .def("scatter", &py_scatter, nb::arg("inputs"), nb::arg("output"), nb::arg("count"),
+           nb::arg("dtype"), nb::arg("root"), nb::arg("timeout"))
+      .def("all_gather", &py_all_gather, nb::arg("input"), nb::arg("outputs"), nb::arg("count"),
+           nb::arg("dtype"), nb::arg("timeout"));
+}
+
+}  // namespace phalanx::bindings

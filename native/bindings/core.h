@@ -1,0 +1,69 @@
+// What the binding files share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <chrono>
+#include <memory>
+#include <utility>
+
+#include "phalanx/collectives.h"
+#include "phalanx/group.h"
+#include "phalanx/mailbox.h"
+
+namespace phalanx::bindings {
+
+namespace nb = nanobind;
+
+using Address = std::uintptr_t;
+
+// A group and its mailbox. Calls that block hold a reference of their own, so that close() in one
+// thread doesn't pull the memory from under another.
+struct Core {
+  Core(std::unique_ptr<Segment> segment, int rank) : group(std::move(segment), rank), mailbox(group) {}
+  Group group;
+  Mailbox mailbox;
+};
+
+// The Python class `Group`.
+struct PyGroup {
+  std::shared_ptr<Core> core;
+
+  std::shared_ptr<Core> held() const {
+    if (!core) {
+      throw nb::value_error("the group is closed");
+    }
+    return core;
+  }
+};
+
+// None for ok, a Status object otherwise; raises what a Python signal handler raised.
+nb::object to_python(const Status& status);
+
+// Limits of a call of `seconds`; Python's signals are looked at while it waits.
+Bounds bounds_for(double seconds);
+
+inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
+
+// Runs `operation(core, bounds)` without the GIL.
+template <class Operation>
+nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
+  const std::shared_ptr<Core> core = self.held();
+  const Bounds bounds = bounds_for(seconds);
+  Status status;
+  {
+    const nb::gil_scoped_release release;
+    status = operation(*core, bounds);
+  }
+  return to_python(status);
+}
+
+void bind_status(nb::module_& module);
+void bind_reduce(nb::module_& module);
+nb::class_<PyGroup> bind_group(nb::module_& module);
+void bind_collectives(nb::class_<PyGroup>& group);
+void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group);
+
+}  // namespace phalanx::bindings

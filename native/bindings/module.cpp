@@ -1,0 +1,13 @@
+#include "core.h"
+
+NB_MODULE(_native, module) {
+  using namespace phalanx::bindings;
+  module.doc() = "The native core: messages between the ranks of a group on one host.";
+  // Groups may outlive the interpreter when a script ends without leaving them: that is no leak.
+  nb::set_leak_warnings(false);
+  bind_status(module);
+  bind_reduce(module);
+  auto group = bind_group(module);
+  bind_collectives(group);
+  bind_mailbox(module, group);
+}

@@ -1,0 +1,81 @@
+// The one place where a status of the core turns into something that Python sees.
+#include "core.h"
+
+namespace phalanx::bindings {
+namespace {
+
+const char* name_of(Code code) {
+  switch (code) {
+    case Code::ok: return "ok";
+    case Code::peer_lost: return "peer_lost";
+    case Code::mismatch: return "mismatch";
+    case Code::timeout: return "timeout";
+    case Code::aborted: return "aborted";
+    case Code::interrupted: return "interrupted";
+    case Code::out_of_memory: return "out_of_memory";
+    case Code::system: return "system";
+    case Code::left: return "left";
+  }
+  return "unknown";
+}
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::none: return "none";
+    case Kind::barrier: return "barrier";
+    case Kind::broadcast: return "broadcast";
+    case Kind::reduce: return "reduce";
+    case Kind::all_reduce: return "all_reduce";
+    case Kind::gather: return "gather";
+    case Kind::scatter: return "scatter";
+    case Kind::all_gather: return "all_gather";
+    case Kind::send: return "send";
+    case Kind::recv: return "recv";
+  }
+  return "unknown";
+}
+
+bool python_signals() {
+  const nb::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+}  // namespace
+
+Bounds bounds_for(double seconds) {
+  const auto now = Clock::now();
+  const std::chrono::duration<double> span(seconds);
+  const bool endless = span >= std::chrono::hours(24 * 365);
+  return {.deadline = endless ? Clock::time_point::max()
+                              : now + std::chrono::duration_cast<Clock::duration>(span),
+          .interrupted = python_signals};
+}
+
+nb::object to_python(const Status& status) {
+  if (status.ok()) {
+    return nb::none();
+  }
+  if (status.code == Code::interrupted && PyErr_Occurred() != nullptr) {
+    throw nb::python_error();
+  }
+  return nb::cast(status);
+}
+
+void bind_status(nb::module_& module) {
+  nb::class_<Fingerprint>(module, "Fingerprint", "What a rank said of the operation it was in.")
+      .def_ro("sequence", &Fingerprint::sequence)
+      .def_ro("count", &Fingerprint::count)
+      .def_ro("root", &Fingerprint::root)
+      .def_prop_ro("kind", [](const Fingerprint& self) { return name_of(self.kind); })
+      .def_prop_ro("dtype", [](const Fingerprint& self) { return static_cast<int>(self.dtype); })
+      .def_prop_ro("op", [](const Fingerprint& self) { return static_cast<int>(self.op); });
+  nb::class_<Status>(module, "Status", "Why an operation failed.")
+      .def_prop_ro("code", [](const Status& self) { return name_of(self.code); })
+      .def_ro("peer", &Status::peer)
+      .def_ro("reporter", &Status::reporter)
+      .def_ro("error", &Status::error)
+      .def_ro("mine", &Status::mine)
+      .def_ro("theirs", &Status::theirs);
+}
+
+}  // namespace phalanx::bindings

@@ -1,0 +1,85 @@
+// One rank's view of its group on this host: the segment, its peers' processes, and the meeting that
+// begins every collective.
+//
+// The invariant that all collectives build on: a rank that has met its peers for operation k knows
+// that all of them have finished operation k - 1. So staging areas are free after a meeting, and
+// inline buffers, of which each rank has two, may be filled before it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "phalanx/segment.h"
+#include "phalanx/status.h"
+#include "phalanx/wait.h"
+
+namespace phalanx {
+
+class Group {
+ public:
+  // `segment` is shared with nobody in this process. The rank is present from here on.
+  Group(std::unique_ptr<Segment> segment, int rank);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  // Opens a handle on every peer's process. All ranks must be present. Closes the creator's
+  // descriptor, which nobody needs from then on. peer_lost when one has died already.
+  Status connect();
+
+  int rank() const { return rank_; }
+  int ranks() const { return segment_->ranks(); }
+  int pid(int rank) const { return segment_->control(rank).pid.load(std::memory_order_relaxed); }
+  Segment& segment() const { return *segment_; }
+  std::uint64_t sequence() const { return sequence_; }
+
+  // Collectives of one group run one at a time; every collective holds this.
+  std::mutex& turn() { return turn_; }
+
+  // Enters the next collective: publishes `own` (its sequence is filled in), waits for all peers to
+  // enter theirs, and compares. Everything this rank wrote before is visible to peers after it.
+  Status meet(Fingerprint own, const Bounds& bounds);
+  // Own inline buffer for the next collective, to be filled before the meeting.
+  std::byte* next_inline_buffer() const { return inline_buffer(rank_, sequence_ + 1); }
+  // A rank's inline buffer of the collective that has been met for.
+  std::byte* met_inline_buffer(int rank) const { return inline_buffer(rank, sequence_); }
+  // Own staging area is backed by pages when this returns ok; call it before the meeting.
+  Status prepare_staging();
+
+  // Steps are the beats inside an operation: ranks advance in the same order, and wait for a peer to
+  // come at least as far as `target`.
+  std::uint64_t step() const { return step_; }
+  void advance();
+  Status wait_step(int peer, std::uint64_t target, const Bounds& bounds);
+
+  // Breaks the group on all its ranks: the first failure wins and is what all of them report.
+  // Returns the status to report here.
+  Status abort(Status why);
+  // Ok, or why the group is broken.
+  Status broken() const;
+  // Announces that this rank takes no further part, and wakes those who wait for it.
+  void leave();
+  // Ok while `peer` may still come: not left, not dead, the group not broken.
+  Status trouble_with(int peer) const;
+
+ private:
+  std::byte* inline_buffer(int rank, std::uint64_t sequence) const {
+    return segment_->inline_buffer(rank, sequence);
+  }
+
+  std::unique_ptr<Segment> segment_;
+  int rank_;
+  Fingerprint current_;
+  std::uint64_t sequence_ = 0;
+  std::uint64_t step_ = 0;
+  bool staging_ready_ = false;
+  bool left_ = false;
+  std::mutex turn_;
+  Patience patience_;
+  std::vector<int> process_handles_;  // pidfds by rank; -1 for this rank
+};
+
+}  // namespace phalanx

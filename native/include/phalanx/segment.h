@@ -1,0 +1,122 @@
+// The shared memory of a group on a host.
+//
+// One rank creates it (memfd: nothing to unlink, gone with its last process), the others open it
+// through /proc/<pid>/fd/<fd> and check magic, layout version, size and nonce. It is sealed against
+// shrinking and growing, since a truncated file would be a SIGBUS for its peers.
+//
+// Layout, each part on a page boundary:
+//   Header | RankControl x ranks | inline buffers: 2 x ranks | staging: ranks | Channel x ranks^2
+// Pages come into being when first touched: a group that is never used costs one page or two.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "phalanx/fingerprint.h"
+#include "phalanx/status.h"
+
+namespace phalanx {
+
+inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
+inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::size_t kPage = 4096;
+inline constexpr std::size_t kLine = 64;
+inline constexpr int kMaxRanks = 1024;
+
+// Payloads up to this size travel beside the flag, in one synchronisation.
+inline constexpr std::size_t kInlineBytes = 16 * 1024;
+// A rank's staging area holds two chunks, so that one is filled while the other is read.
+inline constexpr std::size_t kChunkBytes = 256 * 1024;
+// What a channel holds of the messages on their way from one rank to another.
+inline constexpr std::size_t kRingBytes = 256 * 1024;
+
+// Where waiters sleep and how they are woken; see wait.h.
+struct alignas(kLine) Event {
+  std::atomic<std::uint32_t> sleepers;  // writers: ranks that go to sleep here, and wake
+  std::atomic<std::uint32_t> ticket;    // writers: ranks that wake others
+};
+
+struct Header {
+  // Written by the creator before the segment's address is published, constant from then on.
+  std::uint64_t magic;
+  std::uint32_t layout_version;
+  std::uint32_t ranks;
+  std::uint64_t nonce;
+  std::uint64_t bytes;
+  // Writer: the first rank that gives up (compare-and-swap from 0); see Group::abort.
+  alignas(kLine) std::atomic<std::uint64_t> abort_word;
+};
+static_assert(sizeof(Header) == 2 * kLine);
+static_assert(offsetof(Header, abort_word) == kLine);
+
+enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2 };
+
+struct RankControl {
+  // Line 1, writer: the owner. Read by all peers in every collective.
+  alignas(kLine) std::atomic<std::uint64_t> step;
+  SharedFingerprint fingerprints[2];  // of the operation with sequence & 1
+  // Line 2: those who wait for `step`.
+  Event stepped;
+  // Line 3: where the owner sleeps when it waits for messages, or for room to send them.
+  Event bell;
+  // Line 4, writer: the owner.
+  alignas(kLine) std::atomic<std::int32_t> pid;
+  std::atomic<Presence> presence;
+  SharedFingerprint trouble[2];  // own and peer's operation, when the owner breaks the group
+};
+static_assert(sizeof(RankControl) == 4 * kLine);
+static_assert(offsetof(RankControl, stepped) == 1 * kLine);
+static_assert(offsetof(RankControl, bell) == 2 * kLine);
+static_assert(offsetof(RankControl, pid) == 3 * kLine);
+
+// Messages from one rank to another: a ring of bytes, positions count from the beginning of time.
+struct Channel {
+  alignas(kLine) std::atomic<std::uint64_t> head;  // writer: the sender; bytes written
+  alignas(kLine) std::atomic<std::uint64_t> tail;  // writer: the receiver; bytes read
+  alignas(kPage) std::byte ring[kRingBytes];       // writer: the sender
+};
+static_assert(offsetof(Channel, tail) == kLine);
+static_assert(offsetof(Channel, ring) == kPage);
+static_assert((kRingBytes & (kRingBytes - 1)) == 0);
+
+class Segment {
+ public:
+  // Each returns null and fills `status` (system, with errno; EPROTO: not a segment of this layout
+  // version, size or nonce) when it fails.
+  static std::unique_ptr<Segment> create(int ranks, std::uint64_t nonce, Status& status);
+  static std::unique_ptr<Segment> open(int pid, int fd, int ranks, std::uint64_t nonce,
+                                       Status& status);
+
+  static std::size_t bytes_for(int ranks);
+
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  int ranks() const { return static_cast<int>(header().ranks); }
+  // The creator's descriptor, to be opened by peers; -1 elsewhere and after close_descriptor().
+  int descriptor() const { return fd_; }
+  void close_descriptor();
+
+  Header& header() const { return *reinterpret_cast<Header*>(base_); }
+  RankControl& control(int rank) const;
+  std::byte* inline_buffer(int rank, std::uint64_t sequence) const;
+  std::byte* staging(int rank, std::uint64_t chunk) const;
+  Channel& channel(int source, int destination) const;
+
+  // Gets the pages of [start, start + bytes) now, so that a host out of memory gives an error here
+  // and not a signal later.
+  Status prefault(void* start, std::size_t bytes) const;
+
+ private:
+  Segment(std::byte* base, std::size_t bytes, int fd) : base_(base), bytes_(bytes), fd_(fd) {}
+  static std::unique_ptr<Segment> map(int fd, std::size_t bytes, Status& status);
+
+  std::byte* base_;
+  std::size_t bytes_;
+  int fd_;
+};
+
+}  // namespace phalanx

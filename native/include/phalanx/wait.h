@@ -1,0 +1,127 @@
+// Waiting for a peer: a spin whose length follows what was measured, then sleep on a futex.
+//
+// The hand-shake that loses no wake-up (an event count):
+//   waiter:   sleepers += 1; t = ticket; if (!ready()) futex_wait(ticket, t); sleepers -= 1
+//   notifier: make ready() true; if (sleepers != 0) { ticket += 1; futex_wake(ticket) }
+// All five accesses to shared memory are seq_cst: either the waiter sees ready(), or the notifier
+// sees the sleeper, in which case the ticket has changed before the kernel compares it, or the wake
+// finds the waiter asleep. A waiter killed in between leaves `sleepers` too high: a needless wake
+// from then on, never a missing one.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+#include "phalanx/segment.h"
+#include "phalanx/status.h"
+
+namespace phalanx {
+
+using Clock = std::chrono::steady_clock;
+
+// The limits of one call.
+struct Bounds {
+  Clock::time_point deadline = Clock::time_point::max();
+  // Asked while waiting, some ten times a second and when a signal arrives: true ends the wait.
+  bool (*interrupted)() = nullptr;
+};
+
+// Wakes all who sleep on `event`. The store that makes them ready comes before and is seq_cst.
+void notify(Event& event);
+// The same, whether or not somebody is known to sleep.
+void notify_always(Event& event);
+
+// Processors that this process may run on.
+int usable_cores();
+
+// How long to spin: adapts to how long past waits took and to whether ranks outnumber cores.
+// Belongs to one thread at a time.
+class Patience {
+ public:
+  explicit Patience(int ranks);
+
+  // True once `ready` is; false when it is time to sleep.
+  template <class Ready>
+  bool spin(Ready&& ready);
+
+  // Feeds back how long the wait took in all.
+  void learn(Clock::duration waited);
+
+ private:
+  static constexpr int kPausesPerLook = 32;
+
+  static void pause();
+  static void yield();
+
+  bool crowded_;
+  Clock::duration typical_{};
+  Clock::duration limit_{};
+};
+
+enum class Woken { by_peer, by_time, by_signal };
+
+// One sleep of at most a slice: after it, the caller looks at peers, deadline and signals.
+Woken sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen);
+
+template <class Ready>
+bool Patience::spin(Ready&& ready) {
+  for (int i = 0; i < kPausesPerLook; ++i) {
+    if (ready()) {
+      return true;
+    }
+    pause();
+  }
+  const auto until = Clock::now() + limit_;
+  do {
+    for (int i = 0; i < kPausesPerLook; ++i) {
+      if (ready()) {
+        return true;
+      }
+      pause();
+    }
+    if (crowded_) {
+      yield();
+    }
+  } while (Clock::now() < until);
+  return ready();
+}
+
+// Waits until `ready()`. `trouble()` is asked once a slice and returns a status that is not ok when
+// the wait is in vain; what a peer published before its end still counts. Returns ok, the trouble,
+// `timeout` or `interrupted`.
+template <class Ready, class Trouble>
+Status wait_until(Event& event, Patience& patience, const Bounds& bounds, Ready&& ready,
+                  Trouble&& trouble) {
+  constexpr int kSlicesPerLook = 20;
+  if (ready()) {
+    return {};
+  }
+  const auto start = Clock::now();
+  bool done = patience.spin(ready);
+  for (int slice = 1; !done; ++slice) {
+    event.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    const auto seen = event.ticket.load(std::memory_order_seq_cst);
+    done = ready();
+    const auto woken = done ? Woken::by_peer : sleep_slice(event.ticket, seen);
+    event.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+    if (done || ready()) {
+      break;
+    }
+    if (woken == Woken::by_signal || slice % kSlicesPerLook == 0) {
+      if (bounds.interrupted != nullptr && bounds.interrupted()) {
+        return Status{.code = Code::interrupted};
+      }
+    }
+    const Status status = trouble();
+    if (!status.ok()) {
+      return ready() ? Status{} : status;
+    }
+    if (Clock::now() >= bounds.deadline) {
+      return Status{.code = Code::timeout};
+    }
+  }
+  patience.learn(Clock::now() - start);
+  return {};
+}
+
+}  // namespace phalanx

@@ -1,0 +1,41 @@
+#include "pipeline.h"
+#include "phalanx/collectives.h"
+
+namespace phalanx {
+
+Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int root,
+                 const Bounds& bounds) {
+  const std::lock_guard turn(group.turn());
+  const Fingerprint own{.count = count, .root = root, .kind = Kind::broadcast, .dtype = dtype};
+  const std::size_t bytes = count * size_of(dtype);
+  const bool is_root = group.rank() == root;
+  if (bytes <= kInlineBytes) {
+    if (is_root) {
+      copy_bytes(group.next_inline_buffer(), data, bytes);
+    }
+    const Status status = group.meet(own, bounds);
+    if (status.ok() && !is_root) {
+      copy_bytes(data, group.met_inline_buffer(root), bytes);
+    }
+    return status;
+  }
+  Status status = is_root ? group.prepare_staging() : Status{};
+  if (status.ok()) {
+    status = group.meet(own, bounds);
+  }
+  if (!status.ok()) {
+    return status;
+  }
+  const Segment& segment = group.segment();
+  return move_chunks(
+      group, bytes, kChunkBytes, bounds,  //
+      [&](int rank) { return rank == root; }, [&](int rank) { return rank != root; },
+      [&](Span span, std::uint64_t chunk) {
+        copy_bytes(segment.staging(root, chunk), at(data, span.begin), span.size);
+      },
+      [&](int peer, Span span, std::uint64_t chunk) {
+        copy_bytes(at(data, span.begin), segment.staging(peer, chunk), span.size);
+      });
+}
+
+}  // namespace phalanx

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "phalanx/collectives.h"
+#include "pipeline.h"
+
+namespace phalanx {
+
+// gather and all_gather differ in who consumes.
+template <class Consumes>
+Status gather_to(Group& group, const void* input, void* const* outputs, std::size_t bytes,
+                 const Fingerprint& own, const Bounds& bounds, Consumes consumes) {
+  const int self = group.rank();
+  const bool small = bytes <= kInlineBytes;
+  Status status = small ? Status{} : group.prepare_staging();
+  if (!status.ok()) {
+    return status;
+  }
+  if (small) {
+    copy_bytes(group.next_inline_buffer(), input, bytes);
+  }
+  status = group.meet(own, bounds);
+  if (!status.ok()) {
+    return status;
+  }
+  if (consumes(self)) {
+    copy_bytes(outputs[self], input, bytes);
+  }
+  if (small) {
+    for (int peer = 0; consumes(self) && peer < group.ranks(); ++peer) {
+      if (peer != self) {
+        copy_bytes(outputs[peer], group.met_inline_buffer(peer), bytes);
+      }
+    }
+    return status;
+  }
+  const Segment& segment = group.segment();
+  return move_chunks(
+      group, bytes, kChunkBytes, bounds, [](int) { return true; }, consumes,
+      [&](Span span, std::uint64_t chunk) {
+        copy_bytes(segment.staging(self, chunk), at(input, span.begin), span.size);
+      },
+      [&](int peer, Span span, std::uint64_t chunk) {
+        copy_bytes(at(outputs[peer], span.begin), segment.staging(peer, chunk), span.size);
+      });
+}
+
+}  // namespace phalanx

@@ -1,0 +1,73 @@
+// The pipeline of the operations that move data without combining it: some ranks produce chunks in
+// their staging areas, some consume them, and chunk c + 1 is produced while chunk c is consumed.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "phalanx/group.h"
+
+namespace phalanx {
+
+// A part of a buffer, in bytes.
+struct Span {
+  std::size_t begin;
+  std::size_t size;
+};
+
+inline Span chunk_of(std::size_t total, std::size_t chunk_bytes, std::uint64_t chunk) {
+  const std::size_t begin = chunk * chunk_bytes;
+  return {begin, std::min(chunk_bytes, total - begin)};
+}
+
+inline const std::byte* at(const void* data, std::size_t offset) {
+  return static_cast<const std::byte*>(data) + offset;
+}
+
+inline std::byte* at(void* data, std::size_t offset) {
+  return static_cast<std::byte*>(data) + offset;
+}
+
+// memcpy that takes the null pointers of empty tensors.
+inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
+  if (bytes != 0 && to != from) {
+    std::memcpy(to, from, bytes);
+  }
+}
+
+// Moves ceil(total / chunk_bytes) chunks after a meeting. `produces(r)` and `consumes(r)` say which
+// ranks do so and are the same on all ranks; `produce(span, chunk)` fills the own staging area,
+// `consume(peer, span, chunk)` reads the peer's.
+template <class Produces, class Consumes, class Produce, class Consume>
+Status move_chunks(Group& group, std::size_t total, std::size_t chunk_bytes, const Bounds& bounds,
+                   Produces produces, Consumes consumes, Produce produce, Consume consume) {
+  const int self = group.rank();
+  const std::uint64_t base = group.step();
+  const std::uint64_t chunks = (total + chunk_bytes - 1) / chunk_bytes;
+  for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Span span = chunk_of(total, chunk_bytes, chunk);
+    if (produces(self)) {
+      // A consumer at step base + chunk has consumed chunk - 2, whose place this chunk takes.
+      for (int peer = 0; chunk >= 2 && peer < group.ranks(); ++peer) {
+        if (peer != self && consumes(peer)) {
+          if (const Status s = group.wait_step(peer, base + chunk, bounds); !s.ok()) {
+            return s;
+          }
+        }
+      }
+      produce(span, chunk);
+    }
+    group.advance();
+    for (int peer = 0; consumes(self) && peer < group.ranks(); ++peer) {
+      if (peer != self && produces(peer)) {
+        if (const Status s = group.wait_step(peer, base + chunk + 1, bounds); !s.ok()) {
+          return s;
+        }
+        consume(peer, span, chunk);
+      }
+    }
+  }
+  return {};
+}
+
+}  // namespace phalanx

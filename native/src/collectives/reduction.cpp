@@ -1,0 +1,173 @@
+#include "reduction.h"
+
+#include <array>
+#include <vector>
+
+#include "pipeline.h"
+
+namespace phalanx {
+namespace {
+
+// Bytes of a slice: as even as whole cache lines allow, and no larger than a staging area has room
+// for.
+std::size_t even_slice(std::size_t total, std::size_t ranks) {
+  const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
+  const std::size_t largest = kChunkBytes / ranks / kLine * kLine;
+  const std::size_t chunks = parts(total, largest * ranks);
+  return parts(parts(total, chunks * ranks), kLine) * kLine;
+}
+
+// The reduction of large tensors. The tensor is cut into chunks; of each chunk rank r owns slice r.
+// Every rank stages all slices but its own; the owner combines its own slice with the staged ones,
+// leaves the result where its own slice would have been staged, and those who want it copy it out.
+// Staging chunk c + 1 goes before combining chunk c, so that a rank that is early does useful work.
+// That is reduce-scatter followed by all-gather (Rabenseifner 2004) in shared memory, with the least
+// traffic that user buffers outside the segment allow.
+class LargeReduction {
+ public:
+  LargeReduction(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
+                 const Bounds& bounds)
+      : group_(group),
+        data_(static_cast<std::byte*>(data)),
+        dtype_(dtype),
+        op_(op),
+        bounds_(bounds),
+        total_(count * size_of(dtype)),
+        slice_bytes_(even_slice(total_, ranks())),
+        chunk_bytes_(slice_bytes_ * ranks()),
+        chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_),
+        sources_(ranks()) {}
+
+  // After a meeting. `wanted`: whether this rank takes the result.
+  Status run(bool wanted) {
+    // Steps: stage 0 | stage 1, combine 0 | stage 2, combine 1 | ... | combine last.
+    const std::uint64_t base = group_.step();
+    stage(0);
+    group_.advance();
+    for (std::uint64_t chunk = 0; chunk < chunks_; ++chunk) {
+      const std::uint64_t staged = base + (chunk == 0 ? 1 : 2 * chunk);
+      const bool last = chunk + 1 == chunks_;
+      if (!last) {
+        stage(chunk + 1);
+        group_.advance();
+      }
+      // A peer that has staged this chunk has also copied out chunk - 2, whose place is reused.
+      if (const Status s = wait_all(staged); !s.ok()) {
+        return s;
+      }
+      combine(chunk);
+      group_.advance();
+      const std::uint64_t combined = base + 2 * chunk + (last ? 2 : 3);
+      if (const Status s = wait_all(combined); !s.ok()) {
+        return s;
+      }
+      if (wanted) {
+        copy_out(chunk);
+      }
+    }
+    return {};
+  }
+
+ private:
+  Status wait_all(std::uint64_t step) {
+    for (int peer = 0; peer < group_.ranks(); ++peer) {
+      if (peer != group_.rank()) {
+        if (const Status s = group_.wait_step(peer, step, bounds_); !s.ok()) {
+          return s;
+        }
+      }
+    }
+    return {};
+  }
+
+  std::size_t ranks() const { return static_cast<std::size_t>(group_.ranks()); }
+
+  Span chunk_at(std::uint64_t index) const { return chunk_of(total_, chunk_bytes_, index); }
+
+  // Slice `rank` of a chunk, relative to the chunk.
+  Span slice(const Span& chunk, int rank) const {
+    const std::size_t begin = std::min(slice_bytes_ * static_cast<std::size_t>(rank), chunk.size);
+    return {begin, std::min(slice_bytes_, chunk.size - begin)};
+  }
+
+  void stage(std::uint64_t index) {
+    const Span chunk = chunk_at(index);
+    const Span own = slice(chunk, group_.rank());
+    std::byte* staging = group_.segment().staging(group_.rank(), index);
+    const std::byte* from = data_ + chunk.begin;
+    const std::size_t after = own.begin + own.size;
+    copy_bytes(staging, from, own.begin);
+    copy_bytes(staging + after, from + after, chunk.size - after);
+  }
+
+  void combine(std::uint64_t index) {
+    const Span chunk = chunk_at(index);
+    const Span own = slice(chunk, group_.rank());
+    for (int rank = 0; rank < group_.ranks(); ++rank) {
+      sources_[static_cast<std::size_t>(rank)] =
+          rank == group_.rank() ? data_ + chunk.begin + own.begin
+                                : group_.segment().staging(rank, index) + own.begin;
+    }
+    phalanx::reduce(group_.segment().staging(group_.rank(), index) + own.begin, sources_.data(),
+                    sources_.size(), own.size / size_of(dtype_), dtype_, op_, group_.ranks());
+  }
+
+  void copy_out(std::uint64_t index) {
+    const Span chunk = chunk_at(index);
+    for (int i = 0; i < group_.ranks(); ++i) {
+      // Own slice first: it is still in the cache.
+      const int rank = (group_.rank() + i) % group_.ranks();
+      const Span part = slice(chunk, rank);
+      copy_bytes(data_ + chunk.begin + part.begin, group_.segment().staging(rank, index) + part.begin,
+           part.size);
+    }
+  }
+
+  Group& group_;
+  std::byte* data_;
+  DType dtype_;
+  ReduceOp op_;
+  const Bounds& bounds_;
+  std::size_t total_;
+  // The same for all chunks: where a slice lies in the staging area must not move, since the result
+  // of chunk c - 2 may still be read there while chunk c is staged around it.
+  std::size_t slice_bytes_;
+  std::size_t chunk_bytes_;
+  std::uint64_t chunks_;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace
+
+Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
+                 bool wanted) {
+  const std::lock_guard turn(group.turn());
+  const std::size_t bytes = own.count * size_of(own.dtype);
+  const bool small = bytes <= kInlineBytes;
+  Status status = small ? Status{} : group.prepare_staging();
+  if (!status.ok()) {
+    return status;
+  }
+  if (small) {
+    copy_bytes(group.next_inline_buffer(), data, bytes);
+  }
+  status = group.meet(own, bounds);
+  if (!status.ok() || own.count == 0) {
+    return status;
+  }
+  if (!small) {
+    return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(wanted);
+  }
+  if (wanted) {
+    std::array<const void*, kMaxRanks> sources;
+    for (int rank = 0; rank < group.ranks(); ++rank) {
+      sources[static_cast<std::size_t>(rank)] =
+          rank == group.rank() ? data : group.met_inline_buffer(rank);
+    }
+    phalanx::reduce(data, sources.data(), static_cast<std::size_t>(group.ranks()), own.count,
+                    own.dtype, own.op, group.ranks());
+  }
+  return status;
+}
+
+}  // namespace phalanx

@@ -1,0 +1,194 @@
+#include "phalanx/group.h"
+
+#include <poll.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace phalanx {
+namespace {
+
+// The abort word: code, then ranks plus one so that "none" fits, then errno.
+std::uint64_t pack(const Status& status) {
+  const auto rank_bits = [](std::int32_t rank) { return static_cast<std::uint64_t>(rank + 1) & 0xffff; };
+  return static_cast<std::uint64_t>(status.code) | rank_bits(status.peer) << 16 |
+         rank_bits(status.reporter) << 32 |
+         (static_cast<std::uint64_t>(status.error) & 0xffff) << 48;
+}
+
+Status unpack(std::uint64_t word) {
+  const auto rank = [word](int shift) { return static_cast<std::int32_t>(word >> shift & 0xffff) - 1; };
+  return Status{.code = static_cast<Code>(word & 0xff),
+                .peer = rank(16),
+                .reporter = rank(32),
+                .error = static_cast<std::int32_t>(word >> 48 & 0xffff)};
+}
+
+}  // namespace
+
+Group::Group(std::unique_ptr<Segment> segment, int rank)
+    : segment_(std::move(segment)),
+      rank_(rank),
+      patience_(segment_->ranks()),
+      process_handles_(static_cast<std::size_t>(segment_->ranks()), -1) {
+  RankControl& own = segment_->control(rank_);
+  own.pid.store(getpid(), std::memory_order_relaxed);
+  own.presence.store(Presence::joined, std::memory_order_seq_cst);
+}
+
+Group::~Group() {
+  leave();
+  for (const int handle : process_handles_) {
+    if (handle >= 0) {
+      ::close(handle);
+    }
+  }
+}
+
+Status Group::connect() {
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (peer == rank_ || pid(peer) == getpid()) {
+      continue;  // ranks of one process (the native tests) live and die together
+    }
+    const long handle = syscall(SYS_pidfd_open, pid(peer), 0);
+    if (handle < 0) {
+      if (errno == ESRCH) {
+        return abort(Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_});
+      }
+      return Status{.code = Code::system, .error = errno};
+    }
+    process_handles_[static_cast<std::size_t>(peer)] = static_cast<int>(handle);
+  }
+  segment_->close_descriptor();
+  return {};
+}
+
+Status Group::meet(Fingerprint own, const Bounds& bounds) {
+  if (const Status status = broken(); !status.ok()) {
+    return status;
+  }
+  own.sequence = ++sequence_;
+  current_ = own;
+  segment_->control(rank_).fingerprints[sequence_ & 1].store(own);
+  advance();
+  const std::uint64_t met = step_;
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (peer == rank_) {
+      continue;
+    }
+    if (const Status status = wait_step(peer, met, bounds); !status.ok()) {
+      return status;
+    }
+    const Fingerprint theirs = segment_->control(peer).fingerprints[sequence_ & 1].load();
+    if (theirs != own) {
+      return abort(Status{
+          .code = Code::mismatch, .peer = peer, .reporter = rank_, .mine = own, .theirs = theirs});
+    }
+  }
+  return {};
+}
+
+Status Group::prepare_staging() {
+  if (staging_ready_) {
+    return {};
+  }
+  Status status = segment_->prefault(segment_->staging(rank_, 0), 2 * kChunkBytes);
+  if (!status.ok()) {
+    status.reporter = rank_;
+    return abort(status);
+  }
+  staging_ready_ = true;
+  return {};
+}
+
+void Group::advance() {
+  RankControl& own = segment_->control(rank_);
+  // Publishes all that was written before. Pairs with the load in wait_step; seq_cst, not release,
+  // for the sake of notify.
+  own.step.store(++step_, std::memory_order_seq_cst);
+  notify(own.stepped);
+}
+
+Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
+  RankControl& control = segment_->control(peer);
+  // Pairs with the store in advance.
+  const auto ready = [&] { return control.step.load(std::memory_order_seq_cst) >= target; };
+  Status status = wait_until(control.stepped, patience_, bounds, ready,
+                             [&] { return trouble_with(peer); });
+  if (status.ok()) {
+    return status;
+  }
+  if (status.code == Code::timeout) {
+    status.peer = peer;
+  }
+  if (status.reporter < 0) {
+    status.reporter = rank_;
+  }
+  status.mine = current_;
+  return abort(status);
+}
+
+Status Group::abort(Status why) {
+  if (const Status earlier = broken(); !earlier.ok() && why.code != Code::interrupted) {
+    return earlier;
+  }
+  RankControl& own = segment_->control(rank_);
+  own.trouble[0].store(why.mine);
+  own.trouble[1].store(why.theirs);
+  std::uint64_t none = 0;
+  auto& word = segment_->header().abort_word;
+  // Pairs with the load in broken: who sees the word may read the reporter's fingerprints.
+  if (word.compare_exchange_strong(none, pack(why), std::memory_order_seq_cst)) {
+    for (int rank = 0; rank < ranks(); ++rank) {
+      notify_always(segment_->control(rank).stepped);
+      notify_always(segment_->control(rank).bell);
+    }
+  } else if (why.code == Code::interrupted) {
+    return why;  // the caller's own signal handler raised: that is what it must report
+  }
+  return broken();
+}
+
+Status Group::broken() const {
+  const std::uint64_t word = segment_->header().abort_word.load(std::memory_order_seq_cst);
+  if (word == 0) {
+    return {};
+  }
+  Status status = unpack(word);
+  if (status.reporter >= 0) {
+    const RankControl& reporter = segment_->control(status.reporter);
+    status.mine = reporter.trouble[0].load();
+    status.theirs = reporter.trouble[1].load();
+  }
+  return status;
+}
+
+void Group::leave() {
+  if (left_) {
+    return;
+  }
+  left_ = true;
+  segment_->control(rank_).presence.store(Presence::left, std::memory_order_seq_cst);
+  notify(segment_->control(rank_).stepped);
+  for (int rank = 0; rank < ranks(); ++rank) {
+    notify(segment_->control(rank).bell);
+  }
+}
+
+Status Group::trouble_with(int peer) const {
+  if (Status status = broken(); !status.ok()) {
+    return status;
+  }
+  if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
+    return Status{.code = Code::left, .peer = peer, .reporter = rank_};
+  }
+  const int handle = process_handles_[static_cast<std::size_t>(peer)];
+  pollfd poller{.fd = handle, .events = POLLIN, .revents = 0};
+  if (handle >= 0 && poll(&poller, 1, 0) == 1) {
+    return Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_};
+  }
+  return {};
+}
+
+}  // namespace phalanx

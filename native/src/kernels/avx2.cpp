@@ -1,0 +1,2 @@
+#define PHALANX_VARIANT avx2
+#include "kernels/kernels.inc"

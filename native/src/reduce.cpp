@@ -1,0 +1,89 @@
+#include "phalanx/reduce.h"
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "kernels/kernels.h"
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace phalanx {
+
+namespace kernels {
+
+namespace {
+
+bool always() { return true; }
+
+#if defined(__x86_64__)
+// F16C by hand: not every compiler's __builtin_cpu_supports knows it.
+bool has_avx2() {
+  unsigned a, b, c, d;
+  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C) != 0;
+}
+
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+
+}  // namespace
+
+const Variant variants[n_variants] = {
+    {"baseline", &baseline, always},
+#if defined(__x86_64__)
+    {"avx2", &avx2, has_avx2},
+    {"avx512", &avx512, has_avx512},
+#endif
+};
+
+namespace {
+
+// The widest variant that runs here, but none past the one that PHALANX_ISA names.
+const Variant& choose() {
+  const char* limit = std::getenv("PHALANX_ISA");
+  const Variant* chosen = &variants[0];
+  for (const Variant& variant : variants) {
+    if (!variant.runs_here()) break;
+    chosen = &variant;
+    if (limit != nullptr && std::strcmp(limit, variant.name) == 0) break;
+  }
+  return *chosen;
+}
+
+const Variant& chosen() {
+  static const Variant& variant = choose();
+  return variant;
+}
+
+}  // namespace
+
+}  // namespace kernels
+
+std::size_t size_of(DType dtype) {
+  constexpr std::size_t sizes[kernels::n_dtypes] = {1, 1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 8, 16};
+  return sizes[static_cast<std::size_t>(dtype)];
+}
+
+bool supports(DType dtype, ReduceOp op) {
+  return kernels::baseline.reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)] !=
+         nullptr;
+}
+
+void reduce(void* out, const void* const* sources, std::size_t n_sources, std::size_t count,
+            DType dtype, ReduceOp op, double divisor) {
+  const kernels::Table& table = *kernels::chosen().table;
+  table.reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
+      out, sources, n_sources, count, divisor);
+}
+
+void scale(void* out, const void* in, std::size_t count, DType dtype, double factor) {
+  kernels::chosen().table->scale[static_cast<std::size_t>(dtype)](out, &in, 1, count, factor);
+}
+
+const char* instruction_set() { return kernels::chosen().name; }
+
+}  // namespace phalanx

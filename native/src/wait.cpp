@@ -1,0 +1,89 @@
+#include "phalanx/wait.h"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <ctime>
+
+namespace phalanx {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Bounds how late a death, an abort or a deadline is seen by a rank that sleeps.
+constexpr long kSliceNanoseconds = 5'000'000;
+constexpr auto kLongestSpin = 1000us;
+constexpr auto kShortestSpin = 20us;
+constexpr auto kCrowdedSpin = 50us;
+
+long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
+           const timespec* timeout) {
+  return syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), operation, value, timeout,
+                 nullptr, 0);
+}
+
+}  // namespace
+
+void notify(Event& event) {
+  // Pairs with the waiter's fetch_add in wait_until.
+  if (event.sleepers.load(std::memory_order_seq_cst) != 0) {
+    notify_always(event);
+  }
+}
+
+void notify_always(Event& event) {
+  // Pairs with the waiter's load of the ticket, and with the kernel's comparison.
+  event.ticket.fetch_add(1, std::memory_order_seq_cst);
+  futex(event.ticket, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+int usable_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof set, &set) != 0) {
+    // More than CPU_SETSIZE processors.
+    return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
+  }
+  return std::max(1, CPU_COUNT(&set));
+}
+
+Patience::Patience(int ranks) : crowded_(ranks > usable_cores()) {
+  limit_ = crowded_ ? kCrowdedSpin : kLongestSpin;
+}
+
+void Patience::learn(Clock::duration waited) {
+  if (crowded_) {
+    return;
+  }
+  // A spin that ends in sleep all the same is a core burnt for nothing; one that ends just before
+  // the peer comes costs a wake-up. Twice the typical wait catches nearly all where that is short.
+  typical_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_) / 8;
+  limit_ = typical_ > kLongestSpin
+               ? Clock::duration(kShortestSpin)
+               : std::clamp<Clock::duration>(4 * typical_, 5 * kShortestSpin, kLongestSpin);
+}
+
+void Patience::pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield" ::: "memory");
+#endif
+}
+
+void Patience::yield() { sched_yield(); }
+
+Woken sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen) {
+  const timespec slice{.tv_sec = 0, .tv_nsec = kSliceNanoseconds};
+  if (futex(ticket, FUTEX_WAIT, seen, &slice) == 0 || errno == EAGAIN) {
+    return Woken::by_peer;
+  }
+  return errno == EINTR ? Woken::by_signal : Woken::by_time;
+}
+
+}  // namespace phalanx

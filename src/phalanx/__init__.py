@@ -1,0 +1,66 @@
+"""Phalanx: distributed PyTorch in shared memory.
+
+General layout, from the bottom up (dependencies point downward only):
+
+- `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
+  collectives and messages. It knows nothing of Python objects or torch.
+- `topology`: who shares a host; how the ranks of a group come to share a segment.
+- `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
+- `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
+  public API alone, so they run on any backend.
+- `bench`, `testing`: measurements; the self-check of `phalanx test`.
+- `cli`: the command `phalanx`.
+- `launch`: starts processes and finds a process's place among them; beside `backend`, using none
+  of the above.
+- `errors`, `env`: every exception and every environment variable; they import nothing of these.
+
+The names below are loaded when first used: `import torch` imports this package through the
+`torch.backends` entry point, and must not pay for more than a name.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from phalanx import launch as launch
+    from phalanx.errors import Aborted as Aborted
+    from phalanx.errors import CollectiveMismatch as CollectiveMismatch
+    from phalanx.errors import CollectiveTimeout as CollectiveTimeout
+    from phalanx.errors import LaunchError as LaunchError
+    from phalanx.errors import PeerLost as PeerLost
+    from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.errors import UsageError as UsageError
+    from phalanx.launch.session import Session as Session
+    from phalanx.launch.session import init as init
+
+_HOMES = {
+    "Aborted": "phalanx.errors",
+    "CollectiveMismatch": "phalanx.errors",
+    "CollectiveTimeout": "phalanx.errors",
+    "LaunchError": "phalanx.errors",
+    "PeerLost": "phalanx.errors",
+    "PhalanxError": "phalanx.errors",
+    "Session": "phalanx.launch.session",
+    "UsageError": "phalanx.errors",
+    "init": "phalanx.launch.session",
+}
+
+__all__ = [*_HOMES, "__version__", "launch"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "launch":
+        return importlib.import_module("phalanx.launch")
+    if name in _HOMES:
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

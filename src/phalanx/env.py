@@ -1,0 +1,174 @@
+"""Every environment variable that Phalanx reads or sets, and how it is read.
+
+`VARIABLES` is the documentation; the functions below are the only way in which Phalanx's Python
+code reads a variable that can be malformed. They raise `ValueError` with a message that names the
+variable, its value and what was expected; callers turn it into `phalanx.errors.UsageError`. This
+module imports nothing of the package, and not torch.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["VARIABLES", "Place", "Variable", "integer", "place"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable: its name and, in a paragraph, what it means."""
+
+    name: str
+    doc: str
+
+
+VARIABLES = (
+    Variable(
+        "PHALANX_ISA",
+        "Read by the native core when it is loaded: the widest instruction set that the reduction "
+        "kernels may use, `baseline`, `avx2` or `avx512`. Unset: the widest that the processor "
+        "has. Results are the same with each; it exists to compare and to test them.",
+    ),
+    Variable(
+        "RANK",
+        "The number of this process among all of the job, from 0 to `WORLD_SIZE` - 1. Set for "
+        "every process by `phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`.",
+    ),
+    Variable(
+        "WORLD_SIZE",
+        "How many processes the job has, on all hosts. Set and read as `RANK` is; one without the "
+        "other is an error.",
+    ),
+    Variable(
+        "LOCAL_RANK",
+        "The number of this process among those of the job on this host. Set as `RANK` is. "
+        "`phalanx.init` picks the GPU by it; unset, it is taken to be `RANK`, which is right on "
+        "one host.",
+    ),
+    Variable(
+        "LOCAL_WORLD_SIZE",
+        "How many processes of the job this host has. Set as `RANK` is. Unset, `phalanx.init` "
+        "takes it to be `WORLD_SIZE`, which is right on one host.",
+    ),
+    Variable(
+        "MASTER_ADDR",
+        "The address of the store in which the ranks find each other. Set as `RANK` is; read by "
+        "`torch.distributed`, and checked by `phalanx.init`.",
+    ),
+    Variable(
+        "MASTER_PORT",
+        "The TCP port of that store, 1 to 65535. Set and read as `MASTER_ADDR` is.",
+    ),
+    Variable(
+        "GROUP_RANK",
+        "The number of this process's host among the hosts of the job; with `GROUP_WORLD_SIZE`, "
+        "`ROLE_NAME`, `ROLE_RANK` and `ROLE_WORLD_SIZE` it is set as torchrun sets it, for "
+        "scripts that read it. Phalanx doesn't.",
+    ),
+    Variable(
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "`True` tells `torch.distributed` that the launcher hosts the store, so that rank 0 "
+        "connects to it like every other rank. Set by `phalanx run` and `phalanx.launch`, with "
+        "`TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` and `TORCHELASTIC_MAX_RESTARTS`, as "
+        "torchrun sets them.",
+    ),
+    Variable(
+        "OMP_NUM_THREADS",
+        "Threads per process. Set for every rank to max(1, usable cores // ranks on this host), "
+        "unless it is set already: then your value stands. Usable cores are those of the "
+        "affinity mask, within the CPU quota of the control group.",
+    ),
+    Variable(
+        "PYTHONUNBUFFERED",
+        "Set to 1 for every rank unless set already, so that its output is seen as it is written.",
+    ),
+    Variable(
+        "PYTHONFAULTHANDLER",
+        "Set to 1 for every rank unless set already, so that a crash in native code prints where "
+        "Python was.",
+    ),
+    Variable(
+        "PET_NPROC_PER_NODE",
+        "The default of `phalanx run --nproc-per-node`; every option of torchrun has such a "
+        "variable, `PET_` and its name. Unset, `phalanx run` uses `auto`.",
+    ),
+    Variable(
+        "LOGLEVEL",
+        "Python log level of PyTorch's elastic agent, for example `INFO`. Unset, `phalanx run` "
+        "keeps the agent quiet and prints one report when a rank fails.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process stands in its job, as the launcher told it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def integer(
+    name: str,
+    *,
+    minimum: int,
+    maximum: int | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> int | None:
+    """Read an integer variable; None if it is unset or empty.
+
+    Args:
+        name: the variable.
+        minimum: the least value allowed.
+        maximum: the greatest value allowed; None for no limit.
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: it isn't an integer, or is out of range.
+    """
+    text = (os.environ if environ is None else environ).get(name, "").strip()
+    if not text:
+        return None
+    expected = f"an integer from {minimum}" + (" up" if maximum is None else f" to {maximum}")
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} in the environment: expected {expected}") from None
+    if value < minimum or (maximum is not None and value > maximum):
+        raise ValueError(f"{name}={value} in the environment: expected {expected}")
+    return value
+
+
+def place(environ: Mapping[str, str] | None = None) -> Place | None:
+    """Read the place that a launcher gave to this process; None if there is no launcher.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: the variables are there in part, aren't integers, or contradict each other.
+    """
+    environ = os.environ if environ is None else environ
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in needed if not environ.get(name, "").strip()]
+    if len(missing) == len(needed):
+        return None
+    if missing:
+        found = ", ".join(f"{name}={environ[name]!r}" for name in needed if name not in missing)
+        raise ValueError(
+            f"the environment has {found} but lacks {', '.join(missing)}: set all four, or start "
+            "the script with `phalanx run`, or unset them to run alone"
+        )
+    integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
+    world_size = integer("WORLD_SIZE", minimum=1, environ=environ) or 1
+    rank = integer("RANK", minimum=0, environ=environ) or 0
+    if rank >= world_size:
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={world_size} in the environment: a rank is less than the "
+            f"world size, so expected 0 to {world_size - 1}"
+        )
+    local_size = integer("LOCAL_WORLD_SIZE", minimum=1, maximum=world_size, environ=environ)
+    local_size = world_size if local_size is None else local_size
+    local_rank = integer("LOCAL_RANK", minimum=0, maximum=local_size - 1, environ=environ)
+    return Place(rank, world_size, rank if local_rank is None else local_rank, local_size)

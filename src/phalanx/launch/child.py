@@ -1,0 +1,47 @@
+"""Tie a process's life to its parent's, then become the program that was asked for.
+
+`phalanx run` starts each rank as `python -I -S child.py PARENT PROGRAM ARG...`: the file is run by
+its path and imports only the standard library, so that it costs some milliseconds. What it sets
+survives exec, so the script runs as its own process, with nothing of ours in it.
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process (SIGKILL) when its parent dies.
+
+    The kernel watches the thread that started this process: the starter keeps that thread alive
+    as long as its ranks.
+
+    Args:
+        parent: the parent's pid; if it is gone already, this process ends here.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    if os.getppid() != parent:  # it died before the kernel was told to watch it
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    """Guard this process, then replace it by the program on the command line."""
+    parent, *command = sys.argv[1:]
+    die_with_parent(int(parent))
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        sys.exit(f"can't start {command[0]}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""`phalanx.launch`: run a function on several ranks of this machine and return their results."""
+
+import linecache
+import operator
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import cloudpickle
+from torch.distributed import TCPStore
+
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.cores import threads_per_rank
+from phalanx.launch.failure import Failure, excerpt, first_cause
+from phalanx.launch.ranks import Ranks
+from phalanx.launch.worker import Outcome, Setting
+
+__all__ = ["launch"]
+
+T = TypeVar("T")
+
+_HOST = "127.0.0.1"
+
+
+def launch(
+    fn: Callable[..., T],
+    nprocs: int,
+    args: Sequence[Any] = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float | None = None,
+    env: Mapping[str, str] | None = None,
+    prefix: bool = False,
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` in `nprocs` new processes of this machine; return all results.
+
+    Each process is one rank, with the environment that torchrun gives (`RANK`, `WORLD_SIZE`,
+    `LOCAL_RANK`, `MASTER_ADDR`, ...), so `phalanx.init()` or
+    `torch.distributed.init_process_group(backend)` in `fn` forms their group. The store that they
+    meet at listens on this machine's loopback, on a port that was free. The function is shipped by
+    value: it may be defined in a notebook, a REPL or a script, which needs no
+    `if __name__ == "__main__"` and isn't run again. Functions of modules that can be imported are
+    imported by each rank.
+
+    Blocks until all ranks have ended. What they print appears on this process's `sys.stdout` and
+    `sys.stderr`. When a rank fails the others are stopped: SIGTERM, and SIGKILL 5 seconds later.
+    When this call ends, by whatever way, no process is left: not after Ctrl-C, nor when this
+    process is killed. (The kernel sees to that; it watches the calling thread.)
+
+    Args:
+        fn: what each rank runs. It and its arguments must be picklable by cloudpickle. Its result
+            must be too, and is copied to this process.
+        nprocs: how many ranks, at least 1.
+        args: positional arguments, the same for every rank; `RANK` in the environment, or
+            `torch.distributed.get_rank()`, tells ranks apart.
+        kwargs: keyword arguments, the same for every rank.
+        timeout: seconds after which the ranks are stopped and LaunchError is raised; None waits
+            for ever.
+        env: environment variables for the ranks, besides this process's own.
+            `OMP_NUM_THREADS` is max(1, usable cores // nprocs) unless set here or there.
+        prefix: begin every line that a rank prints with `[rank N] `.
+
+    Returns:
+        What `fn` returned on each rank, in rank order.
+
+    Raises:
+        UsageError: a wrong argument; nothing was started.
+        LaunchError: a rank failed. The message names the rank whose error came first (errors that
+            only follow from another rank's, such as PeerLost, come last) and has its traceback;
+            `__cause__` is the original exception if it could be pickled.
+
+    Example:
+        >>> def area(side):
+        ...     return int(os.environ["RANK"]) * side
+        >>> phalanx.launch(area, 2, (21,))
+        [0, 21]
+    """
+    nprocs = _check(fn, nprocs, args, kwargs, timeout, env)
+    payload = _payload(fn, tuple(args), dict(kwargs or {}))
+    deadline = None if timeout is None else time.monotonic() + timeout
+    store = _host_store()
+    with Ranks(prefix=prefix) as ranks:
+        for rank in range(nprocs):
+            ranks.start(rank, _environment(rank, nprocs, store.port, env or {}), payload)
+        finished = ranks.wait(deadline)
+    failures = [_failure(ranks, rank) for rank in ranks.failed()]
+    if failures and (finished or first_cause(failures).distance == 0):
+        _raise(ranks, first_cause(failures), nprocs)
+    if not finished:
+        _raise_timeout(ranks, timeout)
+    return [_result(ranks, rank) for rank in range(nprocs)]
+
+
+def _check(
+    fn: object, nprocs: object, args: object, kwargs: object, timeout: object, env: object
+) -> int:
+    if not callable(fn):
+        raise UsageError(f"fn is {fn!r}: expected a function; write phalanx.launch(fn, nprocs)")
+    try:
+        if isinstance(nprocs, bool):
+            raise TypeError
+        count = operator.index(nprocs)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"nprocs is {nprocs!r}: expected an integer, at least 1") from None
+    if count < 1:
+        raise UsageError(f"nprocs is {count}: expected at least 1")
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise UsageError(f"args is {args!r}: expected a tuple; for one argument write args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise UsageError(f"kwargs is {kwargs!r}: expected a dictionary of keyword arguments")
+    if timeout is not None and not (
+        isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0
+    ):
+        raise UsageError(f"timeout is {timeout!r}: expected seconds greater than 0, or None")
+    _check_env(env)
+    return count
+
+
+def _check_env(env: object) -> None:
+    if env is None:
+        return
+    if not isinstance(env, Mapping):
+        raise UsageError(f"env is {env!r}: expected a dictionary of environment variables")
+    ours = _places(0, 1, 1)
+    for name, value in env.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise UsageError(f"env has {name!r}: {value!r}; expected strings for both")
+        if name in ours:
+            raise UsageError(f"env sets {name}, which phalanx.launch sets for each rank: remove it")
+
+
+def _payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Write what every rank needs into a memory file; returns its descriptor, for `Ranks`."""
+    setting = Setting(
+        path=[entry or os.getcwd() for entry in sys.path],
+        argv=list(sys.argv),
+        python_path=os.environ.get("PYTHONPATH"),
+        sources=_sources(fn),
+    )
+    try:
+        call = cloudpickle.dumps((fn, args, kwargs))
+    except Exception as error:
+        raise UsageError(_unpicklable(fn, args, kwargs, error)) from error
+    fd = os.memfd_create("phalanx-launch", os.MFD_CLOEXEC)
+    with os.fdopen(fd, "wb", closefd=False) as file:
+        file.write(pickle.dumps(setting))
+        file.write(call)
+    return fd
+
+
+def _unpicklable(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], error: object) -> str:
+    named = {"fn": fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
+    for name, value in named.items():
+        try:
+            cloudpickle.dumps(value)
+        except Exception as reason:
+            return (
+                f"{name} can't be pickled and so can't be sent to the ranks ({reason}): make what "
+                "it needs (locks, files, sockets, groups) inside of the function"
+            )
+    return f"the call can't be pickled and so can't be sent to the ranks ({error})"
+
+
+def _sources(fn: object) -> dict[str, list[str]]:
+    name = getattr(getattr(fn, "__code__", None), "co_filename", None)
+    if name is None or os.path.exists(name):
+        return {}
+    lines = linecache.getlines(name)
+    return {name: lines} if lines else {}
+
+
+def _host_store() -> TCPStore:
+    """Host the ranks' store: bound before its number is told to anyone, so nobody can take it."""
+    listener = socket.create_server((_HOST, 0), backlog=512)
+    port = listener.getsockname()[1]
+    # The store takes the descriptor over.
+    return TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _places(rank: int, nprocs: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
+        "TORCHELASTIC_ERROR_FILE": "",
+    }
+
+
+def _environment(rank: int, nprocs: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
+    defaults = {
+        "OMP_NUM_THREADS": str(threads_per_rank(nprocs)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    merged = {**defaults, **os.environ, **env, **_places(rank, nprocs, port)}
+    # Where this interpreter found phalanx and cloudpickle; the worker then takes sys.path itself.
+    merged["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+    return merged

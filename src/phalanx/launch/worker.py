@@ -1,0 +1,129 @@
+"""What each process of `phalanx.launch` runs: load the function, call it, hand back the outcome.
+
+Started as `python -m phalanx.launch.worker PARENT PAYLOAD RESULT`, the last two being descriptors
+of memory files. The payload holds a `Setting` and the pickled call; the result holds an `Outcome`.
+Nothing heavy is imported here: a function that doesn't need torch doesn't pay for it.
+"""
+
+import linecache
+import os
+import pickle
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.launch.child import die_with_parent
+
+__all__ = ["Outcome", "Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the caller's interpreter knows and a fresh one doesn't."""
+
+    path: list[str]
+    argv: list[str]
+    python_path: str | None
+    sources: dict[str, list[str]] = field(default_factory=dict)
+    """Source lines of files that exist in the caller's memory only: notebook cells."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a rank hands back: a pickled result, or an error as text and, if it can be, pickled."""
+
+    value: bytes | None = None
+    summary: str = ""
+    traceback: str = ""
+    error: bytes | None = None
+    time: float = 0.0
+
+
+def main() -> None:
+    """Run one rank; exits with 1 after an exception, else as Python does."""
+    parent, payload, result = map(int, sys.argv[1:])
+    die_with_parent(parent)
+    os.set_inheritable(payload, False)
+    os.set_inheritable(result, False)
+    try:
+        outcome = Outcome(value=_call(payload))
+    except SystemExit as exit:
+        if exit.code not in (None, 0):
+            raise
+        outcome = Outcome(value=_pickle(None))
+    except BaseException as error:
+        _send(result, _describe(error))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # At once: threads and groups of a rank that failed can keep Python from ending.
+        os._exit(1)
+    _send(result, outcome)
+    _leave_group()
+
+
+def _call(payload: int) -> bytes:
+    # Opened anew, since the inherited descriptor shares its position with the other ranks.
+    with open(f"/proc/self/fd/{payload}", "rb") as file:
+        setting: Setting = pickle.load(file)
+        _adopt(setting)
+        fn, args, kwargs = pickle.load(file)
+    os.close(payload)
+    result = fn(*args, **kwargs)
+    try:
+        return _pickle(result)
+    except Exception as error:
+        raise TypeError(
+            f"the result, of type {type(result).__qualname__}, can't be pickled and so can't be "
+            f"returned to the caller ({error}); return plain data, tensors or a state_dict"
+        ) from error
+
+
+def _adopt(setting: Setting) -> None:
+    sys.path[:] = setting.path
+    sys.argv[:] = setting.argv
+    if setting.python_path is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = setting.python_path
+    for name, lines in setting.sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
+
+
+def _pickle(value: object) -> bytes:
+    import cloudpickle
+
+    data: bytes = cloudpickle.dumps(value)
+    return data
+
+
+def _describe(error: BaseException) -> Outcome:
+    now = time.monotonic()
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    try:
+        pickled: bytes | None = _pickle(error)
+        pickle.loads(pickled or b"")  # an exception with its own __init__ may only fail here
+    except Exception:  # the text says it all the same
+        pickled = None
+    return Outcome(summary=summary, traceback=text, error=pickled, time=now)
+
+
+def _send(result: int, outcome: Outcome) -> None:
+    with os.fdopen(result, "wb") as file:
+        pickle.dump(outcome, file, protocol=pickle.HIGHEST_PROTOCOL)
+
+
+def _leave_group() -> None:
+    """Leave the group that the function left open; some backends abort at exit otherwise."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

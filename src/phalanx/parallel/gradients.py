@@ -1,0 +1,176 @@
+"""Average gradients over the ranks, after `loss.backward()` and before `optimizer.step()`."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.errors import UsageError
+
+__all__ = ["BUCKET_BYTES", "average_gradients", "average_gradients_per_parameter"]
+
+#: Gradients that travel in one all-reduce, in bytes: what PyTorch's DDP takes too.
+BUCKET_BYTES = 25 * 2**20
+
+
+@torch.no_grad()
+def average_gradients(
+    parameters: nn.Module | Iterable[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weight: float | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> None:
+    """Replace each gradient by its average over the ranks of a group; blocks until it is done.
+
+    Gradients are packed into buckets of one dtype and device, and each bucket is summed by one
+    all-reduce: a small model needs a single one. Every rank scales its gradients first (half
+    precision doesn't overflow that way), so only SUM is needed of the backend. The result is as
+    deterministic as the backend's all-reduce: on "phalanx" bitwise the same on every rank and run.
+
+    All ranks must call it, with parameters of the same shapes and dtypes in the same order. They
+    need not agree on which of them have a gradient: a parameter without one (`grad is None`)
+    counts as zeros, and gets the average. It stays None only where no rank has one, so that the
+    optimizer skips it, as it would in a single process. Parameters that don't require a gradient
+    are left out.
+
+    Args:
+        parameters: A module, parameters (each counts once), or a single one.
+        group: The group to average over; the default group if None.
+        weight: This rank's part of the average, from 0 to 1; the weights of all ranks must sum
+            to 1. For batches of different sizes give the rank's batch / the global batch, with a
+            loss that is the mean over the rank's batch: the result is the gradient of the mean
+            over the global batch. With 0 the gradients of this rank don't count, even if NaN.
+            None: 1 / world size. Either all ranks give a weight, or none.
+        bucket_bytes: Upper bound for what one all-reduce carries, and for the memory that packing
+            takes. A gradient that is larger travels alone, in place if it is contiguous.
+
+    Raises:
+        UsageError: No process group, this rank is not in it, a weight outside 0 to 1, no parameter
+            that requires a gradient, a sparse gradient, or no gradient on any rank.
+        torch.distributed.DistBackendError: The backend failed: a rank died or didn't come.
+    """
+    owners = _trainable(parameters)
+    scale = _scale(group, weight)
+    gradients = [_contribution(owner, scale) for owner in owners]
+    # Who has a gradient rides along in the first bucket: one element per parameter, no extra trip.
+    present = owners[0].new_tensor([owner.grad is not None for owner in owners])
+    for bucket in _buckets([present, *gradients], bucket_bytes):
+        _sum_bucket(bucket, group)
+    if any(owner.grad is None for owner in owners):
+        _adopt(owners, gradients, present.tolist())
+
+
+@torch.no_grad()
+def average_gradients_per_parameter(
+    parameters: nn.Module | Iterable[Tensor],
+    group: dist.ProcessGroup | None = None,
+    *,
+    weight: float | None = None,
+) -> None:
+    """Average gradients by one all-reduce per parameter: the textbook loop, to compare with.
+
+    Arguments, blocking behaviour and errors are those of `average_gradients`, with one difference:
+    a parameter without a gradient always gets one, of zeros where no rank has any.
+    """
+    owners = _trainable(parameters)
+    scale = _scale(group, weight)
+    for owner in owners:
+        gradient = _contribution(owner, scale)
+        _sum_bucket([gradient], group)
+        owner.grad = gradient
+
+
+def _trainable(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    every = [parameters] if isinstance(parameters, Tensor) else parameters
+    unique = {id(owner): owner for owner in every if owner.requires_grad}
+    owners = list(unique.values())
+    if not owners:
+        raise UsageError(
+            "average_gradients: no parameter that requires a gradient given, expected a module or "
+            "its parameters; a generator can be used only once"
+        )
+    for index, owner in enumerate(owners):
+        if owner.grad is not None and owner.grad.layout != torch.strided:
+            raise UsageError(
+                f"average_gradients: parameter {index} {list(owner.shape)} has a gradient of "
+                f"layout {owner.grad.layout}, expected a dense one: use sparse=False in "
+                "nn.Embedding, or leave the parameter out"
+            )
+    return owners
+
+
+def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
+    """Return what to multiply this rank's gradients by, once the arguments are checked."""
+    if not dist.is_initialized():
+        raise UsageError(
+            "average_gradients: no process group: call phalanx.init() or "
+            "torch.distributed.init_process_group() first"
+        )
+    world_size = dist.get_world_size(group)
+    if world_size < 1:
+        raise UsageError("average_gradients: this rank is not a member of the group given")
+    if weight is None:
+        return 1 / world_size
+    if not 0 <= weight <= 1:
+        raise UsageError(
+            f"average_gradients: weight {weight} given, expected 0 to 1: "
+            "the rank's batch / the global batch"
+        )
+    return weight
+
+
+def _contribution(owner: Tensor, scale: float) -> Tensor:
+    """Return the gradient, scaled in place, or zeros if there is none."""
+    gradient = owner.grad
+    if gradient is None:
+        return torch.zeros_like(owner)
+    # Not a product: zero times NaN is NaN.
+    return gradient.zero_() if scale == 0 else gradient.mul_(scale)
+
+
+def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
+    """Yield the tensors in lists of one dtype and device that are at most `bucket_bytes` long.
+
+    It looks at shapes and dtypes only, which all ranks have in common, never at values or strides.
+    """
+    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    for tensor in tensors:
+        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        if size > bucket_bytes:
+            yield [tensor]
+            continue
+        if filled.get(kind, 0) + size > bucket_bytes:
+            yield filling.pop(kind)
+            filled[kind] = 0
+        filling.setdefault(kind, []).append(tensor)
+        filled[kind] = filled.get(kind, 0) + size
+    yield from filling.values()
+
+
+def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Sum the tensors over the ranks, in place, by one all-reduce."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():
+        dist.all_reduce(bucket[0], group=group)
+        return
+    packed = torch.cat([tensor.reshape(-1) for tensor in bucket])
+    dist.all_reduce(packed, group=group)
+    pieces = packed.split([tensor.numel() for tensor in bucket])
+    for tensor, piece in zip(bucket, pieces, strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+def _adopt(owners: list[Tensor], gradients: list[Tensor], present: list[float]) -> None:
+    """Give this rank the gradients that only others had."""
+    if not any(present):
+        raise UsageError(
+            "average_gradients: no rank has a gradient, expected at least one: "
+            "call loss.backward() first, and optimizer.zero_grad() after the step"
+        )
+    for owner, gradient, ranks in zip(owners, gradients, present, strict=True):
+        if owner.grad is None and ranks:
+            owner.grad = gradient

@@ -1,0 +1,114 @@
+"""What all tests share: a guard against processes left behind, paths, Hypothesis' settings.
+
+Tests import nothing from one another. What several of them need is a fixture here, or part of
+`phalanx.testing`, where users have it too.
+"""
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import hypothesis
+import psutil
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+# Every process that the tests start inherits this variable, whoever its parent is by now.
+SESSION_VARIABLE = "PHALANX_TEST_SESSION"
+SESSION = uuid.uuid4().hex
+# Seconds that a process may take to end after the test that started it.
+GRACE = 5.0
+
+# Fresh examples at every run, in CI too (Hypothesis' own profile for CI repeats the same ones); a
+# failure prints what reproduces it. No deadline per example: a loaded machine is no failure.
+hypothesis.settings.register_profile(
+    "phalanx", deadline=None, max_examples=50, derandomize=False, print_blob=True
+)
+hypothesis.settings.load_profile("phalanx")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[SESSION_VARIABLE] = SESSION
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    import torch
+
+    import phalanx
+
+    cores = len(os.sched_getaffinity(0))
+    return f"phalanx {phalanx.__version__}, torch {torch.__version__}, {cores} cores"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_process_left_by_session() -> Iterator[None]:
+    """Fail the run when a process of a fixture outlives it."""
+    yield from _guard()
+
+
+@pytest.fixture(autouse=True)
+def no_process_left_by_test(no_process_left_by_session: None) -> Iterator[None]:
+    """Fail the test that leaves a process behind, and kill that process."""
+    yield from _guard()
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the source tree."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path | None:
+    """The real data sets beside the checkout (`../shared/data`), None where there are none."""
+    path = REPOSITORY.parent / "shared" / "data"
+    return path if path.is_dir() else None
+
+
+def _guard() -> Iterator[None]:
+    before = _started_processes()
+    yield
+    _, left = psutil.wait_procs(_started_processes() - before, timeout=GRACE)
+    # A dead orphan stays a zombie where process 1 doesn't collect it, as in many containers.
+    left = [process for process in left if not _is_dead(process)]
+    if left:
+        report = "\n".join(_describe(process) for process in left)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=GRACE)
+        pytest.fail(f"left running {GRACE:g} s after the end, killed now:\n{report}", pytrace=False)
+
+
+def _started_processes() -> set[psutil.Process]:
+    """Processes that the tests started: descendants, and orphans that carry the session's mark."""
+    found = set(psutil.Process().children(recursive=True))
+    found.update(process for process in psutil.process_iter() if _is_ours(process))
+    # multiprocessing keeps one helper for the life of the interpreter.
+    helper = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]
+    return {process for process in found if process.pid != helper}
+
+
+def _is_ours(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(SESSION_VARIABLE) == SESSION
+    except psutil.Error:  # gone, a zombie, or another user's
+        return False
+
+
+def _is_dead(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"  pid {process.pid} ({process.status()}): {' '.join(process.cmdline())}"
+    except psutil.Error as error:
+        return f"  pid {process.pid}: {error}"
