@@ -162,7 +162,7 @@ native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (
 # The outer limit is for what pytest's own limit per test can't end.
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
-	@timeout --kill-after=10 $(PYTEST_LIMIT) pytest $(ARGS)
+	@timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest $(ARGS)
 
 bench: setup ## measure Phalanx and Gloo side by side on this machine
 	$(call section,Benchmarks)

@@ -1,7 +1,5 @@
 #include "phalanx/group.h"
 
-#include <poll.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -31,19 +29,10 @@ Group::Group(std::unique_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
       rank_(rank),
       patience_(segment_->ranks()),
-      process_handles_(static_cast<std::size_t>(segment_->ranks()), -1) {
+      processes_(static_cast<std::size_t>(segment_->ranks())) {
   RankControl& own = segment_->control(rank_);
   own.pid.store(getpid(), std::memory_order_relaxed);
   own.presence.store(Presence::joined, std::memory_order_seq_cst);
-}
-
-Group::~Group() {
-  leave();
-  for (const int handle : process_handles_) {
-    if (handle >= 0) {
-      ::close(handle);
-    }
-  }
 }
 
 Status Group::connect() {
@@ -51,14 +40,13 @@ Status Group::connect() {
     if (peer == rank_ || pid(peer) == getpid()) {
       continue;  // ranks of one process (the native tests) live and die together
     }
-    const long handle = syscall(SYS_pidfd_open, pid(peer), 0);
-    if (handle < 0) {
-      if (errno == ESRCH) {
-        return abort(Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_});
-      }
-      return Status{.code = Code::system, .error = errno};
+    const int error = processes_[static_cast<std::size_t>(peer)].open(pid(peer));
+    if (error == ESRCH) {
+      return abort(Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_});
     }
-    process_handles_[static_cast<std::size_t>(peer)] = static_cast<int>(handle);
+    if (error != 0) {
+      return Status{.code = Code::system, .error = error};
+    }
   }
   segment_->close_descriptor();
   return {};
@@ -165,7 +153,8 @@ Status Group::broken() const {
 }
 
 void Group::leave() {
-  if (left_) {
+  // A forked child inherits the object, not the membership.
+  if (left_ || pid(rank_) != getpid()) {
     return;
   }
   left_ = true;
@@ -183,9 +172,7 @@ Status Group::trouble_with(int peer) const {
   if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
     return Status{.code = Code::left, .peer = peer, .reporter = rank_};
   }
-  const int handle = process_handles_[static_cast<std::size_t>(peer)];
-  pollfd poller{.fd = handle, .events = POLLIN, .revents = 0};
-  if (handle >= 0 && poll(&poller, 1, 0) == 1) {
+  if (processes_[static_cast<std::size_t>(peer)].ended()) {
     return Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_};
   }
   return {};

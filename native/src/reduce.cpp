@@ -1,8 +1,10 @@
 #include "phalanx/reduce.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 
 #include "kernels/kernels.h"
 #if defined(__x86_64__)
@@ -45,13 +47,20 @@ namespace {
 // The widest variant that runs here, but none past the one that PHALANX_ISA names.
 const Variant& choose() {
   const char* limit = std::getenv("PHALANX_ISA");
-  const Variant* chosen = &variants[0];
+  const auto is_limit = [limit](const Variant& variant) {
+    return limit != nullptr && std::strcmp(limit, variant.name) == 0;
+  };
+  if (limit != nullptr && std::none_of(std::begin(variants), std::end(variants), is_limit)) {
+    std::fprintf(
+        stderr, "phalanx: PHALANX_ISA=%s names no instruction set of this build: ignored\n", limit);
+  }
+  const Variant* widest = &variants[0];
   for (const Variant& variant : variants) {
     if (!variant.runs_here()) break;
-    chosen = &variant;
-    if (limit != nullptr && std::strcmp(limit, variant.name) == 0) break;
+    widest = &variant;
+    if (is_limit(variant)) break;
   }
-  return *chosen;
+  return *widest;
 }
 
 const Variant& chosen() {

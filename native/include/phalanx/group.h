@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "phalanx/process.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
 #include "phalanx/wait.h"
@@ -22,7 +23,6 @@ class Group {
  public:
   // `segment` is shared with nobody in this process. The rank is present from here on.
   Group(std::unique_ptr<Segment> segment, int rank);
-  ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -60,8 +60,13 @@ class Group {
   Status abort(Status why);
   // Ok, or why the group is broken.
   Status broken() const;
-  // Announces that this rank takes no further part, and wakes those who wait for it.
+  // Announces that this rank takes no further part, and wakes those who wait for it. A process that
+  // ends without having left is lost to its peers, with the exit code for a reason.
   void leave();
+  // How the process of `peer` ended, if it has and the kernel tells.
+  std::optional<int> wait_status(int peer) const {
+    return processes_[static_cast<std::size_t>(peer)].wait_status();
+  }
   // Ok while `peer` may still come: not left, not dead, the group not broken.
   Status trouble_with(int peer) const;
 
@@ -79,7 +84,7 @@ class Group {
   bool left_ = false;
   std::mutex turn_;
   Patience patience_;
-  std::vector<int> process_handles_;  // pidfds by rank; -1 for this rank
+  std::vector<Process> processes_;  // by rank; the own one is not open
 };
 
 }  // namespace phalanx

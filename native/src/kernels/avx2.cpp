@@ -1,2 +1,2 @@
 #define PHALANX_VARIANT avx2
-#include "kernels/kernels.inc"
+#include "variant.inc"

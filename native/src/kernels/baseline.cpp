@@ -1,2 +1,2 @@
 #define PHALANX_VARIANT baseline
-#include "kernels/kernels.inc"
+#include "variant.inc"

@@ -1,8 +1,9 @@
 // Inside of reduce.cpp: the tables of kernels, one per instruction set.
 //
-// The variants are one source, kernels.inc, compiled with different flags. What it includes must not
-// bring functions with external linkage along: the linker keeps one copy of those, perhaps the one
-// with instructions that this CPU lacks. Hence C headers only, and everything in unnamed namespaces.
+// The variants are one source, kernels.inc, compiled with different flags. What it includes must
+// not bring functions with external linkage along: the linker keeps one copy of those, perhaps the
+// one with instructions that this CPU lacks. Hence C headers only, and everything in unnamed
+// namespaces.
 #pragma once
 
 #include <stddef.h>

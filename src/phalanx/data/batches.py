@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Iterator, Sized
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import Sampler
+from torch.utils.data import Dataset, Sampler
 
+from phalanx.data.partition import length
 from phalanx.errors import UsageError
 
 __all__ = ["GlobalBatchSampler", "per_rank_batch_size"]
@@ -65,7 +67,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def __init__(
         self,
-        data: Sized,
+        data: Dataset[Any] | Sized,
         global_batch: int,
         *,
         world_size: int | None = None,
@@ -74,7 +76,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.samples = len(data)
+        self.samples = length(data)
         self.global_batch = global_batch
         self.world_size, self.rank = _place(world_size, rank)
         self.shuffle = shuffle

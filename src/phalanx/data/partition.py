@@ -9,6 +9,8 @@ from torch.utils.data import Dataset, Subset
 
 from phalanx.errors import UsageError
 
+__all__ = ["DataPartitioner", "Partition", "length"]
+
 T_co = TypeVar("T_co", covariant=True)
 
 # Fractions are sums of floats: ten times 0.1 is not 1.
@@ -30,14 +32,14 @@ class Partition(Subset[T_co]):
     """
 
     def __init__(self, data: Dataset[T_co], indices: Sequence[int]) -> None:
-        size = _length(data)
+        size = length(data)
         for index in indices:
             if not 0 <= index < size:
                 raise UsageError(f"Partition: index {index} given, expected 0 to {size - 1}")
         super().__init__(data, indices)
 
     def __repr__(self) -> str:
-        return f"Partition({len(self)} of {_length(self.dataset)} samples)"
+        return f"Partition({len(self)} of {length(self.dataset)} samples)"
 
 
 class DataPartitioner(Generic[T_co]):
@@ -65,9 +67,9 @@ class DataPartitioner(Generic[T_co]):
         self, data: Dataset[T_co], sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234
     ) -> None:
         self.data = data
-        counts = _counts(_length(data), list(sizes))
+        counts = _counts(length(data), list(sizes))
         generator = torch.Generator().manual_seed(seed)
-        order: list[int] = torch.randperm(_length(data), generator=generator).tolist()
+        order: list[int] = torch.randperm(length(data), generator=generator).tolist()
         ends = [sum(counts[: part + 1]) for part in range(len(counts))]
         self._parts = [order[end - count : end] for end, count in zip(ends, counts, strict=True)]
 
@@ -88,7 +90,8 @@ class DataPartitioner(Generic[T_co]):
         return Partition(self.data, self._parts[rank])
 
 
-def _length(data: object) -> int:
+def length(data: object) -> int:
+    """Return the number of samples; UsageError if the data set can't tell."""
     if not isinstance(data, Sized):
         raise UsageError(
             f"{type(data).__name__} given, expected a data set with a length: "

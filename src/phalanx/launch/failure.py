@@ -89,7 +89,9 @@ def excerpt(text: str, lines: int = 40) -> str:
 
 
 def _ending(code: int) -> str:
-    if code >= 0:
+    if code == 0:
+        return "exited with code 0 before it had returned a result"
+    if code > 0:
         return f"exited with code {code}"
     if code == -signal.SIGKILL:
         return "was killed by SIGKILL (sent by hand, or by the kernel when memory ran out)"

@@ -5,7 +5,6 @@ import operator
 import os
 import pickle
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -13,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.cores import threads_per_rank
-from phalanx.launch.failure import Failure, excerpt, first_cause
+from phalanx.launch.failure import Failure, first_cause
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.worker import Outcome, Setting
 
@@ -84,17 +83,19 @@ def launch(
     nprocs = _check(fn, nprocs, args, kwargs, timeout, env)
     payload = _payload(fn, tuple(args), dict(kwargs or {}))
     deadline = None if timeout is None else time.monotonic() + timeout
-    store = _host_store()
-    with Ranks(prefix=prefix) as ranks:
+    job = uuid.uuid4().hex
+    with Ranks(payload, prefix=prefix) as ranks:
+        store = _host_store()
         for rank in range(nprocs):
-            ranks.start(rank, _environment(rank, nprocs, store.port, env or {}), payload)
-        finished = ranks.wait(deadline)
-    failures = [_failure(ranks, rank) for rank in ranks.failed()]
-    if failures and (finished or first_cause(failures).distance == 0):
-        _raise(ranks, first_cause(failures), nprocs)
-    if not finished:
-        _raise_timeout(ranks, timeout)
-    return [_result(ranks, rank) for rank in range(nprocs)]
+            _start(ranks, _environment(rank, nprocs, store.port, job, env or {}))
+        ended = ranks.wait(deadline)
+    if failures := [failure for failure in ranks.failures if not failure.stopped]:
+        _raise(first_cause(failures), ranks)
+    if not ended:
+        raise LaunchError(
+            f"timeout: after {timeout} s these still ran and were stopped: {_names(ranks.stopped)}"
+        )
+    return [_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
 
 def _check(
@@ -127,7 +128,7 @@ def _check_env(env: object) -> None:
         return
     if not isinstance(env, Mapping):
         raise UsageError(f"env is {env!r}: expected a dictionary of environment variables")
-    ours = _places(0, 1, 1)
+    ours = _places(0, 1, 1, "")
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise UsageError(f"env has {name!r}: {value!r}; expected strings for both")
@@ -136,20 +137,14 @@ def _check_env(env: object) -> None:
 
 
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Write what every rank needs into a memory file; returns its descriptor, for `Ranks`."""
-    setting = Setting(
-        path=[entry or os.getcwd() for entry in sys.path],
-        argv=list(sys.argv),
-        python_path=os.environ.get("PYTHONPATH"),
-        sources=_sources(fn),
-    )
+    """Write what every rank needs into a memory file; returns its descriptor."""
     try:
         call = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
         raise UsageError(_unpicklable(fn, args, kwargs, error)) from error
     fd = os.memfd_create("phalanx-launch", os.MFD_CLOEXEC)
     with os.fdopen(fd, "wb", closefd=False) as file:
-        file.write(pickle.dumps(setting))
+        pickle.dump(Setting(list(sys.argv), _sources(fn)), file)
         file.write(call)
     return fd
 
@@ -159,7 +154,7 @@ def _unpicklable(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], erro
     for name, value in named.items():
         try:
             cloudpickle.dumps(value)
-        except Exception as reason:
+        except Exception as reason:  # noqa: BLE001 - whatever the object's own code raises
             return (
                 f"{name} can't be pickled and so can't be sent to the ranks ({reason}): make what "
                 "it needs (locks, files, sockets, groups) inside of the function"
@@ -175,17 +170,17 @@ def _sources(fn: object) -> dict[str, list[str]]:
     return {name: lines} if lines else {}
 
 
-def _host_store() -> TCPStore:
+def _host_store() -> Any:
     """Host the ranks' store: bound before its number is told to anyone, so nobody can take it."""
     listener = socket.create_server((_HOST, 0), backlog=512)
     port = listener.getsockname()[1]
-    # The store takes the descriptor over.
-    return TCPStore(
-        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    fd = listener.detach()  # the store takes it over
+    return dist.TCPStore(  # type: ignore[attr-defined] # exported at run time
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
     )
 
 
-def _places(rank: int, nprocs: int, port: int) -> dict[str, str]:
+def _places(rank: int, nprocs: int, port: int, job: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(nprocs),
@@ -201,18 +196,63 @@ def _places(rank: int, nprocs: int, port: int) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": str(uuid.uuid4()),
+        "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_ERROR_FILE": "",
     }
 
 
-def _environment(rank: int, nprocs: int, port: int, env: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    rank: int, nprocs: int, port: int, job: str, env: Mapping[str, str]
+) -> dict[str, str]:
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(nprocs)),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
     }
-    merged = {**defaults, **os.environ, **env, **_places(rank, nprocs, port)}
-    # Where this interpreter found phalanx and cloudpickle; the worker then takes sys.path itself.
-    merged["PYTHONPATH"] = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return merged
+    return {**defaults, **os.environ, **env, **_places(rank, nprocs, port, job)}
+
+
+def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
+    try:
+        ranks.start(environ)
+    except OSError as error:
+        raise LaunchError(f"can't start rank {environ['RANK']}: {error}") from error
+
+
+def _raise(cause: Failure, ranks: Ranks) -> NoReturn:
+    outcome = ranks.outcomes[cause.rank]
+    if outcome is not None and outcome.value is None:
+        parts = [f"rank {cause.rank} (pid {cause.pid}) raised {outcome.summary}"]
+        if cause.text.strip() != outcome.summary:
+            parts.append(f"On rank {cause.rank}:\n{cause.text.rstrip()}")
+    else:
+        parts = [cause.headline + (" after it had returned its result" if outcome else "")]
+        if cause.text:
+            parts.append(f"The end of its stderr:\n{cause.text}")
+    followed = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
+    parts += [f"Failed after it: {_names(followed)}."] if followed else []
+    parts += [f"Stopped by the launcher: {_names(ranks.stopped)}."] if ranks.stopped else []
+    raise LaunchError("\n\n".join(parts)) from _load_error(outcome)
+
+
+def _load_error(outcome: Outcome | None) -> BaseException | None:
+    if outcome is None or outcome.error is None:
+        return None
+    try:
+        error = pickle.loads(outcome.error)
+    except Exception:  # noqa: BLE001 - the message has its text all the same
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _result(rank: int, outcome: Outcome | None) -> Any:
+    if outcome is None or outcome.value is None:
+        raise LaunchError(f"rank {rank} ended without a result")
+    try:
+        return pickle.loads(outcome.value)
+    except Exception as error:
+        raise LaunchError(f"rank {rank}'s result can't be unpickled here: {error}") from error

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import IO
 
 from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
 from phalanx.launch.relay import Relay, Sink
@@ -24,7 +25,7 @@ _TICK = 0.1
 # The caller's sys.path is taken before anything is imported: what lies in the working directory
 # doesn't shadow the standard library, and phalanx is found where the caller found it.
 _WORKER = (
-    "import sys; sys.path[:] = sys.argv.pop().split('\\0'.join(':')); "
+    "import sys; sys.path[:] = sys.argv.pop().split('\\n'); "
     "from phalanx.launch.worker import main; main()"
 )
 
@@ -37,7 +38,17 @@ class _Rank:
 
 
 class Ranks:
-    """A context manager; when it is left, every rank has ended and has been reaped."""
+    """A context manager; when it is left, every rank has ended and has been reaped.
+
+    Attributes, set then:
+        outcomes: by rank, what it handed back; None if it ended before it did.
+        failures: how ranks failed, those that were stopped among them.
+        stopped: the ranks that were still running when the others were stopped.
+    """
+
+    outcomes: list[Outcome | None]
+    failures: list[Failure]
+    stopped: list[int]
 
     def __init__(self, payload: int, *, prefix: bool) -> None:
         """Take over `payload`, the descriptor of the memory file with the pickled call."""
@@ -61,6 +72,7 @@ class Ranks:
             self._stop(signal.SIGTERM, STOP_TIMEOUT)
         finally:  # also when a second Ctrl-C cuts the wait short
             self._stop(signal.SIGKILL, STOP_TIMEOUT)
+            self._record()
             self._reap()
 
     def start(self, environ: Mapping[str, str]) -> None:
@@ -88,12 +100,9 @@ class Ranks:
         self._ranks.append(_Rank(process, result))
         self._relay.add_process(rank, process.pid)
         prefix = f"[rank {rank}] " if self._prefix else ""
-        for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
-            assert pipe is not None
-            self._relay.add_stream(
-                rank, os.dup(pipe.fileno()), sink, prefix, keep=pipe is process.stderr
-            )
-            pipe.close()
+        out, err = self._sinks
+        self._relay.add_stream(rank, _take(process.stdout), out, prefix, keep=False)
+        self._relay.add_stream(rank, _take(process.stderr), err, prefix, keep=True)
 
     def wait(self, deadline: float | None) -> bool:
         """Wait until all ranks have ended or one has failed; False if the deadline came first.
@@ -102,7 +111,7 @@ class Ranks:
         """
         while len(self._relay.exits()) < len(self._ranks):
             now = time.monotonic()
-            if failures := self.failures():
+            if failures := self._failures():
                 cause = first_cause(failures)
                 if cause.distance == 0 or now > cause.time + GRACE:
                     return True
@@ -111,17 +120,23 @@ class Ranks:
             self._relay.step(_TICK if deadline is None else min(_TICK, deadline - now))
         return True
 
-    def running(self) -> list[int]:
-        """The ranks that haven't ended by themselves, before they were stopped."""
+    def _command(self, result: int) -> list[str]:
+        path = "\n".join(entry or os.getcwd() for entry in sys.path)
+        ours = [str(number) for number in (os.getpid(), self._payload, result)]
+        return [sys.executable, "-c", _WORKER, *ours, path]
+
+    def _record(self) -> None:
         exits = self._relay.exits()
-        return [
+        self.outcomes = [self._outcome(rank) for rank in range(len(self._ranks))]
+        self.failures = self._failures()
+        failed = [failure.rank for failure in self.failures if not failure.stopped]
+        self.stopped = [
             rank
             for rank in range(len(self._ranks))
-            if rank not in exits or exits[rank].time > self._stop_time
+            if rank not in failed and (rank not in exits or exits[rank].time > self._stop_time)
         ]
 
-    def outcome(self, rank: int) -> Outcome | None:
-        """What a rank handed back; None if it ended before it did."""
+    def _outcome(self, rank: int) -> Outcome | None:
         with os.fdopen(self._ranks[rank].result, "rb", closefd=False) as file:
             file.seek(0)
             try:
@@ -130,24 +145,52 @@ class Ranks:
                 return None
             return outcome
 
-    def failures(self) -> list[Failure]:
-        """How ranks have failed so far."""
+    def _failures(self) -> list[Failure]:
         found = []
-        for rank, exit in self._relay.exits().items():
-            outcome = self.outcome(rank)
-            if exit.code == 0 and outcome is not None:
+        for rank, end in self._relay.exits().items():
+            outcome = self._outcome(rank)
+            if end.code == 0 and outcome is not None:
                 continue
-            text, when = excerpt(self._relay.tail(rank)), exit.time
+            text, when = excerpt(self._relay.tail(rank)), end.time
             if outcome is not None and outcome.value is None:
                 text, when = outcome.traceback, outcome.time
-            found.append(
-                Failure(
-                    rank,
-                    self._ranks[rank].process.pid,
-                    exit.code or 0,
-                    when,
-                    text,
-                    stopped=when > self._stop_time,
-                )
-            )
+            pid = self._ranks[rank].process.pid
+            late = when > self._stop_time
+            found.append(Failure(rank, pid, end.code or 0, when, text, stopped=late))
         return found
+
+    def _alive(self) -> list[int]:
+        exits = self._relay.exits()
+        return [rank for rank in range(len(self._ranks)) if rank not in exits]
+
+    def _stop(self, number: signal.Signals, patience: float) -> None:
+        now = time.monotonic()
+        if self._alive():
+            self._stop_time = min(self._stop_time, now)
+        for rank in self._alive():
+            self._signal(rank, number)
+        while self._alive() and time.monotonic() < now + patience:
+            self._relay.step(_TICK)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        # The rank hasn't been reaped, so its number can't belong to another process group.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._ranks[rank].process.pid, number)
+
+    def _reap(self) -> None:
+        for rank, entry in enumerate(self._ranks):
+            self._signal(rank, signal.SIGKILL)  # what the rank started and left behind
+            if rank in self._relay.exits():
+                entry.process.wait()
+        self._relay.close()
+        for entry in self._ranks:
+            os.close(entry.result)
+        os.close(self._payload)
+
+
+def _take(pipe: IO[bytes] | None) -> int:
+    """The descriptor of a pipe, no longer the file object's."""
+    if pipe is None:
+        raise ValueError("the process was started without this pipe")
+    with pipe:
+        return os.dup(pipe.fileno())

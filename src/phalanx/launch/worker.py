@@ -1,8 +1,8 @@
 """What each process of `phalanx.launch` runs: load the function, call it, hand back the outcome.
 
-Started as `python -m phalanx.launch.worker PARENT PAYLOAD RESULT`, the last two being descriptors
-of memory files. The payload holds a `Setting` and the pickled call; the result holds an `Outcome`.
-Nothing heavy is imported here: a function that doesn't need torch doesn't pay for it.
+`ranks` starts it with the caller's pid and the descriptors of two memory files as its arguments.
+The payload holds a `Setting` and the pickled call; the result will hold an `Outcome`. Nothing heavy
+is imported here: a function that doesn't need torch doesn't pay for it.
 """
 
 import linecache
@@ -16,16 +16,14 @@ from typing import Any
 
 from phalanx.launch.child import die_with_parent
 
-__all__ = ["Outcome", "Setting"]
+__all__ = ["Outcome", "Setting", "main"]
 
 
 @dataclass(frozen=True)
 class Setting:
     """What the caller's interpreter knows and a fresh one doesn't."""
 
-    path: list[str]
     argv: list[str]
-    python_path: str | None
     sources: dict[str, list[str]] = field(default_factory=dict)
     """Source lines of files that exist in the caller's memory only: notebook cells."""
 
@@ -49,11 +47,11 @@ def main() -> None:
     os.set_inheritable(result, False)
     try:
         outcome = Outcome(value=_call(payload))
-    except SystemExit as exit:
-        if exit.code not in (None, 0):
+    except SystemExit as end:
+        if end.code not in (None, 0):
             raise
         outcome = Outcome(value=_pickle(None))
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is told
         _send(result, _describe(error))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -73,20 +71,15 @@ def _call(payload: int) -> bytes:
     result = fn(*args, **kwargs)
     try:
         return _pickle(result)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever the object's own code raises
         raise TypeError(
             f"the result, of type {type(result).__qualname__}, can't be pickled and so can't be "
             f"returned to the caller ({error}); return plain data, tensors or a state_dict"
-        ) from error
+        ) from None
 
 
 def _adopt(setting: Setting) -> None:
-    sys.path[:] = setting.path
     sys.argv[:] = setting.argv
-    if setting.python_path is None:
-        os.environ.pop("PYTHONPATH", None)
-    else:
-        os.environ["PYTHONPATH"] = setting.python_path
     for name, lines in setting.sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
@@ -108,7 +101,7 @@ def _describe(error: BaseException) -> Outcome:
     try:
         pickled: bytes | None = _pickle(error)
         pickle.loads(pickled or b"")  # an exception with its own __init__ may only fail here
-    except Exception:  # the text says it all the same
+    except Exception:  # noqa: BLE001 - the text says it all the same
         pickled = None
     return Outcome(summary=summary, traceback=text, error=pickled, time=now)
 
@@ -123,7 +116,3 @@ def _leave_group() -> None:
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -159,7 +159,7 @@ def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup | None) -> None:
         return
     packed = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.all_reduce(packed, group=group)
-    pieces = packed.split([tensor.numel() for tensor in bucket])
+    pieces = torch.split(packed, [tensor.numel() for tensor in bucket])
     for tensor, piece in zip(bucket, pieces, strict=True):
         tensor.copy_(piece.view(tensor.shape))
 

@@ -1,7 +1,20 @@
-// Element types as the kernels see them; a part of kernels.inc.
+// Element types as the kernels see them.
 //
-// An element type has the type `Stored` in memory, and `load` and `store` between `lanes` of those and
-// a `Pack`: a vector of the type that they are combined in.
+// An element type has the type `Stored` in memory, and `load` and `store` between `lanes` of those
+// and a `Pack`: a vector of the type that they are combined in. Everything here is a vector of the
+// compiler's, as wide as the instruction set has them.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace phalanx::kernels {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr size_t pack_bytes = 64;
@@ -32,8 +45,8 @@ struct Integer {
   static void store(Stored* to, Pack x) { __builtin_memcpy(to, &x, sizeof x); }
 };
 
-// Which NaN comes out of an operation depends on the CPU and on the order of its operands, which the
-// compiler may swap. Storing always the same one keeps the bits equal.
+// Which NaN comes out of an operation depends on the CPU and on the order of its operands, which
+// the compiler may swap. Storing always the same one keeps the bits equal.
 template <class T>
 struct Real : Integer<T> {
   using typename Integer<T>::Pack;
@@ -43,8 +56,9 @@ struct Real : Integer<T> {
   static void store(T* to, Pack x) { Integer<T>::store(to, one_nan(x)); }
 };
 
-// The 16-bit floats are combined as float32. Where no instruction converts them, words of 32 bits are
-// loaded that hold two each: the halves go to the same lane of two vectors, which needs no shuffle.
+// The 16-bit floats are combined as float32. Where no instruction converts them, words of 32 bits
+// are loaded that hold two each: the halves go to the same lane of two vectors, which needs no
+// shuffle.
 using Floats = Vector<float>;
 using Words = Vector<int32_t>;  // signed: SSE2 compares no others
 using UnsignedWords = Vector<uint32_t>;
@@ -57,8 +71,8 @@ struct Pair {
 inline Words bits_of(Floats x) { return reinterpret_cast<Words>(x); }
 inline Floats floats_of(Words x) { return reinterpret_cast<Floats>(x); }
 
-// `Half` converts from and to the upper halves of words. It is given zeros in the lower halves; what
-// it leaves there does not matter.
+// `Half` converts from and to the upper halves of words. It is given zeros in the lower halves;
+// what it leaves there does not matter.
 template <class Half>
 struct HalfPair {
   using Stored = uint16_t;
@@ -101,8 +115,7 @@ struct Float16 {
   static constexpr __mmask16 all = 0xffff;  // without a mask, GCC 12 warns inside the intrinsics
 
   static Pack load(const Stored* from) {
-    return _mm512_maskz_cvtph_ps(all,
-                                 _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_maskz_cvtph_ps(all, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
   static void store(Stored* to, Pack x) {
     const __m256i halves =
@@ -127,10 +140,25 @@ struct Float16 {
   }
 };
 
+#elif defined(__aarch64__)
+
+struct Float16 {
+  using Stored = uint16_t;
+  using Pack = Floats;
+  static constexpr size_t lanes = 4;
+
+  static Pack load(const Stored* from) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
+  }
+  static void store(Stored* to, Pack x) {
+    vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32(Real<float>::one_nan(x))));
+  }
+};
+
 #else
 
-// Float32 has 8 bits of exponent with bias 127 and 23 of mantissa; float16 has 5 with bias 15 and 10.
-// Shifted by 3, a half has its exponent and mantissa where float32 has them.
+// Float32 has 8 bits of exponent with bias 127 and 23 of mantissa; float16 has 5 with bias 15
+// and 10. Shifted by 3, a half has its exponent and mantissa where float32 has them.
 struct Float16Half {
   static constexpr int32_t rebias = (127 - 15) << 23;
   static constexpr int32_t least_normal = rebias + (1 << 23);  // 2^-14
@@ -140,7 +168,8 @@ struct Float16Half {
     const Words magnitude = (half & 0x7fffffff) >> 3;
     const Words not_finite = (magnitude >= (31 << 23)) & rebias;
     const Words normal = magnitude + rebias + not_finite;
-    // 2^-14 + x has x as its mantissa. Programs may switch float32 subnormals off: none is met here.
+    // 2^-14 + x has x as its mantissa. Programs may switch float32 subnormals off: none is met
+    // here.
     const Floats offset = floats_of(Words{} + least_normal);
     const Words subnormal = bits_of(floats_of(magnitude + least_normal) - offset);
     return floats_of((magnitude < (1 << 23) ? subnormal : normal) | (half & ~0x7fffffff));
@@ -148,7 +177,7 @@ struct Float16Half {
 
   static Words store(Floats x) {
     const Floats absolute = floats_of(bits_of(x) & 0x7fffffff);
-    const Floats limit = floats_of(Words{} + too_large);        // becomes infinity
+    const Floats limit = floats_of(Words{} + too_large);         // becomes infinity
     const Floats limited = absolute < limit ? absolute : limit;  // also of NaN
     const Words shifted = bits_of(limited) - rebias;
     const Words normal = (shifted + rounding<13>(shifted)) << 3;
@@ -161,3 +190,6 @@ struct Float16Half {
 using Float16 = HalfPair<Float16Half>;
 
 #endif
+
+}  // namespace
+}  // namespace phalanx::kernels

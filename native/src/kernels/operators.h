@@ -1,4 +1,8 @@
-// The operators on packs; a part of kernels.inc. `combine` combines two, `finish` ends a fold.
+// The operators on packs: `combine` takes two, `finish` ends a reduction.
+#pragma once
+
+namespace phalanx::kernels {
+namespace {
 
 struct Operator {
   template <class Pack>
@@ -64,16 +68,21 @@ struct Avg : Sum {
   }
 };
 
-// On packs of real and imaginary parts in turn.
+// On packs of real and imaginary parts in turn. Only sums of whole vectors: where GCC 12 sees sums
+// and differences in turn, it fuses them with the products, -ffp-contract=off or not.
 struct ComplexProduct : Operator {
   template <class Pack>
   static Pack combine(Pack a, Pack b) {
-    Pack result;
+    Pack real, imaginary, sign, swapped;
     for (size_t i = 0; i < sizeof(Pack) / sizeof(a[0]); i += 2) {
-      result[i] = a[i] * b[i] - a[i + 1] * b[i + 1];
-      result[i + 1] = a[i] * b[i + 1] + a[i + 1] * b[i];
+      real[i] = real[i + 1] = a[i];
+      imaginary[i] = imaginary[i + 1] = a[i + 1];
+      sign[i] = -1;
+      sign[i + 1] = 1;
+      swapped[i] = b[i + 1];
+      swapped[i + 1] = b[i];
     }
-    return result;
+    return real * b + sign * (imaginary * swapped);
   }
 };
 
@@ -88,3 +97,6 @@ struct Scale : Operator {
     return x * static_cast<decltype(+x[0])>(factor);
   }
 };
+
+}  // namespace
+}  // namespace phalanx::kernels

@@ -1,0 +1,28 @@
+// A handle on a peer's process (a pidfd), which no other process can take over by inheriting its pid.
+#pragma once
+
+#include <optional>
+
+namespace phalanx {
+
+class Process {
+ public:
+  Process() = default;
+  ~Process();
+  Process(Process&& other) noexcept;
+  Process& operator=(Process&& other) noexcept;
+
+  // 0, or an errno; ESRCH when there is no such process.
+  int open(int pid);
+  // Whether it has ended. False for a handle that is not open.
+  bool ended() const;
+  // The wait status of a process that has ended, where the kernel tells it to others than the
+  // parent: while it is a zombie, or from Linux 6.15 on.
+  std::optional<int> wait_status() const;
+
+ private:
+  int pid_ = 0;
+  int handle_ = -1;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,94 @@
+#include "phalanx/process.h"
+
+#include <poll.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+namespace phalanx {
+namespace {
+
+// <linux/pidfd.h> of Linux 6.15; older headers lack it, older kernels answer with an error.
+struct PidfdInfo {
+  std::uint64_t mask;
+  std::uint64_t cgroup;
+  std::uint32_t identities[11];
+  std::int32_t wait_status;
+};
+static_assert(sizeof(PidfdInfo) == 64);
+constexpr std::uint64_t kPidfdInfoExit = 1 << 3;
+constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
+
+// The last field of /proc/<pid>/stat is the wait status of a zombie.
+std::optional<int> zombie_status(int pid) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  std::FILE* file = std::fopen(path, "re");
+  if (file == nullptr) {
+    return std::nullopt;
+  }
+  char text[2048] = {};
+  const std::size_t size = std::fread(text, 1, sizeof text - 1, file);
+  std::fclose(file);
+  const std::string stat(text, size);
+  const auto name_end = stat.rfind(')');
+  const auto last = stat.find_last_of(' ');
+  if (name_end == std::string::npos || stat.compare(name_end, 3, ") Z") != 0) {
+    return std::nullopt;
+  }
+  return std::atoi(stat.c_str() + last);
+}
+
+}  // namespace
+
+Process::~Process() {
+  if (handle_ >= 0) {
+    ::close(handle_);
+  }
+}
+
+Process::Process(Process&& other) noexcept
+    : pid_(other.pid_), handle_(std::exchange(other.handle_, -1)) {}
+
+Process& Process::operator=(Process&& other) noexcept {
+  std::swap(pid_, other.pid_);
+  std::swap(handle_, other.handle_);
+  return *this;
+}
+
+int Process::open(int pid) {
+  const long handle = syscall(SYS_pidfd_open, pid, 0);
+  if (handle < 0) {
+    return errno;
+  }
+  *this = Process();
+  pid_ = pid;
+  handle_ = static_cast<int>(handle);
+  return 0;
+}
+
+bool Process::ended() const {
+  pollfd poller{.fd = handle_, .events = POLLIN, .revents = 0};
+  return handle_ >= 0 && poll(&poller, 1, 0) == 1;
+}
+
+std::optional<int> Process::wait_status() const {
+  if (handle_ < 0) {
+    return std::nullopt;
+  }
+  PidfdInfo info{};
+  info.mask = kPidfdInfoExit;
+  if (ioctl(handle_, kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit) != 0) {
+    return info.wait_status;
+  }
+  return zombie_status(pid_);
+}
+
+}  // namespace phalanx

@@ -1,0 +1,27 @@
+"""Where in the user's code an operation was called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+import phalanx
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_FOREIGN = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, phalanx))
+
+
+def call_site() -> str:
+    """The innermost "file:line" that belongs neither to torch nor to Phalanx."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith(_FOREIGN) and not path.startswith("<frozen"):
+            return f"{os.path.basename(path)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"

@@ -1,0 +1,106 @@
+"""What the core reports, in words: who did what where, and what that means for this rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from phalanx.backend.dtypes import NAMES, OP_NAMES
+from phalanx.errors import (
+    Aborted,
+    CollectiveMismatch,
+    CollectiveTimeout,
+    PeerLost,
+    PhalanxError,
+)
+
+if TYPE_CHECKING:
+    from phalanx import _native
+
+
+def error_for(
+    status: _native.Status,
+    group: _native.Group,
+    place: str,
+    operation: str,
+    timeout: float,
+) -> PhalanxError:
+    """The exception for a status.
+
+    Args:
+        status: What the core reports.
+        group: The group, asked for pids and how processes ended.
+        place: This rank, as in "rank 2/8".
+        operation: The operation of this rank with its call site, in words.
+        timeout: The seconds that this operation had.
+    """
+    kind, text = _explain(status, group, timeout)
+    return kind(f"[{place} on {socket.gethostname()}] {operation}: {text}")
+
+
+def _explain(
+    status: _native.Status, group: _native.Group, timeout: float
+) -> tuple[type[PhalanxError], str]:
+    peer, reporter = status.peer, status.reporter
+    match status.code:
+        case "peer_lost":
+            return PeerLost, f"rank {peer} (pid {group.pid(peer)}) {_ending(group, peer)}"
+        case "mismatch":
+            return CollectiveMismatch, (
+                f"ranks disagree: rank {reporter} is in {_operation(status.mine)}, "
+                f"rank {peer} in {_operation(status.theirs)}"
+            )
+        case "left":
+            return CollectiveMismatch, (
+                f"rank {peer} (pid {group.pid(peer)}) has left the group (destroy_process_group) "
+                f"while rank {reporter} is in {_operation(status.mine)}"
+            )
+        case "timeout":
+            who = f"rank {peer} (pid {group.pid(peer)})" if peer >= 0 else "no rank"
+            return CollectiveTimeout, (
+                f"rank {reporter} waited for {who} in {_operation(status.mine)} until its deadline"
+                f" ({timeout:g} s on this rank); the process is alive"
+            )
+        case "aborted":
+            return Aborted, f"the group was aborted by rank {reporter}"
+        case "interrupted":
+            return Aborted, f"rank {reporter} was interrupted in {_operation(status.mine)}"
+        case "out_of_memory":
+            return PhalanxError, (
+                f"rank {reporter} could not get memory for its part of the segment "
+                f"({os.strerror(status.error)}): free memory, or use fewer ranks or groups"
+            )
+        case _:
+            return PhalanxError, f"system error on rank {reporter}: {os.strerror(status.error)}"
+
+
+def _ending(group: _native.Group, peer: int) -> str:
+    """How a process ended, as far as the kernel tells those who are not its parent."""
+    wait_status = group.wait_status(peer)
+    if wait_status is None:
+        return "has died"
+    code = os.waitstatus_to_exitcode(wait_status)
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"exited with code {code}"
+
+
+def _operation(fingerprint: _native.Fingerprint) -> str:
+    """An operation in words: "all_reduce #41 float32[1024] SUM"."""
+    kind = fingerprint.kind
+    if kind == "none":
+        return "no operation"
+    number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
+    if kind == "barrier":
+        return f"barrier{number}"
+    words = f"{kind}{number} {NAMES[fingerprint.dtype]}[{fingerprint.count}]"
+    if fingerprint.op:
+        words += f" {OP_NAMES[fingerprint.op]}"
+    if kind == "send":
+        return f"{words} to rank {fingerprint.root}"
+    if kind == "recv":
+        source = f"rank {fingerprint.root}" if fingerprint.root >= 0 else "any rank"
+        return f"{words} from {source}"
+    return f"{words} root {fingerprint.root}" if fingerprint.root >= 0 else words

@@ -1,0 +1,60 @@
+"""Groups at the end of their process, and in processes that are forked from it.
+
+A script that ends without `destroy_process_group()` must end cleanly: the threads are stopped while
+the interpreter still runs. The group is not left then: when peers still need this rank, its death
+tells them so, with the exit code for a reason. A forked child (a DataLoader's worker) inherits the
+object, but not the membership.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from typing import TYPE_CHECKING, NoReturn
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from phalanx import _native
+    from phalanx.backend.process_group import ProcessGroup
+
+_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_parents_groups: list[_native.Group] = []
+
+
+def register(group: ProcessGroup) -> None:
+    """Look after a group until its end."""
+    _groups.add(group)
+
+
+class _InheritedGroup:
+    """Stands in a forked child where the parent has its native group."""
+
+    closed = True
+
+    def __init__(self, parent: int) -> None:
+        self._parent = parent
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(
+            f"this process group belongs to process {self._parent}; process {os.getpid()}, forked "
+            "from it, can't use it: communicate in the parent, or start ranks with phalanx.launch"
+        )
+
+
+def _at_exit() -> None:
+    for group in list(_groups):
+        if not group._native.closed:
+            group.quiesce()
+
+
+def _in_child() -> None:
+    parent = os.getppid()
+    for group in list(_groups):
+        _parents_groups.append(group._native)
+        group.replace_native(_InheritedGroup(parent))
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,376 @@
+"""The process group: all that depends on PyTorch's base class, operation by operation.
+
+Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
+native call, and lets `_collective` or `_message` run it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx import topology
+from phalanx.backend import lifetime
+from phalanx.backend.call_site import call_site
+from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
+from phalanx.backend.failure import error_for
+from phalanx.backend.operands import dense, label, only, same_kind, settle
+from phalanx.backend.progress import CollectiveThread, MessageThread
+from phalanx.backend.work import CollectiveWork, FinishedWork, MessageWork, seconds_of
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
+
+    from phalanx import _native
+
+    Tensors = list[torch.Tensor]
+    NativeCall = Callable[[float], "_native.Status | None"]
+
+_ANY_SOURCE = -1
+_DONE = FinishedWork([])
+# PyTorch's send is isend and wait; to know that the wait comes at once saves waking a thread.
+_BLOCKING = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
+_STOP_SECONDS = 2.0
+
+
+def create(options: Any, _backend_options: object = None) -> ProcessGroup:
+    """The creator that PyTorch calls for "phalanx", with its `_DistributedBackendOptions`."""
+    rank, size = options.group_rank, options.group_size
+    native = topology.join(options.store, rank, size, options.timeout)
+    return ProcessGroup(native, rank, size, options.group_id, options.timeout)
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A group of ranks on one host that exchange tensors through shared memory.
+
+    Blocking calls run in the caller's thread without the GIL; asynchronous ones run in the group's
+    thread, in order. Made by `torch.distributed`, not by users.
+    """
+
+    def __init__(
+        self, native: _native.Group, rank: int, size: int, name: str, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)
+        self._native = native
+        self._rank = rank
+        self._size = size
+        self._place = f"rank {rank}/{size}"
+        self._name = name
+        self._desc = ""
+        self._timeout = timeout.total_seconds()
+        self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
+        self._messages = MessageThread(f"phalanx-{name}-messages", native)
+        self._kept: list[MessageWork] = []
+        self._kept_limit = 64
+        lifetime.register(self)
+
+    # What PyTorch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        return "phalanx"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation may wait for its peers, from the next one on."""
+        self._timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group: what runs ends within two seconds or is given up; peers are told."""
+        if not self._native.closed:
+            self.quiesce()
+            self._native.close()
+
+    def abort(self) -> None:
+        """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
+        if not self._native.closed:
+            self._native.abort()
+            self.shutdown()
+
+    def quiesce(self) -> None:
+        """End the group's threads; operations that don't end in time abort the group."""
+        if not self._collectives.stop(_STOP_SECONDS):
+            self._native.abort()
+            self._collectives.stop(_STOP_SECONDS)
+        self._messages.stop(_STOP_SECONDS)
+
+    def replace_native(self, native: Any) -> None:
+        """Put another object in the place of the native group (see `lifetime`)."""
+        self._native = native
+
+    # Collectives, in the order of PyTorch's documentation.
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Overwrite the tensor of every rank with the root's."""
+        opts = opts or dist.BroadcastOptions()
+        tensor = only(tensors, "broadcast")
+        root = self._check_root(opts.rootRank, "broadcast")
+        code = code_of(tensor.dtype, "broadcast")
+        flat = dense(tensor, "broadcast", written=root != self._rank)
+        call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
+        outputs = [] if root == self._rank else [(tensor, flat)]
+        return self._collective("broadcast", call, tensor, opts, outputs, root=root)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Combine the tensors of all ranks; every rank gets the result, in place."""
+        opts = opts or dist.AllreduceOptions()
+        tensor = only(tensors, "all_reduce")
+        flat, code, op = self._reducible(tensor, opts.reduceOp, "all_reduce", written=True)
+        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
+        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], op=op)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Combine the tensors of all ranks; the root gets the result, in place."""
+        opts = opts or dist.ReduceOptions()
+        tensor = only(tensors, "reduce")
+        root = self._check_root(opts.rootRank, "reduce")
+        is_root = root == self._rank
+        flat, code, op = self._reducible(tensor, opts.reduceOp, "reduce", written=is_root)
+        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), code, op, root)
+        outputs = [(tensor, flat)] if is_root else []
+        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root)
+
+    def allgather(
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, in rank order, on every rank."""
+        opts = opts or dist.AllgatherOptions()
+        tensor = only(input_tensors, "all_gather")
+        outputs = self._per_rank(output_tensors, tensor, "all_gather", "outputs")
+        flat = dense(tensor, "all_gather", written=False)
+        flats = [dense(output, "all_gather", written=True) for output in outputs]
+        code = code_of(tensor.dtype, "all_gather")
+        addresses = [output.data_ptr() for output in flats]
+        call = partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
+        pairs = list(zip(outputs, flats, strict=True))
+        return self._collective("all_gather", call, tensor, opts, pairs, keep=flat)
+
+    def gather(
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, in rank order, on the root."""
+        opts = opts or dist.GatherOptions()
+        tensor = only(input_tensors, "gather")
+        root = self._check_root(opts.rootRank, "gather")
+        outputs: Sequence[torch.Tensor] = ()
+        if root == self._rank:
+            outputs = self._per_rank(output_tensors, tensor, "gather", "outputs")
+        flat = dense(tensor, "gather", written=False)
+        flats = [dense(output, "gather", written=True) for output in outputs]
+        code = code_of(tensor.dtype, "gather")
+        addresses = [output.data_ptr() for output in flats]
+        call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
+        pairs = list(zip(outputs, flats, strict=True))
+        return self._collective("gather", call, tensor, opts, pairs, root=root, keep=flat)
+
+    def scatter(
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+    ) -> dist.Work:
+        """Give every rank its tensor of the root's list."""
+        opts = opts or dist.ScatterOptions()
+        tensor = only(output_tensors, "scatter")
+        root = self._check_root(opts.rootRank, "scatter")
+        inputs: Sequence[torch.Tensor] = ()
+        if root == self._rank:
+            inputs = self._per_rank(input_tensors, tensor, "scatter", "inputs")
+        flat = dense(tensor, "scatter", written=True)
+        flats = [dense(item, "scatter", written=False) for item in inputs]
+        code = code_of(tensor.dtype, "scatter")
+        addresses = [item.data_ptr() for item in flats]
+        call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
+        return self._collective(
+            "scatter", call, tensor, opts, [(tensor, flat)], root=root, keep=flats
+        )
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Block until all ranks have come."""
+        opts = opts or dist.BarrierOptions()
+        return self._collective("barrier", self._native.barrier, None, opts, [])
+
+    # Messages.
+
+    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
+        """Send a tensor to a rank of the group; done when it stands in shared memory."""
+        tensor = only(tensors, "send")
+        peer = self._check_peer(dst, tag, "send")
+        flat = dense(tensor, "send", written=False)
+        return self._message("send", self._native.send, tensor, flat, peer, tag)
+
+    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
+        """Receive a tensor of exactly this dtype and element count from a rank of the group."""
+        tensor = only(tensors, "recv")
+        peer = self._check_peer(src, tag, "recv")
+        flat = dense(tensor, "recv", written=True)
+        return self._message("recv", self._native.recv, tensor, flat, peer, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
+        """Receive from whichever rank sends first; `Work._source_rank()` tells which."""
+        tensor = only(tensors, "recv")
+        self._check_peer(self._rank, tag, "recv")
+        flat = dense(tensor, "recv", written=True)
+        return self._message("recv", self._native.recv, tensor, flat, _ANY_SOURCE, tag)
+
+    # How they run.
+
+    def _collective(
+        self,
+        name: str,
+        call: NativeCall,
+        subject: torch.Tensor | None,
+        opts: Any,
+        outputs: list[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        op: int = 0,
+        root: int = -1,
+        keep: object = None,
+    ) -> dist.Work:
+        """Run now, or in the group's thread when asked to or when others are queued there.
+
+        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
+        only has to live until the operation has ended.
+        """
+        timeout = seconds_of(opts.timeout, self._timeout)
+        describe = partial(self._describe, name, subject, op, root)
+        if not opts.asyncOp and not self._collectives.busy:
+            status = call(timeout)
+            if status is not None:
+                raise error_for(status, self._native, self._place, describe(call_site()), timeout)
+            for tensor, flat in outputs:
+                settle(tensor, flat)
+            return _DONE
+        site = call_site()
+
+        def run(_keep: object = keep) -> None:
+            status = call(timeout)
+            if status is not None:
+                raise error_for(status, self._native, self._place, describe(site), timeout)
+            for tensor, flat in outputs:
+                settle(tensor, flat)
+
+        results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
+        work = CollectiveWork(run, results)
+        self._collectives.submit(work.execute)
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    def _message(
+        self,
+        name: str,
+        post: Callable[..., _native.Message],
+        tensor: torch.Tensor,
+        flat: torch.Tensor,
+        peer: int,
+        tag: int,
+    ) -> dist.Work:
+        code = code_of(tensor.dtype, name)
+        detached = not _called_blocking()
+        message = post(flat.data_ptr(), flat.numel(), code, peer, tag, detached)
+        site = call_site() if detached else None
+        timeout = self._timeout
+
+        def end(status: _native.Status | None) -> BaseException | None:
+            if status is None:
+                if name == "recv":
+                    settle(tensor, flat)
+                return None
+            where = f"{name} {label(tensor)} {self._other(name, peer)}at {site or call_site()}"
+            return error_for(status, self._native, self._place, where, timeout)
+
+        wait = partial(self._native.wait, message)
+        work = MessageWork(message, wait, end, [tensor], self._messages, timeout)
+        if detached and not work.is_completed():
+            self._keep(work)
+            self._messages.start()
+        return work
+
+    def _keep(self, work: MessageWork) -> None:
+        """Hold on to a message, whose memory the core uses, until it is done."""
+        self._kept.append(work)
+        if len(self._kept) >= self._kept_limit:
+            self._kept = [kept for kept in self._kept if not kept.is_completed()]
+            self._kept_limit = max(64, 2 * len(self._kept))
+
+    # Checks and words.
+
+    def _reducible(
+        self, tensor: torch.Tensor, op: Any, name: str, *, written: bool
+    ) -> tuple[torch.Tensor, int, int]:
+        code = code_of(tensor.dtype, name)
+        native_op = reduction(op, code, name)
+        flat = dense(tensor, name, written=written)
+        factor = premultiplier(op)
+        if factor is not None:
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                raise UsageError(f"{name}: PREMUL_SUM needs floats, got {label(tensor)}")
+            # The core writes to its operand: the user's own must not be multiplied on other ranks.
+            flat = flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
+        return flat, code, native_op
+
+    def _per_rank(
+        self, lists: list[Tensors], like: torch.Tensor, name: str, what: str
+    ) -> Sequence[torch.Tensor]:
+        """The list that holds one tensor for each rank, checked."""
+        if len(lists) != 1 or len(lists[0]) != self._size:
+            got = len(lists[0]) if lists else 0
+            raise UsageError(f"{name}: got {got} {what}, expected one per rank, {self._size}")
+        same_kind(lists[0], like, name)
+        return lists[0]
+
+    def _check_root(self, root: int, name: str) -> int:
+        if not 0 <= root < self._size:
+            raise UsageError(f"{name}: root {root}, expected a rank from 0 to {self._size - 1}")
+        return root
+
+    def _check_peer(self, peer: int, tag: int, name: str) -> int:
+        if not 0 <= peer < self._size:
+            raise UsageError(f"{name}: rank {peer}, expected a rank from 0 to {self._size - 1}")
+        if not 0 <= tag < 2**31:
+            raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
+        return peer
+
+    def _describe(
+        self, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
+    ) -> str:
+        words = [f"{name} #{self._native.sequence}"]
+        if subject is not None:
+            words.append(label(subject))
+        if op:
+            words.append(OP_NAMES[op])
+        if root >= 0:
+            words.append(f"root {root}")
+        return f"{' '.join(words)} at {site}"
+
+    def _other(self, name: str, peer: int) -> str:
+        if name == "send":
+            return f"to rank {peer} "
+        return "from any rank " if peer == _ANY_SOURCE else f"from rank {peer} "
+
+
+def _called_blocking() -> bool:
+    """Whether the caller of the method that calls this is `dist.send` or `dist.recv`."""
+    frame = sys._getframe(3)
+    for _ in range(3):
+        if frame.f_code in _BLOCKING:
+            return True
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return False

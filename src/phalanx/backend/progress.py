@@ -1,0 +1,101 @@
+"""The threads of a group that work while its caller does something else.
+
+Both start when first needed. They are daemons, since a thread that is joined by the interpreter
+before `atexit` could hang a script that forgot to leave; `stop` ends them in good order.
+"""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx import _native
+
+
+class CollectiveThread:
+    """Runs asynchronous collectives, one after another, in the order of their calls."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a call that was submitted hasn't ended yet."""
+        return self._pending > 0
+
+    def submit(self, call: Callable[[], None]) -> None:
+        """Queue a call, which must not raise."""
+        with self._lock:
+            self._pending += 1
+            self._queue.put(call)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def stop(self, seconds: float) -> bool:
+        """End the thread after the calls before; whether it ended within `seconds`."""
+        with self._lock:
+            thread = self._thread
+            self._queue.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+            return not thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            call()
+            with self._lock:
+                self._pending -= 1
+            # Else a finished operation would keep its tensors until the next one comes.
+            del call
+
+
+class MessageThread:
+    """Moves messages that nobody waits for, and reports those that are watched."""
+
+    def __init__(self, name: str, group: _native.Group) -> None:
+        self._name = name
+        self._group = group
+        self._lock = threading.Lock()
+        self._watchers: dict[int, Callable[[], None]] = {}
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Make sure that the thread runs."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+
+    def watch(self, message: _native.Message, report: Callable[[], None]) -> None:
+        """Call `report` in the thread when the message is done."""
+        with self._lock:
+            self._watchers[message.id] = report
+        self._group.watch(message)
+        self.start()
+
+    def stop(self, seconds: float) -> bool:
+        """End the thread; whether it ended within `seconds`."""
+        self._group.stop()
+        with self._lock:
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(seconds)
+            return not thread.is_alive()
+        return True
+
+    def _run(self) -> None:
+        while done := self._group.serve():
+            for message in done:
+                with self._lock:
+                    report = self._watchers.pop(message.id)
+                report()

@@ -1,0 +1,213 @@
+"""What an operation gives back: `torch.distributed.Work` for each way of running one."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import Work
+from torch.futures import Future
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+    from phalanx import _native
+    from phalanx.backend.progress import MessageThread
+
+Tensors = list[torch.Tensor]
+
+
+def seconds_of(timeout: timedelta | None, default: float) -> float:
+    """The seconds of an optional timeout; PyTorch says "unset" by zero or less."""
+    seconds = default if timeout is None else timeout.total_seconds()
+    return seconds if seconds > 0 else default
+
+
+class FinishedWork(Work):
+    """An operation that ended before its call returned."""
+
+    def __init__(self, outputs: Tensors) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:  # noqa: ARG002 - PyTorch's signature
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        pass
+
+    def result(self) -> Tensors:
+        return self._outputs
+
+    def get_future(self) -> Future[Tensors]:
+        future: Future[Tensors] = Future()
+        future.set_result(self._outputs)
+        return future
+
+
+class PendingWork(Work):
+    """What the works that end later have in common: a result or an error, and a future.
+
+    A subclass calls `_complete` exactly once, in whichever thread sees the end first.
+    """
+
+    def __init__(self, outputs: Tensors) -> None:
+        super().__init__()
+        self._outputs = outputs
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._lock = threading.Lock()
+        self._future: Future[Tensors] | None = None
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Tensors:
+        self.wait()
+        return self._outputs
+
+    def get_future(self) -> Future[Tensors]:
+        """A future of the list of output tensors; callbacks run in the group's thread."""
+        with self._lock:
+            if self._future is None:
+                self._future = Future()
+                if self._ended.is_set():
+                    self._resolve(self._future)
+            return self._future
+
+    def _complete(self, error: BaseException | None) -> None:
+        with self._lock:
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._resolve(future)
+
+    def _resolve(self, future: Future[Tensors]) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+
+
+class CollectiveWork(PendingWork):
+    """A collective that runs in the group's thread.
+
+    Args:
+        run: Runs the operation to its end in that thread, or raises.
+        outputs: The tensors that it writes.
+    """
+
+    def __init__(self, run: Callable[[], None], outputs: Tensors) -> None:
+        super().__init__(outputs)
+        self._run: Callable[[], None] | None = run
+
+    def execute(self) -> None:
+        """Run the operation; for the group's thread alone."""
+        run, self._run = self._run, None
+        error: BaseException | None = None
+        try:
+            assert run is not None
+            run()
+        except BaseException as caught:  # noqa: BLE001 - raised again where the user waits
+            error = caught
+        del run
+        self._complete(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation has ended; raise what it raised.
+
+        Its own deadline ends it; a `timeout` only ends this wait, with a `TimeoutError`.
+        """
+        seconds = seconds_of(timeout, float("inf"))
+        if not self._ended.wait(None if seconds == float("inf") else seconds):
+            raise TimeoutError(f"the operation is still running after {seconds:g} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+
+class MessageWork(PendingWork):
+    """A send or recv that is under way.
+
+    Args:
+        message: The core's handle.
+        wait: Blocks for so many seconds at most; the core's status.
+        end: Called once with the status when it is done: copies back what was staged, or returns
+            the error.
+        outputs: The tensor.
+        thread: Where the message is watched when somebody asks for a future.
+    """
+
+    def __init__(
+        self,
+        message: _native.Message,
+        wait: Callable[[float], _native.Status | None],
+        end: Callable[[_native.Status | None], BaseException | None],
+        outputs: Tensors,
+        thread: MessageThread,
+        default_timeout: float,
+    ) -> None:
+        super().__init__(outputs)
+        self._message = message
+        self._wait = wait
+        self._end: Callable[[_native.Status | None], BaseException | None] | None = end
+        self._thread = thread
+        self._default_timeout = default_timeout
+        self._ending = threading.Lock()
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the message has moved; raise what went wrong."""
+        if not self._ended.is_set():
+            status = self._wait(seconds_of(timeout, self._default_timeout))
+            self._finish(status)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        if not self._ended.is_set() and self._message.done:
+            self._finish(self._message.status)
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def get_future(self) -> Future[Tensors]:
+        future = super().get_future()
+        if not self._ended.is_set():
+            self._thread.watch(self._message, lambda: self._finish(self._message.status))
+        return future
+
+    def source_rank(self) -> int:
+        """The rank in the group that the message came from."""
+        return self._message.peer
+
+    _source_rank = source_rank
+
+    def _finish(self, status: _native.Status | None) -> None:
+        with self._ending:
+            end, self._end = self._end, None
+            if end is not None:
+                self._complete(end(status))
+

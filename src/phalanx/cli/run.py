@@ -1,0 +1,147 @@
+"""`phalanx run`: a script on many ranks."""
+# ruff: noqa: ARG001 - the options are handed on to torchrun's parser, from the context
+
+from typing import Annotated, Any
+
+import typer
+
+# Line ends are kept as they are, so a paragraph is one line.
+_HELP = "\n\n".join(
+    (
+        "Run a Python script on several ranks of this machine, or of many.",
+        "Each rank is a process of its own that finds its place by phalanx.init() or "
+        "torch.distributed.init_process_group(). Its lines of output begin with \\[rank N]. When a "
+        "rank fails the others are stopped, one report on stderr says which failed first and why, "
+        "and the exit code is that rank's (128 + N for signal N). No process is left. "
+        "OMP_NUM_THREADS is set so that ranks share the cores, unless you set it.",
+        "[bold]phalanx run train.py --epochs 3[/]\n"
+        "  one rank per GPU or core; --epochs is the script's\n"
+        "[bold]phalanx run --nproc-per-node 4 train.py[/]\n"
+        "  four ranks\n"
+        "[bold]phalanx run --nproc-per-node 2 -m package.main[/]\n"
+        "  a module\n"
+        "[bold]phalanx run --nnodes 2 --node-rank 0 --master-addr node-a train.py[/]\n"
+        "  two hosts; --node-rank 1 on the other",
+    )
+)
+
+SETTINGS: dict[str, Any] = {
+    "help": _HELP,
+    "context_settings": {
+        # What isn't listed is torchrun's or the script's own.
+        "ignore_unknown_options": True,
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+    },
+    "options_metavar": "[OPTIONS] SCRIPT [ARGS]...",
+    "epilog": "All other options of torchrun are taken too, as torchrun takes them.",
+}
+
+_HOSTS = "Several hosts"
+_FAILURE = "When a rank fails"
+_OUTPUT = "Output"
+
+
+def command(
+    context: typer.Context,
+    nproc_per_node: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|auto|gpu|cpu",
+            help="Ranks on this host. auto, the default, is one per GPU or, without a GPU, one per "
+            "core that this process may use (affinity mask, CPU quota of the container).",
+        ),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+    ] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no-python", help="SCRIPT is any program, started without Python.")
+    ] = False,
+    nnodes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N|MIN:MAX", help="Hosts of the job; 1 if not given.", rich_help_panel=_HOSTS
+        ),
+    ] = None,
+    node_rank: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N", help="Number of this host, with --master-addr.", rich_help_panel=_HOSTS
+        ),
+    ] = None,
+    master_addr: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST", help="Address of host 0, where the ranks meet.", rich_help_panel=_HOSTS
+        ),
+    ] = None,
+    master_port: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PORT",
+            help="Port on host 0. On one host it needn't be given: a free one is found.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    rdzv_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where hosts that may come and go meet, with --rdzv-backend c10d --rdzv-id ID.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Start all ranks again, up to N times; 0 if not given.",
+            rich_help_panel=_FAILURE,
+        ),
+    ] = None,
+    shutdown_timeout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Time for ranks that are stopped, from SIGTERM to SIGKILL; 10 if not given.",
+            rich_help_panel=_FAILURE,
+        ),
+    ] = None,
+    local_ranks_filter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,N,...",
+            help="Show the output of these ranks of this host only.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    log_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Where log files go, with --tee.", rich_help_panel=_OUTPUT
+        ),
+    ] = None,
+    tee: Annotated[
+        str | None,
+        typer.Option(
+            "--tee",
+            "-t",
+            metavar="0|1|2|3",
+            help="Write log files too: 1 of stdout, 2 of stderr, 3 of both.",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Run a Python script on several ranks; the arguments are read from `context`."""
+    options = []
+    for name, value in context.params.items():
+        if value not in (None, False):
+            options += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
+
+    from phalanx.errors import UsageError
+    from phalanx.launch.agent import run
+
+    if not context.args:
+        raise UsageError("no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`")
+    raise typer.Exit(run([*options, *context.args]))

@@ -1,0 +1,254 @@
+"""`phalanx run`: PyTorch's elastic agent, with the ranks' output and one report on a failure.
+
+The agent does rendezvous, ranks, restarts and several hosts. What is added here: every line of
+output comes with its rank, ranks share the cores, ranks die with the agent (`child`), and when one
+fails the report begins with the failure that the others followed from.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch import child
+from phalanx.launch.cores import threads_per_rank
+from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
+from phalanx.launch.options import Job, parse
+from phalanx.launch.output import RankOutput
+from phalanx.launch.relay import Relay
+
+__all__ = ["run"]
+
+_TICK = 0.1
+
+
+def run(argv: Sequence[str]) -> int:
+    """Run a script on many ranks, as `phalanx run ARGV` does; blocks until all have ended.
+
+    Must be called in the main thread: it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT by stopping
+    the ranks.
+
+    Args:
+        argv: torchrun's options, the script and its arguments.
+
+    Returns:
+        The exit code: 0, that of the rank that failed first, or 128 + N if that rank or this
+        process was ended by signal N.
+
+    Raises:
+        UsageError: a wrong argument, or a port that is in use.
+        LaunchError: the hosts of the job didn't find each other.
+    """
+    _quieten()
+    job = parse(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(job.config.nproc_per_node)))
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
+    relay = Relay()
+    with _forwarding(relay):
+        code, failures = _supervise(job, relay)
+    if failures:
+        _say(_report(failures))
+    return code
+
+
+def _quieten() -> None:
+    """Keep the agent's own log off the console, unless the user asked for a log level."""
+    if "LOGLEVEL" in os.environ:
+        return
+    for name in ("elastic", "launcher", "run"):
+        logger = logging.getLogger(f"torch.distributed.{name}")
+        logger.addHandler(logging.NullHandler())
+        logger.propagate = False
+
+
+@contextlib.contextmanager
+def _forwarding(relay: Relay) -> Iterator[None]:
+    done = threading.Event()
+
+    def forward() -> None:
+        while not done.is_set():
+            relay.step(_TICK)
+
+    thread = threading.Thread(target=forward, name="phalanx-relay", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        relay.close()
+
+
+class _Agent(LocalElasticAgent):
+    """PyTorch's agent for one host, which tells causes from consequences when ranks fail."""
+
+    def __init__(self, job: Job, relay: Relay) -> None:
+        self.failures: list[Failure] = []
+        self._relay = relay
+        self._output = RankOutput(relay, job.files, job.shown)
+        self._stop_time = float("inf")
+        super().__init__(
+            _spec(job),
+            self._output,
+            job.config.start_method,
+            log_line_prefix_template=job.config.log_line_prefix_template,
+            shutdown_timeout=job.config.shutdown_timeout or 0,
+        )
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._relay.reset()
+        self._stop_time = float("inf")
+        try:
+            pids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            self._output.release()
+        for local_rank, pid in pids.items():
+            self._relay.add_process(local_rank, pid)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        failures = self._failures_so_far(worker_group)
+        if failures:
+            cause = first_cause(failures)
+            alone = len(self._relay.exits()) < worker_group.spec.local_world_size
+            if cause.distance and alone and time.monotonic() < cause.time + GRACE:
+                return RunResult(state=WorkerState.HEALTHY)  # the cause may show yet
+            self._stop(failures)
+        result: RunResult = super()._monitor_workers(worker_group)
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self.failures = self._all_failures(worker_group, result)
+            if self._remaining_restarts and self.failures:
+                _say(f"{_report(self.failures)}\n  starting all ranks again")
+                self.failures = []
+        return result
+
+    def _failures_so_far(self, worker_group: WorkerGroup) -> list[Failure]:
+        return [
+            self._failure(worker_group, local_rank, worker_group.workers[local_rank].id, end.code)
+            for local_rank, end in self._relay.exits().items()
+            if end.code
+        ]
+
+    def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
+        limit = time.monotonic() + 1
+        while len(self._relay.exits()) < len(worker_group.workers) and time.monotonic() < limit:
+            self._relay.step(_TICK)
+        return [
+            self._failure(worker_group, found.local_rank, found.pid, found.exitcode)
+            for found in result.failures.values()
+        ]
+
+    def _failure(self, worker_group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
+        end = self._relay.exits().get(local_rank)
+        when = end.time if end else time.monotonic()
+        rank = worker_group.workers[local_rank].global_rank
+        text = excerpt(self._output.tail(local_rank))
+        return Failure(rank, pid, code, when, text, stopped=when > self._stop_time)
+
+    def _stop(self, failures: Sequence[Failure]) -> None:
+        self._stop_time = time.monotonic()
+        for failure in failures:
+            # What a dead rank left behind. It hasn't been reaped, so its number is still its own.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(failure.pid, signal.SIGKILL)
+        self._shutdown(timeout=self._shutdown_timeout)
+
+
+def _spec(job: Job) -> WorkerSpec:
+    config = job.config
+    rendezvous = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    address, port = None, None
+    if config.rdzv_backend == "static":
+        address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
+    return WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=sys.executable,
+        args=("-I", "-S", child.__file__, str(os.getpid()), *job.command),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=address,
+        master_port=port,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+
+
+def _supervise(job: Job, relay: Relay) -> tuple[int, list[Failure]]:
+    """Run the job to its end; the exit code, and how ranks failed."""
+    try:
+        agent = _Agent(job, relay)
+        result = agent.run()
+    except SignalException as caught:
+        _say(f"phalanx run: stopped by {caught.sigval.name}")
+        return 128 + caught.sigval, []
+    except (RendezvousError, dist.DistError, RuntimeError) as error:
+        raise _explained(job, error) from error
+    agent.get_worker_group().spec.rdzv_handler.shutdown()
+    if not agent.failures:  # a result that says failed without naming a rank: stuck in the kernel
+        return int(result is not None and result.is_failed()), []
+    code = first_cause(agent.failures).code
+    return (code if code > 0 else 128 - code), agent.failures
+
+
+def _explained(job: Job, error: Exception) -> Exception:
+    endpoint = job.config.rdzv_endpoint
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return UsageError(
+            f"the port of {endpoint} is in use on this machine: give another one with "
+            "--master-port, or, on one host, none: then a free one is found"
+        )
+    return LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}")
+
+
+def _report(failures: Sequence[Failure]) -> str:
+    cause = first_cause(failures)
+    lines = [f"phalanx run: {cause.headline}"]
+    lines += [f"    | {line}" for line in cause.text.splitlines()]
+    for failure in sorted(failures, key=lambda failure: failure.rank):
+        if failure is not cause and not failure.stopped:
+            last = failure.text.splitlines()[-1:]
+            lines.append(f"  after it, {': '.join([failure.headline, *last])}")
+    stopped = sorted(failure.rank for failure in failures if failure.stopped)
+    if stopped:
+        lines.append(f"  stopped because of it: rank {', '.join(map(str, stopped))}")
+    return "\n".join(lines)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()

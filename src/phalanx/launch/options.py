@@ -1,0 +1,141 @@
+"""`phalanx run`'s command line: torchrun's, with other defaults and readable errors."""
+
+import importlib.machinery
+import os
+import shutil
+import sys
+import uuid
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.launcher.api import LaunchConfig
+
+from phalanx.errors import UsageError
+from phalanx.launch.cores import usable_cores
+
+__all__ = ["Job", "parse"]
+
+STOP_TIMEOUT = 10
+"""Seconds between SIGTERM and SIGKILL, unless --shutdown-timeout says otherwise."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to run and how, ready for the agent."""
+
+    config: LaunchConfig
+    command: list[str]
+    files: LogsSpecs | None
+    shown: set[int] | None
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; `phalanx run --help` lists the options")
+
+
+def parse(argv: Sequence[str]) -> Job:
+    """Read torchrun's options, the script and its arguments.
+
+    Raises:
+        UsageError: anything that can be known to be wrong before a process is started.
+    """
+    parser = _Parser("phalanx run", parents=[torchrun.get_args_parser()], add_help=False)
+    if "PET_NPROC_PER_NODE" not in os.environ:
+        parser.set_defaults(nproc_per_node="auto")
+    args = parser.parse_args(list(argv))
+    args.nproc_per_node = str(_nproc(args.nproc_per_node))
+    _check_script(args)
+    _check_port(args)
+    nnodes = _nnodes(args.nnodes)
+    if args.standalone or (_unplaced(args) and nnodes == 1):
+        args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
+        args.rdzv_id = uuid.uuid4().hex
+        args.local_addr = args.local_addr or "127.0.0.1"
+    elif args.master_port is None:
+        args.master_port = 29500
+    if args.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+        args.shutdown_timeout = STOP_TIMEOUT
+    return _job(args)
+
+
+def _job(args: Namespace) -> Job:
+    # torchrun always makes a log directory, in /tmp; here only if somebody asked for the files.
+    wants_files = args.log_dir is not None or (args.redirects, args.tee) != ("0", "0")
+    directory = args.log_dir
+    if args.logs_specs is None:
+        args.log_dir = os.devnull
+    args.run_path = False  # every script gets a Python of its own
+    os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
+    ranks = args.local_ranks_filter
+    try:
+        config, program, arguments = torchrun.config_from_args(args)
+        shown = set(map(int, ranks.split(","))) if ranks else None
+        files: LogsSpecs | None = config.logs_specs if args.logs_specs else None
+        if wants_files and files is None:
+            redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
+            files = DefaultLogsSpecs(directory, redirects, tee, shown)
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # what torchrun raises
+        raise UsageError(str(error)) from error
+    return Job(config, [str(program), *arguments], files, shown)
+
+
+def _nproc(text: str) -> int:
+    expected = "expected an integer, at least 1, or auto, cpu, gpu"
+    if text == "auto":
+        if torch.accelerator.is_available():
+            return torch.accelerator.device_count()
+        return usable_cores()
+    if text == "cpu":
+        return usable_cores()
+    try:
+        count = torchrun.determine_local_world_size(text)
+    except ValueError as error:
+        reason = "no such device here" if "not available" in str(error) else expected
+        raise UsageError(f"--nproc-per-node is {text!r}: {reason}") from None
+    if count < 1:
+        raise UsageError(f"--nproc-per-node is {text}: {expected}")
+    return int(count)
+
+
+def _nnodes(text: str) -> int:
+    try:
+        least, most = torchrun.parse_min_max_nnodes(text)
+    except (RuntimeError, ValueError):
+        raise UsageError(f"--nnodes is {text!r}: expected an integer, or MIN:MAX") from None
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes is {text!r}: expected 1 <= MIN <= MAX")
+    return int(most)
+
+
+def _unplaced(args: Namespace) -> bool:
+    return args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
+
+
+def _check_port(args: Namespace) -> None:
+    if args.master_port is not None and not 1 <= args.master_port <= 65535:
+        raise UsageError(f"--master-port is {args.master_port}: expected 1 to 65535")
+
+
+def _check_script(args: Namespace) -> None:
+    script = args.training_script
+    if args.module:
+        top = script.partition(".")[0]
+        where = [os.getcwd(), *sys.path]
+        if top not in sys.builtin_module_names and not (
+            importlib.machinery.PathFinder.find_spec(top, where)
+        ):
+            raise UsageError(f"there is no module {top!r}, in {os.getcwd()} or installed")
+    elif args.no_python:
+        if shutil.which(script) is None:
+            raise UsageError(f"there is no program {script!r} that can be run")
+    elif os.path.isdir(script):
+        if not os.path.exists(os.path.join(script, "__main__.py")):
+            raise UsageError(f"{script} is a directory without a __main__.py: expected a script")
+    elif not os.path.exists(script):
+        raise UsageError(f"there is no script {script!r}: looked in {os.getcwd()}")

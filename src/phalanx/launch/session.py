@@ -1,0 +1,178 @@
+"""`phalanx.init`: find this process's place, pick its device, form the group."""
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.env import Place, place
+from phalanx.errors import UsageError
+
+__all__ = ["Session", "init"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """This process's place in its group; a context manager that leaves the group.
+
+    Attributes:
+        rank: this process's number among all of the job, from 0.
+        world_size: how many processes the job has.
+        local_rank: its number among those of this host.
+        local_world_size: how many processes of the job this host has.
+        device: where its tensors and its model belong.
+        backend: the name of the group's backend.
+        owner: whether this session formed the group, and so destroys it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    owner: bool = field(repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0: the one that logs and writes files."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Leave the group, if this session formed it. A second call does nothing.
+
+        Doesn't wait for the other ranks beyond what the backend's `destroy_process_group` does.
+        """
+        if self.owner and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def init(
+    backend: str = "phalanx",
+    *,
+    timeout: float | timedelta | None = None,
+    device: str | int | torch.device | None = None,
+) -> Session:
+    """Form the group of this job, whoever started this process.
+
+    The place is taken from the environment that `phalanx run`, `phalanx.launch` and torchrun set
+    (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; `LOCAL_RANK` and `LOCAL_WORLD_SIZE` if
+    given). With none of them this process is alone: rank 0 of 1, no network. So the same script
+    runs by itself and on many ranks. Blocks until every rank has called it, up to `timeout`.
+
+    If `torch.distributed` is initialised already, its default group is joined: `backend` and
+    `timeout` are not applied (the session names the backend that it found), and leaving the
+    session does not destroy the group.
+
+    Args:
+        backend: any backend of `torch.distributed`: "phalanx", "gloo", "nccl", ...
+        timeout: seconds (or a timedelta) that rendezvous and operations may take; None is the
+            backend's default.
+        device: where to work, "cpu", "cuda" or "cuda:1"; None is the GPU numbered `local_rank`
+            modulo the GPUs there are, or the CPU if there is none. A GPU is made the current one.
+
+    Returns:
+        A Session. Use it as a context manager, or call `close()` at the end.
+
+    Raises:
+        UsageError: the environment is there in part or contradicts itself; no such backend or
+            device; a timeout that isn't positive.
+        torch.distributed.DistError: the group wasn't formed in time.
+
+    Example:
+        >>> with phalanx.init() as session:
+        ...     tensor = torch.ones(4, device=session.device)
+        ...     torch.distributed.all_reduce(tensor)
+    """
+    joined = dist.is_initialized()
+    span = _timeout(timeout)
+    where = _existing_place() if joined else _place()
+    chosen = _device(device, where.local_rank if where else 0)
+    if not joined:
+        _form(backend, span, where)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    where = where or Place(0, 1, 0, 1)
+    return Session(
+        where.rank,
+        where.world_size,
+        where.local_rank,
+        where.local_world_size,
+        chosen,
+        dist.get_backend(),
+        owner=not joined,
+    )
+
+
+def _place() -> Place | None:
+    try:
+        return place()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _existing_place() -> Place:
+    """The place in the group that exists; what is local comes from the environment, if it fits."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    given = _place() if "RANK" in os.environ else None
+    if given is not None and (given.rank, given.world_size) == (rank, world_size):
+        return given
+    return Place(rank, world_size, rank, world_size)
+
+
+def _form(backend: str, timeout: timedelta | None, where: Place | None) -> None:
+    names = [part.rpartition(":")[2] for part in str(backend).split(",")]
+    for name in names:
+        if not dist.is_backend_available(name):
+            known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+            raise UsageError(f"backend is {backend!r}: expected one that is available of {known}")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if where is None:
+        store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+    else:
+        dist.init_process_group(backend, init_method="env://", **options)
+
+
+def _timeout(timeout: object) -> timedelta | None:
+    if timeout is None:
+        return None
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
+        return timedelta(seconds=timeout)
+    if isinstance(timeout, timedelta) and timeout > timedelta(0):
+        return timeout
+    raise UsageError(f"timeout is {timeout!r}: expected seconds, or a timedelta, greater than 0")
+
+
+def _device(device: str | int | torch.device | None, local_rank: int) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device is {device!r}: expected 'cpu', 'cuda' or 'cuda:N'") from None
+    if chosen.type != "cuda":
+        return chosen
+    if not count:
+        raise UsageError(f"device is {str(chosen)!r}, but CUDA isn't available here: use 'cpu'")
+    if str(chosen) == "cuda":
+        return torch.device("cuda", local_rank % count)
+    if chosen.index >= count:
+        raise UsageError(f"device is {str(chosen)!r}: expected cuda:0 to cuda:{count - 1}")
+    return chosen
