@@ -1,7 +1,7 @@
 """What all tests share: a guard against processes left behind, paths, Hypothesis' settings.
 
-Tests import nothing from one another. What several of them need is a fixture here, or part of
-`phalanx.testing`, where users have it too.
+Test modules import nothing from one another: what several need is a fixture here, or a module of
+its own beside this one.
 """
 
 import contextlib

@@ -9,14 +9,18 @@ namespace {
 
 // The abort word: code, then ranks plus one so that "none" fits, then errno.
 std::uint64_t pack(const Status& status) {
-  const auto rank_bits = [](std::int32_t rank) { return static_cast<std::uint64_t>(rank + 1) & 0xffff; };
+  const auto rank_bits = [](std::int32_t rank) {
+    return static_cast<std::uint64_t>(rank + 1) & 0xffff;
+  };
   return static_cast<std::uint64_t>(status.code) | rank_bits(status.peer) << 16 |
          rank_bits(status.reporter) << 32 |
          (static_cast<std::uint64_t>(status.error) & 0xffff) << 48;
 }
 
 Status unpack(std::uint64_t word) {
-  const auto rank = [word](int shift) { return static_cast<std::int32_t>(word >> shift & 0xffff) - 1; };
+  const auto rank = [word](int shift) {
+    return static_cast<std::int32_t>(word >> shift & 0xffff) - 1;
+  };
   return Status{.code = static_cast<Code>(word & 0xff),
                 .peer = rank(16),
                 .reporter = rank(32),
@@ -56,9 +60,10 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
   if (const Status status = broken(); !status.ok()) {
     return status;
   }
-  own.sequence = ++sequence_;
+  own.sequence = sequence() + 1;
+  sequence_.store(own.sequence, std::memory_order_relaxed);
   current_ = own;
-  segment_->control(rank_).fingerprints[sequence_ & 1].store(own);
+  segment_->control(rank_).fingerprints[own.sequence & 1].store(own);
   advance();
   const std::uint64_t met = step_;
   for (int peer = 0; peer < ranks(); ++peer) {
@@ -68,7 +73,7 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
     if (const Status status = wait_step(peer, met, bounds); !status.ok()) {
       return status;
     }
-    const Fingerprint theirs = segment_->control(peer).fingerprints[sequence_ & 1].load();
+    const Fingerprint theirs = segment_->control(peer).fingerprints[own.sequence & 1].load();
     if (theirs != own) {
       return abort(Status{
           .code = Code::mismatch, .peer = peer, .reporter = rank_, .mine = own, .theirs = theirs});
@@ -77,11 +82,12 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
   return {};
 }
 
-Status Group::prepare_staging() {
-  if (staging_ready_) {
-    return {};
+Status Group::prepare(bool staging) {
+  Status status = broken();
+  if (!status.ok() || !staging || staging_ready_) {
+    return status;
   }
-  Status status = segment_->prefault(segment_->staging(rank_, 0), 2 * kChunkBytes);
+  status = segment_->prefault(segment_->staging(rank_, 0), 2 * kChunkBytes);
   if (!status.ok()) {
     status.reporter = rank_;
     return abort(status);
@@ -102,8 +108,8 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
   RankControl& control = segment_->control(peer);
   // Pairs with the store in advance.
   const auto ready = [&] { return control.step.load(std::memory_order_seq_cst) >= target; };
-  Status status = wait_until(control.stepped, patience_, bounds, ready,
-                             [&] { return trouble_with(peer); });
+  Status status =
+      wait_until(control.stepped, patience_, bounds, ready, [&] { return trouble_with(peer); });
   if (status.ok()) {
     return status;
   }
@@ -118,8 +124,11 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
 }
 
 Status Group::abort(Status why) {
-  if (const Status earlier = broken(); !earlier.ok() && why.code != Code::interrupted) {
-    return earlier;
+  const std::lock_guard lock(aborting_);
+  // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What
+  // this rank has published of an earlier failure stays, since peers read it.
+  if (const Status earlier = broken(); !earlier.ok()) {
+    return why.code == Code::interrupted ? why : earlier;
   }
   RankControl& own = segment_->control(rank_);
   own.trouble[0].store(why.mine);
@@ -133,7 +142,7 @@ Status Group::abort(Status why) {
       notify_always(segment_->control(rank).bell);
     }
   } else if (why.code == Code::interrupted) {
-    return why;  // the caller's own signal handler raised: that is what it must report
+    return why;
   }
   return broken();
 }

@@ -1,7 +1,9 @@
 #include "phalanx/mailbox.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <new>
 #include <utility>
 
 namespace phalanx {
@@ -82,6 +84,9 @@ MessagePtr Mailbox::recv(void* data, std::size_t count, DType dtype, int source,
 
 MessagePtr Mailbox::post(MessagePtr message, bool detached) {
   message->id_ = ++posted_;
+  if (const Status status = group_.broken(); !status.ok()) {
+    fail_all(status);
+  }
   drive();
   if (detached && !message->done()) {
     idle_.notify_one();
@@ -104,15 +109,17 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   };
   const auto trouble = [&] {
     const std::lock_guard guard(mutex_);
-    return trouble_with(message);
+    return settled_trouble();
   };
   Status status = wait_until(bell(group_.rank()), patience, bounds, ready, trouble);
   lock.lock();
   patience_ = patience;
   if (!status.ok() && !message.done()) {
-    status.mine = message.fingerprint();
-    status.reporter = group_.rank();
-    status.peer = status.peer < 0 ? message.peer_ : status.peer;
+    if (status.reporter < 0) {  // not the trouble of some operation, but the end of this one's wait
+      status.mine = message.fingerprint();
+      status.reporter = group_.rank();
+      status.peer = message.peer_;
+    }
     status = group_.abort(status);
     fail_all(status);
   }
@@ -142,7 +149,7 @@ std::vector<MessagePtr> Mailbox::serve() {
     };
     const auto problem = [&] {
       const std::lock_guard guard(mutex_);
-      return trouble();
+      return settled_trouble();
     };
     const Status status = wait_until(bell(group_.rank()), patience, Bounds{}, ready, problem);
     lock.lock();
@@ -162,11 +169,12 @@ void Mailbox::stop() {
 
 void Mailbox::watch(const MessagePtr& message) {
   const std::lock_guard lock(mutex_);
-  message->watched_ = true;
-  if (message->done()) {
+  if (!std::exchange(message->watched_, true) && message->done()) {
     to_report_.push_back(message);
   }
+  // Wherever serve() sleeps.
   idle_.notify_one();
+  notify(bell(group_.rank()));
 }
 
 std::size_t Mailbox::outstanding() {
@@ -255,7 +263,9 @@ void Mailbox::drive_recvs(int peer) {
       return;
     }
     if (!incoming.begun) {
-      begin(peer, incoming, channel, tail);
+      if (!begin(peer, incoming, channel, tail)) {
+        return;
+      }
       tail += sizeof(Envelope);
     }
     const std::size_t bytes = incoming.envelope.bytes;
@@ -274,17 +284,23 @@ void Mailbox::drive_recvs(int peer) {
   }
 }
 
-void Mailbox::begin(int peer, Incoming& incoming, const Channel& channel, std::uint64_t tail) {
+// False when there is no memory to put the message aside: the group is broken then.
+bool Mailbox::begin(int peer, Incoming& incoming, const Channel& channel, std::uint64_t tail) {
   from_ring(channel, tail, reinterpret_cast<std::byte*>(&incoming.envelope), sizeof(Envelope));
-  incoming.begun = true;
-  incoming.moved = 0;
   incoming.receiver = match(peer, incoming.envelope.tag);
   if (incoming.receiver && !fits(*incoming.receiver, peer, incoming.envelope)) {
     finish(std::exchange(incoming.receiver, nullptr), group_.broken());
   }
   if (!incoming.receiver) {
-    incoming.aside = std::make_unique_for_overwrite<std::byte[]>(incoming.envelope.bytes);
+    incoming.aside.reset(new (std::nothrow) std::byte[incoming.envelope.bytes]);
+    if (!incoming.aside) {
+      const int rank = group_.rank();
+      (void)group_.abort({.code = Code::out_of_memory, .reporter = rank, .error = ENOMEM});
+      return false;
+    }
   }
+  incoming.begun = true;
+  return true;
 }
 
 void Mailbox::end(int peer, Incoming& incoming) {
@@ -368,10 +384,8 @@ bool Mailbox::fits(Message& message, int source, const Envelope& envelope) {
     return true;
   }
   message.peer_ = source;
-  const Fingerprint theirs{.count = envelope.count,
-                           .root = group_.rank(),
-                           .kind = Kind::send,
-                           .dtype = envelope.dtype};
+  const Fingerprint theirs{
+      .count = envelope.count, .root = group_.rank(), .kind = Kind::send, .dtype = envelope.dtype};
   const Status status = group_.abort(Status{.code = Code::mismatch,
                                             .peer = source,
                                             .reporter = group_.rank(),
@@ -455,6 +469,16 @@ Status Mailbox::trouble() const {
     }
   }
   return {};
+}
+
+// The trouble that remains after a second look. What a peer published before it left or died still
+// counts, and may have come after the last look at its channel.
+Status Mailbox::settled_trouble() {
+  if (const Status status = trouble(); status.ok()) {
+    return status;
+  }
+  drive();
+  return trouble();
 }
 
 }  // namespace phalanx

@@ -26,6 +26,15 @@ static_assert(sizeof(PidfdInfo) == 64);
 constexpr std::uint64_t kPidfdInfoExit = 1 << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
+std::optional<int> reaped_status(int handle) {
+  PidfdInfo info{};
+  info.mask = kPidfdInfoExit;
+  if (ioctl(handle, kPidfdGetInfo, &info) != 0 || (info.mask & kPidfdInfoExit) == 0) {
+    return std::nullopt;
+  }
+  return info.wait_status;
+}
+
 // The last field of /proc/<pid>/stat is the wait status of a zombie.
 std::optional<int> zombie_status(int pid) {
   char path[64];
@@ -83,12 +92,13 @@ std::optional<int> Process::wait_status() const {
   if (handle_ < 0) {
     return std::nullopt;
   }
-  PidfdInfo info{};
-  info.mask = kPidfdInfoExit;
-  if (ioctl(handle_, kPidfdGetInfo, &info) == 0 && (info.mask & kPidfdInfoExit) != 0) {
-    return info.wait_status;
+  if (const auto status = reaped_status(handle_)) {
+    return status;
   }
-  return zombie_status(pid_);
+  const auto status = zombie_status(pid_);
+  // Only now, after the read, is it sure that the pid was this process's: it is until it is reaped.
+  const bool reaped = syscall(SYS_pidfd_send_signal, handle_, 0, nullptr, 0) != 0 && errno == ESRCH;
+  return reaped ? reaped_status(handle_) : status;
 }
 
 }  // namespace phalanx

@@ -30,8 +30,11 @@ constexpr Offsets offsets_for(std::size_t ranks) {
   o.end = o.channels + ranks * ranks * sizeof(Channel);
   return o;
 }
-static_assert(offsets_for(2).end == 4096 + 4096 + 2 * 2 * 16384 + 2 * 2 * 262144 + 4 * (4096 + 262144),
+static_assert(offsets_for(2).end ==
+                  4096 + 4096 + 2 * 2 * 16384 + 2 * 2 * 262144 + 4 * (4096 + 262144),
               "a changed layout needs a new kLayoutVersion");
+
+bool valid(int ranks) { return ranks >= 1 && ranks <= kMaxRanks; }
 
 Status system_error(int error) { return Status{.code = Code::system, .error = error}; }
 
@@ -42,6 +45,10 @@ std::size_t Segment::bytes_for(int ranks) {
 }
 
 std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, Status& status) {
+  if (!valid(ranks)) {
+    status = system_error(EINVAL);
+    return nullptr;
+  }
   const std::size_t bytes = bytes_for(ranks);
   const int fd = memfd_create("phalanx", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) {
@@ -74,6 +81,10 @@ std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, Status&
 
 std::unique_ptr<Segment> Segment::open(int pid, int fd, int ranks, std::uint64_t nonce,
                                        Status& status) {
+  if (!valid(ranks)) {
+    status = system_error(EINVAL);
+    return nullptr;
+  }
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
   // O_NONBLOCK: on a host where the pid means another process, the path may be a pipe.
@@ -112,12 +123,18 @@ std::unique_ptr<Segment> Segment::map(int fd, std::size_t bytes, Status& status)
     ::close(fd);
     return nullptr;
   }
-  return std::unique_ptr<Segment>(new Segment(static_cast<std::byte*>(base), bytes, fd));
+  return std::unique_ptr<Segment>(new Segment(static_cast<std::byte*>(base), bytes, fd, true));
+}
+
+std::unique_ptr<Segment> Segment::share(const Segment& owner) {
+  return std::unique_ptr<Segment>(new Segment(owner.base_, owner.bytes_, -1, false));
 }
 
 Segment::~Segment() {
   close_descriptor();
-  munmap(base_, bytes_);
+  if (mapped_) {
+    munmap(base_, bytes_);
+  }
 }
 
 void Segment::close_descriptor() {
@@ -142,8 +159,8 @@ std::byte* Segment::staging(int rank, std::uint64_t chunk) const {
 }
 
 Channel& Segment::channel(int source, int destination) const {
-  const auto index = static_cast<std::size_t>(source) * header().ranks +
-                     static_cast<std::size_t>(destination);
+  const auto index =
+      static_cast<std::size_t>(source) * header().ranks + static_cast<std::size_t>(destination);
   return reinterpret_cast<Channel*>(base_ + offsets_for(header().ranks).channels)[index];
 }
 

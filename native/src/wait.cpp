@@ -19,7 +19,7 @@ using namespace std::chrono_literals;
 constexpr long kSliceNanoseconds = 5'000'000;
 constexpr auto kLongestSpin = 1000us;
 constexpr auto kShortestSpin = 20us;
-constexpr auto kCrowdedSpin = 50us;
+constexpr auto kCrowdedSpin = 5us;
 
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
            const timespec* timeout) {
@@ -52,20 +52,22 @@ int usable_cores() {
   return std::max(1, CPU_COUNT(&set));
 }
 
-Patience::Patience(int ranks) : crowded_(ranks > usable_cores()) {
-  limit_ = crowded_ ? kCrowdedSpin : kLongestSpin;
+Patience::Patience(int ranks) : crowded_(ranks > usable_cores()) {}
+
+Clock::duration Patience::spin_limit() const {
+  if (crowded_ || pressed_ > 0) {
+    return kCrowdedSpin;
+  }
+  // A spin that ends in sleep all the same is a core burnt for nothing; one that ends just before
+  // the peer comes costs a wake-up. A few times the typical wait catches nearly all.
+  return typical_ > kLongestSpin
+             ? Clock::duration(kShortestSpin)
+             : std::clamp<Clock::duration>(4 * typical_, 5 * kShortestSpin, kLongestSpin);
 }
 
 void Patience::learn(Clock::duration waited) {
-  if (crowded_) {
-    return;
-  }
-  // A spin that ends in sleep all the same is a core burnt for nothing; one that ends just before
-  // the peer comes costs a wake-up. Twice the typical wait catches nearly all where that is short.
+  pressed_ = std::max(0, pressed_ - 1);
   typical_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_) / 8;
-  limit_ = typical_ > kLongestSpin
-               ? Clock::duration(kShortestSpin)
-               : std::clamp<Clock::duration>(4 * typical_, 5 * kShortestSpin, kLongestSpin);
 }
 
 void Patience::pause() {

@@ -14,13 +14,13 @@
 namespace check {
 
 struct Test {
-  std::string_view name;
+  const char* name;
   void (*run)();
 };
 inline std::vector<Test> tests;
 inline std::atomic<int> failures = 0;  // ranks that run as threads check too
 
-inline bool add(std::string_view name, void (*run)()) { return tests.push_back({name, run}), true; }
+inline bool add(const char* name, void (*run)()) { return tests.push_back({name, run}), true; }
 
 inline bool fail(const char* file, int line, const std::string& what) {
   ++failures;
@@ -62,11 +62,11 @@ bool equal(const auto& a, const auto& b, const char* text, const char* file, int
 int main(int argc, char** argv) {
   for (const check::Test& test : check::tests) {
     bool chosen = argc == 1;
-    for (int i = 1; i < argc; ++i) chosen |= test.name == argv[i];
+    for (int i = 1; i < argc; ++i) chosen |= test.name == std::string_view(argv[i]);
     if (!chosen) continue;
     const int before = check::failures;
     test.run();
-    std::printf("%s %s\n", check::failures == before ? "ok    " : "FAILED", test.name.data());
+    std::printf("%s %s\n", check::failures == before ? "ok    " : "FAILED", test.name);
     std::fflush(stdout);
   }
   return check::failures == 0 ? 0 : 1;

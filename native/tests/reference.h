@@ -97,7 +97,7 @@ T combine(T a, ReduceOp op, T b) {
   if constexpr (std::is_floating_point_v<T>) {
     return rounded(a, op, b);
   } else {
-    const auto x = static_cast<std::uint64_t>(a), y = static_cast<std::uint64_t>(b);
+    const auto x = static_cast<std::uint64_t>(+a), y = static_cast<std::uint64_t>(+b);
     std::uint64_t result = 0;
     if (op == ReduceOp::sum) result = x + y;
     if (op == ReduceOp::product) result = x * y;
@@ -194,7 +194,7 @@ void write(void* to, std::size_t i, Stored x) {
 
 inline void reduce(void* out, const void* const* sources, std::size_t n_sources, std::size_t count,
                    DType dtype, ReduceOp op, double divisor) {
-  with_format(dtype, [&]<class Format>() {
+  with_format(dtype, [&]<class Format> {
     using Stored = typename Format::Stored;
     for (std::size_t i = 0; i < count; ++i) {
       auto value = Format::decode(read<Stored>(sources[0], i));
@@ -211,7 +211,7 @@ inline void reduce(void* out, const void* const* sources, std::size_t n_sources,
 
 // For floats and complex numbers.
 inline void scale(void* out, const void* in, std::size_t count, DType dtype, double factor) {
-  with_format(dtype, [&]<class Format>() {
+  with_format(dtype, [&]<class Format> {
     using Stored = typename Format::Stored;
     using Value = typename Format::Value;
     for (std::size_t i = 0; i < count; ++i) {

@@ -52,13 +52,16 @@ auto scale_kernel(const Table& table, DType dtype) {
   return table.scale[static_cast<std::size_t>(dtype)];
 }
 
-// Elements between two fences of poison, off the alignment of vectors by a few elements.
+constexpr std::size_t fence = 192;
+
+// Elements between two fences of poison, off the alignment of vectors by a few elements. Without
+// the second fence, a sanitizer sees reads past the end.
 class Buffer {
  public:
-  Buffer(std::size_t count, DType dtype)
+  Buffer(std::size_t count, DType dtype, std::size_t fence_after = fence)
       : size_(count * size_of(dtype)),
         start_(fence + random_bits() % 4 * size_of(dtype)),
-        bytes_(start_ + size_ + fence, poison) {}
+        bytes_(start_ + size_ + fence_after, poison) {}
 
   unsigned char* data() { return bytes_.data() + start_; }
   const unsigned char* data() const { return bytes_.data() + start_; }
@@ -72,7 +75,6 @@ class Buffer {
   bool same(const Buffer& other) const { return std::memcmp(data(), other.data(), size_) == 0; }
 
  private:
-  static constexpr std::size_t fence = 192;
   static constexpr unsigned char poison = 0xa5;
   std::size_t size_;
   std::size_t start_;
@@ -125,19 +127,25 @@ void fill(Buffer& buffer, DType dtype, std::size_t salt) {
   }
 }
 
+std::vector<const void*> pointers_to(const std::vector<Buffer>& buffers) {
+  std::vector<const void*> pointers(buffers.size());
+  std::transform(buffers.begin(), buffers.end(), pointers.begin(),
+                 [](const Buffer& buffer) { return buffer.data(); });
+  return pointers;
+}
+
 // One reduction by one variant; `alias` is the source that is also the output, or past the last
 // one.
 bool check_once(const Variant& variant, const std::vector<Buffer>& sources, std::size_t alias,
                 const Buffer& expected, std::size_t count, DType dtype, ReduceOp op,
                 double divisor) {
   Buffer out(count, dtype);
-  std::vector<const void*> pointers;
-  for (const Buffer& source : sources) pointers.push_back(source.data());
+  std::vector<const void*> pointers = pointers_to(sources);
   if (alias < sources.size()) {
     std::memcpy(out.data(), sources[alias].data(), out.size());
     pointers[alias] = out.data();
   }
-  const std::vector<Buffer> before = sources;
+  const std::vector<Buffer> before(sources.begin(), sources.end());
   kernel(*variant.table, dtype, op)(out.data(), pointers.data(), pointers.size(), count, divisor);
   bool good = CHECK(out.fences_stand());
   good &= CHECK(out.same(expected));
@@ -155,12 +163,13 @@ bool check_once(const Variant& variant, const std::vector<Buffer>& sources, std:
 bool check_all(DType dtype, ReduceOp op, std::size_t n_sources, std::size_t count) {
   const std::size_t salt = random_bits();
   std::vector<Buffer> sources;
-  std::vector<const void*> pointers;
-  for (std::size_t s = 0; s < n_sources; ++s) fill(sources.emplace_back(count, dtype), dtype, salt);
-  for (const Buffer& source : sources) pointers.push_back(source.data());
+  for (std::size_t s = 0; s < n_sources; ++s) {
+    fill(sources.emplace_back(count, dtype, 0), dtype, salt);
+  }
   const double divisor = op == ReduceOp::avg ? static_cast<double>(n_sources) : NAN;
   Buffer expected(count, dtype);
-  reference::reduce(expected.data(), pointers.data(), n_sources, count, dtype, op, divisor);
+  reference::reduce(expected.data(), pointers_to(sources).data(), n_sources, count, dtype, op,
+                    divisor);
   for (const Variant& variant : usable()) {
     for (std::size_t alias = 0; alias <= n_sources; ++alias) {
       if (!check_once(variant, sources, alias, expected, count, dtype, op, divisor)) return false;
@@ -181,9 +190,10 @@ bool check_scale(DType dtype, const Buffer& in, double factor) {
     source = (out = in).data();
     scale_kernel(*variant.table, dtype)(out.data(), &source, 1, in.size() / size_of(dtype), factor);
     good &= CHECK(out.same(expected)) && CHECK(out.fences_stand());
-    if (!good)
+    if (!good) {
       std::fprintf(stderr, "  %s, dtype %d, factor %a\n", variant.name, static_cast<int>(dtype),
                    factor);
+    }
   }
   return good;
 }
@@ -198,8 +208,8 @@ Buffer every_half(DType dtype) {
 
 template <class T>
 T reduced(DType dtype, ReduceOp op, const std::vector<T>& values, double divisor = NAN) {
-  std::vector<const void*> pointers;
-  for (const T& value : values) pointers.push_back(&value);
+  std::vector<const void*> pointers(values.size());
+  std::transform(values.begin(), values.end(), pointers.begin(), [](const T& x) { return &x; });
   T out;
   phalanx::reduce(&out, pointers.data(), pointers.size(), 1, dtype, op, divisor);
   return out;
@@ -235,7 +245,7 @@ TEST(every_operator_matches_the_reference) {
       if (!supports(dtype, op)) continue;
       bool good = true;
       for (std::size_t n_sources = 1; good && n_sources <= 9; ++n_sources) {
-        for (std::size_t count : {0, 1, 2, 3, 7, 31, 32, 33, 1000, 4099}) {
+        for (std::size_t count : {0u, 1u, 2u, 3u, 7u, 31u, 32u, 33u, 1000u, 4099u}) {
           good = good && check_all(dtype, op, n_sources, count);
         }
       }
@@ -246,7 +256,7 @@ TEST(every_operator_matches_the_reference) {
 TEST(scale_matches_the_reference) {
   for (DType dtype : {DType::float16, DType::bfloat16, DType::float32, DType::float64,
                       DType::complex64, DType::complex128}) {
-    for (std::size_t count : {0, 1, 5, 33, 1000}) {
+    for (std::size_t count : {0u, 1u, 5u, 33u, 1000u}) {
       Buffer in(count, dtype);
       fill(in, dtype, random_bits());
       check_scale(dtype, in, tame());
@@ -327,6 +337,6 @@ TEST(sizes) {
   for (std::size_t d = 0; d < n_dtypes; ++d) {
     const auto dtype = static_cast<DType>(d);
     reference::with_format(
-        dtype, [&]<class Format>() { CHECK_EQ(size_of(dtype), sizeof(typename Format::Stored)); });
+        dtype, [&]<class Format> { CHECK_EQ(size_of(dtype), sizeof(typename Format::Stored)); });
   }
 }

@@ -1,8 +1,9 @@
 """Partitions and global batches: nothing lost, nothing twice, the same at every world size."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from itertools import chain
 
 import pytest
 import torch
@@ -46,7 +47,8 @@ class TestPartition:
 
     def test_data_without_a_length(self) -> None:
         class Stream(IterableDataset[int]):
-            pass
+            def __iter__(self) -> Iterator[int]:
+                return iter([])
 
         with pytest.raises(UsageError, match="Stream given, expected a data set with a length"):
             Partition(Stream(), [0])
@@ -171,7 +173,7 @@ class TestGlobalBatchSampler:
             return made
 
         whole = list(sampler(1, 0))
-        assert sorted(sum(whole, [])) == list(range(samples))
+        assert sorted(chain(*whole)) == list(range(samples))
         assert [len(step) for step in whole[:-1]] == [batch] * (len(whole) - 1)
         ranks = [sampler(world_size, rank) for rank in range(world_size)]
         shares = [list(rank) for rank in ranks]
@@ -181,7 +183,7 @@ class TestGlobalBatchSampler:
             counted = [
                 share[step] if weight else [] for share, weight in zip(shares, weights, strict=True)
             ]
-            assert sum(counted, []) == expected
+            assert list(chain(*counted)) == expected
             for share, weight in zip(counted, weights, strict=True):
                 assert weight == len(share) / len(expected)
         assert {len(share) for share in shares} == {len(whole)} == {len(rank) for rank in ranks}

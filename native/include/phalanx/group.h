@@ -1,11 +1,12 @@
-// One rank's view of its group on this host: the segment, its peers' processes, and the meeting that
-// begins every collective.
+// One rank's view of its group on this host: the segment, its peers' processes, and the meeting
+// that begins every collective.
 //
 // The invariant that all collectives build on: a rank that has met its peers for operation k knows
 // that all of them have finished operation k - 1. So staging areas are free after a meeting, and
 // inline buffers, of which each rank has two, may be filled before it.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -34,7 +35,8 @@ class Group {
   int ranks() const { return segment_->ranks(); }
   int pid(int rank) const { return segment_->control(rank).pid.load(std::memory_order_relaxed); }
   Segment& segment() const { return *segment_; }
-  std::uint64_t sequence() const { return sequence_; }
+  // How many collectives this rank has begun; any thread may ask.
+  std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
   // Collectives of one group run one at a time; every collective holds this.
   std::mutex& turn() { return turn_; }
@@ -42,15 +44,17 @@ class Group {
   // Enters the next collective: publishes `own` (its sequence is filled in), waits for all peers to
   // enter theirs, and compares. Everything this rank wrote before is visible to peers after it.
   Status meet(Fingerprint own, const Bounds& bounds);
+  // Comes before the meeting, and before the own inline buffer is filled. Refuses a broken group: a
+  // peer that was left behind may still read there. With `staging`, the own staging area is backed
+  // by pages when this returns ok.
+  Status prepare(bool staging);
   // Own inline buffer for the next collective, to be filled before the meeting.
-  std::byte* next_inline_buffer() const { return inline_buffer(rank_, sequence_ + 1); }
+  std::byte* next_inline_buffer() const { return inline_buffer(rank_, sequence() + 1); }
   // A rank's inline buffer of the collective that has been met for.
-  std::byte* met_inline_buffer(int rank) const { return inline_buffer(rank, sequence_); }
-  // Own staging area is backed by pages when this returns ok; call it before the meeting.
-  Status prepare_staging();
+  std::byte* met_inline_buffer(int rank) const { return inline_buffer(rank, sequence()); }
 
-  // Steps are the beats inside an operation: ranks advance in the same order, and wait for a peer to
-  // come at least as far as `target`.
+  // Steps are the beats inside an operation: ranks advance in the same order, and wait for a peer
+  // to come at least as far as `target`.
   std::uint64_t step() const { return step_; }
   void advance();
   Status wait_step(int peer, std::uint64_t target, const Bounds& bounds);
@@ -78,11 +82,12 @@ class Group {
   std::unique_ptr<Segment> segment_;
   int rank_;
   Fingerprint current_;
-  std::uint64_t sequence_ = 0;
+  std::atomic<std::uint64_t> sequence_ = 0;  // writer: who holds the turn
   std::uint64_t step_ = 0;
   bool staging_ready_ = false;
   bool left_ = false;
   std::mutex turn_;
+  std::mutex aborting_;  // a thread that moves messages may fail beside one in a collective
   Patience patience_;
   std::vector<Process> processes_;  // by rank; the own one is not open
 };

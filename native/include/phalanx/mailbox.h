@@ -72,8 +72,8 @@ class Mailbox {
   explicit Mailbox(Group& group);
 
   // Posts an operation and moves what can be moved at once. A send is done when the message stands
-  // in the channel, a recv when it stands in `data`. `detached`: the caller goes on without waiting,
-  // so serve() takes over.
+  // in the channel, a recv when it stands in `data`. `detached`: the caller goes on without
+  // waiting, so serve() takes over.
   MessagePtr send(const void* data, std::size_t count, DType dtype, int destination,
                   std::int32_t tag, bool detached);
   // `source` may be kAnySource. Count and dtype must be those of the message.
@@ -87,7 +87,7 @@ class Mailbox {
   // once stop() was called. Sleeps while there is nothing to do.
   std::vector<MessagePtr> serve();
   void stop();
-  // Asks that serve() returns the message when it is done (at once if it is done already).
+  // Asks that serve() returns the message, once, when it is done (at once if it is done already).
   void watch(const MessagePtr& message);
 
   // Operations that are not done.
@@ -118,7 +118,7 @@ class Mailbox {
   void drive_sends(int peer);
   std::size_t move_out(Message& message, Channel& channel, std::uint64_t head, std::size_t room);
   void drive_recvs(int peer);
-  void begin(int peer, Incoming& incoming, const Channel& channel, std::uint64_t tail);
+  bool begin(int peer, Incoming& incoming, const Channel& channel, std::uint64_t tail);
   void end(int peer, Incoming& incoming);
   bool take_early(const MessagePtr& message);
   bool awaited(int peer) const;
@@ -129,6 +129,7 @@ class Mailbox {
   void fail_all(const Status& status);
   Status trouble_with(const Message& message) const;
   Status trouble() const;
+  Status settled_trouble();
 
   Group& group_;
   std::mutex mutex_;
@@ -142,7 +143,7 @@ class Mailbox {
   std::vector<bool> prefaulted_;               // by destination
   std::vector<MessagePtr> to_report_;          // watched and done
   std::size_t outstanding_ = 0;
-  int waiters_ = 0;  // threads in wait(): serve() stands back while there are some
+  int waiters_ = 0;      // threads in wait(): serve() stands back while there are some
   bool failed_ = false;  // the group is broken: channels may stand in the middle of a message
   bool stopped_ = false;
 };

@@ -6,7 +6,8 @@
 //
 // Layout, each part on a page boundary:
 //   Header | RankControl x ranks | inline buffers: 2 x ranks | staging: ranks | Channel x ranks^2
-// Pages come into being when first touched: a group that is never used costs one page or two.
+// The creator gets the pages up to the staging areas at once, some 33 KiB for each rank, since a
+// meeting must not fail for want of them. The others come into being when first used.
 #pragma once
 
 #include <atomic>
@@ -84,10 +85,14 @@ static_assert((kRingBytes & (kRingBytes - 1)) == 0);
 class Segment {
  public:
   // Each returns null and fills `status` (system, with errno; EPROTO: not a segment of this layout
-  // version, size or nonce) when it fails.
+  // version, size or nonce; EINVAL: `ranks` is not from 1 to kMaxRanks) when it fails.
   static std::unique_ptr<Segment> create(int ranks, std::uint64_t nonce, Status& status);
   static std::unique_ptr<Segment> open(int pid, int fd, int ranks, std::uint64_t nonce,
                                        Status& status);
+  // A view of the memory that `owner` keeps mapped, for ranks that are threads of one process: a
+  // race between two mappings of one page is invisible to a sanitizer, which knows memory by
+  // address.
+  static std::unique_ptr<Segment> share(const Segment& owner);
 
   static std::size_t bytes_for(int ranks);
 
@@ -111,12 +116,14 @@ class Segment {
   Status prefault(void* start, std::size_t bytes) const;
 
  private:
-  Segment(std::byte* base, std::size_t bytes, int fd) : base_(base), bytes_(bytes), fd_(fd) {}
+  Segment(std::byte* base, std::size_t bytes, int fd, bool mapped)
+      : base_(base), bytes_(bytes), fd_(fd), mapped_(mapped) {}
   static std::unique_ptr<Segment> map(int fd, std::size_t bytes, Status& status);
 
   std::byte* base_;
   std::size_t bytes_;
   int fd_;
+  bool mapped_;  // by this object, which unmaps it
 };
 
 }  // namespace phalanx

@@ -34,8 +34,10 @@ void notify_always(Event& event);
 // Processors that this process may run on.
 int usable_cores();
 
-// How long to spin: adapts to how long past waits took and to whether ranks outnumber cores.
-// Belongs to one thread at a time.
+// How long to spin before sleep. Three things shorten it: ranks that outnumber the cores; other work
+// on the machine, seen by the core being taken away in the middle of a spin (the peer may be waiting
+// for this very core); and past waits that outlasted the spin anyway. Belongs to one thread at a
+// time.
 class Patience {
  public:
   explicit Patience(int ranks);
@@ -49,13 +51,20 @@ class Patience {
 
  private:
   static constexpr int kPausesPerLook = 32;
+  // Past this the core is offered to others; where nobody wants it, that costs half a microsecond.
+  static constexpr Clock::duration kAlone = std::chrono::microseconds(10);
+  // No look takes that long unless somebody else was given the core.
+  static constexpr Clock::duration kStolen = std::chrono::microseconds(30);
+  // For how many waits that is remembered.
+  static constexpr int kPressedWaits = 200;
 
   static void pause();
   static void yield();
+  Clock::duration spin_limit() const;
 
   bool crowded_;
+  int pressed_ = 0;
   Clock::duration typical_{};
-  Clock::duration limit_{};
 };
 
 enum class Woken { by_peer, by_time, by_signal };
@@ -71,18 +80,23 @@ bool Patience::spin(Ready&& ready) {
     }
     pause();
   }
-  const auto until = Clock::now() + limit_;
-  do {
+  const auto start = Clock::now();
+  const auto limit = start + spin_limit();
+  for (auto now = start, before = start; now < limit; before = now, now = Clock::now()) {
+    if (now - before > kStolen) {
+      pressed_ = kPressedWaits;
+      break;
+    }
     for (int i = 0; i < kPausesPerLook; ++i) {
       if (ready()) {
         return true;
       }
       pause();
     }
-    if (crowded_) {
+    if (now - start >= kAlone) {
       yield();
     }
-  } while (Clock::now() < until);
+  }
   return ready();
 }
 

@@ -1,5 +1,5 @@
-#include "pipeline.h"
 #include "phalanx/collectives.h"
+#include "pipeline.h"
 
 namespace phalanx {
 
@@ -9,21 +9,22 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   const Fingerprint own{.count = count, .root = root, .kind = Kind::broadcast, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const bool is_root = group.rank() == root;
-  if (bytes <= kInlineBytes) {
-    if (is_root) {
-      copy_bytes(group.next_inline_buffer(), data, bytes);
-    }
-    const Status status = group.meet(own, bounds);
-    if (status.ok() && !is_root) {
-      copy_bytes(data, group.met_inline_buffer(root), bytes);
-    }
+  const bool small = bytes <= kInlineBytes;
+  Status status = group.prepare(is_root && !small);
+  if (!status.ok()) {
     return status;
   }
-  Status status = is_root ? group.prepare_staging() : Status{};
-  if (status.ok()) {
-    status = group.meet(own, bounds);
+  if (small && is_root) {
+    copy_bytes(group.next_inline_buffer(), data, bytes);
   }
+  status = group.meet(own, bounds);
   if (!status.ok()) {
+    return status;
+  }
+  if (small) {
+    if (!is_root) {
+      copy_bytes(data, group.met_inline_buffer(root), bytes);
+    }
     return status;
   }
   const Segment& segment = group.segment();

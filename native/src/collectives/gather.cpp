@@ -2,8 +2,8 @@
 
 namespace phalanx {
 
-Status gather(Group& group, const void* input, void* const* outputs, std::size_t count,
-              DType dtype, int root, const Bounds& bounds) {
+Status gather(Group& group, const void* input, void* const* outputs, std::size_t count, DType dtype,
+              int root, const Bounds& bounds) {
   const std::lock_guard turn(group.turn());
   const Fingerprint own{.count = count, .root = root, .kind = Kind::gather, .dtype = dtype};
   return gather_to(group, input, outputs, count * size_of(dtype), own, bounds,

@@ -11,7 +11,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
                  const Fingerprint& own, const Bounds& bounds, Consumes consumes) {
   const int self = group.rank();
   const bool small = bytes <= kInlineBytes;
-  Status status = small ? Status{} : group.prepare_staging();
+  Status status = group.prepare(!small);
   if (!status.ok()) {
     return status;
   }

@@ -1,7 +1,6 @@
 #include "reduction.h"
 
 #include <array>
-#include <vector>
 
 #include "pipeline.h"
 
@@ -21,8 +20,8 @@ std::size_t even_slice(std::size_t total, std::size_t ranks) {
 // Every rank stages all slices but its own; the owner combines its own slice with the staged ones,
 // leaves the result where its own slice would have been staged, and those who want it copy it out.
 // Staging chunk c + 1 goes before combining chunk c, so that a rank that is early does useful work.
-// That is reduce-scatter followed by all-gather (Rabenseifner 2004) in shared memory, with the least
-// traffic that user buffers outside the segment allow.
+// That is reduce-scatter followed by all-gather (Rabenseifner 2004) in shared memory, with the
+// least traffic that user buffers outside the segment allow.
 class LargeReduction {
  public:
   LargeReduction(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
@@ -35,8 +34,7 @@ class LargeReduction {
         total_(count * size_of(dtype)),
         slice_bytes_(even_slice(total_, ranks())),
         chunk_bytes_(slice_bytes_ * ranks()),
-        chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_),
-        sources_(ranks()) {}
+        chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_) {}
 
   // After a meeting. `wanted`: whether this rank takes the result.
   Status run(bool wanted) {
@@ -109,7 +107,7 @@ class LargeReduction {
                                 : group_.segment().staging(rank, index) + own.begin;
     }
     phalanx::reduce(group_.segment().staging(group_.rank(), index) + own.begin, sources_.data(),
-                    sources_.size(), own.size / size_of(dtype_), dtype_, op_, group_.ranks());
+                    ranks(), own.size / size_of(dtype_), dtype_, op_, group_.ranks());
   }
 
   void copy_out(std::uint64_t index) {
@@ -118,8 +116,8 @@ class LargeReduction {
       // Own slice first: it is still in the cache.
       const int rank = (group_.rank() + i) % group_.ranks();
       const Span part = slice(chunk, rank);
-      copy_bytes(data_ + chunk.begin + part.begin, group_.segment().staging(rank, index) + part.begin,
-           part.size);
+      copy_bytes(data_ + chunk.begin + part.begin,
+                 group_.segment().staging(rank, index) + part.begin, part.size);
     }
   }
 
@@ -134,7 +132,8 @@ class LargeReduction {
   std::size_t slice_bytes_;
   std::size_t chunk_bytes_;
   std::uint64_t chunks_;
-  std::vector<const void*> sources_;
+  // Fixed in size: nothing after a meeting may fail on one rank alone.
+  std::array<const void*, kMaxRanks> sources_;
 };
 
 }  // namespace
@@ -144,7 +143,7 @@ Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds&
   const std::lock_guard turn(group.turn());
   const std::size_t bytes = own.count * size_of(own.dtype);
   const bool small = bytes <= kInlineBytes;
-  Status status = small ? Status{} : group.prepare_staging();
+  Status status = group.prepare(!small);
   if (!status.ok()) {
     return status;
   }

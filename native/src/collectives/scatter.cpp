@@ -1,5 +1,5 @@
-#include "pipeline.h"
 #include "phalanx/collectives.h"
+#include "pipeline.h"
 
 namespace phalanx {
 
@@ -21,7 +21,7 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
       }
     }
   };
-  Status status = small || self != root ? Status{} : group.prepare_staging();
+  Status status = group.prepare(!small && self == root);
   if (!status.ok()) {
     return status;
   }
@@ -46,8 +46,8 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
                        fill(segment.staging(root, chunk), span);
                      },
                      [&](int peer, Span span, std::uint64_t chunk) {
-                       copy_bytes(at(output, span.begin), segment.staging(peer, chunk) + place(self),
-                            span.size);
+                       copy_bytes(at(output, span.begin),
+                                  segment.staging(peer, chunk) + place(self), span.size);
                      });
 }
 

@@ -29,14 +29,14 @@ struct Product : Operator {
 struct Min : Operator {
   template <class Pack>
   static Pack combine(Pack a, Pack b) {
-    return (a < b) | (a != a) ? a : b;
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
 
 struct Max : Operator {
   template <class Pack>
   static Pack combine(Pack a, Pack b) {
-    return (a > b) | (a != a) ? a : b;
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
 

@@ -35,6 +35,7 @@ from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
 from phalanx.launch.relay import Relay
+from phalanx.launch.store import HOST, host_store
 
 __all__ = ["run"]
 
@@ -108,6 +109,7 @@ class _Agent(LocalElasticAgent):
         self._relay = relay
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
+        self._host_store: Any = None
         super().__init__(
             _spec(job),
             self._output,
@@ -119,6 +121,12 @@ class _Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._relay.reset()
         self._stop_time = float("inf")
+        group: Any = worker_group
+        if group.group_world_size == 1 and group.spec.master_port is None:
+            # A new one for each attempt: in the agent's own, ranks that are started again would
+            # find what the last attempt left, and try to connect to the dead.
+            self._host_store = host_store()
+            group.master_addr, group.master_port = HOST, self._host_store.port
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
@@ -128,6 +136,8 @@ class _Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # Now, before the agent looks: it would stop the others without asking who was first.
+        self._relay.step(0)
         failures = self._failures_so_far(worker_group)
         if failures:
             cause = first_cause(failures)
@@ -135,8 +145,10 @@ class _Agent(LocalElasticAgent):
             if cause.distance and alone and time.monotonic() < cause.time + GRACE:
                 return RunResult(state=WorkerState.HEALTHY)  # the cause may show yet
             self._stop(failures)
+        before = time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            self._stop_time = min(self._stop_time, before)
             self.failures = self._all_failures(worker_group, result)
             if self._remaining_restarts and self.failures:
                 _say(f"{_report(self.failures)}\n  starting all ranks again")
@@ -237,15 +249,17 @@ def _explained(job: Job, error: Exception) -> Exception:
 
 def _report(failures: Sequence[Failure]) -> str:
     cause = first_cause(failures)
+    others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
     lines = [f"phalanx run: {cause.headline}"]
-    lines += [f"    | {line}" for line in cause.text.splitlines()]
-    for failure in sorted(failures, key=lambda failure: failure.rank):
-        if failure is not cause and not failure.stopped:
-            last = failure.text.splitlines()[-1:]
-            lines.append(f"  after it, {': '.join([failure.headline, *last])}")
-    stopped = sorted(failure.rank for failure in failures if failure.stopped)
-    if stopped:
-        lines.append(f"  stopped because of it: rank {', '.join(map(str, stopped))}")
+    if cause.text:
+        lines[0] += "; the end of its stderr:"
+        lines += [f"    | {line}" for line in cause.text.splitlines()]
+    for failure in others:
+        if not failure.stopped:
+            last = "".join(failure.text.splitlines()[-1:])
+            lines.append(f"  after it, {failure.headline}: {last}"[:200])
+    if stopped := [str(failure.rank) for failure in others if failure.stopped]:
+        lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
     return "\n".join(lines)
 
 

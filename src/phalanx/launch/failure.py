@@ -19,6 +19,8 @@ _CONNECTION = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket closed|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ncclRemoteError|remote process exited"
 )
+_PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
+"""With which torch begins the lines of a traceback once a group exists."""
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = (
     "The above exception was the direct cause",
@@ -74,7 +76,7 @@ def excerpt(text: str, lines: int = 40) -> str:
     That is the last traceback with the ones chained to it, or the last ten lines if there is none.
     Of more than `lines` lines the middle is left out.
     """
-    rows = text.rstrip().splitlines()
+    rows = _PREFIX.sub("", text.rstrip()).splitlines()
     starts = [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK)]
     if not starts:
         return "\n".join(rows[-10:])

@@ -4,7 +4,6 @@ import linecache
 import operator
 import os
 import pickle
-import socket
 import sys
 import time
 import uuid
@@ -12,19 +11,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
-import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.cores import threads_per_rank
 from phalanx.launch.failure import Failure, first_cause
 from phalanx.launch.ranks import Ranks
+from phalanx.launch.store import HOST, host_store
 from phalanx.launch.worker import Outcome, Setting
 
 __all__ = ["launch"]
 
 T = TypeVar("T")
-
-_HOST = "127.0.0.1"
 
 
 def launch(
@@ -85,7 +82,7 @@ def launch(
     deadline = None if timeout is None else time.monotonic() + timeout
     job = uuid.uuid4().hex
     with Ranks(payload, prefix=prefix) as ranks:
-        store = _host_store()
+        store = host_store()
         for rank in range(nprocs):
             _start(ranks, _environment(rank, nprocs, store.port, job, env or {}))
         ended = ranks.wait(deadline)
@@ -170,16 +167,6 @@ def _sources(fn: object) -> dict[str, list[str]]:
     return {name: lines} if lines else {}
 
 
-def _host_store() -> Any:
-    """Host the ranks' store: bound before its number is told to anyone, so nobody can take it."""
-    listener = socket.create_server((_HOST, 0), backlog=512)
-    port = listener.getsockname()[1]
-    fd = listener.detach()  # the store takes it over
-    return dist.TCPStore(  # type: ignore[attr-defined] # exported at run time
-        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
-    )
-
-
 def _places(rank: int, nprocs: int, port: int, job: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
@@ -191,7 +178,7 @@ def _places(rank: int, nprocs: int, port: int, job: str) -> dict[str, str]:
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": _HOST,
+        "MASTER_ADDR": HOST,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

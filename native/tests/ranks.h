@@ -1,0 +1,215 @@
+// Ranks as threads over one segment, and what the tests of the core share.
+//
+// Threads see the segment at one address (Segment::share), so that ThreadSanitizer, which knows
+// memory by address, sees what one rank writes and another reads; or each at its own, as processes
+// do.
+#pragma once
+
+#include <pthread.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <barrier>
+#include <chrono>
+#include <csignal>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "phalanx/collectives.h"
+#include "phalanx/mailbox.h"
+
+#if defined(__SANITIZE_THREAD__)
+#define PHALANX_TEST_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define PHALANX_TEST_TSAN 1
+#endif
+#endif
+
+namespace ranks {
+
+using namespace phalanx;
+using namespace std::chrono_literals;
+
+// How much of a long test is run: sanitizers make everything some ten times slower.
+#if defined(PHALANX_TEST_TSAN)
+inline constexpr int kShare = 12;
+#elif defined(__SANITIZE_ADDRESS__)
+inline constexpr int kShare = 3;
+#else
+inline constexpr int kShare = 1;
+#endif
+
+constexpr int scaled(int rounds) { return rounds / kShare; }
+
+// Every run has a seed of its own; PHALANX_TEST_SEED repeats one.
+inline std::uint64_t make_seed() {
+  const char* given = std::getenv("PHALANX_TEST_SEED");
+  const std::uint64_t seed =
+      given != nullptr ? std::strtoull(given, nullptr, 10) : std::random_device{}();
+  std::printf("seed %llu\n", static_cast<unsigned long long>(seed));
+  std::fflush(stdout);
+  return seed;
+}
+inline const std::uint64_t seed = make_seed();
+
+class Random {
+ public:
+  explicit Random(std::uint64_t stream) : engine_(seed * 1'000'003 + stream) {}
+  std::uint64_t bits() { return engine_(); }
+  // From 0 to n - 1.
+  std::size_t below(std::size_t n) { return engine_() % n; }
+  bool one_in(std::size_t n) { return below(n) == 0; }
+
+ private:
+  std::mt19937_64 engine_;
+};
+
+// No wait of a test is endless: what hangs comes out as a timeout.
+inline Bounds within(Clock::duration time = 60s) { return {.deadline = Clock::now() + time}; }
+
+// Lets others go first, for a time that nobody can predict; never a sleep.
+inline void dawdle(Random& random) {
+  switch (random.below(8)) {
+    case 0:
+      for (std::size_t i = random.below(4); i > 0; --i) {
+        sched_yield();
+      }
+      break;
+    case 1: {
+      const std::size_t turns = random.below(20'000);
+      for (std::size_t i = 0; i < turns; ++i) {
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+      }
+      break;
+    }
+    default: break;
+  }
+}
+
+// Until `ready`, or for a minute: then the test has failed.
+template <class Ready>
+bool eventually(Ready&& ready) {
+  const auto end = Clock::now() + 60s;
+  while (!ready()) {
+    if (Clock::now() > end) {
+      return false;
+    }
+    sched_yield();
+  }
+  return true;
+}
+
+enum class Mapping { same, own };
+
+// What a rank's thread has.
+struct Rank {
+  Group& group;
+  Mailbox& mailbox;
+  std::barrier<>& together;  // for the test's own synchronisation, outside of what is tested
+  Random random;
+  int self;
+  int size;
+};
+
+// Stops ranks at any instruction, for some microseconds: signals whose handler spins. That reaches
+// the places inside an operation where a delay from outside can't be put.
+class Disturber {
+ public:
+  explicit Disturber(std::vector<pthread_t> victims) : victims_(std::move(victims)) {
+    struct sigaction action{};
+    action.sa_handler = [](int) {
+      for (int i = 0; i < 3; ++i) {
+        sched_yield();
+      }
+    };
+    sigaction(SIGUSR1, &action, nullptr);
+    thread_ = std::thread([this] { run(); });
+  }
+  void stop() {
+    stopped_ = true;
+    thread_.join();
+  }
+
+ private:
+  void run() {
+    Random random(999);
+    while (!stopped_) {
+      pthread_kill(victims_[random.below(victims_.size())], SIGUSR1);
+      for (std::size_t i = random.below(3'000); i > 0; --i) {
+        std::atomic_signal_fence(std::memory_order_seq_cst);
+      }
+      sched_yield();
+    }
+  }
+
+  std::vector<pthread_t> victims_;
+  std::atomic<bool> stopped_ = false;
+  std::thread thread_;
+};
+
+using Body = std::function<void(Rank&)>;
+
+inline std::unique_ptr<Segment> view_of(const Segment& owner, Mapping mapping, std::uint64_t nonce) {
+  if (mapping == Mapping::same) {
+    return Segment::share(owner);
+  }
+  Status status;
+  auto view = Segment::open(getpid(), owner.descriptor(), owner.ranks(), nonce, status);
+  CHECK(status.ok());
+  return view;
+}
+
+// Runs `body` in `size` ranks, and returns when all have. Each leaves the group as its body ends,
+// unless it has left before: peers must bear that.
+inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
+                bool disturbed = false) {
+  constexpr std::uint64_t nonce = 0x1234567890abcdef;
+  Status status;
+  const auto owner = Segment::create(size, nonce, status);
+  if (!CHECK(owner != nullptr)) {
+    return;
+  }
+  std::barrier<> together(size);
+  std::barrier<> ended(size + 1);
+  std::vector<std::thread> threads;
+  for (int self = 0; self < size; ++self) {
+    threads.emplace_back([&, self] {
+      Group group(view_of(*owner, mapping, nonce), self);
+      Mailbox mailbox(group);
+      together.arrive_and_wait();
+      CHECK(group.connect().ok());
+      Rank rank{group, mailbox, together, Random(static_cast<std::uint64_t>(self)), self, size};
+      body(rank);
+      group.leave();
+      ended.arrive_and_wait();  // the threads must live while signals are sent to them
+      ended.arrive_and_wait();
+    });
+  }
+  std::unique_ptr<Disturber> disturber;
+  if (disturbed) {
+    std::vector<pthread_t> victims;
+    for (std::thread& thread : threads) {
+      victims.push_back(thread.native_handle());
+    }
+    disturber = std::make_unique<Disturber>(std::move(victims));
+  }
+  ended.arrive_and_wait();
+  if (disturber) {
+    disturber->stop();
+  }
+  ended.arrive_and_wait();
+  for (std::thread& thread : threads) {
+    thread.join();
+  }
+}
+
+}  // namespace ranks

@@ -1,0 +1,242 @@
+// The segment: its layout, its seals, and that nothing but itself is taken for it.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "ranks.h"
+
+using namespace phalanx;
+
+namespace {
+
+constexpr std::uint64_t kNonce = 0xfeedface12345678;
+
+// The numbers of layout version 1: who changes one must change kLayoutVersion.
+static_assert(kLayoutVersion == 1);
+static_assert(kMagic == 0x584e414c41485001);
+static_assert(kInlineBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
+static_assert(sizeof(Header) == 128 && offsetof(Header, layout_version) == 8);
+static_assert(offsetof(Header, ranks) == 12 && offsetof(Header, nonce) == 16);
+static_assert(offsetof(Header, bytes) == 24 && offsetof(Header, abort_word) == 64);
+static_assert(sizeof(RankControl) == 256 && alignof(RankControl) == 64);
+static_assert(offsetof(RankControl, step) == 0 && offsetof(RankControl, fingerprints) == 8);
+static_assert(offsetof(RankControl, stepped) == 64 && offsetof(RankControl, bell) == 128);
+static_assert(offsetof(RankControl, pid) == 192 && offsetof(RankControl, presence) == 196);
+static_assert(offsetof(RankControl, trouble) == 200);
+static_assert(sizeof(Channel) == 4096 + 262144 && alignof(Channel) == 4096);
+static_assert(sizeof(Fingerprint) == 24 && offsetof(Fingerprint, count) == 8);
+static_assert(offsetof(Fingerprint, root) == 16 && offsetof(Fingerprint, kind) == 20);
+static_assert(offsetof(Fingerprint, dtype) == 21 && offsetof(Fingerprint, op) == 22);
+static_assert(sizeof(Envelope) == 64);
+static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+static_assert(std::atomic<Presence>::is_always_lock_free);
+
+std::size_t open_files() {
+  const std::filesystem::directory_iterator files("/proc/self/fd");
+  return static_cast<std::size_t>(std::distance(begin(files), end(files)));
+}
+
+std::size_t mappings() {
+  std::ifstream maps("/proc/self/maps");
+  std::size_t found = 0;
+  for (std::string line; std::getline(maps, line);) {
+    found += line.find("memfd:phalanx") != std::string::npos;
+  }
+  return found;
+}
+
+std::unique_ptr<Segment> make(int ranks) {
+  Status status;
+  auto segment = Segment::create(ranks, kNonce, status);
+  CHECK(status.ok());
+  return segment;
+}
+
+int error_of_open(int fd, int ranks, std::uint64_t nonce, int pid = getpid()) {
+  Status status;
+  CHECK(Segment::open(pid, fd, ranks, nonce, status) == nullptr);
+  CHECK_EQ(status.code, Code::system);
+  return status.error;
+}
+
+}  // namespace
+
+TEST(parts_lie_one_behind_the_other) {
+  for (const int ranks : {1, 2, 3, 16, 17, 64}) {
+    const auto segment = make(ranks);
+    const auto n = static_cast<std::size_t>(ranks);
+    std::byte* base = reinterpret_cast<std::byte*>(&segment->header());
+    const auto offset = [base](const void* part) {
+      return static_cast<std::size_t>(static_cast<const std::byte*>(part) - base);
+    };
+    const std::size_t controls = (n * 256 + 4095) / 4096 * 4096;
+    std::size_t next = 4096;
+    CHECK_EQ(offset(&segment->control(0)), next);
+    CHECK_EQ(offset(&segment->control(ranks - 1)), next + (n - 1) * 256);
+    next += controls;
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (const std::uint64_t sequence : {6u, 7u}) {
+        CHECK_EQ(offset(segment->inline_buffer(rank, sequence)), next);
+        next += 16384;
+      }
+      CHECK(segment->inline_buffer(rank, 0) == segment->inline_buffer(rank, 2));
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      for (const std::uint64_t chunk : {2u, 3u}) {
+        CHECK_EQ(offset(segment->staging(rank, chunk)), next);
+        next += 262144;
+      }
+    }
+    for (int source = 0; source < ranks; ++source) {
+      for (int destination = 0; destination < ranks; ++destination) {
+        CHECK_EQ(offset(&segment->channel(source, destination)), next);
+        next += 4096 + 262144;
+      }
+    }
+    CHECK_EQ(Segment::bytes_for(ranks), next);
+  }
+}
+
+TEST(header_says_what_it_is_and_the_rest_is_zero) {
+  const auto segment = make(3);
+  const Header& header = segment->header();
+  CHECK_EQ(header.magic, kMagic);
+  CHECK_EQ(header.layout_version, 1u);
+  CHECK_EQ(header.ranks, 3u);
+  CHECK_EQ(header.nonce, kNonce);
+  CHECK_EQ(header.bytes, Segment::bytes_for(3));
+  CHECK_EQ(header.abort_word.load(), 0u);
+  for (int rank = 0; rank < 3; ++rank) {
+    CHECK_EQ(segment->control(rank).step.load(), 0u);
+    CHECK_EQ(segment->control(rank).presence.load(), Presence::absent);
+  }
+}
+
+TEST(descriptor_is_private_and_closed_on_exec) {
+  const auto segment = make(2);
+  struct stat info{};
+  CHECK_EQ(fstat(segment->descriptor(), &info), 0);
+  CHECK_EQ(info.st_mode & 07777, 0600u);
+  CHECK_EQ(static_cast<std::size_t>(info.st_size), Segment::bytes_for(2));
+  CHECK((fcntl(segment->descriptor(), F_GETFD) & FD_CLOEXEC) != 0);
+  const int fd = segment->descriptor();
+  segment->close_descriptor();
+  CHECK_EQ(segment->descriptor(), -1);
+  CHECK_EQ(fcntl(fd, F_GETFD), -1);
+  segment->close_descriptor();  // a second time does nothing
+}
+
+TEST(nobody_can_change_its_size) {
+  const auto segment = make(2);
+  const auto bytes = static_cast<off_t>(Segment::bytes_for(2));
+  for (const off_t size : {off_t{0}, bytes - 1, bytes + 4096}) {
+    CHECK_EQ(ftruncate(segment->descriptor(), size), -1);
+    CHECK_EQ(errno, EPERM);
+  }
+  CHECK_EQ(fcntl(segment->descriptor(), F_ADD_SEALS, F_SEAL_WRITE), -1);
+}
+
+TEST(every_mapping_shows_the_same_memory) {
+  const auto first = make(2);
+  Status status;
+  const auto second = Segment::open(getpid(), first->descriptor(), 2, kNonce, status);
+  if (!CHECK(second != nullptr)) return;
+  CHECK(&first->header() != &second->header());
+  CHECK_EQ(second->ranks(), 2);
+  CHECK_EQ(second->descriptor(), -1);
+  first->control(1).step.store(42);
+  CHECK_EQ(second->control(1).step.load(), 42u);
+  const auto view = Segment::share(*first);
+  CHECK(&first->header() == &view->header());
+  CHECK_EQ(view->descriptor(), -1);
+}
+
+TEST(nothing_else_is_taken_for_it) {
+  const auto segment = make(3);
+  const int fd = segment->descriptor();
+  CHECK_EQ(error_of_open(fd, 3, kNonce + 1), EPROTO);
+  CHECK_EQ(error_of_open(fd, 2, kNonce), EPROTO);
+  CHECK_EQ(error_of_open(fd, 4, kNonce), EPROTO);
+  CHECK_EQ(error_of_open(fd, 0, kNonce), EINVAL);
+  CHECK_EQ(error_of_open(fd, kMaxRanks + 1, kNonce), EINVAL);
+  CHECK_EQ(error_of_open(4000, 3, kNonce), ENOENT);
+  CHECK_EQ(error_of_open(fd, 3, kNonce, 0x3fffffff), ENOENT);
+  int ends[2];
+  CHECK_EQ(pipe(ends), 0);
+  CHECK_EQ(error_of_open(ends[0], 3, kNonce), EPROTO);
+  CHECK_EQ(error_of_open(ends[1], 3, kNonce), EPROTO);
+  ::close(ends[0]);
+  ::close(ends[1]);
+  std::FILE* file = std::tmpfile();
+  CHECK_EQ(error_of_open(fileno(file), 3, kNonce), EPROTO);
+  CHECK_EQ(ftruncate(fileno(file), static_cast<off_t>(Segment::bytes_for(3))), 0);
+  CHECK_EQ(error_of_open(fileno(file), 3, kNonce), EPROTO);  // the right size, but not sealed
+  std::fclose(file);
+  for (std::uint32_t* field : {&segment->header().layout_version, &segment->header().ranks}) {
+    ++*field;
+    CHECK_EQ(error_of_open(fd, 3, kNonce), EPROTO);
+    --*field;
+  }
+  segment->header().magic ^= 1;
+  CHECK_EQ(error_of_open(fd, 3, kNonce), EPROTO);
+}
+
+TEST(a_number_of_ranks_that_cannot_be_is_refused) {
+  for (const int ranks : {-1, 0, kMaxRanks + 1}) {
+    Status status;
+    CHECK(Segment::create(ranks, kNonce, status) == nullptr);
+    CHECK_EQ(status.code, Code::system);
+    CHECK_EQ(status.error, EINVAL);
+  }
+}
+
+TEST(no_descriptor_and_no_mapping_stays_behind) {
+  const std::size_t files = open_files();
+  CHECK_EQ(mappings(), 0u);
+  for (int round = 0; round < 20; ++round) {
+    const auto segment = make(4);
+    const int fd = segment->descriptor();
+    Status status;
+    const auto other = Segment::open(getpid(), fd, 4, kNonce, status);
+    const auto view = Segment::share(*segment);
+    CHECK_EQ(mappings(), 2u);
+    CHECK_EQ(open_files(), files + 1);
+    (void)error_of_open(fd, 4, kNonce + 1);
+    (void)error_of_open(fd, 5, kNonce);
+    (void)error_of_open(0, 4, kNonce);
+    CHECK_EQ(mappings(), 2u);
+    CHECK_EQ(open_files(), files + 1);
+  }
+  CHECK_EQ(mappings(), 0u);
+  CHECK_EQ(open_files(), files);
+}
+
+TEST(prefaulting_changes_nothing_and_fails_where_there_is_no_memory) {
+  const auto segment = make(2);
+  std::memset(segment->staging(1, 0), 0x5a, 2 * kChunkBytes);
+  CHECK(segment->prefault(segment->staging(1, 0), 2 * kChunkBytes).ok());
+  bool same = true;
+  for (std::size_t i = 0; i < 2 * kChunkBytes; ++i) {
+    same = same && segment->staging(1, 0)[i] == std::byte{0x5a};
+  }
+  CHECK(same);
+  // Pages that are not mapped can't be had: what a host without memory answers.
+  CHECK_EQ(munmap(segment->staging(0, 0), kChunkBytes), 0);
+  const Status status = segment->prefault(segment->staging(0, 0), kChunkBytes);
+  CHECK_EQ(status.code, Code::out_of_memory);
+  CHECK_EQ(status.error, ENOMEM);
+}
+
+TEST(pages_come_into_being_when_used) {
+  const auto segment = make(16);
+  struct stat info{};
+  CHECK_EQ(fstat(segment->descriptor(), &info), 0);
+  CHECK(static_cast<std::size_t>(info.st_blocks) * 512 <= 4096 * 2 + 16 * 2 * kInlineBytes);
+}

@@ -1,0 +1,26 @@
+"""The store in which the ranks of one host find each other, hosted by whoever starts them."""
+
+import socket
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["HOST", "host_store"]
+
+HOST = "127.0.0.1"
+
+
+def host_store() -> Any:
+    """Host a `TCPStore` on the loopback interface, at a free port; it lives as long as the object.
+
+    The port is bound before its number is told to anyone, so nobody can take it in between.
+
+    Raises:
+        OSError: no port can be had.
+    """
+    listener = socket.create_server((HOST, 0), backlog=512)
+    port = listener.getsockname()[1]
+    fd = listener.detach()  # the store takes it over
+    return dist.TCPStore(  # type: ignore[attr-defined] # exported at run time
+        HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=fd
+    )

@@ -1,0 +1,166 @@
+"""The self-check: every operation on real ranks, against values computed without Phalanx.
+
+Each check returns the pair (what came out, what was expected); it runs on every rank. Inputs are
+random but known to all ranks, so that each can compute in numpy float64 what must come out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+Pair = tuple[torch.Tensor, np.ndarray[Any, Any]]
+
+# One element, a few, one page and a bit, and more than the small path takes.
+SIZES = (1, 7, 1031, 70_001)
+_POISON = float("nan")
+
+
+def inputs(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
+    """The tensors of all ranks, as every rank knows them; float64 [count] each."""
+    size = dist.get_world_size()
+    return [np.random.default_rng([seed, rank]).uniform(0.5, 2.0, count) for rank in range(size)]
+
+
+def _own(all_inputs: list[np.ndarray[Any, Any]]) -> torch.Tensor:
+    return torch.from_numpy(all_inputs[dist.get_rank()].copy())
+
+
+def _empty(count: int) -> torch.Tensor:
+    return torch.full((count,), _POISON, dtype=torch.float64)
+
+
+def _all_reduce(op: Any, combine: Callable[..., Any], count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    tensor = _own(given)
+    dist.all_reduce(tensor, op)
+    return tensor, combine(np.stack(given), axis=0)
+
+
+def _asynchronous(count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    tensor = _own(given)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    work.wait()
+    return tensor, np.sum(given, axis=0)
+
+
+def _broadcast(count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    root = dist.get_world_size() - 1
+    tensor = _own(given) if dist.get_rank() == root else _empty(count)
+    dist.broadcast(tensor, root)
+    return tensor, given[root]
+
+
+def _reduce(count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    tensor = _own(given)
+    dist.reduce(tensor, 0)
+    return tensor, np.sum(given, axis=0) if dist.get_rank() == 0 else given[dist.get_rank()]
+
+
+def _all_gather(count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    outputs = [_empty(count) for _ in given]
+    dist.all_gather(outputs, _own(given))
+    return torch.cat(outputs), np.concatenate(given)
+
+
+def _gather(count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    if dist.get_rank() != 0:
+        dist.gather(_own(given), dst=0)
+        return torch.zeros(0), np.zeros(0)
+    outputs = [_empty(count) for _ in given]
+    dist.gather(_own(given), outputs, dst=0)
+    return torch.cat(outputs), np.concatenate(given)
+
+
+def _scatter(count: int, seed: int) -> Pair:
+    given = inputs(count, seed)
+    output = _empty(count)
+    parts = [torch.from_numpy(part) for part in given] if dist.get_rank() == 0 else None
+    dist.scatter(output, parts, src=0)
+    return output, given[dist.get_rank()]
+
+
+def _barrier(_count: int, _seed: int) -> Pair:
+    dist.barrier()
+    return torch.zeros(0), np.zeros(0)
+
+
+def _ring(count: int, seed: int, *, blocking: bool) -> Pair:
+    """Each rank sends to the next and receives from the one before."""
+    given = inputs(count, seed)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    after, before = (rank + 1) % size, (rank - 1) % size
+    output = _empty(count)
+    if not blocking:
+        works = [dist.irecv(output, before), dist.isend(_own(given), after)]
+        for work in works:
+            assert work is not None
+            work.wait()
+    elif rank % 2 == 0:
+        dist.send(_own(given), after)
+        dist.recv(output, before)
+    else:
+        dist.recv(output, before)
+        dist.send(_own(given), after)
+    return output, given[before]
+
+
+CHECKS: dict[str, Callable[[int, int], Pair]] = {
+    "all_reduce SUM": partial(_all_reduce, ReduceOp.SUM, np.sum),
+    "all_reduce PRODUCT": partial(_all_reduce, ReduceOp.PRODUCT, np.prod),
+    "all_reduce MIN": partial(_all_reduce, ReduceOp.MIN, np.min),
+    "all_reduce MAX": partial(_all_reduce, ReduceOp.MAX, np.max),
+    "all_reduce AVG": partial(_all_reduce, ReduceOp.AVG, np.mean),
+    "all_reduce, asynchronous": _asynchronous,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_gather": _all_gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+    "send, recv": partial(_ring, blocking=True),
+    "isend, irecv": partial(_ring, blocking=False),
+}
+
+
+def check(seed: int, timeout: float) -> dict[str, str]:
+    """Run every check on this rank; by name, what was wrong, or "".
+
+    Args:
+        seed: Of the inputs; the same on every rank.
+        timeout: Seconds that an operation may wait for its peers.
+    """
+    dist.init_process_group("phalanx", timeout=timedelta(seconds=timeout))
+    try:
+        return {name: _verdict(run, seed) for name, run in CHECKS.items()}
+    finally:
+        dist.destroy_process_group()
+
+
+def _verdict(run: Callable[[int, int], Pair], seed: int) -> str:
+    for count in SIZES:
+        came, expected = run(count, seed)
+        got = came.numpy()
+        if got.shape != expected.shape:
+            return f"{count} elements: shape {got.shape}, expected {expected.shape}"
+        wrong = np.flatnonzero(~np.isclose(got, expected, rtol=1e-12, atol=0))
+        if wrong.size:
+            at = int(wrong[0])
+            return (
+                f"{count} elements: {wrong.size} are wrong, the first at {at}: "
+                f"{got[at]!r}, expected {expected[at]!r}"
+            )
+    return ""

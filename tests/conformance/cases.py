@@ -1,0 +1,161 @@
+"""What the conformance tests share: dtypes, sizes, fresh data, and numpy as an oracle.
+
+Every rank can make the data of every other from the test's seed, so each checks its results alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from phalanx import _native
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 "
+        "float16 bfloat16 float32 float64 complex64 complex128"
+    ).split()
+}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+COMPLEX = ("complex64", "complex128")
+INTEGERS = tuple(name for name in DTYPES if "int" in name)
+# 4096 float32 are what travels beside the flag; 65,536 are a chunk of the large path.
+SIZES = (0, 1, 3, 1000, 4096, 4097, 65_535, 65_536, 65 * 1024)
+LARGE = 2**20 + 7
+
+FOLD: dict[str, Any] = {
+    "SUM": np.add,
+    "PRODUCT": np.multiply,
+    "MIN": np.minimum,
+    "MAX": np.maximum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+    "BXOR": np.bitwise_xor,
+    "AVG": np.add,
+}
+
+
+def operators(dtype: str) -> tuple[str, ...]:
+    """The operators that have a meaning for a dtype, in `torch.distributed`'s own words."""
+    if dtype in COMPLEX:
+        return ("SUM", "AVG")  # torch.distributed itself refuses the others
+    if dtype in FLOATS:
+        return ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+    return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+
+
+def reduce_op(name: str) -> Any:
+    return getattr(ReduceOp, name)
+
+
+def fresh_seed() -> int:
+    """A new seed, printed, so that a failure shows it; PHALANX_TEST_SEED repeats it."""
+    seed = int(os.environ.get("PHALANX_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
+    print(f"seed {seed}: repeat with PHALANX_TEST_SEED={seed}")
+    return seed
+
+
+def data(dtype: str, shape: int | Sequence[int], *seed: int) -> Tensor:
+    """Random values: all bits of an integer, a normal distribution otherwise."""
+    size = (shape,) if isinstance(shape, int) else tuple(shape)
+    random = np.random.default_rng(seed)
+    if dtype == "bool":
+        values: Any = random.integers(0, 2, size).astype(bool)
+    elif dtype in INTEGERS:
+        info = np.iinfo(dtype)
+        values = random.integers(info.min, info.max, size, dtype=dtype, endpoint=True)
+    elif dtype in COMPLEX:
+        values = random.standard_normal(size) + 1j * random.standard_normal(size)
+    else:
+        values = random.standard_normal(size)
+    return torch.as_tensor(values).to(DTYPES[dtype]).reshape(size)
+
+
+def poisoned(like: Tensor) -> Tensor:
+    """A tensor of the same shape that no result equals by accident."""
+    flat = torch.full((like.numel() * like.element_size(),), 0xA5, dtype=torch.uint8)
+    return flat.view(like.dtype).reshape(like.shape)
+
+
+def wide(tensor: Tensor) -> Any:
+    """A tensor in numpy, in the dtype in which a reduction of it accumulates."""
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    return tensor.numpy()
+
+
+def folded(op: str, inputs: Iterable[Tensor]) -> Tensor:
+    """The reduction in rank order, x0 op x1 op x2 ..., accumulated as `wide` says."""
+    tensors = list(inputs)
+    result = functools.reduce(FOLD[op], map(wide, tensors))
+    if op == "AVG":
+        result = result / result.dtype.type(len(tensors))
+    return torch.as_tensor(result).to(tensors[0].dtype).reshape(tensors[0].shape)
+
+
+def exact(op: str, inputs: Iterable[Tensor]) -> tuple[Any, Any]:
+    """A reduction of floats in float64, and how far off a result in their dtype may be."""
+    tensors = list(inputs)
+    kind = torch.complex128 if tensors[0].is_complex() else torch.float64
+    values = [tensor.to(kind).numpy() for tensor in tensors]
+    result = functools.reduce(FOLD[op], values)
+    magnitude = functools.reduce(FOLD[op], map(np.abs, values))
+    if op == "AVG":
+        result, magnitude = result / len(values), magnitude / len(values)
+    if op in ("MIN", "MAX"):
+        return result, np.zeros_like(magnitude)
+    info = torch.finfo(tensors[0].dtype)
+    # One rounding per step; a denormal result is off by its own grain.
+    return result, (len(values) + 1) * info.eps * magnitude + info.tiny
+
+
+def bits(tensor: Tensor) -> bytes:
+    contiguous = tensor.detach().contiguous()
+    return contiguous.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """What two ranks compare to know that they have the same bits."""
+    total = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        total.update(bits(tensor))
+    return total.hexdigest()
+
+
+def check_bits(result: Tensor, expected: Tensor, what: str) -> None:
+    assert result.dtype == expected.dtype, f"{what}: {result.dtype}, expected {expected.dtype}"
+    assert result.shape == expected.shape, f"{what}: {result.shape}, expected {expected.shape}"
+    if bits(result) == bits(expected):
+        return
+    width = result.element_size()
+    got, want = (
+        np.frombuffer(bits(tensor), np.uint8).reshape(-1, width) for tensor in (result, expected)
+    )
+    wrong = np.flatnonzero((got != want).any(axis=1))
+    first = int(wrong[0])
+    raise AssertionError(
+        f"{what}: {len(wrong)} of {len(got)} elements differ, the first at {first}: "
+        f"{result.reshape(-1)[first]} is not {expected.reshape(-1)[first]}"
+    )
+
+
+def check_close(result: Tensor, expected: Any, tolerance: Any, what: str) -> None:
+    kind = torch.complex128 if result.is_complex() else torch.float64
+    off = np.abs(result.to(kind).numpy() - expected)
+    assert (off <= tolerance).all(), f"{what}: off by {off.max()}"
+
+
+def supported_by_core(dtype: str, op: str) -> bool:
+    return _native.supports(_native.DTYPES[dtype], _native.REDUCE_OPS[op.lower()])
+
+
+Collective = Callable[..., object]

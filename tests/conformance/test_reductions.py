@@ -1,0 +1,189 @@
+"""all_reduce and reduce: every dtype, operator, size, root and world size, against numpy.
+
+Integers and sums of floats must be right to the last bit, in rank order; all floats must also be
+near the float64 result.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.conformance import cases
+from tests.ranks import RankServer
+
+WORLD_SIZES = (1, 2, 3, 4)
+
+
+def inputs_of(dtype: str, size: int, seed: int, world_size: int) -> list[Tensor]:
+    return [cases.data(dtype, size, seed, rank, size) for rank in range(world_size)]
+
+
+def check(result: Tensor, inputs: list[Tensor], op: str, what: str) -> None:
+    cases.check_bits(result, cases.folded(op, inputs), what)
+    if result.is_floating_point() or result.is_complex():
+        cases.check_close(result, *cases.exact(op, inputs), what)
+
+
+def all_reduce_all(dtype: str, seed: int) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    results = []
+    for size in (*cases.SIZES, cases.LARGE):
+        inputs = inputs_of(dtype, size, seed, world_size)
+        for op in cases.operators(dtype) if size < cases.LARGE else ("SUM",):
+            what = f"all_reduce {op} of {dtype}[{size}], {world_size} ranks"
+            tensor = inputs[rank].clone()
+            assert dist.all_reduce(tensor, cases.reduce_op(op)) is None
+            check(tensor, inputs, op, what)
+            again = inputs[rank].clone()
+            work = dist.all_reduce(again, cases.reduce_op(op), async_op=True)
+            assert work is not None
+            work.wait()
+            cases.check_bits(again, tensor, f"{what}, asynchronous")
+            results.append(tensor)
+    return cases.digest(results)
+
+
+def reduce_all(dtype: str, seed: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for number, size in enumerate(cases.SIZES):
+        inputs = inputs_of(dtype, size, seed, world_size)
+        for op in cases.operators(dtype):
+            root = number % world_size
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, root, cases.reduce_op(op), async_op=bool(number % 2))
+            dist.barrier()
+            what = f"reduce {op} of {dtype}[{size}] to {root}, {world_size} ranks"
+            if rank == root:
+                check(tensor, inputs, op, what)
+            else:
+                cases.check_bits(tensor, inputs[rank], f"{what}: the input of rank {rank}")
+
+
+def reduce_to_each_root(seed: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for size in (5, 70_000):
+        inputs = inputs_of("float32", size, seed, world_size)
+        for root in range(world_size):
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, root)
+            expected = cases.folded("SUM", inputs) if rank == root else inputs[rank]
+            cases.check_bits(tensor, expected, f"reduce to {root} on rank {rank}")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_all_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
+    digests = ranks.run(world_size, all_reduce_all, dtype, cases.fresh_seed())
+    assert len(set(digests)) == 1, "ranks got different bits"
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_reduce(ranks: RankServer, dtype: str, world_size: int) -> None:
+    ranks.run(world_size, reduce_all, dtype, cases.fresh_seed())
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_reduce_to_each_root(ranks: RankServer, world_size: int) -> None:
+    ranks.run(world_size, reduce_to_each_root, cases.fresh_seed())
+
+
+def test_the_oracle_covers_what_the_core_supports() -> None:
+    """An operator that the core learns must be tested here, one that it loses must be missed."""
+    for dtype in cases.DTYPES:
+        known = set(cases.operators(dtype))
+        if dtype in cases.COMPLEX:
+            known.add("PRODUCT")  # reaches the group by its method only, see below
+        core = {op for op in cases.FOLD if cases.supported_by_core(dtype, op)}
+        assert core == known, dtype
+
+
+def complex_product(dtype: str, seed: int) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.PRODUCT
+    results = []
+    for size in (1, 1000, 70_000):
+        inputs = inputs_of(dtype, size, seed, world_size)
+        tensor = inputs[rank].clone()
+        dist.group.WORLD.allreduce([tensor], options).wait()
+        result, tolerance = cases.exact("PRODUCT", inputs)
+        cases.check_close(tensor, result, 2 * tolerance, f"product of {dtype}[{size}]")
+        results.append(tensor)
+    return cases.digest(results)
+
+
+@pytest.mark.parametrize("dtype", cases.COMPLEX)
+def test_complex_product_by_the_groups_method(ranks: RankServer, dtype: str) -> None:
+    digests = ranks.run(3, complex_product, dtype, cases.fresh_seed())
+    assert len(set(digests)) == 1
+
+
+def premultiplied(dtype: str, seed: int) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    kinds = [lambda factor: factor]
+    if dtype != "bfloat16":  # numpy, which makes the factor, has none
+        kinds.append(lambda factor: torch.tensor([factor], dtype=cases.DTYPES[dtype]))
+    for size in (1, 1000, 70_000):
+        inputs = inputs_of(dtype, size, seed, world_size)
+        # Powers of two: the products are exact, so the sum must be as well.
+        scaled = [tensor * 2.0 ** (number - 1) for number, tensor in enumerate(inputs)]
+        for kind in kinds:
+            op = dist._make_nccl_premul_sum(kind(2.0 ** (rank - 1)))
+            tensor = inputs[rank].clone()
+            dist.all_reduce(tensor, op)
+            what = f"PREMUL_SUM of {dtype}[{size}]"
+            cases.check_bits(tensor, cases.folded("SUM", scaled), what)
+            tensor = inputs[rank].clone()
+            dist.reduce(tensor, 0, op)
+            expected = cases.folded("SUM", scaled) if rank == 0 else inputs[rank]
+            cases.check_bits(tensor, expected, f"{what}, reduce")
+
+
+@pytest.mark.parametrize("world_size", (1, 2, 3))
+@pytest.mark.parametrize("dtype", cases.FLOATS)
+def test_premul_sum(ranks: RankServer, dtype: str, world_size: int) -> None:
+    ranks.run(world_size, premultiplied, dtype, cases.fresh_seed())
+
+
+def special_values() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1.0, 65504.0])
+    columns = torch.cartesian_prod(*[special] * world_size).reshape(-1, world_size)
+    for dtype in cases.FLOATS:
+        values = columns.to(cases.DTYPES[dtype]).double()
+        for op, fold in (("MIN", torch.minimum), ("MAX", torch.maximum), ("SUM", torch.add)):
+            tensor = values[:, rank].to(cases.DTYPES[dtype])
+            dist.all_reduce(tensor, cases.reduce_op(op))
+            expected = values[:, 0]
+            for peer in range(1, world_size):
+                expected = fold(expected, values[:, peer])
+            expected = expected.to(cases.DTYPES[dtype])
+            torch.testing.assert_close(tensor, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_nan_and_infinity(ranks: RankServer, world_size: int) -> None:
+    """NaN wins over every number in MIN and MAX, as in `torch.minimum`; on every rank."""
+    ranks.run(world_size, special_values)
+
+
+def random_sizes(seed: int) -> str:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    sizes = cases.np.random.default_rng(seed).integers(1, 400_000, 25).tolist()
+    results = []
+    for size in sizes:
+        inputs = inputs_of("float32", size, seed, world_size)
+        tensor = inputs[rank].clone()
+        dist.all_reduce(tensor)
+        check(tensor, inputs, "SUM", f"all_reduce of {size} float32")
+        results.append(tensor)
+    return cases.digest(results)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_random_sizes(ranks: RankServer, world_size: int) -> None:
+    assert len(set(ranks.run(world_size, random_sizes, cases.fresh_seed()))) == 1

@@ -1,0 +1,431 @@
+"""`phalanx.launch`, with real processes that are really killed."""
+
+import contextlib
+import importlib
+import io
+import linecache
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import psutil
+import pytest
+
+import phalanx
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.failure import Failure, excerpt, first_cause
+
+BACKEND = "gloo"
+LIMIT = 60
+"""Seconds that a launch of these tests may take, at most."""
+
+# Functions that ranks run are nested: those are shipped by value, as from a notebook.
+
+
+def python(*args, **options):
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=LIMIT, **options
+    )
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_results_in_rank_order_and_the_environment(nprocs):
+    def rank(offset, *, scale):
+        names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "GROUP_RANK")
+        number = int(os.environ["RANK"])
+        return offset + scale * number, [os.environ[n] for n in names], os.environ["MASTER_PORT"]
+
+    results = phalanx.launch(rank, nprocs, (5,), kwargs={"scale": 10}, timeout=LIMIT)
+    size = str(nprocs)
+    for number, (value, environ, port) in enumerate(results):
+        assert value == 5 + 10 * number
+        assert environ == [size, str(number), size, "127.0.0.1", "0"]
+        assert port == results[0][2]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_ranks_form_a_group_and_may_leave_it_open(nprocs):
+    backend, seed = BACKEND, np.random.default_rng().integers(1 << 30)
+
+    def rank():
+        import numpy as np
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group(backend)
+        data = np.random.default_rng(seed + dist.get_rank()).integers(-99, 99, 37)
+        tensor = torch.from_numpy(data)
+        dist.all_reduce(tensor)
+        return tensor
+
+    expected = sum(np.random.default_rng(seed + r).integers(-99, 99, 37) for r in range(nprocs))
+    for total in phalanx.launch(rank, nprocs, timeout=LIMIT):
+        assert total.tolist() == expected.tolist()
+
+
+SNIPPET = """
+import os
+import phalanx
+
+FACTOR = 21
+
+def rank(base):
+    return base + FACTOR * int(os.environ["RANK"])
+
+print("results", phalanx.launch(rank, 2, (1,), timeout=50))
+"""
+
+
+@pytest.mark.parametrize("way", ["script", "command", "stdin", "repl"])
+def test_needs_no_main_guard_and_no_file(way, tmp_path):
+    if way == "script":
+        (tmp_path / "script.py").write_text(SNIPPET)
+        # A module of this name beside the script must not get in the way of the ranks' start.
+        (tmp_path / "tempfile.py").write_text("raise ImportError('shadowed')")
+        done = python("-P" if sys.version_info >= (3, 11) else "-I", str(tmp_path / "script.py"))
+    elif way == "command":
+        done = python("-c", SNIPPET)
+    elif way == "stdin":
+        done = python("-", input=SNIPPET)
+    else:
+        done = python("-i", "-q", input=SNIPPET)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("results [1, 22]") == 1
+
+
+class Cell(io.TextIOBase):
+    """What a notebook puts in the place of `sys.stdout`: no descriptor, no buffer."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+        return len(text)
+
+
+def test_output_and_source_lines_of_a_notebook_cell(monkeypatch):
+    source = "def rank():\n    print('in the cell, \\u00fc')\n    raise KeyError('from a cell')\n"
+    name = "<cell 1>"
+    monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
+    scope = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), scope)
+    cell = Cell()
+    monkeypatch.setattr(sys, "stdout", cell)
+    with pytest.raises(LaunchError, match=r"raise KeyError\('from a cell'\)") as caught:
+        phalanx.launch(scope["rank"], 1, timeout=LIMIT)
+    assert isinstance(caught.value.__cause__, KeyError)
+    assert cell.text == "in the cell, \u00fc\n"
+
+
+def test_output_of_all_ranks(capfd):
+    def rank():
+        number = os.environ["RANK"]
+        for i in range(300):
+            sys.stdout.write(f"out {number} {i}\n")
+            sys.stderr.write(f"err {number} {i}\n")
+        sys.stdout.write("no end of line")
+
+    phalanx.launch(rank, 2, prefix=True, timeout=LIMIT)
+    out, err = capfd.readouterr()
+    for name, text in (("out", out), ("err", err)):
+        for number in range(2):
+            mine = [
+                line for line in text.splitlines() if line.startswith(f"[rank {number}] {name}")
+            ]
+            assert mine == [f"[rank {number}] {name} {number} {i}" for i in range(300)]
+    assert len(err.splitlines()) == 600
+    assert sorted(line for line in out.splitlines() if "no end" in line) == [
+        "[rank 0] no end of line",
+        "[rank 1] no end of line",
+    ]
+
+
+def test_big_output_argument_and_result(capfd):
+    def rank(data):
+        sys.stdout.write("x" * 3_000_000 + "\n")
+        sys.stderr.write("y" * 3_000_000 + "\n")
+        return data[::-1]
+
+    data = np.random.default_rng().bytes(30_000_001)
+    assert phalanx.launch(rank, 2, (data,), timeout=LIMIT) == [data[::-1]] * 2
+    out, err = capfd.readouterr()
+    assert (out.count("x"), err.count("y")) == (6_000_000, 6_000_000)
+
+
+def stopped_by(action):
+    """Run three ranks; rank 1 does `action` while the others are in a collective."""
+    backend = BACKEND
+
+    def rank():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group(backend)
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            action()
+        dist.barrier()
+
+    with pytest.raises(LaunchError) as caught:
+        phalanx.launch(rank, 3, timeout=LIMIT)
+    return caught.value
+
+
+def test_the_first_real_error_is_raised():
+    class WrongError(ValueError):
+        pass
+
+    def action():
+        raise WrongError("this is the cause")
+
+    error = stopped_by(action)
+    message = str(error)
+    assert re.match(r"rank 1 \(pid \d+\) raised .*WrongError: this is the cause\n", message)
+    assert 'raise WrongError("this is the cause")' in message
+    assert "gloo" not in message
+    assert isinstance(error.__cause__, WrongError)  # the very class that the caller knows
+
+
+def test_a_killed_rank_is_reported():
+    error = stopped_by(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert re.match(r"rank 1 \(pid \d+\) was killed by SIGKILL", str(error))
+    assert error.__cause__ is None
+
+
+def test_a_consequence_that_comes_first_does_not_mask_the_cause(tmp_path):
+    sign = tmp_path / "sign"
+
+    def rank():
+        if os.environ["RANK"] == "0":
+            sign.touch()
+            raise ConnectionResetError("Connection reset by peer")
+        while not sign.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)  # rank 0 is reported meanwhile; the launcher has to wait for this rank
+        raise ZeroDivisionError("the cause")
+
+    with pytest.raises(
+        LaunchError, match=r"^rank 1 \(pid \d+\) raised ZeroDivisionError"
+    ) as caught:
+        phalanx.launch(rank, 2, timeout=LIMIT)
+    assert "Failed after it: rank 0." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("import ctypes; ctypes.string_at(0)", r"was killed by SIGSEGV\n\n.*\n.*Segmentation"),
+        ("sys.exit(3)", "exited with code 3"),
+        ("os._exit(0)", "exited with code 0 before it had returned a result"),
+        ("os.kill(os.getpid(), 15)", "was killed by SIGTERM"),
+    ],
+)
+def test_other_ends(code, message):
+    def rank():
+        exec(code, {"os": os, "sys": sys})
+
+    with pytest.raises(LaunchError, match=rf"^rank 0 \(pid \d+\) {message}"):
+        phalanx.launch(rank, 1, timeout=LIMIT)
+
+
+def test_sys_exit_0_is_a_good_end():
+    assert phalanx.launch(sys.exit, 2, timeout=LIMIT) == [None, None]
+
+
+def test_unpicklable_results_and_errors():
+    class OddError(Exception):
+        def __init__(self, left, right):
+            super().__init__(f"{left} and {right}")
+
+    def odd():
+        raise OddError("left", "right")  # can be pickled, but not unpickled
+
+    def locked():
+        raise ValueError(threading.Lock())
+
+    for rank, message in (
+        (threading.Lock, "the result, of type lock, can't be pickled"),
+        (odd, "raised .*OddError: left and right"),
+        (locked, "raised ValueError: <unlocked"),
+    ):
+        with pytest.raises(LaunchError, match=message):
+            phalanx.launch(rank, 1, timeout=LIMIT)
+
+
+def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
+    monkeypatch.setattr("phalanx.launch.ranks.STOP_TIMEOUT", 0.5)
+
+    def rank():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "0":
+            raise RuntimeError("over")
+        time.sleep(LIMIT)
+
+    with pytest.raises(LaunchError, match="rank 0 .*over"):
+        phalanx.launch(rank, 2, timeout=LIMIT)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_timeout():
+    def rank():
+        time.sleep(0 if os.environ["RANK"] == "0" else LIMIT)
+
+    start = time.monotonic()
+    with pytest.raises(LaunchError, match=r"timeout: after 1.5 s .*: rank 1$"):
+        phalanx.launch(rank, 2, timeout=1.5)
+    assert time.monotonic() - start < LIMIT / 2
+
+
+def test_what_a_rank_started_ends_with_the_launch():
+    def rank():
+        return subprocess.Popen(["sleep", str(LIMIT)]).pid
+
+    (pid,) = phalanx.launch(rank, 1, timeout=LIMIT)
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+SLEEPER = """
+import os, time
+import phalanx
+
+def rank():
+    print("pid", os.getpid())
+    time.sleep(50)
+
+phalanx.launch(rank, 2, timeout=50)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_no_rank_outlives_the_caller(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as caller:
+        watchdog = threading.Timer(LIMIT, caller.kill)
+        watchdog.start()
+        ranks = [psutil.Process(int(caller.stdout.readline().split()[1])) for _ in range(2)]
+        caller.send_signal(number)
+        _, alive = psutil.wait_procs(ranks, timeout=10)
+        alive = [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]
+        _, err = caller.communicate(timeout=LIMIT)
+        watchdog.cancel()
+    assert not alive
+    assert caller.returncode == -number
+    assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
+
+
+def test_leaves_no_descriptor_thread_or_handler():
+    def state():
+        handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+        return len(os.listdir("/proc/self/fd")), handlers, dict(os.environ)
+
+    phalanx.launch(os.getpid, 2, timeout=LIMIT)
+    before = state()
+    for _ in range(3):
+        phalanx.launch(os.getpid, 2, timeout=LIMIT)
+        with contextlib.suppress(LaunchError):
+            phalanx.launch(sys.exit, 2, (1,), timeout=LIMIT)
+    assert state() == before
+
+
+def test_works_in_a_thread_and_within_a_rank():
+    results = []
+
+    def inner():
+        return int(os.environ["RANK"])
+
+    def outer():
+        import phalanx
+
+        return phalanx.launch(inner, 2, timeout=30)
+
+    thread = threading.Thread(
+        target=lambda: results.append(phalanx.launch(outer, 1, timeout=LIMIT))
+    )
+    thread.start()
+    thread.join(LIMIT)
+    assert results == [[[0, 1]]]
+
+
+def test_threads_per_rank(monkeypatch):
+    monkeypatch.setattr("phalanx.launch.cores.usable_cores", lambda: 6)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    read = (os.getenv, 2, ("OMP_NUM_THREADS",))
+    assert phalanx.launch(*read, timeout=LIMIT) == ["3", "3"]
+    assert phalanx.launch(*read, env={"OMP_NUM_THREADS": "5"}, timeout=LIMIT) == ["5", "5"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert phalanx.launch(*read, timeout=LIMIT) == ["7", "7"]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: phalanx.launch(print, 0), "nprocs is 0: expected at least 1"),
+        (lambda: phalanx.launch(print, -2), "nprocs is -2"),
+        (lambda: phalanx.launch(print, 2.0), "nprocs is 2.0: expected an integer"),
+        (lambda: phalanx.launch(print, True), "nprocs is True"),
+        (lambda: phalanx.launch(2, print), "fn is 2: expected a function"),
+        (lambda: phalanx.launch(print, 2, 3), "args is 3: expected a tuple"),
+        (lambda: phalanx.launch(print, 2, "x"), "args is 'x': expected a tuple"),
+        (lambda: phalanx.launch(print, 2, kwargs=[1]), r"kwargs is \[1\]"),
+        (lambda: phalanx.launch(print, 2, timeout=0), "timeout is 0"),
+        (lambda: phalanx.launch(print, 2, env={"A": 1}), "expected strings"),
+        (lambda: phalanx.launch(print, 2, env={"RANK": "1"}), "env sets RANK"),
+        (lambda: phalanx.launch(print, 2, (1, threading.Lock())), r"args\[1\] can't be pickled"),
+        (lambda: phalanx.launch(threading.Lock().acquire, 2), "fn can't be pickled"),
+    ],
+)
+def test_wrong_arguments_start_nothing(call, message, monkeypatch):
+    def start(*args):
+        pytest.fail("a process was started")
+
+    monkeypatch.setattr("phalanx.launch.ranks.Ranks.start", start)
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def test_package_and_function_share_a_name():
+    before = phalanx.launch
+    agent = importlib.import_module("phalanx.launch.agent")
+    assert phalanx.launch is before
+    assert phalanx.launch.agent is agent
+    assert callable(phalanx.launch)
+
+
+def test_order_of_failures():
+    reset = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
+    lost = "Traceback ...\nphalanx.errors.PeerLost: rank 2 (pid 9) was killed by SIGKILL"
+    first = first_cause(
+        [
+            Failure(0, 10, 1, 1.0, lost),
+            Failure(1, 11, 1, 2.0, reset),
+            Failure(2, 12, -9, 4.0),
+            Failure(3, 13, 1, 3.0, "ValueError: x", stopped=True),
+            Failure(4, 14, -6, 0.0, "terminate called after throwing\n" + reset),
+        ]
+    )
+    assert first.rank == 2
+    assert first_cause([Failure(0, 1, 1, 1.0, lost), Failure(1, 2, 1, 2.0, reset)]).rank == 1
+    assert first_cause([Failure(3, 1, 1, 2.0, "A"), Failure(1, 2, 1, 2.0, "A")]).rank == 1
+
+
+def test_excerpt_is_the_last_chain_of_tracebacks():
+    trace = "Traceback (most recent call last):\n"
+    text = (
+        f"{trace}old\nKeyError: 1\nlog\nlog\nlog\n{trace}a\nOSError: 1\n\nDuring handling of the "
+        f"above exception, another exception occurred:\n\n[rank0]: {trace}[rank0]: b\nValueError: 2"
+    )
+    found = excerpt(text)
+    assert found.startswith(f"{trace}a")
+    assert found.endswith("b\nValueError: 2")
+    assert "[rank0]" not in found
+    assert excerpt("\n".join(map(str, range(30)))).splitlines() == [str(i) for i in range(20, 30)]
+    long = excerpt(trace + "\n".join(map(str, range(100)))).splitlines()
+    assert len(long) == 41
+    assert (long[0], long[-1]) == (trace.strip(), "99")

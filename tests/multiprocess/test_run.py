@@ -1,0 +1,337 @@
+"""`phalanx run`, with real processes that are really killed."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import psutil
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.launch.options import parse
+
+BACKEND = "gloo"
+LIMIT = 60
+"""Seconds that a command of these tests may take, at most."""
+
+PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+VARIABLES = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PET_NPROC_PER_NODE")
+
+
+@pytest.fixture
+def phalanx(tmp_path):
+    """Runs the command in a directory of its own, with a temporary directory of its own."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    started = []
+
+    def start(*args):
+        process = subprocess.Popen(
+            [*PHALANX, *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            env={**environ, "TMPDIR": str(temporary)},
+        )
+        watchdog = threading.Timer(LIMIT, process.kill)
+        watchdog.start()
+        started.append((process, watchdog))
+        return process
+
+    def run(*args):
+        process = start(*args)
+        out, err = process.communicate(timeout=LIMIT)
+        assert list(temporary.iterdir()) == []
+        return process.returncode, out, err
+
+    run.start, run.directory = start, tmp_path
+    yield run
+    for process, watchdog in started:
+        watchdog.cancel()
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a script."""
+
+    def write(text, name="script.py"):
+        (tmp_path / name).write_text(f"import os, sys\nrank = int(os.environ['RANK'])\n{text}")
+        return name
+
+    return write
+
+
+def is_gone(pid):
+    """Whether a process ends within 10 seconds; an orphan may stay a zombie in a container."""
+    try:
+        process = psutil.Process(pid)
+        _, alive = psutil.wait_procs([process], timeout=10)
+        return not alive or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def report(err):
+    """The launcher's own lines: those that no rank wrote."""
+    return [line for line in err.splitlines() if not line.startswith("[rank ")]
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_ranks_form_a_group(phalanx, script, nprocs):
+    name = script(
+        f"""
+import torch, torch.distributed as dist, phalanx
+with phalanx.init({BACKEND!r}, device="cpu") as session:
+    tensor = torch.tensor([2.0 ** session.rank])
+    dist.all_reduce(tensor)
+    print("sum", int(tensor), "of", session.world_size, sys.argv[1:])
+print("threads", os.environ["OMP_NUM_THREADS"], file=sys.stderr)
+"""
+    )
+    code, out, err = phalanx("run", "--nproc-per-node", nprocs, name, "--tee", "x y")
+    assert code == 0, err
+    expected = f"sum {2**nprocs - 1} of {nprocs} ['--tee', 'x y']"
+    assert sorted(out.splitlines()) == [f"[rank {r}] {expected}" for r in range(nprocs)]
+    threads = max(1, len(os.sched_getaffinity(0)) // nprocs)
+    found = re.findall(r"^\[rank (\d)\] threads (\d+)$", err, re.MULTILINE)
+    assert sorted(int(rank) for rank, _ in found) == list(range(nprocs))
+    assert {int(count) <= threads for _, count in found} == {True}
+    assert report(err) == []
+
+
+def test_output_is_live_and_has_its_rank(phalanx, script):
+    name = script(
+        """
+import pathlib, time
+print("first line")
+print("a prompt: ", end="", file=sys.stderr)
+while not pathlib.Path("go").exists():
+    time.sleep(0.01)
+print("second line")
+"""
+    )
+    process = phalanx.start("run", "--nproc-per-node", "1", name)
+    assert process.stdout.readline() == "[rank 0] first line\n"
+    assert process.stderr.read(len("[rank 0] a prompt: ")) == "[rank 0] a prompt: "
+    assert process.poll() is None
+    (phalanx.directory / "go").touch()
+    out, _ = process.communicate(timeout=LIMIT)
+    assert out == "[rank 0] second line\n"
+    assert process.returncode == 0
+
+
+COLLECTIVE = f"""
+import torch, torch.distributed as dist
+dist.init_process_group({BACKEND!r})
+dist.all_reduce(torch.ones(1))
+if rank == 1:
+    {{action}}
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "headline", "detail"),
+    [
+        ("raise KeyError('the cause')", 1, "exited with code 1", "KeyError: 'the cause'"),
+        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL", None),
+        ("os._exit(7)", 7, "exited with code 7", None),
+    ],
+)
+def test_report_of_the_rank_that_failed_first(phalanx, script, action, code, headline, detail):
+    name = script(COLLECTIVE.format(action=action))
+    got, _, err = phalanx("run", "--nproc-per-node", "3", name)
+    assert got == code
+    first, *rest = report(err)
+    assert re.match(rf"phalanx run: rank 1 \(pid \d+\) {headline}", first)
+    assert detail is None or f"    | {detail}" in rest
+    assert "gloo" not in "".join(line for line in rest if line.startswith("    |"))
+    assert re.search(r"(stopped because of it: rank|after it, rank) 0", "\n".join(rest))
+    assert len(rest) < 20
+
+
+def test_a_consequence_that_comes_first_does_not_mask_the_cause(phalanx, script):
+    name = script(
+        """
+import pathlib, time
+if rank == 0:
+    pathlib.Path("new").write_text(str(os.getpid()))
+    pathlib.Path("new").rename("sign")
+    raise ConnectionResetError("Connection reset by peer")
+while not pathlib.Path("sign").exists():
+    time.sleep(0.01)
+status = pathlib.Path("/proc", pathlib.Path("sign").read_text(), "stat")
+while ") Z " not in status.read_text():
+    time.sleep(0.01)
+sys.exit(5)
+"""
+    )
+    code, _, err = phalanx("run", "--nproc-per-node", "2", name)
+    assert code == 5
+    lines = report(err)
+    assert re.match(r"phalanx run: rank 1 \(pid \d+\) exited with code 5", lines[0])
+    assert re.match(r"  after it, rank 0 .*ConnectionResetError", lines[-1])
+
+
+def test_ranks_that_ignore_sigterm_are_killed(phalanx, script):
+    name = script(
+        """
+import signal, time, pathlib
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(f"ready{rank}").touch()
+while not (pathlib.Path("ready0").exists() and pathlib.Path("ready1").exists()):
+    time.sleep(0.01)
+if rank == 0:
+    sys.exit(3)
+time.sleep(50)
+"""
+    )
+    code, _, err = phalanx("run", "--nproc-per-node", "2", "--shutdown-timeout", "1", name)
+    assert code == 3
+    assert report(err)[-1] == "  stopped because of it: rank 1"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_agent(phalanx, script, number):
+    name = script("import time\nprint('pid', os.getpid())\ntime.sleep(50)\n")
+    process = phalanx.start("run", "--nproc-per-node", "3", name)
+    pids = [int(process.stdout.readline().split()[-1]) for _ in range(3)]
+    process.send_signal(number)
+    assert all([is_gone(pid) for pid in pids])
+    _, err = process.communicate(timeout=LIMIT)
+    if number == signal.SIGKILL:
+        assert process.returncode == -number
+    else:
+        assert process.returncode == 128 + number
+        assert report(err) == [f"phalanx run: stopped by {number.name}"]
+
+
+def test_starts_again_after_a_failure(phalanx, script):
+    action = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(5)"
+    name = script(COLLECTIVE.format(action=action) + "print('done')\n")
+    code, out, err = phalanx("run", "--nproc-per-node", "2", "--max-restarts", "1", name)
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] done", "[rank 1] done"]
+    lines = report(err)
+    assert re.match(r"phalanx run: rank 1 .* exited with code 5", lines[0])
+    assert lines[-1] == "  starting all ranks again"
+
+
+def test_modules_programs_and_log_files(phalanx, script):
+    script("print('module', sys.argv[1:])", "some_module.py")
+    code, out, err = phalanx("run", "--nproc_per_node=1", "-m", "some_module", "-m", "x")
+    assert (code, out) == (0, "[rank 0] module ['-m', 'x']\n"), err
+    code, out, err = phalanx("run", "--no-python", "--nproc-per-node", "1", "echo", "a program")
+    assert (code, out) == (0, "[rank 0] a program\n"), err
+    options = ("--tee", "3", "--log-dir", "logs", "--nproc-per-node", "2")
+    code, out, err = phalanx("run", *options, "-m", "some_module")
+    assert code == 0, err
+    assert sorted(out.splitlines()) == ["[rank 0] module []", "[rank 1] module []"]
+    logs = [path.read_text() for path in (phalanx.directory / "logs").rglob("stdout.log")]
+    assert logs == ["module []\n"] * 2
+
+
+def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
+    name = script("while True: print('more')\n")
+    process = phalanx.start("run", "--nproc-per-node", "1", name)
+    process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("nothing.py", "there is no script 'nothing.py'"),
+        (".", "directory without a __main__.py"),
+        ("-m no_such_module", "there is no module 'no_such_module'"),
+        ("--no-python no-such-program", "there is no program"),
+        ("--nproc-per-node 0 x", "--nproc-per-node is 0: expected"),
+        ("--nproc-per-node -1 x", "--nproc-per-node is -1: expected"),
+        ("--nproc-per-node abc x", "--nproc-per-node is 'abc': expected"),
+        ("--nnodes 2:1 x.py", "--nnodes is '2:1'"),
+        ("--nnodes x x.py", "--nnodes is 'x'"),
+        ("--master-port 70000 x.py", "--master-port is 70000"),
+        ("--master-port x x.py", "argument --master-port"),
+        ("--bogus x.py", "unrecognized arguments: --bogus"),
+        ("--tee 9 x.py", "9 does not match"),
+        ("--local-ranks-filter x x.py", "comma-separated list of integers"),
+        ("--max-restarts -1 x.py", "max_restarts must be >= 0"),
+        ("--rdzv-conf a x.py", "key=value|<key>=<value>|not in format"),
+        ("", "training_script"),
+    ],
+)
+def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=message):
+        parse(arguments.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "phalanx: error: there is no script 'nothing.py': looked in "),
+        ([], "phalanx: error: no script"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(phalanx, arguments, message):
+    code, out, err = phalanx("run", *arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(message)
+
+
+def test_a_port_in_use_is_one_line(phalanx, script):
+    name = script("")
+    with socket.create_server(("0.0.0.0", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = phalanx("run", "--nproc-per-node", "2", "--master-port", port, name)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"127.0.0.1:{port} is in use" in err
+
+
+def test_help_teaches_and_does_not_import_torch():
+    code = (
+        "import sys\nfrom phalanx.cli import main\ntry:\n    main()\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    for arguments, words in (
+        (["--help"], ["run", "Commands"]),
+        (["run", "--help"], ["--nproc-per-node 4 train.py", "--max-restarts", "[rank N]"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env={**os.environ, "COLUMNS": "100"},
+        )
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr
+        assert all(word in done.stdout for word in words)
+
+
+def test_number_of_ranks(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.py").touch()
+    monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    monkeypatch.setattr("phalanx.launch.options.usable_cores", lambda: 5)
+    assert parse(["x.py"]).config.nproc_per_node == 5
+    assert parse(["--nproc-per-node=auto", "x.py"]).config.nproc_per_node == 5
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 3)
+    assert parse(["x.py"]).config.nproc_per_node == 3
+    assert parse(["--nproc-per-node=cpu", "x.py"]).config.nproc_per_node == 5
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "2")
+    assert parse(["x.py"]).config.nproc_per_node == 2
