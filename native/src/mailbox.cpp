@@ -12,6 +12,10 @@ namespace {
 // What is published at once: small enough for the receiver to read while the sender writes on.
 constexpr std::size_t kPiece = 32 * 1024;
 
+// How soon serve() sees an operation that nobody waits for, and for how long it expects more.
+constexpr auto kGlance = std::chrono::milliseconds(1);
+constexpr auto kWatchful = std::chrono::milliseconds(100);
+
 // Messages begin on cache lines, so that an envelope never wraps around the end of the ring.
 constexpr std::size_t padded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
@@ -89,7 +93,8 @@ MessagePtr Mailbox::post(MessagePtr message, bool detached) {
   }
   drive();
   if (detached && !message->done()) {
-    idle_.notify_one();
+    last_detached_ = Clock::now();
+    rouse();
   }
   return message;
 }
@@ -125,7 +130,7 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   }
   --waiters_;
   if (waiters_ == 0 && outstanding_ > 0) {
-    idle_.notify_one();
+    rouse();
   }
   return status.code == Code::interrupted ? status : message.status();
 }
@@ -137,7 +142,7 @@ std::vector<MessagePtr> Mailbox::serve() {
   };
   while (!stopped_ && to_report_.empty()) {
     if (relieved()) {
-      idle_.wait(lock);
+      rest(lock);
       continue;
     }
     Patience patience(kMaxRanks);  // never in a hurry: somebody else may need the core
@@ -158,6 +163,24 @@ std::vector<MessagePtr> Mailbox::serve() {
     }
   }
   return stopped_ ? std::vector<MessagePtr>{} : std::exchange(to_report_, {});
+}
+
+// Most isends are waited for at once: waking a thread for each would cost more than the message. So
+// while such come, the thread looks by itself every millisecond, and only later needs to be woken.
+void Mailbox::rest(std::unique_lock<std::mutex>& lock) {
+  if (Clock::now() - last_detached_ < kWatchful) {
+    idle_.wait_for(lock, kGlance);
+    return;
+  }
+  dozing_ = true;
+  idle_.wait(lock);
+  dozing_ = false;
+}
+
+void Mailbox::rouse() {
+  if (dozing_) {
+    idle_.notify_one();
+  }
 }
 
 void Mailbox::stop() {

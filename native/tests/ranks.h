@@ -158,7 +158,8 @@ class Disturber {
 
 using Body = std::function<void(Rank&)>;
 
-inline std::unique_ptr<Segment> view_of(const Segment& owner, Mapping mapping, std::uint64_t nonce) {
+inline std::unique_ptr<Segment> view_of(const Segment& owner, Mapping mapping,
+                                        std::uint64_t nonce) {
   if (mapping == Mapping::same) {
     return Segment::share(owner);
   }

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from phalanx import launch as launch
+    from phalanx.launch.function import launch as launch
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
     from phalanx.errors import CollectiveTimeout as CollectiveTimeout

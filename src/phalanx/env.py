@@ -92,6 +92,16 @@ VARIABLES = (
         "variable, `PET_` and its name. Unset, `phalanx run` uses `auto`.",
     ),
     Variable(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+        "Seconds between SIGTERM and SIGKILL for ranks that `phalanx run` stops, if "
+        "`--shutdown-timeout` isn't given. Unset: 10.",
+    ),
+    Variable(
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+        "What the lines begin with that `phalanx run --tee` shows, with `${rank}`, "
+        "`${local_rank}` and `${role_name}`. Set to `[rank ${rank}] ` unless set already.",
+    ),
+    Variable(
         "LOGLEVEL",
         "Python log level of PyTorch's elastic agent, for example `INFO`. Unset, `phalanx run` "
         "keeps the agent quiet and prints one report when a rank fails.",

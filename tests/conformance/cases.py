@@ -98,8 +98,15 @@ def folded(op: str, inputs: Iterable[Tensor]) -> Tensor:
     tensors = list(inputs)
     result = functools.reduce(FOLD[op], map(wide, tensors))
     if op == "AVG":
-        result = result / result.dtype.type(len(tensors))
+        result = divided(result, len(tensors))
     return torch.as_tensor(result).to(tensors[0].dtype).reshape(tensors[0].shape)
+
+
+def divided(values: Any, divisor: int) -> Any:
+    """Values by a real number: numpy would divide complex ones by a complex number."""
+    if np.iscomplexobj(values):
+        return divided(values.real, divisor) + 1j * divided(values.imag, divisor)
+    return values / values.dtype.type(divisor)
 
 
 def exact(op: str, inputs: Iterable[Tensor]) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import UsageError
 
-BACKEND = "gloo"
+BACKEND = "phalanx"
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -104,6 +104,7 @@ def test_bad_environment(alone, environ, message):
         ({"backend": "glo"}, "backend is 'glo': expected one"),
         ({"backend": 3}, "backend is 3"),
         ({"timeout": 0}, "timeout is 0"),
+        ({"timeout": float("inf")}, "timeout is inf"),
         ({"timeout": "soon"}, "timeout is 'soon'"),
         ({"timeout": timedelta(0)}, "greater than 0"),
         ({"device": "gpu9"}, "device is 'gpu9'"),

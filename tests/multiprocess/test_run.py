@@ -14,7 +14,7 @@ import pytest
 from phalanx.errors import UsageError
 from phalanx.launch.options import parse
 
-BACKEND = "gloo"
+BACKEND = "phalanx"
 LIMIT = 60
 """Seconds that a command of these tests may take, at most."""
 
@@ -205,8 +205,9 @@ def test_no_rank_outlives_the_agent(phalanx, script, number):
     process = phalanx.start("run", "--nproc-per-node", "3", name)
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(3)]
     process.send_signal(number)
-    assert all([is_gone(pid) for pid in pids])
+    gone = [is_gone(pid) for pid in pids]
     _, err = process.communicate(timeout=LIMIT)
+    assert all(gone)
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
@@ -267,7 +268,7 @@ def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
         ("--tee 9 x.py", "9 does not match"),
         ("--local-ranks-filter x x.py", "comma-separated list of integers"),
         ("--max-restarts -1 x.py", "max_restarts must be >= 0"),
-        ("--rdzv-conf a x.py", "key=value|<key>=<value>|not in format"),
+        ("--rdzv-conf a x.py", "must have a value"),
         ("", "training_script"),
     ],
 )

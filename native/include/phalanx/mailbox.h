@@ -114,6 +114,8 @@ class Mailbox {
 
   // All with mutex_ held.
   MessagePtr post(MessagePtr message, bool detached);
+  void rest(std::unique_lock<std::mutex>& lock);
+  void rouse();
   void drive();
   void drive_sends(int peer);
   std::size_t move_out(Message& message, Channel& channel, std::uint64_t head, std::size_t room);
@@ -146,6 +148,8 @@ class Mailbox {
   int waiters_ = 0;      // threads in wait(): serve() stands back while there are some
   bool failed_ = false;  // the group is broken: channels may stand in the middle of a message
   bool stopped_ = false;
+  bool dozing_ = false;  // serve() has to be woken
+  Clock::time_point last_detached_{};
 };
 
 }  // namespace phalanx

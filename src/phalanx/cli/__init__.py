@@ -9,7 +9,7 @@ Phalanx raises on purpose is printed in a line, without a stack trace.
 """
 
 import importlib
-import importlib.util
+import os
 import sys
 from typing import Any
 
@@ -29,10 +29,7 @@ def _app() -> typer.Typer:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(lambda: None)  # so that it stays `phalanx run` while there is one command only
     for name in _COMMANDS:
-        if importlib.util.find_spec(f"phalanx.cli.{name}") is None:
-            continue
         module: Any = importlib.import_module(f"phalanx.cli.{name}")
         app.command(name, **getattr(module, "SETTINGS", {}))(module.command)
     return app
@@ -50,6 +47,16 @@ def main() -> None:
             raise
         sys.stderr.write(f"phalanx: error: {error}\n")
         sys.exit(code)
+    finally:
+        _settle_stdout()
+
+
+def _settle_stdout() -> None:
+    """After `phalanx ... | head`, keep Python from failing to flush what nobody reads."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -12,8 +12,7 @@ SETTINGS: dict[str, Any] = {
             "Starts ranks, runs every operation at several sizes and compares the results with "
             "numpy's. Prints a line for each and one verdict. The exit code is 0 if all is well, "
             "1 if something is wrong.",
-            "[bold]phalanx test[/]\n  two ranks\n"
-            "[bold]phalanx test --ranks 4[/]\n  four",
+            "[bold]phalanx test[/]\n  two ranks\n[bold]phalanx test --ranks 4[/]\n  four",
         )
     )
 }

@@ -152,10 +152,11 @@ def _form(backend: str, timeout: timedelta | None, where: Place | None) -> None:
 def _timeout(timeout: object) -> timedelta | None:
     if timeout is None:
         return None
-    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and timeout > 0:
-        return timedelta(seconds=timeout)
-    if isinstance(timeout, timedelta) and timeout > timedelta(0):
-        return timeout
+    span = timeout
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < 1e9:
+        span = timedelta(seconds=timeout)
+    if isinstance(span, timedelta) and span > timedelta(0):
+        return span
     raise UsageError(f"timeout is {timeout!r}: expected seconds, or a timedelta, greater than 0")
 
 

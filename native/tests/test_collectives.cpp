@@ -1,0 +1,425 @@
+// Every collective against a naive oracle: all sizes at which the path changes, and long random
+// mixtures, in which buffers are used again by operations of other kinds.
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "ranks.h"
+
+using namespace phalanx;
+using ranks::Mapping;
+using ranks::Random;
+using ranks::Rank;
+using ranks::within;
+
+namespace {
+
+// One operation, the same on all ranks. Data are a function of `salt`, rank and position.
+struct Operation {
+  Kind kind = Kind::barrier;
+  DType dtype = DType::uint8;
+  ReduceOp op = ReduceOp::sum;
+  std::size_t count = 0;
+  int root = 0;
+  std::uint64_t salt = 0;
+};
+
+std::uint64_t mixed(std::uint64_t x) {
+  x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15;
+  return x ^ (x >> 29);
+}
+
+std::uint64_t word(std::uint64_t salt, int rank, std::size_t i) {
+  return mixed(salt + i * 0x632be59bd9b4e019 + static_cast<std::uint64_t>(rank) * 7919);
+}
+
+// Elements between two fences, somewhere off the alignment of vectors, full of poison.
+class Buffer {
+ public:
+  Buffer(std::size_t count, DType dtype, Random& random)
+      : size_(count * size_of(dtype)),
+        start_(kFence + random.below(4) * size_of(dtype)),
+        poison_(static_cast<std::byte>(random.below(255) + 1)),
+        memory_(size_ + 2 * kFence + 64, poison_) {}
+
+  std::byte* data() { return memory_.data() + start_; }
+  std::size_t size() const { return size_; }
+  template <class T>
+  T get(std::size_t i) const {
+    T value;
+    std::memcpy(&value, memory_.data() + start_ + i * sizeof(T), sizeof value);
+    return value;
+  }
+  template <class T>
+  void set(std::size_t i, T value) {
+    std::memcpy(memory_.data() + start_ + i * sizeof(T), &value, sizeof value);
+  }
+  bool fences_stand() const {
+    for (std::size_t i = 0; i < memory_.size(); ++i) {
+      if (i == start_) i += size_;
+      if (i < memory_.size() && memory_[i] != poison_) return false;
+    }
+    return true;
+  }
+  bool poisoned() const {
+    return std::all_of(memory_.begin(), memory_.end(), [this](auto b) { return b == poison_; });
+  }
+  friend bool operator==(const Buffer& a, const Buffer& b) {
+    return a.size_ == b.size_ &&
+           std::memcmp(a.memory_.data() + a.start_, b.memory_.data() + b.start_, a.size_) == 0;
+  }
+
+ private:
+  static constexpr std::size_t kFence = 64;
+  std::size_t size_, start_;
+  std::byte poison_;
+  std::vector<std::byte> memory_;
+};
+
+// Calls `use` with a value of the C++ type of `dtype`; the types that the mixtures reduce.
+template <class Use>
+void with_type(DType dtype, Use&& use) {
+  switch (dtype) {
+    case DType::uint8: return use(std::uint8_t{});
+    case DType::int16: return use(std::int16_t{});
+    case DType::int32: return use(std::int32_t{});
+    case DType::int64: return use(std::int64_t{});
+    case DType::float32: return use(float{});
+    default: return use(double{});
+  }
+}
+constexpr std::array kReduced = {DType::uint8, DType::int16,   DType::int32,
+                                 DType::int64, DType::float32, DType::float64};
+constexpr std::array kMoved = {DType::boolean, DType::uint8,   DType::bfloat16,  DType::int32,
+                               DType::float64, DType::float32, DType::complex64, DType::complex128};
+
+template <class T>
+T element(std::uint64_t salt, int rank, std::size_t i) {
+  const std::uint64_t bits = word(salt, rank, i);
+  if constexpr (std::is_floating_point_v<T>) {
+    // Sums of these round, so that another order would give other bits.
+    return static_cast<T>(static_cast<double>(static_cast<std::int64_t>(bits) >> 20) * 1e-9);
+  } else {
+    return static_cast<T>(bits);
+  }
+}
+
+template <class T>
+T combined(ReduceOp op, T a, T b) {
+  if constexpr (std::is_integral_v<T>) {
+    using U = std::uint64_t;
+    const U x = static_cast<U>(a), y = static_cast<U>(b);
+    switch (op) {
+      case ReduceOp::sum: return static_cast<T>(x + y);
+      case ReduceOp::product: return static_cast<T>(x * y);
+      case ReduceOp::band: return static_cast<T>(x & y);
+      case ReduceOp::bor: return static_cast<T>(x | y);
+      case ReduceOp::bxor: return static_cast<T>(x ^ y);
+      default: break;
+    }
+  }
+  switch (op) {
+    case ReduceOp::product: return static_cast<T>(a * b);
+    case ReduceOp::min: return std::min(a, b);
+    case ReduceOp::max: return std::max(a, b);
+    default: return static_cast<T>(a + b);
+  }
+}
+
+Buffer reduced(const Operation& o, int size, Random& random) {
+  Buffer out(o.count, o.dtype, random);
+  with_type(o.dtype, [&]<class T>(T) {
+    for (std::size_t i = 0; i < o.count; ++i) {
+      T value = element<T>(o.salt, 0, i);
+      for (int rank = 1; rank < size; ++rank) {
+        value = combined<T>(o.op, value, element<T>(o.salt, rank, i));
+      }
+      out.set<T>(i, o.op == ReduceOp::avg ? static_cast<T>(value / static_cast<T>(size)) : value);
+    }
+  });
+  return out;
+}
+
+Buffer input_of(const Operation& o, int rank, Random& random) {
+  Buffer out(o.count, o.dtype, random);
+  if (o.kind == Kind::reduce || o.kind == Kind::all_reduce) {
+    with_type(o.dtype, [&]<class T>(T) {
+      for (std::size_t i = 0; i < o.count; ++i) out.set<T>(i, element<T>(o.salt, rank, i));
+    });
+    return out;
+  }
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    out.set(i, static_cast<std::uint8_t>(word(o.salt, rank, i)));
+  }
+  return out;
+}
+
+// One buffer for each rank; `filled` with what that rank has, or poison.
+std::vector<Buffer> parts_of(const Operation& o, int size, bool filled, Random& random) {
+  std::vector<Buffer> parts;
+  for (int rank = 0; rank < size; ++rank) {
+    parts.push_back(filled ? input_of(o, rank, random) : Buffer(o.count, o.dtype, random));
+  }
+  return parts;
+}
+
+std::vector<void*> pointers(std::vector<Buffer>& parts) {
+  std::vector<void*> all;
+  for (Buffer& part : parts) all.push_back(part.data());
+  return all;
+}
+
+bool right_in_place(Rank& rank, const Operation& o) {
+  Random& random = rank.random;
+  Buffer data = input_of(o, rank.self, random);
+  const Buffer before = data;
+  Status status;
+  if (o.kind == Kind::broadcast) {
+    if (rank.self != o.root) data = Buffer(o.count, o.dtype, random);
+    status = broadcast(rank.group, data.data(), o.count, o.dtype, o.root, within());
+    return status.ok() && data.fences_stand() && data == input_of(o, o.root, random);
+  }
+  const bool everywhere = o.kind == Kind::all_reduce;
+  status = everywhere ? all_reduce(rank.group, data.data(), o.count, o.dtype, o.op, within())
+                      : reduce(rank.group, data.data(), o.count, o.dtype, o.op, o.root, within());
+  const bool wanted = everywhere || rank.self == o.root;
+  return status.ok() && data.fences_stand() &&
+         data == (wanted ? reduced(o, rank.size, random) : before);
+}
+
+bool right_gathered(Rank& rank, const Operation& o) {
+  Random& random = rank.random;
+  Buffer input = input_of(o, rank.self, random);
+  const Buffer before = input;
+  const bool everywhere = o.kind == Kind::all_gather;
+  const bool wanted = everywhere || rank.self == o.root;
+  std::vector<Buffer> outputs = parts_of(o, rank.size, false, random);
+  const std::vector<void*> to = pointers(outputs);
+  void* const* given = wanted || random.one_in(2) ? to.data() : nullptr;
+  const Status status =
+      everywhere ? all_gather(rank.group, input.data(), given, o.count, o.dtype, within())
+                 : gather(rank.group, input.data(), given, o.count, o.dtype, o.root, within());
+  bool good = status.ok() && input == before;
+  for (int from = 0; from < rank.size; ++from) {
+    const Buffer& output = outputs[static_cast<std::size_t>(from)];
+    good = good && output.fences_stand() &&
+           (wanted ? output == input_of(o, from, random) : output.poisoned());
+  }
+  return good;
+}
+
+bool right_scattered(Rank& rank, const Operation& o) {
+  Random& random = rank.random;
+  const bool is_root = rank.self == o.root;
+  std::vector<Buffer> inputs = parts_of(o, is_root ? rank.size : 0, true, random);
+  const std::vector<void*> from = pointers(inputs);
+  Buffer output(o.count, o.dtype, random);
+  const Status status = scatter(rank.group, is_root ? from.data() : nullptr, output.data(), o.count,
+                                o.dtype, o.root, within());
+  return status.ok() && output.fences_stand() && output == input_of(o, rank.self, random);
+}
+
+bool right(Rank& rank, const Operation& o) {
+  switch (o.kind) {
+    case Kind::barrier: return barrier(rank.group, within()).ok();
+    case Kind::gather:
+    case Kind::all_gather: return right_gathered(rank, o);
+    case Kind::scatter: return right_scattered(rank, o);
+    default: return right_in_place(rank, o);
+  }
+}
+
+bool check_right(Rank& rank, const Operation& o) {
+  if (CHECK(right(rank, o))) return true;
+  std::fprintf(stderr, "  rank %d of %d: kind %d dtype %d op %d count %zu root %d broken %d\n",
+               rank.self, rank.size, static_cast<int>(o.kind), static_cast<int>(o.dtype),
+               static_cast<int>(o.op), o.count, o.root, static_cast<int>(rank.group.broken().code));
+  return false;
+}
+
+constexpr std::array kKinds = {Kind::barrier, Kind::broadcast, Kind::reduce,    Kind::all_reduce,
+                               Kind::gather,  Kind::scatter,   Kind::all_gather};
+
+// Where something changes, in bytes: nothing, an element, the inline buffers, chunks, slices.
+std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
+  const std::size_t off = script.below(130);
+  switch (script.below(large ? 10 : 4)) {
+    case 0: return script.below(3);
+    case 1: return script.below(200);
+    case 2: return kInlineBytes / ranks - 64 + off;
+    case 3: return kInlineBytes - std::min<std::size_t>(64, kInlineBytes) + (large ? off : off / 2);
+    case 4: return kChunkBytes - 64 + off;
+    case 5: return kChunkBytes / ranks - 64 + off;
+    case 6: return 2 * kChunkBytes - 64 + off;
+    case 7: return (1 + script.below(4)) * (kChunkBytes / ranks / kLine * kLine) * ranks - 64 + off;
+    case 8: return script.below(5 * kChunkBytes);
+    default: return kInlineBytes + script.below(kChunkBytes);
+  }
+}
+
+Operation random_operation(Random& script, int size, bool large) {
+  Operation o;
+  o.kind = kKinds[script.below(kKinds.size())];
+  const bool reduces = o.kind == Kind::reduce || o.kind == Kind::all_reduce;
+  o.dtype = reduces ? kReduced[script.below(kReduced.size())] : kMoved[script.below(kMoved.size())];
+  do {
+    o.op = static_cast<ReduceOp>(1 + script.below(8));
+  } while (reduces && !supports(o.dtype, o.op));
+  const auto n = static_cast<std::size_t>(size);
+  o.count = interesting_bytes(script, n, large) / size_of(o.dtype);
+  o.root = static_cast<int>(script.below(n));
+  o.salt = script.bits();
+  return o;
+}
+
+// A random mixture: `large` of so many is larger than inline.
+void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping, bool disturbed) {
+  ranks::run(
+      size,
+      [&](Rank& rank) {
+        Random script(500 + static_cast<std::uint64_t>(size) + large_one_in);
+        for (int i = 0; i < operations; ++i) {
+          const bool large = large_one_in != 0 && script.one_in(large_one_in);
+          const Operation o = random_operation(script, size, large);
+          ranks::dawdle(rank.random);
+          if (!check_right(rank, o)) return;
+        }
+      },
+      mapping, disturbed);
+}
+
+}  // namespace
+
+TEST(every_collective_at_every_size) {
+  for (const int size : {1, 2, 3, 4, 5}) {
+    const auto n = static_cast<std::size_t>(size);
+    const std::size_t slice = kChunkBytes / n / kLine * kLine;
+    const std::array sizes = {std::size_t{0},   std::size_t{1},        std::size_t{7},
+                              kInlineBytes / n, kInlineBytes - 1,      kInlineBytes,
+                              kInlineBytes + 1, slice * n - 1,         slice * n,
+                              slice * n + 1,    kChunkBytes,           kChunkBytes + 1,
+                              2 * kChunkBytes,  3 * kChunkBytes + 4321};
+    ranks::run(size, [&](Rank& rank) {
+      std::uint64_t salt = ranks::seed;
+      for (const Kind kind : kKinds) {
+        for (const std::size_t count : sizes) {
+          const int root = static_cast<int>(++salt % n);
+          const Operation o{.kind = kind, .count = count, .root = root, .salt = salt};
+          if (!check_right(rank, o)) return;
+        }
+      }
+    });
+  }
+}
+
+TEST(every_operator_on_both_paths) {
+  for (const int size : {1, 2, 3, 5}) {
+    ranks::run(size, [](Rank& rank) {
+      std::uint64_t salt = ranks::seed;
+      for (const DType dtype : kReduced) {
+        for (int op = 1; op <= 8; ++op) {
+          if (!supports(dtype, static_cast<ReduceOp>(op))) continue;
+          for (const std::size_t count : {std::size_t{11}, std::size_t{70'001} / size_of(dtype)}) {
+            const Operation o{.kind = Kind::all_reduce,
+                              .dtype = dtype,
+                              .op = static_cast<ReduceOp>(op),
+                              .count = count,
+                              .salt = ++salt};
+            if (!check_right(rank, o)) return;
+          }
+        }
+      }
+    });
+  }
+}
+
+TEST(small_operations_in_a_row) {
+  for (const int size : {2, 3, 4, 5}) {
+    mixture(size, ranks::scaled(2500), 0, Mapping::same, false);
+  }
+}
+
+TEST(mixtures_of_all_kinds_and_sizes) {
+  for (const int size : {1, 2, 3, 4, 5}) {
+    mixture(size, ranks::scaled(400), 2, Mapping::same, false);
+  }
+}
+
+TEST(mixtures_with_ranks_stopped_anywhere) {
+  for (const int size : {2, 3, 5}) {
+    mixture(size, ranks::scaled(300), 3, Mapping::same, true);
+  }
+}
+
+TEST(mixtures_over_mappings_of_their_own) {
+  for (const int size : {2, 4}) {
+    mixture(size, ranks::scaled(300), 4, Mapping::own, true);
+  }
+}
+
+TEST(large_reductions_in_a_row) {
+  for (const int size : {2, 3, 4, 5}) {
+    ranks::run(
+        size,
+        [size](Rank& rank) {
+          Random script(42 + static_cast<std::uint64_t>(size));
+          for (int i = 0; i < ranks::scaled(60) + 3; ++i) {
+            const Kind kind = script.one_in(3) ? Kind::reduce : Kind::all_reduce;
+            const Operation o{
+                .kind = kind,
+                .dtype = DType::float32,
+                .count = kInlineBytes + script.below(3 * kChunkBytes / 2),
+                .root = static_cast<int>(script.below(static_cast<std::size_t>(size))),
+                .salt = script.bits()};
+            if (!check_right(rank, o)) return;
+          }
+        },
+        Mapping::same, true);
+  }
+}
+
+TEST(null_pointers_of_empty_tensors) {
+  ranks::run(3, [](Rank& rank) {
+    const std::vector<void*> none(3, nullptr);
+    const auto bounds = within();
+    constexpr DType f32 = DType::float32;
+    CHECK(broadcast(rank.group, nullptr, 0, f32, 1, bounds).ok());
+    CHECK(all_reduce(rank.group, nullptr, 0, f32, ReduceOp::sum, bounds).ok());
+    CHECK(reduce(rank.group, nullptr, 0, f32, ReduceOp::avg, 1, bounds).ok());
+    CHECK(gather(rank.group, nullptr, none.data(), 0, f32, 1, bounds).ok());
+    CHECK(scatter(rank.group, none.data(), nullptr, 0, f32, 1, bounds).ok());
+    CHECK(all_gather(rank.group, nullptr, none.data(), 0, f32, bounds).ok());
+  });
+}
+
+TEST(in_place_where_input_is_the_own_part_of_the_output) {
+  for (const std::size_t count : {std::size_t{9}, 3 * kChunkBytes + 5}) {
+    ranks::run(3, [count](Rank& rank) {
+      const Operation o{.kind = Kind::all_gather, .count = count, .salt = 4};
+      std::vector<Buffer> outputs = parts_of(o, 3, false, rank.random);
+      Buffer& own = outputs[static_cast<std::size_t>(rank.self)];
+      own = input_of(o, rank.self, rank.random);
+      const auto to = pointers(outputs);
+      CHECK(all_gather(rank.group, own.data(), to.data(), count, o.dtype, within()).ok());
+      for (int from = 0; from < 3; ++from) {
+        CHECK(outputs[static_cast<std::size_t>(from)] == input_of(o, from, rank.random));
+      }
+    });
+  }
+}
+
+TEST(threads_of_one_rank_take_turns) {
+  ranks::run(2, [](Rank& rank) {
+    // The same operation from two threads: whichever comes first, all ranks do the same.
+    const auto work = [&] {
+      for (int i = 0; i < ranks::scaled(300); ++i) {
+        std::int32_t value = 1;
+        CHECK(all_reduce(rank.group, &value, 1, DType::int32, ReduceOp::sum, within()).ok());
+        CHECK_EQ(value, 2);
+      }
+    };
+    std::thread other(work);
+    work();
+    other.join();
+  });
+}

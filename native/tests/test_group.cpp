@@ -1,0 +1,390 @@
+// Meeting, breaking and leaving: every mistake is reported on every rank, and nothing hangs.
+#include <sys/mman.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <mutex>
+
+#include "ranks.h"
+
+using namespace phalanx;
+using namespace std::chrono_literals;
+using ranks::Mapping;
+using ranks::Rank;
+using ranks::within;
+
+namespace {
+
+// What each rank came to.
+class Statuses {
+ public:
+  explicit Statuses(int size) : all_(static_cast<std::size_t>(size)) {}
+  Status& operator[](int rank) { return all_[static_cast<std::size_t>(rank)]; }
+
+  // The first failure wins and is what all report.
+  void check_same(Code code) {
+    for (const Status& each : all_) {
+      CHECK_EQ(each.code, code);
+      CHECK_EQ(each.peer, all_[0].peer);
+      CHECK_EQ(each.reporter, all_[0].reporter);
+      CHECK(each.mine == all_[0].mine);
+      CHECK(each.theirs == all_[0].theirs);
+    }
+  }
+
+ private:
+  std::vector<Status> all_;
+};
+
+void sleepers_on_rank(Rank& rank, int on, std::uint32_t count) {
+  Event& event = rank.group.segment().control(on).stepped;
+  CHECK(ranks::eventually([&] { return event.sleepers.load() >= count; }));
+}
+
+// All operations on a broken group: each gives `code` at once.
+void check_refused(Rank& rank, Code code) {
+  const std::uint64_t step = rank.group.step();
+  for (const std::size_t count : {std::size_t{0}, std::size_t{3}, kInlineBytes + 1}) {
+    std::vector<std::byte> data(count), more(count * static_cast<std::size_t>(rank.size));
+    std::vector<void*> parts;
+    for (int i = 0; i < rank.size; ++i) {
+      parts.push_back(more.data() + static_cast<std::size_t>(i) * count);
+    }
+    const auto bounds = within();
+    constexpr DType u8 = DType::uint8;
+    constexpr ReduceOp op = ReduceOp::bor;
+    CHECK_EQ(barrier(rank.group, bounds).code, code);
+    CHECK_EQ(broadcast(rank.group, data.data(), count, u8, 0, bounds).code, code);
+    CHECK_EQ(all_reduce(rank.group, data.data(), count, u8, op, bounds).code, code);
+    CHECK_EQ(reduce(rank.group, data.data(), count, u8, op, 0, bounds).code, code);
+    CHECK_EQ(gather(rank.group, data.data(), parts.data(), count, u8, 0, bounds).code, code);
+    CHECK_EQ(scatter(rank.group, parts.data(), data.data(), count, u8, 0, bounds).code, code);
+    CHECK_EQ(all_gather(rank.group, data.data(), parts.data(), count, u8, bounds).code, code);
+    for (int peer = 0; peer < rank.size; ++peer) {
+      const auto sent = rank.mailbox.send(data.data(), count, u8, peer, 0, false);
+      CHECK_EQ(rank.mailbox.wait(*sent, bounds).code, code);
+      const auto received = rank.mailbox.recv(data.data(), count, u8, peer, 0, false);
+      CHECK_EQ(rank.mailbox.wait(*received, bounds).code, code);
+    }
+  }
+  CHECK_EQ(rank.group.step(), step);
+  CHECK_EQ(rank.mailbox.outstanding(), 0u);
+}
+
+std::atomic<bool> interrupt_now;
+
+}  // namespace
+
+TEST(ranks_that_agree_meet) {
+  for (const int size : {1, 2, 3, 4, 5}) {
+    ranks::run(size, [](Rank& rank) {
+      for (std::uint64_t i = 1; i <= 300; ++i) {
+        CHECK(rank.group.meet({.count = i, .root = 0, .kind = Kind::broadcast}, within()).ok());
+        CHECK_EQ(rank.group.sequence(), i);
+        CHECK_EQ(rank.group.step(), i);
+        ranks::dawdle(rank.random);
+      }
+    });
+  }
+}
+
+TEST(every_difference_is_reported_on_every_rank) {
+  const Fingerprint usual{
+      .count = 1000, .root = 0, .kind = Kind::reduce, .dtype = DType::float32, .op = ReduceOp::sum};
+  std::array<Fingerprint, 6> others;
+  others.fill(usual);
+  others[0].count = 1001;
+  others[1].count = usual.count + (std::uint64_t{1} << 32);
+  others[2].root = 1;
+  others[3].kind = Kind::all_reduce;
+  others[4].dtype = DType::int32;
+  others[5].op = ReduceOp::max;
+  for (const int size : {2, 3, 5}) {
+    for (const Fingerprint& other : others) {
+      for (const int odd : {0, size - 1}) {
+        Statuses statuses(size);
+        ranks::run(size, [&](Rank& rank) {
+          CHECK(barrier(rank.group, within()).ok());
+          ranks::dawdle(rank.random);
+          statuses[rank.self] = rank.group.meet(rank.self == odd ? other : usual, within());
+          rank.together.arrive_and_wait();
+          check_refused(rank, Code::mismatch);
+        });
+        statuses.check_same(Code::mismatch);
+        const Status& status = statuses[0];
+        CHECK((status.reporter == odd) != (status.peer == odd));
+        Fingerprint odd_one = status.reporter == odd ? status.mine : status.theirs;
+        Fingerprint usual_one = status.reporter == odd ? status.theirs : status.mine;
+        CHECK_EQ(odd_one.sequence, 2u);
+        CHECK_EQ(usual_one.sequence, 2u);
+        odd_one.sequence = usual_one.sequence = 0;
+        CHECK(odd_one == other);
+        CHECK(usual_one == usual);
+      }
+    }
+  }
+}
+
+TEST(collectives_that_differ_are_reported_before_data_moves) {
+  ranks::run(3, [](Rank& rank) {
+    constexpr std::size_t count = 3 * kChunkBytes;
+    std::vector<std::byte> data(count, std::byte{0x77});
+    const Status status =
+        rank.self == 1
+            ? broadcast(rank.group, data.data(), count, DType::uint8, 0, within())
+            : all_reduce(rank.group, data.data(), count, DType::uint8, ReduceOp::bxor, within());
+    CHECK_EQ(status.code, Code::mismatch);
+    bool untouched = true;
+    for (const std::byte byte : data) untouched = untouched && byte == std::byte{0x77};
+    CHECK(untouched);
+  });
+}
+
+TEST(abort_wakes_those_who_sleep) {
+  for (const int size : {2, 3, 5}) {
+    Statuses statuses(size);
+    ranks::run(size, [&](Rank& rank) {
+      if (rank.self == 0) {
+        sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
+        statuses[0] = rank.group.abort({.code = Code::aborted, .reporter = 0});
+      } else {
+        statuses[rank.self] = barrier(rank.group, within());
+      }
+      check_refused(rank, Code::aborted);
+    });
+    statuses.check_same(Code::aborted);
+    CHECK_EQ(statuses[0].reporter, 0);
+    CHECK_EQ(statuses[0].peer, -1);
+  }
+}
+
+TEST(every_field_of_a_failure_survives_the_abort_word) {
+  for (const int rank_named : {0, 1, kMaxRanks - 1}) {
+    for (const int error : {0, 1, EOVERFLOW, 0xffff}) {
+      ranks::run(1, [&](Rank& rank) {
+        const Status status = rank.group.abort(
+            {.code = Code::out_of_memory, .peer = rank_named, .reporter = 0, .error = error});
+        CHECK_EQ(status.code, Code::out_of_memory);
+        CHECK_EQ(status.peer, rank_named);
+        CHECK_EQ(status.reporter, 0);
+        CHECK_EQ(status.error, error);
+      });
+    }
+  }
+}
+
+TEST(of_failures_at_once_one_wins_whole) {
+  for (int round = 0; round < ranks::scaled(300); ++round) {
+    Statuses statuses(3);
+    ranks::run(3, [&](Rank& rank) {
+      const auto fail = [&rank](int number) {
+        const auto count = static_cast<std::uint64_t>(number);
+        return rank.group.abort({.code = Code::timeout,
+                                 .peer = number,
+                                 .reporter = rank.self,
+                                 .mine = {.count = count},
+                                 .theirs = {.count = 2 * count}});
+      };
+      // Two threads of one rank, as a blocking call and the thread of the messages.
+      std::thread other([&] { (void)fail(100 + rank.self); });
+      statuses[rank.self] = fail(200 + rank.self);
+      other.join();
+      CHECK(rank.group.broken().mine == statuses[rank.self].mine);
+    });
+    statuses.check_same(Code::timeout);
+    CHECK_EQ(statuses[0].mine.count, static_cast<std::uint64_t>(statuses[0].peer));
+    CHECK_EQ(statuses[0].theirs.count, 2 * static_cast<std::uint64_t>(statuses[0].peer));
+  }
+}
+
+TEST(deadline_names_the_rank_that_is_missing) {
+  for (const int size : {2, 3, 5}) {
+    for (const std::size_t count : {std::size_t{1}, 3 * kChunkBytes}) {
+      Statuses statuses(size);
+      const int late = size - 1;
+      ranks::run(size, [&](Rank& rank) {
+        std::vector<std::byte> data(count);
+        const auto work = [&](Clock::duration time) {
+          return all_reduce(rank.group, data.data(), count, DType::uint8, ReduceOp::max,
+                            within(time));
+        };
+        CHECK(work(60s).ok());
+        if (rank.self != late) {
+          statuses[rank.self] = work(rank.self == 0 ? Clock::duration(30ms) : 60s);
+          rank.together.arrive_and_wait();
+        } else {
+          rank.together.arrive_and_wait();
+          statuses[late] = work(60s);
+        }
+        check_refused(rank, Code::timeout);
+      });
+      statuses.check_same(Code::timeout);
+      CHECK_EQ(statuses[0].peer, late);
+      CHECK_EQ(statuses[0].reporter, 0);
+      CHECK_EQ(statuses[0].mine.sequence, 2u);
+      CHECK_EQ(statuses[0].mine.kind, Kind::all_reduce);
+      CHECK_EQ(statuses[0].mine.count, count);
+    }
+  }
+}
+
+// A peer that was left behind in an operation may still read the inline buffer which the next one
+// but one would fill.
+TEST(a_broken_group_is_not_written_to) {
+  ranks::run(2, [](Rank& rank) {
+    std::vector<std::byte> data(kInlineBytes, static_cast<std::byte>(0x10 + rank.self));
+    const auto sum = [&](const Bounds& bounds) {
+      return all_reduce(rank.group, data.data(), data.size(), DType::uint8, ReduceOp::sum, bounds);
+    };
+    CHECK(sum(within()).ok());
+    const auto inline_bytes = [&] {
+      const std::byte* start = rank.group.segment().inline_buffer(0, 0);
+      return std::vector<std::byte>(start, start + 2 * kInlineBytes);
+    };
+    if (rank.self == 0) {
+      data.assign(kInlineBytes, std::byte{0x55});
+      CHECK_EQ(sum(within(10ms)).code, Code::timeout);
+      const auto before = inline_bytes();
+      data.assign(kInlineBytes, std::byte{0x66});
+      check_refused(rank, Code::timeout);
+      CHECK_EQ(sum(within()).code, Code::timeout);
+      CHECK(inline_bytes() == before);
+    }
+    rank.together.arrive_and_wait();
+  });
+}
+
+TEST(who_waits_for_a_rank_that_left_is_told) {
+  for (const int size : {2, 3, 5}) {
+    for (const bool asleep : {false, true}) {
+      Statuses statuses(size);
+      ranks::run(size, [&](Rank& rank) {
+        CHECK(barrier(rank.group, within()).ok());
+        if (rank.self == 0) {
+          if (asleep) sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
+          rank.group.leave();
+          rank.group.leave();  // a second time does nothing
+          statuses[0] = {.code = Code::left};
+        } else {
+          statuses[rank.self] = barrier(rank.group, within());
+          CHECK_EQ(statuses[rank.self].code, Code::left);
+          CHECK_EQ(statuses[rank.self].peer, 0);
+        }
+      });
+    }
+  }
+}
+
+// Ranks leave at once when they are done; those who have all they need must succeed.
+TEST(a_rank_that_leaves_after_its_part_is_not_missed) {
+  ranks::Random random(77);
+  for (int round = 0; round < ranks::scaled(400); ++round) {
+    const int size = 2 + static_cast<int>(random.below(4));
+    const std::size_t count = random.one_in(2) ? random.below(100) : random.below(3 * kChunkBytes);
+    const int root = static_cast<int>(random.below(static_cast<std::size_t>(size)));
+    const std::size_t what = random.below(4);
+    ranks::run(size, [&](Rank& rank) {
+      std::vector<std::byte> data(count), more(count * static_cast<std::size_t>(size));
+      std::vector<void*> parts;
+      for (int i = 0; i < size; ++i) {
+        parts.push_back(more.data() + static_cast<std::size_t>(i) * count);
+      }
+      ranks::dawdle(rank.random);
+      Status status;
+      constexpr DType u8 = DType::uint8;
+      switch (what) {
+        case 0: status = broadcast(rank.group, data.data(), count, u8, root, within()); break;
+        case 1:
+          status = all_reduce(rank.group, data.data(), count, u8, ReduceOp::sum, within());
+          break;
+        case 2:
+          status = gather(rank.group, data.data(), parts.data(), count, u8, root, within());
+          break;
+        default: status = scatter(rank.group, parts.data(), data.data(), count, u8, root, within());
+      }
+      if (!CHECK(status.ok())) {
+        std::printf("operation %zu count %zu of %d: code %d peer %d\n", what, count, size,
+                    static_cast<int>(status.code), status.peer);
+      }
+    });
+  }
+}
+
+TEST(a_signal_handler_that_raises_breaks_the_group) {
+  Statuses statuses(3);
+  interrupt_now = false;
+  ranks::run(3, [&](Rank& rank) {
+    Bounds bounds = within();
+    if (rank.self == 0) {
+      bounds.interrupted = [] { return interrupt_now.load(); };
+      interrupt_now = true;
+      statuses[0] = barrier(rank.group, bounds);
+    } else {
+      CHECK(ranks::eventually([&] { return !rank.group.broken().ok(); }));
+      statuses[rank.self] = barrier(rank.group, bounds);
+    }
+    check_refused(rank, Code::interrupted);
+  });
+  statuses.check_same(Code::interrupted);
+  CHECK_EQ(statuses[0].reporter, 0);
+}
+
+TEST(who_is_interrupted_says_so_whatever_else_went_wrong) {
+  ranks::run(2, [](Rank& rank) {
+    if (rank.self == 0) {
+      (void)rank.group.abort({.code = Code::aborted, .reporter = 0, .mine = {.count = 5}});
+      const Status status =
+          rank.group.abort({.code = Code::interrupted, .reporter = 0, .mine = {.count = 6}});
+      CHECK_EQ(status.code, Code::interrupted);
+    }
+    rank.together.arrive_and_wait();
+    CHECK_EQ(rank.group.broken().code, Code::aborted);
+    CHECK_EQ(rank.group.broken().mine.count, 5u);
+  });
+}
+
+TEST(a_rank_without_memory_tells_all) {
+  for (const int poor : {0, 2}) {
+    Statuses statuses(3);
+    ranks::run(
+        3,
+        [&](Rank& rank) {
+          if (rank.self == poor) {
+            // What is not mapped can't be had: the answer of a host without memory.
+            munmap(rank.group.segment().staging(poor, 0), 2 * kChunkBytes);
+          }
+          std::vector<std::byte> data(kInlineBytes + 1);
+          statuses[rank.self] = all_reduce(rank.group, data.data(), data.size(), DType::uint8,
+                                           ReduceOp::sum, within());
+        },
+        Mapping::own);
+    statuses.check_same(Code::out_of_memory);
+    CHECK_EQ(statuses[0].reporter, poor);
+    CHECK_EQ(statuses[0].error, ENOMEM);
+  }
+}
+
+// Nothing but the fingerprints and the abort word tells ranks apart that disagree at random.
+TEST(disagreement_at_random_never_hangs) {
+  ranks::Random random(3);
+  for (int round = 0; round < ranks::scaled(200); ++round) {
+    const int size = 2 + static_cast<int>(random.below(4));
+    Statuses statuses(size);
+    const std::size_t odd = random.below(static_cast<std::size_t>(size));
+    const std::size_t when = random.below(30);
+    ranks::run(size, [&](Rank& rank) {
+      std::vector<std::byte> data(2 * kChunkBytes);
+      Status status;
+      for (std::size_t i = 0; status.ok() && i <= when; ++i) {
+        const std::size_t wrong = i == when && static_cast<std::size_t>(rank.self) == odd;
+        const std::size_t count = (i % 3 == 0 ? kInlineBytes * 2 : 10 * i) + wrong;
+        ranks::dawdle(rank.random);
+        status = all_reduce(rank.group, data.data(), count, DType::uint8, ReduceOp::max, within());
+        CHECK_EQ(status.code, i == when ? Code::mismatch : Code::ok);
+      }
+      statuses[rank.self] = status;
+    });
+    statuses.check_same(Code::mismatch);
+  }
+}

@@ -1,0 +1,87 @@
+"""Run the small examples as a user does, and compare what they print with what must come out."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BACKENDS = ("gloo",)
+TIMEOUT = 60.0
+
+
+def run(script: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    # From another directory: an example finds the package by itself.
+    command = [sys.executable, str(script), *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, cwd=script.parents[2], check=False
+    )
+
+
+def output(script: Path, *options: str) -> list[str]:
+    result = run(script, *options)
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def examples(repository: Path) -> Path:
+    return repository / "examples"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_send_recv(examples: Path, backend: str) -> None:
+    assert output(examples / "send_recv.py", "--backend", backend) == [
+        f"rank {rank} has [{rank}.0, {rank}.0, {rank}.0]" for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("nproc", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_isend_irecv(examples: Path, backend: str, nproc: int) -> None:
+    printed = output(examples / "isend_irecv.py", "--backend", backend, "--nproc", str(nproc))
+    assert printed == [
+        f"rank {rank} got {(rank - 1) % nproc} from the left, {(rank + 1) % nproc} from the right, "
+        f"and computed {rank * rank}"
+        for rank in range(nproc)
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_subgroup_all_reduce(examples: Path, backend: str) -> None:
+    assert output(examples / "subgroup_all_reduce.py", "--backend", backend) == [
+        "rank 0 in [0, 2]: 101",
+        "rank 1 in [1, 3]: 1010",
+        "rank 2 in [0, 2]: 101",
+        "rank 3 in [1, 3]: 1010",
+    ]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_collectives(examples: Path, backend: str) -> None:
+    ranks = range(3)
+    everyone = [[1.5 * rank] for rank in ranks]
+    expected = {
+        "broadcast": [[7.0, 8.0]] * 3,
+        "reduce": [[3.0, 3.0], "-", "-"],
+        "all_reduce": [[3.0, 3.0]] * 3,
+        "scatter": [[10.0 * rank, 1.0] for rank in ranks],
+        "gather": [everyone, "-", "-"],
+        "all_gather": [everyone] * 3,
+        "barrier": ["passed"] * 3,
+    }
+    lines = []
+    for name, results in expected.items():
+        lines += [name, *(f"  rank {rank}: {results[rank]}" for rank in ranks)]
+    assert output(examples / "collectives.py", "--backend", backend, "--nproc", "3") == lines
+
+
+@pytest.mark.parametrize(
+    "name", ["send_recv", "isend_irecv", "subgroup_all_reduce", "collectives", "train_digits"]
+)
+def test_no_ranks(examples: Path, name: str) -> None:
+    result = run(examples / f"{name}.py", "--nproc", "0")
+    assert result.returncode == 2
+    assert "--nproc" in result.stderr
+    assert "given, expected" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,169 @@
+"""The main job, run as a user runs it, against one process that trains on whole global batches."""
+
+import gzip
+import json
+import os
+import re
+import runpy
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+BACKENDS = ("gloo",)
+TIMEOUT = 110.0
+# 1437 digits are trained on: 11 global batches of 128, and one of 29 that no world size divides.
+STEPS_PER_EPOCH = 12
+
+
+@dataclass
+class Run:
+    returncode: int
+    stdout: str
+    stderr: str
+    losses: list[float]
+    accuracy: float
+
+
+def start(command: list[str], cwd: Path, **env: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        cwd=cwd,
+        env={**os.environ, **env},
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def script(repository: Path) -> Path:
+    return repository / "examples" / "train_digits.py"
+
+
+def train(script: Path, folder: Path, *options: str, launcher: tuple[str, ...] = ()) -> Run:
+    losses = folder / "losses.json"
+    command = [*(launcher or [sys.executable]), str(script), *options, "--losses", str(losses)]
+    result = start(command, folder)
+    assert result.returncode == 0, result.stderr
+    written = json.loads(losses.read_text())
+    return Run(
+        result.returncode, result.stdout, result.stderr, written["losses"], written["accuracy"]
+    )
+
+
+def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
+    """Train in this process, in float64, each step on a whole global batch that is cut out here."""
+    example: dict[str, Any] = runpy.run_path(str(script))
+    digits, _ = example["load_digits"](None, seed)
+    images, labels = digits[list(range(len(digits)))]
+    torch.manual_seed(seed)
+    model = example["ConvNet"](0.0).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-3)
+    batches: list[Tensor] = []
+    for epoch in range(2):
+        order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(seed + epoch))
+        batches += order.split(128)
+    losses = []
+    for batch in batches[:steps]:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.nll_loss(model(images[batch].double()), labels[batch])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path, backend: str) -> None:
+    expected = reference_losses(script, 20, seed=5)
+    options = ["--backend", backend, "--no-dropout", "--epochs", "2", "--seed", "5"]
+    for world_size in (1, 2, 4):
+        run = train(script, tmp_path, *options, "--nproc", str(world_size))
+        assert len(run.losses) == 2 * STEPS_PER_EPOCH
+        assert run.losses[:20] == pytest.approx(expected, rel=1e-4), f"world size {world_size}"
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path, backend: str) -> None:
+    full = train(script, tmp_path, "--backend", backend)
+    assert full.accuracy >= 0.97
+    assert f"accuracy on held-out digits: {full.accuracy:.2%}" in full.stdout
+    assert re.search(rf"2 ranks on {backend}: trained for \d+\.\d s, \d+\.\d% of it", full.stdout)
+    assert re.search(r"epoch  1  loss of each rank  2\.\d{4}  2\.\d{4}\n", full.stderr)
+    assert "training" in full.stderr
+    assert "100%" in full.stderr
+    short = train(script, tmp_path, "--backend", backend, "--epochs", "2")
+    assert short.losses == full.losses[: 2 * STEPS_PER_EPOCH]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_per_parameter_under_another_launcher(script: Path, tmp_path: Path, backend: str) -> None:
+    """The script finds the place that torchrun gives it; each way to average gives the same."""
+    options = ["--backend", backend, "--no-dropout", "--epochs", "1"]
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    bucketed = train(script, tmp_path, *options, launcher=(*torchrun, "--nproc-per-node=2"))
+    separate = train(script, tmp_path, *options, "--per-parameter")
+    assert separate.losses == pytest.approx(bucketed.losses, rel=1e-5)
+
+
+@pytest.fixture
+def mnist(tmp_path: Path, shared_data: Path | None, script: Path) -> Path:
+    """The real test images if they are here, else scans written as such."""
+    if shared_data is not None:
+        return shared_data / "mnist"
+    images, labels = runpy.run_path(str(script))["load_scans"]()
+    pixels = (images * 255).round().to(torch.uint8).numpy().tobytes()
+    files = {
+        "t10k-images-idx3-ubyte.gz": struct.pack(">4I", 0x803, len(labels), 28, 28) + pixels,
+        "t10k-labels-idx1-ubyte.gz": struct.pack(">2I", 0x801, len(labels)) + bytes(labels),
+    }
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(gzip.compress(content))
+    return tmp_path
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path, backend: str) -> None:
+    run = train(script, tmp_path, "--backend", backend, "--data", str(mnist), "--epochs", "2")
+    # Two epochs are enough to see that images and labels belong together.
+    assert run.accuracy > 0.8 if len(run.losses) > 100 else run.accuracy > 0.3
+    assert run.losses[-1] < run.losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "nowhere"], "nowhere: no MNIST files found, expected train-images-idx3-ubyte"),
+        (["--global-batch", "1"], "global batch 1 given for world size 2, expected at least one"),
+    ],
+)
+def test_bad_input(script: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    result = start([sys.executable, str(script), "--backend", BACKENDS[0], *options], tmp_path)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"train_digits: {message}")
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("options", [["--epochs", "0"], ["--nproc", "x"], ["--backend", "tcp"]])
+def test_wrong_options(script: Path, tmp_path: Path, options: list[str]) -> None:
+    result = start([sys.executable, str(script), *options], tmp_path)
+    assert result.returncode == 2
+    assert f"argument {options[0]}: " in result.stderr
+    assert repr(options[1]) in result.stderr
+
+
+def test_without_scikit_learn(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise ImportError('hidden by the test')")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(script), "--backend", BACKENDS[0], "--nproc", "1"]
+    result = start(command, tmp_path, PYTHONPATH=path)
+    assert result.returncode == 1
+    assert result.stderr.startswith("train_digits: scikit-learn is missing: pip install")
