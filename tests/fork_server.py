@@ -6,6 +6,7 @@ threads and no groups that a child could inherit. It keeps the ranks that have e
 it is told to reap them, so that their peers can see how they ended.
 """
 
+import gc
 import os
 import pickle
 import sys
@@ -117,6 +118,8 @@ def main() -> None:
     import phalanx.launch.child
 
     del cloudpickle, numpy, pytest, phalanx
+    # Objects of these modules are never collected: the ends of the ranks needn't look at them.
+    gc.freeze()
     # Ranks outnumber the cores as it is.
     torch.set_num_threads(1)
     # Outcomes are pickled under this name, not under __main__.

@@ -14,7 +14,10 @@ __all__ = ["GRACE", "Failure", "excerpt", "first_cause", "signal_name"]
 GRACE = 3.0
 """Seconds for which ranks may go on after a consequence was seen, so that its cause can show."""
 
-_LOST = re.compile(r"^phalanx\.errors\.(PeerLost|Aborted)\b", re.MULTILINE)
+_LOST = re.compile(
+    r"^phalanx\.errors\.(PeerLost|Aborted|CollectiveMismatch: .* has left the group)\b",
+    re.MULTILINE,
+)
 _CONNECTION = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket closed|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ncclRemoteError|remote process exited"

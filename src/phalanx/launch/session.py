@@ -19,6 +19,9 @@ __all__ = ["Session", "init"]
 class Session:
     """This process's place in its group; a context manager that leaves the group.
 
+    When its body raises, a "phalanx" group is aborted first: peers that wait for this rank get
+    `Aborted` at once.
+
     Attributes:
         rank: this process's number among all of the job, from 0.
         world_size: how many processes the job has.
@@ -59,6 +62,9 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if error is not None and self.owner and self.backend == "phalanx" and dist.group.WORLD:
+            # Peers that wait for this rank hear at once that it won't come, and that it failed.
+            dist.group.WORLD.abort()
         self.close()
 
 
