@@ -133,8 +133,8 @@ class Worker:
 
 def train(options: argparse.Namespace) -> None:
     """Train on one rank; every rank runs this."""
+    digits, held_out = load_digits(options.data, options.seed)
     with phalanx.init(options.backend, device="cpu") as session:
-        digits, held_out = load_digits(options.data, options.seed)
         worker = Worker(options, session.rank, digits)
         console = Console(stderr=True, force_terminal=options.terminal, quiet=not session.is_main)
         history = []

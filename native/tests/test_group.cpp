@@ -175,27 +175,43 @@ TEST(every_field_of_a_failure_survives_the_abort_word) {
 }
 
 TEST(of_failures_at_once_one_wins_whole) {
-  for (int round = 0; round < ranks::scaled(300); ++round) {
-    Statuses statuses(3);
-    ranks::run(3, [&](Rank& rank) {
-      const auto fail = [&rank](int number) {
-        const auto count = static_cast<std::uint64_t>(number);
-        return rank.group.abort({.code = Code::timeout,
-                                 .peer = number,
-                                 .reporter = rank.self,
-                                 .mine = {.count = count},
-                                 .theirs = {.count = 2 * count}});
-      };
-      // Two threads of one rank, as a blocking call and the thread of the messages.
-      std::thread other([&] { (void)fail(100 + rank.self); });
-      statuses[rank.self] = fail(200 + rank.self);
-      other.join();
-      CHECK(rank.group.broken().mine == statuses[rank.self].mine);
-    });
-    statuses.check_same(Code::timeout);
-    CHECK_EQ(statuses[0].mine.count, static_cast<std::uint64_t>(statuses[0].peer));
-    CHECK_EQ(statuses[0].theirs.count, 2 * static_cast<std::uint64_t>(statuses[0].peer));
-  }
+  // Two threads of one rank, as a blocking call and the thread of the messages, and one of another.
+  constexpr int n_failures = 3;
+  const int rounds = ranks::scaled(6000);
+  std::vector<std::unique_ptr<Group>> groups(2);
+  std::barrier<> together(n_failures);
+  const auto work = [&](int number) {
+    for (int round = 0; round < rounds; ++round) {
+      if (number == 0) {
+        Status status;
+        auto segment = Segment::create(2, 1, status);
+        groups[1] = std::make_unique<Group>(Segment::share(*segment), 1);
+        groups[0] = std::make_unique<Group>(std::move(segment), 0);
+      }
+      together.arrive_and_wait();
+      const auto count = static_cast<std::uint64_t>(number);
+      Group& group = *groups[static_cast<std::size_t>(number / 2)];
+      const Status status = group.abort({.code = Code::timeout,
+                                         .peer = number,
+                                         .reporter = number / 2,
+                                         .mine = {.count = count},
+                                         .theirs = {.count = 2 * count}});
+      CHECK_EQ(status.code, Code::timeout);
+      together.arrive_and_wait();
+      const Status after = group.broken();
+      for (const Status& each : {status, after}) {
+        CHECK_EQ(each.peer, after.peer);
+        CHECK_EQ(each.reporter, each.peer / 2);
+        CHECK_EQ(each.mine.count, static_cast<std::uint64_t>(each.peer));
+        CHECK_EQ(each.theirs.count, 2 * static_cast<std::uint64_t>(each.peer));
+      }
+      together.arrive_and_wait();
+    }
+  };
+  std::thread second(work, 1), third(work, 2);
+  work(0);
+  second.join();
+  third.join();
 }
 
 TEST(deadline_names_the_rank_that_is_missing) {

@@ -1,4 +1,7 @@
 // Waiting: no wake-up is lost, and every wait ends when it should.
+#include <fstream>
+#include <string>
+
 #include "ranks.h"
 
 using namespace phalanx;
@@ -106,6 +109,51 @@ TEST(one_notification_wakes_all) {
     for (std::thread& thread : sleepers) thread.join();
     CHECK_EQ(ball.event.sleepers.load(), 0u);
   }
+}
+
+// Whether the kernel says that a thread of this process sleeps.
+bool asleep(int thread) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
+  std::ifstream file(path);
+  std::string stat;
+  std::getline(file, stat);
+  const auto name_end = stat.rfind(')');
+  return name_end != std::string::npos && stat.compare(name_end, 3, ") S") == 0;
+}
+
+// All threads that were seen asleep wake for the notification, not because their slice is over. On
+// a busy machine a slice may be over first, hence several tries.
+TEST(threads_in_deep_sleep_are_woken) {
+  constexpr int n_sleepers = 3;
+  const auto all_woken = [] {
+    Event event{};
+    std::atomic<int> woken_by_peer = 0;
+    std::atomic<int> ids[n_sleepers] = {};
+    std::vector<std::thread> sleepers;
+    for (auto& id : ids) {
+      sleepers.emplace_back([&] {
+        event.sleepers.fetch_add(1);
+        const auto seen = event.ticket.load();
+        id = gettid();
+        woken_by_peer += sleep_slice(event.ticket, seen) == Woken::by_peer;
+      });
+    }
+    bool all_asleep = true;
+    for (auto& id : ids) {
+      CHECK(ranks::eventually([&] { return id.load() != 0; }));
+      const auto end = Clock::now() + 5ms;
+      while (!asleep(id) && Clock::now() < end) sched_yield();
+      all_asleep = all_asleep && asleep(id);
+    }
+    notify(event);
+    for (std::thread& each : sleepers) each.join();
+    return all_asleep && woken_by_peer == n_sleepers;
+  };
+  bool woken = false;
+  const auto end = Clock::now() + 30s;
+  while (!woken && Clock::now() < end) woken = all_woken();
+  CHECK(woken);
 }
 
 TEST(nobody_asleep_costs_no_wake_up) {

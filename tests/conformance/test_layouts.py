@@ -92,20 +92,26 @@ def test_views(ranks: RankServer, name: str, world_size: int) -> None:
 
 
 def conjugated_and_negative(seed: int) -> None:
+    """What torch computes only when it is read; its collectives refuse conjugated tensors."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs = [cases.data("complex64", 10, seed, peer) for peer in range(world_size)]
-    expected = sum(inputs[1:], inputs[0])
-    lazy = inputs[rank].clone().conj()
-    dist.all_reduce(lazy)
-    torch.testing.assert_close(lazy, expected.conj())
-    outputs = [torch.zeros(10, dtype=torch.complex64) for _ in inputs]
-    dist.all_gather(outputs, inputs[rank].conj())
-    assert all(torch.equal(outputs[peer], inputs[peer].conj()) for peer in range(world_size))
-    negative = inputs[rank].conj().imag
-    assert negative.is_neg()
-    outputs = [torch.zeros(10) for _ in inputs]
-    dist.all_gather(outputs, negative)
-    assert all(torch.equal(outputs[peer], -inputs[peer].imag) for peer in range(world_size))
+    if rank == 0:
+        dist.send(inputs[0].conj(), 1)
+    else:
+        lazy = torch.zeros(10, dtype=torch.complex64).conj()
+        assert lazy.is_conj()
+        dist.recv(lazy, 0)
+        assert torch.equal(lazy, inputs[0].conj())
+    for async_op in (False, True):
+        negative = inputs[rank].clone().conj().imag
+        assert negative.is_neg()
+        outputs = [torch.zeros(10) for _ in inputs]
+        work = dist.all_gather(outputs, negative, async_op=async_op)
+        if work is not None:
+            work.wait()
+        assert all(torch.equal(outputs[peer], -inputs[peer].imag) for peer in range(world_size))
+        dist.all_reduce(negative)
+        assert torch.equal(negative, -sum(tensor.imag for tensor in inputs))
 
 
 def test_lazily_conjugated_and_negated(ranks: RankServer) -> None:

@@ -151,13 +151,14 @@ def mixed_operations(seed: int) -> str:
         size = int(random.choice([0, 1, 100, 4096, 5000, 70_000]))
         kind, async_op = random.choice(["sum", "move", "barrier"]), bool(random.integers(2))
         group = [None, *pairs][int(random.integers(3))]
+        choice = int(random.integers(100))
         if dist.get_rank(group) < 0:
             continue
         if kind == "barrier":
             dist.barrier(group)
             continue
         check = Check("float32", size, seed + step, group)
-        root = int(random.integers(100)) % len(check.ranks)
+        root = choice % len(check.ranks)
         if kind == "sum":
             tensor = check.own.clone()
             work = dist.all_reduce(tensor, group=group, async_op=async_op)

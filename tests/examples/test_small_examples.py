@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-BACKENDS = ("gloo",)
+BACKENDS = ("gloo", "phalanx")
 TIMEOUT = 60.0
 
 

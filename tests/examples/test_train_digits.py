@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-BACKENDS = ("gloo",)
 TIMEOUT = 110.0
 # 1437 digits are trained on: 11 global batches of 128, and one of 29 that no world size divides.
 STEPS_PER_EPOCH = 12
@@ -81,36 +80,35 @@ def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path, backend: str) -> None:
+def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> None:
     expected = reference_losses(script, 20, seed=5)
-    options = ["--backend", backend, "--no-dropout", "--epochs", "2", "--seed", "5"]
+    options = ["--no-dropout", "--epochs", "2", "--seed", "5"]
     for world_size in (1, 2, 4):
         run = train(script, tmp_path, *options, "--nproc", str(world_size))
         assert len(run.losses) == 2 * STEPS_PER_EPOCH
         assert run.losses[:20] == pytest.approx(expected, rel=1e-4), f"world size {world_size}"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path, backend: str) -> None:
-    full = train(script, tmp_path, "--backend", backend)
+def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path) -> None:
+    full = train(script, tmp_path)
     assert full.accuracy >= 0.97
     assert f"accuracy on held-out digits: {full.accuracy:.2%}" in full.stdout
-    assert re.search(rf"2 ranks on {backend}: trained for \d+\.\d s, \d+\.\d% of it", full.stdout)
+    assert re.search(r"2 ranks on phalanx: trained for \d+\.\d s, \d+\.\d% of it", full.stdout)
     assert re.search(r"epoch  1  loss of each rank  2\.\d{4}  2\.\d{4}\n", full.stderr)
     assert "training" in full.stderr
     assert "100%" in full.stderr
-    short = train(script, tmp_path, "--backend", backend, "--epochs", "2")
+    short = train(script, tmp_path, "--epochs", "2")
     assert short.losses == full.losses[: 2 * STEPS_PER_EPOCH]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_per_parameter_under_another_launcher(script: Path, tmp_path: Path, backend: str) -> None:
-    """The script finds the place that torchrun gives it; each way to average gives the same."""
-    options = ["--backend", backend, "--no-dropout", "--epochs", "1"]
+def test_gloo_torchrun_and_per_parameter_give_the_same(script: Path, tmp_path: Path) -> None:
+    """Whichever backend, whoever starts the ranks, however the gradients travel."""
+    options = ["--no-dropout", "--epochs", "1"]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     bucketed = train(script, tmp_path, *options, launcher=(*torchrun, "--nproc-per-node=2"))
-    separate = train(script, tmp_path, *options, "--per-parameter")
+    assert "2 ranks on phalanx" in bucketed.stdout
+    separate = train(script, tmp_path, *options, "--per-parameter", "--backend", "gloo")
+    assert "2 ranks on gloo" in separate.stdout
     assert separate.losses == pytest.approx(bucketed.losses, rel=1e-5)
 
 
@@ -130,12 +128,10 @@ def mnist(tmp_path: Path, shared_data: Path | None, script: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path, backend: str) -> None:
-    run = train(script, tmp_path, "--backend", backend, "--data", str(mnist), "--epochs", "2")
-    # Two epochs are enough to see that images and labels belong together.
-    assert run.accuracy > 0.8 if len(run.losses) > 100 else run.accuracy > 0.3
-    assert run.losses[-1] < run.losses[0]
+def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path) -> None:
+    run = train(script, tmp_path, "--data", str(mnist), "--epochs", "2")
+    # It falls only if images and labels belong together: guessing gives 2.3.
+    assert run.losses[-1] < 0.8 * run.losses[0]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +142,7 @@ def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path, backend: str) ->
     ],
 )
 def test_bad_input(script: Path, tmp_path: Path, options: list[str], message: str) -> None:
-    result = start([sys.executable, str(script), "--backend", BACKENDS[0], *options], tmp_path)
+    result = start([sys.executable, str(script), *options], tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith(f"train_digits: {message}")
     assert len(result.stderr.splitlines()) == 1
@@ -163,7 +159,7 @@ def test_wrong_options(script: Path, tmp_path: Path, options: list[str]) -> None
 def test_without_scikit_learn(script: Path, tmp_path: Path) -> None:
     (tmp_path / "sklearn.py").write_text("raise ImportError('hidden by the test')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), "--backend", BACKENDS[0], "--nproc", "1"]
+    command = [sys.executable, str(script), "--nproc", "1"]
     result = start(command, tmp_path, PYTHONPATH=path)
     assert result.returncode == 1
     assert result.stderr.startswith("train_digits: scikit-learn is missing: pip install")

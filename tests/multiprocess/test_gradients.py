@@ -15,7 +15,7 @@ from phalanx.data import per_rank_batch_size
 from phalanx.errors import UsageError
 from phalanx.parallel import average_gradients, average_gradients_per_parameter
 
-BACKENDS = ("gloo",)
+BACKENDS = ("gloo", "phalanx")
 WORLD_SIZES = (1, 2, 3, 4)
 TIMEOUT = 100.0
 

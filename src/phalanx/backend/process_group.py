@@ -126,7 +126,7 @@ class ProcessGroup(dist.ProcessGroup):
         flat = dense(tensor, "broadcast", written=root != self._rank)
         call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
         outputs = [] if root == self._rank else [(tensor, flat)]
-        return self._collective("broadcast", call, tensor, opts, outputs, root=root)
+        return self._collective("broadcast", call, tensor, opts, outputs, root=root, keep=flat)
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Combine the tensors of all ranks; every rank gets the result, in place."""
@@ -145,7 +145,7 @@ class ProcessGroup(dist.ProcessGroup):
         flat, code, op = self._reducible(tensor, opts.reduceOp, "reduce", written=is_root)
         call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), code, op, root)
         outputs = [(tensor, flat)] if is_root else []
-        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root)
+        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root, keep=flat)
 
     def allgather(
         self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None

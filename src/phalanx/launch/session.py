@@ -1,5 +1,6 @@
 """`phalanx.init`: find this process's place, pick its device, form the group."""
 
+import importlib
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -147,6 +148,9 @@ def _form(backend: str, timeout: timedelta | None, where: Place | None) -> None:
         if not dist.is_backend_available(name):
             known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
             raise UsageError(f"backend is {backend!r}: expected one that is available of {known}")
+    # Defaults in this module capture the group that exists when it is first imported (by the first
+    # optimizer, say), and would keep it, with its threads, beyond destroy_process_group().
+    importlib.import_module("torch.distributed.nn.functional")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if where is None:
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
