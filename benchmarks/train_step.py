@@ -35,7 +35,8 @@ def load_example() -> Any:
     """The example's module, whose network is timed."""
     path = Path(__file__).parents[1] / "examples" / "train_digits.py"
     spec = importlib.util.spec_from_file_location("train_digits", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -2,11 +2,12 @@
 
 A forked rank is a process like any other: it has its own pid, is killed like any other, and ends
 like any other, by falling off the end of this script, with `atexit` and all. The server has no
-threads and no groups that a child could inherit. It keeps the ranks that have ended as zombies until
-it is told to reap them, so that their peers can see how they ended.
+threads and no groups that a child could inherit. It keeps the ranks that have ended as zombies
+until it is told to reap them, so that their peers can see how they ended.
 """
 
 import gc
+import importlib
 import os
 import pickle
 import sys
@@ -50,6 +51,11 @@ def serve(connection: Connection) -> Job:
             sys.exit(0)
         if request == "reap":
             connection.send([os.waitpid(pid, 0)[1] for pid in argument])
+            continue
+        if request == "import":
+            importlib.import_module(argument)
+            gc.freeze()
+            connection.send(argument)
             continue
         server, pids = os.getpid(), []
         for job in argument:

@@ -173,6 +173,10 @@ class RankServer:
             pytest.fail("\n".join(rank.report() for rank in failed))
         return [rank.value for rank in ended]
 
+    def preload(self, module: str) -> None:
+        """Import a heavy module once, so that not every rank has to."""
+        self._ask("import", module)
+
     def reap(self, pids: list[int]) -> list[int]:
         statuses: list[int] = self._ask("reap", pids)
         return statuses

@@ -12,9 +12,8 @@ void* const* pointers(const std::vector<Address>& addresses) {
 }
 
 nb::object py_barrier(const PyGroup& self, double timeout) {
-  return run(self, timeout, [](Core& core, const Bounds& bounds) {
-    return barrier(core.group, bounds);
-  });
+  return run(self, timeout,
+             [](Core& core, const Bounds& bounds) { return barrier(core.group, bounds); });
 }
 
 nb::object py_broadcast(const PyGroup& self, Address data, std::size_t count, int dtype, int root,
@@ -51,8 +50,8 @@ nb::object py_gather(const PyGroup& self, Address input, const std::vector<Addre
 nb::object py_scatter(const PyGroup& self, const std::vector<Address>& inputs, Address output,
                       std::size_t count, int dtype, int root, double timeout) {
   return run(self, timeout, [&](Core& core, const Bounds& bounds) {
-    return scatter(core.group, pointers(inputs), pointer(output), count,
-                   static_cast<DType>(dtype), root, bounds);
+    return scatter(core.group, pointers(inputs), pointer(output), count, static_cast<DType>(dtype),
+                   root, bounds);
   });
 }
 
@@ -72,8 +71,8 @@ void bind_collectives(nb::class_<PyGroup>& group) {
            nb::arg("root"), nb::arg("timeout"))
       .def("all_reduce", &py_all_reduce, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
            nb::arg("op"), nb::arg("timeout"))
-      .def("reduce", &py_reduce, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
-           nb::arg("op"), nb::arg("root"), nb::arg("timeout"))
+      .def("reduce", &py_reduce, nb::arg("data"), nb::arg("count"), nb::arg("dtype"), nb::arg("op"),
+           nb::arg("root"), nb::arg("timeout"))
       .def("gather", &py_gather, nb::arg("input"), nb::arg("outputs"), nb::arg("count"),
            nb::arg("dtype"), nb::arg("root"), nb::arg("timeout"))
       .def("scatter", &py_scatter, nb::arg("inputs"), nb::arg("output"), nb::arg("count"),

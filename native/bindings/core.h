@@ -23,7 +23,8 @@ using Address = std::uintptr_t;
 // A group and its mailbox. Calls that block hold a reference of their own, so that close() in one
 // thread doesn't pull the memory from under another.
 struct Core {
-  Core(std::unique_ptr<Segment> segment, int rank) : group(std::move(segment), rank), mailbox(group) {}
+  Core(std::unique_ptr<Segment> segment, int rank)
+      : group(std::move(segment), rank), mailbox(group) {}
   Group group;
   Mailbox mailbox;
 };

@@ -53,15 +53,15 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
                   nb::arg("rank"), nb::arg("nonce"))
       .def_prop_ro("descriptor",
                    [](const PyGroup& self) { return self.held()->group.segment().descriptor(); })
-      .def("connect",
-           [](const PyGroup& self) { return to_python(self.held()->group.connect()); })
-      .def("pid", [](const PyGroup& self, int rank) { return self.held()->group.pid(rank); },
-           nb::arg("rank"))
-      .def("wait_status",
-           [](const PyGroup& self, int rank) { return self.held()->group.wait_status(rank); },
-           nb::arg("rank"))
-      .def_prop_ro("sequence",
-                   [](const PyGroup& self) { return self.held()->group.sequence(); })
+      .def("connect", [](const PyGroup& self) { return to_python(self.held()->group.connect()); })
+      .def(
+          "pid", [](const PyGroup& self, int rank) { return self.held()->group.pid(rank); },
+          nb::arg("rank"))
+      .def(
+          "wait_status",
+          [](const PyGroup& self, int rank) { return self.held()->group.wait_status(rank); },
+          nb::arg("rank"))
+      .def_prop_ro("sequence", [](const PyGroup& self) { return self.held()->group.sequence(); })
       .def("broken", [](const PyGroup& self) { return to_python(self.held()->group.broken()); })
       .def("abort", &abort)
       .def("close", &close)

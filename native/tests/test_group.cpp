@@ -180,7 +180,9 @@ TEST(of_failures_at_once_one_wins_whole) {
   const int rounds = ranks::scaled(6000);
   std::vector<std::unique_ptr<Group>> groups(2);
   std::barrier<> together(n_failures);
+  std::atomic<int> started = 0;
   const auto work = [&](int number) {
+    unsigned turns = 0;
     for (int round = 0; round < rounds; ++round) {
       if (number == 0) {
         Status status;
@@ -189,6 +191,10 @@ TEST(of_failures_at_once_one_wins_whole) {
         groups[0] = std::make_unique<Group>(std::move(segment), 0);
       }
       together.arrive_and_wait();
+      // From a barrier threads come one after another; from a spin, all at once.
+      for (++started; started < n_failures * (round + 1);) {
+        if (turns++ % 4096 == 0) sched_yield();
+      }
       const auto count = static_cast<std::uint64_t>(number);
       Group& group = *groups[static_cast<std::size_t>(number / 2)];
       const Status status = group.abort({.code = Code::timeout,

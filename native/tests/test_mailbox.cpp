@@ -498,6 +498,8 @@ TEST(a_server_does_not_miss_a_rank_that_left_after_its_part) {
         arrived(rank, first) && arrived(rank, second);
       } else if (rank.self == 2) {
         Letter letter({2, 0, 0, 0}, true);
+        Event& bell = rank.group.segment().control(0).bell;
+        CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
         const auto end = Clock::now() + std::chrono::microseconds(rank.random.below(12'000));
         while (Clock::now() < end) sched_yield();
         post_send(rank, letter);

@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from phalanx.launch.function import launch as launch
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
     from phalanx.errors import CollectiveTimeout as CollectiveTimeout
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from phalanx.errors import PeerLost as PeerLost
     from phalanx.errors import PhalanxError as PhalanxError
     from phalanx.errors import UsageError as UsageError
+    from phalanx.launch.function import launch as launch
     from phalanx.launch.session import Session as Session
     from phalanx.launch.session import init as init
 
@@ -49,7 +49,19 @@ _HOMES = {
     "init": "phalanx.launch.session",
 }
 
-__all__ = [*_HOMES, "__version__", "launch"]
+__all__ = [
+    "Aborted",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
+    "LaunchError",
+    "PeerLost",
+    "PhalanxError",
+    "Session",
+    "UsageError",
+    "__version__",
+    "init",
+    "launch",
+]
 
 
 def __getattr__(name: str) -> object:

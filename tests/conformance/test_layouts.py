@@ -155,7 +155,9 @@ def autograd_and_inference() -> None:
         assert leaf.is_leaf
         assert leaf.tolist() == torch.full(shape, total).tolist()
     # A parameter in another memory order goes through a copy.
-    parameter = torch.nn.Parameter(torch.full((2, 3, 4, 5), rank + 1.0).to(memory_format=torch.channels_last))
+    parameter = torch.nn.Parameter(
+        torch.full((2, 3, 4, 5), rank + 1.0).to(memory_format=torch.channels_last)
+    )
     dist.all_reduce(parameter)
     assert (parameter.detach() == total).all()
     dist.broadcast(parameter, 0)

@@ -328,12 +328,10 @@ def test_fifty_groups_leave_nothing(ranks: RankServer) -> None:
 def many_groups_at_once() -> None:
     rank = dist.get_rank()
     groups = [dist.new_group() for _ in range(20)]
-    works = []
     tensors = [torch.full((1000,), float(rank)) for _ in groups]
     # Different groups may be used in a different order on each rank.
     order = range(20) if rank == 0 else reversed(range(20))
-    for index in order:
-        works.append(dist.all_reduce(tensors[index], group=groups[index], async_op=True))
+    works = [dist.all_reduce(tensors[i], group=groups[i], async_op=True) for i in order]
     for work in works:
         work.wait()
     assert all((tensor == 1).all() for tensor in tensors)
@@ -352,7 +350,9 @@ def what_pytorch_asks_of_a_group() -> None:
     assert dist.get_backend(named) == "phalanx"
     assert named.group_name
     dist.barrier(named)
-    with pytest.raises(UsageError, match=r"tensor 1 of the list is float32\[3\], expected float32\[2\]"):
+    with pytest.raises(
+        UsageError, match=r"tensor 1 of the list is float32\[3\], expected float32\[2\]"
+    ):
         dist.all_gather([torch.zeros(2), torch.zeros(3)], torch.zeros(2))
 
 

@@ -51,6 +51,12 @@ def compare(bucket_mb: float, as_view: bool, seed: int) -> None:
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
+@pytest.fixture(autouse=True)
+def preloaded(ranks: RankServer) -> None:
+    """The first step of an optimizer imports it."""
+    ranks.preload("torch._dynamo")
+
+
 # The small bucket makes several all-reduces that overlap with backward.
 @pytest.mark.parametrize(
     ("world_size", "as_view", "bucket_mb"),

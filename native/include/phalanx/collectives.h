@@ -3,8 +3,8 @@
 // Every function blocks until this rank is done, holds the group's turn, and needs arguments that
 // were validated: pointers to `count` contiguous elements, a root below ranks(), an operator that
 // the dtype supports. A status that is not ok means that the group is broken; buffers then hold
-// anything. Small payloads travel beside the flag, in one synchronisation (Group::meet); larger ones
-// in chunks through the staging areas, so that what is copied stays in the cache.
+// anything. Small payloads travel beside the flag, in one synchronisation (Group::meet); larger
+// ones in chunks through the staging areas, so that what is copied stays in the cache.
 #pragma once
 
 #include <cstddef>
@@ -29,8 +29,8 @@ Status reduce(Group& group, void* data, std::size_t count, DType dtype, ReduceOp
               const Bounds& bounds);
 
 // outputs: ranks() pointers to `count` elements each on the root, ignored elsewhere.
-Status gather(Group& group, const void* input, void* const* outputs, std::size_t count,
-              DType dtype, int root, const Bounds& bounds);
+Status gather(Group& group, const void* input, void* const* outputs, std::size_t count, DType dtype,
+              int root, const Bounds& bounds);
 
 // inputs: ranks() pointers to `count` elements each on the root, ignored elsewhere.
 Status scatter(Group& group, const void* const* inputs, void* output, std::size_t count,

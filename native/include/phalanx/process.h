@@ -1,4 +1,5 @@
-// A handle on a peer's process (a pidfd), which no other process can take over by inheriting its pid.
+// A handle on a peer's process (a pidfd), which no other process can take over by inheriting its
+// pid.
 #pragma once
 
 #include <optional>

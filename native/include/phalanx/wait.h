@@ -34,10 +34,10 @@ void notify_always(Event& event);
 // Processors that this process may run on.
 int usable_cores();
 
-// How long to spin before sleep. Three things shorten it: ranks that outnumber the cores; other work
-// on the machine, seen by the core being taken away in the middle of a spin (the peer may be waiting
-// for this very core); and past waits that outlasted the spin anyway. Belongs to one thread at a
-// time.
+// How long to spin before sleep. Three things shorten it: ranks that outnumber the cores; other
+// work on the machine, seen by the core being taken away in the middle of a spin (the peer may be
+// waiting for this very core); and past waits that outlasted the spin anyway. Belongs to one thread
+// at a time.
 class Patience {
  public:
   explicit Patience(int ranks);

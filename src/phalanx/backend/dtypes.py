@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.distributed import ReduceOp
 
@@ -58,5 +60,6 @@ def premultiplier(op: ReduceOp) -> float | torch.Tensor | None:
     """The factor of a PREMUL_SUM; None for other operators."""
     if hash(op) != _PREMUL_SUM:
         return None
-    factor: float | torch.Tensor = op.__getstate__()[1]
+    state: Any = op.__getstate__()
+    factor: float | torch.Tensor = state[1]
     return factor

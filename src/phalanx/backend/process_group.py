@@ -57,7 +57,7 @@ class ProcessGroup(dist.ProcessGroup):
     def __init__(
         self, native: _native.Group, rank: int, size: int, name: str, timeout: timedelta
     ) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
         self._native = native
         self._rank = rank
         self._size = size
@@ -151,7 +151,7 @@ class ProcessGroup(dist.ProcessGroup):
         self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on every rank."""
-        opts = opts or dist.AllgatherOptions()
+        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
         tensor = only(input_tensors, "all_gather")
         outputs = self._per_rank(output_tensors, tensor, "all_gather", "outputs")
         flat = dense(tensor, "all_gather", written=False)

@@ -210,4 +210,3 @@ class MessageWork(PendingWork):
             end, self._end = self._end, None
             if end is not None:
                 self._complete(end(status))
-

@@ -78,9 +78,7 @@ def all_reduce(
     return results
 
 
-def _time_size(
-    groups: dict[str, dist.ProcessGroup], size: int, rounds: int
-) -> dict[str, Timing]:
+def _time_size(groups: dict[str, dist.ProcessGroup], size: int, rounds: int) -> dict[str, Timing]:
     count = max(1, size // 4)
     buffers = [torch.empty(count) for _ in range(_buffers_for(size))]
     names = list(groups)
@@ -96,9 +94,7 @@ def _time_size(
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def _time_round(
-    group: dist.ProcessGroup, buffers: list[torch.Tensor], operations: int
-) -> float:
+def _time_round(group: dist.ProcessGroup, buffers: list[torch.Tensor], operations: int) -> float:
     """Seconds per operation, after all ranks have come."""
     dist.barrier(group)
     start = time.perf_counter()

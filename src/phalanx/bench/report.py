@@ -52,9 +52,7 @@ def ratio(timings: dict[str, Timing]) -> str:
     return f"{timings[_RIVAL].median / timings['phalanx'].median:.1f}x"
 
 
-def store(
-    path: Path, command: str, ranks: int, results: dict[int, dict[str, Timing]]
-) -> None:
+def store(path: Path, command: str, ranks: int, results: dict[int, dict[str, Timing]]) -> None:
     """Write the figures, with machine and command, as JSON."""
     document = {
         "command": command,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from datetime import timedelta
 
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 
 def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Group:
@@ -39,11 +39,7 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Grou
     _check_place(rank, size)
     deadline = time.monotonic() + timeout.total_seconds()
     _claim(store, rank, size)
-    if rank == 0:
-        group = _create(store, size)
-        error = ""
-    else:
-        group, error = _open(store, rank, size, deadline)
+    group, error = _create(store, size) if rank == 0 else _open(store, rank, size, deadline)
     store.set(f"phalanx/attached/{rank}", error)
     keys = [f"phalanx/attached/{peer}" for peer in range(size)]
     _wait(store, keys, rank, size, deadline)
@@ -77,9 +73,15 @@ def _claim(store: Store, rank: int, size: int) -> None:
         )
 
 
-def _create(store: Store, size: int) -> _native.Group:
+def _create(store: Store, size: int) -> tuple[_native.Group | None, str]:
+    """The group, or why there is none."""
     nonce = secrets.randbits(64)
-    group = _native.Group.create(size, 0, nonce)
+    try:
+        group = _native.Group.create(size, 0, nonce)
+    except OSError as error:
+        reason = f"no shared memory for {size} ranks ({error.strerror})"
+        store.set("phalanx/segment", json.dumps({"error": reason}))
+        return None, reason
     where = {
         "pid": os.getpid(),
         "descriptor": group.descriptor,
@@ -88,24 +90,22 @@ def _create(store: Store, size: int) -> _native.Group:
         "host": socket.gethostname(),
     }
     store.set("phalanx/segment", json.dumps(where))
-    return group
+    return group, ""
 
 
-def _open(
-    store: Store, rank: int, size: int, deadline: float
-) -> tuple[_native.Group | None, str]:
+def _open(store: Store, rank: int, size: int, deadline: float) -> tuple[_native.Group | None, str]:
     """The group, or why there is none."""
     _wait(store, ["phalanx/segment"], rank, size, deadline)
     where = json.loads(store.get("phalanx/segment"))
+    if "error" in where:
+        return None, f"rank 0 has {where['error']}"
     if where["layout"] != _native.LAYOUT_VERSION:
         return None, (
             f"rank 0 runs a Phalanx with layout version {where['layout']}, this rank one with "
             f"{_native.LAYOUT_VERSION}: install the same version everywhere"
         )
     try:
-        return _native.Group.open(
-            where["pid"], where["descriptor"], size, rank, where["nonce"]
-        ), ""
+        return _native.Group.open(where["pid"], where["descriptor"], size, rank, where["nonce"]), ""
     except OSError as error:
         return None, (
             f"process {os.getpid()} on {socket.gethostname()} can't open the segment of process "

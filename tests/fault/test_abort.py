@@ -1,0 +1,193 @@
+"""Deadlines, stopped processes, Ctrl-C and abort: the one concerned and all others are told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import Aborted, CollectiveTimeout, PeerLost, PhalanxError
+from tests.ranks import RankServer
+
+WAITS: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: dist.all_reduce(torch.zeros(10)),
+    "large all_reduce": lambda: dist.all_reduce(torch.zeros(2**20)),
+    "barrier": lambda: dist.barrier(),
+    "recv": lambda: dist.recv(torch.zeros(10), 0),
+    "recv from any": lambda: dist.recv(torch.zeros(10)),
+    "large send": lambda: dist.send(torch.zeros(2**20), 0),
+    "work": lambda: dist.all_reduce(torch.zeros(10), async_op=True).wait(),
+    "irecv": lambda: dist.irecv(torch.zeros(10), 0).wait(),
+}
+
+
+def rank_0_does_not_come(operation: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        # Comes when it is too late, and hears of it.
+        with pytest.raises(CollectiveTimeout, match="deadline"):
+            dist.recv(torch.zeros(1), 1, tag=9)
+        return
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        WAITS[operation]()
+    waited = time.monotonic() - start
+    assert 0.5 <= waited < 1.5, waited
+    message = str(caught.value)
+    assert "0.5 s" in message, message
+    assert "test_abort.py:" in message, message
+    if operation != "recv from any":
+        assert f"rank 0 (pid {os.getppid and _pid_of_rank_0()})" in message, message
+
+
+def _pid_of_rank_0() -> int:
+    pid: int = dist.group.WORLD._native.pid(0)
+    return pid
+
+
+@pytest.mark.parametrize("operation", WAITS)
+def test_deadline(ranks: RankServer, operation: str) -> None:
+    ranks.run(2, rank_0_does_not_come, operation, timeout=0.5)
+
+
+def stopped(operation: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    WAITS[operation]()
+
+
+@pytest.mark.parametrize("operation", ("all_reduce", "recv", "large send", "work"))
+def test_a_stopped_rank_is_not_dead(ranks: RankServer, operation: str) -> None:
+    run = ranks.start(2, stopped, operation, timeout=0.5)
+    assert not run.wait(20, [1])
+    first, second = run.collect()
+    assert isinstance(second.error, CollectiveTimeout), second.report()
+    assert f"rank 0 (pid {first.pid})" in str(second.error)
+    assert "alive" in str(second.error)
+
+
+def continued() -> float:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    return tensor.mean().item()
+
+
+def test_a_rank_that_is_continued_goes_on(ranks: RankServer) -> None:
+    run = ranks.start(2, continued)
+    while True:
+        with open(f"/proc/{run.pids[0]}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] == "T":
+                break
+        time.sleep(0.001)
+    run.signal(0, signal.SIGCONT)
+    assert [rank.value for rank in run.join()] == [2.0, 2.0]
+
+
+def ctrl_c(operation: str) -> float:
+    """Rank 1 gets Ctrl-C while it waits for rank 0, which waits for a message of rank 1."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises((Aborted, PeerLost)) as caught:
+            dist.recv(torch.zeros(1), 1, tag=9)
+        if operation not in ("work",):
+            assert isinstance(caught.value, Aborted), caught.value
+            assert "rank 1 was interrupted" in str(caught.value)
+        return 0.0
+    sent: list[float] = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.05, interrupt).start()
+    try:
+        WAITS[operation]()
+    except KeyboardInterrupt:
+        return time.monotonic() - sent[0]
+    raise AssertionError("not interrupted")
+
+
+@pytest.mark.parametrize("operation", WAITS)
+def test_ctrl_c(ranks: RankServer, operation: str) -> None:
+    first, second = ranks.start(2, ctrl_c, operation).join(30)
+    assert first.code == 0, first.report()
+    assert second.value < 1.0
+
+
+def handler_that_does_not_raise() -> None:
+    """A signal whose handler returns doesn't disturb the operation."""
+    hits = []
+    signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        timers = [
+            threading.Timer(0.02 * turn, os.kill, (os.getpid(), signal.SIGUSR1))
+            for turn in range(1, 5)
+        ]
+        for timer in timers:
+            timer.start()
+        received = torch.zeros(1)
+        dist.recv(received, 1)
+        assert received.item() == 5
+        assert hits
+        for timer in timers:
+            timer.join()
+    else:
+        time.sleep(0.2)
+        dist.send(torch.full((1,), 5.0), 0)
+
+
+def test_a_handler_that_returns_disturbs_nothing(ranks: RankServer) -> None:
+    ranks.run(2, handler_that_does_not_raise)
+
+
+def abort_by_rank_0(operation: str) -> str:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        time.sleep(0.02)
+        dist.group.WORLD.abort()
+        return ""
+    with pytest.raises(Aborted) as caught:
+        WAITS[operation]()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("operation", WAITS)
+def test_abort(ranks: RankServer, operation: str) -> None:
+    for message in ranks.run(3, abort_by_rank_0, operation)[1:]:
+        assert "the group was aborted by rank 0" in message
+        assert "test_abort.py:" in message
+
+
+def abort_while_another_thread_waits() -> None:
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            dist.recv(torch.zeros(1), 1 - dist.get_rank())
+        except PhalanxError as error:
+            errors.append(error)
+
+    dist.barrier()
+    thread = threading.Thread(target=wait)
+    thread.start()
+    if dist.get_rank() == 0:
+        time.sleep(0.02)
+        dist.group.WORLD.abort()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert [type(error) for error in errors] == [Aborted]
+
+
+def test_abort_wakes_threads_of_the_same_process(ranks: RankServer) -> None:
+    ranks.run(2, abort_while_another_thread_waits)

@@ -1,0 +1,219 @@
+"""Wrong arguments: a UsageError at once on the rank that gave them, and the group goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from tests.ranks import RankServer
+
+
+def options(kind: str, **values: Any) -> Any:
+    made = getattr(dist, f"{kind}Options")()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def sparse() -> Tensor:
+    return torch.eye(3).to_sparse()
+
+
+def quantized() -> Tensor:
+    return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+
+
+def zeros(*shape: int, **kwargs: Any) -> Tensor:
+    return torch.zeros(*shape, **kwargs)
+
+
+# What the call is, and what its message must say: what was given, what was expected.
+CASES: dict[str, tuple[Callable[[], object], str]] = {
+    "root too large": (
+        lambda: world().broadcast([zeros(3)], options("Broadcast", rootRank=2)),
+        r"broadcast: root 2, expected a rank from 0 to 1",
+    ),
+    "root negative": (
+        lambda: world().reduce([zeros(3)], options("Reduce", rootRank=-1)),
+        r"reduce: root -1, expected a rank from 0 to 1",
+    ),
+    "root of gather": (
+        lambda: world().gather([[]], [zeros(3)], options("Gather", rootRank=7)),
+        r"gather: root 7, expected a rank from 0 to 1",
+    ),
+    "root of scatter": (
+        lambda: world().scatter([zeros(3)], [[]], options("Scatter", rootRank=7)),
+        r"scatter: root 7, expected a rank from 0 to 1",
+    ),
+    "destination": (lambda: world().send([zeros(3)], 2, 0), r"send: rank 2, expected .* 0 to 1"),
+    "source": (lambda: world().recv([zeros(3)], -3, 0), r"recv: rank -3, expected .* 0 to 1"),
+    "tag": (lambda: world().send([zeros(3)], 1, -1), r"send: tag -1, expected 0 to"),
+    "float8": (
+        lambda: dist.all_reduce(zeros(3, dtype=torch.float8_e4m3fn)),
+        r"all_reduce: torch.float8_e4m3fn is not supported; expected one of: bool, uint8",
+    ),
+    "float8 sent": (
+        lambda: dist.send(zeros(3, dtype=torch.float8_e5m2), 1 - dist.get_rank()),
+        r"send: torch.float8_e5m2 is not supported",
+    ),
+    "quantized": (lambda: dist.all_reduce(quantized()), r"all_reduce: .*qint8 is not supported"),
+    "quantized broadcast": (lambda: dist.broadcast(quantized(), 0), r"broadcast: .*qint8"),
+    "bitwise on floats": (
+        lambda: dist.all_reduce(zeros(3), dist.ReduceOp.BXOR),
+        r"all_reduce: BXOR has no meaning for float32; expected one of: SUM, PRODUCT, MIN, MAX",
+    ),
+    "average of integers": (
+        lambda: dist.all_reduce(zeros(3, dtype=torch.int64), dist.ReduceOp.AVG),
+        r"all_reduce: AVG has no meaning for int64; expected one of: SUM",
+    ),
+    "reduce, bitwise on floats": (
+        lambda: dist.reduce(zeros(3), 0, dist.ReduceOp.BAND),
+        r"reduce: BAND has no meaning for float32",
+    ),
+    "minimum of complex": (
+        lambda: world().allreduce(
+            [zeros(3, dtype=torch.complex64)],
+            options("Allreduce", reduceOp=dist.ReduceOp.MIN),
+        ),
+        r"all_reduce: MIN has no meaning for complex64",
+    ),
+    "premultiplied integers": (
+        lambda: dist.all_reduce(zeros(3, dtype=torch.int32), dist._make_nccl_premul_sum(2.0)),
+        r"all_reduce: PREMUL_SUM needs floats, got int32\[3\]",
+    ),
+    "meta": (
+        lambda: dist.all_reduce(zeros(3, device="meta")),
+        r"all_reduce: the tensor is on meta, expected cpu",
+    ),
+    "meta sent": (
+        lambda: dist.send(zeros(3, device="meta"), 1 - dist.get_rank()),
+        r"send: the tensor is on meta, expected cpu",
+    ),
+    "meta gathered": (
+        lambda: dist.all_gather([zeros(3, device="meta")] * 2, zeros(3)),
+        r"all_gather: tensor 0 of the list is on meta, the tensor of this rank on cpu",
+    ),
+    "sparse": (
+        lambda: dist.all_reduce(sparse()),
+        r"all_reduce: got a tensor of layout torch.sparse_coo, expected a dense one: to_dense",
+    ),
+    "sparse CSR": (lambda: dist.broadcast(torch.eye(3).to_sparse_csr(), 0), r"sparse_csr.*dense"),
+    "sparse received": (
+        lambda: dist.recv(sparse(), 1 - dist.get_rank()),
+        r"recv: got a tensor of layout",
+    ),
+    "list too short": (
+        lambda: dist.all_gather([zeros(3)], zeros(3)),
+        r"all_gather: got 1 outputs, expected one per rank, 2",
+    ),
+    "list too long": (
+        lambda: dist.all_gather([zeros(3)] * 3, zeros(3)),
+        r"all_gather: got 3 outputs, expected one per rank, 2",
+    ),
+    "gather's list": (
+        lambda: dist.gather(zeros(3), [zeros(3)], dist.get_rank()),
+        r"gather: got 1 outputs, expected one per rank, 2",
+    ),
+    "scatter's list": (
+        lambda: dist.scatter(zeros(3), [zeros(3)] * 3, dist.get_rank()),
+        r"scatter: got 3 inputs, expected one per rank, 2",
+    ),
+    "sizes in a list": (
+        lambda: dist.all_gather([zeros(3), zeros(4)], zeros(3)),
+        r"all_gather: tensor 1 of the list is float32\[4\], expected float32\[3\]",
+    ),
+    "dtypes in a list": (
+        lambda: world().scatter(
+            [zeros(3)],
+            [[zeros(3), zeros(3, dtype=torch.float64)]],
+            options("Scatter", rootRank=dist.get_rank()),
+        ),
+        r"scatter: tensor 1 of the list is float64\[3\], expected float32\[3\]",
+    ),
+    "several tensors": (
+        lambda: world().allreduce([zeros(3), zeros(3)]),
+        r"all_reduce: got 2 tensors, expected one",
+    ),
+}
+
+
+def reject(name: str) -> None:
+    """Only one rank is wrong; then both use the group as if nothing had been."""
+    call, message = CASES[name]
+    if dist.get_rank() == 1:
+        with pytest.raises(UsageError, match=message):
+            call()
+    group_works()
+
+
+def group_works() -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.ones(5)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [world_size] * 5
+    received = torch.zeros(2)
+    dist.isend(torch.full((2,), float(rank)), (rank + 1) % world_size)
+    dist.recv(received, (rank - 1) % world_size)
+    assert received.tolist() == [(rank - 1) % world_size] * 2
+
+
+def reject_all(names: list[str]) -> None:
+    for name in names:
+        reject(name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_wrong_arguments(ranks: RankServer, name: str) -> None:
+    ranks.run(2, reject, name, timeout=10)
+
+
+def test_many_mistakes_in_one_group(ranks: RankServer) -> None:
+    ranks.run(2, reject_all, list(CASES), timeout=10)
+
+
+def uncaught() -> None:
+    dist.broadcast(torch.zeros(3, device="meta"), 0)
+
+
+def test_an_uncaught_mistake_ends_the_process_with_one_message(ranks: RankServer) -> None:
+    for rank in ranks.start(2, uncaught).join():
+        assert rank.code == 1
+        last = rank.stderr.strip().splitlines()[-1]
+        assert last.endswith(
+            "UsageError: broadcast: the tensor is on meta, expected cpu (or cuda): "
+            "move it there first"
+        )
+
+
+def use_after_destroy() -> str:
+    group = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    messages = []
+    for call in (
+        lambda: group.allreduce([torch.ones(1)]),
+        lambda: group.barrier(),
+        lambda: group.send([torch.ones(1)], 1 - int(group.rank()), 0),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        messages.append(str(caught.value))
+    group.shutdown()
+    group.abort()
+    return messages[0]
+
+
+def test_a_group_that_was_left(ranks: RankServer) -> None:
+    for message in ranks.run(2, use_after_destroy):
+        assert "left" in message
+        assert "destroy_process_group" in message

@@ -1,0 +1,191 @@
+"""Groups that can't be formed: wrong rank, world size, address; ranks that don't come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.errors import CollectiveTimeout, UsageError
+from tests.ranks import RankServer
+
+
+def init(rank: int, world_size: int, *, url: str = "", seconds: float = 10) -> None:
+    dist.init_process_group(
+        "phalanx",
+        init_method=url or f"file://{os.environ['FOLDER']}/store",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=seconds),
+    )
+
+
+def rank_is(rank: int, world_size: int) -> None:
+    with pytest.raises(ValueError, match="rank") as caught:
+        init(rank, world_size)
+    assert str(rank) in str(caught.value) or rank < 0
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (7, 2), (1, 1), (-1, 2), (-5, 2)])
+def test_rank_outside_of_the_world(ranks: RankServer, rank: int, world_size: int) -> None:
+    ranks.run(1, rank_is, rank, world_size, timeout=None, limit=20)
+
+
+def uncaught_rank() -> None:
+    init(5, 2)
+
+
+def test_one_clear_message(ranks: RankServer) -> None:
+    (ended,) = ranks.start(1, uncaught_rank, timeout=None).join(20)
+    assert ended.code == 1
+    last = ended.stderr.strip().splitlines()[-1]
+    assert last.endswith("UsageError: rank 5 in a group of 2: expected 0 to 1")
+
+
+def same_rank() -> str:
+    """Two processes say that they are rank 0; rank 1 comes too."""
+    place = int(os.environ["RANK"])
+    try:
+        init(min(place, 1) if place < 2 else 0, 2, seconds=2)
+    except UsageError as error:
+        return str(error)
+    return "joined"
+
+
+def test_two_processes_of_one_rank(ranks: RankServer) -> None:
+    """One of them is told which process has the rank; the other one's group is formed."""
+    run = ranks.start(3, same_rank, timeout=None)
+    ended = run.join(20)
+    answers = [rank.value for rank in ended]
+    assert answers.count("joined") == 2, answers
+    (loser,) = [place for place in (0, 2) if answers[place] != "joined"]
+    winner = ended[2 - loser].pid
+    assert f"rank 0 of 2 is taken already by pid {winner} on " in answers[loser]
+    assert "a rank of its own" in answers[loser]
+
+
+def too_few(world_size: int) -> float:
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        init(int(os.environ["RANK"]), world_size, seconds=0.7)
+    waited = time.monotonic() - start
+    assert "rank 2, 3 did not come" in str(caught.value), caught.value
+    assert "same world size" in str(caught.value)
+    assert not dist.is_initialized()
+    return waited
+
+
+def test_too_few_come(ranks: RankServer) -> None:
+    for waited in ranks.run(2, too_few, 4, timeout=None, limit=20):
+        assert 0.7 <= waited < 2
+
+
+def rank_0_missing() -> None:
+    with pytest.raises(CollectiveTimeout, match=r"rank 0 did not come before the deadline"):
+        init(1, 2, seconds=0.5)
+
+
+def test_rank_0_does_not_come(ranks: RankServer) -> None:
+    ranks.run(1, rank_0_missing, timeout=None, limit=20)
+
+
+def different_world_sizes() -> str:
+    rank = int(os.environ["RANK"])
+    try:
+        init(rank, 2 + rank, seconds=1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "joined"
+
+
+def test_different_world_sizes(ranks: RankServer) -> None:
+    """Both processes fail in time, and say what to look at."""
+    for message in ranks.run(2, different_world_sizes, timeout=None, limit=20):
+        assert message != "joined"
+        assert "world size" in message, message
+
+
+def dies_before_it_joins() -> str:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveTimeout, match="rank 1 did not come"):
+        init(0, 2, seconds=0.5)
+    return "told"
+
+
+def test_a_rank_that_dies_before_it_joins(ranks: RankServer) -> None:
+    first, second = ranks.start(2, dies_before_it_joins, timeout=None).join(20)
+    assert (first.value, second.code) == ("told", -9)
+
+
+def nobody_listens(url: str) -> float:
+    start = time.monotonic()
+    with pytest.raises(dist.DistError):
+        init(1, 2, url=url, seconds=1)
+    return time.monotonic() - start
+
+
+def test_nobody_listens_at_the_address(ranks: RankServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert ranks.run(1, nobody_listens, f"tcp://127.0.0.1:{port}", timeout=None)[0] < 20
+
+
+def port_in_use(url: str) -> None:
+    with pytest.raises(dist.DistNetworkError, match=r"EADDRINUSE|in use"):
+        init(0, 1, url=url, seconds=2)
+
+
+def test_port_in_use(ranks: RankServer) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        ranks.run(1, port_in_use, f"tcp://127.0.0.1:{port}", timeout=None, limit=20)
+
+
+def no_place() -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    with pytest.raises(ValueError, match="environment variable RANK expected"):
+        dist.init_process_group("phalanx")
+
+
+def test_environment_without_a_rank(ranks: RankServer) -> None:
+    ranks.run(1, no_place, timeout=None)
+
+
+def interrupted_while_joining() -> float:
+    """Ctrl-C ends the wait for ranks that don't come."""
+    import threading
+
+    sent = []
+
+    def interrupt() -> None:
+        sent.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Timer(0.1, interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        init(0, 2, seconds=30)
+    return time.monotonic() - sent[0]
+
+
+def test_ctrl_c_while_joining(ranks: RankServer) -> None:
+    assert ranks.run(1, interrupted_while_joining, timeout=None, limit=20)[0] < 1
+
+
+def tries_again() -> None:
+    """After a failure the same process forms a group at another address."""
+    with pytest.raises(CollectiveTimeout):
+        init(0, 2, seconds=0.2)
+    init(0, 1, url=f"file://{os.environ['FOLDER']}/other")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_process_may_try_again(ranks: RankServer) -> None:
+    ranks.run(1, tries_again, timeout=None)

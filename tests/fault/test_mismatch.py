@@ -1,0 +1,228 @@
+"""Ranks that disagree: CollectiveMismatch on every rank, naming both operations, before data moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CollectiveMismatch
+from tests.ranks import Ended, RankServer
+
+Call = Callable[[], object]
+
+
+def zeros(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.zeros(count, dtype=dtype)
+
+
+# What rank 0 and what the others do, and how each is named.
+CASES: dict[str, tuple[Call, Call, str, str]] = {
+    "size": (
+        lambda: dist.all_reduce(zeros(10)),
+        lambda: dist.all_reduce(zeros(11)),
+        "all_reduce #1 float32[10] SUM",
+        "all_reduce #1 float32[11] SUM",
+    ),
+    "small and large": (
+        lambda: dist.all_reduce(zeros(10)),
+        lambda: dist.all_reduce(zeros(1_000_000)),
+        "all_reduce #1 float32[10] SUM",
+        "all_reduce #1 float32[1000000] SUM",
+    ),
+    "two large sizes": (
+        lambda: dist.broadcast(zeros(1_000_001), 0),
+        lambda: dist.broadcast(zeros(1_000_000), 0),
+        "broadcast #1 float32[1000001] root 0",
+        "broadcast #1 float32[1000000] root 0",
+    ),
+    "empty": (
+        lambda: dist.all_reduce(zeros(0)),
+        lambda: dist.all_reduce(zeros(1)),
+        "all_reduce #1 float32[0] SUM",
+        "all_reduce #1 float32[1] SUM",
+    ),
+    "dtype": (
+        lambda: dist.all_reduce(zeros(10)),
+        lambda: dist.all_reduce(zeros(10, torch.int32)),
+        "all_reduce #1 float32[10] SUM",
+        "all_reduce #1 int32[10] SUM",
+    ),
+    "operator": (
+        lambda: dist.all_reduce(zeros(10), dist.ReduceOp.MAX),
+        lambda: dist.all_reduce(zeros(10)),
+        "all_reduce #1 float32[10] MAX",
+        "all_reduce #1 float32[10] SUM",
+    ),
+    "root": (
+        lambda: dist.broadcast(zeros(10), 0),
+        lambda: dist.broadcast(zeros(10), 1),
+        "broadcast #1 float32[10] root 0",
+        "broadcast #1 float32[10] root 1",
+    ),
+    "root of reduce": (
+        lambda: dist.reduce(zeros(10), 0),
+        lambda: dist.reduce(zeros(10), 1),
+        "reduce #1 float32[10] SUM root 0",
+        "reduce #1 float32[10] SUM root 1",
+    ),
+    "operation": (
+        lambda: dist.barrier(),
+        lambda: dist.all_reduce(zeros(10)),
+        "barrier #1",
+        "all_reduce #1 float32[10] SUM",
+    ),
+    "gather and all_gather": (
+        lambda: dist.gather(zeros(4), [zeros(4) for _ in range(dist.get_world_size())], 0),
+        lambda: dist.all_gather([zeros(4) for _ in range(dist.get_world_size())], zeros(4)),
+        "gather #1 float32[4] root 0",
+        "all_gather #1 float32[4]",
+    ),
+    "scatter": (
+        lambda: dist.scatter(zeros(4), [zeros(4) for _ in range(dist.get_world_size())], 0),
+        lambda: dist.scatter(zeros(5), None, 0),
+        "scatter #1 float32[4] root 0",
+        "scatter #1 float32[5] root 0",
+    ),
+    "asynchronous": (
+        lambda: dist.all_reduce(zeros(10), async_op=True).wait(),
+        lambda: dist.all_reduce(zeros(20), async_op=True).get_future().wait(),
+        "all_reduce #1 float32[10] SUM",
+        "all_reduce #1 float32[20] SUM",
+    ),
+}
+
+
+def disagree(name: str) -> None:
+    first, others, _, _ = CASES[name]
+    (first if dist.get_rank() == 0 else others)()
+
+
+def check(ended: list[Ended], first: str, other: str) -> None:
+    for rank in ended:
+        assert rank.code == 1
+        assert isinstance(rank.error, CollectiveMismatch), rank.report()
+        message = str(rank.error)
+        assert first in message, message
+        assert other in message, message
+        assert f"[rank {rank.rank}/{len(ended)} on " in message
+        assert "test_mismatch.py:" in message, message
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_disagree(ranks: RankServer, name: str, world_size: int) -> None:
+    _, _, first, other = CASES[name]
+    check(ranks.start(world_size, disagree, name).join(20), first, other)
+
+
+def inputs_are_kept() -> None:
+    tensor = torch.arange(100_000.0)[dist.get_rank() :]
+    with pytest.raises(CollectiveMismatch):
+        dist.all_reduce(tensor)
+    assert torch.equal(tensor, torch.arange(100_000.0)[dist.get_rank() :])
+
+
+def test_no_data_is_exchanged(ranks: RankServer) -> None:
+    ranks.run(2, inputs_are_kept)
+
+
+def out_of_step() -> None:
+    """One rank forgot a call: the sequence numbers tell."""
+    for _ in range(3):
+        dist.all_reduce(zeros(4))
+    if dist.get_rank() == 0:
+        dist.broadcast(zeros(4), 0)
+    dist.all_reduce(zeros(4))
+
+
+def test_a_forgotten_call(ranks: RankServer) -> None:
+    ended = ranks.start(3, out_of_step).join(20)
+    check(ended, "broadcast #4 float32[4] root 0", "all_reduce #4 float32[4] SUM")
+
+
+def one_has_left(operation: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.destroy_process_group()
+    elif operation == "recv":
+        dist.recv(zeros(4), 0)
+    elif operation == "recv from any":
+        dist.recv(zeros(4))
+    else:
+        dist.all_reduce(zeros(4))
+
+
+@pytest.mark.parametrize("operation", ("all_reduce", "recv", "recv from any"))
+def test_a_rank_that_has_left(ranks: RankServer, operation: str) -> None:
+    first, second = ranks.start(2, one_has_left, operation).join(20)
+    assert first.code == 0
+    assert isinstance(second.error, CollectiveMismatch), second.report()
+    assert f"rank 0 (pid {first.pid}) has left the group" in str(second.error)
+
+
+MESSAGES: dict[str, tuple[torch.Tensor, torch.Tensor, str, str]] = {
+    "larger": (zeros(11), zeros(10), "float32[11]", "float32[10]"),
+    "much larger": (zeros(1_000_000), zeros(10), "float32[1000000]", "float32[10]"),
+    "smaller": (zeros(9), zeros(10), "float32[9]", "float32[10]"),
+    "much smaller": (zeros(9), zeros(1_000_000), "float32[9]", "float32[1000000]"),
+    "empty": (zeros(0), zeros(1), "float32[0]", "float32[1]"),
+    "other dtype": (zeros(10), zeros(10, torch.int32), "float32[10]", "int32[10]"),
+    "as many bytes": (zeros(10, torch.float64), zeros(20), "float64[10]", "float32[20]"),
+}
+
+
+def wrong_message(name: str, how: str) -> None:
+    sent, received, _, _ = MESSAGES[name]
+    if dist.get_rank() == 0:
+        dist.send(sent, 1)
+        dist.barrier()
+    elif how == "blocking":
+        dist.recv(received.clone(), 0)
+    elif how == "any source":
+        dist.recv(received.clone())
+    else:
+        work = dist.irecv(received.clone(), 0)
+        work.wait()
+
+
+@pytest.mark.parametrize("how", ("blocking", "any source", "asynchronous"))
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_message_that_does_not_fit(ranks: RankServer, name: str, how: str) -> None:
+    _, _, sent, received = MESSAGES[name]
+    for rank in ranks.start(2, wrong_message, name, how).join(20):
+        assert isinstance(rank.error, CollectiveMismatch), rank.report()
+        assert f"send {sent} to rank 1" in str(rank.error)
+        assert f"recv {received} from rank 0" in str(rank.error)
+
+
+def nothing_is_written_beyond_the_buffer() -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(100_000), 1)
+        with pytest.raises(CollectiveMismatch):
+            dist.barrier()
+    else:
+        whole = zeros(1000)
+        with pytest.raises(CollectiveMismatch):
+            dist.recv(whole[:10], 0)
+        assert (whole == 0).all()
+
+
+def test_nothing_is_written_beyond_the_buffer(ranks: RankServer) -> None:
+    ranks.run(2, nothing_is_written_beyond_the_buffer)
+
+
+def again() -> list[str]:
+    messages = []
+    for _ in range(3):
+        with pytest.raises(CollectiveMismatch) as caught:
+            dist.all_reduce(zeros(1 + dist.get_rank()))
+        messages.append(str(caught.value).split(": ", 1)[1])
+    return messages
+
+
+def test_a_broken_group_says_why_again(ranks: RankServer) -> None:
+    for messages in ranks.run(2, again):
+        assert len(set(messages)) == 1
