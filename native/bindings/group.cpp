@@ -32,6 +32,18 @@ void close(PyGroup& self) {
   }
 }
 
+std::vector<int> absent(const PyGroup& self) {
+  const Segment& segment = self.held()->group.segment();
+  std::vector<int> ranks;
+  for (int rank = 0; rank < segment.ranks(); ++rank) {
+    // Pairs with the store in Group's constructor: who is present has stored its pid.
+    if (segment.control(rank).presence.load(std::memory_order_seq_cst) == Presence::absent) {
+      ranks.push_back(rank);
+    }
+  }
+  return ranks;
+}
+
 nb::object abort(const PyGroup& self) {
   Group& group = self.held()->group;
   return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}));
@@ -54,6 +66,7 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
       .def_prop_ro("descriptor",
                    [](const PyGroup& self) { return self.held()->group.segment().descriptor(); })
       .def("connect", [](const PyGroup& self) { return to_python(self.held()->group.connect()); })
+      .def("absent", &absent)
       .def(
           "pid", [](const PyGroup& self, int rank) { return self.held()->group.pid(rank); },
           nb::arg("rank"))

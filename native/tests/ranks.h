@@ -39,11 +39,11 @@ namespace ranks {
 using namespace phalanx;
 using namespace std::chrono_literals;
 
-// How much of a long test is run: sanitizers make everything some ten times slower.
+// What part of a long test is run: sanitizers make everything some ten times slower.
 #if defined(PHALANX_TEST_TSAN)
-inline constexpr int kShare = 12;
+inline constexpr int kShare = 24;
 #elif defined(__SANITIZE_ADDRESS__)
-inline constexpr int kShare = 3;
+inline constexpr int kShare = 4;
 #else
 inline constexpr int kShare = 1;
 #endif

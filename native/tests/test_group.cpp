@@ -147,7 +147,19 @@ TEST(abort_wakes_those_who_sleep) {
     ranks::run(size, [&](Rank& rank) {
       if (rank.self == 0) {
         sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
+        const auto tickets = [&rank] {
+          std::vector<std::uint32_t> all;
+          for (int each = 0; each < rank.size; ++each) {
+            const RankControl& control = rank.group.segment().control(each);
+            all.push_back(control.stepped.ticket.load());
+            all.push_back(control.bell.ticket.load());
+          }
+          return all;
+        };
+        const auto before = tickets();
         statuses[0] = rank.group.abort({.code = Code::aborted, .reporter = 0});
+        const auto after = tickets();
+        for (std::size_t i = 0; i < before.size(); ++i) CHECK(after[i] > before[i]);
       } else {
         statuses[rank.self] = barrier(rank.group, within());
       }

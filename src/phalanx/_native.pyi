@@ -91,6 +91,9 @@ class Group:
     def closed(self) -> bool: ...
     @property
     def outstanding(self) -> int: ...
+    def absent(self) -> list[int]:
+        """Ranks that have not joined yet."""
+
     def connect(self) -> Status | None:
         """Watch the processes of all peers, which must have joined."""
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree: CollectiveMismatch on every rank, naming both operations, before data moves."""
+"""Ranks that disagree: CollectiveMismatch on every rank, naming both, before data moves."""
 
 from __future__ import annotations
 

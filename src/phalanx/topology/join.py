@@ -9,11 +9,13 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
+from torch.distributed import DistError
+
 from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
@@ -23,7 +25,8 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Grou
     """Enter the group as `rank` of `size`; blocks until all ranks have entered.
 
     Rank 0 creates the segment and publishes where it is; the others open it and prove by its nonce
-    that it is the same memory. No rank is in before all are: an error on one is raised on all.
+    that it is the same memory. No rank is in before all are: a failure on one is
+    raised on all.
 
     Args:
         store: The group's store. Keys begin with "phalanx/".
@@ -39,14 +42,12 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Grou
     _check_place(rank, size)
     deadline = time.monotonic() + timeout.total_seconds()
     _claim(store, rank, size)
-    group, error = _create(store, size) if rank == 0 else _open(store, rank, size, deadline)
-    store.set(f"phalanx/attached/{rank}", error)
-    keys = [f"phalanx/attached/{peer}" for peer in range(size)]
-    _wait(store, keys, rank, size, deadline)
-    for peer, key in enumerate(keys):
-        if text := store.get(key).decode():
-            raise PhalanxError(f"[rank {rank}/{size}] rank {peer} could not join: {text}")
-    assert group is not None  # its error would have been raised above
+    try:
+        group = _create(store, size) if rank == 0 else _open(store, rank, size, deadline)
+    except OSError as error:
+        store.set("phalanx/failed", f"rank {rank} could not join: {error.args[0]}")
+        raise PhalanxError(f"[rank {rank}/{size}] could not join: {error.args[0]}") from None
+    _wait_for_all(store, group, rank, size, deadline)
     if (status := group.connect()) is not None:
         raise PhalanxError(
             f"[rank {rank}/{size}] could not watch the process of rank {status.peer}: "
@@ -73,15 +74,12 @@ def _claim(store: Store, rank: int, size: int) -> None:
         )
 
 
-def _create(store: Store, size: int) -> tuple[_native.Group | None, str]:
-    """The group, or why there is none."""
+def _create(store: Store, size: int) -> _native.Group:
     nonce = secrets.randbits(64)
     try:
         group = _native.Group.create(size, 0, nonce)
     except OSError as error:
-        reason = f"no shared memory for {size} ranks ({error.strerror})"
-        store.set("phalanx/segment", json.dumps({"error": reason}))
-        return None, reason
+        raise OSError(f"no shared memory for {size} ranks ({error.strerror})") from None
     where = {
         "pid": os.getpid(),
         "descriptor": group.descriptor,
@@ -90,42 +88,65 @@ def _create(store: Store, size: int) -> tuple[_native.Group | None, str]:
         "host": socket.gethostname(),
     }
     store.set("phalanx/segment", json.dumps(where))
-    return group, ""
+    return group
 
 
-def _open(store: Store, rank: int, size: int, deadline: float) -> tuple[_native.Group | None, str]:
-    """The group, or why there is none."""
-    _wait(store, ["phalanx/segment"], rank, size, deadline)
+def _open(store: Store, rank: int, size: int, deadline: float) -> _native.Group:
+    for _ in _tries(rank, size, deadline, lambda: [0]):
+        _raise_failure(store, rank, size)
+        if store.check(["phalanx/segment"]):
+            break
     where = json.loads(store.get("phalanx/segment"))
-    if "error" in where:
-        return None, f"rank 0 has {where['error']}"
     if where["layout"] != _native.LAYOUT_VERSION:
-        return None, (
+        raise OSError(
             f"rank 0 runs a Phalanx with layout version {where['layout']}, this rank one with "
             f"{_native.LAYOUT_VERSION}: install the same version everywhere"
         )
     try:
-        return _native.Group.open(where["pid"], where["descriptor"], size, rank, where["nonce"]), ""
+        return _native.Group.open(where["pid"], where["descriptor"], size, rank, where["nonce"])
     except OSError as error:
-        return None, (
+        raise OSError(
             f"process {os.getpid()} on {socket.gethostname()} can't open the segment of process "
             f"{where['pid']} on {where['host']} ({error.strerror}): the ranks don't share a host "
             "(or a pid namespace, or a user), and this version joins only ranks that do"
-        )
+        ) from None
 
 
-def _wait(store: Store, keys: Iterable[str], rank: int, size: int, deadline: float) -> None:
-    """Wait for keys by looking again and again: a blocking wait would not hear Ctrl-C."""
-    missing = list(keys)
+def _wait_for_all(
+    store: Store, group: _native.Group, rank: int, size: int, deadline: float
+) -> None:
+    """Wait until all ranks are present in the segment.
+
+    The store is asked only for failures: rank 0, which may host it, may be done and gone by the
+    time that a rank looks again.
+    """
+    for _ in _tries(rank, size, deadline, group.absent):
+        if not group.absent():
+            return
+        try:
+            _raise_failure(store, rank, size)
+        except DistError:
+            if group.absent():
+                raise
+
+
+def _raise_failure(store: Store, rank: int, size: int) -> None:
+    if store.check(["phalanx/failed"]):
+        reason = store.get("phalanx/failed").decode()
+        raise PhalanxError(f"[rank {rank}/{size}] {reason}")
+
+
+def _tries(
+    rank: int, size: int, deadline: float, missing: Callable[[], list[int]]
+) -> Iterator[None]:
+    """Look again and again, until the deadline: a blocking wait would not hear Ctrl-C."""
     pause = 0.0005
-    while missing := [key for key in missing if not store.check([key])]:
-        if time.monotonic() >= deadline:
-            ranks = ", ".join(key.removeprefix("phalanx/attached/") for key in missing)
-            who = "rank 0" if missing == ["phalanx/segment"] else f"rank {ranks}"
-            raise CollectiveTimeout(
-                f"[rank {rank}/{size} on {socket.gethostname()}] joining the group: {who} did not "
-                "come before the deadline: are all processes started, with the same world size "
-                "and address?"
-            )
+    while time.monotonic() < deadline:
+        yield
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+    ranks = ", ".join(map(str, missing()))
+    raise CollectiveTimeout(
+        f"[rank {rank}/{size} on {socket.gethostname()}] joining the group: rank {ranks} did not "
+        "come before the deadline: are all processes started, with the same world size and address?"
+    )
