@@ -34,11 +34,6 @@ def wait_for_future() -> None:
     dist.all_reduce(torch.zeros(10), async_op=True).get_future().wait()
 
 
-def wait_in_then() -> None:
-    future = dist.all_reduce(torch.zeros(10), async_op=True).get_future()
-    future.then(lambda done: done.value()).wait()
-
-
 # Every rank runs these in a loop, so that the victim dies in the middle of one.
 LOOPS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(torch.zeros(10)),
@@ -63,7 +58,6 @@ WAITS: dict[str, Callable[[], object]] = {
     "large isend": lambda: dist.isend(torch.zeros(LARGE), VICTIM).wait(),
     "work": lambda: dist.all_reduce(torch.zeros(10), async_op=True).wait(),
     "future": wait_for_future,
-    "then": wait_in_then,
 }
 ENDINGS: dict[str, tuple[Callable[[], object], str]] = {
     "SIGKILL": (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
@@ -159,7 +153,6 @@ def dead_before() -> None:
     dist.barrier()
     if dist.get_rank() == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
-    sys.stdin.close()
     folder = Path(os.environ["FOLDER"])
     while not (folder / "dead").exists():
         time.sleep(0.001)
@@ -216,7 +209,11 @@ def callbacks_see_it() -> str:
     work = dist.all_reduce(torch.zeros(10), async_op=True)
     seen = threading.Event()
     work.get_future().add_done_callback(lambda _: seen.set())
+    chained = work.get_future().then(lambda done: done.value())
     assert seen.wait(10)
+    # PyTorch makes a RuntimeError of what a callback raises.
+    with pytest.raises(RuntimeError, match=r"PeerLost: .* was killed by SIGKILL"):
+        chained.wait()
     assert work.is_completed()
     assert not work.is_success()
     assert isinstance(work.exception(), PeerLost)

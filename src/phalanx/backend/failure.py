@@ -40,13 +40,21 @@ def error_for(
     return kind(f"[{place} on {socket.gethostname()}] {operation}: {text}")
 
 
+def left_behind(place: str, what: str) -> Aborted:
+    """The exception for what was under way when this rank left the group."""
+    return Aborted(
+        f"[{place} on {socket.gethostname()}] {what}: this rank has left the group "
+        "(destroy_process_group) before the operation ended: wait for its work first"
+    )
+
+
 def _explain(
     status: _native.Status, group: _native.Group, timeout: float
 ) -> tuple[type[PhalanxError], str]:
     peer, reporter = status.peer, status.reporter
     match status.code:
         case "peer_lost":
-            return PeerLost, f"rank {peer} (pid {group.pid(peer)}) {_ending(group, peer)}"
+            return PeerLost, f"{_name(group, peer)} {_ending(group, peer)}"
         case "mismatch":
             return CollectiveMismatch, (
                 f"ranks disagree: rank {reporter} is in {_operation(status.mine)}, "
@@ -54,11 +62,11 @@ def _explain(
             )
         case "left":
             return CollectiveMismatch, (
-                f"rank {peer} (pid {group.pid(peer)}) has left the group (destroy_process_group) "
+                f"{_name(group, peer)} has left the group (destroy_process_group) "
                 f"while rank {reporter} is in {_operation(status.mine)}"
             )
         case "timeout":
-            who = f"rank {peer} (pid {group.pid(peer)})" if peer >= 0 else "no rank"
+            who = _name(group, peer) if peer >= 0 else "any rank"
             return CollectiveTimeout, (
                 f"rank {reporter} waited for {who} in {_operation(status.mine)} until its deadline"
                 f" ({timeout:g} s on this rank); the process is alive"
@@ -76,15 +84,27 @@ def _explain(
             return PhalanxError, f"system error on rank {reporter}: {os.strerror(status.error)}"
 
 
+def _name(group: _native.Group, peer: int) -> str:
+    # Another thread may have left the group meanwhile, and the pids with it.
+    return f"rank {peer}" if group.closed else f"rank {peer} (pid {group.pid(peer)})"
+
+
 def _ending(group: _native.Group, peer: int) -> str:
     """How a process ended, as far as the kernel tells those who are not its parent."""
-    wait_status = group.wait_status(peer)
+    wait_status = None if group.closed else group.wait_status(peer)
     if wait_status is None:
         return "has died"
     code = os.waitstatus_to_exitcode(wait_status)
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        return f"was killed by {_signal_name(-code)}"
     return f"exited with code {code}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def _operation(fingerprint: _native.Fingerprint) -> str:

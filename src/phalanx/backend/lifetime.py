@@ -28,19 +28,31 @@ def register(group: ProcessGroup) -> None:
     _groups.add(group)
 
 
-class _InheritedGroup:
-    """Stands in a forked child where the parent has its native group."""
+class Unusable:
+    """Stands where a group has its native part, once this process can't use that any more."""
 
     closed = True
 
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise UsageError(
-            f"this process group belongs to process {self._parent}; process {os.getpid()}, forked "
-            "from it, can't use it: communicate in the parent, or start ranks with phalanx.launch"
-        )
+        raise UsageError(self._reason)
+
+
+def left() -> Unusable:
+    """For a group that this rank has left."""
+    return Unusable(
+        "this rank has left the process group (destroy_process_group, shutdown or abort): "
+        "form another one with init_process_group or new_group"
+    )
+
+
+def _inherited(parent: int) -> Unusable:
+    return Unusable(
+        f"this process group belongs to process {parent}; process {os.getpid()}, forked "
+        "from it, can't use it: communicate in the parent, or start ranks with phalanx.launch"
+    )
 
 
 def _at_exit() -> None:
@@ -53,7 +65,7 @@ def _in_child() -> None:
     parent = os.getppid()
     for group in list(_groups):
         _parents_groups.append(group._native)
-        group.replace_native(_InheritedGroup(parent))
+        group.replace_native(_inherited(parent))
 
 
 atexit.register(_at_exit)

@@ -18,7 +18,7 @@ from phalanx import topology
 from phalanx.backend import lifetime
 from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
-from phalanx.backend.failure import error_for
+from phalanx.backend.failure import error_for, left_behind
 from phalanx.backend.operands import dense, label, only, same_kind, settle
 from phalanx.backend.progress import CollectiveThread, MessageThread
 from phalanx.backend.work import CollectiveWork, FinishedWork, MessageWork, seconds_of
@@ -94,9 +94,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Leave the group: what runs ends within two seconds or is given up; peers are told."""
-        if not self._native.closed:
+        native = self._native
+        if not native.closed:
             self.quiesce()
-            self._native.close()
+            native.close()
+            self.replace_native(lifetime.left())
+            for work in self._kept:
+                work.give_up(left_behind(self._place, "a message"))
+            self._kept.clear()
 
     def abort(self) -> None:
         """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
@@ -246,12 +251,12 @@ class ProcessGroup(dist.ProcessGroup):
         `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
         only has to live until the operation has ended.
         """
-        timeout = seconds_of(opts.timeout, self._timeout)
-        describe = partial(self._describe, name, subject, op, root)
+        native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
+        describe = partial(_describe, native, name, subject, op, root)
         if not opts.asyncOp and not self._collectives.busy:
             status = call(timeout)
             if status is not None:
-                raise error_for(status, self._native, self._place, describe(call_site()), timeout)
+                raise error_for(status, native, self._place, describe(call_site()), timeout)
             for tensor, flat in outputs:
                 settle(tensor, flat)
             return _DONE
@@ -260,7 +265,7 @@ class ProcessGroup(dist.ProcessGroup):
         def run(_keep: object = keep) -> None:
             status = call(timeout)
             if status is not None:
-                raise error_for(status, self._native, self._place, describe(site), timeout)
+                raise error_for(status, native, self._place, describe(site), timeout)
             for tensor, flat in outputs:
                 settle(tensor, flat)
 
@@ -284,7 +289,7 @@ class ProcessGroup(dist.ProcessGroup):
         detached = not _called_blocking()
         message = post(flat.data_ptr(), flat.numel(), code, peer, tag, detached)
         site = call_site() if detached else None
-        timeout = self._timeout
+        native, timeout = self._native, self._timeout
 
         def end(status: _native.Status | None) -> BaseException | None:
             if status is None:
@@ -292,9 +297,9 @@ class ProcessGroup(dist.ProcessGroup):
                     settle(tensor, flat)
                 return None
             where = f"{name} {label(tensor)} {self._other(name, peer)}at {site or call_site()}"
-            return error_for(status, self._native, self._place, where, timeout)
+            return error_for(status, native, self._place, where, timeout)
 
-        wait = partial(self._native.wait, message)
+        wait = partial(native.wait, message)
         work = MessageWork(message, wait, end, [tensor], self._messages, timeout)
         if detached and not work.is_completed():
             self._keep(work)
@@ -346,22 +351,24 @@ class ProcessGroup(dist.ProcessGroup):
             raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
         return peer
 
-    def _describe(
-        self, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
-    ) -> str:
-        words = [f"{name} #{self._native.sequence}"]
-        if subject is not None:
-            words.append(label(subject))
-        if op:
-            words.append(OP_NAMES[op])
-        if root >= 0:
-            words.append(f"root {root}")
-        return f"{' '.join(words)} at {site}"
-
     def _other(self, name: str, peer: int) -> str:
         if name == "send":
             return f"to rank {peer} "
         return "from any rank " if peer == _ANY_SOURCE else f"from rank {peer} "
+
+
+def _describe(
+    native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
+) -> str:
+    # Another thread may have left the group meanwhile.
+    words = [name if native.closed else f"{name} #{native.sequence}"]
+    if subject is not None:
+        words.append(label(subject))
+    if op:
+        words.append(OP_NAMES[op])
+    if root >= 0:
+        words.append(f"root {root}")
+    return f"{' '.join(words)} at {site}"
 
 
 def _called_blocking() -> bool:

@@ -205,6 +205,13 @@ class MessageWork(PendingWork):
 
     _source_rank = source_rank
 
+    def give_up(self, error: BaseException) -> None:
+        """End it with `error`, unless it has ended: nobody moves it any more."""
+        with self._ending:
+            end, self._end = self._end, None
+            if end is not None:
+                self._complete(error)
+
     def _finish(self, status: _native.Status | None) -> None:
         with self._ending:
             end, self._end = self._end, None

@@ -1,0 +1,253 @@
+"""How processes with groups end, and what forked children may do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from phalanx.errors import UsageError
+from tests.ranks import RankServer
+
+
+def init() -> None:
+    dist.init_process_group(
+        "phalanx",
+        init_method=f"file://{os.environ['FOLDER']}/store",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+    )
+
+
+def nothing() -> None:
+    pass
+
+
+def collectives() -> None:
+    for size in (1, 100_000):
+        dist.all_reduce(torch.ones(size))
+
+
+def asynchronous_not_waited_for() -> None:
+    for _ in range(10):
+        dist.all_reduce(torch.ones(100_000), async_op=True)
+
+
+def message_not_waited_for() -> None:
+    right, left = (1 - dist.get_rank(),) * 2
+    dist.isend(torch.ones(10), right)
+    dist.irecv(torch.ones(10), left)
+
+
+def message_that_nobody_takes() -> None:
+    if dist.get_rank() == 0:
+        dist.isend(torch.ones(10), 1)
+    dist.barrier()
+
+
+def recv_that_nobody_answers() -> None:
+    dist.irecv(torch.ones(10), 1 - dist.get_rank())
+    dist.barrier()
+
+
+def futures_with_callbacks() -> None:
+    for _ in range(3):
+        dist.all_reduce(torch.ones(10), async_op=True).get_future().then(lambda done: done)
+
+
+def groups() -> None:
+    made = [dist.new_group() for _ in range(3)]
+    for group in made:
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).wait()
+
+
+def works_in_globals() -> None:
+    globals()["kept"] = [dist.all_reduce(torch.ones(10), async_op=True), dist.group.WORLD]
+
+
+Program = Callable[[], None]
+PROGRAMS: list[Program] = [
+    nothing,
+    collectives,
+    asynchronous_not_waited_for,
+    message_not_waited_for,
+    message_that_nobody_takes,
+    recv_that_nobody_answers,
+    futures_with_callbacks,
+    groups,
+    works_in_globals,
+]
+
+
+def end(program: Program, leave: bool) -> None:
+    init()
+    program()
+    if leave:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("leave", (True, False), ids=("leave", "just end"))
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_process_ends_cleanly(ranks: RankServer, program: Program, leave: bool) -> None:
+    for rank in ranks.start(2, end, program, leave, timeout=None).join():
+        assert rank.code == 0, rank.report()
+        assert rank.stderr == ""
+        assert rank.stdout == ""
+
+
+def leave_twice() -> None:
+    init()
+    group = dist.group.WORLD
+    dist.barrier()
+    dist.destroy_process_group()
+    group.shutdown()
+    group.shutdown()
+    del group
+    gc.collect()
+    assert not [t for t in threading.enumerate() if "phalanx" in t.name]
+
+
+def test_leaving_twice(ranks: RankServer) -> None:
+    for rank in ranks.start(2, leave_twice, timeout=None).join():
+        assert rank.code == 0, rank.report()
+        assert rank.stderr == ""
+
+
+def in_a_forked_child(check: Callable[[], None]) -> str:
+    """Run `check` in a child made by os.fork; what it raised, in words."""
+    reading, writing = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork, Python 3.12
+        pid = os.fork()
+    if pid == 0:
+        try:
+            check()
+            words = "nothing"
+        except BaseException as error:
+            words = f"{type(error).__name__}: {error}"
+        os.write(writing, words.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        words = pipe.read()
+    os.waitpid(pid, 0)
+    return words
+
+
+def child_uses_the_group() -> None:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(10), async_op=True).wait()  # the group has a thread
+    uses: list[Callable[[], Any]] = [
+        lambda: dist.all_reduce(torch.ones(1)),
+        lambda: dist.all_reduce(torch.ones(1), async_op=True),
+        lambda: dist.barrier(),
+        lambda: dist.send(torch.ones(1), 1 - rank),
+        lambda: dist.irecv(torch.ones(1), 1 - rank),
+    ]
+    for use in uses:
+        words = in_a_forked_child(lambda use=use: use())
+        assert words.startswith("UsageError: this process group belongs to process"), words
+        assert str(os.getpid()) in words
+    # A child that leaves or ends doesn't take its parent's membership with it.
+    assert in_a_forked_child(dist.destroy_process_group) == "nothing"
+    assert in_a_forked_child(gc.collect) == "nothing"
+    tensor = torch.ones(100_000)
+    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, async_op=True).wait()
+    assert (tensor == 4).all()
+
+
+def test_a_forked_child_has_no_part_in_the_group(ranks: RankServer) -> None:
+    for rank in ranks.start(2, child_uses_the_group).join():
+        assert rank.code == 0, rank.report()
+
+
+def child_forms_a_group_of_its_own() -> None:
+    def alone() -> None:
+        dist.destroy_process_group()
+        url = f"file://{os.environ['FOLDER']}/child-{os.getpid()}"
+        dist.init_process_group("phalanx", init_method=url, rank=0, world_size=1)
+        tensor = torch.ones(100_000)
+        dist.all_reduce(tensor, async_op=True).wait()
+        assert (tensor == 1).all()
+        dist.destroy_process_group()
+
+    assert in_a_forked_child(alone) == "nothing"
+    dist.barrier()
+
+
+def test_a_forked_child_forms_a_group_of_its_own(ranks: RankServer) -> None:
+    ranks.run(2, child_forms_a_group_of_its_own)
+
+
+class Squares(Dataset[int]):
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+def loader_with_workers() -> None:
+    total = 0
+    for epoch in range(2):
+        for batch in DataLoader(Squares(), batch_size=4, num_workers=2):
+            tensor = batch.sum()
+            dist.all_reduce(tensor, async_op=bool(epoch))
+            dist.barrier()
+            total += tensor.item()
+    assert total == 2 * 2 * sum(index**2 for index in range(20))
+
+
+def test_a_data_loader_with_workers(ranks: RankServer) -> None:
+    for rank in ranks.start(2, loader_with_workers).join():
+        assert rank.code == 0, rank.report()
+        assert rank.stderr == "", rank.stderr
+
+
+def child_outlives_its_rank(pipe: str) -> None:
+    """The death of a rank is seen although a child that it forked still lives."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            with open(pipe) as opened:
+                opened.read()
+            os._exit(0)
+        os._exit(5)
+    dist.all_reduce(torch.ones(1))
+
+
+def test_a_child_that_outlives_its_rank(ranks: RankServer, tmp_path: Any) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    run = ranks.start(2, child_outlives_its_rank, str(pipe))
+    writing = os.open(pipe, os.O_RDWR)
+    first, second = run.join()
+    os.close(writing)
+    assert second.code == 5
+    assert "exited with code 5" in str(first.error)
+
+
+def pending_when_left() -> None:
+    """What waits for a message of a group that is left is told; nothing hangs."""
+    received = dist.irecv(torch.ones(10), 1 - dist.get_rank())
+    future = dist.irecv(torch.ones(10), 1 - dist.get_rank(), tag=2).get_future()
+    dist.barrier()
+    dist.destroy_process_group()
+    with pytest.raises((UsageError, dist.DistBackendError), match="left"):
+        received.wait()
+    with pytest.raises((UsageError, dist.DistBackendError), match="left"):
+        future.wait()
+
+
+def test_messages_pending_when_the_group_is_left(ranks: RankServer) -> None:
+    for rank in ranks.start(2, pending_when_left).join(15):
+        assert rank.code == 0, rank.report()
