@@ -1,9 +1,9 @@
 """The process from which `tests/ranks.py` forks ranks: torch is imported once, not once per rank.
 
 A forked rank is a process like any other: it has its own pid, is killed like any other, and ends
-like any other, by falling off the end of this script, with `atexit` and all. The server has no
-threads and no groups that a child could inherit. It keeps the ranks that have ended as zombies
-until it is told to reap them, so that their peers can see how they ended.
+like any other, by falling off the end of this script, with `atexit` and all (but see `work`). The
+server has no threads and no groups that a child could inherit. It keeps the ranks that have ended
+as zombies until it is told to reap them, so that their peers can see how they ended.
 """
 
 import gc
@@ -102,6 +102,11 @@ def work(job: Job) -> None:
         deliver(job, Outcome(error=error, traceback=traceback.format_exc(), time=now))
         raise
     deliver(job, outcome)
+    if job.timeout is not None:
+        # The end of an interpreter costs more than most tests. It is the subject of those that form
+        # their own group.
+        sys.stdout.flush()
+        os._exit(0)
 
 
 def deliver(job: Job, outcome: Outcome) -> None:

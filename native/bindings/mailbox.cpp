@@ -31,6 +31,26 @@ std::vector<MessagePtr> py_serve(const PyGroup& self) {
   return core->mailbox.serve();
 }
 
+// All without the GIL: another thread may hold the mailbox while a large message streams.
+
+void py_stop(const PyGroup& self) {
+  const auto core = self.held();
+  const nb::gil_scoped_release release;
+  core->mailbox.stop();
+}
+
+void py_watch(const PyGroup& self, const MessagePtr& message) {
+  const auto core = self.held();
+  const nb::gil_scoped_release release;
+  core->mailbox.watch(message);
+}
+
+std::size_t py_outstanding(const PyGroup& self) {
+  const auto core = self.held();
+  const nb::gil_scoped_release release;
+  return core->mailbox.outstanding();
+}
+
 }  // namespace
 
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
@@ -48,15 +68,9 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
            nb::arg("tag"), nb::arg("detached"))
       .def("wait", &py_wait, nb::arg("message"), nb::arg("timeout"))
       .def("serve", &py_serve)
-      .def("stop", [](const PyGroup& self) { self.held()->mailbox.stop(); })
-      .def(
-          "watch",
-          [](const PyGroup& self, const MessagePtr& message) {
-            self.held()->mailbox.watch(message);
-          },
-          nb::arg("message"))
-      .def_prop_ro("outstanding",
-                   [](const PyGroup& self) { return self.held()->mailbox.outstanding(); });
+      .def("stop", &py_stop)
+      .def("watch", &py_watch, nb::arg("message"))
+      .def_prop_ro("outstanding", &py_outstanding);
 }
 
 }  // namespace phalanx::bindings

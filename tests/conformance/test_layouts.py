@@ -92,15 +92,16 @@ def test_views(ranks: RankServer, name: str, world_size: int) -> None:
 
 
 def conjugated_and_negative(seed: int) -> None:
-    """What torch computes only when it is read; its collectives refuse conjugated tensors."""
+    """What torch computes only when it is read."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs = [cases.data("complex64", 10, seed, peer) for peer in range(world_size)]
+    # By the group's methods: the functions of torch.distributed refuse conjugated tensors.
     if rank == 0:
-        dist.send(inputs[0].conj(), 1)
+        dist.group.WORLD.send([inputs[0].conj()], 1, 0).wait()
     else:
         lazy = torch.zeros(10, dtype=torch.complex64).conj()
         assert lazy.is_conj()
-        dist.recv(lazy, 0)
+        dist.group.WORLD.recv([lazy], 0, 0).wait()
         assert torch.equal(lazy, inputs[0].conj())
     for async_op in (False, True):
         negative = inputs[rank].clone().conj().imag

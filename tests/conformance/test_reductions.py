@@ -162,7 +162,7 @@ def special_values() -> None:
     for dtype in cases.FLOATS:
         values = columns.to(cases.DTYPES[dtype]).double()
         for op, fold in (("MIN", torch.minimum), ("MAX", torch.maximum), ("SUM", torch.add)):
-            tensor = values[:, rank].to(cases.DTYPES[dtype])
+            tensor = values[:, rank].clone().to(cases.DTYPES[dtype])
             dist.all_reduce(tensor, cases.reduce_op(op))
             expected = values[:, 0]
             for peer in range(1, world_size):

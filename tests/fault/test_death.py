@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.errors import PeerLost
+from phalanx.errors import Aborted, PeerLost
 from tests.ranks import Ended, RankServer
 
 LARGE = 16 * 2**20  # float32: 64 MiB
@@ -146,6 +146,28 @@ def test_ended_as_python_does(ranks: RankServer, how: str, code: int, operation:
     ended = run.join(30)
     assert ended[VICTIM].code == code
     check(ended, f"exited with code {code}", end)
+
+
+def raises_with_works_in_flight(operation: str) -> None:
+    dist.barrier()
+    if dist.get_rank() == VICTIM:
+        works = [dist.all_reduce(torch.zeros(10), async_op=True)]
+        works.append(dist.irecv(torch.zeros(10), 0))
+        Path(os.environ["FOLDER"], "end").write_text(repr(time.monotonic()))
+        raise RuntimeError("the user's own")
+    WAITS[operation]()
+
+
+@pytest.mark.parametrize("operation", ("recv", "large send"))
+def test_an_exception_with_works_in_flight(ranks: RankServer, operation: str) -> None:
+    """The others don't wait until the failing rank's own operations have come to their end."""
+    run = ranks.start(2, raises_with_works_in_flight, operation)
+    first, second = run.join(30)
+    assert second.code == 1
+    assert "the user's own" in second.stderr
+    assert isinstance(first.error, (PeerLost, Aborted)), first.report()
+    assert "rank 1" in str(first.error)
+    assert first.error_time - end_of(run.folder) < 1.0
 
 
 def dead_before() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from typing import TYPE_CHECKING, NoReturn
 
@@ -56,9 +57,11 @@ def _inherited(parent: int) -> Unusable:
 
 
 def _at_exit() -> None:
+    # After an uncaught exception, peers should hear of this rank's end and not wait for it.
+    patience = 0.0 if hasattr(sys, "last_value") else None
     for group in list(_groups):
         if not group._native.closed:
-            group.quiesce()
+            group.quiesce(patience)
 
 
 def _in_child() -> None:

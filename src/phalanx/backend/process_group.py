@@ -109,9 +109,13 @@ class ProcessGroup(dist.ProcessGroup):
             self._native.abort()
             self.shutdown()
 
-    def quiesce(self) -> None:
-        """End the group's threads; operations that don't end in time abort the group."""
-        if not self._collectives.stop(_STOP_SECONDS):
+    def quiesce(self, patience: float | None = None) -> None:
+        """End the group's threads; operations that don't end in time abort the group.
+
+        Args:
+            patience: Seconds that they have, two if None.
+        """
+        if not self._collectives.stop(_STOP_SECONDS if patience is None else patience):
             self._native.abort()
             self._collectives.stop(_STOP_SECONDS)
         self._messages.stop(_STOP_SECONDS)

@@ -85,6 +85,7 @@ def _create(store: Store, size: int) -> _native.Group:
         "descriptor": group.descriptor,
         "nonce": nonce,
         "layout": _native.LAYOUT_VERSION,
+        "size": size,
         "host": socket.gethostname(),
     }
     store.set("phalanx/segment", json.dumps(where))
@@ -101,6 +102,11 @@ def _open(store: Store, rank: int, size: int, deadline: float) -> _native.Group:
         raise OSError(
             f"rank 0 runs a Phalanx with layout version {where['layout']}, this rank one with "
             f"{_native.LAYOUT_VERSION}: install the same version everywhere"
+        )
+    if where["size"] != size:
+        raise OSError(
+            f"rank 0 was started with world size {where['size']}, this rank with {size}: "
+            "give all ranks the same"
         )
     try:
         return _native.Group.open(where["pid"], where["descriptor"], size, rank, where["nonce"])

@@ -1,0 +1,129 @@
+// Messages that know what is in them, and the thread that serves a mailbox: what the tests of the
+// mailbox share.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "ranks.h"
+
+namespace letters {
+
+using namespace phalanx;
+using ranks::Rank;
+using ranks::within;
+
+// A message is known by its source, destination, tag, and number among those; size and bytes
+// follow.
+struct Name {
+  int source, destination, tag;
+  int number = 0;
+
+  std::uint64_t hash() const {
+    std::uint64_t x = ranks::seed;
+    for (const int part : {source, destination, tag, number}) {
+      x = (x ^ static_cast<std::uint64_t>(part + 1)) * 0x9e3779b97f4a7c15;
+      x ^= x >> 29;
+    }
+    return x;
+  }
+  std::size_t size() const {
+    const std::uint64_t x = hash();
+    switch (x % 16) {
+      case 0: return 0;
+      case 1: return 64 * (x >> 8 & 7);
+      case 2: return kRingBytes - 128 + (x >> 8) % 256;
+      case 3: return (x >> 8) % (2 * kRingBytes);
+      case 4: return (x >> 8) % 40'000;
+      default: return (x >> 8) % 300;
+    }
+  }
+  std::byte byte(std::size_t i) const {
+    return static_cast<std::byte>((hash() + i * 0x9e3779b9) >> 16);
+  }
+};
+
+// The bytes of a message, or poison for them, between fences.
+struct Letter {
+  Letter(const Name& its_name, bool filled)
+      : name(its_name), bytes(its_name.size() + 2 * kFence, std::byte{0xa5}) {
+    for (std::size_t i = 0; filled && i < name.size(); ++i) data()[i] = name.byte(i);
+  }
+  std::byte* data() { return bytes.data() + kFence; }
+  bool intact() const {
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+      const bool inside = i >= kFence && i < bytes.size() - kFence;
+      if (bytes[i] != (inside ? name.byte(i - kFence) : std::byte{0xa5})) return false;
+    }
+    return true;
+  }
+
+  static constexpr std::size_t kFence = 32;
+  Name name;
+  std::vector<std::byte> bytes;
+  MessagePtr message;
+};
+
+inline void post_send(Rank& rank, Letter& letter, bool detached = false) {
+  letter.message = rank.mailbox.send(letter.data(), letter.name.size(), DType::uint8,
+                                     letter.name.destination, letter.name.tag, detached);
+}
+
+inline void post_recv(Rank& rank, Letter& letter, bool detached = false) {
+  letter.message = rank.mailbox.recv(letter.data(), letter.name.size(), DType::uint8,
+                                     letter.name.source, letter.name.tag, detached);
+}
+
+inline bool arrived(Rank& rank, Letter& letter) {
+  const Status status = rank.mailbox.wait(*letter.message, within());
+  const Name& name = letter.name;
+  const int peer = name.source == rank.self ? name.destination : name.source;
+  if (CHECK(status.ok()) && CHECK_EQ(letter.message->peer(), peer) && CHECK(letter.intact())) {
+    return true;
+  }
+  std::fprintf(stderr, "  at rank %d: %d -> %d tag %d number %d size %zu: code %d about %d by %d\n",
+               rank.self, name.source, name.destination, name.tag, name.number, name.size(),
+               static_cast<int>(status.code), status.peer, status.reporter);
+  return false;
+}
+
+// The thread that moves what nobody waits for.
+class Server {
+ public:
+  explicit Server(Mailbox& mailbox) : mailbox_(mailbox), thread_([this] { run(); }) {}
+  ~Server() {
+    mailbox_.stop();
+    thread_.join();
+  }
+  std::size_t reported() const { return reported_; }
+  bool reported_twice() const { return twice_; }
+
+ private:
+  void run() {
+    std::vector<std::uint64_t> seen;
+    for (auto done = mailbox_.serve(); !done.empty(); done = mailbox_.serve()) {
+      for (const MessagePtr& message : done) {
+        CHECK(message->done());
+        if (std::find(seen.begin(), seen.end(), message->id()) != seen.end()) twice_ = true;
+        seen.push_back(message->id());
+        ++reported_;
+      }
+    }
+  }
+
+  Mailbox& mailbox_;
+  std::atomic<std::size_t> reported_ = 0;
+  std::atomic<bool> twice_ = false;
+  std::thread thread_;
+};
+
+inline Status wait_for(Rank& rank, const MessagePtr& message, const Bounds& bounds = within()) {
+  return rank.mailbox.wait(*message, bounds);
+}
+
+inline bool present(Rank& rank, int peer) {
+  return rank.group.segment().control(peer).presence.load() != Presence::left;
+}
+
+}  // namespace letters

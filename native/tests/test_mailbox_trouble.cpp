@@ -1,0 +1,258 @@
+// Messages that can't arrive: who waits for somebody who will not come is told, and only then.
+#include <algorithm>
+#include <memory>
+
+#include "letters.h"
+
+using namespace phalanx;
+using namespace std::chrono_literals;
+using namespace letters;
+
+TEST(messages_of_another_size_or_type_are_refused) {
+  struct Case {
+    std::size_t sent, asked;
+    DType sent_as, asked_as;
+  };
+  const Case cases[] = {
+      {10, 9, DType::uint8, DType::uint8},    {9, 10, DType::uint8, DType::uint8},
+      {0, 1, DType::uint8, DType::uint8},     {4, 4, DType::int32, DType::float32},
+      {4, 2, DType::float32, DType::float64}, {400'000, 399'999, DType::uint8, DType::uint8}};
+  for (const Case& each : cases) {
+    for (const bool recv_first : {false, true}) {
+      ranks::run(3, [&](Rank& rank) {
+        std::vector<std::byte> data(800'000, std::byte{0x42});
+        Status status;
+        if (rank.self == 0) {
+          if (recv_first) rank.together.arrive_and_wait();
+          const auto sent = rank.mailbox.send(data.data(), each.sent, each.sent_as, 1, 3, false);
+          if (!recv_first) rank.together.arrive_and_wait();
+          (void)wait_for(rank, sent);  // it may have gone out before the receiver saw it
+          status = barrier(rank.group, within());
+        } else if (rank.self == 1) {
+          if (!recv_first) rank.together.arrive_and_wait();
+          const auto asked = rank.mailbox.recv(data.data(), each.asked, each.asked_as, 0, 3, false);
+          if (recv_first) rank.together.arrive_and_wait();
+          status = wait_for(rank, asked);
+          CHECK(std::all_of(data.begin(), data.end(), [](auto b) { return b == std::byte{0x42}; }));
+        } else {
+          rank.together.arrive_and_wait();
+          status = barrier(rank.group, within());
+        }
+        CHECK_EQ(status.code, Code::mismatch);
+        CHECK_EQ(status.reporter, 1);
+        CHECK_EQ(status.peer, 0);
+        CHECK_EQ(status.mine.kind, Kind::recv);
+        CHECK_EQ(status.mine.count, each.asked);
+        CHECK_EQ(status.mine.dtype, each.asked_as);
+        CHECK_EQ(status.theirs.kind, Kind::send);
+        CHECK_EQ(status.theirs.count, each.sent);
+        CHECK_EQ(status.theirs.dtype, each.sent_as);
+        CHECK_EQ(rank.mailbox.outstanding(), 0u);
+      });
+    }
+  }
+}
+
+TEST(messages_sent_before_a_rank_left_arrive) {
+  for (int round = 0; round < std::max(5, ranks::scaled(100)); ++round) {
+    ranks::run(3, [](Rank& rank) {
+      if (rank.self == 2) {
+        for (int i = 0; i < 3; ++i) {
+          Letter letter({2, 0, i, 0}, true);
+          post_send(rank, letter);
+          if (!arrived(rank, letter)) return;
+          ranks::dawdle(rank.random);
+        }
+        return;  // and leaves
+      }
+      if (rank.self == 0) {
+        std::vector<Letter> letters;
+        for (const int tag : {2, 0, 1}) letters.push_back(Letter({2, 0, tag, 0}, false));
+        const bool late = rank.random.one_in(2);
+        if (late) ranks::dawdle(rank.random);
+        for (Letter& each : letters) post_recv(rank, each);
+        for (Letter& each : letters) arrived(rank, each);
+      }
+    });
+  }
+}
+
+// What the server waits for comes from two ranks: that one of them has sent its part and left is no
+// reason to give up the other's.
+TEST(a_server_does_not_miss_a_rank_that_left_after_its_part) {
+  for (int round = 0; round < std::max(10, ranks::scaled(40)); ++round) {
+    ranks::run(3, [](Rank& rank) {
+      if (rank.self == 0) {
+        Letter first({2, 0, 0, 0}, false), second({1, 0, 0, 0}, false);
+        // So many others that looking for trouble takes long: the time in which rank 2 can do its
+        // part.
+        std::byte byte{};
+        for (int i = 0; i < ranks::scaled(50'000); ++i) {
+          const int source = i == 0 ? kAnySource : 1;
+          (void)rank.mailbox.recv(&byte, 1, DType::uint8, source, 1, true);
+        }
+        post_recv(rank, second, true);
+        post_recv(rank, first, true);
+        Server server(rank.mailbox);
+        CHECK(ranks::eventually([&] { return first.message->done(); }));
+        CHECK(ranks::eventually([&] { return !present(rank, 2); }));
+        // Two slices, in which a server that is wrong about rank 2 breaks the group.
+        const auto end = Clock::now() + 12ms;
+        while (Clock::now() < end) sched_yield();
+        CHECK(rank.group.broken().ok());
+        rank.together.arrive_and_wait();
+        arrived(rank, first) && arrived(rank, second);
+      } else if (rank.self == 2) {
+        Letter letter({2, 0, 0, 0}, true);
+        Event& bell = rank.group.segment().control(0).bell;
+        CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
+        const auto end = Clock::now() + std::chrono::microseconds(rank.random.below(12'000));
+        while (Clock::now() < end) sched_yield();
+        post_send(rank, letter);
+        arrived(rank, letter);
+        rank.group.leave();
+        rank.together.arrive_and_wait();
+      } else {
+        rank.together.arrive_and_wait();
+        Letter letter({1, 0, 0, 0}, true);
+        post_send(rank, letter);
+        arrived(rank, letter);
+      }
+    });
+  }
+}
+
+TEST(who_waits_for_a_message_of_a_rank_that_left_is_told) {
+  for (const bool any : {false, true}) {
+    for (const bool served : {false, true}) {
+      ranks::run(2, [&](Rank& rank) {
+        if (rank.self == 1) return;
+        std::byte byte{};
+        std::unique_ptr<Server> server;
+        if (served) server = std::make_unique<Server>(rank.mailbox);
+        const auto message =
+            rank.mailbox.recv(&byte, 1, DType::uint8, any ? kAnySource : 1, 0, served);
+        if (served) {
+          CHECK(ranks::eventually([&] { return message->done(); }));
+        }
+        const Status status = wait_for(rank, message);
+        CHECK_EQ(status.code, Code::left);
+        CHECK_EQ(status.peer, 1);
+        CHECK_EQ(status.mine.kind, Kind::recv);
+      });
+    }
+  }
+}
+
+TEST(any_source_goes_on_while_somebody_is_left) {
+  ranks::run(3, [](Rank& rank) {
+    std::int32_t value = 0;
+    if (rank.self == 1) return;
+    if (rank.self == 0) {
+      const auto message = rank.mailbox.recv(&value, 1, DType::int32, kAnySource, 0, false);
+      CHECK(wait_for(rank, message).ok());
+      CHECK_EQ(value, 12);
+      CHECK_EQ(message->peer(), 2);
+    } else {
+      CHECK(ranks::eventually([&] { return !present(rank, 1); }));
+      CHECK(ranks::eventually([&] { return rank.group.segment().control(0).bell.sleepers != 0; }));
+      value = 12;
+      CHECK(wait_for(rank, rank.mailbox.send(&value, 1, DType::int32, 0, 0, false)).ok());
+    }
+  });
+}
+
+TEST(a_send_that_does_not_fit_and_is_not_taken_fails_when_the_receiver_leaves) {
+  ranks::run(2, [](Rank& rank) {
+    if (rank.self == 1) {
+      CHECK(ranks::eventually([&] { return rank.group.segment().control(0).bell.sleepers != 0; }));
+      return;
+    }
+    std::vector<std::byte> data(2 * kRingBytes);
+    const auto small = rank.mailbox.send(data.data(), 10, DType::uint8, 1, 0, false);
+    CHECK(wait_for(rank, small).ok());
+    const auto large = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, false);
+    CHECK_EQ(wait_for(rank, large).code, Code::left);
+  });
+}
+
+TEST(abort_ends_all_that_is_outstanding) {
+  for (const bool served : {false, true}) {
+    ranks::run(3, [&](Rank& rank) {
+      std::vector<std::byte> data(3 * kRingBytes);
+      std::unique_ptr<Server> server;
+      if (served) server = std::make_unique<Server>(rank.mailbox);
+      const int peer = (rank.self + 1) % 3;
+      const std::vector<MessagePtr> messages = {
+          rank.mailbox.send(data.data(), data.size(), DType::uint8, peer, 0, served),
+          rank.mailbox.recv(data.data(), 1, DType::uint8, peer, 1, served),
+          rank.mailbox.recv(data.data(), 1, DType::uint8, peer, 2, served)};
+      if (rank.self == 0) {
+        for (const int other : {1, 2}) {
+          Event& bell = rank.group.segment().control(other).bell;
+          CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
+        }
+        (void)rank.group.abort({.code = Code::aborted, .reporter = 0});
+      }
+      for (const MessagePtr& message : messages) {
+        if (served) CHECK(ranks::eventually([&] { return message->done(); }));
+        const Status status = wait_for(rank, message);
+        CHECK_EQ(status.code, Code::aborted);
+        CHECK_EQ(status.reporter, 0);
+      }
+      CHECK_EQ(rank.mailbox.outstanding(), 0u);
+    });
+  }
+}
+
+TEST(deadline_of_a_message_names_its_peer) {
+  ranks::run(2, [](Rank& rank) {
+    std::byte byte{};
+    if (rank.self == 0) {
+      const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 8, false);
+      const Status status = wait_for(rank, message, within(20ms));
+      CHECK_EQ(status.code, Code::timeout);
+      CHECK_EQ(status.peer, 1);
+      CHECK_EQ(status.reporter, 0);
+      CHECK_EQ(status.mine.kind, Kind::recv);
+      CHECK_EQ(status.mine.root, 1);
+    }
+    rank.together.arrive_and_wait();
+    const auto message = rank.mailbox.send(&byte, 1, DType::uint8, 1 - rank.self, 8, false);
+    CHECK_EQ(wait_for(rank, message).code, Code::timeout);
+  });
+}
+
+TEST(an_interrupted_wait_breaks_the_group) {
+  ranks::run(2, [](Rank& rank) {
+    std::byte byte{};
+    const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1 - rank.self, 0, false);
+    Bounds bounds = within();
+    if (rank.self == 0) bounds.interrupted = [] { return true; };
+    const Status status = wait_for(rank, message, bounds);
+    CHECK_EQ(status.code, Code::interrupted);
+    CHECK_EQ(status.reporter, 0);
+  });
+}
+
+// Blocking calls of one thread do not hide the death of a peer that only the others wait for.
+TEST(a_waiter_sees_the_trouble_of_what_others_wait_for) {
+  ranks::run(3, [](Rank& rank) {
+    if (rank.self == 2) {
+      CHECK(ranks::eventually([&] { return rank.group.segment().control(0).bell.sleepers != 0; }));
+      return;
+    }
+    std::byte byte{};
+    if (rank.self == 0) {
+      Server server(rank.mailbox);
+      const auto vain = rank.mailbox.recv(&byte, 1, DType::uint8, 2, 0, true);
+      const auto waited = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
+      const Status status = wait_for(rank, waited);
+      CHECK_EQ(status.code, Code::left);
+      CHECK_EQ(status.peer, 2);
+      CHECK(vain->done());
+    } else {
+      CHECK(ranks::eventually([&] { return !rank.group.broken().ok(); }));
+    }
+  });
+}
