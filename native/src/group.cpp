@@ -87,7 +87,7 @@ Status Group::prepare(bool staging) {
   if (!status.ok() || !staging || staging_ready_) {
     return status;
   }
-  status = segment_->prefault(segment_->staging(rank_, 0), 2 * kChunkBytes);
+  status = segment_->prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
   if (!status.ok()) {
     status.reporter = rank_;
     return abort(status);

@@ -8,6 +8,8 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "phalanx/wait.h"
+
 #ifndef MADV_POPULATE_WRITE
 #define MADV_POPULATE_WRITE 23
 #endif
@@ -26,12 +28,11 @@ constexpr Offsets offsets_for(std::size_t ranks) {
   o.control = kPage;
   o.inline_buffers = o.control + whole_pages(ranks * sizeof(RankControl));
   o.staging = o.inline_buffers + ranks * 2 * kInlineBytes;
-  o.channels = o.staging + ranks * 2 * kChunkBytes;
+  o.channels = o.staging + ranks * kStagingBytes;
   o.end = o.channels + ranks * ranks * sizeof(Channel);
   return o;
 }
-static_assert(offsets_for(2).end ==
-                  4096 + 4096 + 2 * 2 * 16384 + 2 * 2 * 262144 + 4 * (4096 + 262144),
+static_assert(offsets_for(2).end == 4096 + 4096 + 2 * 2 * 16384 + 2 * 2097152 + 4 * (4096 + 262144),
               "a changed layout needs a new kLayoutVersion");
 
 bool valid(int ranks) { return ranks >= 1 && ranks <= kMaxRanks; }
@@ -44,8 +45,13 @@ std::size_t Segment::bytes_for(int ranks) {
   return offsets_for(static_cast<std::size_t>(ranks)).end;
 }
 
-std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, Status& status) {
-  if (!valid(ranks)) {
+std::size_t Segment::fitting_chunk(int ranks) {
+  return ranks > usable_cores() ? kCrowdedChunkBytes : kChunkBytes;
+}
+
+std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, std::size_t chunk_bytes,
+                                         Status& status) {
+  if (!valid(ranks) || chunk_bytes > kCrowdedChunkBytes || chunk_bytes % kLine != 0) {
     status = system_error(EINVAL);
     return nullptr;
   }
@@ -75,6 +81,7 @@ std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, Status&
   header.layout_version = kLayoutVersion;
   header.nonce = nonce;
   header.bytes = bytes;
+  header.chunk_bytes = chunk_bytes;
   header.magic = kMagic;
   return segment;
 }
@@ -154,8 +161,8 @@ std::byte* Segment::inline_buffer(int rank, std::uint64_t sequence) const {
 }
 
 std::byte* Segment::staging(int rank, std::uint64_t chunk) const {
-  const auto index = 2 * static_cast<std::size_t>(rank) + (chunk & 1);
-  return base_ + offsets_for(header().ranks).staging + index * kChunkBytes;
+  const std::size_t start = static_cast<std::size_t>(rank) * kStagingBytes;
+  return base_ + offsets_for(header().ranks).staging + start + (chunk & 1) * chunk_bytes();
 }
 
 Channel& Segment::channel(int source, int destination) const {

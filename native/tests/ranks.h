@@ -175,7 +175,7 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
                 bool disturbed = false) {
   constexpr std::uint64_t nonce = 0x1234567890abcdef;
   Status status;
-  const auto owner = Segment::create(size, nonce, status);
+  const auto owner = Segment::create(size, nonce, kChunkBytes, status);
   if (!CHECK(owner != nullptr)) {
     return;
   }

@@ -21,6 +21,7 @@ constexpr std::uint64_t kNonce = 0xfeedface12345678;
 static_assert(kLayoutVersion == 1);
 static_assert(kMagic == 0x584e414c41485001);
 static_assert(kInlineBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
+static_assert(kCrowdedChunkBytes == 1048576 && kStagingBytes == 2 * kCrowdedChunkBytes);
 static_assert(sizeof(Header) == 128 && offsetof(Header, layout_version) == 8);
 static_assert(offsetof(Header, ranks) == 12 && offsetof(Header, nonce) == 16);
 static_assert(offsetof(Header, bytes) == 24 && offsetof(Header, abort_word) == 64);
@@ -89,10 +90,9 @@ TEST(parts_lie_one_behind_the_other) {
       CHECK(segment->inline_buffer(rank, 0) == segment->inline_buffer(rank, 2));
     }
     for (int rank = 0; rank < ranks; ++rank) {
-      for (const std::uint64_t chunk : {2u, 3u}) {
-        CHECK_EQ(offset(segment->staging(rank, chunk)), next);
-        next += 262144;
-      }
+      CHECK_EQ(offset(segment->staging(rank, 2)), next);
+      CHECK_EQ(offset(segment->staging(rank, 3)), next + segment->chunk_bytes());
+      next += 2097152;
     }
     for (int source = 0; source < ranks; ++source) {
       for (int destination = 0; destination < ranks; ++destination) {

@@ -92,27 +92,33 @@ def test_views(ranks: RankServer, name: str, world_size: int) -> None:
 
 
 def conjugated_and_negative(seed: int) -> None:
-    """What torch computes only when it is read."""
+    """What torch computes only when it is read, in memory that is contiguous."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs = [cases.data("complex64", 10, seed, peer) for peer in range(world_size)]
     # By the group's methods: the functions of torch.distributed refuse conjugated tensors.
+    group = dist.group.WORLD
+    lazy, plain = inputs[0].clone().conj(), torch.zeros(10, dtype=torch.complex64)
+    assert lazy.is_conj()
+    assert lazy.is_contiguous()
     if rank == 0:
-        dist.group.WORLD.send([inputs[0].conj()], 1, 0).wait()
+        group.send([lazy], 1, 0).wait()
+        group.send([inputs[0]], 1, 0).wait()
     else:
-        lazy = torch.zeros(10, dtype=torch.complex64).conj()
-        assert lazy.is_conj()
-        dist.group.WORLD.recv([lazy], 0, 0).wait()
-        assert torch.equal(lazy, inputs[0].conj())
+        group.recv([plain], 0, 0).wait()
+        assert torch.equal(plain, inputs[0].conj())
+        group.recv([lazy], 0, 0).wait()
+        assert torch.equal(lazy, inputs[0])
     for async_op in (False, True):
-        negative = inputs[rank].clone().conj().imag
+        negative = torch._neg_view(inputs[rank].real.contiguous())
         assert negative.is_neg()
+        assert negative.is_contiguous()
         outputs = [torch.zeros(10) for _ in inputs]
         work = dist.all_gather(outputs, negative, async_op=async_op)
         if work is not None:
             work.wait()
-        assert all(torch.equal(outputs[peer], -inputs[peer].imag) for peer in range(world_size))
+        assert all(torch.equal(outputs[peer], -inputs[peer].real) for peer in range(world_size))
         dist.all_reduce(negative)
-        assert torch.equal(negative, -sum(tensor.imag for tensor in inputs))
+        assert torch.equal(negative, -sum(tensor.real for tensor in inputs))
 
 
 def test_lazily_conjugated_and_negated(ranks: RankServer) -> None:

@@ -89,6 +89,8 @@ def meet(how: Meeting, port: int, leave: bool) -> None:
     group = dist.new_group([size - 1])
     if rank == size - 1:
         dist.barrier(group)
+    # Forming a group needs the store, which lives as long as the rank that hosts it.
+    dist.barrier()
     if leave:
         dist.destroy_process_group()
 

@@ -28,8 +28,12 @@ inline constexpr int kMaxRanks = 1024;
 
 // Payloads up to this size travel beside the flag, in one synchronisation.
 inline constexpr std::size_t kInlineBytes = 16 * 1024;
-// A rank's staging area holds two chunks, so that one is filled while the other is read.
+// What moves at once: small enough for the caches of a core. Where ranks outnumber cores, a peer is
+// waited for in time slices rather than in nanoseconds, and fewer, larger chunks cost less.
 inline constexpr std::size_t kChunkBytes = 256 * 1024;
+inline constexpr std::size_t kCrowdedChunkBytes = 1024 * 1024;
+// A rank's staging area holds two chunks, so that one is filled while the other is read.
+inline constexpr std::size_t kStagingBytes = 2 * kCrowdedChunkBytes;
 // What a channel holds of the messages on their way from one rank to another.
 inline constexpr std::size_t kRingBytes = 256 * 1024;
 
@@ -46,6 +50,7 @@ struct Header {
   std::uint32_t ranks;
   std::uint64_t nonce;
   std::uint64_t bytes;
+  std::uint64_t chunk_bytes;
   // Writer: the first rank that gives up (compare-and-swap from 0); see Group::abort.
   alignas(kLine) std::atomic<std::uint64_t> abort_word;
 };
@@ -86,7 +91,12 @@ class Segment {
  public:
   // Each returns null and fills `status` (system, with errno; EPROTO: not a segment of this layout
   // version, size or nonce; EINVAL: `ranks` is not from 1 to kMaxRanks) when it fails.
-  static std::unique_ptr<Segment> create(int ranks, std::uint64_t nonce, Status& status);
+  static std::unique_ptr<Segment> create(int ranks, std::uint64_t nonce, Status& status) {
+    return create(ranks, nonce, fitting_chunk(ranks), status);
+  }
+  // `chunk_bytes`: whole lines, at most kCrowdedChunkBytes.
+  static std::unique_ptr<Segment> create(int ranks, std::uint64_t nonce, std::size_t chunk_bytes,
+                                         Status& status);
   static std::unique_ptr<Segment> open(int pid, int fd, int ranks, std::uint64_t nonce,
                                        Status& status);
   // A view of the memory that `owner` keeps mapped, for ranks that are threads of one process: a
@@ -95,12 +105,16 @@ class Segment {
   static std::unique_ptr<Segment> share(const Segment& owner);
 
   static std::size_t bytes_for(int ranks);
+  // By the cores that this process may run on.
+  static std::size_t fitting_chunk(int ranks);
 
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   int ranks() const { return static_cast<int>(header().ranks); }
+  // The size of a chunk in this group, the same on all ranks: the creator chose it.
+  std::size_t chunk_bytes() const { return header().chunk_bytes; }
   // The creator's descriptor, to be opened by peers; -1 elsewhere and after close_descriptor().
   int descriptor() const { return fd_; }
   void close_descriptor();

@@ -29,7 +29,7 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, kChunkBytes, bounds,  //
+      group, bytes, segment.chunk_bytes(), bounds,  //
       [&](int rank) { return rank == root; }, [&](int rank) { return rank != root; },
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(root, chunk), at(data, span.begin), span.size);

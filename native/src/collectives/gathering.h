@@ -35,7 +35,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
   }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, kChunkBytes, bounds, [](int) { return true; }, consumes,
+      group, bytes, segment.chunk_bytes(), bounds, [](int) { return true; }, consumes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(self, chunk), at(input, span.begin), span.size);
       },

@@ -9,9 +9,9 @@ namespace {
 
 // Bytes of a slice: as even as whole cache lines allow, and no larger than a staging area has room
 // for.
-std::size_t even_slice(std::size_t total, std::size_t ranks) {
+std::size_t even_slice(std::size_t total, std::size_t ranks, std::size_t chunk_bytes) {
   const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
-  const std::size_t largest = kChunkBytes / ranks / kLine * kLine;
+  const std::size_t largest = chunk_bytes / ranks / kLine * kLine;
   const std::size_t chunks = parts(total, largest * ranks);
   return parts(parts(total, chunks * ranks), kLine) * kLine;
 }
@@ -32,7 +32,7 @@ class LargeReduction {
         op_(op),
         bounds_(bounds),
         total_(count * size_of(dtype)),
-        slice_bytes_(even_slice(total_, ranks())),
+        slice_bytes_(even_slice(total_, ranks(), group.segment().chunk_bytes())),
         chunk_bytes_(slice_bytes_ * ranks()),
         chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_) {}
 

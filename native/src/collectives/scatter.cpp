@@ -12,7 +12,7 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
   const auto ranks = static_cast<std::size_t>(group.ranks());
   // The root's buffers hold a part for each rank, at its rank times the size of a part.
   const bool small = bytes * ranks <= kInlineBytes;
-  const std::size_t part = small ? bytes : kChunkBytes / ranks / kLine * kLine;
+  const std::size_t part = small ? bytes : group.segment().chunk_bytes() / ranks / kLine * kLine;
   const auto place = [part](int rank) { return static_cast<std::size_t>(rank) * part; };
   const auto fill = [&](std::byte* buffer, Span span) {
     for (int rank = 0; rank < group.ranks(); ++rank) {
