@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import child
-from phalanx.launch.cores import threads_per_rank
+from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
@@ -61,9 +61,7 @@ def run(argv: Sequence[str]) -> int:
     """
     _quieten()
     job = parse(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(job.config.nproc_per_node)))
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
-    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
     relay = Relay()
     with _forwarding(relay):

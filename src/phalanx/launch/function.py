@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import cloudpickle
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.cores import threads_per_rank
+from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import Failure, first_cause
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.store import HOST, host_store
@@ -191,12 +191,8 @@ def _places(rank: int, nprocs: int, port: int, job: str) -> dict[str, str]:
 def _environment(
     rank: int, nprocs: int, port: int, job: str, env: Mapping[str, str]
 ) -> dict[str, str]:
-    defaults = {
-        "OMP_NUM_THREADS": str(threads_per_rank(nprocs)),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
-    return {**defaults, **os.environ, **env, **_places(rank, nprocs, port, job)}
+    given = {**os.environ, **env}
+    return {**given, **rank_defaults(nprocs, given), **_places(rank, nprocs, port, job)}
 
 
 def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
