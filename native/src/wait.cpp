@@ -19,7 +19,9 @@ using namespace std::chrono_literals;
 constexpr long kSliceNanoseconds = 5'000'000;
 constexpr auto kLongestSpin = 1000us;
 constexpr auto kShortestSpin = 20us;
-constexpr auto kCrowdedSpin = 5us;
+// With yields at every look: the peer is most likely waiting for this very core.
+constexpr auto kCrowdedSpin = 50us;
+constexpr auto kPressedSpin = 5us;
 
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
            const timespec* timeout) {
@@ -55,8 +57,11 @@ int usable_cores() {
 Patience::Patience(int ranks) : crowded_(ranks > usable_cores()) {}
 
 Clock::duration Patience::spin_limit() const {
-  if (crowded_ || pressed_ > 0) {
+  if (crowded_) {
     return kCrowdedSpin;
+  }
+  if (pressed_ > 0) {
+    return kPressedSpin;
   }
   // A spin that ends in sleep all the same is a core burnt for nothing; one that ends just before
   // the peer comes costs a wake-up. A few times the typical wait catches nearly all.

@@ -83,7 +83,8 @@ bool Patience::spin(Ready&& ready) {
   const auto start = Clock::now();
   const auto limit = start + spin_limit();
   for (auto now = start, before = start; now < limit; before = now, now = Clock::now()) {
-    if (now - before > kStolen) {
+    // (Where ranks share cores, a yield takes that long by itself.)
+    if (!crowded_ && now - before > kStolen) {
       pressed_ = kPressedWaits;
       break;
     }
@@ -93,7 +94,7 @@ bool Patience::spin(Ready&& ready) {
       }
       pause();
     }
-    if (now - start >= kAlone) {
+    if (crowded_ || now - start >= kAlone) {
       yield();
     }
   }

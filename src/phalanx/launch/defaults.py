@@ -16,9 +16,9 @@ _ALLOCATOR = {
 def rank_defaults(nprocs: int, given: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment `given` for each of `nprocs` ranks on this host.
 
-    Ranks share the cores, write their output at once, and say where they were when they crash. Their
-    memory allocator keeps what a training step frees: where the kernel takes it back and hands it
-    out anew, page by page, in every step, a small network's step took up to twice as long.
+    Ranks share the cores, write their output at once, and say where they were when they crash.
+    Their memory allocator keeps what a training step frees: where the kernel takes it back and
+    hands it out anew, page by page, in every step, a small network's step took up to half longer.
     """
     defaults = {
         "OMP_NUM_THREADS": str(threads_per_rank(nprocs)),
