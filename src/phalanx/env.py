@@ -89,9 +89,9 @@ VARIABLES = (
     Variable(
         "MALLOC_MMAP_THRESHOLD_",
         "With `MALLOC_TRIM_THRESHOLD_`, read by the C library: from which size on memory is got "
-        "from the kernel for each tensor anew, and how much freed memory a process keeps. Set for every "
-        "rank to 32 MiB and 128 MiB unless you set one of them: a training step then reuses its "
-        "memory instead of having the kernel clear it page by page. No effect on other allocators.",
+        "from the kernel for each tensor anew, and how much freed memory a process keeps. Set for "
+        "every rank to 32 MiB and 128 MiB unless you set one of them: a training step then reuses "
+        "its memory instead of having the kernel clear it page by page. Other allocators ignore it.",
     ),
     Variable(
         "PET_NPROC_PER_NODE",
