@@ -91,7 +91,7 @@ VARIABLES = (
         "With `MALLOC_TRIM_THRESHOLD_`, read by the C library: from which size on memory is got "
         "from the kernel for each tensor anew, and how much freed memory a process keeps. Set for "
         "every rank to 32 MiB and 128 MiB unless you set one of them: a training step then reuses "
-        "its memory instead of having the kernel clear it page by page. Other allocators ignore it.",
+        "its memory instead of having the kernel clear it page by page. Others ignore it.",
     ),
     Variable(
         "PET_NPROC_PER_NODE",
