@@ -154,7 +154,7 @@ TEST(any_source_takes_from_all_in_each_ones_order) {
         }
         return;
       }
-      const auto n = static_cast<std::size_t>(each * (size - 1));
+      const std::size_t n = std::size_t{each} * static_cast<std::size_t>(size - 1);
       std::vector<Content> contents(n, {-1, -1});
       std::vector<MessagePtr> messages;
       for (std::size_t i = 0; i < n; ++i) {

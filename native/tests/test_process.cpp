@@ -114,7 +114,7 @@ constexpr std::uint64_t kNonce = 77;
 class Peer {
  public:
   template <class Body>
-  explicit Peer(Body&& body) {
+  explicit Peer(const Body& body) {
     Status status;
     auto segment = Segment::create(2, kNonce, status);
     CHECK(status.ok());
