@@ -18,7 +18,6 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import Failure, excerpt, first_cause
 
 BACKEND = "phalanx"
@@ -369,29 +368,6 @@ def test_works_in_a_thread_and_within_a_rank():
     thread.start()
     thread.join(LIMIT)
     assert results == [[[0, 1]]]
-
-
-def test_threads_per_rank(monkeypatch):
-    monkeypatch.setattr("phalanx.launch.cores.usable_cores", lambda: 6)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    read = (os.getenv, 2, ("OMP_NUM_THREADS",))
-    assert phalanx.launch(*read, timeout=LIMIT) == ["3", "3"]
-    assert phalanx.launch(*read, env={"OMP_NUM_THREADS": "5"}, timeout=LIMIT) == ["5", "5"]
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert phalanx.launch(*read, timeout=LIMIT) == ["7", "7"]
-
-
-def test_allocator_keeps_what_a_step_frees_unless_the_user_says_otherwise(monkeypatch):
-    names = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    expected = {names[0]: "33554432", names[1]: "134217728"}
-    assert rank_defaults(2, os.environ).items() >= expected.items()
-    for name in names:  # one of them alone is the user's choice for both
-        assert names[0] not in rank_defaults(2, {name: "1"})
-        assert names[1] not in rank_defaults(2, {name: "1"})
-    read = (lambda: [os.getenv(name) for name in names], 1)
-    assert phalanx.launch(*read, timeout=LIMIT) == [list(expected.values())]
 
 
 @pytest.mark.parametrize(
