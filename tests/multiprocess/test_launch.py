@@ -285,9 +285,11 @@ def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
             raise RuntimeError("over")
         time.sleep(LIMIT)
 
+    # Other modules' fixtures may have processes of their own.
+    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(LaunchError, match=r"rank 0 .*over"):
         phalanx.launch(rank, 2, timeout=LIMIT)
-    assert not psutil.Process().children(recursive=True)
+    assert set(psutil.Process().children(recursive=True)) <= before
 
 
 def test_timeout():
