@@ -18,13 +18,13 @@ from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from phalanx import _native
-    from phalanx.backend.process_group import ProcessGroup
+    from phalanx.backend.membership import Membership
 
-_groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+_groups: weakref.WeakSet[Membership] = weakref.WeakSet()
 _parents_groups: list[_native.Group] = []
 
 
-def register(group: ProcessGroup) -> None:
+def register(group: Membership) -> None:
     """Look after a group until its end."""
     _groups.add(group)
 

@@ -1,13 +1,11 @@
-"""The process group: all that depends on PyTorch's base class, operation by operation.
+"""The process group: PyTorch's collectives, operation by operation.
 
 Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
-native call, and lets `_collective` or `_message` run it.
+native call, and lets `_collective` run it.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,29 +13,23 @@ import torch
 import torch.distributed as dist
 
 from phalanx import topology
-from phalanx.backend import lifetime
 from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
-from phalanx.backend.failure import error_for, left_behind
+from phalanx.backend.failure import error_for
+from phalanx.backend.messages import Messages
 from phalanx.backend.operands import dense, label, only, same_kind, settle
-from phalanx.backend.progress import CollectiveThread, MessageThread
-from phalanx.backend.work import CollectiveWork, FinishedWork, MessageWork, seconds_of
+from phalanx.backend.work import CollectiveWork, FinishedWork, seconds_of
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from datetime import timedelta
 
     from phalanx import _native
 
     Tensors = list[torch.Tensor]
     NativeCall = Callable[[float], "_native.Status | None"]
 
-_ANY_SOURCE = -1
 _DONE = FinishedWork([])
-# PyTorch's send is isend and wait; to know that the wait comes at once saves waking a thread.
-_BLOCKING = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
-_STOP_SECONDS = 2.0
 
 
 def create(options: Any, _backend_options: object = None) -> ProcessGroup:
@@ -47,82 +39,12 @@ def create(options: Any, _backend_options: object = None) -> ProcessGroup:
     return ProcessGroup(native, rank, size, options.group_id, options.timeout)
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Messages):
     """A group of ranks on one host that exchange tensors through shared memory.
 
     Blocking calls run in the caller's thread without the GIL; asynchronous ones run in the group's
     thread, in order. Made by `torch.distributed`, not by users.
     """
-
-    def __init__(
-        self, native: _native.Group, rank: int, size: int, name: str, timeout: timedelta
-    ) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
-        self._native = native
-        self._rank = rank
-        self._size = size
-        self._place = f"rank {rank}/{size}"
-        self._name = name
-        self._desc = ""
-        self._timeout = timeout.total_seconds()
-        self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
-        self._messages = MessageThread(f"phalanx-{name}-messages", native)
-        self._kept: list[MessageWork] = []
-        self._kept_limit = 64
-        lifetime.register(self)
-
-    # What PyTorch asks of a group.
-
-    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        return "phalanx"
-
-    def getGroupName(self) -> str:  # noqa: N802
-        return self._name
-
-    def setGroupName(self, name: str) -> None:  # noqa: N802
-        self._name = name
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
-        self._desc = desc
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long an operation may wait for its peers, from the next one on."""
-        self._timeout = timeout.total_seconds()
-
-    def shutdown(self) -> None:
-        """Leave the group: what runs ends within two seconds or is given up; peers are told."""
-        native = self._native
-        if not native.closed:
-            self.quiesce()
-            native.close()
-            self.replace_native(lifetime.left())
-            for work in self._kept:
-                work.give_up(left_behind(self._place, "a message"))
-            self._kept.clear()
-
-    def abort(self) -> None:
-        """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
-        if not self._native.closed:
-            self._native.abort()
-            self.shutdown()
-
-    def quiesce(self, patience: float | None = None) -> None:
-        """End the group's threads; operations that don't end in time abort the group.
-
-        Args:
-            patience: Seconds that they have, two if None.
-        """
-        if not self._collectives.stop(_STOP_SECONDS if patience is None else patience):
-            self._native.abort()
-            self._collectives.stop(_STOP_SECONDS)
-        self._messages.stop(_STOP_SECONDS)
-
-    def replace_native(self, native: Any) -> None:
-        """Put another object in the place of the native group (see `lifetime`)."""
-        self._native = native
 
     # Collectives, in the order of PyTorch's documentation.
 
@@ -213,29 +135,6 @@ class ProcessGroup(dist.ProcessGroup):
         opts = opts or dist.BarrierOptions()
         return self._collective("barrier", self._native.barrier, None, opts, [])
 
-    # Messages.
-
-    def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
-        """Send a tensor to a rank of the group; done when it stands in shared memory."""
-        tensor = only(tensors, "send")
-        peer = self._check_peer(dst, tag, "send")
-        flat = dense(tensor, "send", written=False)
-        return self._message("send", self._native.send, tensor, flat, peer, tag)
-
-    def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
-        """Receive a tensor of exactly this dtype and element count from a rank of the group."""
-        tensor = only(tensors, "recv")
-        peer = self._check_peer(src, tag, "recv")
-        flat = dense(tensor, "recv", written=True)
-        return self._message("recv", self._native.recv, tensor, flat, peer, tag)
-
-    def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """Receive from whichever rank sends first; `Work._source_rank()` tells which."""
-        tensor = only(tensors, "recv")
-        self._check_peer(self._rank, tag, "recv")
-        flat = dense(tensor, "recv", written=True)
-        return self._message("recv", self._native.recv, tensor, flat, _ANY_SOURCE, tag)
-
     # How they run.
 
     def _collective(
@@ -280,43 +179,6 @@ class ProcessGroup(dist.ProcessGroup):
             work.wait()
         return work
 
-    def _message(
-        self,
-        name: str,
-        post: Callable[..., _native.Message],
-        tensor: torch.Tensor,
-        flat: torch.Tensor,
-        peer: int,
-        tag: int,
-    ) -> dist.Work:
-        code = code_of(tensor.dtype, name)
-        detached = not _called_blocking()
-        message = post(flat.data_ptr(), flat.numel(), code, peer, tag, detached)
-        site = call_site() if detached else None
-        native, timeout = self._native, self._timeout
-
-        def end(status: _native.Status | None) -> BaseException | None:
-            if status is None:
-                if name == "recv":
-                    settle(tensor, flat)
-                return None
-            where = f"{name} {label(tensor)} {self._other(name, peer)}at {site or call_site()}"
-            return error_for(status, native, self._place, where, timeout)
-
-        wait = partial(native.wait, message)
-        work = MessageWork(message, wait, end, [tensor], self._messages, timeout)
-        if detached and not work.is_completed():
-            self._keep(work)
-            self._messages.start()
-        return work
-
-    def _keep(self, work: MessageWork) -> None:
-        """Hold on to a message, whose memory the core uses, until it is done."""
-        self._kept.append(work)
-        if len(self._kept) >= self._kept_limit:
-            self._kept = [kept for kept in self._kept if not kept.is_completed()]
-            self._kept_limit = max(64, 2 * len(self._kept))
-
     # Checks and words.
 
     def _reducible(
@@ -348,18 +210,6 @@ class ProcessGroup(dist.ProcessGroup):
             raise UsageError(f"{name}: root {root}, expected a rank from 0 to {self._size - 1}")
         return root
 
-    def _check_peer(self, peer: int, tag: int, name: str) -> int:
-        if not 0 <= peer < self._size:
-            raise UsageError(f"{name}: rank {peer}, expected a rank from 0 to {self._size - 1}")
-        if not 0 <= tag < 2**31:
-            raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
-        return peer
-
-    def _other(self, name: str, peer: int) -> str:
-        if name == "send":
-            return f"to rank {peer} "
-        return "from any rank " if peer == _ANY_SOURCE else f"from rank {peer} "
-
 
 def _describe(
     native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
@@ -373,15 +223,3 @@ def _describe(
     if root >= 0:
         words.append(f"root {root}")
     return f"{' '.join(words)} at {site}"
-
-
-def _called_blocking() -> bool:
-    """Whether the caller of the method that calls this is `dist.send` or `dist.recv`."""
-    frame = sys._getframe(3)
-    for _ in range(3):
-        if frame.f_code in _BLOCKING:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

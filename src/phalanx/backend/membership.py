@@ -1,0 +1,93 @@
+"""What PyTorch asks of any process group: its name, its timeout, and how it ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from phalanx.backend import lifetime
+from phalanx.backend.failure import left_behind
+from phalanx.backend.progress import CollectiveThread, MessageThread
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    from phalanx import _native
+    from phalanx.backend.work import MessageWork
+
+_STOP_SECONDS = 2.0
+
+
+class Membership(dist.ProcessGroup):
+    """This rank's membership of a group: the native group, its threads, and leaving it."""
+
+    def __init__(
+        self, native: _native.Group, rank: int, size: int, name: str, timeout: timedelta
+    ) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
+        self._native = native
+        self._rank = rank
+        self._size = size
+        self._place = f"rank {rank}/{size}"
+        self._name = name
+        self._desc = ""
+        self._timeout = timeout.total_seconds()
+        self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
+        self._messages = MessageThread(f"phalanx-{name}-messages", native)
+        self._kept: list[MessageWork] = []
+        self._kept_limit = 64
+        lifetime.register(self)
+
+    # What PyTorch asks of a group.
+
+    def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        return "phalanx"
+
+    def getGroupName(self) -> str:  # noqa: N802
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self._name = name
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:  # noqa: N802
+        self._desc = desc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long an operation may wait for its peers, from the next one on."""
+        self._timeout = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Leave the group: what runs ends within two seconds or is given up; peers are told."""
+        native = self._native
+        if not native.closed:
+            self.quiesce()
+            native.close()
+            self.replace_native(lifetime.left())
+            for work in self._kept:
+                work.give_up(left_behind(self._place, "a message"))
+            self._kept.clear()
+
+    def abort(self) -> None:
+        """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
+        if not self._native.closed:
+            self._native.abort()
+            self.shutdown()
+
+    def quiesce(self, patience: float | None = None) -> None:
+        """End the group's threads; operations that don't end in time abort the group.
+
+        Args:
+            patience: Seconds that they have, two if None.
+        """
+        if not self._collectives.stop(_STOP_SECONDS if patience is None else patience):
+            self._native.abort()
+            self._collectives.stop(_STOP_SECONDS)
+        self._messages.stop(_STOP_SECONDS)
+
+    def replace_native(self, native: Any) -> None:
+        """Put another object in the place of the native group (see `lifetime`)."""
+        self._native = native
