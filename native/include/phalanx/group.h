@@ -58,6 +58,8 @@ class Group {
   std::uint64_t step() const { return step_; }
   void advance();
   Status wait_step(int peer, std::uint64_t target, const Bounds& bounds);
+  // The same for all peers.
+  Status wait_steps(std::uint64_t target, const Bounds& bounds);
 
   // Breaks the group on all its ranks: the first failure wins and is what all of them report.
   // Returns the status to report here.
