@@ -55,6 +55,12 @@ def _explain(
     match status.code:
         case "peer_lost":
             return PeerLost, f"{_name(group, peer)} {_ending(group, peer)}"
+        case "mismatch" if status.mine.kind == "all_to_all" and status.mine.root >= 0:
+            return CollectiveMismatch, (
+                f"split sizes disagree in all_to_all #{status.mine.sequence}: rank {peer} gives "
+                f"rank {reporter} {status.theirs.count} elements, which expects "
+                f"{status.mine.count}"
+            )
         case "mismatch":
             return CollectiveMismatch, (
                 f"ranks disagree: rank {reporter} is in {_operation(status.mine)}, "
@@ -115,6 +121,8 @@ def _operation(fingerprint: _native.Fingerprint) -> str:
     number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
     if kind == "barrier":
         return f"barrier{number}"
+    if kind == "all_to_all":
+        return f"all_to_all{number} {NAMES[fingerprint.dtype]}"
     words = f"{kind}{number} {NAMES[fingerprint.dtype]}[{fingerprint.count}]"
     if fingerprint.op:
         words += f" {OP_NAMES[fingerprint.op]}"
