@@ -136,6 +136,19 @@ Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {
   return {};
 }
 
+std::vector<int> Group::behind(int rank) const {
+  const auto step_of = [this](int r) {
+    return segment_->control(r).step.load(std::memory_order_relaxed);
+  };
+  std::vector<int> late;
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (step_of(peer) < step_of(rank)) {
+      late.push_back(peer);
+    }
+  }
+  return late;
+}
+
 Status Group::abort(Status why) {
   const std::lock_guard lock(aborting_);
   // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What

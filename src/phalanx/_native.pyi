@@ -101,6 +101,9 @@ class Group:
     def wait_status(self, rank: int) -> int | None:
         """How a rank's process ended (as os.waitpid says it), if it has and the kernel tells."""
 
+    def behind(self, rank: int) -> list[int]:
+        """Ranks that have not come as far as `rank` in the group's collectives."""
+
     def broken(self) -> Status | None: ...
     def abort(self) -> Status | None:
         """Break the group and wake all its ranks."""

@@ -61,6 +61,9 @@ class Group {
   // The same for all peers.
   Status wait_steps(std::uint64_t target, const Bounds& bounds);
 
+  // Ranks that have not come as far as `rank`: those that it may be waiting for.
+  std::vector<int> behind(int rank) const;
+
   // Breaks the group on all its ranks: the first failure wins and is what all of them report.
   // Returns the status to report here.
   Status abort(Status why);

@@ -18,11 +18,12 @@ from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
 from phalanx.backend.failure import error_for
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import dense, label, only, same_kind, settle
-from phalanx.backend.work import CollectiveWork, FinishedWork, seconds_of
+from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from datetime import timedelta
 
     from phalanx import _native
 
@@ -76,15 +77,16 @@ class Collectives(Messages):
         opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
         tensor = only(input_tensors, "all_gather")
         outputs = self._per_rank(output_tensors, "all_gather", "outputs")
-        same_kind([outputs[self._rank]], tensor, "all_gather")
-        same_kind(outputs, tensor, "all_gather", counts=False)
+        same_kind(outputs, tensor, "all_gather", sized=(self._rank,))
         flat = dense(tensor, "all_gather", written=False)
         flats = [dense(output, "all_gather", written=True) for output in outputs]
         code = code_of(tensor.dtype, "all_gather")
         native = self._native
         if all(output.numel() == flat.numel() for output in flats):
             addresses = [output.data_ptr() for output in flats]
-            call: NativeCall = partial(native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
+            call: NativeCall = partial(
+                native.all_gather, flat.data_ptr(), addresses, flat.numel(), code
+            )
         else:
             settle(flats[self._rank].view(-1), flat.view(-1))
             call = in_turn(
@@ -140,8 +142,7 @@ class Collectives(Messages):
         opts = opts or dist.ReduceScatterOptions()
         tensor = only(output_tensors, "reduce_scatter")
         inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
-        same_kind([tensor], inputs[self._rank], "reduce_scatter")
-        same_kind(inputs, tensor, "reduce_scatter", counts=False)
+        same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
         flat = dense(tensor, "reduce_scatter", written=True)
         sources = [self._factored(item, opts.reduceOp, "reduce_scatter") for item in inputs]
         code, op = self._reduction(tensor, opts.reduceOp, "reduce_scatter")
@@ -169,8 +170,8 @@ class Collectives(Messages):
         opts = opts or dist.AllToAllOptions()
         outputs = self._per_rank([output_tensors], "all_to_all", "outputs")
         inputs = self._per_rank([input_tensors], "all_to_all", "inputs")
-        same_kind([*outputs, *inputs], inputs[0], "all_to_all", counts=False)
-        same_kind([outputs[self._rank]], inputs[self._rank], "all_to_all")
+        same_kind(inputs, inputs[0], "all_to_all", sized=())
+        same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
         sources = [dense(item, "all_to_all", written=False) for item in inputs]
         flats = [dense(output, "all_to_all", written=True) for output in outputs]
         call = partial(
@@ -188,6 +189,32 @@ class Collectives(Messages):
         """Block until all ranks have come."""
         opts = opts or dist.BarrierOptions()
         return self._collective("barrier", self._native.barrier, None, opts, [])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Block until all ranks have come; when the time is up, every rank learns who has not.
+
+        Args:
+            timeout: How long to wait; the group's timeout if None.
+            wait_all_ranks: For PyTorch's sake. All missing ranks are named either way.
+
+        Raises:
+            CollectiveTimeout: Ranks that did not come in time, by number and pid. The group is
+                broken then, as after every timeout.
+        """
+        del wait_all_ranks
+        opts = dist.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self._collective("monitored_barrier", self._native.barrier, None, opts, [])
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
+        self._joined = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        works, self._joined = self._joined or [], None
+        return JointWork(works)
 
     # How they run.
 
@@ -229,6 +256,8 @@ class Collectives(Messages):
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
         work = CollectiveWork(run, results)
         self._collectives.submit(work.execute)
+        if self._joined is not None:
+            self._joined.append(work)
         if not opts.asyncOp:
             work.wait()
         return work

@@ -13,7 +13,7 @@ import torch
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 _log = logging.getLogger("phalanx")
 _told: set[str] = set()
@@ -63,10 +63,22 @@ def settle(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def same_kind(
-    tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str, *, counts: bool = True
+    tensors: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    what: str,
+    *,
+    sized: Collection[int] | None = None,
 ) -> None:
-    """Check that all tensors have the dtype and the device of `like`, and its element count."""
+    """Check that all tensors have the dtype and the device of `like`, and its element count.
+
+    Args:
+        tensors: The list that the caller of the operation gave.
+        like: The tensor of this rank.
+        what: The operation's name, for errors.
+        sized: Which entries must have the element count of `like`; None for all.
+    """
     for index, tensor in enumerate(tensors):
+        counts = sized is None or index in sized
         if tensor.dtype is not like.dtype or (counts and tensor.numel() != like.numel()):
             raise UsageError(
                 f"{what}: tensor {index} of the list is {label(tensor)}, expected "
