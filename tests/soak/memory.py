@@ -1,0 +1,114 @@
+"""What the tensors hold: values that every rank can make, in memory that is watched all around."""
+
+from __future__ import annotations
+
+from random import Random
+
+import torch
+from torch import Tensor
+
+from tests.conformance import cases
+from tests.soak.plan import LARGEST
+
+# The largest slice, and room for others to begin elsewhere.
+_BYTES = LARGEST + 2**20
+_POISON = 0xA5
+
+
+class Pool:
+    """Random values of every dtype. What a rank contributes to an operation is a slice of them.
+
+    All ranks have the same pool, so each knows every rank's inputs at the cost of a view.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._pools: dict[str, Tensor] = {}
+
+    def slice(self, dtype: str, count: int, *place: int) -> Tensor:
+        """`count` elements, another part of the pool for every other `place`; not to be written."""
+        pool = self._pool(dtype)
+        mixed = 0
+        for number in place:
+            mixed = (mixed ^ (number + 1)) * 0x9E3779B97F4A7C15 % 2**64
+            mixed ^= mixed >> 29
+        start = mixed % (len(pool) - count)
+        return pool[start : start + count]
+
+    def _pool(self, dtype: str) -> Tensor:
+        if dtype not in self._pools:
+            self._pools[dtype] = self._made(dtype)
+        return self._pools[dtype]
+
+    def _made(self, dtype: str) -> Tensor:
+        kind = cases.DTYPES[dtype]
+        random = torch.Generator().manual_seed(self._seed)
+        if dtype in cases.COMPLEX:
+            return self._pool("float32" if dtype == "complex64" else "float64").view(kind)
+        if dtype in cases.FLOATS:
+            normal = torch.randn(_BYTES // kind.itemsize, generator=random).to(kind)
+            return normal.where(normal != 0, 1.0)  # which zero is the minimum of 0 and -0?
+        if dtype == "uint8":
+            return torch.randint(0, 256, (_BYTES,), dtype=kind, generator=random)
+        shared = self._pool("uint8")
+        return shared & 1 == 1 if dtype == "bool" else shared.view(kind)
+
+
+class Block:
+    """A tensor for an operation: contiguous or not, at any address, poison around and in it.
+
+    Args:
+        dtype: Of the elements.
+        shape: Of the tensor.
+        random: Draws the layout.
+        values: What it holds at first, poison if None.
+    """
+
+    def __init__(
+        self, dtype: torch.dtype, shape: tuple[int, ...], random: Random, values: Tensor | None
+    ) -> None:
+        plain = random.random() < 0.7
+        gap = 1 if plain else random.randint(1, 3)
+        order = list(range(len(shape)))
+        if not plain:
+            random.shuffle(order)
+        strides, step = [0] * len(shape), gap
+        for dimension in order[::-1]:
+            strides[dimension] = step
+            step *= max(1, shape[dimension])
+        self._before = random.randrange(4)
+        self._bytes = (self._before + step + 3) * dtype.itemsize
+        self._dtype, self._shape, self._strides = dtype, shape, strides
+        self._base, self.tensor = self._image(values)
+
+    def check(self, expected: Tensor, what: str) -> None:
+        """Compare all bits with `expected`, and what lies around with poison."""
+        image, view = self._image(expected)
+        if not torch.equal(image, self._base):
+            cases.check_bits(self.tensor, view, what)
+            raise AssertionError(f"{what}: memory beside the tensor was written")
+
+    def _image(self, values: Tensor | None) -> tuple[Tensor, Tensor]:
+        base = torch.full((self._bytes,), _POISON, dtype=torch.uint8)
+        view = base.view(self._dtype).as_strided(self._shape, self._strides, self._before)
+        if values is not None:
+            view.copy_(values.view(self._shape))
+        return base, view
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory."""
+        return self._bytes
+
+
+def factor_of(rank: int) -> float:
+    """The factor of a rank in a PREMUL_SUM: a power of two, so products are exact."""
+    return 2.0 ** (rank % 4 - 1)
+
+
+def reduced(reduction: str, inputs: list[Tensor]) -> Tensor:
+    """What comes out of a reduction, in rank order as Phalanx promises: to the last bit."""
+    if reduction == "PREMUL_SUM":
+        inputs = [tensor * factor_of(rank) for rank, tensor in enumerate(inputs)]
+        reduction = "SUM"
+    return cases.folded(reduction, inputs)

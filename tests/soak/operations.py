@@ -1,0 +1,363 @@
+"""Each kind of operation, by the public functions of `torch.distributed`.
+
+A function gets a `Task`: it asks for the tensors, saying what each must hold in the end, calls, and
+returns what there is to wait for (None if nothing).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.conformance import cases
+from tests.soak.memory import Block, Pool, factor_of, reduced
+from tests.soak.plan import Operation
+
+CPU = torch.device("cpu")
+
+
+class Task:
+    """One operation on this rank: its tensors, and what they must hold when it has ended.
+
+    Args:
+        operation: What to do.
+        group: The group that does it, with this rank.
+        pool: Where all values come from.
+    """
+
+    def __init__(self, operation: Operation, group: dist.ProcessGroup, pool: Pool) -> None:
+        self.operation = operation
+        self.group = group
+        self.members = operation.members
+        self.size = len(operation.members)
+        self.rank = dist.get_rank(group)
+        self.root = operation.root
+        self.is_root = self.rank == self.root
+        self.source = operation.members[self.root]
+        self.dtype = cases.DTYPES[operation.dtype]
+        self.async_op = operation.asynchronous
+        self.common = Random(f"{operation.seed} common")  # draws alike on all ranks
+        self.own = Random(f"{operation.seed} {self.rank}")  # draws for this rank alone
+        self.bytes = 0
+        self._pool = pool
+        self._checks: list[Callable[[], None]] = []
+
+    def values(self, rank: int, part: int = 0, count: int = -1) -> Tensor:
+        """What a rank contributes, flat: to each operation and as each part something else."""
+        count = self.operation.count if count < 0 else count
+        return self._pool.slice(self.operation.dtype, count, self.operation.number, rank, part)
+
+    def of_all(self, part: int = 0, count: int = -1) -> list[Tensor]:
+        return [self.values(rank, part, count) for rank in range(self.size)]
+
+    def reduced(self, inputs: list[Tensor]) -> Callable[[], Tensor]:
+        return partial(reduced, self.operation.reduction, inputs)
+
+    def op(self) -> Any:
+        if self.operation.reduction == "PREMUL_SUM":
+            return dist._make_nccl_premul_sum(factor_of(self.rank))
+        return cases.reduce_op(self.operation.reduction)
+
+    def give(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """An input: nobody may write to it."""
+        return self._block(values, values, "input", shape)
+
+    def take(
+        self, expected: Tensor | Callable[[], Tensor], count: int, shape: tuple[int, ...] = ()
+    ) -> Tensor:
+        """An output of so many elements."""
+        return self._block(None, expected, "output", shape or (count,))
+
+    def change(self, values: Tensor, expected: Tensor | Callable[[], Tensor]) -> Tensor:
+        """An input that is an output too."""
+        return self._block(values, expected, "result", None)
+
+    def outputs(self, expected: list[Tensor]) -> list[Tensor]:
+        return [self.take(values, len(values)) for values in expected]
+
+    def inputs(self, values: list[Tensor]) -> list[Tensor]:
+        return [self.give(each) for each in values]
+
+    def uneven(self) -> list[int]:
+        """An element count for each rank of the group."""
+        return [self.common.choice((0, self._some(), self._some())) for _ in range(self.size)]
+
+    def several(self) -> list[int]:
+        """Element counts of the tensors of a coalesced operation."""
+        count = self.operation.count
+        return [count // (1 + tensor) for tensor in range(self.common.randint(1, 4))]
+
+    def _some(self) -> int:
+        return self.common.randint(0, self.operation.count)
+
+    def expect(self, found: object, expected: object, what: str) -> None:
+        if found != expected:
+            raise AssertionError(f"{what}: {found!r}, expected {expected!r}")
+
+    def check_later(self, check: Callable[[], None]) -> None:
+        self._checks.append(check)
+
+    def check(self) -> None:
+        """Look at every tensor; for when the operation has ended."""
+        for check in self._checks:
+            check()
+
+    def _block(
+        self,
+        values: Tensor | None,
+        expected: Tensor | Callable[[], Tensor],
+        what: str,
+        shape: tuple[int, ...] | None,
+    ) -> Tensor:
+        assert shape is not None or values is not None
+        block = Block(self.dtype, shape or values.shape, self.own, values)
+        what = f"{what} {len(self._checks)} of shape {list(block.tensor.shape)}"
+        self._checks.append(
+            lambda: block.check(expected if isinstance(expected, Tensor) else expected(), what)
+        )
+        self.bytes += block.size
+        return block.tensor
+
+
+# One tensor for all.
+
+
+def all_reduce(task: Task) -> object:
+    inputs = task.of_all()
+    tensor = task.change(inputs[task.rank], task.reduced(inputs))
+    return dist.all_reduce(tensor, task.op(), task.group, task.async_op)
+
+
+def reduce(task: Task) -> object:
+    inputs = task.of_all()
+    own = inputs[task.rank]
+    tensor = task.change(own, task.reduced(inputs) if task.is_root else own)
+    return dist.reduce(tensor, task.source, task.op(), task.group, task.async_op)
+
+
+def broadcast(task: Task) -> object:
+    values = task.values(task.root)
+    tensor = task.give(values) if task.is_root else task.take(values, len(values))
+    return dist.broadcast(tensor, task.source, task.group, task.async_op)
+
+
+# One tensor per rank.
+
+
+def gather(task: Task) -> object:
+    outputs = task.outputs(task.of_all()) if task.is_root else None
+    tensor = task.give(task.values(task.rank))
+    return dist.gather(tensor, outputs, task.source, task.group, task.async_op)
+
+
+def scatter(task: Task) -> object:
+    parts = [task.values(task.root, rank) for rank in range(task.size)]
+    output = task.take(parts[task.rank], task.operation.count)
+    inputs = task.inputs(parts) if task.is_root else None
+    return dist.scatter(output, inputs, task.source, task.group, task.async_op)
+
+
+def all_gather(task: Task) -> object:
+    inputs = task.of_all()
+    tensor = task.give(inputs[task.rank])
+    return dist.all_gather(task.outputs(inputs), tensor, task.group, task.async_op)
+
+
+def all_gather_uneven(task: Task) -> object:
+    inputs = [task.values(rank, 0, count) for rank, count in enumerate(task.uneven())]
+    tensor = task.give(inputs[task.rank])
+    return dist.all_gather(task.outputs(inputs), tensor, task.group, task.async_op)
+
+
+def all_gather_single(task: Task) -> object:
+    inputs = task.of_all()
+    output = task.take(partial(torch.cat, inputs), task.size * task.operation.count)
+    tensor = task.give(inputs[task.rank])
+    return dist.all_gather_into_tensor(output, tensor, task.group, task.async_op)
+
+
+def reduce_scatter(task: Task) -> object:
+    return _reduce_scatter(task, [task.operation.count] * task.size)
+
+
+def reduce_scatter_uneven(task: Task) -> object:
+    return _reduce_scatter(task, task.uneven())
+
+
+def _reduce_scatter(task: Task, counts: list[int]) -> object:
+    own = [task.values(task.rank, part, count) for part, count in enumerate(counts)]
+    mine = counts[task.rank]
+    output = task.take(task.reduced(task.of_all(task.rank, mine)), mine)
+    return dist.reduce_scatter(output, task.inputs(own), task.op(), task.group, task.async_op)
+
+
+def reduce_scatter_single(task: Task) -> object:
+    output, tensor = _to_reduce_and_scatter(task, 0, task.operation.count)
+    return dist.reduce_scatter_tensor(output, tensor, task.op(), task.group, task.async_op)
+
+
+def _to_reduce_and_scatter(task: Task, number: int, count: int) -> tuple[Tensor, Tensor]:
+    inputs = task.of_all(number, task.size * count)
+    begin = task.rank * count
+    mine = [tensor[begin : begin + count] for tensor in inputs]
+    return task.take(task.reduced(mine), count), task.give(inputs[task.rank])
+
+
+# One tensor for each pair of ranks.
+
+
+def all_to_all(task: Task) -> object:
+    return _all_to_all(task, [[task.operation.count] * task.size] * task.size)
+
+
+def all_to_all_uneven(task: Task) -> object:
+    return _all_to_all(task, [task.uneven() for _ in range(task.size)])
+
+
+def _all_to_all(task: Task, counts: list[list[int]]) -> object:
+    given = [task.values(task.rank, to, counts[task.rank][to]) for to in range(task.size)]
+    taken = [
+        task.values(source, task.rank, counts[source][task.rank]) for source in range(task.size)
+    ]
+    outputs, inputs = task.outputs(taken), task.inputs(given)
+    return dist.all_to_all(outputs, inputs, task.group, task.async_op)
+
+
+def all_to_all_single(task: Task) -> object:
+    return _all_to_all_single(task, [[task.operation.count] * task.size] * task.size, False)
+
+
+def all_to_all_single_uneven(task: Task) -> object:
+    return _all_to_all_single(task, [task.uneven() for _ in range(task.size)], True)
+
+
+def _all_to_all_single(task: Task, rows: list[list[int]], uneven: bool) -> object:
+    """Rows of one to three elements, as many for each pair of ranks as `rows` says."""
+    width = task.common.randint(1, 3)
+    rows = [[count // width for count in line] for line in rows]
+    me, everybody = task.rank, range(task.size)
+    given = [task.values(me, to, rows[me][to] * width) for to in everybody]
+    taken = [task.values(source, me, rows[source][me] * width) for source in everybody]
+    taken_rows = [rows[source][me] for source in everybody]
+    output = task.take(partial(torch.cat, taken), 0, (sum(taken_rows), width))
+    tensor = task.give(torch.cat(given), (sum(rows[me]), width))
+    splits = (taken_rows, rows[me]) if uneven else (None, None)
+    return dist.all_to_all_single(output, tensor, *splits, task.group, task.async_op)
+
+
+# Several tensors with one work.
+
+
+def all_reduce_coalesced(task: Task) -> object:
+    tensors = _to_reduce(task)
+    return dist.all_reduce_coalesced(tensors, task.op(), task.group, task.async_op)
+
+
+def _to_reduce(task: Task) -> list[Tensor]:
+    inputs = [task.of_all(number, count) for number, count in enumerate(task.several())]
+    return [task.change(each[task.rank], task.reduced(each)) for each in inputs]
+
+
+def all_gather_coalesced(task: Task) -> object:
+    inputs = [task.of_all(number, count) for number, count in enumerate(task.several())]
+    outputs = [task.outputs([each[rank] for each in inputs]) for rank in range(task.size)]
+    tensors = task.inputs([each[task.rank] for each in inputs])
+    return dist.all_gather_coalesced(outputs, tensors, task.group, task.async_op)
+
+
+def _coalesce(task: Task, calls: list[Callable[[], object]], device: torch.device | None) -> object:
+    with dist._coalescing_manager(task.group, device, task.async_op) as manager:
+        for call in calls:
+            call()
+    return manager if task.async_op else None
+
+
+def coalescing_all_reduce(task: Task) -> object:
+    op = task.op()
+    calls = [partial(dist.all_reduce, tensor, op, task.group) for tensor in _to_reduce(task)]
+    return _coalesce(task, calls, None)
+
+
+def coalescing_all_gather(task: Task) -> object:
+    calls = []
+    for number, count in enumerate(task.several()):
+        inputs = task.of_all(number, count)
+        output = task.take(partial(torch.cat, inputs), task.size * count)
+        tensor = task.give(inputs[task.rank])
+        calls.append(partial(dist.all_gather_into_tensor, output, tensor, task.group))
+    return _coalesce(task, calls, None)
+
+
+def coalescing_reduce_scatter(task: Task) -> object:
+    op, calls = task.op(), []
+    for number, count in enumerate(task.several()):
+        pair = _to_reduce_and_scatter(task, number, count)
+        calls.append(partial(dist.reduce_scatter_tensor, *pair, op, task.group))
+    return _coalesce(task, calls, None)
+
+
+def coalescing_any(task: Task) -> object:
+    """Operations of several kinds, each asynchronous or not."""
+    calls = []
+    for number, count in enumerate(task.several()):
+        inputs = task.of_all(number, count)
+        own, root = inputs[task.rank], task.common.randrange(task.size)
+        group, async_op = task.group, task.async_op and task.common.random() < 0.8
+        if number % 2:
+            outputs = task.outputs(inputs)
+            calls.append(partial(dist.all_gather, outputs, task.give(own), group, async_op))
+        else:
+            tensor = task.give(own) if task.rank == root else task.take(inputs[root], count)
+            source = task.members[root]
+            calls.append(partial(dist.broadcast, tensor, source, group, async_op))
+    return _coalesce(task, calls, CPU)
+
+
+# Without tensors.
+
+
+def barrier(task: Task) -> object:
+    return dist.barrier(task.group, task.async_op)
+
+
+def monitored_barrier(task: Task) -> None:
+    # The function of torch.distributed is for groups named "gloo" alone.
+    task.group.monitored_barrier()
+
+
+def _object(task: Task, rank: int, part: int = 0) -> object:
+    number = task.operation.number
+    return {"number": number, "from": rank, "to": part, "text": "x" * (number * (rank + 1) % 3000)}
+
+
+def broadcast_objects(task: Task) -> None:
+    expected = [_object(task, task.root), None, _object(task, task.root, 1)]
+    objects = list(expected) if task.is_root else [None] * 3
+    dist.broadcast_object_list(objects, task.source, task.group)
+    task.expect(objects, expected, "objects")
+
+
+def all_gather_object(task: Task) -> None:
+    objects: list[object] = [None] * task.size
+    dist.all_gather_object(objects, _object(task, task.rank), task.group)
+    task.expect(objects, [_object(task, rank) for rank in range(task.size)], "objects")
+
+
+def gather_object(task: Task) -> None:
+    objects: list[object] | None = [None] * task.size if task.is_root else None
+    dist.gather_object(_object(task, task.rank), objects, task.source, task.group)
+    if task.is_root:
+        task.expect(objects, [_object(task, rank) for rank in range(task.size)], "objects")
+
+
+def scatter_objects(task: Task) -> None:
+    parts = [_object(task, task.root, rank) for rank in range(task.size)]
+    output: list[object] = [None]
+    dist.scatter_object_list(output, parts if task.is_root else None, task.source, task.group)
+    task.expect(output, [parts[task.rank]], "object")
