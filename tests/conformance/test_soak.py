@@ -82,10 +82,10 @@ def test_a_wrong_result_is_found(ranks: RankServer) -> None:
 
 
 def test_the_command_line(repository: Path) -> None:
-    command = [sys.executable, "-m", "tests.soak", "--operations", "60", "--ranks", "2-3"]
+    command = [sys.executable, "-m", "tests.soak", "--operations", "60", "--ranks", "2"]
     ended = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=100)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert re.search(r"2 ranks: 30 operations in .*\n3 ranks: 30 operations in", ended.stdout)
+    assert re.search(r"2 ranks: 60 operations in", ended.stdout)
     assert ended.stdout.endswith("every result was right\n")
 
 
