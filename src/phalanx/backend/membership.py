@@ -32,6 +32,7 @@ class Membership(dist.ProcessGroup):
         self._place = f"rank {rank}/{size}"
         self._name = name
         self._desc = ""
+        self._backend_name = "phalanx"
         self._timeout = timeout.total_seconds()
         self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
         self._messages = MessageThread(f"phalanx-{name}-messages", native)
@@ -42,7 +43,11 @@ class Membership(dist.ProcessGroup):
     # What PyTorch asks of a group.
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        return "phalanx"
+        return self._backend_name
+
+    def stand_in_for(self, name: str) -> None:
+        """Answer to the name of another backend, in whose place this group is (see `replace`)."""
+        self._backend_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
