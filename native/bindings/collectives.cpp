@@ -63,6 +63,28 @@ nb::object py_all_gather(const PyGroup& self, Address input, const std::vector<A
   });
 }
 
+nb::object py_reduce_scatter(const PyGroup& self, const std::vector<Address>& inputs,
+                             Address output, std::size_t count, int dtype, int op, double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    return reduce_scatter(core.group, pointers(inputs), pointer(output), count,
+                          static_cast<DType>(dtype), static_cast<ReduceOp>(op), bounds);
+  });
+}
+
+nb::object py_all_to_all(const PyGroup& self, const std::vector<Address>& inputs,
+                         const std::vector<std::uint64_t>& input_counts,
+                         const std::vector<Address>& outputs,
+                         const std::vector<std::uint64_t>& output_counts, int dtype,
+                         double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    const Splits own{.inputs = pointers(inputs),
+                     .input_counts = input_counts.data(),
+                     .outputs = pointers(outputs),
+                     .output_counts = output_counts.data()};
+    return all_to_all(core.group, own, static_cast<DType>(dtype), bounds);
+  });
+}
+
 }  // namespace
 
 void bind_collectives(nb::class_<PyGroup>& group) {
@@ -78,7 +100,11 @@ void bind_collectives(nb::class_<PyGroup>& group) {
       .def("scatter", &py_scatter, nb::arg("inputs"), nb::arg("output"), nb::arg("count"),
            nb::arg("dtype"), nb::arg("root"), nb::arg("timeout"))
       .def("all_gather", &py_all_gather, nb::arg("input"), nb::arg("outputs"), nb::arg("count"),
-           nb::arg("dtype"), nb::arg("timeout"));
+           nb::arg("dtype"), nb::arg("timeout"))
+      .def("reduce_scatter", &py_reduce_scatter, nb::arg("inputs"), nb::arg("output"),
+           nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("timeout"))
+      .def("all_to_all", &py_all_to_all, nb::arg("inputs"), nb::arg("input_counts"),
+           nb::arg("outputs"), nb::arg("output_counts"), nb::arg("dtype"), nb::arg("timeout"));
 }
 
 }  // namespace phalanx::bindings

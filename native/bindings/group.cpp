@@ -75,6 +75,9 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
           [](const PyGroup& self, int rank) { return self.held()->group.wait_status(rank); },
           nb::arg("rank"))
       .def_prop_ro("sequence", [](const PyGroup& self) { return self.held()->group.sequence(); })
+      .def(
+          "behind", [](const PyGroup& self, int rank) { return self.held()->group.behind(rank); },
+          nb::arg("rank"))
       .def("broken", [](const PyGroup& self) { return to_python(self.held()->group.broken()); })
       .def("abort", &abort)
       .def("close", &close)

@@ -29,6 +29,8 @@ const char* name_of(Kind kind) {
     case Kind::gather: return "gather";
     case Kind::scatter: return "scatter";
     case Kind::all_gather: return "all_gather";
+    case Kind::reduce_scatter: return "reduce_scatter";
+    case Kind::all_to_all: return "all_to_all";
     case Kind::send: return "send";
     case Kind::recv: return "recv";
   }

@@ -7,24 +7,26 @@
 namespace phalanx {
 namespace {
 
-// The abort word: code, then ranks plus one so that "none" fits, then errno.
-std::uint64_t pack(const Status& status) {
-  const auto rank_bits = [](std::int32_t rank) {
-    return static_cast<std::uint64_t>(rank + 1) & 0xffff;
+// The abort word: the code, three ranks of twelve bits, plus one so that "none" fits, and the
+// errno. The witness is the rank whose `trouble` holds the fingerprints.
+constexpr int kPeer = 8;
+constexpr int kReporter = 20;
+constexpr int kWitness = 32;
+constexpr int kError = 44;
+constexpr std::uint64_t kRankBits = 0xfff;
+static_assert(kMaxRanks < static_cast<int>(kRankBits));
+
+std::uint64_t pack(const Status& status, int witness) {
+  const auto rank = [](std::int32_t value, int shift) {
+    return (static_cast<std::uint64_t>(value + 1) & kRankBits) << shift;
   };
-  return static_cast<std::uint64_t>(status.code) | rank_bits(status.peer) << 16 |
-         rank_bits(status.reporter) << 32 |
-         (static_cast<std::uint64_t>(status.error) & 0xffff) << 48;
+  return static_cast<std::uint64_t>(status.code) | rank(status.peer, kPeer) |
+         rank(status.reporter, kReporter) | rank(witness, kWitness) |
+         static_cast<std::uint64_t>(status.error) << kError;
 }
 
-Status unpack(std::uint64_t word) {
-  const auto rank = [word](int shift) {
-    return static_cast<std::int32_t>(word >> shift & 0xffff) - 1;
-  };
-  return Status{.code = static_cast<Code>(word & 0xff),
-                .peer = rank(16),
-                .reporter = rank(32),
-                .error = static_cast<std::int32_t>(word >> 48 & 0xffff)};
+std::int32_t rank_in(std::uint64_t word, int shift) {
+  return static_cast<std::int32_t>(word >> shift & kRankBits) - 1;
 }
 
 }  // namespace
@@ -123,6 +125,30 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
   return abort(status);
 }
 
+Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (peer != rank_) {
+      if (const Status status = wait_step(peer, target, bounds); !status.ok()) {
+        return status;
+      }
+    }
+  }
+  return {};
+}
+
+std::vector<int> Group::behind(int rank) const {
+  const auto step_of = [this](int r) {
+    return segment_->control(r).step.load(std::memory_order_relaxed);
+  };
+  std::vector<int> late;
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (step_of(peer) < step_of(rank)) {
+      late.push_back(peer);
+    }
+  }
+  return late;
+}
+
 Status Group::abort(Status why) {
   const std::lock_guard lock(aborting_);
   // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What
@@ -135,8 +161,8 @@ Status Group::abort(Status why) {
   own.trouble[1].store(why.theirs);
   std::uint64_t none = 0;
   auto& word = segment_->header().abort_word;
-  // Pairs with the load in broken: who sees the word may read the reporter's fingerprints.
-  if (word.compare_exchange_strong(none, pack(why), std::memory_order_seq_cst)) {
+  // Pairs with the load in broken: who sees the word may read the witness's fingerprints.
+  if (word.compare_exchange_strong(none, pack(why, rank_), std::memory_order_seq_cst)) {
     for (int rank = 0; rank < ranks(); ++rank) {
       notify_always(segment_->control(rank).stepped);
       notify_always(segment_->control(rank).bell);
@@ -152,13 +178,13 @@ Status Group::broken() const {
   if (word == 0) {
     return {};
   }
-  Status status = unpack(word);
-  if (status.reporter >= 0) {
-    const RankControl& reporter = segment_->control(status.reporter);
-    status.mine = reporter.trouble[0].load();
-    status.theirs = reporter.trouble[1].load();
-  }
-  return status;
+  const RankControl& witness = segment_->control(rank_in(word, kWitness));
+  return Status{.code = static_cast<Code>(word & 0xff),
+                .peer = rank_in(word, kPeer),
+                .reporter = rank_in(word, kReporter),
+                .error = static_cast<std::int32_t>(word >> kError),
+                .mine = witness.trouble[0].load(),
+                .theirs = witness.trouble[1].load()};
 }
 
 void Group::leave() {

@@ -22,7 +22,12 @@ struct Operation {
   std::size_t count = 0;
   int root = 0;
   std::uint64_t salt = 0;
+  bool uneven = false;
 };
+
+bool reduces(Kind kind) {
+  return kind == Kind::reduce || kind == Kind::all_reduce || kind == Kind::reduce_scatter;
+}
 
 std::uint64_t mixed(std::uint64_t x) {
   x = (x ^ (x >> 31)) * 0x9e3779b97f4a7c15;
@@ -142,7 +147,7 @@ Buffer reduced(const Operation& o, int size, Random& random) {
 
 Buffer input_of(const Operation& o, int rank, Random& random) {
   Buffer out(o.count, o.dtype, random);
-  if (o.kind == Kind::reduce || o.kind == Kind::all_reduce) {
+  if (reduces(o.kind)) {
     with_type(o.dtype, [&]<class T>(T) {
       for (std::size_t i = 0; i < o.count; ++i) out.set<T>(i, element<T>(o.salt, rank, i));
     });
@@ -219,12 +224,76 @@ bool right_scattered(Rank& rank, const Operation& o) {
   return status.ok() && output.fences_stand() && output == input_of(o, rank.self, random);
 }
 
+// The same operation as seen by `to`, whose part has a salt of its own.
+Operation part_for(const Operation& o, int to) {
+  Operation part = o;
+  part.salt += static_cast<std::uint64_t>(to) * 1'000'003;
+  return part;
+}
+
+bool right_reduced_parts(Rank& rank, const Operation& o) {
+  Random& random = rank.random;
+  std::vector<Buffer> inputs;
+  for (int to = 0; to < rank.size; ++to) {
+    inputs.push_back(input_of(part_for(o, to), rank.self, random));
+  }
+  const std::vector<Buffer> before = inputs;
+  const std::vector<void*> from = pointers(inputs);
+  Buffer output(o.count, o.dtype, random);
+  const bool in_place = random.one_in(2);
+  void* to = in_place ? from[static_cast<std::size_t>(rank.self)] : output.data();
+  const Status status =
+      reduce_scatter(rank.group, from.data(), to, o.count, o.dtype, o.op, within());
+  bool good = status.ok() && output.fences_stand();
+  for (int part = 0; part < rank.size; ++part) {
+    const auto i = static_cast<std::size_t>(part);
+    good = good && ((in_place && part == rank.self) || inputs[i] == before[i]);
+  }
+  const Buffer& got = in_place ? inputs[static_cast<std::size_t>(rank.self)] : output;
+  return good && got == reduced(part_for(o, rank.self), rank.size, random);
+}
+
+// What `from` gives to `to`: from nothing to twice the count, and now and then nothing at all from
+// a rank, so that some parts go inline and others in chunks.
+Operation part_between(const Operation& o, int from, int to) {
+  Operation part = part_for(o, to);
+  if (o.uneven) {
+    const bool nothing = mixed(o.salt + static_cast<std::uint64_t>(from)) % 4 == 0;
+    part.count = nothing ? 0 : word(o.salt, from, static_cast<std::size_t>(to)) % (2 * o.count + 1);
+  }
+  return part;
+}
+
+bool right_exchanged(Rank& rank, const Operation& o) {
+  Random& random = rank.random;
+  std::vector<Buffer> inputs, outputs;
+  std::vector<std::uint64_t> given, taken;
+  for (int peer = 0; peer < rank.size; ++peer) {
+    inputs.push_back(input_of(part_between(o, rank.self, peer), rank.self, random));
+    given.push_back(part_between(o, rank.self, peer).count);
+    taken.push_back(part_between(o, peer, rank.self).count);
+    outputs.emplace_back(taken.back(), o.dtype, random);
+  }
+  const std::vector<Buffer> before = inputs;
+  const std::vector<void*> from = pointers(inputs), to = pointers(outputs);
+  const Splits own{from.data(), given.data(), to.data(), taken.data()};
+  bool good = all_to_all(rank.group, own, o.dtype, within()).ok() && inputs == before;
+  for (int peer = 0; peer < rank.size; ++peer) {
+    const Buffer& output = outputs[static_cast<std::size_t>(peer)];
+    good = good && output.fences_stand() &&
+           output == input_of(part_between(o, peer, rank.self), peer, random);
+  }
+  return good;
+}
+
 bool right(Rank& rank, const Operation& o) {
   switch (o.kind) {
     case Kind::barrier: return barrier(rank.group, within()).ok();
     case Kind::gather:
     case Kind::all_gather: return right_gathered(rank, o);
     case Kind::scatter: return right_scattered(rank, o);
+    case Kind::reduce_scatter: return right_reduced_parts(rank, o);
+    case Kind::all_to_all: return right_exchanged(rank, o);
     default: return right_in_place(rank, o);
   }
 }
@@ -237,8 +306,9 @@ bool check_right(Rank& rank, const Operation& o) {
   return false;
 }
 
-constexpr std::array kKinds = {Kind::barrier, Kind::broadcast, Kind::reduce,    Kind::all_reduce,
-                               Kind::gather,  Kind::scatter,   Kind::all_gather};
+constexpr std::array kKinds = {Kind::barrier,    Kind::broadcast,      Kind::reduce,
+                               Kind::all_reduce, Kind::gather,         Kind::scatter,
+                               Kind::all_gather, Kind::reduce_scatter, Kind::all_to_all};
 
 // Where something changes, in bytes: nothing, an element, the inline buffers, chunks, slices.
 std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
@@ -260,15 +330,17 @@ std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
 Operation random_operation(Random& script, int size, bool large) {
   Operation o;
   o.kind = kKinds[script.below(kKinds.size())];
-  const bool reduces = o.kind == Kind::reduce || o.kind == Kind::all_reduce;
-  o.dtype = reduces ? kReduced[script.below(kReduced.size())] : kMoved[script.below(kMoved.size())];
+  const bool combines = reduces(o.kind);
+  o.dtype =
+      combines ? kReduced[script.below(kReduced.size())] : kMoved[script.below(kMoved.size())];
   do {
     o.op = static_cast<ReduceOp>(1 + script.below(8));
-  } while (reduces && !supports(o.dtype, o.op));
+  } while (combines && !supports(o.dtype, o.op));
   const auto n = static_cast<std::size_t>(size);
   o.count = interesting_bytes(script, n, large) / size_of(o.dtype);
   o.root = static_cast<int>(script.below(n));
   o.salt = script.bits();
+  o.uneven = script.one_in(2);
   return o;
 }
 
@@ -389,6 +461,10 @@ TEST(null_pointers_of_empty_tensors) {
     CHECK(gather(rank.group, nullptr, none.data(), 0, f32, 1, bounds).ok());
     CHECK(scatter(rank.group, none.data(), nullptr, 0, f32, 1, bounds).ok());
     CHECK(all_gather(rank.group, nullptr, none.data(), 0, f32, bounds).ok());
+    CHECK(reduce_scatter(rank.group, none.data(), nullptr, 0, f32, ReduceOp::sum, bounds).ok());
+    const std::vector<std::uint64_t> zero(3, 0);
+    const Splits nothing{none.data(), zero.data(), none.data(), zero.data()};
+    CHECK(all_to_all(rank.group, nothing, f32, bounds).ok());
   });
 }
 
@@ -406,6 +482,26 @@ TEST(in_place_where_input_is_the_own_part_of_the_output) {
       }
     });
   }
+}
+
+TEST(counts_that_disagree_are_refused_on_every_rank) {
+  ranks::run(3, [](Rank& rank) {
+    const Operation o{.kind = Kind::all_to_all, .dtype = DType::int32, .count = 4, .salt = 9};
+    std::vector<Buffer> inputs = parts_of(o, 3, true, rank.random);
+    std::vector<Buffer> outputs = parts_of(o, 3, false, rank.random);
+    const std::vector<void*> from = pointers(inputs), to = pointers(outputs);
+    const std::vector<std::uint64_t> given(3, 4);
+    // Rank 2 expects less of rank 1 than it gives.
+    const std::vector<std::uint64_t> taken = {4, rank.self == 2 ? 3UL : 4UL, 4};
+    const Splits own{from.data(), given.data(), to.data(), taken.data()};
+    const Status status = all_to_all(rank.group, own, o.dtype, within());
+    CHECK(status.code == Code::mismatch);
+    CHECK_EQ(status.peer, 1);
+    CHECK_EQ(status.reporter, 2);
+    CHECK_EQ(status.mine.count, 3UL);
+    CHECK_EQ(status.theirs.count, 4UL);
+    for (const Buffer& output : outputs) CHECK(output.poisoned());
+  });
 }
 
 TEST(threads_of_one_rank_take_turns) {

@@ -101,6 +101,9 @@ class Group:
     def wait_status(self, rank: int) -> int | None:
         """How a rank's process ended (as os.waitpid says it), if it has and the kernel tells."""
 
+    def behind(self, rank: int) -> list[int]:
+        """Ranks that have not come as far as `rank` in the group's collectives."""
+
     def broken(self) -> Status | None: ...
     def abort(self) -> Status | None:
         """Break the group and wake all its ranks."""
@@ -127,6 +130,20 @@ class Group:
     def all_gather(
         self, input: int, outputs: Sequence[int], count: int, dtype: int, timeout: float
     ) -> Status | None: ...
+    def reduce_scatter(
+        self, inputs: Sequence[int], output: int, count: int, dtype: int, op: int, timeout: float
+    ) -> Status | None: ...
+    def all_to_all(
+        self,
+        inputs: Sequence[int],
+        input_counts: Sequence[int],
+        outputs: Sequence[int],
+        output_counts: Sequence[int],
+        dtype: int,
+        timeout: float,
+    ) -> Status | None:
+        """Exchange; counts are those of each rank, `inputs` and `outputs` addresses."""
+
     def send(
         self, data: int, count: int, dtype: int, destination: int, tag: int, detached: bool
     ) -> Message: ...

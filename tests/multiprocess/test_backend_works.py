@@ -351,9 +351,9 @@ def what_pytorch_asks_of_a_group() -> None:
     assert named.group_name
     dist.barrier(named)
     with pytest.raises(
-        UsageError, match=r"tensor 1 of the list is float32\[3\], expected float32\[2\]"
+        UsageError, match=r"tensor \d of the list is float32\[3\], expected float32\[2\]"
     ):
-        dist.all_gather([torch.zeros(2), torch.zeros(3)], torch.zeros(2))
+        dist.all_gather([torch.zeros(3), torch.zeros(3)], torch.zeros(2))
 
 
 def test_what_pytorch_asks_of_a_group(ranks: RankServer) -> None:

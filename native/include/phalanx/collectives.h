@@ -40,4 +40,21 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
 Status all_gather(Group& group, const void* input, void* const* outputs, std::size_t count,
                   DType dtype, const Bounds& bounds);
 
+// inputs: ranks() pointers to `count` elements each; rank r gets the combination of all inputs[r].
+// `output` may be inputs[rank()], not overlap the inputs otherwise. In rank order, as all_reduce.
+Status reduce_scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
+                      DType dtype, ReduceOp op, const Bounds& bounds);
+
+// What a rank gives to each rank, and where it takes what it gets; ranks() entries each.
+struct Splits {
+  const void* const* inputs;
+  const std::uint64_t* input_counts;  // elements
+  void* const* outputs;
+  const std::uint64_t* output_counts;
+};
+
+// Counts may differ from pair to pair. All ranks compare all of them before data moves: what a rank
+// gives to another must be what that one takes.
+Status all_to_all(Group& group, const Splits& own, DType dtype, const Bounds& bounds);
+
 }  // namespace phalanx

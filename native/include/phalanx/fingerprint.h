@@ -20,6 +20,8 @@ enum class Kind : std::uint8_t {
   all_gather = 7,
   send = 8,
   recv = 9,
+  reduce_scatter = 10,
+  all_to_all = 11,
 };
 
 struct Fingerprint {

@@ -58,6 +58,11 @@ class Group {
   std::uint64_t step() const { return step_; }
   void advance();
   Status wait_step(int peer, std::uint64_t target, const Bounds& bounds);
+  // The same for all peers.
+  Status wait_steps(std::uint64_t target, const Bounds& bounds);
+
+  // Ranks that have not come as far as `rank`: those that it may be waiting for.
+  std::vector<int> behind(int rank) const;
 
   // Breaks the group on all its ranks: the first failure wins and is what all of them report.
   // Returns the status to report here.

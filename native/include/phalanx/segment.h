@@ -24,7 +24,7 @@ inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
 inline constexpr std::uint32_t kLayoutVersion = 1;
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kLine = 64;
-inline constexpr int kMaxRanks = 1024;
+inline constexpr int kMaxRanks = 512;
 
 // Payloads up to this size travel beside the flag, in one synchronisation.
 inline constexpr std::size_t kInlineBytes = 16 * 1024;

@@ -70,4 +70,50 @@ Status move_chunks(Group& group, std::size_t total, std::size_t chunk_bytes, con
   return {};
 }
 
+// Moves ceil(total / chunk_bytes) chunks after a meeting where every rank has something for every
+// other: `stage(span, chunk)` fills the own staging area, `take(span, chunk)` comes when all peers
+// have filled theirs.
+template <class Stage, class Take>
+Status exchange_chunks(Group& group, std::size_t total, std::size_t chunk_bytes,
+                       const Bounds& bounds, Stage stage, Take take) {
+  const std::uint64_t base = group.step();
+  const std::uint64_t chunks = (total + chunk_bytes - 1) / chunk_bytes;
+  for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
+    const Span span = chunk_of(total, chunk_bytes, chunk);
+    // All peers have staged chunk - 1, and so have taken chunk - 2, whose place this one gets.
+    stage(span, chunk);
+    group.advance();
+    if (const Status s = group.wait_steps(base + chunk + 1, bounds); !s.ok()) {
+      return s;
+    }
+    take(span, chunk);
+  }
+  return {};
+}
+
+// Where a rank's buffer holds one part for every rank: part r begins at r times the size of a part.
+class Parts {
+ public:
+  // `bytes`: of a whole part. Small ones travel inline, of others a staging area holds a piece.
+  Parts(const Group& group, std::size_t bytes)
+      : small_(bytes * static_cast<std::size_t>(group.ranks()) <= kInlineBytes),
+        size_(small_ ? bytes : staged(group)) {}
+
+  bool small() const { return small_; }
+  std::size_t size() const { return size_; }
+  std::byte* of(std::byte* buffer, int rank) const { return place(buffer, rank, size_); }
+
+  static std::byte* place(std::byte* buffer, int rank, std::size_t size) {
+    return buffer + static_cast<std::size_t>(rank) * size;
+  }
+  // What a staging area holds for each rank.
+  static std::size_t staged(const Group& group) {
+    return group.segment().chunk_bytes() / static_cast<std::size_t>(group.ranks()) / kLine * kLine;
+  }
+
+ private:
+  bool small_;
+  std::size_t size_;
+};
+
 }  // namespace phalanx

@@ -50,13 +50,13 @@ class LargeReduction {
         group_.advance();
       }
       // A peer that has staged this chunk has also copied out chunk - 2, whose place is reused.
-      if (const Status s = wait_all(staged); !s.ok()) {
+      if (const Status s = group_.wait_steps(staged, bounds_); !s.ok()) {
         return s;
       }
       combine(chunk);
       group_.advance();
       const std::uint64_t combined = base + 2 * chunk + (last ? 2 : 3);
-      if (const Status s = wait_all(combined); !s.ok()) {
+      if (const Status s = group_.wait_steps(combined, bounds_); !s.ok()) {
         return s;
       }
       if (wanted) {
@@ -67,17 +67,6 @@ class LargeReduction {
   }
 
  private:
-  Status wait_all(std::uint64_t step) {
-    for (int peer = 0; peer < group_.ranks(); ++peer) {
-      if (peer != group_.rank()) {
-        if (const Status s = group_.wait_step(peer, step, bounds_); !s.ok()) {
-          return s;
-        }
-      }
-    }
-    return {};
-  }
-
   std::size_t ranks() const { return static_cast<std::size_t>(group_.ranks()); }
 
   Span chunk_at(std::uint64_t index) const { return chunk_of(total_, chunk_bytes_, index); }

@@ -9,23 +9,19 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
   const Fingerprint own{.count = count, .root = root, .kind = Kind::scatter, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const int self = group.rank();
-  const auto ranks = static_cast<std::size_t>(group.ranks());
-  // The root's buffers hold a part for each rank, at its rank times the size of a part.
-  const bool small = bytes * ranks <= kInlineBytes;
-  const std::size_t part = small ? bytes : group.segment().chunk_bytes() / ranks / kLine * kLine;
-  const auto place = [part](int rank) { return static_cast<std::size_t>(rank) * part; };
+  const Parts parts(group, bytes);  // in the root's buffers
   const auto fill = [&](std::byte* buffer, Span span) {
     for (int rank = 0; rank < group.ranks(); ++rank) {
       if (rank != root) {
-        copy_bytes(buffer + place(rank), at(inputs[rank], span.begin), span.size);
+        copy_bytes(parts.of(buffer, rank), at(inputs[rank], span.begin), span.size);
       }
     }
   };
-  Status status = group.prepare(!small && self == root);
+  Status status = group.prepare(!parts.small() && self == root);
   if (!status.ok()) {
     return status;
   }
-  if (small && self == root) {
+  if (parts.small() && self == root) {
     fill(group.next_inline_buffer(), {0, bytes});
   }
   status = group.meet(own, bounds);
@@ -34,21 +30,20 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
   }
   if (self == root) {
     copy_bytes(output, inputs[root], bytes);
-  } else if (small) {
-    copy_bytes(output, group.met_inline_buffer(root) + place(self), bytes);
+  } else if (parts.small()) {
+    copy_bytes(output, parts.of(group.met_inline_buffer(root), self), bytes);
   }
   const Segment& segment = group.segment();
-  return small ? status
-               : move_chunks(
-                     group, bytes, part, bounds, [&](int rank) { return rank == root; },
-                     [&](int rank) { return rank != root; },
-                     [&](Span span, std::uint64_t chunk) {
-                       fill(segment.staging(root, chunk), span);
-                     },
-                     [&](int peer, Span span, std::uint64_t chunk) {
-                       copy_bytes(at(output, span.begin),
-                                  segment.staging(peer, chunk) + place(self), span.size);
-                     });
+  if (parts.small()) {
+    return status;
+  }
+  return move_chunks(
+      group, bytes, parts.size(), bounds, [&](int rank) { return rank == root; },
+      [&](int rank) { return rank != root; },
+      [&](Span span, std::uint64_t chunk) { fill(segment.staging(root, chunk), span); },
+      [&](int peer, Span span, std::uint64_t chunk) {
+        copy_bytes(at(output, span.begin), parts.of(segment.staging(peer, chunk), self), span.size);
+      });
 }
 
 }  // namespace phalanx

@@ -55,6 +55,12 @@ def _explain(
     match status.code:
         case "peer_lost":
             return PeerLost, f"{_name(group, peer)} {_ending(group, peer)}"
+        case "mismatch" if status.mine.kind == "all_to_all" and status.mine.root >= 0:
+            return CollectiveMismatch, (
+                f"split sizes disagree in all_to_all #{status.mine.sequence}: rank {peer} gives "
+                f"rank {reporter} {status.theirs.count} elements, which expects "
+                f"{status.mine.count}"
+            )
         case "mismatch":
             return CollectiveMismatch, (
                 f"ranks disagree: rank {reporter} is in {_operation(status.mine)}, "
@@ -66,10 +72,12 @@ def _explain(
                 f"while rank {reporter} is in {_operation(status.mine)}"
             )
         case "timeout":
-            who = _name(group, peer) if peer >= 0 else "any rank"
+            late = _late(status, group)
+            names = ", ".join(_name(group, rank) for rank in late) or "any rank"
+            alive = "the processes are alive" if len(late) > 1 else "the process is alive"
             return CollectiveTimeout, (
-                f"rank {reporter} waited for {who} in {_operation(status.mine)} until its deadline"
-                f" ({timeout:g} s on this rank); the process is alive"
+                f"rank {reporter} waited for {names} in {_operation(status.mine)} until its "
+                f"deadline ({timeout:g} s on this rank); {alive}"
             )
         case "aborted":
             return Aborted, f"the group was aborted by rank {reporter}"
@@ -87,6 +95,15 @@ def _explain(
 def _name(group: _native.Group, peer: int) -> str:
     # Another thread may have left the group meanwhile, and the pids with it.
     return f"rank {peer}" if group.closed else f"rank {peer} (pid {group.pid(peer)})"
+
+
+def _late(status: _native.Status, group: _native.Group) -> list[int]:
+    """Whom a rank waited for until its deadline: all who have not come, in a collective."""
+    if status.mine.kind not in ("send", "recv") and not group.closed:
+        late = group.behind(status.reporter)
+        if late:
+            return late
+    return [status.peer] if status.peer >= 0 else []
 
 
 def _ending(group: _native.Group, peer: int) -> str:
@@ -115,6 +132,8 @@ def _operation(fingerprint: _native.Fingerprint) -> str:
     number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
     if kind == "barrier":
         return f"barrier{number}"
+    if kind == "all_to_all":
+        return f"all_to_all{number} {NAMES[fingerprint.dtype]}"
     words = f"{kind}{number} {NAMES[fingerprint.dtype]}[{fingerprint.count}]"
     if fingerprint.op:
         words += f" {OP_NAMES[fingerprint.op]}"

@@ -38,6 +38,7 @@ class Membership(dist.ProcessGroup):
         self._messages = MessageThread(f"phalanx-{name}-messages", native)
         self._kept: list[MessageWork] = []
         self._kept_limit = 64
+        self._joined: list[dist.Work] | None = None  # while operations are coalesced
         lifetime.register(self)
 
     # What PyTorch asks of a group.

@@ -83,6 +83,8 @@ class Messages(Membership):
         if detached and not work.is_completed():
             self._keep(work)
             self._messages.start()
+        if self._joined is not None:
+            self._joined.append(work)
         return work
 
     def _keep(self, work: MessageWork) -> None:

@@ -13,7 +13,7 @@ import torch
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
 _log = logging.getLogger("phalanx")
 _told: set[str] = set()
@@ -62,19 +62,42 @@ def settle(tensor: torch.Tensor, flat: torch.Tensor) -> None:
             tensor.copy_(flat)
 
 
-def same_kind(tensors: Sequence[torch.Tensor], like: torch.Tensor, what: str) -> None:
-    """Check that all tensors have the dtype, the element count and the device of `like`."""
+def same_kind(
+    tensors: Sequence[torch.Tensor],
+    like: torch.Tensor,
+    what: str,
+    *,
+    sized: Collection[int] | None = None,
+) -> None:
+    """Check that all tensors have the dtype and the device of `like`, and its element count.
+
+    Args:
+        tensors: The list that the caller of the operation gave.
+        like: The tensor of this rank.
+        what: The operation's name, for errors.
+        sized: Which entries must have the element count of `like`; None for all.
+    """
     for index, tensor in enumerate(tensors):
-        if tensor.dtype is not like.dtype or tensor.numel() != like.numel():
+        counts = sized is None or index in sized
+        if tensor.dtype is not like.dtype or (counts and tensor.numel() != like.numel()):
             raise UsageError(
-                f"{what}: tensor {index} of the list is {label(tensor)}, expected {label(like)} "
-                "like the tensor of this rank"
+                f"{what}: tensor {index} of the list is {label(tensor)}, expected "
+                f"{label(like) if counts else like.dtype} like the tensor of this rank"
             )
         if tensor.device != like.device:
             raise UsageError(
                 f"{what}: tensor {index} of the list is on {tensor.device}, the tensor of this "
                 f"rank on {like.device}; expected one device"
             )
+
+
+def same_pair(output: torch.Tensor, source: torch.Tensor, what: str) -> None:
+    """Check that an output has the dtype and the device of its input."""
+    if output.dtype is not source.dtype or output.device != source.device:
+        raise UsageError(
+            f"{what}: the output is {label(output)} on {output.device}, the input {label(source)} "
+            f"on {source.device}; expected one dtype and one device"
+        )
 
 
 def label(tensor: torch.Tensor) -> str:

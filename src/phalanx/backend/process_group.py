@@ -1,7 +1,7 @@
-"""The process group: PyTorch's collectives, operation by operation.
+"""The backend's process group: what is made for `init_process_group("phalanx")`.
 
-Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
-native call, and lets `_collective` run it.
+Here are the collectives on single tensors, which hold one part per rank, and the coalesced ones,
+under the names that PyTorch calls from 2.11 on; the layers below have the rest.
 """
 
 from __future__ import annotations
@@ -13,23 +13,15 @@ import torch
 import torch.distributed as dist
 
 from phalanx import topology
-from phalanx.backend.call_site import call_site
-from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
-from phalanx.backend.failure import error_for
-from phalanx.backend.messages import Messages
-from phalanx.backend.operands import dense, label, only, same_kind, settle
-from phalanx.backend.work import CollectiveWork, FinishedWork, seconds_of
+from phalanx.backend.collectives import Collectives, NativeCall, Tensors, in_turn
+from phalanx.backend.dtypes import code_of
+from phalanx.backend.operands import dense, label, same_kind, same_pair
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from phalanx import _native
-
-    Tensors = list[torch.Tensor]
-    NativeCall = Callable[[float], "_native.Status | None"]
-
-_DONE = FinishedWork([])
+    Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def create(options: Any, _backend_options: object = None) -> ProcessGroup:
@@ -39,187 +31,229 @@ def create(options: Any, _backend_options: object = None) -> ProcessGroup:
     return ProcessGroup(native, rank, size, options.group_id, options.timeout)
 
 
-class ProcessGroup(Messages):
+class ProcessGroup(Collectives):
     """A group of ranks on one host that exchange tensors through shared memory.
 
     Blocking calls run in the caller's thread without the GIL; asynchronous ones run in the group's
     thread, in order. Made by `torch.distributed`, not by users.
     """
 
-    # Collectives, in the order of PyTorch's documentation.
+    # On single tensors.
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Overwrite the tensor of every rank with the root's."""
-        opts = opts or dist.BroadcastOptions()
-        tensor = only(tensors, "broadcast")
-        root = self._check_root(opts.rootRank, "broadcast")
-        code = code_of(tensor.dtype, "broadcast")
-        flat = dense(tensor, "broadcast", written=root != self._rank)
-        call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
-        outputs = [] if root == self._rank else [(tensor, flat)]
-        return self._collective("broadcast", call, tensor, opts, outputs, root=root, keep=flat)
-
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks; every rank gets the result, in place."""
-        opts = opts or dist.AllreduceOptions()
-        tensor = only(tensors, "all_reduce")
-        flat, code, op = self._reducible(tensor, opts.reduceOp, "all_reduce", written=True)
-        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
-        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], op=op)
-
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
-        """Combine the tensors of all ranks; the root gets the result, in place."""
-        opts = opts or dist.ReduceOptions()
-        tensor = only(tensors, "reduce")
-        root = self._check_root(opts.rootRank, "reduce")
-        is_root = root == self._rank
-        flat, code, op = self._reducible(tensor, opts.reduceOp, "reduce", written=is_root)
-        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), code, op, root)
-        outputs = [(tensor, flat)] if is_root else []
-        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root, keep=flat)
-
-    def allgather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks, in rank order, on every rank."""
+        """Collect the tensors of all ranks, one after another in rank order, in one tensor."""
         opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
-        tensor = only(input_tensors, "all_gather")
-        outputs = self._per_rank(output_tensors, tensor, "all_gather", "outputs")
-        flat = dense(tensor, "all_gather", written=False)
-        flats = [dense(output, "all_gather", written=True) for output in outputs]
-        code = code_of(tensor.dtype, "all_gather")
-        addresses = [output.data_ptr() for output in flats]
-        call = partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
-        pairs = list(zip(outputs, flats, strict=True))
-        return self._collective("all_gather", call, tensor, opts, pairs, keep=flat)
+        call, pair, keep = self._gather_one(output, input, "all_gather_single")
+        return self._collective("all_gather_single", call, input, opts, [pair], keep=keep)
 
-    def gather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks, in rank order, on the root."""
-        opts = opts or dist.GatherOptions()
-        tensor = only(input_tensors, "gather")
-        root = self._check_root(opts.rootRank, "gather")
-        outputs: Sequence[torch.Tensor] = ()
-        if root == self._rank:
-            outputs = self._per_rank(output_tensors, tensor, "gather", "outputs")
-        flat = dense(tensor, "gather", written=False)
-        flats = [dense(output, "gather", written=True) for output in outputs]
-        code = code_of(tensor.dtype, "gather")
-        addresses = [output.data_ptr() for output in flats]
-        call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
-        pairs = list(zip(outputs, flats, strict=True))
-        return self._collective("gather", call, tensor, opts, pairs, root=root, keep=flat)
-
-    def scatter(
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
-    ) -> dist.Work:
-        """Give every rank its tensor of the root's list."""
-        opts = opts or dist.ScatterOptions()
-        tensor = only(output_tensors, "scatter")
-        root = self._check_root(opts.rootRank, "scatter")
-        inputs: Sequence[torch.Tensor] = ()
-        if root == self._rank:
-            inputs = self._per_rank(input_tensors, tensor, "scatter", "inputs")
-        flat = dense(tensor, "scatter", written=True)
-        flats = [dense(item, "scatter", written=False) for item in inputs]
-        code = code_of(tensor.dtype, "scatter")
-        addresses = [item.data_ptr() for item in flats]
-        call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
+        """Combine the tensors of all ranks; every rank gets the part at its rank."""
+        opts = opts or dist.ReduceScatterOptions()
+        call, pair, op, keep = self._reduce_scatter_one(
+            output, input, opts.reduceOp, "reduce_scatter_single"
+        )
         return self._collective(
-            "scatter", call, tensor, opts, [(tensor, flat)], root=root, keep=flats
+            "reduce_scatter_single", call, input, opts, [pair], op=op, keep=keep
         )
 
-    def barrier(self, opts: Any = None) -> dist.Work:
-        """Block until all ranks have come."""
-        opts = opts or dist.BarrierOptions()
-        return self._collective("barrier", self._native.barrier, None, opts, [])
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Give every rank its rows of a tensor: so many as the split sizes say, or equally many."""
+        opts = opts or dist.AllToAllOptions()
+        name = "all_to_all_single"
+        same_pair(output, input, name)
+        flat_in = dense(input, name, written=False)
+        flat_out = dense(output, name, written=True)
+        inputs = self._parts(flat_in, input_split_sizes, name, "input")
+        outputs = self._parts(flat_out, output_split_sizes, name, "output")
+        self._check_own_parts(inputs[1], outputs[1], name)
+        code = code_of(input.dtype, name)
+        call = partial(self._native.all_to_all, *inputs, *outputs, code)
+        pairs = [(output, flat_out)]
+        return self._collective(name, call, input, opts, pairs, keep=flat_in)
 
-    # How they run.
+    # Coalesced: many operations with one work.
 
-    def _collective(
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Combine each tensor of the list with those of all ranks, in place."""
+        opts = opts or dist.AllreduceCoalescedOptions()
+        name, native = "all_reduce_coalesced", self._native
+        calls, pairs, op = [], [], 0
+        for tensor in tensors:
+            code, op = self._reduction(tensor, opts.reduceOp, name)
+            flat = self._factored(tensor, opts.reduceOp, name, written=True)
+            calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), code, op))
+            pairs.append((tensor, flat))
+        return self._coalesced(name, calls, tensors, opts, pairs, op=op)
+
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Do `all_gather_single` for each pair of an output and an input."""
+        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        name = "all_gather_single_coalesced"
+        _same_length(outputs, inputs, name)
+        made = [self._gather_one(*pair, name) for pair in zip(outputs, inputs, strict=True)]
+        calls = [call for call, _, _ in made]
+        pairs = [pair for _, pair, _ in made]
+        return self._coalesced(name, calls, inputs, opts, pairs, keep=made)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Do `reduce_scatter_single` for each pair of an output and an input."""
+        opts = opts or dist.ReduceScatterOptions()
+        name = "reduce_scatter_single_coalesced"
+        _same_length(outputs, inputs, name)
+        made = [
+            self._reduce_scatter_one(output, source, opts.reduceOp, name)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
+        calls = [call for call, _, _, _ in made]
+        pairs = [pair for _, pair, _, _ in made]
+        op = made[0][2] if made else 0
+        return self._coalesced(name, calls, inputs, opts, pairs, op=op, keep=made)
+
+    def allgather_coalesced(
+        self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Collect each tensor of the list from all ranks: `output_lists` has a list per rank."""
+        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        name = "all_gather_coalesced"
+        if len(output_lists) != self._size:
+            raise UsageError(
+                f"{name}: got {len(output_lists)} lists of outputs, expected one per rank, "
+                f"{self._size}"
+            )
+        calls: list[NativeCall] = []
+        pairs: Pairs = []
+        flats = [dense(source, name, written=False) for source in inputs]
+        for outputs in output_lists:
+            _same_length(outputs, inputs, name)
+        for index, source in enumerate(inputs):
+            outputs = [each[index] for each in output_lists]
+            same_kind(outputs, source, name)
+            to = [dense(output, name, written=True) for output in outputs]
+            code, addresses = code_of(source.dtype, name), [flat.data_ptr() for flat in to]
+            flat = flats[index]
+            calls.append(
+                partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
+            )
+            pairs.extend(zip(outputs, to, strict=True))
+        return self._coalesced(name, calls, inputs, opts, pairs, keep=flats)
+
+    # What PyTorch called them before, and what libraries may still call.
+
+    _allgather_base = all_gather_single
+    _reduce_scatter_base = reduce_scatter_single  # type: ignore[assignment]
+    alltoall_base = all_to_all_single  # type: ignore[assignment]
+    allgather_into_tensor_coalesced = all_gather_single_coalesced  # type: ignore[assignment]
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced  # type: ignore[assignment]
+
+    # How they are put together.
+
+    def _coalesced(
         self,
         name: str,
-        call: NativeCall,
-        subject: torch.Tensor | None,
+        calls: Sequence[NativeCall],
+        subjects: Tensors,
         opts: Any,
-        outputs: list[tuple[torch.Tensor, torch.Tensor]],
+        pairs: Pairs,
         *,
         op: int = 0,
-        root: int = -1,
         keep: object = None,
     ) -> dist.Work:
-        """Run now, or in the group's thread when asked to or when others are queued there.
+        subject = subjects[0] if subjects else None
+        return self._collective(name, in_turn(calls), subject, opts, pairs, op=op, keep=keep)
 
-        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
-        only has to live until the operation has ended.
-        """
-        native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
-        describe = partial(_describe, native, name, subject, op, root)
-        if not opts.asyncOp and not self._collectives.busy:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(call_site()), timeout)
-            for tensor, flat in outputs:
-                settle(tensor, flat)
-            return _DONE
-        site = call_site()
+    def _gather_one(
+        self, output: torch.Tensor, source: torch.Tensor, name: str
+    ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], object]:
+        same_pair(output, source, name)
+        self._check_whole(output, source, name, "output", "input")
+        flat = dense(source, name, written=False)
+        to = dense(output, name, written=True)
+        code, addresses = code_of(source.dtype, name), self._addresses(to)
+        call = partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
+        return call, (output, to), flat
 
-        def run(_keep: object = keep) -> None:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(site), timeout)
-            for tensor, flat in outputs:
-                settle(tensor, flat)
+    def _reduce_scatter_one(
+        self, output: torch.Tensor, source: torch.Tensor, reduce_op: Any, name: str
+    ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], int, object]:
+        same_pair(output, source, name)
+        self._check_whole(source, output, name, "input", "output")
+        code, op = self._reduction(output, reduce_op, name)
+        flat = self._factored(source, reduce_op, name)
+        to = dense(output, name, written=True)
+        call = partial(
+            self._native.reduce_scatter,
+            self._addresses(flat),
+            to.data_ptr(),
+            to.numel(),
+            code,
+            op,
+        )
+        return call, (output, to), op, flat
 
-        results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results)
-        self._collectives.submit(work.execute)
-        if not opts.asyncOp:
-            work.wait()
-        return work
+    def _addresses(self, whole: torch.Tensor) -> list[int]:
+        """Where the parts of a contiguous tensor begin, one per rank, all of one size."""
+        start = whole.data_ptr()
+        step = whole.numel() // self._size * whole.element_size()
+        return [start + rank * step for rank in range(self._size)]
 
-    # Checks and words.
+    def _check_whole(
+        self, whole: torch.Tensor, part: torch.Tensor, name: str, whole_is: str, part_is: str
+    ) -> None:
+        if whole.numel() != self._size * part.numel():
+            raise UsageError(
+                f"{name}: the {whole_is} {label(whole)} has {whole.numel()} elements, expected "
+                f"{self._size * part.numel()}: {self._size} times those of the {part_is} "
+                f"{label(part)}"
+            )
 
-    def _reducible(
-        self, tensor: torch.Tensor, op: Any, name: str, *, written: bool
-    ) -> tuple[torch.Tensor, int, int]:
-        code = code_of(tensor.dtype, name)
-        native_op = reduction(op, code, name)
-        flat = dense(tensor, name, written=written)
-        factor = premultiplier(op)
-        if factor is not None:
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                raise UsageError(f"{name}: PREMUL_SUM needs floats, got {label(tensor)}")
-            # The core writes to its operand: the user's own must not be multiplied on other ranks.
-            flat = flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
-        return flat, code, native_op
+    def _parts(
+        self, flat: torch.Tensor, splits: Sequence[int], name: str, what: str
+    ) -> tuple[list[int], list[int]]:
+        """Addresses and element counts of the rows for each rank."""
+        rows = flat.size(0) if flat.dim() else 1
+        if not splits:
+            if rows % self._size:
+                raise UsageError(
+                    f"{name}: the {what} {label(flat)} has {rows} rows, which {self._size} ranks "
+                    f"can't share equally: give {what}_split_sizes"
+                )
+            splits = [rows // self._size] * self._size
+        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
+            raise UsageError(
+                f"{name}: {what}_split_sizes are {list(splits)}, expected {self._size} sizes, one "
+                f"per rank, that sum up to the {rows} rows of the {what} {label(flat)}"
+            )
+        row = flat.numel() // rows if rows else 0
+        counts = [size * row for size in splits]
+        addresses, start = [], flat.data_ptr()
+        for count in counts:
+            addresses.append(start)
+            start += count * flat.element_size()
+        return addresses, counts
 
-    def _per_rank(
-        self, lists: list[Tensors], like: torch.Tensor, name: str, what: str
-    ) -> Sequence[torch.Tensor]:
-        """The list that holds one tensor for each rank, checked."""
-        if len(lists) != 1 or len(lists[0]) != self._size:
-            got = len(lists[0]) if lists else 0
-            raise UsageError(f"{name}: got {got} {what}, expected one per rank, {self._size}")
-        same_kind(lists[0], like, name)
-        return lists[0]
-
-    def _check_root(self, root: int, name: str) -> int:
-        if not 0 <= root < self._size:
-            raise UsageError(f"{name}: root {root}, expected a rank from 0 to {self._size - 1}")
-        return root
+    def _check_own_parts(self, given: list[int], taken: list[int], name: str) -> None:
+        if given[self._rank] != taken[self._rank]:
+            raise UsageError(
+                f"{name}: rank {self._rank} gives itself {given[self._rank]} elements and takes "
+                f"{taken[self._rank]}: the split sizes of input and output must agree"
+            )
 
 
-def _describe(
-    native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
-) -> str:
-    # Another thread may have left the group meanwhile.
-    words = [name if native.closed else f"{name} #{native.sequence}"]
-    if subject is not None:
-        words.append(label(subject))
-    if op:
-        words.append(OP_NAMES[op])
-    if root >= 0:
-        words.append(f"root {root}")
-    return f"{' '.join(words)} at {site}"
+def _same_length(outputs: Sequence[object], inputs: Sequence[object], name: str) -> None:
+    if len(outputs) != len(inputs):
+        raise UsageError(f"{name}: got {len(outputs)} outputs for {len(inputs)} inputs")

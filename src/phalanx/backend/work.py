@@ -56,6 +56,41 @@ class FinishedWork(Work):
         return future
 
 
+class JointWork(Work):
+    """Several operations as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until all have ended; raise what the first that failed raised."""
+        for work in self._works:
+            work.wait() if timeout is None else work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception())), None)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def result(self) -> Tensors:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> Future[Tensors]:
+        """A future of all output tensors."""
+        futures = [work.get_future() for work in self._works]
+        together = torch.futures.collect_all(futures)
+        return together.then(lambda all_of: [t for one in all_of.value() for t in one.value()])
+
+
 class PendingWork(Work):
     """What the works that end later have in common: a result or an error, and a future.
 

@@ -1,0 +1,78 @@
+#include <array>
+
+#include "phalanx/collectives.h"
+#include "pipeline.h"
+
+namespace phalanx {
+namespace {
+
+// One rank's part in the reduction of what all ranks have for it.
+class OwnPart {
+ public:
+  OwnPart(const Group& group, const void* input, void* output, const Fingerprint& own)
+      : group_(group), input_(input), output_(output), own_(own) {}
+
+  // `place(peer)`: where the peer has put its source for this rank's span.
+  template <class Place>
+  void combine(Span span, Place place) {
+    for (int rank = 0; rank < group_.ranks(); ++rank) {
+      sources_[static_cast<std::size_t>(rank)] =
+          rank == group_.rank() ? at(input_, span.begin) : place(rank);
+    }
+    phalanx::reduce(at(output_, span.begin), sources_.data(),
+                    static_cast<std::size_t>(group_.ranks()), span.size / size_of(own_.dtype),
+                    own_.dtype, own_.op, group_.ranks());
+  }
+
+ private:
+  const Group& group_;
+  const void* input_;
+  void* output_;
+  const Fingerprint& own_;
+  // Fixed in size: nothing after a meeting may fail on one rank alone.
+  std::array<const void*, kMaxRanks> sources_;
+};
+
+}  // namespace
+
+Status reduce_scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
+                      DType dtype, ReduceOp op, const Bounds& bounds) {
+  const std::lock_guard turn(group.turn());
+  const Fingerprint own{.count = count, .kind = Kind::reduce_scatter, .dtype = dtype, .op = op};
+  const std::size_t bytes = count * size_of(dtype);
+  const int self = group.rank();
+  const Parts parts(group, bytes);
+  const auto fill = [&](std::byte* buffer, Span span) {
+    for (int rank = 0; rank < group.ranks(); ++rank) {
+      if (rank != self) {
+        copy_bytes(parts.of(buffer, rank), at(inputs[rank], span.begin), span.size);
+      }
+    }
+  };
+  Status status = group.prepare(!parts.small());
+  if (!status.ok()) {
+    return status;
+  }
+  if (parts.small()) {
+    fill(group.next_inline_buffer(), {0, bytes});
+  }
+  status = group.meet(own, bounds);
+  if (!status.ok() || count == 0) {
+    return status;
+  }
+  OwnPart part(group, inputs[self], output, own);
+  if (parts.small()) {
+    part.combine({0, bytes},
+                 [&](int peer) { return parts.of(group.met_inline_buffer(peer), self); });
+    return status;
+  }
+  const Segment& segment = group.segment();
+  return exchange_chunks(
+      group, bytes, parts.size(), bounds,
+      [&](Span span, std::uint64_t chunk) { fill(segment.staging(self, chunk), span); },
+      [&](Span span, std::uint64_t chunk) {
+        part.combine(span, [&](int peer) { return parts.of(segment.staging(peer, chunk), self); });
+      });
+}
+
+}  // namespace phalanx

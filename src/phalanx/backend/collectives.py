@@ -1,0 +1,325 @@
+"""Collectives on lists of tensors, and how every collective runs.
+
+Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
+native call, and lets `_collective` run it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.backend.call_site import call_site
+from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
+from phalanx.backend.failure import error_for
+from phalanx.backend.messages import Messages
+from phalanx.backend.operands import dense, label, only, same_kind, settle
+from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from datetime import timedelta
+
+    from phalanx import _native
+
+Tensors = list[torch.Tensor]
+NativeCall = Callable[[float], "_native.Status | None"]
+
+_DONE = FinishedWork([])
+
+
+class Collectives(Messages):
+    """A group whose ranks do the same operations in the same order."""
+
+    # Collectives, in the order of PyTorch's documentation.
+
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Overwrite the tensor of every rank with the root's."""
+        opts = opts or dist.BroadcastOptions()
+        tensor = only(tensors, "broadcast")
+        root = self._check_root(opts.rootRank, "broadcast")
+        code = code_of(tensor.dtype, "broadcast")
+        flat = dense(tensor, "broadcast", written=root != self._rank)
+        call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
+        outputs = [] if root == self._rank else [(tensor, flat)]
+        return self._collective("broadcast", call, tensor, opts, outputs, root=root, keep=flat)
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Combine the tensors of all ranks; every rank gets the result, in place."""
+        opts = opts or dist.AllreduceOptions()
+        tensor = only(tensors, "all_reduce")
+        code, op = self._reduction(tensor, opts.reduceOp, "all_reduce")
+        flat = self._factored(tensor, opts.reduceOp, "all_reduce", written=True)
+        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
+        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], op=op)
+
+    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+        """Combine the tensors of all ranks; the root gets the result, in place."""
+        opts = opts or dist.ReduceOptions()
+        tensor = only(tensors, "reduce")
+        root = self._check_root(opts.rootRank, "reduce")
+        is_root = root == self._rank
+        code, op = self._reduction(tensor, opts.reduceOp, "reduce")
+        flat = self._factored(tensor, opts.reduceOp, "reduce", written=is_root)
+        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), code, op, root)
+        outputs = [(tensor, flat)] if is_root else []
+        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root, keep=flat)
+
+    def allgather(
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, in rank order, on every rank."""
+        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        tensor = only(input_tensors, "all_gather")
+        outputs = self._per_rank(output_tensors, "all_gather", "outputs")
+        same_kind(outputs, tensor, "all_gather", sized=(self._rank,))
+        flat = dense(tensor, "all_gather", written=False)
+        flats = [dense(output, "all_gather", written=True) for output in outputs]
+        code = code_of(tensor.dtype, "all_gather")
+        native = self._native
+        if all(output.numel() == flat.numel() for output in flats):
+            addresses = [output.data_ptr() for output in flats]
+            call: NativeCall = partial(
+                native.all_gather, flat.data_ptr(), addresses, flat.numel(), code
+            )
+        else:
+            settle(flats[self._rank].view(-1), flat.view(-1))
+            call = in_turn(
+                partial(native.broadcast, output.data_ptr(), output.numel(), code, root)
+                for root, output in enumerate(flats)
+            )
+        pairs = list(zip(outputs, flats, strict=True))
+        return self._collective("all_gather", call, tensor, opts, pairs, keep=flat)
+
+    def gather(
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, in rank order, on the root."""
+        opts = opts or dist.GatherOptions()
+        tensor = only(input_tensors, "gather")
+        root = self._check_root(opts.rootRank, "gather")
+        outputs: Sequence[torch.Tensor] = ()
+        if root == self._rank:
+            outputs = self._per_rank(output_tensors, "gather", "outputs")
+            same_kind(outputs, tensor, "gather")
+        flat = dense(tensor, "gather", written=False)
+        flats = [dense(output, "gather", written=True) for output in outputs]
+        code = code_of(tensor.dtype, "gather")
+        addresses = [output.data_ptr() for output in flats]
+        call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
+        pairs = list(zip(outputs, flats, strict=True))
+        return self._collective("gather", call, tensor, opts, pairs, root=root, keep=flat)
+
+    def scatter(
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+    ) -> dist.Work:
+        """Give every rank its tensor of the root's list."""
+        opts = opts or dist.ScatterOptions()
+        tensor = only(output_tensors, "scatter")
+        root = self._check_root(opts.rootRank, "scatter")
+        inputs: Sequence[torch.Tensor] = ()
+        if root == self._rank:
+            inputs = self._per_rank(input_tensors, "scatter", "inputs")
+            same_kind(inputs, tensor, "scatter")
+        flat = dense(tensor, "scatter", written=True)
+        flats = [dense(item, "scatter", written=False) for item in inputs]
+        code = code_of(tensor.dtype, "scatter")
+        addresses = [item.data_ptr() for item in flats]
+        call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
+        return self._collective(
+            "scatter", call, tensor, opts, [(tensor, flat)], root=root, keep=flats
+        )
+
+    def reduce_scatter(
+        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+    ) -> dist.Work:
+        """Combine the lists of all ranks; every rank gets the entry at its rank."""
+        opts = opts or dist.ReduceScatterOptions()
+        tensor = only(output_tensors, "reduce_scatter")
+        inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
+        same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
+        flat = dense(tensor, "reduce_scatter", written=True)
+        sources = [self._factored(item, opts.reduceOp, "reduce_scatter") for item in inputs]
+        code, op = self._reduction(tensor, opts.reduceOp, "reduce_scatter")
+        native = self._native
+        if all(source.numel() == flat.numel() for source in sources):
+            addresses = [source.data_ptr() for source in sources]
+            call: NativeCall = partial(
+                native.reduce_scatter, addresses, flat.data_ptr(), flat.numel(), code, op
+            )
+        else:
+            settle(flat.view(-1), sources[self._rank].view(-1))
+            sources[self._rank] = flat
+            call = in_turn(
+                partial(native.reduce, source.data_ptr(), source.numel(), code, op, root)
+                for root, source in enumerate(sources)
+            )
+        return self._collective(
+            "reduce_scatter", call, tensor, opts, [(tensor, flat)], op=op, keep=sources
+        )
+
+    def alltoall(
+        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+    ) -> dist.Work:
+        """Give every rank its tensor of the list; sizes may differ from pair to pair."""
+        opts = opts or dist.AllToAllOptions()
+        outputs = self._per_rank([output_tensors], "all_to_all", "outputs")
+        inputs = self._per_rank([input_tensors], "all_to_all", "inputs")
+        same_kind(inputs, inputs[0], "all_to_all", sized=())
+        same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
+        sources = [dense(item, "all_to_all", written=False) for item in inputs]
+        flats = [dense(output, "all_to_all", written=True) for output in outputs]
+        call = partial(
+            self._native.all_to_all,
+            [source.data_ptr() for source in sources],
+            [source.numel() for source in sources],
+            [flat.data_ptr() for flat in flats],
+            [flat.numel() for flat in flats],
+            code_of(inputs[0].dtype, "all_to_all"),
+        )
+        pairs = list(zip(outputs, flats, strict=True))
+        return self._collective("all_to_all", call, inputs[0], opts, pairs, keep=sources)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Block until all ranks have come."""
+        opts = opts or dist.BarrierOptions()
+        return self._collective("barrier", self._native.barrier, None, opts, [])
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Block until all ranks have come; when the time is up, every rank learns who has not.
+
+        Args:
+            timeout: How long to wait; the group's timeout if None.
+            wait_all_ranks: For PyTorch's sake. All missing ranks are named either way.
+
+        Raises:
+            CollectiveTimeout: Ranks that did not come in time, by number and pid. The group is
+                broken then, as after every timeout.
+        """
+        del wait_all_ranks
+        opts = dist.BarrierOptions()
+        if timeout is not None:
+            opts.timeout = timeout
+        self._collective("monitored_barrier", self._native.barrier, None, opts, [])
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
+        self._joined = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        works, self._joined = self._joined or [], None
+        return JointWork(works)
+
+    # How they run.
+
+    def _collective(
+        self,
+        name: str,
+        call: NativeCall,
+        subject: torch.Tensor | None,
+        opts: Any,
+        outputs: list[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        op: int = 0,
+        root: int = -1,
+        keep: object = None,
+    ) -> dist.Work:
+        """Run now, or in the group's thread when asked to or when others are queued there.
+
+        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
+        only has to live until the operation has ended.
+        """
+        native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
+        describe = partial(_describe, native, name, subject, op, root)
+        if not opts.asyncOp and not self._collectives.busy:
+            status = call(timeout)
+            if status is not None:
+                raise error_for(status, native, self._place, describe(call_site()), timeout)
+            for tensor, flat in outputs:
+                settle(tensor, flat)
+            return _DONE
+        site = call_site()
+
+        def run(_keep: object = keep) -> None:
+            status = call(timeout)
+            if status is not None:
+                raise error_for(status, native, self._place, describe(site), timeout)
+            for tensor, flat in outputs:
+                settle(tensor, flat)
+
+        results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
+        work = CollectiveWork(run, results)
+        self._collectives.submit(work.execute)
+        if self._joined is not None:
+            self._joined.append(work)
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    # Checks and words.
+
+    @staticmethod
+    def _reduction(tensor: torch.Tensor, op: Any, name: str) -> tuple[int, int]:
+        """The core's numbers of dtype and operator."""
+        code = code_of(tensor.dtype, name)
+        return code, reduction(op, code, name)
+
+    @staticmethod
+    def _factored(
+        tensor: torch.Tensor, op: Any, name: str, *, written: bool = False
+    ) -> torch.Tensor:
+        """The tensor as the core takes it; times the factor if the operator is PREMUL_SUM."""
+        flat = dense(tensor, name, written=written)
+        factor = premultiplier(op)
+        if factor is None:
+            return flat
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise UsageError(f"{name}: PREMUL_SUM needs floats, got {label(tensor)}")
+        # Never in place: the user's own tensor keeps its values where it isn't the result.
+        return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
+
+    def _per_rank(self, lists: list[Tensors], name: str, what: str) -> Tensors:
+        """The list that holds one tensor for each rank, checked."""
+        if len(lists) != 1 or len(lists[0]) != self._size:
+            got = len(lists[0]) if lists else 0
+            raise UsageError(f"{name}: got {got} {what}, expected one per rank, {self._size}")
+        return lists[0]
+
+    def _check_root(self, root: int, name: str) -> int:
+        if not 0 <= root < self._size:
+            raise UsageError(f"{name}: root {root}, expected a rank from 0 to {self._size - 1}")
+        return root
+
+
+def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
+    """One call that makes all of them, each with the whole timeout, until one fails."""
+    steps = list(calls)
+
+    def run(timeout: float) -> _native.Status | None:
+        for step in steps:
+            status = step(timeout)
+            if status is not None:
+                return status
+        return None
+
+    return run
+
+
+def _describe(
+    native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
+) -> str:
+    # Another thread may have left the group meanwhile.
+    words = [name if native.closed else f"{name} #{native.sequence}"]
+    if subject is not None:
+        words.append(label(subject))
+    if op:
+        words.append(OP_NAMES[op])
+    if root >= 0:
+        words.append(f"root {root}")
+    return f"{' '.join(words)} at {site}"
