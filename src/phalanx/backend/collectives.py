@@ -18,6 +18,7 @@ from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
 from phalanx.backend.failure import error_for
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import dense, label, only, same_kind, settle
+from phalanx.backend.profiling import profiled, profiling
 from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
 from phalanx.errors import UsageError
 
@@ -132,7 +133,14 @@ class Collectives(Messages):
         addresses = [item.data_ptr() for item in flats]
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         return self._collective(
-            "scatter", call, tensor, opts, [(tensor, flat)], root=root, keep=flats
+            "scatter",
+            call,
+            tensor,
+            opts,
+            [(tensor, flat)],
+            root=root,
+            keep=flats,
+            inputs=inputs,
         )
 
     def reduce_scatter(
@@ -229,12 +237,18 @@ class Collectives(Messages):
         op: int = 0,
         root: int = -1,
         keep: object = None,
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> dist.Work:
         """Run now, or in the group's thread when asked to or when others are queued there.
 
         `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
-        only has to live until the operation has ended.
+        only has to live until the operation has ended. A profiler is told of the shapes of
+        `inputs`, else of `subject`.
         """
+        if profiling():
+            if inputs is None:
+                inputs = [] if subject is None else [subject]
+            call = profiled(f"{self.name()}:{_event(name)}", inputs, call)
         native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
         describe = partial(_describe, native, name, subject, op, root)
         if not opts.asyncOp and not self._collectives.busy:
@@ -309,6 +323,11 @@ def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
         return None
 
     return run
+
+
+def _event(name: str) -> str:
+    """What a profiler calls an operation: as PyTorch's backends do, one name for all its forms."""
+    return name.removesuffix("_coalesced").removesuffix("_single")
 
 
 def _describe(

@@ -17,10 +17,27 @@ from torch.futures import Future
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["begin_event", "profiling"]
+    from phalanx import _native
+
+__all__ = ["begin_event", "profiled", "profiling"]
 
 profiling: Callable[[], bool] = torch.autograd._profiler_enabled
 """Whether a profiler records in the calling thread."""
+
+
+def profiled(
+    name: str, tensors: Sequence[torch.Tensor], call: Callable[[float], _native.Status | None]
+) -> Callable[[float], _native.Status | None]:
+    """Begin an event now, for a native call that is made later; it ends the event."""
+    end = begin_event(name, tensors)
+
+    def run(timeout: float) -> _native.Status | None:
+        try:
+            return call(timeout)
+        finally:
+            end()
+
+    return run
 
 
 def begin_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
