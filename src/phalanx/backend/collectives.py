@@ -6,6 +6,7 @@ native call, and lets `_collective` run it.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from phalanx.backend.messages import Messages
 from phalanx.backend.operands import dense, label, only, same_kind, settle
 from phalanx.backend.profiling import profiled, profiling
 from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
-from phalanx.errors import UsageError
+from phalanx.errors import CollectiveTimeout, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -204,18 +205,30 @@ class Collectives(Messages):
         """Block until all ranks have come; when the time is up, every rank learns who has not.
 
         Args:
-            timeout: How long to wait; the group's timeout if None.
-            wait_all_ranks: For PyTorch's sake. All missing ranks are named either way.
+            timeout: How long to wait; the group's timeout if None. Zero or less has passed already.
+            wait_all_ranks: Name all missing ranks, not only the first, in PyTorch's own words at
+                the end of the message. Its beginning names all of them either way.
 
         Raises:
             CollectiveTimeout: Ranks that did not come in time, by number and pid. The group is
-                broken then, as after every timeout.
+                broken then, as after every timeout, unless the time had passed before the call.
         """
-        del wait_all_ranks
         opts = dist.BarrierOptions()
+        opts.asyncOp = False
         if timeout is not None:
             opts.timeout = timeout
-        self._collective("monitored_barrier", self._native.barrier, None, opts, [])
+            if timeout.total_seconds() <= 0:
+                raise CollectiveTimeout(
+                    f"[{self._place} on {socket.gethostname()}] monitored_barrier at {call_site()}:"
+                    f" Rank {self._rank} timed out in monitoredBarrier, with a timeout of {timeout}"
+                )
+        native = self._native
+        try:
+            self._collective("monitored_barrier", native.barrier, None, opts, [])
+        except CollectiveTimeout as error:
+            late = [] if native.closed else native.behind(0)
+            words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
+            raise CollectiveTimeout(f"{error}. {words}") from None
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
         self._joined = []
@@ -323,6 +336,17 @@ def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
         return None
 
     return run
+
+
+def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
+    """What Gloo's monitored_barrier says, for programs that look for it."""
+    if rank != 0:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0"
+        )
+    ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"{ranks} failed to pass monitoredBarrier"
 
 
 def _event(name: str) -> str:
