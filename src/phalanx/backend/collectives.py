@@ -20,6 +20,7 @@ from phalanx.backend.failure import error_for
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import dense, label, only, same_kind, settle
 from phalanx.backend.profiling import profiled, profiling
+from phalanx.backend.sparse import sparse_sum
 from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
 from phalanx.errors import CollectiveTimeout, UsageError
 
@@ -55,6 +56,9 @@ class Collectives(Messages):
         """Combine the tensors of all ranks; every rank gets the result, in place."""
         opts = opts or dist.AllreduceOptions()
         tensor = only(tensors, "all_reduce")
+        if tensor.is_sparse:
+            call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
+            return self._collective("all_reduce", call, tensor, opts, [])
         code, op = self._reduction(tensor, opts.reduceOp, "all_reduce")
         flat = self._factored(tensor, opts.reduceOp, "all_reduce", written=True)
         call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
