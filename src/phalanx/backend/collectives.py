@@ -6,6 +6,7 @@ native call, and lets `_collective` run it.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,10 @@ from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
 from phalanx.backend.failure import error_for
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import dense, label, only, same_kind, settle
+from phalanx.backend.profiling import profiled, profiling
+from phalanx.backend.sparse import sparse_sum
 from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
-from phalanx.errors import UsageError
+from phalanx.errors import CollectiveTimeout, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -53,6 +56,9 @@ class Collectives(Messages):
         """Combine the tensors of all ranks; every rank gets the result, in place."""
         opts = opts or dist.AllreduceOptions()
         tensor = only(tensors, "all_reduce")
+        if tensor.is_sparse:
+            call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
+            return self._collective("all_reduce", call, tensor, opts, [])
         code, op = self._reduction(tensor, opts.reduceOp, "all_reduce")
         flat = self._factored(tensor, opts.reduceOp, "all_reduce", written=True)
         call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
@@ -132,7 +138,14 @@ class Collectives(Messages):
         addresses = [item.data_ptr() for item in flats]
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         return self._collective(
-            "scatter", call, tensor, opts, [(tensor, flat)], root=root, keep=flats
+            "scatter",
+            call,
+            tensor,
+            opts,
+            [(tensor, flat)],
+            root=root,
+            keep=flats,
+            inputs=inputs,
         )
 
     def reduce_scatter(
@@ -196,18 +209,30 @@ class Collectives(Messages):
         """Block until all ranks have come; when the time is up, every rank learns who has not.
 
         Args:
-            timeout: How long to wait; the group's timeout if None.
-            wait_all_ranks: For PyTorch's sake. All missing ranks are named either way.
+            timeout: How long to wait; the group's timeout if None. Zero or less has passed already.
+            wait_all_ranks: Name all missing ranks, not only the first, in PyTorch's own words at
+                the end of the message. Its beginning names all of them either way.
 
         Raises:
             CollectiveTimeout: Ranks that did not come in time, by number and pid. The group is
-                broken then, as after every timeout.
+                broken then, as after every timeout, unless the time had passed before the call.
         """
-        del wait_all_ranks
         opts = dist.BarrierOptions()
+        opts.asyncOp = False
         if timeout is not None:
             opts.timeout = timeout
-        self._collective("monitored_barrier", self._native.barrier, None, opts, [])
+            if timeout.total_seconds() <= 0:
+                raise CollectiveTimeout(
+                    f"[{self._place} on {socket.gethostname()}] monitored_barrier at {call_site()}:"
+                    f" Rank {self._rank} timed out in monitoredBarrier, with a timeout of {timeout}"
+                )
+        native = self._native
+        try:
+            self._collective("monitored_barrier", native.barrier, None, opts, [])
+        except CollectiveTimeout as error:
+            late = [] if native.closed else native.behind(0)
+            words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
+            raise CollectiveTimeout(f"{error}. {words}") from None
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
         self._joined = []
@@ -229,12 +254,18 @@ class Collectives(Messages):
         op: int = 0,
         root: int = -1,
         keep: object = None,
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> dist.Work:
         """Run now, or in the group's thread when asked to or when others are queued there.
 
         `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
-        only has to live until the operation has ended.
+        only has to live until the operation has ended. A profiler is told of the shapes of
+        `inputs`, else of `subject`.
         """
+        if profiling():
+            if inputs is None:
+                inputs = [] if subject is None else [subject]
+            call = profiled(f"{self.name()}:{_event(name)}", inputs, call)
         native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
         describe = partial(_describe, native, name, subject, op, root)
         if not opts.asyncOp and not self._collectives.busy:
@@ -309,6 +340,22 @@ def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
         return None
 
     return run
+
+
+def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
+    """What Gloo's monitored_barrier says, for programs that look for it."""
+    if rank != 0:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0"
+        )
+    ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"{ranks} failed to pass monitoredBarrier"
+
+
+def _event(name: str) -> str:
+    """What a profiler calls an operation: as PyTorch's backends do, one name for all its forms."""
+    return name.removesuffix("_coalesced").removesuffix("_single")
 
 
 def _describe(

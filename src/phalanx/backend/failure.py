@@ -76,8 +76,8 @@ def _explain(
             names = ", ".join(_name(group, rank) for rank in late) or "any rank"
             alive = "the processes are alive" if len(late) > 1 else "the process is alive"
             return CollectiveTimeout, (
-                f"rank {reporter} waited for {names} in {_operation(status.mine)} until its "
-                f"deadline ({timeout:g} s on this rank); {alive}"
+                f"rank {reporter} waited for {names} in {_operation(status.mine)} until the "
+                f"timeout of {timeout:g} s on this rank; {alive}"
             )
         case "aborted":
             return Aborted, f"the group was aborted by rank {reporter}"

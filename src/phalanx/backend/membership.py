@@ -32,6 +32,7 @@ class Membership(dist.ProcessGroup):
         self._place = f"rank {rank}/{size}"
         self._name = name
         self._desc = ""
+        self._answers_to = "phalanx"
         self._timeout = timeout.total_seconds()
         self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
         self._messages = MessageThread(f"phalanx-{name}-messages", native)
@@ -43,7 +44,16 @@ class Membership(dist.ProcessGroup):
     # What PyTorch asks of a group.
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        # For PyTorch's C++ alone: of a group with the name "gloo", it takes the Gloo backend.
         return "phalanx"
+
+    def name(self) -> str:
+        """The backend's name: "phalanx", or that of the backend in whose place the group is."""
+        return self._answers_to
+
+    def stand_in_for(self, name: str) -> None:
+        """Answer to the name of another backend (see `replace`)."""
+        self._answers_to = name
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name

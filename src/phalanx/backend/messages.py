@@ -14,6 +14,7 @@ from phalanx.backend.dtypes import code_of
 from phalanx.backend.failure import error_for
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import dense, label, only, settle
+from phalanx.backend.profiling import begin_event, profiling
 from phalanx.backend.work import MessageWork
 from phalanx.errors import UsageError
 
@@ -66,11 +67,17 @@ class Messages(Membership):
     ) -> dist.Work:
         code = code_of(tensor.dtype, name)
         detached = not _called_blocking()
+        end_event = None
+        if profiling():
+            event = "recvAnySource" if peer == _ANY_SOURCE else name
+            end_event = begin_event(f"{self.name()}:{event}", [tensor])
         message = post(flat.data_ptr(), flat.numel(), code, peer, tag, detached)
         site = call_site() if detached else None
         native, timeout = self._native, self._timeout
 
         def end(status: _native.Status | None) -> BaseException | None:
+            if end_event is not None:
+                end_event()
             if status is None:
                 if name == "recv":
                     settle(tensor, flat)

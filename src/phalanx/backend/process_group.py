@@ -174,7 +174,10 @@ class ProcessGroup(Collectives):
         keep: object = None,
     ) -> dist.Work:
         subject = subjects[0] if subjects else None
-        return self._collective(name, in_turn(calls), subject, opts, pairs, op=op, keep=keep)
+        call = in_turn(calls)
+        return self._collective(
+            name, call, subject, opts, pairs, op=op, keep=keep, inputs=subjects
+        )
 
     def _gather_one(
         self, output: torch.Tensor, source: torch.Tensor, name: str
