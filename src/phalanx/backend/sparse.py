@@ -58,7 +58,9 @@ def sparse_sum(
             if status is not None:
                 return status
             parts.append(whole)
-        total = torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape, check_invariants=False)
+        total = torch.sparse_coo_tensor(
+            parts[0].t(), parts[1], tensor.shape, check_invariants=False
+        )
         tensor.copy_(total.coalesce())
         return None
 

@@ -81,7 +81,9 @@ def table(results: Results) -> str:
     tests = {test for sizes in results.values() for found in sizes.values() for test in found}
     for test in sorted(tests):
         cells = [_cell(results[column], test) for column in COLUMNS]
-        lines.append(f"| {test.removeprefix('test_')} | {' | '.join(cells)} | {_why(results, test)} |")
+        lines.append(
+            f"| {test.removeprefix('test_')} | {' | '.join(cells)} | {_why(results, test)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
