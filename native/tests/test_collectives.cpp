@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "phalanx/copy.h"
 #include "ranks.h"
 
 using namespace phalanx;
@@ -477,6 +478,22 @@ TEST(mixtures_over_mappings_of_their_own) {
   for (const int size : {2, 4}) {
     mixture(size, ranks::scaled(300), 4, Mapping::own, true);
   }
+}
+
+TEST(results_that_go_past_the_caches) {
+  ranks::run(3, [](Rank& rank) {
+    std::uint64_t salt = 77;
+    for (const Kind kind : kKinds) {
+      for (const bool shared : {false, true}) {
+        const Operation o{.kind = kind,
+                          .count = kStreamedBytes + 4099,
+                          .root = 1,
+                          .salt = ++salt,
+                          .shared = shared};
+        if (!check_right(rank, o)) return;
+      }
+    }
+  });
 }
 
 TEST(large_reductions_in_a_row) {
