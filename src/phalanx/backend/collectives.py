@@ -263,9 +263,8 @@ class Collectives(Messages):
         `inputs`, else of `subject`.
         """
         if profiling():
-            if inputs is None:
-                inputs = [] if subject is None else [subject]
-            call = profiled(f"{self.name()}:{_event(name)}", inputs, call)
+            shown = inputs if inputs is not None or subject is None else [subject]
+            call = profiled(f"{self.name()}:{_event(name)}", shown or (), call)
         native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
         describe = partial(_describe, native, name, subject, op, root)
         if not opts.asyncOp and not self._collectives.busy:

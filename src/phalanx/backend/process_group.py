@@ -175,9 +175,7 @@ class ProcessGroup(Collectives):
     ) -> dist.Work:
         subject = subjects[0] if subjects else None
         call = in_turn(calls)
-        return self._collective(
-            name, call, subject, opts, pairs, op=op, keep=keep, inputs=subjects
-        )
+        return self._collective(name, call, subject, opts, pairs, op=op, keep=keep, inputs=subjects)
 
     def _gather_one(
         self, output: torch.Tensor, source: torch.Tensor, name: str

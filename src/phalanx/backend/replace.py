@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import env
@@ -57,7 +58,7 @@ def install(create: Callable[..., Any]) -> None:
 
 def _helper() -> Callable[..., Any]:
     helper: Callable[..., Any] | None = getattr(c10d, _HELPER, None)
-    if helper is None or not _PARAMETERS <= inspect.signature(helper).parameters.keys():
+    if helper is None or not _PARAMETERS.issubset(inspect.signature(helper).parameters):
         raise ValueError(
             f"PHALANX_REPLACE: torch {torch.__version__} forms groups in a way that this version "
             "of Phalanx doesn't know, so it can't stand in for another backend: unset the "
@@ -128,14 +129,14 @@ def _find_place(arguments: dict[str, Any]) -> None:
             "`phalanx run --replace mpi`"
         )
     timeout = arguments["timeout"]
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    store = dist.PrefixStore("default_pg", store)
+    store = PrefixStore("default_pg", store)
     arguments.update(store=store, group_rank=rank, group_size=size)
 
 
 def _usage_error(text: str) -> Exception:
-    # Not known to this module: where `phalanx.errors` is what imports torch, it is still on its way.
+    # Not imported above: where `phalanx.errors` is what imports torch, it isn't ready by then.
     from phalanx.errors import UsageError
 
     return UsageError(text)

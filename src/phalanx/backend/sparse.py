@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +32,7 @@ def sparse_sum(
         UsageError: another operator than SUM, or another device than the CPU. What the call
             raises: `CollectiveMismatch` on all ranks, if their tensors differ in shape.
     """
-    if op != dist.ReduceOp.SUM:
+    if hash(op) != hash(dist.ReduceOp.SUM):
         raise UsageError(f"all_reduce: sparse tensors can only be summed, got {op}")
     if tensor.device.type != "cpu":
         raise UsageError(f"all_reduce: got {label(tensor)} on {tensor.device}, expected the CPU")
@@ -58,7 +59,8 @@ def sparse_sum(
             if status is not None:
                 return status
             parts.append(whole)
-        total = torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape, check_invariants=False)
+        indices, values = parts
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
         tensor.copy_(total.coalesce())
         return None
 
@@ -70,7 +72,8 @@ def _gather_rows(
 ) -> tuple[torch.Tensor, _native.Status | None]:
     """Collect `counts` rows of each rank, one below the other."""
     whole = rows.new_empty(sum(counts), *rows.shape[1:])
-    parts = whole.split(counts)
+    ends = list(itertools.accumulate(counts, initial=0))
+    parts = [whole[start:end] for start, end in itertools.pairwise(ends)]
     status = native.all_to_all(
         [rows.data_ptr()] * len(counts),
         [rows.numel()] * len(counts),
