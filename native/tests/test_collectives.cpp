@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 
 #include "ranks.h"
 
@@ -23,6 +24,9 @@ struct Operation {
   int root = 0;
   std::uint64_t salt = 0;
   bool uneven = false;
+  bool shared = false;  // every rank's tensors lie in the arena; else each decides for itself
+
+  bool share(Random& random) const { return shared || random.one_in(4); }
 };
 
 bool reduces(Kind kind) {
@@ -38,14 +42,55 @@ std::uint64_t word(std::uint64_t salt, int rank, std::size_t i) {
   return mixed(salt + i * 0x632be59bd9b4e019 + static_cast<std::uint64_t>(rank) * 7919);
 }
 
+// Ordinary memory, or of the arena.
+class Memory {
+ public:
+  Memory(std::size_t size, std::byte poison, bool shared) : size_(size) {
+    if (shared) {
+      Status status;
+      shared_ = Arena::own(status)->allocate(size, status);
+      CHECK(status.ok());
+    } else {
+      ordinary_.resize(size);
+    }
+    std::fill(begin(), end(), poison);
+  }
+  Memory(const Memory& other) : size_(other.size_), ordinary_(other.begin(), other.end()) {}
+  Memory(Memory&& other) noexcept
+      : size_(other.size_),
+        shared_(std::exchange(other.shared_, nullptr)),
+        ordinary_(std::move(other.ordinary_)) {}
+  Memory& operator=(const Memory& other) {
+    std::copy(other.begin(), other.end(), begin());
+    return *this;
+  }
+  ~Memory() {
+    Status status;
+    if (shared_ != nullptr) Arena::own(status)->release(shared_);
+  }
+  std::byte* data() { return shared_ != nullptr ? shared_ : ordinary_.data(); }
+  const std::byte* data() const { return shared_ != nullptr ? shared_ : ordinary_.data(); }
+  std::byte* begin() { return data(); }
+  std::byte* end() { return data() + size_; }
+  const std::byte* begin() const { return data(); }
+  const std::byte* end() const { return data() + size_; }
+  std::size_t size() const { return size_; }
+  const std::byte& operator[](std::size_t i) const { return data()[i]; }
+
+ private:
+  std::size_t size_;
+  std::byte* shared_ = nullptr;
+  std::vector<std::byte> ordinary_;
+};
+
 // Elements between two fences, somewhere off the alignment of vectors, full of poison.
 class Buffer {
  public:
-  Buffer(std::size_t count, DType dtype, Random& random)
+  Buffer(std::size_t count, DType dtype, Random& random, bool shared = false)
       : size_(count * size_of(dtype)),
         start_(kFence + random.below(4) * size_of(dtype)),
         poison_(static_cast<std::byte>(random.below(255) + 1)),
-        memory_(size_ + 2 * kFence + 64, poison_) {}
+        memory_(size_ + 2 * kFence + 64, poison_, shared) {}
 
   std::byte* data() { return memory_.data() + start_; }
   std::size_t size() const { return size_; }
@@ -78,7 +123,7 @@ class Buffer {
   static constexpr std::size_t kFence = 64;
   std::size_t size_, start_;
   std::byte poison_;
-  std::vector<std::byte> memory_;
+  Memory memory_;
 };
 
 // Calls `use` with a value of the C++ type of `dtype`; the types that the mixtures reduce.
@@ -146,7 +191,7 @@ Buffer reduced(const Operation& o, int size, Random& random) {
 }
 
 Buffer input_of(const Operation& o, int rank, Random& random) {
-  Buffer out(o.count, o.dtype, random);
+  Buffer out(o.count, o.dtype, random, o.share(random));
   if (reduces(o.kind)) {
     with_type(o.dtype, [&]<class T>(T) {
       for (std::size_t i = 0; i < o.count; ++i) out.set<T>(i, element<T>(o.salt, rank, i));
@@ -163,7 +208,8 @@ Buffer input_of(const Operation& o, int rank, Random& random) {
 std::vector<Buffer> parts_of(const Operation& o, int size, bool filled, Random& random) {
   std::vector<Buffer> parts;
   for (int rank = 0; rank < size; ++rank) {
-    parts.push_back(filled ? input_of(o, rank, random) : Buffer(o.count, o.dtype, random));
+    parts.push_back(filled ? input_of(o, rank, random)
+                           : Buffer(o.count, o.dtype, random, o.share(random)));
   }
   return parts;
 }
@@ -341,6 +387,7 @@ Operation random_operation(Random& script, int size, bool large) {
   o.root = static_cast<int>(script.below(n));
   o.salt = script.bits();
   o.uneven = script.one_in(2);
+  o.shared = script.one_in(2);
   return o;
 }
 
@@ -376,8 +423,11 @@ TEST(every_collective_at_every_size) {
       for (const Kind kind : kKinds) {
         for (const std::size_t count : sizes) {
           const int root = static_cast<int>(++salt % n);
-          const Operation o{.kind = kind, .count = count, .root = root, .salt = salt};
-          if (!check_right(rank, o)) return;
+          for (const bool shared : {false, true}) {
+            const Operation o{
+                .kind = kind, .count = count, .root = root, .salt = salt, .shared = shared};
+            if (!check_right(rank, o)) return;
+          }
         }
       }
     });

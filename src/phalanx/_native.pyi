@@ -7,6 +7,7 @@ operation ends; counts are in elements; `dtype` and `op` are numbers out of `DTY
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
@@ -24,6 +25,12 @@ def instruction_set() -> str:
 
 def usable_cores() -> int:
     """Processors that this process may run on."""
+
+def shared_bytes(size: int) -> Any:
+    """Zeroed memory in this process's arena: an array with `__dlpack__`. Raises OSError."""
+
+def shared_bytes_in_use() -> int:
+    """Bytes of the arena that are allocated, in whole pages."""
 
 def segment_bytes(ranks: int) -> int:
     """Size of the segment of a group; pages come into being when first used."""

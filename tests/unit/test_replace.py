@@ -84,23 +84,47 @@ def test_mpi_needs_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatc
         dist.init_process_group("mpi")
 
 
+@pytest.mark.parametrize(
+    ("backend", "options", "why"),
+    [
+        ("cpu:gloo,cuda:nccl", {"backend_options": "its own"}, "for the options of nccl"),
+        ("cpu:gloo,cuda:ucc", {}, "for ucc"),
+        ("cpu:gloo,xpu:xccl", {}, "for xccl"),
+    ],
+)
 @pytest.mark.usefixtures("torch_as_it_was")
-def test_what_serves_a_gpu_is_not_dropped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_phalanx_can_not_keep_is_not_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    backend: str,
+    options: dict[str, str],
+    why: str,
 ) -> None:
     asked = []
     monkeypatch.setenv("PHALANX_REPLACE", "gloo")
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(replace, "_said", set())
 
-    def helper(group_size, group_rank, global_ranks_in_group, backend, store, group_name, timeout):
+    def helper(
+        group_size,
+        group_rank,
+        global_ranks_in_group,
+        backend,
+        store,
+        group_name,
+        backend_options=None,
+        timeout=None,
+        device_id=None,
+    ):
         asked.append(backend)
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
     replace.install(create)
-    c10d._new_process_group_helper(1, 0, [], "cpu:gloo,cuda:nccl", None, "name", timeout=None)
-    assert asked == ["cpu:gloo,cuda:nccl"]
-    said = "'cpu:gloo,cuda:nccl' is left as it is: nccl, for cuda, is not to be replaced"
-    assert said in capsys.readouterr().err
+    c10d._new_process_group_helper(1, 0, [], backend, None, "name", timeout=None, **options)
+    assert asked == [backend]
+    assert (
+        f"phalanx: {backend!r} is left as it is {why}, which would be lost"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_option_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors, and how every collective runs.
+"""Collectives on lists of tensors.
 
 Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
 native call, and lets `_collective` run it.
@@ -7,43 +7,51 @@ native call, and lets `_collective` run it.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx.backend.call_site import call_site
-from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
-from phalanx.backend.failure import error_for
-from phalanx.backend.messages import Messages
+from phalanx.backend.dtypes import code_of, premultiplier, reduction
 from phalanx.backend.operands import dense, label, only, same_kind, settle
-from phalanx.backend.profiling import profiled, profiling
+from phalanx.backend.options import options_of
+from phalanx.backend.running import NativeCall, Running, Tensors, in_turn
 from phalanx.backend.sparse import sparse_sum
-from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
 from phalanx.errors import CollectiveTimeout, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from datetime import timedelta
 
-    from phalanx import _native
 
-Tensors = list[torch.Tensor]
-NativeCall = Callable[[float], "_native.Status | None"]
+_broadcast = options_of(dist.BroadcastOptions, "rootRank")
+_allreduce = options_of(dist.AllreduceOptions, "reduceOp")
+_reduce = options_of(dist.ReduceOptions, "rootRank")
+_allgather = options_of(AllgatherOptions)
+_gather = options_of(dist.GatherOptions, "rootRank")
+_scatter = options_of(dist.ScatterOptions, "rootRank")
+_reduce_scatter = options_of(dist.ReduceScatterOptions, "reduceOp")
+_alltoall = options_of(dist.AllToAllOptions)
+_barrier = options_of(dist.BarrierOptions)
 
-_DONE = FinishedWork([])
 
+class Collectives(Running):
+    """A group whose ranks do the same operations in the same order.
 
-class Collectives(Messages):
-    """A group whose ranks do the same operations in the same order."""
+    As with PyTorch's own groups, each method takes an options object, or the option that matters
+    most (root or operator), and a timeout; and one tensor in the place of a list of one.
+    """
 
     # Collectives, in the order of PyTorch's documentation.
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Overwrite the tensor of every rank with the root's."""
-        opts = opts or dist.BroadcastOptions()
+        opts = _broadcast(opts, timeout)
         tensor = only(tensors, "broadcast")
         root = self._check_root(opts.rootRank, "broadcast")
         code = code_of(tensor.dtype, "broadcast")
@@ -52,9 +60,11 @@ class Collectives(Messages):
         outputs = [] if root == self._rank else [(tensor, flat)]
         return self._collective("broadcast", call, tensor, opts, outputs, root=root, keep=flat)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Combine the tensors of all ranks; every rank gets the result, in place."""
-        opts = opts or dist.AllreduceOptions()
+        opts = _allreduce(opts, timeout)
         tensor = only(tensors, "all_reduce")
         if tensor.is_sparse:
             call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
@@ -64,9 +74,11 @@ class Collectives(Messages):
         call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
         return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], op=op)
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Combine the tensors of all ranks; the root gets the result, in place."""
-        opts = opts or dist.ReduceOptions()
+        opts = _reduce(opts, timeout)
         tensor = only(tensors, "reduce")
         root = self._check_root(opts.rootRank, "reduce")
         is_root = root == self._rank
@@ -77,10 +89,14 @@ class Collectives(Messages):
         return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root, keep=flat)
 
     def allgather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on every rank."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = _allgather(opts, timeout)
         tensor = only(input_tensors, "all_gather")
         outputs = self._per_rank(output_tensors, "all_gather", "outputs")
         same_kind(outputs, tensor, "all_gather", sized=(self._rank,))
@@ -103,10 +119,14 @@ class Collectives(Messages):
         return self._collective("all_gather", call, tensor, opts, pairs, keep=flat)
 
     def gather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on the root."""
-        opts = opts or dist.GatherOptions()
+        opts = _gather(opts, timeout)
         tensor = only(input_tensors, "gather")
         root = self._check_root(opts.rootRank, "gather")
         outputs: Sequence[torch.Tensor] = ()
@@ -122,10 +142,14 @@ class Collectives(Messages):
         return self._collective("gather", call, tensor, opts, pairs, root=root, keep=flat)
 
     def scatter(
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: list[Tensors],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Give every rank its tensor of the root's list."""
-        opts = opts or dist.ScatterOptions()
+        opts = _scatter(opts, timeout)
         tensor = only(output_tensors, "scatter")
         root = self._check_root(opts.rootRank, "scatter")
         inputs: Sequence[torch.Tensor] = ()
@@ -149,10 +173,14 @@ class Collectives(Messages):
         )
 
     def reduce_scatter(
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: list[Tensors],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Combine the lists of all ranks; every rank gets the entry at its rank."""
-        opts = opts or dist.ReduceScatterOptions()
+        opts = _reduce_scatter(opts, timeout)
         tensor = only(output_tensors, "reduce_scatter")
         inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
         same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
@@ -177,12 +205,16 @@ class Collectives(Messages):
         )
 
     def alltoall(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Give every rank its tensor of the list; sizes may differ from pair to pair."""
-        opts = opts or dist.AllToAllOptions()
-        outputs = self._per_rank([output_tensors], "all_to_all", "outputs")
-        inputs = self._per_rank([input_tensors], "all_to_all", "inputs")
+        opts = _alltoall(opts, timeout)
+        outputs = self._per_rank(output_tensors, "all_to_all", "outputs")
+        inputs = self._per_rank(input_tensors, "all_to_all", "inputs")
         same_kind(inputs, inputs[0], "all_to_all", sized=())
         same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
         sources = [dense(item, "all_to_all", written=False) for item in inputs]
@@ -198,9 +230,9 @@ class Collectives(Messages):
         pairs = list(zip(outputs, flats, strict=True))
         return self._collective("all_to_all", call, inputs[0], opts, pairs, keep=sources)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Block until all ranks have come."""
-        opts = opts or dist.BarrierOptions()
+        opts = _barrier(opts, timeout)
         return self._collective("barrier", self._native.barrier, None, opts, [])
 
     def monitored_barrier(
@@ -234,64 +266,6 @@ class Collectives(Messages):
             words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
             raise CollectiveTimeout(f"{error}. {words}") from None
 
-    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
-        self._joined = []
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        works, self._joined = self._joined or [], None
-        return JointWork(works)
-
-    # How they run.
-
-    def _collective(
-        self,
-        name: str,
-        call: NativeCall,
-        subject: torch.Tensor | None,
-        opts: Any,
-        outputs: list[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        op: int = 0,
-        root: int = -1,
-        keep: object = None,
-        inputs: Sequence[torch.Tensor] | None = None,
-    ) -> dist.Work:
-        """Run now, or in the group's thread when asked to or when others are queued there.
-
-        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
-        only has to live until the operation has ended. A profiler is told of the shapes of
-        `inputs`, else of `subject`.
-        """
-        if profiling():
-            shown = inputs if inputs is not None or subject is None else [subject]
-            call = profiled(f"{self.name()}:{_event(name)}", shown or (), call)
-        native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
-        describe = partial(_describe, native, name, subject, op, root)
-        if not opts.asyncOp and not self._collectives.busy:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(call_site()), timeout)
-            for tensor, flat in outputs:
-                settle(tensor, flat)
-            return _DONE
-        site = call_site()
-
-        def run(_keep: object = keep) -> None:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(site), timeout)
-            for tensor, flat in outputs:
-                settle(tensor, flat)
-
-        results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results)
-        self._collectives.submit(work.execute)
-        if self._joined is not None:
-            self._joined.append(work)
-        if not opts.asyncOp:
-            work.wait()
-        return work
-
     # Checks and words.
 
     @staticmethod
@@ -314,31 +288,20 @@ class Collectives(Messages):
         # Never in place: the user's own tensor keeps its values where it isn't the result.
         return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
 
-    def _per_rank(self, lists: list[Tensors], name: str, what: str) -> Tensors:
-        """The list that holds one tensor for each rank, checked."""
-        if len(lists) != 1 or len(lists[0]) != self._size:
-            got = len(lists[0]) if lists else 0
-            raise UsageError(f"{name}: got {got} {what}, expected one per rank, {self._size}")
-        return lists[0]
+    def _per_rank(self, lists: list[Tensors] | Tensors, name: str, what: str) -> Tensors:
+        """The list that holds one tensor for each rank, alone or in a list of one, checked."""
+        nested = len(lists) == 1 and not isinstance(lists[0], torch.Tensor)
+        tensors: Any = lists[0] if nested else lists
+        if len(tensors) != self._size:
+            raise UsageError(
+                f"{name}: got {len(tensors)} {what}, expected one per rank, {self._size}"
+            )
+        return list(tensors)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self._size:
             raise UsageError(f"{name}: root {root}, expected a rank from 0 to {self._size - 1}")
         return root
-
-
-def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
-    """One call that makes all of them, each with the whole timeout, until one fails."""
-    steps = list(calls)
-
-    def run(timeout: float) -> _native.Status | None:
-        for step in steps:
-            status = step(timeout)
-            if status is not None:
-                return status
-        return None
-
-    return run
 
 
 def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
@@ -350,22 +313,3 @@ def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
         )
     ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
     return f"{ranks} failed to pass monitoredBarrier"
-
-
-def _event(name: str) -> str:
-    """What a profiler calls an operation: as PyTorch's backends do, one name for all its forms."""
-    return name.removesuffix("_coalesced").removesuffix("_single")
-
-
-def _describe(
-    native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
-) -> str:
-    # Another thread may have left the group meanwhile.
-    words = [name if native.closed else f"{name} #{native.sequence}"]
-    if subject is not None:
-        words.append(label(subject))
-    if op:
-        words.append(OP_NAMES[op])
-    if root >= 0:
-        words.append(f"root {root}")
-    return f"{' '.join(words)} at {site}"

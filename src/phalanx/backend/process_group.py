@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import topology
-from phalanx.backend.collectives import Collectives, NativeCall, Tensors, in_turn
+from phalanx.backend import edges
+from phalanx.backend.collectives import Collectives
+from phalanx.backend.cuda import handing_over
 from phalanx.backend.dtypes import code_of
 from phalanx.backend.operands import dense, label, same_kind, same_pair
+from phalanx.backend.running import NativeCall, Tensors, in_turn
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -28,9 +32,29 @@ def create(options: Any, _backend_options: object = None) -> ProcessGroup:
     """The creator that PyTorch calls for "phalanx", with its `_DistributedBackendOptions`."""
     rank, size = options.group_rank, options.group_size
     native = topology.join(options.store, rank, size, options.timeout)
-    return ProcessGroup(native, rank, size, options.group_id, options.timeout)
+    edges.smooth()
+    return ProcessGroup(native, options.store, rank, size, options.group_id, options.timeout)
 
 
+@handing_over(
+    "broadcast",
+    "allreduce",
+    "reduce",
+    "allgather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "alltoall",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "allreduce_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
+    "allgather_coalesced",
+    "send",
+    "recv",
+)
 class ProcessGroup(Collectives):
     """A group of ranks on one host that exchange tensors through shared memory.
 
@@ -44,7 +68,7 @@ class ProcessGroup(Collectives):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Collect the tensors of all ranks, one after another in rank order, in one tensor."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = opts or AllgatherOptions()
         call, pair, keep = self._gather_one(output, input, "all_gather_single")
         return self._collective("all_gather_single", call, input, opts, [pair], keep=keep)
 
@@ -100,7 +124,7 @@ class ProcessGroup(Collectives):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Do `all_gather_single` for each pair of an output and an input."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = opts or AllgatherOptions()
         name = "all_gather_single_coalesced"
         _same_length(outputs, inputs, name)
         made = [self._gather_one(*pair, name) for pair in zip(outputs, inputs, strict=True)]
@@ -128,7 +152,7 @@ class ProcessGroup(Collectives):
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Collect each tensor of the list from all ranks: `output_lists` has a list per rank."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = opts or AllgatherOptions()
         name = "all_gather_coalesced"
         if len(output_lists) != self._size:
             raise UsageError(

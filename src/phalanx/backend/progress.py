@@ -40,6 +40,13 @@ class CollectiveThread:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
+    def drain(self) -> None:
+        """Block until the calls before have ended, each within its own deadline."""
+        if self._thread is not None and self._pending:
+            ended = threading.Event()
+            self.submit(ended.set)
+            ended.wait()
+
     def stop(self, seconds: float) -> bool:
         """End the thread after the calls before; whether it ended within `seconds`."""
         with self._lock:

@@ -83,7 +83,7 @@ def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable
         call = signature.bind(*args, **options)
         asked = call.arguments["backend"]
         config = c10d.BackendConfig(asked)
-        name = _replaced_name(config.get_device_backend_map(), asked, names)
+        name = _replaced_name(config.get_device_backend_map(), call.arguments, names)
         if name is None:
             return original(*args, **options)
         if call.arguments["group_size"] < 0:
@@ -102,17 +102,21 @@ def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable
     return new_process_group
 
 
-def _replaced_name(backends: dict[str, Any], asked: str, names: tuple[str, ...]) -> str | None:
+def _replaced_name(
+    backends: dict[str, Any], arguments: dict[str, Any], names: tuple[str, ...]
+) -> str | None:
     """The name that Phalanx stands in for; None if it can't, or isn't wanted to."""
     replaced = [name for name in backends.values() if name in names]
     others = {device: name for device, name in backends.items() if name not in names}
     if not replaced:
         return None
-    # A Python group replaces all of PyTorch's: what serves another device would be gone.
-    for device, name in others.items():
-        if device != "cuda" or torch.cuda.is_available():
-            _say(f"{asked!r} is left as it is: {name}, for {device}, is not to be replaced")
-            return None
+    # A Python group replaces all of PyTorch's: what serves another device would be gone. NCCL has a
+    # place in ours, but not with options of its own.
+    own = bool(others) and arguments.get("backend_options") is not None
+    if others not in ({}, {"cuda": "nccl"}) or own:
+        why = f"for {'the options of ' * own}{', '.join(others.values())}, which would be lost"
+        _say(f"{str(arguments['backend'])!r} is left as it is {why}")
+        return None
     return str(replaced[0])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,8 +58,9 @@ def sparse_sum(
             if status is not None:
                 return status
             parts.append(whole)
-        indices, values = parts
-        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        total = torch.sparse_coo_tensor(
+            parts[0].t(), parts[1], tensor.shape, check_invariants=False
+        )
         tensor.copy_(total.coalesce())
         return None
 
@@ -72,8 +72,7 @@ def _gather_rows(
 ) -> tuple[torch.Tensor, _native.Status | None]:
     """Collect `counts` rows of each rank, one below the other."""
     whole = rows.new_empty(sum(counts), *rows.shape[1:])
-    ends = list(itertools.accumulate(counts, initial=0))
-    parts = [whole[start:end] for start, end in itertools.pairwise(ends)]
+    parts = torch.split(whole, counts)
     status = native.all_to_all(
         [rows.data_ptr()] * len(counts),
         [rows.numel()] * len(counts),
