@@ -35,7 +35,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan pytest bench tidy clean distclean
+	native-tsan pytest conformance bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -163,6 +163,10 @@ native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 	@timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest $(ARGS)
+
+conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
+	$(call section,PyTorch's own suite)
+	@python -m tests.conformance.torch_suite $(ARGS)
 
 bench: setup ## measure Phalanx and Gloo side by side on this machine
 	$(call section,Benchmarks)

@@ -46,8 +46,9 @@ VARIABLES = (
         "for every rank by `phalanx run --replace`, read at `import torch`. Scripts that name one "
         "of them, or name none where Gloo is the default, then run on Phalanx, and are told the "
         "name that they asked for. For `mpi` the rank and the world size come from `RANK` and "
-        "`WORLD_SIZE`. A string that names another backend besides, as `cpu:gloo,cuda:nccl`, is "
-        "left as it is where CUDA is available. Unset: nothing is replaced.",
+        "`WORLD_SIZE`. In the place of `cpu:gloo,cuda:nccl` Phalanx hands CUDA tensors to NCCL; it "
+        "leaves that as it is where NCCL is given options of its own, and whatever names other "
+        "backends besides. Unset: nothing is replaced.",
     ),
     Variable(
         "RANK",

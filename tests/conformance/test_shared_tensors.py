@@ -178,5 +178,7 @@ def test_shapes() -> None:
 def test_wrong_sizes() -> None:
     with pytest.raises(UsageError, match=re.escape("got the shape [2, -1]")):
         phalanx.empty_shared(2, -1)
-    with pytest.raises(PhalanxError, match=r"no shared memory for torch.float32\[.*Cannot allocate"):
+    with pytest.raises(
+        PhalanxError, match=r"no shared memory for torch.float32\[.*Cannot allocate"
+    ):
         phalanx.empty_shared(2**50)

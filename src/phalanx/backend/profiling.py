@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
+from torch._C import _autograd
 from torch.futures import Future
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_event", "profiled", "profiling"]
 
-profiling: Callable[[], bool] = torch.autograd._profiler_enabled
+profiling: Callable[[], bool] = _autograd._profiler_enabled
 """Whether a profiler records in the calling thread."""
 
 
@@ -47,7 +48,7 @@ def begin_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None
         name: such as "phalanx:all_reduce".
         tensors: whose shapes the event gets, if the profiler records shapes.
     """
-    event = torch.autograd._record_function_with_args_enter(name, *tensors)
+    event = _autograd._record_function_with_args_enter(name, *tensors)
     # A future carries the profiler's state, which is the caller's, to the thread that ends it.
     ended: Future[None] = Future()
     torch.ops.profiler._call_end_callbacks_on_jit_fut(event, ended)

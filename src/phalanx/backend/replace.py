@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
 from phalanx import env
@@ -57,7 +58,7 @@ def install(create: Callable[..., Any]) -> None:
 
 def _helper() -> Callable[..., Any]:
     helper: Callable[..., Any] | None = getattr(c10d, _HELPER, None)
-    if helper is None or not _PARAMETERS <= inspect.signature(helper).parameters.keys():
+    if helper is None or not _PARAMETERS.issubset(inspect.signature(helper).parameters):
         raise ValueError(
             f"PHALANX_REPLACE: torch {torch.__version__} forms groups in a way that this version "
             "of Phalanx doesn't know, so it can't stand in for another backend: unset the "
@@ -82,7 +83,7 @@ def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable
         call = signature.bind(*args, **options)
         asked = call.arguments["backend"]
         config = c10d.BackendConfig(asked)
-        name = _replaced_name(config.get_device_backend_map(), asked, names)
+        name = _replaced_name(config.get_device_backend_map(), call.arguments, names)
         if name is None:
             return original(*args, **options)
         if call.arguments["group_size"] < 0:
@@ -101,17 +102,21 @@ def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable
     return new_process_group
 
 
-def _replaced_name(backends: dict[str, Any], asked: str, names: tuple[str, ...]) -> str | None:
+def _replaced_name(
+    backends: dict[str, Any], arguments: dict[str, Any], names: tuple[str, ...]
+) -> str | None:
     """The name that Phalanx stands in for; None if it can't, or isn't wanted to."""
     replaced = [name for name in backends.values() if name in names]
     others = {device: name for device, name in backends.items() if name not in names}
     if not replaced:
         return None
-    # A Python group replaces all of PyTorch's: what serves another device would be gone.
-    for device, name in others.items():
-        if device != "cuda" or torch.cuda.is_available():
-            _say(f"{asked!r} is left as it is: {name}, for {device}, is not to be replaced")
-            return None
+    # A Python group replaces all of PyTorch's: what serves another device would be gone. NCCL has a
+    # place in ours, but not with options of its own.
+    own = bool(others) and arguments.get("backend_options") is not None
+    if others not in ({}, {"cuda": "nccl"}) or own:
+        why = f"for {'the options of ' * own}{', '.join(others.values())}, which would be lost"
+        _say(f"{str(arguments['backend'])!r} is left as it is {why}")
+        return None
     return str(replaced[0])
 
 
@@ -128,14 +133,14 @@ def _find_place(arguments: dict[str, Any]) -> None:
             "`phalanx run --replace mpi`"
         )
     timeout = arguments["timeout"]
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))  # type: ignore[attr-defined]
+    store, rank, size = next(rendezvous("env://", timeout=timeout))
     store.set_timeout(timeout)
-    store = dist.PrefixStore("default_pg", store)
+    store = PrefixStore("default_pg", store)
     arguments.update(store=store, group_rank=rank, group_size=size)
 
 
 def _usage_error(text: str) -> Exception:
-    # Not known to this module: where `phalanx.errors` is what imports torch, it is still on its way.
+    # Not imported above: where `phalanx.errors` is what imports torch, it isn't ready by then.
     from phalanx.errors import UsageError
 
     return UsageError(text)

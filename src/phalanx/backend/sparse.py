@@ -31,7 +31,7 @@ def sparse_sum(
         UsageError: another operator than SUM, or another device than the CPU. What the call
             raises: `CollectiveMismatch` on all ranks, if their tensors differ in shape.
     """
-    if op != dist.ReduceOp.SUM:
+    if hash(op) != hash(dist.ReduceOp.SUM):
         raise UsageError(f"all_reduce: sparse tensors can only be summed, got {op}")
     if tensor.device.type != "cpu":
         raise UsageError(f"all_reduce: got {label(tensor)} on {tensor.device}, expected the CPU")
@@ -72,7 +72,7 @@ def _gather_rows(
 ) -> tuple[torch.Tensor, _native.Status | None]:
     """Collect `counts` rows of each rank, one below the other."""
     whole = rows.new_empty(sum(counts), *rows.shape[1:])
-    parts = whole.split(counts)
+    parts = torch.split(whole, counts)
     status = native.all_to_all(
         [rows.data_ptr()] * len(counts),
         [rows.numel()] * len(counts),

@@ -47,6 +47,8 @@ def suite() -> type[Any]:
         @classmethod
         def _run(cls, *arguments: Any, **options: Any) -> None:
             die_with_parent(os.getppid())
+            # A file of its own for each test that forms the group anew.
+            module.INIT_METHOD = os.environ["INIT_METHOD"]
             super()._run(*arguments, **options)
 
     return Suite
