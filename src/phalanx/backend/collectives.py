@@ -70,7 +70,7 @@ class Collectives(Running):
             call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
             return self._collective("all_reduce", call, tensor, opts, [])
         op = opts.reduceOp
-        how = reduction(op, tensor.dtype, "all_reduce")
+        how = reduction(op, tensor, "all_reduce")
         flat = self._reducible(tensor, how, op, "all_reduce", written=True)
         call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op)
         return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], how.op)
@@ -84,7 +84,7 @@ class Collectives(Running):
         root = self._check_root(opts.rootRank, "reduce")
         is_root = root == self._rank
         op = opts.reduceOp
-        how = reduction(op, tensor.dtype, "reduce")
+        how = reduction(op, tensor, "reduce")
         flat = self._reducible(tensor, how, op, "reduce", written=is_root)
         call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root)
         outputs = [(tensor, flat)] if is_root else []
@@ -188,7 +188,7 @@ class Collectives(Running):
         same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
         flat = dense(tensor, "reduce_scatter", written=True)
         op = opts.reduceOp
-        how = reduction(op, tensor.dtype, "reduce_scatter")
+        how = reduction(op, tensor, "reduce_scatter")
         sources = [self._reducible(item, how, op, "reduce_scatter") for item in inputs]
         native = self._native
         if all(source.numel() == flat.numel() for source in sources):

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _native
+from phalanx.backend.operands import label
 from phalanx.errors import UsageError
 
 CODES: dict[torch.dtype, int] = {
@@ -65,15 +66,15 @@ def code_of(dtype: torch.dtype, what: str) -> int:
     return code
 
 
-def reduction(op: ReduceOp, dtype: torch.dtype, what: str) -> Reduction:
-    """An operator, checked against the dtype; `what` names the operation in the error."""
-    number = hash(op)
+def reduction(op: ReduceOp, tensor: torch.Tensor, what: str) -> Reduction:
+    """An operator, checked against a tensor's dtype; `what` names the operation in the error."""
+    number, dtype = hash(op), tensor.dtype
     found = _REDUCTIONS.get((dtype, number))
     if found is not None:
         return found
     code = code_of(dtype, what)
     if number == _PREMUL_SUM:
-        raise UsageError(f"{what}: PREMUL_SUM needs floats, got {NAMES[code]}")
+        raise UsageError(f"{what}: PREMUL_SUM needs floats, got {label(tensor)}")
     if number not in _OPS:
         raise UsageError(f"{what}: unknown reduction {op}")
     possible = [OP_NAMES[o] for n, o in _OPS.items() if (dtype, n) in _REDUCTIONS]

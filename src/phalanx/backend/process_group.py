@@ -112,7 +112,7 @@ class ProcessGroup(Collectives):
         name, native = "all_reduce_coalesced", self._native
         calls, pairs, op = [], [], 0
         for tensor in tensors:
-            how = reduction(opts.reduceOp, tensor.dtype, name)
+            how = reduction(opts.reduceOp, tensor, name)
             flat = self._reducible(tensor, how, opts.reduceOp, name, written=True)
             op = how.op
             calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, op))
@@ -216,7 +216,7 @@ class ProcessGroup(Collectives):
     ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], int, object]:
         same_pair(output, source, name)
         self._check_whole(source, output, name, "input", "output")
-        how = reduction(reduce_op, output.dtype, name)
+        how = reduction(reduce_op, output, name)
         flat = self._reducible(source, how, reduce_op, name)
         to = dense(output, name, written=True)
         call = partial(
