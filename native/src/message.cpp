@@ -9,8 +9,8 @@ void Matching::expect(MessagePtr recv) {
 }
 
 MessagePtr Matching::receiver_of(int source, std::int32_t tag) {
-  auto found = from_[static_cast<std::size_t>(source)] == 0 ? recvs_.end()
-                                                            : recvs_.find(key(source, tag));
+  auto found =
+      from_[static_cast<std::size_t>(source)] == 0 ? recvs_.end() : recvs_.find(key(source, tag));
   if (from_any_ != 0) {
     const auto any = recvs_.find(key(kAnySource, tag));
     if (found == recvs_.end() ||

@@ -55,7 +55,8 @@ class Mailbox {
 
   // Operations that are not done.
   std::size_t outstanding() const { return outstanding_.load(std::memory_order_seq_cst); }
-  // The most bytes of messages that ever stood in private memory, since they came before their recv.
+  // The most bytes of messages that ever stood in private memory, since they came before their
+  // recv.
   std::size_t early_peak() const { return early_peak_.load(std::memory_order_relaxed); }
 
  private:
@@ -133,11 +134,11 @@ class Mailbox {
   // The service thread: what others tell it, and where it sleeps while it has nothing to do.
   std::mutex idle_mutex_;  // comes after mutex_
   std::condition_variable idle_;
-  std::vector<MessagePtr> to_report_;   // watched and done; guarded by idle_mutex_
-  bool hurry_ = false;                  // somebody waits for a report; guarded by idle_mutex_
-  std::atomic<bool> reports_ = false;   // whether there are some; writers hold idle_mutex_
-  std::atomic<bool> stopped_ = false;   // writer: stop()
-  std::atomic<bool> dozing_ = false;    // writer: the service thread; it has to be woken
+  std::vector<MessagePtr> to_report_;  // watched and done; guarded by idle_mutex_
+  bool hurry_ = false;                 // somebody waits for a report; guarded by idle_mutex_
+  std::atomic<bool> reports_ = false;  // whether there are some; writers hold idle_mutex_
+  std::atomic<bool> stopped_ = false;  // writer: stop()
+  std::atomic<bool> dozing_ = false;   // writer: the service thread; it has to be woken
   // Its own: what it saw at its last glance, and how many have passed since something was posted.
   std::uint64_t waits_seen_ = 0;
   std::uint64_t detached_seen_ = 0;
