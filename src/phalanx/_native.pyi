@@ -141,9 +141,7 @@ class Group:
     ) -> int | Status:
         """Receive; the rank that the message came from. `source` -1 is any rank."""
 
-    def isend(
-        self, data: int, count: int, dtype: int, destination: int, tag: int
-    ) -> Message: ...
+    def isend(self, data: int, count: int, dtype: int, destination: int, tag: int) -> Message: ...
     def irecv(self, data: int, count: int, dtype: int, source: int, tag: int) -> Message:
         """Post a recv; `source` -1 is any rank."""
 

@@ -44,7 +44,8 @@ class Messages(Membership):
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Send a tensor to a rank of the group; done when it stands in shared memory."""
         tensor = only(tensors, "send")
-        _check(dst, tag, "send", self._size)
+        _check_peer(dst, self._size, "send")
+        _check_tag(tag, "send")
         flat = dense(tensor, "send", written=False)
         code = code_of(tensor.dtype, "send")
         native = self._native
@@ -59,16 +60,16 @@ class Messages(Membership):
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """Receive a tensor of exactly this dtype and element count from a rank of the group."""
-        _check(src, tag, "recv", self._size)
+        _check_peer(src, self._size, "recv")
         return self._recv(tensors, src, tag, blocking=_is_blocking())
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receive from whichever rank sends first; `Work._source_rank()` tells which."""
-        _check(0, tag, "recv", self._size)
         return self._recv(tensors, _ANY_SOURCE, tag, blocking=_is_blocking())
 
     def _recv(self, tensors: Tensors, src: int, tag: int, *, blocking: bool) -> dist.Work:
         tensor = only(tensors, "recv")
+        _check_tag(tag, "recv")
         flat = dense(tensor, "recv", written=True)
         code = code_of(tensor.dtype, "recv")
         native = self._native
@@ -136,9 +137,12 @@ class Messages(Membership):
         return error_for(status, native, self._place, what, timeout)
 
 
-def _check(peer: int, tag: int, name: str, size: int) -> None:
+def _check_peer(peer: int, size: int, name: str) -> None:
     if not 0 <= peer < size:
         raise UsageError(f"{name}: rank {peer}, expected a rank from 0 to {size - 1}")
+
+
+def _check_tag(tag: int, name: str) -> None:
     if not 0 <= tag < 2**31:
         raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
 

@@ -78,10 +78,8 @@ class MessageThread:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def watch(
-        self, message: _native.Message, timeout: float, report: Callable[[], None]
-    ) -> None:
-        """Call `report` in the thread when the message is done, or `timeout` seconds have passed."""
+    def watch(self, message: _native.Message, timeout: float, report: Callable[[], None]) -> None:
+        """Call `report` in the thread when the message is done, after `timeout` seconds at most."""
         with self._lock:
             self._watchers[message.id] = report
         self._group.watch(message, timeout)

@@ -210,7 +210,7 @@ class MessageWork(PendingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended; moves what can be moved, so that a loop around it makes progress."""
+        """Whether it has ended. Moves what can be moved, so a loop around it gets on."""
         if not self._over and (self._message.done or self._test()):
             self._finish(self._message.status)
         return self._over
