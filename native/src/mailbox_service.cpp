@@ -107,11 +107,14 @@ void Mailbox::watch(const MessagePtr& message, Clock::time_point deadline) {
 }
 
 void Mailbox::report(const MessagePtr& message) {
-  const std::lock_guard idle(idle_mutex_);
-  to_report_.push_back(message);
-  // Pairs with the load in relieved(); notify, which follows in finish, wakes who sleeps there.
-  reports_.store(true, std::memory_order_seq_cst);
-  idle_.notify_one();
+  {
+    const std::lock_guard idle(idle_mutex_);
+    to_report_.push_back(message);
+    // Pairs with the load in relieved().
+    reports_.store(true, std::memory_order_seq_cst);
+    idle_.notify_one();
+  }
+  notify(bell(group_.rank()));  // wherever serve() sleeps
 }
 
 }  // namespace phalanx
