@@ -97,7 +97,13 @@ class Group:
     @property
     def closed(self) -> bool: ...
     @property
-    def outstanding(self) -> int: ...
+    def outstanding(self) -> int:
+        """Messages posted and not done."""
+
+    @property
+    def early_peak(self) -> int:
+        """The most bytes that messages took in private memory, come before they were asked for."""
+
     def absent(self) -> list[int]:
         """Ranks that have not joined yet."""
 
@@ -152,15 +158,24 @@ class Group:
         """Exchange; counts are those of each rank, `inputs` and `outputs` addresses."""
 
     def send(
-        self, data: int, count: int, dtype: int, destination: int, tag: int, detached: bool
-    ) -> Message: ...
+        self, data: int, count: int, dtype: int, destination: int, tag: int, timeout: float
+    ) -> Status | None: ...
     def recv(
-        self, data: int, count: int, dtype: int, source: int, tag: int, detached: bool
-    ) -> Message:
+        self, data: int, count: int, dtype: int, source: int, tag: int, timeout: float
+    ) -> int | Status:
+        """Receive; the rank that the message came from. `source` -1 is any rank."""
+
+    def isend(self, data: int, count: int, dtype: int, destination: int, tag: int) -> Message: ...
+    def irecv(self, data: int, count: int, dtype: int, source: int, tag: int) -> Message:
         """Post a recv; `source` -1 is any rank."""
 
     def wait(self, message: Message, timeout: float) -> Status | None: ...
-    def watch(self, message: Message) -> None: ...
+    def test(self, message: Message) -> bool:
+        """Move what can be moved now; whether the message is done."""
+
+    def watch(self, message: Message, timeout: float) -> None:
+        """Have `serve` return the message when it is done, in so many seconds at most."""
+
     def serve(self) -> list[Message]:
         """Drive messages that nobody waits for, until one that is watched is done or `stop`."""
 

@@ -74,16 +74,18 @@ class MessageThread:
 
     def start(self) -> None:
         """Make sure that the thread runs."""
+        if self._thread is not None:
+            return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def watch(self, message: _native.Message, report: Callable[[], None]) -> None:
-        """Call `report` in the thread when the message is done."""
+    def watch(self, message: _native.Message, timeout: float, report: Callable[[], None]) -> None:
+        """Call `report` in the thread when the message is done, after `timeout` seconds at most."""
         with self._lock:
             self._watchers[message.id] = report
-        self._group.watch(message)
+        self._group.watch(message, timeout)
         self.start()
 
     def stop(self, seconds: float) -> bool:
