@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 import torch
-
 from phalanx.bench.collectives import Timing, label_of
 from phalanx.bench.report import ratio, row
+
 from phalanx.testing import selfcheck
 
 if TYPE_CHECKING:
