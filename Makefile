@@ -81,6 +81,12 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.package
 	@pip install -qq --no-build-isolation --editable ".[dev]"
 	@touch $@
 
+# The rivals of `make bench`, and what draws its plots.
+$(VENV)/.bench: pyproject.toml | $(VENV)/.package
+	$(call section,Installing the rivals and matplotlib)
+	@pip install -qq --no-build-isolation --editable ".[bench]"
+	@touch $@
+
 # ---- the two commands ----
 
 train: setup ## train a ConvNet on real digits with two processes (the main job)
@@ -164,7 +170,7 @@ pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 	@timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest $(ARGS)
 
-bench: setup ## measure Phalanx and Gloo side by side on this machine
+bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)
 	@phalanx bench $(ARGS)
 

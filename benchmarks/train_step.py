@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody does
-from phalanx.bench.figures import Timing
-from phalanx.bench.machine import machine, versions
 
 import phalanx
+from phalanx.bench.figures import Timing
+from phalanx.bench.machine import machine, versions
 from phalanx.parallel import average_gradients_per_parameter
 
 GLOBAL_BATCH = 128

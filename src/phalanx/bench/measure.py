@@ -29,7 +29,7 @@ from phalanx.bench.systems import AbsentError, settings
 from phalanx.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from phalanx.bench.plan import Plan
 
@@ -42,7 +42,7 @@ _BUFFERS_AT_MOST = 64
 _POOL_BYTES = 96 * 2**20
 # Up to this size every result is checked; above, where numpy takes its time, the least size's.
 _CHECKED_BYTES = 2**22
-_STREAM_SECONDS, _STREAM_REPEATS = 0.25, 3
+_STREAM_SECONDS, _STREAM_REPEATS = 0.15, 3
 
 
 class Audience(Protocol):
@@ -53,6 +53,9 @@ class Audience(Protocol):
 
     def working(self, what: str) -> None:
         """What is being measured now."""
+
+    def section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
+        """The figures of an operation and a dtype follow, of these systems."""
 
     def figure(self, figure: Figure) -> None:
         """A figure is there."""
@@ -96,19 +99,20 @@ def measure(plan: Plan, audience: Audience) -> Report:
     """
     report = _report(plan)
     report.bandwidth = _bandwidth(plan)
-    cells = [
-        _Cell(operation, dtype, size)
-        for operation in (OPERATIONS[name] for name in plan.operations)
-        for dtype in (plan.dtypes if operation.has_size else plan.dtypes[:1])
-        for size in (plan.sizes if operation.has_size else [0])
+    sections = [
+        (OPERATIONS[name], dtype)
+        for name in plan.operations
+        for dtype in (plan.dtypes if OPERATIONS[name].has_size else plan.dtypes[:1])
     ]
-    audience.begin(report, len(cells))
+    sizes = {True: list(plan.sizes), False: [0]}
+    audience.begin(report, sum(len(sizes[operation.has_size]) for operation, _ in sections))
     run = _Run(plan, report, audience)
     try:
         run.start()
-        for cell in cells:
-            audience.working(cell.name)
-            run.measure(cell)
+        for operation, dtype in sections:
+            audience.section(operation.name, dtype, run.systems)
+            for size in sizes[operation.has_size]:
+                run.measure(_Cell(operation, dtype, size))
     finally:
         run.close()
     return report
@@ -128,6 +132,11 @@ class _Run:
         self._plan, self._report, self._audience = plan, report, audience
         self._sets: dict[str, ProcessSet] = {}
         self._unsupported: set[tuple[str, str, str]] = set()
+
+    @property
+    def systems(self) -> list[str]:
+        """The systems that are still there."""
+        return list(self._sets)
 
     def start(self) -> None:
         """Start all systems at once, then wait for each."""
@@ -153,6 +162,7 @@ class _Run:
 
     def measure(self, cell: _Cell) -> None:
         """Add the figure of a cell to the report."""
+        self._audience.working(cell.name)
         ranks, operation = self._plan.ranks, cell.operation
         count = operation.elements(cell.size, cell.itemsize, ranks)
         used = [
@@ -277,7 +287,7 @@ def _bandwidth(plan: Plan) -> dict[str, float]:
         try:
             processes.meet()
             for method in METHODS * _STREAM_REPEATS:
-                start = time.monotonic() + 0.2
+                start = time.monotonic() + 0.1
                 command = Stream(method, size, start, _STREAM_SECONDS)
                 replies = processes.ask(command, "moving memory")
                 best[method] = max(best[method], sum(reply.value for reply in replies))

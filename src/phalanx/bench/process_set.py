@@ -213,18 +213,23 @@ class ProcessSet:
         return reply
 
     def _died(self, rank: int, doing: str) -> LostError:
-        text = f"rank {rank} (pid {self._pids[rank]}) died during {doing}"
+        """Name every rank that is dead: when one dies, an MPI launcher kills the others."""
         deadline = time.monotonic() + _GRACE
         while (ended := self._ended()) is None and time.monotonic() < deadline:
             time.sleep(_TICK / 10)
+        dead, _, _ = select.select(self._handles.values(), [], [], 0)
+        ranks = [r for r, handle in self._handles.items() if handle in dead] or [rank]
+        text = f"{self._names(ranks)} died during {doing}"
         return LostError(text if ended is None else f"{text}: {ended}")
+
+    def _names(self, ranks: list[int]) -> str:
+        return "rank " + ", ".join(f"{rank} (pid {self._pids[rank]})" for rank in sorted(ranks))
 
     def _hung(self, missing: list[int], replies: dict[int, Reply], doing: str) -> str:
         for rank, reply in sorted(replies.items()):
             if reply.error:
                 return f"rank {rank} failed in {doing}: {reply.error}"
-        ranks = ", ".join(f"{rank} (pid {self._pids[rank]})" for rank in missing)
-        return f"no answer within {self._timeout:g} s to {doing} from rank {ranks}"
+        return f"no answer within {self._timeout:g} s to {doing} from {self._names(missing)}"
 
     def _ended(self) -> str | None:
         """How the first of the processes that this one started has ended."""

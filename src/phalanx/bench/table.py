@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -18,6 +19,7 @@ from phalanx.bench.operations import OPERATIONS
 from phalanx.bench.plan import label_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
     from phalanx.bench.figures import Figure, Report, Timing
@@ -28,6 +30,7 @@ __all__ = ["Display", "microseconds", "row", "timing"]
 # Columns that a terminal must have for the spread to stand beside the median.
 _WIDE = 100
 _LIMITED = ("phalanx", "phalanx-shared")
+_HEADINGS = {"phalanx-shared": "shared"}
 _ABSENT = "-"
 
 
@@ -55,7 +58,7 @@ def row(figure: Figure, systems: list[str], *, wide: bool = True) -> list[str]:
 
 def header(systems: list[str]) -> list[str]:
     """What `row` has in its columns."""
-    return ["size", *systems, "Gloo/", "MPI/", "limit"]
+    return ["size", *(_HEADINGS.get(name, name) for name in systems), "vs Gloo", "vs MPI", "limit"]
 
 
 class Display:
@@ -67,7 +70,6 @@ class Display:
         self._systems = list(plan.systems)
         self._ranks = plan.ranks
         self._table: Table | None = None
-        self._title = ""
         self._notes: list[str] = []
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -101,14 +103,14 @@ class Display:
             f"{machine['caches'] // 2**20} MiB of caches; {self._ranks} ranks; memory moves "
             f"{report.limit / 1e9:.1f} GB/s (read + written)"
         )
-        rounds, seconds = report.settings["rounds"], report.settings["seconds"]
-        least = report.settings["rounds_at_least"]
-        how = f"{rounds}" if rounds else f"at least {least}, more for {seconds:g} s,"
+        rounds, least = report.settings["rounds"], report.settings["rounds_at_least"]
+        how = rounds or f"{least} or more, for {report.settings['seconds']:g} s,"
         self._print(
-            f"medians in us, ± half the distance of the quartiles, of {how} rounds in which the "
-            "systems take turns; Gloo/, MPI/: how many times faster phalanx is than Gloo, than the "
-            "better MPI; limit: the part of the memory's speed that phalanx "
-            f"({_LIMITED[1]}) reaches, {_ABSENT} for what fits the caches"
+            f"us: median ± half the distance of the quartiles, over {how} rounds in which the "
+            "systems take turns\n"
+            "vs Gloo, vs MPI: how many times faster phalanx is than Gloo, than the better MPI\n"
+            "limit: the part of the memory's speed that phalanx reaches, in parentheses with "
+            f"shared tensors; {_ABSENT} for what fits the caches"
         )
         if machine["load"] > machine["cores"] / 4:
             self.note(f"the machine is busy (load {machine['load']}): don't trust these figures")
@@ -118,44 +120,49 @@ class Display:
         """Name what is being measured beside the bar."""
         self._progress.update(self._task, description=what)
 
+    def section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
+        """Begin the table of an operation, with a column for each system that is there."""
+        self._finish_table()
+        self._systems = list(systems)
+        name = f"{operation}, {dtype}" if OPERATIONS[operation].has_size else operation
+        title = f"{name}, {self._ranks} ranks, us"
+        if not self._console.is_terminal:
+            self._print(f"\n{title}")
+            self._print(_line(header(self._systems), self._systems))
+            return
+        self._table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+        for heading in header(self._systems):
+            style = "bold" if heading == "phalanx" else None
+            self._table.add_column(heading, justify="right", style=style, no_wrap=True)
+
     def figure(self, figure: Figure) -> None:
-        """Add a row, in a new table where the operation or the dtype is another."""
+        """Add a row to the table."""
         self._progress.advance(self._task)
-        title = f"{figure.operation}, {figure.dtype}"
-        if not OPERATIONS[figure.operation].has_size:
-            title = figure.operation
-        if title != self._title:
-            self._finish_table()
-            self._begin_table(title)
         if self._table is None:
             self._print(_line(row(figure, self._systems), self._systems))
             return
         self._table.add_row(*row(figure, self._systems, wide=self._console.width >= _WIDE))
-        self._live.update(Group(self._table, *map(_note, self._notes), self._progress))
+        self._refresh()
 
     def note(self, text: str) -> None:
         """Say what is missing: below the table, or where there is none at once."""
         if self._table is None:
-            self._console.print(_note(text), soft_wrap=True)
+            self._console.print(_note(text), soft_wrap=not self._console.is_terminal)
         else:
             self._notes.append(text)
+            self._refresh()
 
-    def _begin_table(self, title: str) -> None:
-        self._title = title
-        if not self._console.is_terminal:
-            self._print(f"\n{title}, {self._ranks} ranks, us")
-            self._print(_line(header(self._systems), self._systems))
-            return
-        self._table = Table(title=f"{title}, {self._ranks} ranks, us", title_justify="left")
-        for name in header(self._systems):
-            style = "bold" if name == "phalanx" else None
-            self._table.add_column(name, justify="right", style=style)
+    def _refresh(self) -> None:
+        shown: list[RenderableType] = [] if self._table is None else [self._table]
+        shown += map(_note, self._notes)
+        self._live.update(Group(*shown, self._progress))
 
     def _finish_table(self) -> None:
-        if self._table is not None:
-            self._live.update(self._progress)
-            self._console.print(self._table, *map(_note, self._notes))
-        self._table, self._notes, self._title = None, [], ""
+        table, notes = self._table, self._notes
+        self._table, self._notes = None, []
+        self._refresh()
+        if table is not None:
+            self._console.print(table, *map(_note, notes))
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
@@ -166,7 +173,7 @@ def _note(text: str) -> Text:
 
 
 def _line(cells: list[str], systems: list[str]) -> str:
-    widths = [8, *(max(len(name), 13) for name in systems), 7, 7, 9]
+    widths = [8, *(13 for _ in systems), 8, 8, 9]
     return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
