@@ -221,7 +221,7 @@ def report(*entries: Figure) -> Report:
         machine=machine.machine(),
         versions=machine.versions(),
         settings={**vars(plan), "rounds_at_least": 5},
-        bandwidth={"copy": 40e9, "update": 60e9},
+        bandwidth={"copy": 40e9, "blocks": 60e9},
         figures=list(entries),
         notes=["mpich is absent"],
     )

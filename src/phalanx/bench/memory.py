@@ -1,10 +1,9 @@
 """The memory's own speed: the limit that every operation is compared with.
 
-Each rank moves arrays far larger than the caches, all at the same time, in each of three ways. The
-bytes that are read count, and those that are written. The fastest way is the limit: `copy` writes
-past the caches, as the C library does with much data; `blocks` copies pieces that fit a cache;
-`update` changes an array in place, which spares the memory from fetching lines that are then
-overwritten.
+Each rank copies arrays far larger than the caches, all at the same time, in each of two ways. The
+bytes that are read count, and those that are written. The faster way is the limit: `copy` is one
+call of the C library, which may write past the caches then; `blocks` copies half a MiB at a time,
+which goes through them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["METHODS", "Streams"]
 
-METHODS = ("copy", "blocks", "update")
+METHODS = ("copy", "blocks")
 _BLOCK = 2**16
 
 
@@ -30,7 +29,7 @@ class Streams:
         self._arrays: list[NDArray[np.int64]] = []
 
     def run(self, method: str, size: int, start: float, seconds: float) -> float:
-        """Move memory in one way, from `start` (monotonic) on; returns bytes a second.
+        """Copy in one way, from `start` (monotonic) on; returns bytes a second.
 
         Args:
             method: one of METHODS.
@@ -48,10 +47,8 @@ class Streams:
         while (taken := time.perf_counter() - began) < seconds or moved == 0:
             if method == "copy":
                 np.copyto(target, source)
-            elif method == "blocks":
+            else:
                 for piece in pieces:
                     target[piece] = source[piece]
-            else:
-                np.add(target, 1, out=target)
             moved += source.nbytes + target.nbytes
         return moved / taken

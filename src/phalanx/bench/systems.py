@@ -45,6 +45,16 @@ _KEEP_MEMORY = {
 _SMALL_PAGES = {"NUMPY_MADVISE_HUGEPAGE": "0"}
 
 
+# Open MPI's other way through shared memory. It is meant for networks, so that it must be told to
+# take part where there is none; and it never gives its core away, so every rank needs one.
+_UCX = {
+    "OMPI_MCA_pml": "ucx",
+    "OMPI_MCA_pml_ucx_tls": "any",
+    "OMPI_MCA_pml_ucx_devices": "any",
+    "UCX_TLS": "self,sm",
+}
+
+
 class AbsentError(Exception):
     """A system isn't there; the message says why, and what brings it."""
 
@@ -90,6 +100,8 @@ def settings(name: str, ranks: int) -> dict[str, str]:
         wanted |= {"GLOO_SOCKET_IFNAME": "lo"}
     if name in MPI:
         wanted |= _KEEP_MEMORY | _SMALL_PAGES
+    if name == "openmpi" and _fits(ranks):
+        wanted |= _UCX
     if name == "mpich":
         # Off by default, as it needs a permission that isn't always given.
         wanted |= {"MPIR_CVAR_CH4_CMA_ENABLE": str(int(single_copy_works()))}
@@ -98,12 +110,16 @@ def settings(name: str, ranks: int) -> dict[str, str]:
 
 def _options(name: str, ranks: int) -> list[str]:
     """A core for each rank where there are enough; the kernel places them where there aren't."""
-    fits = ranks <= usable_cores()
+    fits = _fits(ranks)
     if name == "mpich":
         return ["-bind-to", "core" if fits else "none"]
     options = ["--personality", "ompi", "--bind-to", "core" if fits else "none"]
     options += ["--map-by", "core" if fits else "slot:OVERSUBSCRIBE"]
     return [*options, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
+
+
+def _fits(ranks: int) -> bool:
+    return ranks <= usable_cores()
 
 
 def _wheel(name: str) -> tuple[Path, Path]:
