@@ -123,7 +123,10 @@ def test_systems_that_die_or_hang_are_named_and_the_others_go_on() -> None:
     assert float(figures[3]) > 0
 
 
-def test_no_rank_outlives_a_parent_that_is_killed() -> None:
+def test_no_rank_and_no_file_outlives_a_parent_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     with running("--sizes", "4", "--rounds", "100000", "--systems", "openmpi,mpich") as process:
         until(process, "size")
         ranks = [rank for name in ("openmpi", "mpich") for rank in ranks_of(process.pid, name)]
@@ -131,6 +134,7 @@ def test_no_rank_outlives_a_parent_that_is_killed() -> None:
     assert len(ranks) == 4
     _, left = psutil.wait_procs(ranks, timeout=20)
     assert left == []
+    assert list(tmp_path.glob("phalanx-bench-*")) == []
 
 
 @pytest.mark.parametrize(

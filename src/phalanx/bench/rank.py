@@ -10,9 +10,11 @@ import ctypes
 import gc
 import os
 import select
+import shutil
 import socket
 import sys
 import threading
+import time
 from multiprocessing.connection import Connection
 
 from phalanx.bench.memory import Streams
@@ -24,11 +26,14 @@ __all__ = ["SOCKET", "main"]
 SOCKET = "parent"
 """The parent's Unix socket in the folder that it made, which nobody else can enter."""
 
+# Seconds after which a process ends that nobody wants any more.
+_GIVEN_UP = 5.0
+
 
 def main() -> None:
     """Run one rank: `rank.py SYSTEM FOLDER PARENT TIMEOUT`."""
     name, folder, parent, timeout = sys.argv[1:]
-    _end_with(int(parent))
+    _end_with(int(parent), folder)
     with socket.socket(socket.AF_UNIX) as endpoint:
         endpoint.connect(os.path.join(folder, SOCKET))
         connection = Connection(endpoint.detach())
@@ -42,7 +47,10 @@ def main() -> None:
     connection.send(Hello(rank, os.getpid(), version))
     try:
         _Rank(system).serve(connection)
-    except EOFError:  # the parent is gone, and so may the other ranks be
+    except (EOFError, OSError):
+        # The parent has died, and the watch ends this process; or it has given this system up, and
+        # kills it. There is no leaving the system's group in either case.
+        time.sleep(_GIVEN_UP)
         os._exit(1)
     if system:
         system.close()
@@ -57,7 +65,7 @@ class _Rank:
         self._streams = Streams()
 
     def serve(self, connection: Connection) -> None:
-        """Answer until the parent says to stop; raises EOFError if it vanishes."""
+        """Answer until the parent says to stop; raises EOFError or OSError if it vanishes."""
         while not isinstance(command := connection.recv(), Stop):
             connection.send(self._answer(command))
         self._release()
@@ -103,8 +111,11 @@ def _make(name: str, folder: str, timeout: float) -> System | None:
     return TorchSystem(backend, f"{folder}/{name}.store", timeout, shared=kind == "shared")
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its parent, which needn't be the one that started it, is gone."""
+def _end_with(parent: int, folder: str) -> None:
+    """End this process, and remove the parent's folder, when the parent has died.
+
+    The parent needn't be the process that started this one: an MPI launcher stands in between.
+    """
     try:
         handle = os.pidfd_open(parent)
     except ProcessLookupError:
@@ -112,6 +123,7 @@ def _end_with(parent: int) -> None:
 
     def watch() -> None:
         select.select([handle], [], [])
+        shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
