@@ -54,7 +54,8 @@ class TorchSystem:
 
     def empty(self, count: int, dtype: str) -> tuple[torch.Tensor, NDArray[Any]]:
         """A tensor, and its memory; a bfloat16 is a uint16 there."""
-        tensor = self._empty(count, dtype=getattr(torch, dtype))
+        make = self._empty if count else torch.empty  # what has no element needs no shared memory
+        tensor = make(count, dtype=getattr(torch, dtype))
         bits = tensor.view(torch.uint16) if dtype == "bfloat16" else tensor
         return tensor, bits.numpy()
 
