@@ -117,6 +117,8 @@ def _plan(
     from phalanx.bench.systems import SYSTEMS
 
     dtypes = names_of(dtype, "dtype", STORAGE)
+    if sizes == _DEFAULT_SIZES and max(STORAGE[name].itemsize for name in dtypes) > 4:
+        sizes = sizes.removeprefix("4,")
     return Plan(
         operations=names_of(op, "operation", OPERATIONS),
         dtypes=dtypes,
