@@ -81,6 +81,12 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/.package
 	@pip install -qq --no-build-isolation --editable ".[dev]"
 	@touch $@
 
+# The rivals of `make bench`, and what draws its plots.
+$(VENV)/.bench: pyproject.toml | $(VENV)/.package
+	$(call section,Installing the rivals and matplotlib)
+	@pip install -qq --no-build-isolation --editable ".[bench]"
+	@touch $@
+
 # ---- the two commands ----
 
 train: setup ## train a ConvNet on real digits with two processes (the main job)
@@ -168,7 +174,7 @@ conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k b
 	$(call section,PyTorch's own suite)
 	@python -m tests.conformance.torch_suite $(ARGS)
 
-bench: setup ## measure Phalanx and Gloo side by side on this machine
+bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)
 	@phalanx bench $(ARGS)
 
