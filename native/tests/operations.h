@@ -23,9 +23,10 @@ struct Operation {
   int root = 0;
   std::uint64_t salt = 0;
   bool uneven = false;
-  bool shared = false;  // every rank's tensors lie in the arena; else each decides for itself
+  bool shared = false;    // every rank's tensors lie in the arena; else each decides for itself
+  bool ordinary = false;  // none do
 
-  bool share(Random& random) const { return shared || random.one_in(4); }
+  bool share(Random& random) const { return !ordinary && (shared || random.one_in(4)); }
 };
 
 inline bool reduces(Kind kind) {
@@ -198,8 +199,9 @@ inline Buffer input_of(const Operation& o, int rank, Random& random) {
     });
     return out;
   }
-  for (std::size_t i = 0; i < out.size(); ++i) {
-    out.set(i, static_cast<std::uint8_t>(word(o.salt, rank, i)));
+  for (std::size_t i = 0; i < out.size(); i += sizeof(std::uint64_t)) {
+    const std::uint64_t bits = word(o.salt, rank, i);
+    std::memcpy(out.data() + i, &bits, std::min(sizeof bits, out.size() - i));
   }
   return out;
 }

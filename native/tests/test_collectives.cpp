@@ -195,7 +195,10 @@ void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping
         Random script(500 + static_cast<std::uint64_t>(size) + large_one_in);
         for (int i = 0; i < operations; ++i) {
           const bool large = large_one_in != 0 && script.one_in(large_one_in);
-          const Operation o = random_operation(script, size, large);
+          Operation o = random_operation(script, size, large);
+          // The arena has one address for all ranks here: ThreadSanitizer would see tensors being
+          // read there, and not the steps before it, which it knows by other addresses.
+          o.ordinary = mapping == Mapping::own;
           ranks::dawdle(rank.random);
           if (!check_right(rank, o)) return;
         }
@@ -276,12 +279,13 @@ TEST(mixtures_over_mappings_of_their_own) {
 }
 
 TEST(results_that_go_past_the_caches) {
-  ranks::run(3, [](Rank& rank) {
+  ranks::run(2, [](Rank& rank) {
     std::uint64_t salt = 77;
     for (const Kind kind : kKinds) {
       for (const bool shared : {false, true}) {
         const Operation o{.kind = kind,
-                          .count = kStreamedBytes + 4099,
+                          .dtype = DType::float64,
+                          .count = kStreamedBytes / sizeof(double) + 4099,
                           .root = 1,
                           .salt = ++salt,
                           .shared = shared};
