@@ -48,9 +48,13 @@ class Group:
 
     ended: int | None = None
     closed: bool = False
+    late: tuple[int, ...] = ()
 
     def pid(self, rank: int) -> int:
         return 800 + rank
+
+    def behind(self, _rank: int) -> list[int]:
+        return list(self.late)
 
     def wait_status(self, rank: int) -> int | None:
         return self.ended
@@ -114,6 +118,15 @@ def test_a_mismatch_names_both_operations(fingerprint: Fingerprint, words: str) 
     )
 
 
+def test_split_sizes_that_disagree() -> None:
+    mine = Fingerprint("all_to_all", 4, 3, root=5)
+    theirs = Fingerprint("all_to_all", 4, 2, root=3)
+    assert explain(Status("mismatch", peer=5, reporter=3, mine=mine, theirs=theirs)) == (
+        CollectiveMismatch,
+        "split sizes disagree in all_to_all #4: rank 5 gives rank 3 2 elements, which expects 3",
+    )
+
+
 def test_a_rank_that_left() -> None:
     kind, text = explain(Status("left", peer=5, reporter=3, mine=ALL_REDUCE))
     assert kind is CollectiveMismatch
@@ -126,6 +139,9 @@ def test_a_deadline_names_who_is_missing() -> None:
     assert text.startswith("rank 3 waited for rank 5 (pid 805) in all_reduce #41 float32[1024] SUM")
     assert "7.5 s" in text
     assert "alive" in text
+    _, text = explain(Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE), Group(late=(5, 6)))
+    assert text.startswith("rank 3 waited for rank 5 (pid 805), rank 6 (pid 806) in all_reduce #41")
+    assert text.endswith("the processes are alive")
     _, text = explain(Status("timeout", reporter=3, mine=Fingerprint("recv", 0, 5)))
     assert "rank 3 waited for any rank in recv float32[5] from any rank" in text
 

@@ -66,7 +66,7 @@ class AllToAll {
     if (!status.ok()) {
       return status;
     }
-    copy_bytes(own_.outputs[self()], own_.inputs[self()], given_bytes(self()));
+    deliver(own_.outputs[self()], own_.inputs[self()], given_bytes(self()), given_bytes(self()));
     std::uint64_t most = 0;
     for (int peer = 0; peer < group_.ranks(); ++peer) {
       const std::uint64_t theirs = published(peer).chunks();
@@ -81,7 +81,7 @@ class AllToAll {
       return shared.move(
           self(), bounds_, [](int) { return true; },
           [this](int peer, const std::byte* source) {
-            copy_bytes(own_.outputs[peer], source, taken_bytes(peer));
+            deliver(own_.outputs[peer], source, taken_bytes(peer), taken_bytes(peer));
           });
     }
     return move(most);
@@ -175,8 +175,9 @@ class AllToAll {
         [&](int peer, Span, std::uint64_t chunk) {
           if (published(peer).chunks() != 0) {
             const Span span = piece(chunk, taken_bytes(peer));
-            copy_bytes(at(own_.outputs[peer], span.begin),
-                       Parts::place(segment.staging(peer, chunk), self(), part), span.size);
+            deliver(at(own_.outputs[peer], span.begin),
+                    Parts::place(segment.staging(peer, chunk), self(), part), span.size,
+                    taken_bytes(peer));
           }
         });
   }

@@ -34,7 +34,7 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   }
   if (const Shared shared(group, gives); shared.all()) {
     return shared.move(0, bounds, takes,
-                       [&](int, const std::byte* source) { copy_bytes(data, source, bytes); });
+                       [&](int, const std::byte* source) { deliver(data, source, bytes, bytes); });
   }
   const Segment& segment = group.segment();
   return move_chunks(
@@ -43,7 +43,7 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
         copy_bytes(segment.staging(root, chunk), at(data, span.begin), span.size);
       },
       [&](int peer, Span span, std::uint64_t chunk) {
-        copy_bytes(at(data, span.begin), segment.staging(peer, chunk), span.size);
+        deliver(at(data, span.begin), segment.staging(peer, chunk), span.size, bytes);
       });
 }
 

@@ -27,7 +27,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
     return status;
   }
   if (consumes(self)) {
-    copy_bytes(outputs[self], input, bytes);
+    deliver(outputs[self], input, bytes, bytes);
   }
   if (small) {
     for (int peer = 0; consumes(self) && peer < group.ranks(); ++peer) {
@@ -39,7 +39,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
   }
   if (const Shared shared(group, gives); shared.all()) {
     return shared.move(0, bounds, consumes, [&](int peer, const std::byte* source) {
-      copy_bytes(outputs[peer], source, bytes);
+      deliver(outputs[peer], source, bytes, bytes);
     });
   }
   const Segment& segment = group.segment();
@@ -49,7 +49,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
         copy_bytes(segment.staging(self, chunk), at(input, span.begin), span.size);
       },
       [&](int peer, Span span, std::uint64_t chunk) {
-        copy_bytes(at(outputs[peer], span.begin), segment.staging(peer, chunk), span.size);
+        deliver(at(outputs[peer], span.begin), segment.staging(peer, chunk), span.size, bytes);
       });
 }
 

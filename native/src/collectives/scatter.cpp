@@ -37,7 +37,7 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
     return status;
   }
   if (self == root) {
-    copy_bytes(output, inputs[root], bytes);
+    deliver(output, inputs[root], bytes, bytes);
   } else if (parts.small()) {
     copy_bytes(output, parts.of(group.met_inline_buffer(root), self), bytes);
   }
@@ -45,15 +45,17 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
     return status;
   }
   if (const Shared shared(group, gives); shared.all()) {
-    return shared.move(self, bounds, takes,
-                       [&](int, const std::byte* source) { copy_bytes(output, source, bytes); });
+    return shared.move(self, bounds, takes, [&](int, const std::byte* source) {
+      deliver(output, source, bytes, bytes);
+    });
   }
   const Segment& segment = group.segment();
   return move_chunks(
       group, bytes, parts.size(), bounds, gives, takes,
       [&](Span span, std::uint64_t chunk) { fill(segment.staging(root, chunk), span); },
       [&](int peer, Span span, std::uint64_t chunk) {
-        copy_bytes(at(output, span.begin), parts.of(segment.staging(peer, chunk), self), span.size);
+        deliver(at(output, span.begin), parts.of(segment.staging(peer, chunk), self), span.size,
+                bytes);
       });
 }
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx.backend.call_site import call_site
-from phalanx.backend.dtypes import code_of, premultiplier, reduction
-from phalanx.backend.operands import dense, label, only, same_kind, settle
+from phalanx.backend.dtypes import Reduction, code_of, factor_of, reduction
+from phalanx.backend.operands import dense, only, same_kind, settle
 from phalanx.backend.options import options_of
 from phalanx.backend.running import NativeCall, Running, Tensors, in_turn
 from phalanx.backend.sparse import sparse_sum
@@ -58,7 +58,7 @@ class Collectives(Running):
         flat = dense(tensor, "broadcast", written=root != self._rank)
         call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
         outputs = [] if root == self._rank else [(tensor, flat)]
-        return self._collective("broadcast", call, tensor, opts, outputs, root=root, keep=flat)
+        return self._collective("broadcast", call, tensor, opts, outputs, 0, root, keep=flat)
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
@@ -69,10 +69,11 @@ class Collectives(Running):
         if tensor.is_sparse:
             call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
             return self._collective("all_reduce", call, tensor, opts, [])
-        code, op = self._reduction(tensor, opts.reduceOp, "all_reduce")
-        flat = self._factored(tensor, opts.reduceOp, "all_reduce", written=True)
-        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
-        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], op=op)
+        op = opts.reduceOp
+        how = reduction(op, tensor, "all_reduce")
+        flat = self._reducible(tensor, how, op, "all_reduce", written=True)
+        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op)
+        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], how.op)
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
@@ -82,11 +83,12 @@ class Collectives(Running):
         tensor = only(tensors, "reduce")
         root = self._check_root(opts.rootRank, "reduce")
         is_root = root == self._rank
-        code, op = self._reduction(tensor, opts.reduceOp, "reduce")
-        flat = self._factored(tensor, opts.reduceOp, "reduce", written=is_root)
-        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), code, op, root)
+        op = opts.reduceOp
+        how = reduction(op, tensor, "reduce")
+        flat = self._reducible(tensor, how, op, "reduce", written=is_root)
+        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root)
         outputs = [(tensor, flat)] if is_root else []
-        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root, keep=flat)
+        return self._collective("reduce", call, tensor, opts, outputs, how.op, root, keep=flat)
 
     def allgather(
         self,
@@ -185,23 +187,29 @@ class Collectives(Running):
         inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
         same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
         flat = dense(tensor, "reduce_scatter", written=True)
-        sources = [self._factored(item, opts.reduceOp, "reduce_scatter") for item in inputs]
-        code, op = self._reduction(tensor, opts.reduceOp, "reduce_scatter")
+        op = opts.reduceOp
+        how = reduction(op, tensor, "reduce_scatter")
+        sources = [self._reducible(item, how, op, "reduce_scatter") for item in inputs]
         native = self._native
         if all(source.numel() == flat.numel() for source in sources):
             addresses = [source.data_ptr() for source in sources]
             call: NativeCall = partial(
-                native.reduce_scatter, addresses, flat.data_ptr(), flat.numel(), code, op
+                native.reduce_scatter,
+                addresses,
+                flat.data_ptr(),
+                flat.numel(),
+                how.dtype,
+                how.op,
             )
         else:
             settle(flat.view(-1), sources[self._rank].view(-1))
             sources[self._rank] = flat
             call = in_turn(
-                partial(native.reduce, source.data_ptr(), source.numel(), code, op, root)
+                partial(native.reduce, source.data_ptr(), source.numel(), how.dtype, how.op, root)
                 for root, source in enumerate(sources)
             )
         return self._collective(
-            "reduce_scatter", call, tensor, opts, [(tensor, flat)], op=op, keep=sources
+            "reduce_scatter", call, tensor, opts, [(tensor, flat)], how.op, keep=sources
         )
 
     def alltoall(
@@ -269,22 +277,14 @@ class Collectives(Running):
     # Checks and words.
 
     @staticmethod
-    def _reduction(tensor: torch.Tensor, op: Any, name: str) -> tuple[int, int]:
-        """The core's numbers of dtype and operator."""
-        code = code_of(tensor.dtype, name)
-        return code, reduction(op, code, name)
-
-    @staticmethod
-    def _factored(
-        tensor: torch.Tensor, op: Any, name: str, *, written: bool = False
+    def _reducible(
+        tensor: torch.Tensor, how: Reduction, op: Any, name: str, *, written: bool = False
     ) -> torch.Tensor:
-        """The tensor as the core takes it; times the factor if the operator is PREMUL_SUM."""
+        """The tensor as the core takes it; times the factor if the operator has one."""
         flat = dense(tensor, name, written=written)
-        factor = premultiplier(op)
-        if factor is None:
+        if not how.multiplied:
             return flat
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UsageError(f"{name}: PREMUL_SUM needs floats, got {label(tensor)}")
+        factor = factor_of(op)
         # Never in place: the user's own tensor keeps its values where it isn't the result.
         return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
 

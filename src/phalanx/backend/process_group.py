@@ -17,15 +17,13 @@ from phalanx import topology
 from phalanx.backend import edges
 from phalanx.backend.collectives import Collectives
 from phalanx.backend.cuda import handing_over
-from phalanx.backend.dtypes import code_of
+from phalanx.backend.dtypes import code_of, reduction
 from phalanx.backend.operands import dense, label, same_kind, same_pair
-from phalanx.backend.running import NativeCall, Tensors, in_turn
+from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def create(options: Any, _backend_options: object = None) -> ProcessGroup:
@@ -114,9 +112,10 @@ class ProcessGroup(Collectives):
         name, native = "all_reduce_coalesced", self._native
         calls, pairs, op = [], [], 0
         for tensor in tensors:
-            code, op = self._reduction(tensor, opts.reduceOp, name)
-            flat = self._factored(tensor, opts.reduceOp, name, written=True)
-            calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), code, op))
+            how = reduction(opts.reduceOp, tensor, name)
+            flat = self._reducible(tensor, how, opts.reduceOp, name, written=True)
+            op = how.op
+            calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, op))
             pairs.append((tensor, flat))
         return self._coalesced(name, calls, tensors, opts, pairs, op=op)
 
@@ -217,18 +216,18 @@ class ProcessGroup(Collectives):
     ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], int, object]:
         same_pair(output, source, name)
         self._check_whole(source, output, name, "input", "output")
-        code, op = self._reduction(output, reduce_op, name)
-        flat = self._factored(source, reduce_op, name)
+        how = reduction(reduce_op, output, name)
+        flat = self._reducible(source, how, reduce_op, name)
         to = dense(output, name, written=True)
         call = partial(
             self._native.reduce_scatter,
             self._addresses(flat),
             to.data_ptr(),
             to.numel(),
-            code,
-            op,
+            how.dtype,
+            how.op,
         )
-        return call, (output, to), op, flat
+        return call, (output, to), how.op, flat
 
     def _addresses(self, whole: torch.Tensor) -> list[int]:
         """Where the parts of a contiguous tensor begin, one per rank, all of one size."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,9 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from phalanx import _native
+    from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
 NativeCall = Callable[[float], "_native.Status | None"]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _DONE = FinishedWork([])
 
@@ -37,8 +38,7 @@ class Running(Messages):
         call: NativeCall,
         subject: torch.Tensor | None,
         opts: Any,
-        outputs: list[tuple[torch.Tensor, torch.Tensor]],
-        *,
+        outputs: Pairs,
         op: int = 0,
         root: int = -1,
         keep: object = None,
@@ -52,21 +52,35 @@ class Running(Messages):
         """
         if profiling():
             call = self._profiled(name, call, subject, inputs)
-        native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
-        describe = partial(_describe, native, name, subject, op, root)
-        if not opts.asyncOp and not self._collectives.busy:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(call_site()), timeout)
-            for tensor, flat in outputs:
+        timeout = seconds_of(opts.timeout, self._timeout)
+        if opts.asyncOp or self._collectives.pending:
+            return self._queued(name, call, subject, opts, outputs, op, root, keep, timeout)
+        status = call(timeout)
+        if status is not None:
+            raise self._failed(status, name, subject, op, root, timeout, call_site())
+        for tensor, flat in outputs:
+            if flat is not tensor:
                 settle(tensor, flat)
-            return _DONE
+        return _DONE
+
+    def _queued(
+        self,
+        name: str,
+        call: NativeCall,
+        subject: torch.Tensor | None,
+        opts: Any,
+        outputs: Pairs,
+        op: int,
+        root: int,
+        keep: object,
+        timeout: float,
+    ) -> dist.Work:
         site = call_site()
 
         def run(_keep: object = keep) -> None:
             status = call(timeout)
             if status is not None:
-                raise error_for(status, native, self._place, describe(site), timeout)
+                raise self._failed(status, name, subject, op, root, timeout, site)
             for tensor, flat in outputs:
                 settle(tensor, flat)
 
@@ -78,6 +92,28 @@ class Running(Messages):
         if not opts.asyncOp:
             work.wait()
         return work
+
+    def _failed(
+        self,
+        status: _native.Status,
+        name: str,
+        subject: torch.Tensor | None,
+        op: int,
+        root: int,
+        timeout: float,
+        site: str,
+    ) -> PhalanxError:
+        native = self._native
+        # Another thread may have left the group meanwhile.
+        words = [name if native.closed else f"{name} #{native.sequence}"]
+        if subject is not None:
+            words.append(label(subject))
+        if op:
+            words.append(OP_NAMES[op])
+        if root >= 0:
+            words.append(f"root {root}")
+        operation = f"{' '.join(words)} at {site}"
+        return error_for(status, native, self._place, operation, timeout)
 
     def _profiled(
         self,
@@ -112,17 +148,3 @@ def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
         return None
 
     return run
-
-
-def _describe(
-    native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
-) -> str:
-    # Another thread may have left the group meanwhile.
-    words = [name if native.closed else f"{name} #{native.sequence}"]
-    if subject is not None:
-        words.append(label(subject))
-    if op:
-        words.append(OP_NAMES[op])
-    if root >= 0:
-        words.append(f"root {root}")
-    return f"{' '.join(words)} at {site}"
