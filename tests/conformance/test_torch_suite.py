@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.conformance.torch_suite import record
-from tests.conformance.torch_suite.runner import run
+from tests.conformance.torch_suite.runner import SIZES, Outcome, run
 
 # Seconds, on Gloo, beyond which a test is left to `make conformance`.
 SLOW = 3.0
@@ -37,3 +37,23 @@ def test_what_gloo_passes(column: str) -> None:
     }
     assert not behind, "\n".join(f"{test}: {why}" for test, why in behind.items())
     assert sum(outcome.outcome == "pass" for outcome in outcomes.values()) > 30
+
+
+def test_the_record_has_nothing_behind_gloo() -> None:
+    results = record.load()
+    for column, sizes in results.items():
+        for size, tests in sizes.items():
+            assert tests.keys() == results["gloo"][size].keys(), f"{column}, {size} ranks"
+        assert not list(record.missing(results, column))
+
+
+def test_what_counts_as_behind() -> None:
+    passed, failed, skipped = (Outcome(kind, "", 1.0) for kind in ("pass", "fail", "skip"))
+    explained = next(test for column, test in record.EXPLAINED if column == "replace")
+    gloo = {"a": passed, "b": passed, "c": skipped, "d": failed, explained: passed}
+    ours = {"a": failed, "b": skipped, "c": failed, "d": failed, explained: failed}
+    results = {column: {size: {} for size in SIZES} for column in ("gloo", "phalanx", "replace")}
+    for column, outcomes in (("gloo", gloo), ("phalanx", ours), ("replace", ours)):
+        results[column][3] = outcomes
+    assert list(record.missing(results, "replace")) == [("a", 3, failed), ("b", 3, skipped)]
+    assert list(record.missing(results, "phalanx")) == [("a", 3, failed), (explained, 3, failed)]

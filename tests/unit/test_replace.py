@@ -121,10 +121,8 @@ def test_what_phalanx_can_not_keep_is_not_dropped(
     replace.install(create)
     c10d._new_process_group_helper(1, 0, [], backend, None, "name", timeout=None, **options)
     assert asked == [backend]
-    assert (
-        f"phalanx: {backend!r} is left as it is {why}, which would be lost"
-        in capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert said == f"phalanx: {backend!r} is left as it is {why}, which would be lost\n"
 
 
 def test_the_option_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -117,7 +117,7 @@ def _unresolved(results: Results) -> Iterator[str]:
         yield from (f"- {test}, {n} ranks: {o.outcome}: {_short(o.reason)}" for test, n, o in found)
         if found:
             yield ""
-    yield "**Not to be had:**"
+    yield "**What can't pass:**"
     yield ""
     for (column, test), why in EXPLAINED.items():
         yield f"- {test} on {TITLES[column]}: {why}."
@@ -128,8 +128,8 @@ def _unresolved(results: Results) -> Iterator[str]:
         if outcome.outcome == "skip" and results["gloo"][size].get(test, outcome).outcome == "pass"
     }
     yield (
-        f"- {len(skipped)} tests, which the suite skips under the name phalanx: only for gloo, say "
-        "they. In Gloo's place they run."
+        f"- {len(skipped)} tests on Phalanx under its own name: the suite runs them for the names "
+        "that it knows only. In Gloo's place they run."
     )
     yield ""
 
