@@ -35,7 +35,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan pytest soak bench tidy clean distclean
+	native-tsan pytest conformance soak bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -79,6 +79,12 @@ $(VENV)/.package: $(VENV)/.torch-$(TORCH) pyproject.toml $(CORE)
 $(VENV)/.dev: pyproject.toml | $(VENV)/.package
 	$(call section,Installing the tools of the checks and tests)
 	@pip install -qq --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+# The rivals of `make bench`, and what draws its plots.
+$(VENV)/.bench: pyproject.toml | $(VENV)/.package
+	$(call section,Installing the rivals and matplotlib)
+	@pip install -qq --no-build-isolation --editable ".[bench]"
 	@touch $@
 
 # ---- the two commands ----
@@ -164,11 +170,15 @@ pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 	@timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest $(ARGS)
 
+conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
+	$(call section,PyTorch's own suite)
+	@python -m tests.conformance.torch_suite $(ARGS)
+
 soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --ranks 2-8 --seed N")
 	$(call section,Soak)
 	@python -m tests.soak $(ARGS)
 
-bench: setup ## measure Phalanx and Gloo side by side on this machine
+bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)
 	@phalanx bench $(ARGS)
 

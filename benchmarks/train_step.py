@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody does
 
 import phalanx
-from phalanx.bench.collectives import Timing
-from phalanx.bench.report import machine
+from phalanx.bench.figures import Timing
+from phalanx.bench.machine import machine, versions
 from phalanx.parallel import average_gradients_per_parameter
 
 GLOBAL_BATCH = 128
@@ -101,7 +101,7 @@ def main() -> None:
     seconds = phalanx.launch(measure, options.ranks, (options.rounds,))[0]
     steps = {mode: Timing.of(seconds[mode]["step"]) for mode in MODES}
     shares = {mode: Timing.of(seconds[mode]["share"]) for mode in MODES}
-    facts = machine()
+    facts = {**machine(), **versions()}
     print(f"training step, {options.ranks} ranks; " + ", ".join(f"{k} {facts[k]}" for k in facts))
     for mode, timing in steps.items():
         print(

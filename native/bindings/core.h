@@ -64,6 +64,7 @@ nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
 
 void bind_status(nb::module_& module);
 void bind_reduce(nb::module_& module);
+void bind_arena(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);
 void bind_collectives(nb::class_<PyGroup>& group);
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group);

@@ -25,9 +25,14 @@ PyGroup open(int pid, int descriptor, int ranks, int rank, std::uint64_t nonce) 
 }
 
 void close(PyGroup& self) {
-  if (self.core) {
-    self.core->mailbox.stop();
-    self.core->group.leave();
+  const std::shared_ptr<Core> core = self.core;
+  if (core) {
+    core->mailbox.stop();
+    {
+      const nb::gil_scoped_release release;
+      core->mailbox.close();
+    }
+    core->group.leave();
     self.core.reset();
   }
 }

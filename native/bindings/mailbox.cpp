@@ -5,24 +5,54 @@
 namespace phalanx::bindings {
 namespace {
 
-MessagePtr py_send(const PyGroup& self, Address data, std::size_t count, int dtype, int destination,
-                   int tag, bool detached) {
+// All without the GIL: another thread may hold the mailbox while a long message moves.
+
+MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dtype,
+                    int destination, int tag) {
   const auto core = self.held();
   const nb::gil_scoped_release release;
   return core->mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag,
-                            detached);
+                            true);
 }
 
-MessagePtr py_recv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,
-                   int tag, bool detached) {
+MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,
+                    int tag) {
   const auto core = self.held();
   const nb::gil_scoped_release release;
-  return core->mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, detached);
+  return core->mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
+}
+
+nb::object py_send(const PyGroup& self, Address data, std::size_t count, int dtype, int destination,
+                   int tag, double timeout) {
+  return run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    const auto message =
+        core.mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag, false);
+    return core.mailbox.wait(*message, bounds);
+  });
+}
+
+nb::object py_recv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,
+                   int tag, double timeout) {
+  int peer = source;
+  nb::object status = run(self, timeout, [&](Core& core, const Bounds& bounds) {
+    const auto message =
+        core.mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, false);
+    const Status ended = core.mailbox.wait(*message, bounds);
+    peer = message->peer();
+    return ended;
+  });
+  return status.is_none() ? nb::int_(peer) : status;
 }
 
 nb::object py_wait(const PyGroup& self, Message& message, double timeout) {
   return run(self, timeout,
              [&](Core& core, const Bounds& bounds) { return core.mailbox.wait(message, bounds); });
+}
+
+bool py_test(const PyGroup& self, Message& message) {
+  const auto core = self.held();
+  const nb::gil_scoped_release release;
+  return core->mailbox.test(message);
 }
 
 std::vector<MessagePtr> py_serve(const PyGroup& self) {
@@ -31,24 +61,16 @@ std::vector<MessagePtr> py_serve(const PyGroup& self) {
   return core->mailbox.serve();
 }
 
-// All without the GIL: another thread may hold the mailbox while a large message streams.
-
 void py_stop(const PyGroup& self) {
   const auto core = self.held();
   const nb::gil_scoped_release release;
   core->mailbox.stop();
 }
 
-void py_watch(const PyGroup& self, const MessagePtr& message) {
+void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
   const auto core = self.held();
   const nb::gil_scoped_release release;
-  core->mailbox.watch(message);
-}
-
-std::size_t py_outstanding(const PyGroup& self) {
-  const auto core = self.held();
-  const nb::gil_scoped_release release;
-  return core->mailbox.outstanding();
+  core->mailbox.watch(message, bounds_for(timeout).deadline);
 }
 
 }  // namespace
@@ -63,14 +85,23 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
       .def_prop_ro("peer", &Message::peer);
   group
       .def("send", &py_send, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
-           nb::arg("destination"), nb::arg("tag"), nb::arg("detached"))
+           nb::arg("destination"), nb::arg("tag"), nb::arg("timeout"))
       .def("recv", &py_recv, nb::arg("data"), nb::arg("count"), nb::arg("dtype"), nb::arg("source"),
-           nb::arg("tag"), nb::arg("detached"))
+           nb::arg("tag"), nb::arg("timeout"))
+      .def("isend", &py_isend, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("destination"), nb::arg("tag"))
+      .def("irecv", &py_irecv, nb::arg("data"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("source"), nb::arg("tag"))
       .def("wait", &py_wait, nb::arg("message"), nb::arg("timeout"))
+      .def("test", &py_test, nb::arg("message"))
       .def("serve", &py_serve)
       .def("stop", &py_stop)
-      .def("watch", &py_watch, nb::arg("message"))
-      .def_prop_ro("outstanding", &py_outstanding);
+      .def("watch", &py_watch, nb::arg("message"), nb::arg("timeout"))
+      .def_prop_ro("outstanding",
+                   [](const PyGroup& self) { return self.held()->mailbox.outstanding(); })
+      .def_prop_ro("early_peak", [](const PyGroup& self) {
+        return self.core ? self.core->mailbox.early_peak() : 0;
+      });
 }
 
 }  // namespace phalanx::bindings

@@ -7,6 +7,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   bind_status(module);
   bind_reduce(module);
+  bind_arena(module);
   auto group = bind_group(module);
   bind_collectives(group);
   bind_mailbox(module, group);

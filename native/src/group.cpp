@@ -35,7 +35,8 @@ Group::Group(std::unique_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
       rank_(rank),
       patience_(segment_->ranks()),
-      processes_(static_cast<std::size_t>(segment_->ranks())) {
+      processes_(static_cast<std::size_t>(segment_->ranks())),
+      arenas_(static_cast<std::size_t>(segment_->ranks())) {
   RankControl& own = segment_->control(rank_);
   own.pid.store(getpid(), std::memory_order_relaxed);
   own.presence.store(Presence::joined, std::memory_order_seq_cst);
@@ -89,13 +90,31 @@ Status Group::prepare(bool staging) {
   if (!status.ok() || !staging || staging_ready_) {
     return status;
   }
-  status = segment_->prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
+  status = Segment::prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
   if (!status.ok()) {
     status.reporter = rank_;
     return abort(status);
   }
   staging_ready_ = true;
   return {};
+}
+
+std::byte* Group::reach(int owner, const Place& place, Status& status) {
+  if (owner == rank_ || pid(owner) == getpid()) {
+    const Arena* arena = Arena::own(status);
+    return arena == nullptr ? nullptr : arena->base() + place.offset;
+  }
+  auto& view = arenas_[static_cast<std::size_t>(owner)];
+  if (!view) {
+    view = ArenaView::open(pid(owner), place.descriptor, status);
+  }
+  if (!view) {
+    status.peer = owner;
+    status.reporter = rank_;
+    status = abort(status);
+    return nullptr;
+  }
+  return view->at(place.offset);
 }
 
 void Group::advance() {

@@ -1,80 +1,63 @@
-// The half of the mailbox that keeps its books: posting, waiting, serving, failing. The other half,
-// which moves bytes, is mailbox_traffic.cpp.
+// The half of the mailbox that keeps its books: posting, waiting, failing. What moves bytes is in
+// mailbox_traffic.cpp, what the service thread does in mailbox_service.cpp.
 #include "phalanx/mailbox.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <new>
 #include <utility>
+
+#include "mailbox_hold.h"
 
 namespace phalanx {
 namespace {
 
-// How soon serve() sees an operation that nobody waits for, and for how long it expects more.
-constexpr auto kGlance = std::chrono::milliseconds(1);
-constexpr auto kWatchful = std::chrono::milliseconds(100);
+// How often a wait in which messages move all the time looks at everything else.
+constexpr auto kLookAround = std::chrono::milliseconds(100);
 
 }  // namespace
 
 Mailbox::Mailbox(Group& group)
     : group_(group),
-      patience_(group.ranks()),
       sends_(static_cast<std::size_t>(group.ranks())),
+      matching_(group.ranks()),
       incoming_(static_cast<std::size_t>(group.ranks())),
-      early_(static_cast<std::size_t>(group.ranks())),
-      prefaulted_(static_cast<std::size_t>(group.ranks())) {}
+      prefaulted_(static_cast<std::size_t>(group.ranks())),
+      patience_(group.ranks()) {}
 
 MessagePtr Mailbox::send(const void* data, std::size_t count, DType dtype, int destination,
                          std::int32_t tag, bool detached) {
-  const std::lock_guard lock(mutex_);
-  auto message = std::make_shared<Message>();
-  message->kind_ = Kind::send;
-  message->peer_ = destination;
-  message->tag_ = tag;
   // Never written through: the buffer of a send is only read.
-  message->data_ = static_cast<std::byte*>(const_cast<void*>(data));
-  message->count_ = count;
-  message->dtype_ = dtype;
-  const auto index = static_cast<std::size_t>(destination);
-  if (!prefaulted_[index]) {
-    Status status = group_.segment().prefault(&to(destination), sizeof(Channel));
-    if (!status.ok()) {
-      status.reporter = group_.rank();
-      fail_all(group_.abort(status));
-    }
-    prefaulted_[index] = true;
-  }
-  ++outstanding_;
-  sends_[index].push_back(message);
-  return post(std::move(message), detached);
+  auto* bytes = static_cast<std::byte*>(const_cast<void*>(data));
+  return post(std::make_shared<Message>(Kind::send, bytes, count, dtype, destination, tag),
+              detached);
 }
 
 MessagePtr Mailbox::recv(void* data, std::size_t count, DType dtype, int source, std::int32_t tag,
                          bool detached) {
-  const std::lock_guard lock(mutex_);
-  auto message = std::make_shared<Message>();
-  message->kind_ = Kind::recv;
-  message->peer_ = source;
-  message->tag_ = tag;
-  message->data_ = static_cast<std::byte*>(data);
-  message->count_ = count;
-  message->dtype_ = dtype;
-  ++outstanding_;
-  if (failed_ || !take_early(message)) {
-    recvs_.push_back(message);
-  }
-  return post(std::move(message), detached);
+  auto* bytes = static_cast<std::byte*>(data);
+  return post(std::make_shared<Message>(Kind::recv, bytes, count, dtype, source, tag), detached);
 }
 
 MessagePtr Mailbox::post(MessagePtr message, bool detached) {
-  message->id_ = ++posted_;
-  if (const Status status = group_.broken(); !status.ok()) {
-    fail_all(status);
+  {
+    const Hold hold(*this);
+    message->id_ = ++posted_;
+    // seq_cst: pairs with the load in rest().
+    outstanding_.fetch_add(1, std::memory_order_seq_cst);
+    if (message->kind_ == Kind::send) {
+      prefault(message->peer_);
+      sends_[static_cast<std::size_t>(message->peer_)].push_back(message);
+    } else if (!failed_.ok() || !take_early(message)) {
+      matching_.expect(message);
+    }
+    const Status status = failed_.ok() ? group_.broken() : failed_;
+    if (status.ok()) {
+      (void)drive_for(*message);
+    } else {
+      fail_all(status);
+    }
   }
-  drive();
   if (detached && !message->done()) {
-    last_detached_ = Clock::now();
+    detached_.fetch_add(1, std::memory_order_relaxed);
     rouse();
   }
   return message;
@@ -84,143 +67,126 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   if (message.done()) {
     return message.status();
   }
-  std::unique_lock lock(mutex_);
-  ++waiters_;
-  Patience patience = patience_;
-  lock.unlock();
-  const auto ready = [&] {
-    const std::lock_guard guard(mutex_);
-    drive();
-    return message.done();
-  };
-  const auto trouble = [&] {
-    const std::lock_guard guard(mutex_);
-    return settled_trouble();
-  };
-  Status status = wait_until(bell(group_.rank()), patience, bounds, ready, trouble);
-  lock.lock();
-  patience_ = patience;
-  if (!status.ok() && !message.done()) {
-    if (status.reporter < 0) {  // not the trouble of some operation, but the end of this one's wait
-      status.mine = message.fingerprint();
-      status.reporter = group_.rank();
-      status.peer = message.peer_;
+  waits_.fetch_add(1, std::memory_order_relaxed);
+  waiters_.fetch_add(1, std::memory_order_seq_cst);
+  Patience patience = [this] {
+    const Hold hold(*this);
+    return patience_;
+  }();
+  auto next_look = Clock::now() + kLookAround;
+  const auto ready = [&] { return message.done() || try_drive() || message.done(); };
+  const auto troubled = [&] { return settled_trouble(); };
+  Status status;
+  // Every wait is one for something to move, so that a long message is waited for piece by piece.
+  while (status.ok() && !message.done()) {
+    status = wait_until(bell(group_.rank()), patience, bounds, ready, troubled);
+    if (status.ok() && !message.done()) {
+      status = look_around(bounds, next_look);
     }
-    status = group_.abort(status);
-    fail_all(status);
   }
-  --waiters_;
-  if (waiters_ == 0 && outstanding_ > 0) {
+  if (!status.ok()) {
+    status = fail(message, status);
+  }
+  {
+    const Hold hold(*this);
+    patience_ = patience;
+  }
+  // seq_cst: pairs with the loads in rest().
+  if (waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1 && outstanding() != 0) {
     rouse();
   }
   return status.code == Code::interrupted ? status : message.status();
 }
 
-std::vector<MessagePtr> Mailbox::serve() {
-  std::unique_lock lock(mutex_);
-  const auto relieved = [this] {
-    return stopped_ || !to_report_.empty() || outstanding_ == 0 || waiters_ > 0;
-  };
-  while (!stopped_ && to_report_.empty()) {
-    if (relieved()) {
-      rest(lock);
-      continue;
-    }
-    Patience patience(kMaxRanks);  // never in a hurry: somebody else may need the core
-    lock.unlock();
-    const auto ready = [&] {
-      const std::lock_guard guard(mutex_);
-      drive();
-      return relieved();
-    };
-    const auto problem = [&] {
-      const std::lock_guard guard(mutex_);
-      return settled_trouble();
-    };
-    const Status status = wait_until(bell(group_.rank()), patience, Bounds{}, ready, problem);
-    lock.lock();
-    if (!status.ok()) {
-      fail_all(group_.abort(status));
-    }
+bool Mailbox::test(Message& message) {
+  if (!message.done()) {
+    (void)try_drive();
   }
-  return stopped_ ? std::vector<MessagePtr>{} : std::exchange(to_report_, {});
+  return message.done();
 }
 
-// Most isends are waited for at once: waking a thread for each would cost more than the message. So
-// while such come, the thread looks by itself every millisecond, and only later needs to be woken.
-void Mailbox::rest(std::unique_lock<std::mutex>& lock) {
-  if (Clock::now() - last_detached_ < kWatchful) {
-    idle_.wait_for(lock, kGlance);
-    return;
-  }
-  dozing_ = true;
-  idle_.wait(lock);
-  dozing_ = false;
+void Mailbox::close() {
+  const Hold hold(*this);
+  const int rank = group_.rank();
+  fail_all({.code = Code::left, .peer = rank, .reporter = rank});
 }
 
-void Mailbox::rouse() {
-  if (dozing_) {
-    idle_.notify_one();
-  }
+bool Mailbox::try_drive() {
+  const Hold hold(*this, std::try_to_lock);
+  return hold.held() && drive();
 }
 
-void Mailbox::stop() {
-  const std::lock_guard lock(mutex_);
-  stopped_ = true;
-  idle_.notify_all();
-  notify_always(bell(group_.rank()));
+Status Mailbox::look_around(const Bounds& bounds, Clock::time_point& next_look) {
+  const auto now = Clock::now();
+  if (now >= bounds.deadline) {
+    return {.code = Code::timeout};
+  }
+  if (now < next_look) {
+    return {};
+  }
+  next_look = now + kLookAround;
+  if (bounds.interrupted != nullptr && bounds.interrupted()) {
+    return {.code = Code::interrupted};
+  }
+  return settled_trouble();
 }
 
-void Mailbox::watch(const MessagePtr& message) {
-  const std::lock_guard lock(mutex_);
-  if (!std::exchange(message->watched_, true) && message->done()) {
-    to_report_.push_back(message);
+bool Mailbox::drive() {
+  if (outstanding() == 0) {
+    return false;
   }
-  // Wherever serve() sleeps.
-  idle_.notify_one();
-  notify(bell(group_.rank()));
-}
-
-std::size_t Mailbox::outstanding() {
-  const std::lock_guard lock(mutex_);
-  return outstanding_;
-}
-
-void Mailbox::drive() {
-  if (outstanding_ == 0) {
-    return;
+  bool moved = false;
+  for (int peer = 0; failed_.ok() && peer < group_.ranks(); ++peer) {
+    moved = drive_sends(peer) || moved;
+    moved = drive_recvs(peer) || moved;
   }
-  if (failed_) {
-    fail_all(group_.broken());
-    return;
-  }
-  for (int peer = 0; peer < group_.ranks(); ++peer) {
-    drive_sends(peer);
-    drive_recvs(peer);
-  }
-  if (outstanding_ != 0) {
-    if (const Status status = group_.broken(); !status.ok()) {
+  if (outstanding() != 0) {
+    if (const Status status = failed_.ok() ? group_.broken() : failed_; !status.ok()) {
       fail_all(status);
+      return true;
     }
+  }
+  return moved;
+}
+
+bool Mailbox::drive_for(const Message& message) {
+  if (message.kind_ == Kind::send) {
+    return drive_sends(message.peer_);
+  }
+  if (message.peer_ != kAnySource) {
+    return drive_recvs(message.peer_);
+  }
+  return drive();
+}
+
+void Mailbox::prefault(int peer) {
+  const auto index = static_cast<std::size_t>(peer);
+  if (prefaulted_[index]) {
+    return;
+  }
+  prefaulted_[index] = true;
+  Status status = group_.segment().prefault(&to(peer), sizeof(Channel));
+  if (!status.ok()) {
+    status.reporter = group_.rank();
+    (void)group_.abort(status);
   }
 }
 
 void Mailbox::finish(const MessagePtr& message, const Status& status) {
   message->status_ = status;
-  --outstanding_;
+  outstanding_.fetch_sub(1, std::memory_order_seq_cst);
   // Publishes status, peer and data to other threads of this process; pairs with Message::done.
+  // seq_cst for the sake of notify.
   message->done_.store(true, std::memory_order_seq_cst);
   if (message->watched_) {
-    to_report_.push_back(message);
-    idle_.notify_one();
+    report(message);
   }
   notify(bell(group_.rank()));
 }
 
 void Mailbox::fail_all(const Status& status) {
-  failed_ = true;
-  std::vector<MessagePtr> failed(recvs_.begin(), recvs_.end());
-  recvs_.clear();
+  failed_ = status;
+  std::vector<MessagePtr> failed = matching_.forsake();
   for (auto& queue : sends_) {
     failed.insert(failed.end(), queue.begin(), queue.end());
     queue.clear();
@@ -236,59 +202,83 @@ void Mailbox::fail_all(const Status& status) {
   }
 }
 
-Status Mailbox::trouble_with(const Message& message) const {
-  if (message.peer_ != kAnySource) {
-    return group_.trouble_with(message.peer_);
+// Ends a wait that was in vain, and with it the group. What to report.
+Status Mailbox::fail(const Message& message, Status status) {
+  const Hold hold(*this);
+  if (status.reporter < 0) {  // not the trouble of some operation, but the end of this one's wait
+    status.mine = message.fingerprint();
+    status.reporter = group_.rank();
+    status.peer = message.peer_;
   }
+  if (!message.done()) {
+    status = group_.abort(status);
+    fail_all(status);
+  }
+  return status;
+}
+
+Status Mailbox::trouble_from(int peer) const {
+  const auto index = static_cast<std::size_t>(peer);
+  MessagePtr message = incoming_[index].receiver;
+  if (!message && !sends_[index].empty()) {
+    message = sends_[index].front();
+  }
+  if (!message && !matching_.expects_from(peer)) {
+    return {};
+  }
+  Status status = group_.trouble_with(peer);
+  if (!status.ok()) {
+    status.mine = (message ? message : matching_.example(peer))->fingerprint();
+  }
+  return status;
+}
+
+// A message of any source can't come when all others have left. When one of them has died, it may
+// be the one that was meant.
+Status Mailbox::trouble_from_any() const {
   int left = 0;
   Status last;
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    const Status status = peer == group_.rank() ? group_.broken() : group_.trouble_with(peer);
-    if (status.code == Code::left) {
-      ++left;
-      last = status;
-    } else if (!status.ok()) {
+    Status status = peer == group_.rank() ? group_.broken() : group_.trouble_with(peer);
+    if (status.ok()) {
+      continue;
+    }
+    status.mine = matching_.example(kAnySource)->fingerprint();
+    if (status.code != Code::left) {
       return status;
     }
+    ++left;
+    last = status;
   }
   return left + 1 == group_.ranks() ? last : Status{};
 }
 
-Status Mailbox::trouble() const {
-  const auto of = [this](const MessagePtr& message) {
-    Status status = trouble_with(*message);
-    status.mine = message->fingerprint();
-    return status;
-  };
-  for (const auto& queue : sends_) {
-    if (!queue.empty()) {
-      if (const Status status = of(queue.front()); !status.ok()) {
-        return status;
-      }
+Status Mailbox::trouble() {
+  std::erase_if(watched_, [](const MessagePtr& message) { return message->done(); });
+  for (const MessagePtr& message : watched_) {
+    if (Clock::now() >= message->deadline_) {
+      return {.code = Code::timeout,
+              .peer = message->peer_,
+              .reporter = group_.rank(),
+              .mine = message->fingerprint()};
     }
   }
-  for (const MessagePtr& message : recvs_) {
-    if (const Status status = of(message); !status.ok()) {
+  for (int peer = 0; peer < group_.ranks(); ++peer) {
+    if (const Status status = trouble_from(peer); !status.ok()) {
       return status;
     }
   }
-  for (const Incoming& incoming : incoming_) {
-    if (incoming.receiver) {
-      if (const Status status = of(incoming.receiver); !status.ok()) {
-        return status;
-      }
-    }
-  }
-  return {};
+  return matching_.expects_from(kAnySource) ? trouble_from_any() : Status{};
 }
 
 // The trouble that remains after a second look. What a peer published before it left or died still
-// counts, and may have come after the last look at its channel.
+// counts, and may have come after the last look at its channel. While something moves, the wait
+// goes on, and there will be another look.
 Status Mailbox::settled_trouble() {
-  if (const Status status = trouble(); status.ok()) {
-    return status;
+  const Hold hold(*this);
+  if (const Status status = trouble(); status.ok() || drive()) {
+    return {};
   }
-  drive();
   return trouble();
 }
 

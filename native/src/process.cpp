@@ -9,8 +9,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <map>
+#include <mutex>
 #include <string>
-#include <utility>
 
 namespace phalanx {
 namespace {
@@ -57,48 +58,55 @@ std::optional<int> zombie_status(int pid) {
 
 }  // namespace
 
-Process::~Process() {
-  if (handle_ >= 0) {
-    ::close(handle_);
+struct Process::Handle {
+  Handle(int of, int fd) : pid(of), descriptor(fd) {}
+  ~Handle() { ::close(descriptor); }
+  Handle(const Handle&) = delete;
+  Handle& operator=(const Handle&) = delete;
+
+  bool ended() const {
+    pollfd poller{.fd = descriptor, .events = POLLIN, .revents = 0};
+    return poll(&poller, 1, 0) == 1;
   }
-}
 
-Process::Process(Process&& other) noexcept
-    : pid_(other.pid_), handle_(std::exchange(other.handle_, -1)) {}
-
-Process& Process::operator=(Process&& other) noexcept {
-  std::swap(pid_, other.pid_);
-  std::swap(handle_, other.handle_);
-  return *this;
-}
+  int pid;
+  int descriptor;
+};
 
 int Process::open(int pid) {
-  const long handle = syscall(SYS_pidfd_open, pid, 0);
-  if (handle < 0) {
+  static std::mutex mutex;
+  static std::map<int, std::weak_ptr<const Handle>> handles;
+  const std::lock_guard lock(mutex);
+  auto& known = handles[pid];
+  handle_ = known.lock();
+  // The handle of a process that has ended may be one of an earlier process with this pid.
+  if (handle_ && !handle_->ended()) {
+    return 0;
+  }
+  const long descriptor = syscall(SYS_pidfd_open, pid, 0);
+  if (descriptor < 0) {
+    handle_ = nullptr;
     return errno;
   }
-  *this = Process();
-  pid_ = pid;
-  handle_ = static_cast<int>(handle);
+  known = handle_ = std::make_shared<const Handle>(pid, static_cast<int>(descriptor));
   return 0;
 }
 
-bool Process::ended() const {
-  pollfd poller{.fd = handle_, .events = POLLIN, .revents = 0};
-  return handle_ >= 0 && poll(&poller, 1, 0) == 1;
-}
+bool Process::ended() const { return handle_ && handle_->ended(); }
 
 std::optional<int> Process::wait_status() const {
-  if (handle_ < 0) {
+  if (!handle_) {
     return std::nullopt;
   }
-  if (const auto status = reaped_status(handle_)) {
+  const int descriptor = handle_->descriptor;
+  if (const auto status = reaped_status(descriptor)) {
     return status;
   }
-  const auto status = zombie_status(pid_);
+  const auto status = zombie_status(handle_->pid);
   // Only now, after the read, is it sure that the pid was this process's: it is until it is reaped.
-  const bool reaped = syscall(SYS_pidfd_send_signal, handle_, 0, nullptr, 0) != 0 && errno == ESRCH;
-  return reaped ? reaped_status(handle_) : status;
+  const bool reaped =
+      syscall(SYS_pidfd_send_signal, descriptor, 0, nullptr, 0) != 0 && errno == ESRCH;
+  return reaped ? reaped_status(descriptor) : status;
 }
 
 }  // namespace phalanx

@@ -72,7 +72,7 @@ std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, std::si
   if (!segment) {
     return nullptr;
   }
-  status = segment->prefault(segment->base_, offsets_for(static_cast<std::size_t>(ranks)).staging);
+  status = prefault(segment->base_, offsets_for(static_cast<std::size_t>(ranks)).staging);
   if (!status.ok()) {
     return nullptr;
   }
@@ -171,7 +171,7 @@ Channel& Segment::channel(int source, int destination) const {
   return reinterpret_cast<Channel*>(base_ + offsets_for(header().ranks).channels)[index];
 }
 
-Status Segment::prefault(void* start, std::size_t bytes) const {
+Status Segment::prefault(void* start, std::size_t bytes) {
   if (madvise(start, bytes, MADV_POPULATE_WRITE) == 0) {
     return {};
   }

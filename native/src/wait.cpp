@@ -56,7 +56,16 @@ int usable_cores() {
 
 Patience::Patience(int ranks) : crowded_(ranks > usable_cores()) {}
 
+Patience Patience::none() {
+  Patience patience(1);
+  patience.spins_ = false;
+  return patience;
+}
+
 Clock::duration Patience::spin_limit() const {
+  if (!spins_) {
+    return {};
+  }
   if (crowded_) {
     return kCrowdedSpin;
   }

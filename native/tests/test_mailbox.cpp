@@ -228,8 +228,8 @@ TEST(watched_messages_are_reported_once) {
         is_send ? post_send(rank, *letter, true) : post_recv(rank, *letter, true);
         ranks::dawdle(rank.random);
         if (rank.random.one_in(2)) {
-          rank.mailbox.watch(letter->message);
-          if (rank.random.one_in(2)) rank.mailbox.watch(letter->message);
+          rank.mailbox.watch(letter->message, Clock::time_point::max());
+          if (rank.random.one_in(2)) rank.mailbox.watch(letter->message, Clock::time_point::max());
           ++watched;
         }
       }

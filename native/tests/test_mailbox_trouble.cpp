@@ -256,3 +256,68 @@ TEST(a_waiter_sees_the_trouble_of_what_others_wait_for) {
     }
   });
 }
+
+TEST(closing_ends_what_other_threads_wait_for) {
+  ranks::run(2, [](Rank& rank) {
+    if (rank.self == 1) {
+      rank.together.arrive_and_wait();
+      return;
+    }
+    std::vector<std::byte> data(2 * kRingBytes);
+    const auto vain = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, true);
+    std::thread other([&rank] {
+      std::byte byte{};
+      const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
+      const Status status = wait_for(rank, message);
+      CHECK_EQ(status.code, Code::left);
+      CHECK_EQ(status.peer, 0);
+    });
+    Event& bell = rank.group.segment().control(0).bell;
+    CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
+    rank.mailbox.close();
+    other.join();
+    CHECK_EQ(wait_for(rank, vain).code, Code::left);
+    const auto late = rank.mailbox.send(data.data(), 1, DType::uint8, 1, 0, true);
+    CHECK_EQ(wait_for(rank, late).code, Code::left);
+    CHECK(rank.group.broken().ok());  // for the others nothing has happened yet
+    rank.together.arrive_and_wait();
+  });
+}
+
+TEST(a_watched_message_has_a_deadline) {
+  ranks::run(2, [](Rank& rank) {
+    Server server(rank.mailbox);
+    std::byte byte{};
+    if (rank.self == 0) {
+      const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 8, true);
+      rank.mailbox.watch(message, Clock::now() + 20ms);
+      CHECK(ranks::eventually([&] { return server.reported() == 1; }));
+      CHECK_EQ(message->status().code, Code::timeout);
+      CHECK_EQ(message->status().peer, 1);
+      CHECK_EQ(message->status().mine.sequence, 8u);
+    }
+    rank.together.arrive_and_wait();
+    CHECK_EQ(rank.group.broken().code, Code::timeout);
+  });
+}
+
+TEST(all_of_a_thousand_are_told_of_a_death) {
+  for (const bool served : {false, true}) {
+    ranks::run(3, [&](Rank& rank) {
+      if (rank.self == 2) return;
+      std::vector<std::byte> data(2 * kRingBytes);
+      std::unique_ptr<Server> server;
+      if (served) server = std::make_unique<Server>(rank.mailbox);
+      std::vector<MessagePtr> messages;
+      for (int i = 0; i < 1000; ++i) {
+        messages.push_back(
+            i % 2 == 0 ? rank.mailbox.recv(data.data(), 1, DType::uint8, 2, i, served)
+                       : rank.mailbox.send(data.data(), data.size(), DType::uint8, 2, i, served));
+      }
+      for (const MessagePtr& message : messages) {
+        CHECK_EQ(wait_for(rank, message).code, Code::left);
+      }
+      CHECK_EQ(rank.mailbox.outstanding(), 0u);
+    });
+  }
+}

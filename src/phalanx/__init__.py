@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from phalanx.backend.shared import empty_shared as empty_shared
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
     from phalanx.errors import CollectiveTimeout as CollectiveTimeout
@@ -46,6 +47,7 @@ _HOMES = {
     "PhalanxError": "phalanx.errors",
     "Session": "phalanx.launch.session",
     "UsageError": "phalanx.errors",
+    "empty_shared": "phalanx.backend.shared",
     "init": "phalanx.launch.session",
 }
 
@@ -59,6 +61,7 @@ __all__ = [
     "Session",
     "UsageError",
     "__version__",
+    "empty_shared",
     "init",
     "launch",
 ]

@@ -7,6 +7,7 @@ operation ends; counts are in elements; `dtype` and `op` are numbers out of `DTY
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
@@ -24,6 +25,12 @@ def instruction_set() -> str:
 
 def usable_cores() -> int:
     """Processors that this process may run on."""
+
+def shared_bytes(size: int) -> Any:
+    """Zeroed memory in this process's arena: an array with `__dlpack__`. Raises OSError."""
+
+def shared_bytes_in_use() -> int:
+    """Bytes of the arena that are allocated, in whole pages."""
 
 def segment_bytes(ranks: int) -> int:
     """Size of the segment of a group; pages come into being when first used."""
@@ -90,7 +97,13 @@ class Group:
     @property
     def closed(self) -> bool: ...
     @property
-    def outstanding(self) -> int: ...
+    def outstanding(self) -> int:
+        """Messages posted and not done."""
+
+    @property
+    def early_peak(self) -> int:
+        """The most bytes that messages took in private memory, come before they were asked for."""
+
     def absent(self) -> list[int]:
         """Ranks that have not joined yet."""
 
@@ -145,15 +158,24 @@ class Group:
         """Exchange; counts are those of each rank, `inputs` and `outputs` addresses."""
 
     def send(
-        self, data: int, count: int, dtype: int, destination: int, tag: int, detached: bool
-    ) -> Message: ...
+        self, data: int, count: int, dtype: int, destination: int, tag: int, timeout: float
+    ) -> Status | None: ...
     def recv(
-        self, data: int, count: int, dtype: int, source: int, tag: int, detached: bool
-    ) -> Message:
+        self, data: int, count: int, dtype: int, source: int, tag: int, timeout: float
+    ) -> int | Status:
+        """Receive; the rank that the message came from. `source` -1 is any rank."""
+
+    def isend(self, data: int, count: int, dtype: int, destination: int, tag: int) -> Message: ...
+    def irecv(self, data: int, count: int, dtype: int, source: int, tag: int) -> Message:
         """Post a recv; `source` -1 is any rank."""
 
     def wait(self, message: Message, timeout: float) -> Status | None: ...
-    def watch(self, message: Message) -> None: ...
+    def test(self, message: Message) -> bool:
+        """Move what can be moved now; whether the message is done."""
+
+    def watch(self, message: Message, timeout: float) -> None:
+        """Have `serve` return the message when it is done, in so many seconds at most."""
+
     def serve(self) -> list[Message]:
         """Drive messages that nobody waits for, until one that is watched is done or `stop`."""
 

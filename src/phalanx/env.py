@@ -10,7 +10,19 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["VARIABLES", "Place", "Variable", "integer", "place"]
+__all__ = [
+    "REPLACEABLE",
+    "VARIABLES",
+    "Place",
+    "Variable",
+    "backend_names",
+    "integer",
+    "place",
+    "replaced_backends",
+]
+
+REPLACEABLE = ("gloo", "mpi", "tcp")
+"""The backends in whose place Phalanx can run; PyTorch has removed "tcp"."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,16 @@ VARIABLES = (
         "Read by the native core when it is loaded: the widest instruction set that the reduction "
         "kernels may use, `baseline`, `avx2` or `avx512`. Unset: the widest that the processor "
         "has. Results are the same with each; it exists to compare and to test them.",
+    ),
+    Variable(
+        "PHALANX_REPLACE",
+        "Backends that Phalanx runs in place of, separated by commas: `gloo`, `mpi`, `tcp`. Set "
+        "for every rank by `phalanx run --replace`, read at `import torch`. Scripts that name one "
+        "of them, or name none where Gloo is the default, then run on Phalanx, and are told the "
+        "name that they asked for. For `mpi` the rank and the world size come from `RANK` and "
+        "`WORLD_SIZE`. In the place of `cpu:gloo,cuda:nccl` Phalanx hands CUDA tensors to NCCL; it "
+        "leaves that as it is where NCCL is given options of its own, and whatever names other "
+        "backends besides. Unset: nothing is replaced.",
     ),
     Variable(
         "RANK",
@@ -189,3 +211,36 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     local_size = world_size if local_size is None else local_size
     local_rank = integer("LOCAL_RANK", minimum=0, maximum=local_size - 1, environ=environ)
     return Place(rank, world_size, rank if local_rank is None else local_rank, local_size)
+
+
+def backend_names(text: str, what: str) -> tuple[str, ...]:
+    """Read names of backends to replace, separated by commas, in any case.
+
+    Args:
+        text: as the user wrote it.
+        what: where that was, for the message.
+
+    Raises:
+        ValueError: a name that isn't one of `REPLACEABLE`, or none at all.
+    """
+    names = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",")))
+    if wrong := [name for name in names if name not in REPLACEABLE]:
+        known = ", ".join(REPLACEABLE)
+        raise ValueError(
+            f"{what} is {text!r}: {wrong[0]!r} can't be replaced; expected some of {known}, "
+            "separated by commas"
+        )
+    return names
+
+
+def replaced_backends(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The backends that `PHALANX_REPLACE` names; none if it is unset or empty.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: it names something else.
+    """
+    text = (os.environ if environ is None else environ).get("PHALANX_REPLACE", "")
+    return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()

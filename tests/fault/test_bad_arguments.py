@@ -104,8 +104,8 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         r"all_gather: tensor 0 of the list is on meta, the tensor of this rank on cpu",
     ),
     "sparse": (
-        lambda: dist.all_reduce(sparse()),
-        r"all_reduce: got a tensor of layout torch.sparse_coo, expected a dense one: to_dense",
+        lambda: dist.broadcast(sparse(), 0),
+        r"broadcast: got a tensor of layout torch.sparse_coo, expected a dense one: to_dense",
     ),
     "sparse CSR": (lambda: dist.broadcast(torch.eye(3).to_sparse_csr(), 0), r"sparse_csr.*dense"),
     "sparse received": (

@@ -48,9 +48,13 @@ class Group:
 
     ended: int | None = None
     closed: bool = False
+    late: tuple[int, ...] = ()
 
     def pid(self, rank: int) -> int:
         return 800 + rank
+
+    def behind(self, _rank: int) -> list[int]:
+        return list(self.late)
 
     def wait_status(self, rank: int) -> int | None:
         return self.ended
@@ -100,9 +104,9 @@ def test_a_group_that_was_left_meanwhile_has_no_pids() -> None:
         (ALL_REDUCE, "all_reduce #41 float32[1024] SUM"),
         (Fingerprint("broadcast", 3, 7, 0, _native.DTYPES["int8"]), "broadcast #3 int8[7] root 0"),
         (Fingerprint("barrier", 9), "barrier #9"),
-        (Fingerprint("send", 0, 5, 4), "send float32[5] to rank 4"),
-        (Fingerprint("recv", 0, 5, 4), "recv float32[5] from rank 4"),
-        (Fingerprint("recv", 0, 5, -1), "recv float32[5] from any rank"),
+        (Fingerprint("send", 0, 5, 4), "send float32[5] to rank 4 tag 0"),
+        (Fingerprint("recv", 7, 5, 4), "recv float32[5] from rank 4 tag 7"),
+        (Fingerprint("recv", 7, 5, -1), "recv float32[5] from any rank tag 7"),
         (Fingerprint(), "no operation"),
     ],
 )
@@ -111,6 +115,15 @@ def test_a_mismatch_names_both_operations(fingerprint: Fingerprint, words: str) 
     assert explain(status) == (
         CollectiveMismatch,
         f"ranks disagree: rank 3 is in all_reduce #41 float32[1024] SUM, rank 5 in {words}",
+    )
+
+
+def test_split_sizes_that_disagree() -> None:
+    mine = Fingerprint("all_to_all", 4, 3, root=5)
+    theirs = Fingerprint("all_to_all", 4, 2, root=3)
+    assert explain(Status("mismatch", peer=5, reporter=3, mine=mine, theirs=theirs)) == (
+        CollectiveMismatch,
+        "split sizes disagree in all_to_all #4: rank 5 gives rank 3 2 elements, which expects 3",
     )
 
 
@@ -126,6 +139,9 @@ def test_a_deadline_names_who_is_missing() -> None:
     assert text.startswith("rank 3 waited for rank 5 (pid 805) in all_reduce #41 float32[1024] SUM")
     assert "7.5 s" in text
     assert "alive" in text
+    _, text = explain(Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE), Group(late=(5, 6)))
+    assert text.startswith("rank 3 waited for rank 5 (pid 805), rank 6 (pid 806) in all_reduce #41")
+    assert text.endswith("the processes are alive")
     _, text = explain(Status("timeout", reporter=3, mine=Fingerprint("recv", 0, 5)))
     assert "rank 3 waited for any rank in recv float32[5] from any rank" in text
 

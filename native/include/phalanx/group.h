@@ -13,6 +13,7 @@
 #include <mutex>
 #include <vector>
 
+#include "phalanx/arena.h"
 #include "phalanx/process.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
@@ -52,6 +53,10 @@ class Group {
   std::byte* next_inline_buffer() const { return inline_buffer(rank_, sequence() + 1); }
   // A rank's inline buffer of the collective that has been met for.
   std::byte* met_inline_buffer(int rank) const { return inline_buffer(rank, sequence()); }
+
+  // What lies at a place in the arena of `owner`, as this process sees it. Maps the arena when it
+  // is first named; null and a broken group when that fails. The caller holds the turn.
+  std::byte* reach(int owner, const Place& place, Status& status);
 
   // Steps are the beats inside an operation: ranks advance in the same order, and wait for a peer
   // to come at least as far as `target`.
@@ -94,7 +99,8 @@ class Group {
   std::mutex turn_;
   std::mutex aborting_;  // a thread that moves messages may fail beside one in a collective
   Patience patience_;
-  std::vector<Process> processes_;  // by rank; the own one is not open
+  std::vector<Process> processes_;                        // by rank; the own one is not open
+  std::vector<std::shared_ptr<const ArenaView>> arenas_;  // by rank, null until first reached
 };
 
 }  // namespace phalanx

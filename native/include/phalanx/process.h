@@ -2,18 +2,15 @@
 // pid.
 #pragma once
 
+#include <memory>
 #include <optional>
 
 namespace phalanx {
 
 class Process {
  public:
-  Process() = default;
-  ~Process();
-  Process(Process&& other) noexcept;
-  Process& operator=(Process&& other) noexcept;
-
-  // 0, or an errno; ESRCH when there is no such process.
+  // 0, or an errno; ESRCH when there is no such process. Groups with the same peer share one
+  // descriptor.
   int open(int pid);
   // Whether it has ended. False for a handle that is not open.
   bool ended() const;
@@ -22,8 +19,8 @@ class Process {
   std::optional<int> wait_status() const;
 
  private:
-  int pid_ = 0;
-  int handle_ = -1;
+  struct Handle;
+  std::shared_ptr<const Handle> handle_;
 };
 
 }  // namespace phalanx

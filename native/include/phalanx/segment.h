@@ -125,9 +125,9 @@ class Segment {
   std::byte* staging(int rank, std::uint64_t chunk) const;
   Channel& channel(int source, int destination) const;
 
-  // Gets the pages of [start, start + bytes) now, so that a host out of memory gives an error here
-  // and not a signal later.
-  Status prefault(void* start, std::size_t bytes) const;
+  // Gets the pages of [start, start + bytes) of shared memory now, so that a host out of memory
+  // gives an error here and not a signal later. Never changes what a peer may be writing there.
+  static Status prefault(void* start, std::size_t bytes);
 
  private:
   Segment(std::byte* base, std::size_t bytes, int fd, bool mapped)

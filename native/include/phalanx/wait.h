@@ -41,6 +41,8 @@ int usable_cores();
 class Patience {
  public:
   explicit Patience(int ranks);
+  // Of a thread that stands behind all others: it doesn't spin.
+  static Patience none();
 
   // True once `ready` is; false when it is time to sleep.
   template <class Ready>
@@ -63,6 +65,7 @@ class Patience {
   Clock::duration spin_limit() const;
 
   bool crowded_;
+  bool spins_ = true;
   int pressed_ = 0;
   Clock::duration typical_{};
 };

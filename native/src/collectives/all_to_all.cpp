@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
 
@@ -7,8 +8,8 @@ namespace phalanx {
 namespace {
 
 // What a rank publishes in its inline buffer before the meeting: its counts, and the parts
-// themselves where all of them fit behind. Everything a peer needs to check the exchange, and to
-// know how many chunks it takes, the same number on all ranks.
+// themselves where all of them fit behind, else where they lie (Sources). Everything a peer needs
+// to check the exchange, and to know how many chunks it takes, the same number on all ranks.
 class Published {
  public:
   Published(std::byte* buffer, int ranks)
@@ -25,10 +26,12 @@ class Published {
     return words_[1 + ranks_ + static_cast<std::size_t>(rank)];
   }
   std::byte* parts() const { return reinterpret_cast<std::byte*>(words_ + 1 + 2 * ranks_); }
-  static std::size_t room(int ranks) {
-    return kInlineBytes - (1 + 2 * static_cast<std::size_t>(ranks)) * sizeof(std::uint64_t);
+  static std::size_t parts_offset(int ranks) {
+    return (1 + 2 * static_cast<std::size_t>(ranks)) * sizeof(std::uint64_t);
   }
-  static_assert((1 + 2 * kMaxRanks) * sizeof(std::uint64_t) <= kInlineBytes);
+  static std::size_t room(int ranks) { return kInlineBytes - parts_offset(ranks); }
+  static_assert((1 + 2 * kMaxRanks) * sizeof(std::uint64_t) + Sources::bytes_for(kMaxRanks) <=
+                kInlineBytes);
 
  private:
   std::uint64_t* words_;
@@ -50,6 +53,11 @@ class AllToAll {
     mine.write(own_, chunks);
     if (chunks == 0) {
       fill_inline(mine.parts());
+    } else {
+      Sources(mine.parts())
+          .publish(
+              group_.ranks(), [&](int rank) { return own_.inputs[rank]; },
+              [&](int rank) { return rank == self() ? 0 : given_bytes(rank); });
     }
     status = group_.meet({.kind = Kind::all_to_all, .dtype = dtype_}, bounds_);
     if (status.ok()) {
@@ -58,7 +66,7 @@ class AllToAll {
     if (!status.ok()) {
       return status;
     }
-    copy_bytes(own_.outputs[self()], own_.inputs[self()], given_bytes(self()));
+    deliver(own_.outputs[self()], own_.inputs[self()], given_bytes(self()), given_bytes(self()));
     std::uint64_t most = 0;
     for (int peer = 0; peer < group_.ranks(); ++peer) {
       const std::uint64_t theirs = published(peer).chunks();
@@ -66,6 +74,15 @@ class AllToAll {
       if (theirs == 0 && peer != self()) {
         take_inline(peer);
       }
+    }
+    const auto gives = [this](int rank) { return published(rank).chunks() != 0; };
+    const Shared shared(group_, gives, Published::parts_offset(group_.ranks()));
+    if (most != 0 && shared.all()) {
+      return shared.move(
+          self(), bounds_, [](int) { return true; },
+          [this](int peer, const std::byte* source) {
+            deliver(own_.outputs[peer], source, taken_bytes(peer), taken_bytes(peer));
+          });
     }
     return move(most);
   }
@@ -158,8 +175,9 @@ class AllToAll {
         [&](int peer, Span, std::uint64_t chunk) {
           if (published(peer).chunks() != 0) {
             const Span span = piece(chunk, taken_bytes(peer));
-            copy_bytes(at(own_.outputs[peer], span.begin),
-                       Parts::place(segment.staging(peer, chunk), self(), part), span.size);
+            deliver(at(own_.outputs[peer], span.begin),
+                    Parts::place(segment.staging(peer, chunk), self(), part), span.size,
+                    taken_bytes(peer));
           }
         });
   }

@@ -1,3 +1,4 @@
+#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
 
@@ -9,6 +10,8 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   const Fingerprint own{.count = count, .root = root, .kind = Kind::broadcast, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const bool is_root = group.rank() == root;
+  const auto gives = [root](int rank) { return rank == root; };
+  const auto takes = [root](int rank) { return rank != root; };
   const bool small = bytes <= kInlineBytes;
   Status status = group.prepare(is_root && !small);
   if (!status.ok()) {
@@ -16,6 +19,8 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   }
   if (small && is_root) {
     copy_bytes(group.next_inline_buffer(), data, bytes);
+  } else if (is_root) {
+    Sources(group.next_inline_buffer()).publish(data, bytes);
   }
   status = group.meet(own, bounds);
   if (!status.ok()) {
@@ -27,15 +32,18 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
     }
     return status;
   }
+  if (const Shared shared(group, gives); shared.all()) {
+    return shared.move(0, bounds, takes,
+                       [&](int, const std::byte* source) { deliver(data, source, bytes, bytes); });
+  }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, segment.chunk_bytes(), bounds,  //
-      [&](int rank) { return rank == root; }, [&](int rank) { return rank != root; },
+      group, bytes, segment.chunk_bytes(), bounds, gives, takes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(root, chunk), at(data, span.begin), span.size);
       },
       [&](int peer, Span span, std::uint64_t chunk) {
-        copy_bytes(at(data, span.begin), segment.staging(peer, chunk), span.size);
+        deliver(at(data, span.begin), segment.staging(peer, chunk), span.size, bytes);
       });
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
 
@@ -11,19 +12,22 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
                  const Fingerprint& own, const Bounds& bounds, Consumes consumes) {
   const int self = group.rank();
   const bool small = bytes <= kInlineBytes;
+  const auto gives = [](int) { return true; };
   Status status = group.prepare(!small);
   if (!status.ok()) {
     return status;
   }
   if (small) {
     copy_bytes(group.next_inline_buffer(), input, bytes);
+  } else {
+    Sources(group.next_inline_buffer()).publish(input, bytes);
   }
   status = group.meet(own, bounds);
   if (!status.ok()) {
     return status;
   }
   if (consumes(self)) {
-    copy_bytes(outputs[self], input, bytes);
+    deliver(outputs[self], input, bytes, bytes);
   }
   if (small) {
     for (int peer = 0; consumes(self) && peer < group.ranks(); ++peer) {
@@ -33,14 +37,19 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
     }
     return status;
   }
+  if (const Shared shared(group, gives); shared.all()) {
+    return shared.move(0, bounds, consumes, [&](int peer, const std::byte* source) {
+      deliver(outputs[peer], source, bytes, bytes);
+    });
+  }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, segment.chunk_bytes(), bounds, [](int) { return true; }, consumes,
+      group, bytes, segment.chunk_bytes(), bounds, gives, consumes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(self, chunk), at(input, span.begin), span.size);
       },
       [&](int peer, Span span, std::uint64_t chunk) {
-        copy_bytes(at(outputs[peer], span.begin), segment.staging(peer, chunk), span.size);
+        deliver(at(outputs[peer], span.begin), segment.staging(peer, chunk), span.size, bytes);
       });
 }
 

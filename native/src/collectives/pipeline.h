@@ -3,8 +3,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
 
+#include "phalanx/copy.h"
 #include "phalanx/group.h"
 
 namespace phalanx {
@@ -26,13 +26,6 @@ inline const std::byte* at(const void* data, std::size_t offset) {
 
 inline std::byte* at(void* data, std::size_t offset) {
   return static_cast<std::byte*>(data) + offset;
-}
-
-// memcpy that takes the null pointers of empty tensors.
-inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
-  if (bytes != 0 && to != from) {
-    std::memcpy(to, from, bytes);
-  }
 }
 
 // Moves ceil(total / chunk_bytes) chunks after a meeting. `produces(r)` and `consumes(r)` say which

@@ -1,5 +1,6 @@
 #include <array>
 
+#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
 
@@ -55,6 +56,11 @@ Status reduce_scatter(Group& group, const void* const* inputs, void* output, std
   }
   if (parts.small()) {
     fill(group.next_inline_buffer(), {0, bytes});
+  } else {
+    Sources(group.next_inline_buffer())
+        .publish(
+            group.ranks(), [&](int rank) { return inputs[rank]; },
+            [&](int rank) { return rank == self ? 0 : bytes; });
   }
   status = group.meet(own, bounds);
   if (!status.ok() || count == 0) {
@@ -65,6 +71,17 @@ Status reduce_scatter(Group& group, const void* const* inputs, void* output, std
     part.combine({0, bytes},
                  [&](int peer) { return parts.of(group.met_inline_buffer(peer), self); });
     return status;
+  }
+  if (const Shared shared(group, [](int) { return true; }); shared.all()) {
+    std::array<const std::byte*, kMaxRanks> sources;
+    for (int rank = 0; rank < group.ranks(); ++rank) {
+      if (rank != self &&
+          (sources[static_cast<std::size_t>(rank)] = shared.reach(rank, self, status)) == nullptr) {
+        return status;
+      }
+    }
+    part.combine({0, bytes}, [&](int peer) { return sources[static_cast<std::size_t>(peer)]; });
+    return part_together(group, bounds);
   }
   const Segment& segment = group.segment();
   return exchange_chunks(

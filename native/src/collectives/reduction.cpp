@@ -2,6 +2,7 @@
 
 #include <array>
 
+#include "direct.h"
 #include "pipeline.h"
 
 namespace phalanx {
@@ -125,6 +126,62 @@ class LargeReduction {
   std::array<const void*, kMaxRanks> sources_;
 };
 
+// The reduction of large tensors that all lie in arenas: every rank combines a slice of its own,
+// and writes the result to all who want it.
+class SharedReduction {
+ public:
+  SharedReduction(Group& group, void* data, const Fingerprint& own)
+      : group_(group), data_(static_cast<std::byte*>(data)), own_(own) {}
+
+  // After a meeting.
+  template <class Gives>
+  Status run(const Shared<Gives>& shared, const Bounds& bounds) {
+    const auto ranks = static_cast<std::size_t>(group_.ranks());
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      Status status;
+      tensors_[rank] = static_cast<int>(rank) == group_.rank()
+                           ? data_
+                           : shared.reach(static_cast<int>(rank), 0, status);
+      if (tensors_[rank] == nullptr) {
+        return status;
+      }
+    }
+    const std::size_t total = own_.count * size_of(own_.dtype);
+    const std::size_t slice = (total / ranks + kLine) / kLine * kLine;
+    const std::size_t begin = std::min(slice * static_cast<std::size_t>(group_.rank()), total);
+    const std::size_t end = std::min(begin + slice, total);
+    for (std::size_t at = begin; at < end; at += kBlock) {
+      combine({at, std::min(kBlock, end - at)});
+    }
+    return part_together(group_, bounds);
+  }
+
+ private:
+  // What is combined at once, so that the result is still in the cache when it is handed out.
+  static constexpr std::size_t kBlock = 32 * 1024;
+
+  void combine(Span span) {
+    const auto ranks = static_cast<std::size_t>(group_.ranks());
+    for (std::size_t rank = 0; rank < ranks; ++rank) {
+      sources_[rank] = tensors_[rank] + span.begin;
+    }
+    const bool everywhere = own_.root < 0;
+    const auto first = static_cast<std::size_t>(everywhere ? group_.rank() : own_.root);
+    std::byte* out = tensors_[first] + span.begin;
+    phalanx::reduce(out, sources_.data(), ranks, span.size / size_of(own_.dtype), own_.dtype,
+                    own_.op, group_.ranks());
+    for (std::size_t rank = 0; everywhere && rank < ranks; ++rank) {
+      copy_bytes(tensors_[rank] + span.begin, out, span.size);
+    }
+  }
+
+  Group& group_;
+  std::byte* data_;
+  const Fingerprint& own_;
+  std::array<std::byte*, kMaxRanks> tensors_;
+  std::array<const void*, kMaxRanks> sources_;
+};
+
 }  // namespace
 
 Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
@@ -138,10 +195,15 @@ Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds&
   }
   if (small) {
     copy_bytes(group.next_inline_buffer(), data, bytes);
+  } else {
+    Sources(group.next_inline_buffer()).publish(data, bytes);
   }
   status = group.meet(own, bounds);
   if (!status.ok() || own.count == 0) {
     return status;
+  }
+  if (const Shared shared(group, [](int) { return true; }); !small && shared.all()) {
+    return SharedReduction(group, data, own).run(shared, bounds);
   }
   if (!small) {
     return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(wanted);

@@ -1,3 +1,4 @@
+#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
 
@@ -9,6 +10,8 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
   const Fingerprint own{.count = count, .root = root, .kind = Kind::scatter, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const int self = group.rank();
+  const auto gives = [root](int rank) { return rank == root; };
+  const auto takes = [root](int rank) { return rank != root; };
   const Parts parts(group, bytes);  // in the root's buffers
   const auto fill = [&](std::byte* buffer, Span span) {
     for (int rank = 0; rank < group.ranks(); ++rank) {
@@ -23,26 +26,36 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
   }
   if (parts.small() && self == root) {
     fill(group.next_inline_buffer(), {0, bytes});
+  } else if (self == root) {
+    Sources(group.next_inline_buffer())
+        .publish(
+            group.ranks(), [&](int rank) { return inputs[rank]; },
+            [&](int rank) { return rank == root ? 0 : bytes; });
   }
   status = group.meet(own, bounds);
   if (!status.ok()) {
     return status;
   }
   if (self == root) {
-    copy_bytes(output, inputs[root], bytes);
+    deliver(output, inputs[root], bytes, bytes);
   } else if (parts.small()) {
     copy_bytes(output, parts.of(group.met_inline_buffer(root), self), bytes);
   }
-  const Segment& segment = group.segment();
   if (parts.small()) {
     return status;
   }
+  if (const Shared shared(group, gives); shared.all()) {
+    return shared.move(self, bounds, takes, [&](int, const std::byte* source) {
+      deliver(output, source, bytes, bytes);
+    });
+  }
+  const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, parts.size(), bounds, [&](int rank) { return rank == root; },
-      [&](int rank) { return rank != root; },
+      group, bytes, parts.size(), bounds, gives, takes,
       [&](Span span, std::uint64_t chunk) { fill(segment.staging(root, chunk), span); },
       [&](int peer, Span span, std::uint64_t chunk) {
-        copy_bytes(at(output, span.begin), parts.of(segment.staging(peer, chunk), self), span.size);
+        deliver(at(output, span.begin), parts.of(segment.staging(peer, chunk), self), span.size,
+                bytes);
       });
 }
 

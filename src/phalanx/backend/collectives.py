@@ -1,4 +1,4 @@
-"""Collectives on lists of tensors, and how every collective runs.
+"""Collectives on lists of tensors.
 
 Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
 native call, and lets `_collective` run it.
@@ -6,75 +6,99 @@ native call, and lets `_collective` run it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx.backend.call_site import call_site
-from phalanx.backend.dtypes import OP_NAMES, code_of, premultiplier, reduction
-from phalanx.backend.failure import error_for
-from phalanx.backend.messages import Messages
-from phalanx.backend.operands import dense, label, only, same_kind, settle
-from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
-from phalanx.errors import UsageError
+from phalanx.backend.dtypes import Reduction, code_of, factor_of, reduction
+from phalanx.backend.operands import dense, only, same_kind, settle
+from phalanx.backend.options import options_of
+from phalanx.backend.running import NativeCall, Running, Tensors, in_turn
+from phalanx.backend.sparse import sparse_sum
+from phalanx.errors import CollectiveTimeout, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
     from datetime import timedelta
 
-    from phalanx import _native
 
-Tensors = list[torch.Tensor]
-NativeCall = Callable[[float], "_native.Status | None"]
+_broadcast = options_of(dist.BroadcastOptions, "rootRank")
+_allreduce = options_of(dist.AllreduceOptions, "reduceOp")
+_reduce = options_of(dist.ReduceOptions, "rootRank")
+_allgather = options_of(AllgatherOptions)
+_gather = options_of(dist.GatherOptions, "rootRank")
+_scatter = options_of(dist.ScatterOptions, "rootRank")
+_reduce_scatter = options_of(dist.ReduceScatterOptions, "reduceOp")
+_alltoall = options_of(dist.AllToAllOptions)
+_barrier = options_of(dist.BarrierOptions)
 
-_DONE = FinishedWork([])
 
+class Collectives(Running):
+    """A group whose ranks do the same operations in the same order.
 
-class Collectives(Messages):
-    """A group whose ranks do the same operations in the same order."""
+    As with PyTorch's own groups, each method takes an options object, or the option that matters
+    most (root or operator), and a timeout; and one tensor in the place of a list of one.
+    """
 
     # Collectives, in the order of PyTorch's documentation.
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Overwrite the tensor of every rank with the root's."""
-        opts = opts or dist.BroadcastOptions()
+        opts = _broadcast(opts, timeout)
         tensor = only(tensors, "broadcast")
         root = self._check_root(opts.rootRank, "broadcast")
         code = code_of(tensor.dtype, "broadcast")
         flat = dense(tensor, "broadcast", written=root != self._rank)
         call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
         outputs = [] if root == self._rank else [(tensor, flat)]
-        return self._collective("broadcast", call, tensor, opts, outputs, root=root, keep=flat)
+        return self._collective("broadcast", call, tensor, opts, outputs, 0, root, keep=flat)
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Combine the tensors of all ranks; every rank gets the result, in place."""
-        opts = opts or dist.AllreduceOptions()
+        opts = _allreduce(opts, timeout)
         tensor = only(tensors, "all_reduce")
-        code, op = self._reduction(tensor, opts.reduceOp, "all_reduce")
-        flat = self._factored(tensor, opts.reduceOp, "all_reduce", written=True)
-        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), code, op)
-        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], op=op)
+        if tensor.is_sparse:
+            call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
+            return self._collective("all_reduce", call, tensor, opts, [])
+        op = opts.reduceOp
+        how = reduction(op, tensor, "all_reduce")
+        flat = self._reducible(tensor, how, op, "all_reduce", written=True)
+        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op)
+        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], how.op)
 
-    def reduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def reduce(
+        self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
         """Combine the tensors of all ranks; the root gets the result, in place."""
-        opts = opts or dist.ReduceOptions()
+        opts = _reduce(opts, timeout)
         tensor = only(tensors, "reduce")
         root = self._check_root(opts.rootRank, "reduce")
         is_root = root == self._rank
-        code, op = self._reduction(tensor, opts.reduceOp, "reduce")
-        flat = self._factored(tensor, opts.reduceOp, "reduce", written=is_root)
-        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), code, op, root)
+        op = opts.reduceOp
+        how = reduction(op, tensor, "reduce")
+        flat = self._reducible(tensor, how, op, "reduce", written=is_root)
+        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root)
         outputs = [(tensor, flat)] if is_root else []
-        return self._collective("reduce", call, tensor, opts, outputs, op=op, root=root, keep=flat)
+        return self._collective("reduce", call, tensor, opts, outputs, how.op, root, keep=flat)
 
     def allgather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on every rank."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = _allgather(opts, timeout)
         tensor = only(input_tensors, "all_gather")
         outputs = self._per_rank(output_tensors, "all_gather", "outputs")
         same_kind(outputs, tensor, "all_gather", sized=(self._rank,))
@@ -97,10 +121,14 @@ class Collectives(Messages):
         return self._collective("all_gather", call, tensor, opts, pairs, keep=flat)
 
     def gather(
-        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: list[Tensors],
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on the root."""
-        opts = opts or dist.GatherOptions()
+        opts = _gather(opts, timeout)
         tensor = only(input_tensors, "gather")
         root = self._check_root(opts.rootRank, "gather")
         outputs: Sequence[torch.Tensor] = ()
@@ -116,10 +144,14 @@ class Collectives(Messages):
         return self._collective("gather", call, tensor, opts, pairs, root=root, keep=flat)
 
     def scatter(
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: list[Tensors],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Give every rank its tensor of the root's list."""
-        opts = opts or dist.ScatterOptions()
+        opts = _scatter(opts, timeout)
         tensor = only(output_tensors, "scatter")
         root = self._check_root(opts.rootRank, "scatter")
         inputs: Sequence[torch.Tensor] = ()
@@ -132,44 +164,65 @@ class Collectives(Messages):
         addresses = [item.data_ptr() for item in flats]
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         return self._collective(
-            "scatter", call, tensor, opts, [(tensor, flat)], root=root, keep=flats
+            "scatter",
+            call,
+            tensor,
+            opts,
+            [(tensor, flat)],
+            root=root,
+            keep=flats,
+            inputs=inputs,
         )
 
     def reduce_scatter(
-        self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: list[Tensors],
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Combine the lists of all ranks; every rank gets the entry at its rank."""
-        opts = opts or dist.ReduceScatterOptions()
+        opts = _reduce_scatter(opts, timeout)
         tensor = only(output_tensors, "reduce_scatter")
         inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
         same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
         flat = dense(tensor, "reduce_scatter", written=True)
-        sources = [self._factored(item, opts.reduceOp, "reduce_scatter") for item in inputs]
-        code, op = self._reduction(tensor, opts.reduceOp, "reduce_scatter")
+        op = opts.reduceOp
+        how = reduction(op, tensor, "reduce_scatter")
+        sources = [self._reducible(item, how, op, "reduce_scatter") for item in inputs]
         native = self._native
         if all(source.numel() == flat.numel() for source in sources):
             addresses = [source.data_ptr() for source in sources]
             call: NativeCall = partial(
-                native.reduce_scatter, addresses, flat.data_ptr(), flat.numel(), code, op
+                native.reduce_scatter,
+                addresses,
+                flat.data_ptr(),
+                flat.numel(),
+                how.dtype,
+                how.op,
             )
         else:
             settle(flat.view(-1), sources[self._rank].view(-1))
             sources[self._rank] = flat
             call = in_turn(
-                partial(native.reduce, source.data_ptr(), source.numel(), code, op, root)
+                partial(native.reduce, source.data_ptr(), source.numel(), how.dtype, how.op, root)
                 for root, source in enumerate(sources)
             )
         return self._collective(
-            "reduce_scatter", call, tensor, opts, [(tensor, flat)], op=op, keep=sources
+            "reduce_scatter", call, tensor, opts, [(tensor, flat)], how.op, keep=sources
         )
 
     def alltoall(
-        self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: Tensors,
+        opts: Any = None,
+        timeout: timedelta | None = None,
     ) -> dist.Work:
         """Give every rank its tensor of the list; sizes may differ from pair to pair."""
-        opts = opts or dist.AllToAllOptions()
-        outputs = self._per_rank([output_tensors], "all_to_all", "outputs")
-        inputs = self._per_rank([input_tensors], "all_to_all", "inputs")
+        opts = _alltoall(opts, timeout)
+        outputs = self._per_rank(output_tensors, "all_to_all", "outputs")
+        inputs = self._per_rank(input_tensors, "all_to_all", "inputs")
         same_kind(inputs, inputs[0], "all_to_all", sized=())
         same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
         sources = [dense(item, "all_to_all", written=False) for item in inputs]
@@ -185,9 +238,9 @@ class Collectives(Messages):
         pairs = list(zip(outputs, flats, strict=True))
         return self._collective("all_to_all", call, inputs[0], opts, pairs, keep=sources)
 
-    def barrier(self, opts: Any = None) -> dist.Work:
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Block until all ranks have come."""
-        opts = opts or dist.BarrierOptions()
+        opts = _barrier(opts, timeout)
         return self._collective("barrier", self._native.barrier, None, opts, [])
 
     def monitored_barrier(
@@ -196,100 +249,54 @@ class Collectives(Messages):
         """Block until all ranks have come; when the time is up, every rank learns who has not.
 
         Args:
-            timeout: How long to wait; the group's timeout if None.
-            wait_all_ranks: For PyTorch's sake. All missing ranks are named either way.
+            timeout: How long to wait; the group's timeout if None. Zero or less has passed already.
+            wait_all_ranks: Name all missing ranks, not only the first, in PyTorch's own words at
+                the end of the message. Its beginning names all of them either way.
 
         Raises:
             CollectiveTimeout: Ranks that did not come in time, by number and pid. The group is
-                broken then, as after every timeout.
+                broken then, as after every timeout, unless the time had passed before the call.
         """
-        del wait_all_ranks
         opts = dist.BarrierOptions()
+        opts.asyncOp = False
         if timeout is not None:
             opts.timeout = timeout
-        self._collective("monitored_barrier", self._native.barrier, None, opts, [])
-
-    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
-        self._joined = []
-
-    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        works, self._joined = self._joined or [], None
-        return JointWork(works)
-
-    # How they run.
-
-    def _collective(
-        self,
-        name: str,
-        call: NativeCall,
-        subject: torch.Tensor | None,
-        opts: Any,
-        outputs: list[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        op: int = 0,
-        root: int = -1,
-        keep: object = None,
-    ) -> dist.Work:
-        """Run now, or in the group's thread when asked to or when others are queued there.
-
-        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
-        only has to live until the operation has ended.
-        """
-        native, timeout = self._native, seconds_of(opts.timeout, self._timeout)
-        describe = partial(_describe, native, name, subject, op, root)
-        if not opts.asyncOp and not self._collectives.busy:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(call_site()), timeout)
-            for tensor, flat in outputs:
-                settle(tensor, flat)
-            return _DONE
-        site = call_site()
-
-        def run(_keep: object = keep) -> None:
-            status = call(timeout)
-            if status is not None:
-                raise error_for(status, native, self._place, describe(site), timeout)
-            for tensor, flat in outputs:
-                settle(tensor, flat)
-
-        results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results)
-        self._collectives.submit(work.execute)
-        if self._joined is not None:
-            self._joined.append(work)
-        if not opts.asyncOp:
-            work.wait()
-        return work
+            if timeout.total_seconds() <= 0:
+                raise CollectiveTimeout(
+                    f"[{self._place} on {socket.gethostname()}] monitored_barrier at {call_site()}:"
+                    f" Rank {self._rank} timed out in monitoredBarrier, with a timeout of {timeout}"
+                )
+        native = self._native
+        try:
+            self._collective("monitored_barrier", native.barrier, None, opts, [])
+        except CollectiveTimeout as error:
+            late = [] if native.closed else native.behind(0)
+            words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
+            raise CollectiveTimeout(f"{error}. {words}") from None
 
     # Checks and words.
 
     @staticmethod
-    def _reduction(tensor: torch.Tensor, op: Any, name: str) -> tuple[int, int]:
-        """The core's numbers of dtype and operator."""
-        code = code_of(tensor.dtype, name)
-        return code, reduction(op, code, name)
-
-    @staticmethod
-    def _factored(
-        tensor: torch.Tensor, op: Any, name: str, *, written: bool = False
+    def _reducible(
+        tensor: torch.Tensor, how: Reduction, op: Any, name: str, *, written: bool = False
     ) -> torch.Tensor:
-        """The tensor as the core takes it; times the factor if the operator is PREMUL_SUM."""
+        """The tensor as the core takes it; times the factor if the operator has one."""
         flat = dense(tensor, name, written=written)
-        factor = premultiplier(op)
-        if factor is None:
+        if not how.multiplied:
             return flat
-        if not (tensor.is_floating_point() or tensor.is_complex()):
-            raise UsageError(f"{name}: PREMUL_SUM needs floats, got {label(tensor)}")
+        factor = factor_of(op)
         # Never in place: the user's own tensor keeps its values where it isn't the result.
         return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
 
-    def _per_rank(self, lists: list[Tensors], name: str, what: str) -> Tensors:
-        """The list that holds one tensor for each rank, checked."""
-        if len(lists) != 1 or len(lists[0]) != self._size:
-            got = len(lists[0]) if lists else 0
-            raise UsageError(f"{name}: got {got} {what}, expected one per rank, {self._size}")
-        return lists[0]
+    def _per_rank(self, lists: list[Tensors] | Tensors, name: str, what: str) -> Tensors:
+        """The list that holds one tensor for each rank, alone or in a list of one, checked."""
+        nested = len(lists) == 1 and not isinstance(lists[0], torch.Tensor)
+        tensors: Any = lists[0] if nested else lists
+        if len(tensors) != self._size:
+            raise UsageError(
+                f"{name}: got {len(tensors)} {what}, expected one per rank, {self._size}"
+            )
+        return list(tensors)
 
     def _check_root(self, root: int, name: str) -> int:
         if not 0 <= root < self._size:
@@ -297,29 +304,12 @@ class Collectives(Messages):
         return root
 
 
-def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
-    """One call that makes all of them, each with the whole timeout, until one fails."""
-    steps = list(calls)
-
-    def run(timeout: float) -> _native.Status | None:
-        for step in steps:
-            status = step(timeout)
-            if status is not None:
-                return status
-        return None
-
-    return run
-
-
-def _describe(
-    native: _native.Group, name: str, subject: torch.Tensor | None, op: int, root: int, site: str
-) -> str:
-    # Another thread may have left the group meanwhile.
-    words = [name if native.closed else f"{name} #{native.sequence}"]
-    if subject is not None:
-        words.append(label(subject))
-    if op:
-        words.append(OP_NAMES[op])
-    if root >= 0:
-        words.append(f"root {root}")
-    return f"{' '.join(words)} at {site}"
+def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
+    """What Gloo's monitored_barrier says, for programs that look for it."""
+    if rank != 0:
+        return (
+            f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "
+            "for send/recv from rank 0"
+        )
+    ranks = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+    return f"{ranks} failed to pass monitoredBarrier"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import ReduceOp
 
 from phalanx import _native
+from phalanx.backend.operands import label
 from phalanx.errors import UsageError
 
 CODES: dict[torch.dtype, int] = {
@@ -24,11 +26,34 @@ _OPS: dict[int, int] = {
 _SUM = hash(ReduceOp.SUM)
 _PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
 OP_NAMES: dict[int, str] = {code: name.upper() for name, code in _native.REDUCE_OPS.items()}
-_SUPPORTED = frozenset(
-    (dtype, op)
-    for dtype in _native.DTYPES.values()
-    for op in _OPS.values()
-    if _native.supports(dtype, op)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """What the core and this layer need to know of an operator on a dtype.
+
+    Attributes:
+        dtype: The core's number.
+        op: The core's number; that of SUM for PREMUL_SUM.
+        multiplied: Whether tensors are multiplied by a factor first, as PREMUL_SUM has it.
+    """
+
+    dtype: int
+    op: int
+    multiplied: bool
+
+
+# All that there are: asking is one look-up, of an operation's whole cost a tenth.
+_REDUCTIONS: dict[tuple[torch.dtype, int], Reduction] = {
+    (dtype, number): Reduction(code, op, multiplied=False)
+    for dtype, code in CODES.items()
+    for number, op in _OPS.items()
+    if _native.supports(code, op)
+}
+_REDUCTIONS.update(
+    ((dtype, _PREMUL_SUM), Reduction(code, _OPS[_SUM], multiplied=True))
+    for dtype, code in CODES.items()
+    if dtype.is_floating_point or dtype.is_complex
 )
 
 
@@ -41,25 +66,26 @@ def code_of(dtype: torch.dtype, what: str) -> int:
     return code
 
 
-def reduction(op: ReduceOp, dtype: int, what: str) -> int:
-    """The core's number of an operator, checked against the dtype. PREMUL_SUM counts as SUM."""
-    number = hash(op)
-    code = _OPS.get(_SUM if number == _PREMUL_SUM else number)
-    if code is None:
+def reduction(op: ReduceOp, tensor: torch.Tensor, what: str) -> Reduction:
+    """An operator, checked against a tensor's dtype; `what` names the operation in the error."""
+    number, dtype = hash(op), tensor.dtype
+    found = _REDUCTIONS.get((dtype, number))
+    if found is not None:
+        return found
+    code = code_of(dtype, what)
+    if number == _PREMUL_SUM:
+        raise UsageError(f"{what}: PREMUL_SUM needs floats, got {label(tensor)}")
+    if number not in _OPS:
         raise UsageError(f"{what}: unknown reduction {op}")
-    if (dtype, code) not in _SUPPORTED:
-        possible = [OP_NAMES[o] for o in _OPS.values() if (dtype, o) in _SUPPORTED]
-        raise UsageError(
-            f"{what}: {OP_NAMES[code]} has no meaning for {NAMES[dtype]}; "
-            f"expected one of: {', '.join(possible)}"
-        )
-    return code
+    possible = [OP_NAMES[o] for n, o in _OPS.items() if (dtype, n) in _REDUCTIONS]
+    raise UsageError(
+        f"{what}: {OP_NAMES[_OPS[number]]} has no meaning for {NAMES[code]}; "
+        f"expected one of: {', '.join(possible)}"
+    )
 
 
-def premultiplier(op: ReduceOp) -> float | torch.Tensor | None:
-    """The factor of a PREMUL_SUM; None for other operators."""
-    if hash(op) != _PREMUL_SUM:
-        return None
+def factor_of(op: ReduceOp) -> float | torch.Tensor:
+    """The factor of a PREMUL_SUM."""
     state: Any = op.__getstate__()
     factor: float | torch.Tensor = state[1]
     return factor

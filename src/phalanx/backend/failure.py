@@ -48,6 +48,12 @@ def left_behind(place: str, what: str) -> Aborted:
     )
 
 
+def other_end(kind: str, peer: int, tag: int) -> str:
+    """Whom a message is for or from, in words; a `peer` below zero is any rank."""
+    rank = f"rank {peer}" if peer >= 0 else "any rank"
+    return f"{'to' if kind == 'send' else 'from'} {rank} tag {tag}"
+
+
 def _explain(
     status: _native.Status, group: _native.Group, timeout: float
 ) -> tuple[type[PhalanxError], str]:
@@ -76,8 +82,8 @@ def _explain(
             names = ", ".join(_name(group, rank) for rank in late) or "any rank"
             alive = "the processes are alive" if len(late) > 1 else "the process is alive"
             return CollectiveTimeout, (
-                f"rank {reporter} waited for {names} in {_operation(status.mine)} until its "
-                f"deadline ({timeout:g} s on this rank); {alive}"
+                f"rank {reporter} waited for {names} in {_operation(status.mine)} until the "
+                f"timeout of {timeout:g} s on this rank; {alive}"
             )
         case "aborted":
             return Aborted, f"the group was aborted by rank {reporter}"
@@ -129,17 +135,16 @@ def _operation(fingerprint: _native.Fingerprint) -> str:
     kind = fingerprint.kind
     if kind == "none":
         return "no operation"
+    shape = f"{NAMES[fingerprint.dtype]}[{fingerprint.count}]"
+    if kind in ("send", "recv"):
+        # What counts collectives is the tag here.
+        return f"{kind} {shape} {other_end(kind, fingerprint.root, fingerprint.sequence)}"
     number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
     if kind == "barrier":
         return f"barrier{number}"
     if kind == "all_to_all":
         return f"all_to_all{number} {NAMES[fingerprint.dtype]}"
-    words = f"{kind}{number} {NAMES[fingerprint.dtype]}[{fingerprint.count}]"
+    words = f"{kind}{number} {shape}"
     if fingerprint.op:
         words += f" {OP_NAMES[fingerprint.op]}"
-    if kind == "send":
-        return f"{words} to rank {fingerprint.root}"
-    if kind == "recv":
-        source = f"rank {fingerprint.root}" if fingerprint.root >= 0 else "any rank"
-        return f"{words} from {source}"
     return f"{words} root {fingerprint.root}" if fingerprint.root >= 0 else words

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from phalanx.backend import lifetime
+from phalanx.backend.cuda import NcclChild
 from phalanx.backend.failure import left_behind
 from phalanx.backend.progress import CollectiveThread, MessageThread
 
 if TYPE_CHECKING:
     from datetime import timedelta
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
     from phalanx import _native
     from phalanx.backend.work import MessageWork
@@ -22,17 +26,32 @@ _STOP_SECONDS = 2.0
 class Membership(dist.ProcessGroup):
     """This rank's membership of a group: the native group, its threads, and leaving it."""
 
+    # PyTorch asks a group's backend what it can; this group has none beside itself.
+    supports_splitting = False
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_shrinking = False
+
     def __init__(
-        self, native: _native.Group, rank: int, size: int, name: str, timeout: timedelta
+        self,
+        native: _native.Group,
+        store: Store,
+        rank: int,
+        size: int,
+        name: str,
+        timeout: timedelta,
     ) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg] # the stub lacks this constructor
         self._native = native
+        self._store = store
         self._rank = rank
         self._size = size
         self._place = f"rank {rank}/{size}"
         self._name = name
         self._desc = ""
+        self._answers_to = "phalanx"
         self._timeout = timeout.total_seconds()
+        self._nccl = NcclChild(store, rank, size, timeout)
         self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
         self._messages = MessageThread(f"phalanx-{name}-messages", native)
         self._kept: list[MessageWork] = []
@@ -43,7 +62,16 @@ class Membership(dist.ProcessGroup):
     # What PyTorch asks of a group.
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
+        # For PyTorch's C++ alone: of a group with the name "gloo", it takes the Gloo backend.
         return "phalanx"
+
+    def name(self) -> str:
+        """The backend's name: "phalanx", or that of the backend in whose place the group is."""
+        return self._answers_to
+
+    def stand_in_for(self, name: str) -> None:
+        """Answer to the name of another backend (see `replace`)."""
+        self._answers_to = name
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -57,6 +85,29 @@ class Membership(dist.ProcessGroup):
     def setGroupDesc(self, desc: str) -> None:  # noqa: N802
         self._desc = desc
 
+    def get_group_store(self) -> Store:
+        return self._store
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        kinds = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002 - PyTorch's signature
+        return self
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._native.sequence
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # the core counts from the beginning
+
+    def _wait_for_pending_works(self) -> None:
+        self._collectives.drain()
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long an operation may wait for its peers, from the next one on."""
         self._timeout = timeout.total_seconds()
@@ -66,6 +117,7 @@ class Membership(dist.ProcessGroup):
         native = self._native
         if not native.closed:
             self.quiesce()
+            self._nccl.shutdown()
             native.close()
             self.replace_native(lifetime.left())
             for work in self._kept:
@@ -76,6 +128,7 @@ class Membership(dist.ProcessGroup):
         """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
         if not self._native.closed:
             self._native.abort()
+            self._nccl.abort()
             self.shutdown()
 
     def quiesce(self, patience: float | None = None) -> None:

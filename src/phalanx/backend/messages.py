@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import code_of
-from phalanx.backend.failure import error_for
+from phalanx.backend.failure import error_for, left_behind, other_end
 from phalanx.backend.membership import Membership
-from phalanx.backend.operands import dense, label, only, settle
-from phalanx.backend.work import MessageWork
+from phalanx.backend.operands import dense, label, only, settle, tell_once
+from phalanx.backend.profiling import begin_event, profiling
+from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -23,68 +24,126 @@ if TYPE_CHECKING:
     import torch
 
     from phalanx import _native
+    from phalanx.errors import PhalanxError
 
     Tensors = list[torch.Tensor]
 
 _ANY_SOURCE = -1
-# PyTorch's send is isend and wait; to know that the wait comes at once saves waking a thread.
+# PyTorch's send is isend and wait.
 _BLOCKING = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
+# What a blocking call gives back: nobody sees it but PyTorch, which waits for it.
+_DONE = FinishedWork([])
+# So much private memory for messages that come before they are asked for is worth a word.
+_MUCH_EARLY = 256 * 2**20
 
 
 class Messages(Membership):
-    """A group of which any rank sends to any other, each message on its own."""
+    """A group of which any rank sends to any other, each message on its own.
+
+    Any order of isend and irecv on both sides completes. Messages of one source and tag keep
+    theirs. Of `dist.send` and `dist.recv`, which wait at once, no handle is ever made.
+    """
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Send a tensor to a rank of the group; done when it stands in shared memory."""
-        tensor = only(tensors, "send")
-        peer = self._check_peer(dst, tag, "send")
-        flat = dense(tensor, "send", written=False)
-        return self._message("send", self._native.send, tensor, flat, peer, tag)
+        blocking = _is_blocking()
+        if profiling():
+            return self._profiled_message("send", tensors, partial(self._send, dst, tag, blocking))
+        return self._send(dst, tag, blocking, tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """Receive a tensor of exactly this dtype and element count from a rank of the group."""
-        tensor = only(tensors, "recv")
-        peer = self._check_peer(src, tag, "recv")
-        flat = dense(tensor, "recv", written=True)
-        return self._message("recv", self._native.recv, tensor, flat, peer, tag)
+        _check_peer(src, self._size, "recv")
+        blocking = _is_blocking()
+        if profiling():
+            return self._profiled_message("recv", tensors, partial(self._recv, src, tag, blocking))
+        return self._recv(src, tag, blocking, tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receive from whichever rank sends first; `Work._source_rank()` tells which."""
-        tensor = only(tensors, "recv")
-        self._check_peer(self._rank, tag, "recv")
-        flat = dense(tensor, "recv", written=True)
-        return self._message("recv", self._native.recv, tensor, flat, _ANY_SOURCE, tag)
+        blocking = _is_blocking()
+        receive = partial(self._recv, _ANY_SOURCE, tag, blocking)
+        if profiling():
+            return self._profiled_message("recvAnySource", tensors, receive)
+        return receive(tensors)
 
-    def _message(
+    def _send(self, dst: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
+        tensor = only(tensors, "send")
+        _check_peer(dst, self._size, "send")
+        _check_tag(tag, "send")
+        flat = dense(tensor, "send", written=False)
+        code = code_of(tensor.dtype, "send")
+        native = self._native
+        if blocking:
+            timeout = self._timeout
+            status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
+            if status is not None:
+                raise self._failure(native, "send", tensor, dst, tag, timeout, call_site(), status)
+            return _DONE
+        message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
+        return self._under_way("send", native, message, tensor, flat, dst, tag)
+
+    def _recv(self, src: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
+        tensor = only(tensors, "recv")
+        _check_tag(tag, "recv")
+        flat = dense(tensor, "recv", written=True)
+        code = code_of(tensor.dtype, "recv")
+        native = self._native
+        if not blocking:
+            message = native.irecv(flat.data_ptr(), flat.numel(), code, src, tag)
+            return self._under_way("recv", native, message, tensor, flat, src, tag)
+        timeout = self._timeout
+        source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
+        if not isinstance(source, int):
+            raise self._failure(native, "recv", tensor, src, tag, timeout, call_site(), source)
+        _received(native, tensor, flat)
+        return _DONE if src >= 0 else FinishedMessage([tensor], source)
+
+    def _under_way(
         self,
         name: str,
-        post: Callable[..., _native.Message],
+        native: _native.Group,
+        message: _native.Message,
         tensor: torch.Tensor,
         flat: torch.Tensor,
         peer: int,
         tag: int,
     ) -> dist.Work:
-        code = code_of(tensor.dtype, name)
-        detached = not _called_blocking()
-        message = post(flat.data_ptr(), flat.numel(), code, peer, tag, detached)
-        site = call_site() if detached else None
-        native, timeout = self._native, self._timeout
+        """The work of a message that was posted, of which nobody knows when he waits for it."""
+        if message.done and message.status is None:
+            if name == "recv":
+                _received(native, tensor, flat)
+            return FinishedMessage([tensor], message.peer)
+        timeout = self._timeout
+        fail = partial(self._failure, native, name, tensor, peer, tag, timeout, call_site())
 
         def end(status: _native.Status | None) -> BaseException | None:
-            if status is None:
-                if name == "recv":
-                    settle(tensor, flat)
-                return None
-            where = f"{name} {label(tensor)} {self._other(name, peer)}at {site or call_site()}"
-            return error_for(status, native, self._place, where, timeout)
+            if status is not None:
+                return fail(status)
+            if name == "recv":
+                _received(native, tensor, flat)
+            return None
 
-        wait = partial(native.wait, message)
-        work = MessageWork(message, wait, end, [tensor], self._messages, timeout)
-        if detached and not work.is_completed():
-            self._keep(work)
-            self._messages.start()
+        work = MessageWork(message, native, end, [tensor], self._messages, timeout)
+        self._keep(work)
+        self._messages.start()
         if self._joined is not None:
             self._joined.append(work)
+        return work
+
+    def _profiled_message(
+        self, event: str, tensors: Tensors, run: Callable[[Tensors], dist.Work]
+    ) -> dist.Work:
+        end = begin_event(f"{self.name()}:{event}", list(tensors))
+        try:
+            work = run(tensors)
+        except BaseException:
+            end()
+            raise
+        if isinstance(work, FinishedWork):
+            end()
+        else:
+            work.get_future().add_done_callback(lambda _future: end())
         return work
 
     def _keep(self, work: MessageWork) -> None:
@@ -94,26 +153,45 @@ class Messages(Membership):
             self._kept = [kept for kept in self._kept if not kept.is_completed()]
             self._kept_limit = max(64, 2 * len(self._kept))
 
-    def _check_peer(self, peer: int, tag: int, name: str) -> int:
-        if not 0 <= peer < self._size:
-            raise UsageError(f"{name}: rank {peer}, expected a rank from 0 to {self._size - 1}")
-        if not 0 <= tag < 2**31:
-            raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
-        return peer
+    def _failure(
+        self,
+        native: _native.Group,
+        name: str,
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        timeout: float,
+        site: str,
+        status: _native.Status,
+    ) -> PhalanxError:
+        what = f"{name} {label(tensor)} {other_end(name, peer, tag)} at {site}"
+        if status.code == "left" and status.peer == self._rank:
+            return left_behind(self._place, what)
+        return error_for(status, native, self._place, what, timeout)
 
-    def _other(self, name: str, peer: int) -> str:
-        if name == "send":
-            return f"to rank {peer} "
-        return "from any rank " if peer == _ANY_SOURCE else f"from rank {peer} "
+
+def _check_peer(peer: int, size: int, name: str) -> None:
+    if not 0 <= peer < size:
+        raise UsageError(f"{name}: rank {peer}, expected a rank from 0 to {size - 1}")
 
 
-def _called_blocking() -> bool:
-    """Whether the caller of the method that calls this is `dist.send` or `dist.recv`."""
-    frame = sys._getframe(3)
-    for _ in range(3):
-        if frame.f_code in _BLOCKING:
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False
+def _check_tag(tag: int, name: str) -> None:
+    if not 0 <= tag < 2**31:
+        raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
+
+
+def _received(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    settle(tensor, flat)
+    if native.early_peak > _MUCH_EARLY:
+        tell_once(
+            "early",
+            f"{native.early_peak >> 20} MiB of messages came before they were asked for, and took "
+            "private memory: receive in the order in which the other rank sends",
+        )
+
+
+def _is_blocking() -> bool:
+    """Whether `dist.send` or `dist.recv` (by way of isend, irecv) called who calls this."""
+    caller = sys._getframe(1).f_back
+    caller = caller and caller.f_back
+    return caller is not None and caller.f_code in _BLOCKING

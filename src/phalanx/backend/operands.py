@@ -19,8 +19,10 @@ _log = logging.getLogger("phalanx")
 _told: set[str] = set()
 
 
-def only(tensors: Sequence[torch.Tensor], what: str) -> torch.Tensor:
-    """The one tensor of a list of one."""
+def only(tensors: Sequence[torch.Tensor] | torch.Tensor, what: str) -> torch.Tensor:
+    """The one tensor of a list of one, or a tensor itself."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
     if len(tensors) != 1:
         raise UsageError(f"{what}: got {len(tensors)} tensors, expected one per rank")
     return tensors[0]

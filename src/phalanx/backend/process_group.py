@@ -11,26 +11,48 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import topology
-from phalanx.backend.collectives import Collectives, NativeCall, Tensors, in_turn
-from phalanx.backend.dtypes import code_of
+from phalanx.backend import edges
+from phalanx.backend.collectives import Collectives
+from phalanx.backend.cuda import handing_over
+from phalanx.backend.dtypes import code_of, reduction
 from phalanx.backend.operands import dense, label, same_kind, same_pair
+from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def create(options: Any, _backend_options: object = None) -> ProcessGroup:
     """The creator that PyTorch calls for "phalanx", with its `_DistributedBackendOptions`."""
     rank, size = options.group_rank, options.group_size
     native = topology.join(options.store, rank, size, options.timeout)
-    return ProcessGroup(native, rank, size, options.group_id, options.timeout)
+    edges.smooth()
+    return ProcessGroup(native, options.store, rank, size, options.group_id, options.timeout)
 
 
+@handing_over(
+    "broadcast",
+    "allreduce",
+    "reduce",
+    "allgather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "alltoall",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "allreduce_coalesced",
+    "all_gather_single_coalesced",
+    "reduce_scatter_single_coalesced",
+    "allgather_coalesced",
+    "send",
+    "recv",
+)
 class ProcessGroup(Collectives):
     """A group of ranks on one host that exchange tensors through shared memory.
 
@@ -44,7 +66,7 @@ class ProcessGroup(Collectives):
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> dist.Work:
         """Collect the tensors of all ranks, one after another in rank order, in one tensor."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = opts or AllgatherOptions()
         call, pair, keep = self._gather_one(output, input, "all_gather_single")
         return self._collective("all_gather_single", call, input, opts, [pair], keep=keep)
 
@@ -90,9 +112,10 @@ class ProcessGroup(Collectives):
         name, native = "all_reduce_coalesced", self._native
         calls, pairs, op = [], [], 0
         for tensor in tensors:
-            code, op = self._reduction(tensor, opts.reduceOp, name)
-            flat = self._factored(tensor, opts.reduceOp, name, written=True)
-            calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), code, op))
+            how = reduction(opts.reduceOp, tensor, name)
+            flat = self._reducible(tensor, how, opts.reduceOp, name, written=True)
+            op = how.op
+            calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, op))
             pairs.append((tensor, flat))
         return self._coalesced(name, calls, tensors, opts, pairs, op=op)
 
@@ -100,7 +123,7 @@ class ProcessGroup(Collectives):
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Do `all_gather_single` for each pair of an output and an input."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = opts or AllgatherOptions()
         name = "all_gather_single_coalesced"
         _same_length(outputs, inputs, name)
         made = [self._gather_one(*pair, name) for pair in zip(outputs, inputs, strict=True)]
@@ -128,7 +151,7 @@ class ProcessGroup(Collectives):
         self, output_lists: list[Tensors], inputs: Tensors, opts: Any = None
     ) -> dist.Work:
         """Collect each tensor of the list from all ranks: `output_lists` has a list per rank."""
-        opts = opts or dist.AllgatherOptions()  # type: ignore[attr-defined]
+        opts = opts or AllgatherOptions()
         name = "all_gather_coalesced"
         if len(output_lists) != self._size:
             raise UsageError(
@@ -174,7 +197,8 @@ class ProcessGroup(Collectives):
         keep: object = None,
     ) -> dist.Work:
         subject = subjects[0] if subjects else None
-        return self._collective(name, in_turn(calls), subject, opts, pairs, op=op, keep=keep)
+        call = in_turn(calls)
+        return self._collective(name, call, subject, opts, pairs, op=op, keep=keep, inputs=subjects)
 
     def _gather_one(
         self, output: torch.Tensor, source: torch.Tensor, name: str
@@ -192,18 +216,18 @@ class ProcessGroup(Collectives):
     ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], int, object]:
         same_pair(output, source, name)
         self._check_whole(source, output, name, "input", "output")
-        code, op = self._reduction(output, reduce_op, name)
-        flat = self._factored(source, reduce_op, name)
+        how = reduction(reduce_op, output, name)
+        flat = self._reducible(source, how, reduce_op, name)
         to = dense(output, name, written=True)
         call = partial(
             self._native.reduce_scatter,
             self._addresses(flat),
             to.data_ptr(),
             to.numel(),
-            code,
-            op,
+            how.dtype,
+            how.op,
         )
-        return call, (output, to), op, flat
+        return call, (output, to), how.op, flat
 
     def _addresses(self, whole: torch.Tensor) -> list[int]:
         """Where the parts of a contiguous tensor begin, one per rank, all of one size."""

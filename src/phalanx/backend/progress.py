@@ -23,22 +23,25 @@ class CollectiveThread:
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._pending = 0
+        self.pending = 0
+        """Calls that were submitted and haven't ended yet."""
         self._thread: threading.Thread | None = None
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call that was submitted hasn't ended yet."""
-        return self._pending > 0
 
     def submit(self, call: Callable[[], None]) -> None:
         """Queue a call, which must not raise."""
         with self._lock:
-            self._pending += 1
+            self.pending += 1
             self._queue.put(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+
+    def drain(self) -> None:
+        """Block until the calls before have ended, each within its own deadline."""
+        if self._thread is not None and self.pending:
+            ended = threading.Event()
+            self.submit(ended.set)
+            ended.wait()
 
     def stop(self, seconds: float) -> bool:
         """End the thread after the calls before; whether it ended within `seconds`."""
@@ -54,7 +57,7 @@ class CollectiveThread:
         while (call := self._queue.get()) is not None:
             call()
             with self._lock:
-                self._pending -= 1
+                self.pending -= 1
             # Else a finished operation would keep its tensors until the next one comes.
             del call
 
@@ -71,16 +74,18 @@ class MessageThread:
 
     def start(self) -> None:
         """Make sure that the thread runs."""
+        if self._thread is not None:
+            return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def watch(self, message: _native.Message, report: Callable[[], None]) -> None:
-        """Call `report` in the thread when the message is done."""
+    def watch(self, message: _native.Message, timeout: float, report: Callable[[], None]) -> None:
+        """Call `report` in the thread when the message is done, after `timeout` seconds at most."""
         with self._lock:
             self._watchers[message.id] = report
-        self._group.watch(message)
+        self._group.watch(message, timeout)
         self.start()
 
     def stop(self, seconds: float) -> bool:

@@ -91,25 +91,42 @@ class JointWork(Work):
         return together.then(lambda all_of: [t for one in all_of.value() for t in one.value()])
 
 
+class FinishedMessage(FinishedWork):
+    """A send or recv that ended before its call returned."""
+
+    def __init__(self, outputs: Tensors, peer: int) -> None:
+        super().__init__(outputs)
+        self._peer = peer
+
+    def source_rank(self) -> int:
+        """The rank in the group that the message came from."""
+        return self._peer
+
+    _source_rank = source_rank
+
+
 class PendingWork(Work):
     """What the works that end later have in common: a result or an error, and a future.
 
     A subclass calls `_complete` exactly once, in whichever thread sees the end first.
     """
 
+    _ended: threading.Event | None = None
+    """Of a subclass whose `wait` sleeps in Python."""
+
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
         self._outputs = outputs
         self._error: BaseException | None = None
-        self._ended = threading.Event()
+        self._over = False
         self._lock = threading.Lock()
         self._future: Future[Tensors] | None = None
 
     def is_completed(self) -> bool:
-        return self._ended.is_set()
+        return self._over
 
     def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
+        return self._over and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -126,14 +143,16 @@ class PendingWork(Work):
         with self._lock:
             if self._future is None:
                 self._future = Future()
-                if self._ended.is_set():
+                if self._over:
                     self._resolve(self._future)
             return self._future
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
             self._error = error
-            self._ended.set()
+            self._over = True
+            if self._ended is not None:
+                self._ended.set()
             future = self._future
         if future is not None:
             self._resolve(future)
@@ -155,6 +174,7 @@ class CollectiveWork(PendingWork):
 
     def __init__(self, run: Callable[[], None], outputs: Tensors) -> None:
         super().__init__(outputs)
+        self._ended: threading.Event = threading.Event()
         self._run: Callable[[], None] | None = run
 
     def execute(self) -> None:
@@ -187,51 +207,58 @@ class MessageWork(PendingWork):
 
     Args:
         message: The core's handle.
-        wait: Blocks for so many seconds at most; the core's status.
+        group: Who moves it.
         end: Called once with the status when it is done: copies back what was staged, or returns
             the error.
         outputs: The tensor.
         thread: Where the message is watched when somebody asks for a future.
+        timeout: The seconds that a wait for it may take, and a future.
     """
 
     def __init__(
         self,
         message: _native.Message,
-        wait: Callable[[float], _native.Status | None],
+        group: _native.Group,
         end: Callable[[_native.Status | None], BaseException | None],
         outputs: Tensors,
         thread: MessageThread,
-        default_timeout: float,
+        timeout: float,
     ) -> None:
         super().__init__(outputs)
         self._message = message
-        self._wait = wait
+        self._group = group
         self._end: Callable[[_native.Status | None], BaseException | None] | None = end
         self._thread = thread
-        self._default_timeout = default_timeout
+        self._timeout = timeout
         self._ending = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message has moved; raise what went wrong."""
-        if not self._ended.is_set():
-            status = self._wait(seconds_of(timeout, self._default_timeout))
-            self._finish(status)
+        """Block until the message has moved; raise what went wrong.
+
+        A deadline that passes, the group's or `timeout`, breaks the group: the buffer may be half
+        written, and the channel stands in the middle of a message.
+        """
+        if not self._over:
+            self._finish(self._group.wait(self._message, seconds_of(timeout, self._timeout)))
         if self._error is not None:
             raise self._error
         return True
 
     def is_completed(self) -> bool:
-        if not self._ended.is_set() and self._message.done:
+        """Whether it has ended. Moves what can be moved, so a loop around it gets on."""
+        if not self._over and (self._message.done or self._test()):
             self._finish(self._message.status)
-        return self._ended.is_set()
+        return self._over
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
 
     def get_future(self) -> Future[Tensors]:
         future = super().get_future()
-        if not self._ended.is_set():
-            self._thread.watch(self._message, lambda: self._finish(self._message.status))
+        if not self._over:
+            self._thread.watch(
+                self._message, self._timeout, lambda: self._finish(self._message.status)
+            )
         return future
 
     def source_rank(self) -> int:
@@ -246,6 +273,9 @@ class MessageWork(PendingWork):
             end, self._end = self._end, None
             if end is not None:
                 self._complete(error)
+
+    def _test(self) -> bool:
+        return not self._group.closed and self._group.test(self._message)
 
     def _finish(self, status: _native.Status | None) -> None:
         with self._ending:

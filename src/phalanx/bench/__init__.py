@@ -1,5 +1,12 @@
-"""Measurements: how fast is this machine, side by side with the rivals.
+"""Measurements: how fast is this machine, against Gloo, Open MPI, MPICH and its own memory.
 
-`collectives` times operations on several backends in one run, interleaved; `step` times the
-training step of a small network; `table` shows and stores the figures with machine and versions.
+- `operations`, `elements`: what is measured, the bytes that it has to move, and what it must give.
+- `plan`: what the user asked for, checked.
+- `systems`: what is compared, how its processes are started and with which settings.
+- `rank`, `work`: what one process of a system runs; `torch_rank`, `mpi_rank` are the two kinds.
+- `messages`, `process_set`: how the one parent talks to the processes of a system.
+- `measure`: the rounds: the systems take turns. `machine`: memory, caches, versions.
+- `figures`: the results and their JSON; `table` and `plot` show them.
+
+Nothing here imports torch, MPI or matplotlib until it is needed.
 """

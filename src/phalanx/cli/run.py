@@ -20,6 +20,8 @@ _HELP = "\n\n".join(
         "  four ranks\n"
         "[bold]phalanx run --nproc-per-node 2 -m package.main[/]\n"
         "  a module\n"
+        "[bold]phalanx run --replace gloo script.py[/]\n"
+        '  a script that says init_process_group("gloo"), on Phalanx\n'
         "[bold]phalanx run --nnodes 2 --node-rank 0 --master-addr node-a train.py[/]\n"
         "  two hosts; --node-rank 1 on the other",
     )
@@ -58,6 +60,14 @@ def command(
     no_python: Annotated[
         bool, typer.Option("--no-python", help="SCRIPT is any program, started without Python.")
     ] = False,
+    replace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="gloo,mpi,tcp",
+            help="Run Phalanx in place of these backends, where SCRIPT names one of them (or none, "
+            "on CPU), without a change to it. Rank 0 says what was replaced.",
+        ),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(

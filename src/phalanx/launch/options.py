@@ -15,6 +15,7 @@ from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig
 
+from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch.cores import usable_cores
 
@@ -48,10 +49,12 @@ def parse(argv: Sequence[str]) -> Job:
     parser = _Parser("phalanx run", parents=[torchrun.get_args_parser()], add_help=False)
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node="auto")
+    parser.add_argument("--replace")
     args = parser.parse_args(list(argv))
     args.nproc_per_node = str(_nproc(args.nproc_per_node))
     _check_script(args)
     _check_port(args)
+    _replace_backends(args.replace)
     nnodes = _nnodes(args.nnodes)
     if args.standalone or (_unplaced(args) and nnodes == 1):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
@@ -111,6 +114,21 @@ def _nnodes(text: str) -> int:
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes is {text!r}: expected 1 <= MIN <= MAX")
     return int(most)
+
+
+def _replace_backends(text: str | None) -> None:
+    """Hand --replace to the ranks, by the variable that they read at `import torch`."""
+    try:
+        names = env.replaced_backends() if text is None else env.backend_names(text, "--replace")
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if names and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
+        raise UsageError(
+            "TORCH_DEVICE_BACKEND_AUTOLOAD in the environment keeps Phalanx out of `import "
+            "torch`, so it can't run in place of other backends: unset it"
+        )
+    if text is not None:
+        os.environ["PHALANX_REPLACE"] = ",".join(names)
 
 
 def _unplaced(args: Namespace) -> bool:

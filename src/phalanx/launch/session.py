@@ -20,7 +20,7 @@ __all__ = ["Session", "init"]
 class Session:
     """This process's place in its group; a context manager that leaves the group.
 
-    When its body raises, a "phalanx" group is aborted first: peers that wait for this rank get
+    When its body raises, a group of Phalanx is aborted first: peers that wait for this rank get
     `Aborted` at once.
 
     Attributes:
@@ -63,9 +63,10 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is not None and self.owner and self.backend == "phalanx" and dist.group.WORLD:
+        world = dist.group.WORLD
+        if error is not None and self.owner and world is not None and _is_ours(world):
             # Peers that wait for this rank hear at once that it won't come, and that it failed.
-            dist.group.WORLD.abort()
+            world.abort()
         self.close()
 
 
@@ -124,6 +125,11 @@ def init(
         dist.get_backend(),
         owner=not joined,
     )
+
+
+def _is_ours(group: dist.ProcessGroup) -> bool:
+    # By its type: a group in the place of another backend's has that one's name.
+    return type(group).__module__.startswith("phalanx.")
 
 
 def _place() -> Place | None:

@@ -9,7 +9,7 @@ import socket
 import time
 from typing import TYPE_CHECKING
 
-from torch.distributed import DistError
+from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
 
 from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
@@ -40,6 +40,10 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Grou
         PhalanxError: A rank could not open the segment, for the reason given.
     """
     _check_place(rank, size)
+    if size == 1:
+        # There is nobody to meet, and PyTorch gives the groups of one rank that `new_subgroups`
+        # makes inside of different groups the same place in the store.
+        store = HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
     _claim(store, rank, size)
     try:

@@ -1,0 +1,128 @@
+// One send or recv, and the books of those that haven't met their counterpart yet.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+#include <optional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "phalanx/segment.h"
+#include "phalanx/status.h"
+#include "phalanx/wait.h"
+
+namespace phalanx {
+
+inline constexpr int kAnySource = -1;
+
+// What stands before every message in a channel.
+struct Envelope {
+  std::uint64_t count;
+  std::uint64_t bytes;
+  std::int32_t tag;
+  DType dtype;
+  std::uint8_t reserved[43];
+};
+static_assert(sizeof(Envelope) == kLine);
+
+// Shared by its caller and, until it is done, by the mailbox. Fields are guarded by the mailbox's
+// mutex until done() is true.
+class Message {
+ public:
+  Message(Kind kind, std::byte* data, std::size_t count, DType dtype, int peer, std::int32_t tag)
+      : kind_(kind), data_(data), count_(count), dtype_(dtype), peer_(peer), tag_(tag) {}
+
+  std::uint64_t id() const { return id_; }
+  // Pairs with the store in Mailbox::finish.
+  bool done() const { return done_.load(std::memory_order_acquire); }
+  // When done: ok, or why it failed; the rank that it came from or went to.
+  const Status& status() const { return status_; }
+  int peer() const { return peer_; }
+
+ private:
+  friend class Mailbox;
+  friend class Matching;
+
+  // A message has no place in the sequence of collectives: the field tells the tag.
+  Fingerprint fingerprint() const {
+    return {.sequence = static_cast<std::uint64_t>(tag_),
+            .count = count_,
+            .root = peer_,
+            .kind = kind_,
+            .dtype = dtype_};
+  }
+  std::size_t bytes() const { return count_ * size_of(dtype_); }
+
+  std::uint64_t id_ = 0;  // grows in the order of the posts
+  Kind kind_;
+  std::byte* data_;  // of a send: only read
+  std::size_t count_;
+  DType dtype_;
+  int peer_;
+  std::int32_t tag_;
+  std::size_t moved_ = 0;  // of a send: bytes of envelope, payload and padding in the channel
+  bool watched_ = false;
+  Clock::time_point deadline_ = Clock::time_point::max();  // when watched
+  Status status_;
+  std::atomic<bool> done_ = false;  // writer: who drives the mailbox; pairs with done()
+};
+
+using MessagePtr = std::shared_ptr<Message>;
+
+// A message in private memory, because another one of its channel was asked for first.
+struct Early {
+  Envelope envelope{};
+  std::unique_ptr<std::byte[]> data;
+};
+
+// Recvs that wait for their message, and messages that wait for their recv: first come, first
+// served among those of one source and tag. A look-up costs the same however many there are; one
+// for messages of any source costs that for every rank.
+class Matching {
+ public:
+  explicit Matching(int ranks) : from_(static_cast<std::size_t>(ranks)) {}
+
+  void expect(MessagePtr recv);
+  // The oldest recv that a message of `source` is for, taken out; null where there is none.
+  MessagePtr receiver_of(int source, std::int32_t tag);
+  // Whether a message of `source` may be for some recv.
+  bool expects(int source) const { return expects_from(source) || from_any_ != 0; }
+  // Whether some recv names just this source, which may be kAnySource.
+  bool expects_from(int source) const {
+    return source == kAnySource ? from_any_ != 0 : from_[static_cast<std::size_t>(source)] != 0;
+  }
+  // One of those. Looks through all of them.
+  MessagePtr example(int source) const;
+  // Takes out all recvs.
+  std::vector<MessagePtr> forsake();
+
+  void keep(int source, Early early);
+  // The oldest message for a recv, whose source may be kAnySource, and where it came from.
+  const Early* find_early(const Message& recv, int* source) const;
+  void drop_early(int source, std::int32_t tag);
+  // Payload of the messages kept.
+  std::size_t early_bytes() const { return early_bytes_; }
+
+ private:
+  using Key = std::uint64_t;
+  static Key key(int source, std::int32_t tag) {
+    return static_cast<Key>(static_cast<std::uint32_t>(source)) << 32 |
+           static_cast<std::uint32_t>(tag);
+  }
+  std::size_t& waiting(int source) {
+    return source == kAnySource ? from_any_ : from_[static_cast<std::size_t>(source)];
+  }
+
+  // No queue in them is empty.
+  std::unordered_map<Key, std::list<MessagePtr>> recvs_;
+  std::unordered_map<Key, std::list<Early>> early_;
+  std::vector<std::size_t> from_;  // by source: how many recvs wait for it by name
+  std::size_t from_any_ = 0;
+  std::size_t early_bytes_ = 0;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,83 @@
+#include "phalanx/message.h"
+
+namespace phalanx {
+
+void Matching::expect(MessagePtr recv) {
+  ++waiting(recv->peer_);
+  auto& queue = recvs_[key(recv->peer_, recv->tag_)];
+  queue.push_back(std::move(recv));
+}
+
+MessagePtr Matching::receiver_of(int source, std::int32_t tag) {
+  auto found =
+      from_[static_cast<std::size_t>(source)] == 0 ? recvs_.end() : recvs_.find(key(source, tag));
+  if (from_any_ != 0) {
+    const auto any = recvs_.find(key(kAnySource, tag));
+    if (found == recvs_.end() ||
+        (any != recvs_.end() && any->second.front()->id_ < found->second.front()->id_)) {
+      found = any;
+    }
+  }
+  if (found == recvs_.end()) {
+    return nullptr;
+  }
+  MessagePtr recv = std::move(found->second.front());
+  found->second.pop_front();
+  if (found->second.empty()) {
+    recvs_.erase(found);
+  }
+  --waiting(recv->peer_);
+  recv->peer_ = source;
+  return recv;
+}
+
+MessagePtr Matching::example(int source) const {
+  for (const auto& [unused, queue] : recvs_) {
+    if (queue.front()->peer_ == source) {
+      return queue.front();
+    }
+  }
+  return nullptr;
+}
+
+std::vector<MessagePtr> Matching::forsake() {
+  std::vector<MessagePtr> all;
+  for (const auto& [unused, queue] : recvs_) {
+    all.insert(all.end(), queue.begin(), queue.end());
+  }
+  recvs_.clear();
+  from_.assign(from_.size(), 0);
+  from_any_ = 0;
+  return all;
+}
+
+void Matching::keep(int source, Early early) {
+  early_bytes_ += early.envelope.bytes;
+  early_[key(source, early.envelope.tag)].push_back(std::move(early));
+}
+
+const Early* Matching::find_early(const Message& recv, int* source) const {
+  if (early_.empty()) {
+    return nullptr;
+  }
+  const bool any = recv.peer_ == kAnySource;
+  const int end = any ? static_cast<int>(from_.size()) : recv.peer_ + 1;
+  for (int peer = any ? 0 : recv.peer_; peer < end; ++peer) {
+    if (const auto found = early_.find(key(peer, recv.tag_)); found != early_.end()) {
+      *source = peer;
+      return &found->second.front();
+    }
+  }
+  return nullptr;
+}
+
+void Matching::drop_early(int source, std::int32_t tag) {
+  const auto found = early_.find(key(source, tag));
+  early_bytes_ -= found->second.front().envelope.bytes;
+  found->second.pop_front();
+  if (found->second.empty()) {
+    early_.erase(found);
+  }
+}
+
+}  // namespace phalanx

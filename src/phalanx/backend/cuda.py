@@ -1,0 +1,164 @@
+"""CUDA tensors: to NCCL where ranks have devices of their own, else through host memory.
+
+NCCL refuses two ranks on one device. Whether that is so can't be known when the group is made, as
+scripts pick their device later; so a rank publishes the device of its first CUDA tensor in the
+group's store, and those who communicate compare. A build of torch without CUDA pays nothing: the
+methods are wrapped only where CUDA is built in.
+
+This has been written against PyTorch's `ProcessGroupNCCL`, and run only with stand-ins for devices
+and for NCCL: the tests run where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from datetime import timedelta
+
+_log = logging.getLogger("phalanx")
+_T = TypeVar("_T")
+
+
+class NcclChild:
+    """The NCCL group inside of a Phalanx group, made when the first CUDA tensor comes.
+
+    Args:
+        store: The group's store. Keys begin with "phalanx/cuda/".
+        rank: This process's rank in the group.
+        size: World size of the group.
+        timeout: Of NCCL's operations, and of the wait for the peers' devices.
+        make: Makes the NCCL group; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        make: Callable[[Any, int, int, timedelta], Any] | None = None,
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout = timeout
+        self._make = make or _make_nccl
+        self._lock = threading.Lock()
+        self._published: str | None = None
+        self._devices: dict[int, str] = {}
+        self._group: Any = None
+
+    def group_for(self, device: torch.device, peer: int | None = None) -> Any:
+        """The NCCL group, or None if host memory is the way.
+
+        Blocks at the first use until the peers have used a CUDA tensor too, which they must, since
+        an operation has the same kind of device on all its ranks.
+
+        Args:
+            device: Of this rank's tensor.
+            peer: The other rank of a message; None for a collective.
+
+        Raises:
+            torch.distributed.DistStoreError: A peer's device was not published in time.
+        """
+        with self._lock:
+            self._publish(identity(device))
+            others = range(self._size) if peer is None else (self._rank, peer)
+            if not self._apart(others):
+                return None
+            if self._group is None:
+                self._group = self._make(self._store, self._rank, self._size, self._timeout)
+            return self._group
+
+    def shutdown(self) -> None:
+        """Leave the NCCL group, if there is one."""
+        if self._group is not None:
+            self._group.shutdown()
+
+    def abort(self) -> None:
+        """Wake those who wait in the NCCL group, if there is one."""
+        if self._group is not None:
+            self._group.abort()
+
+    def _publish(self, own: str) -> None:
+        if self._published is None:
+            self._published = own
+            self._store.set(f"phalanx/cuda/{self._rank}", own)
+
+    def _apart(self, ranks: Iterable[int]) -> bool:
+        """Whether these ranks have a device each, and NCCL to use it."""
+        for rank in ranks:
+            if rank not in self._devices:
+                key = f"phalanx/cuda/{rank}"
+                self._store.wait([key], self._timeout)
+                self._devices[rank] = self._store.get(key).decode()
+        seen = [self._devices[rank] for rank in ranks]
+        return "" not in seen and len(set(seen)) == len(seen)
+
+
+def identity(device: torch.device) -> str:
+    """What tells a device from all others on all hosts; empty if NCCL can't be used on it."""
+    if not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    _log.info("every rank has a device of its own: CUDA tensors go to NCCL")
+    return dist.ProcessGroupNCCL(PrefixStore("phalanx/nccl/", store), rank, size, options)
+
+
+def cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
+    """The first CUDA tensor among an operation's arguments, which may be lists of lists."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            if argument.is_cuda:
+                return argument
+        elif isinstance(argument, list):
+            found = cuda_tensor(argument)
+            if found is not None:
+                return found
+    return None
+
+
+def handing_over(*names: str) -> Callable[[type[_T]], type[_T]]:
+    """Make a class hand operations on CUDA tensors to its `_nccl` child, where it has a group.
+
+    Args:
+        names: The methods. Those of messages have the peer for their second argument.
+    """
+
+    def decorate(cls: type[_T]) -> type[_T]:
+        if torch.version.cuda is not None:
+            for name in names:
+                setattr(cls, name, _handed_over(name, getattr(cls, name)))
+        return cls
+
+    return decorate
+
+
+def _handed_over(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    is_message = name in ("send", "recv")
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        tensor = cuda_tensor(arguments)
+        if tensor is not None:
+            peer = arguments[1] if is_message else None
+            group = self._nccl.group_for(tensor.device, peer)
+            if group is not None:
+                return getattr(group, name)(*arguments, **options)
+        return method(self, *arguments, **options)
+
+    return call

@@ -1,0 +1,73 @@
+"""Functions of `torch.distributed` that look at a backend's name or class, and refuse ours.
+
+They are few, and each does for a group of Phalanx what it does for one of Gloo. For all other
+groups they are PyTorch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from phalanx.backend.membership import Membership
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_done = False
+
+
+def smooth() -> None:
+    """Make those functions accept groups of Phalanx; once, when the first group is made."""
+    global _done  # noqa: PLW0603
+    if not _done:
+        _done = True
+        _put("monitored_barrier", _monitored_barrier)
+        _put("_set_pg_timeout", _set_pg_timeout)
+
+
+def _put(name: str, ours: Callable[..., Any]) -> None:
+    theirs = getattr(c10d, name, None)
+    if theirs is None:  # a PyTorch that has dropped it
+        return
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **options: Any) -> Any:
+        return ours(theirs, *args, **options)
+
+    for module in (c10d, dist):
+        if getattr(module, name, None) is theirs:
+            setattr(module, name, call)
+
+
+def _monitored_barrier(
+    theirs: Callable[..., None],
+    group: Any = None,
+    timeout: Any = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    ours = _ours(group)
+    if ours is None:
+        theirs(group, timeout, wait_all_ranks)
+        return
+    if isinstance(timeout, int | float):
+        timeout = timedelta(seconds=timeout)
+    ours.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+
+
+def _set_pg_timeout(theirs: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
+    ours = _ours(group)
+    if ours is None:
+        theirs(timeout, group)
+    else:
+        ours.set_timeout(timeout)
+
+
+def _ours(group: Any) -> Membership | None:
+    """The group, or the default one, if it is a group of Phalanx."""
+    group = dist.group.WORLD if group is None else group
+    return group if isinstance(group, Membership) else None

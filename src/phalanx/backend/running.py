@@ -1,0 +1,150 @@
+"""How a collective runs: in the caller's thread or in the group's, watched by a profiler or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from phalanx.backend.call_site import call_site
+from phalanx.backend.dtypes import OP_NAMES
+from phalanx.backend.failure import error_for
+from phalanx.backend.messages import Messages
+from phalanx.backend.operands import label, settle
+from phalanx.backend.profiling import profiled, profiling
+from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from phalanx import _native
+    from phalanx.errors import PhalanxError
+
+Tensors = list[torch.Tensor]
+NativeCall = Callable[[float], "_native.Status | None"]
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+_DONE = FinishedWork([])
+
+
+class Running(Messages):
+    """A group whose collectives run one after another, in the order of their calls."""
+
+    def _collective(
+        self,
+        name: str,
+        call: NativeCall,
+        subject: torch.Tensor | None,
+        opts: Any,
+        outputs: Pairs,
+        op: int = 0,
+        root: int = -1,
+        keep: object = None,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> dist.Work:
+        """Run now, or in the group's thread when asked to or when others are queued there.
+
+        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
+        only has to live until the operation has ended. A profiler is told of the shapes of
+        `inputs`, else of `subject`.
+        """
+        if profiling():
+            call = self._profiled(name, call, subject, inputs)
+        timeout = seconds_of(opts.timeout, self._timeout)
+        if opts.asyncOp or self._collectives.pending:
+            return self._queued(name, call, subject, opts, outputs, op, root, keep, timeout)
+        status = call(timeout)
+        if status is not None:
+            raise self._failed(status, name, subject, op, root, timeout, call_site())
+        for tensor, flat in outputs:
+            if flat is not tensor:
+                settle(tensor, flat)
+        return _DONE
+
+    def _queued(
+        self,
+        name: str,
+        call: NativeCall,
+        subject: torch.Tensor | None,
+        opts: Any,
+        outputs: Pairs,
+        op: int,
+        root: int,
+        keep: object,
+        timeout: float,
+    ) -> dist.Work:
+        site = call_site()
+
+        def run(_keep: object = keep) -> None:
+            status = call(timeout)
+            if status is not None:
+                raise self._failed(status, name, subject, op, root, timeout, site)
+            for tensor, flat in outputs:
+                settle(tensor, flat)
+
+        results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
+        work = CollectiveWork(run, results)
+        self._collectives.submit(work.execute)
+        if self._joined is not None:
+            self._joined.append(work)
+        if not opts.asyncOp:
+            work.wait()
+        return work
+
+    def _failed(
+        self,
+        status: _native.Status,
+        name: str,
+        subject: torch.Tensor | None,
+        op: int,
+        root: int,
+        timeout: float,
+        site: str,
+    ) -> PhalanxError:
+        native = self._native
+        # Another thread may have left the group meanwhile.
+        words = [name if native.closed else f"{name} #{native.sequence}"]
+        if subject is not None:
+            words.append(label(subject))
+        if op:
+            words.append(OP_NAMES[op])
+        if root >= 0:
+            words.append(f"root {root}")
+        operation = f"{' '.join(words)} at {site}"
+        return error_for(status, native, self._place, operation, timeout)
+
+    def _profiled(
+        self,
+        name: str,
+        call: NativeCall,
+        subject: torch.Tensor | None,
+        inputs: Sequence[torch.Tensor] | None,
+    ) -> NativeCall:
+        if inputs is None:
+            inputs = [] if subject is None else [subject]
+        # One name for all forms of an operation, as PyTorch's backends have it.
+        event = name.removesuffix("_coalesced").removesuffix("_single")
+        return profiled(f"{self.name()}:{event}", inputs, call)
+
+    def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
+        self._joined = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
+        works, self._joined = self._joined or [], None
+        return JointWork(works)
+
+
+def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
+    """One call that makes all of them, each with the whole timeout, until one fails."""
+    steps = list(calls)
+
+    def run(timeout: float) -> _native.Status | None:
+        for step in steps:
+            status = step(timeout)
+            if status is not None:
+                return status
+        return None
+
+    return run

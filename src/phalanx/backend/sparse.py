@@ -1,0 +1,84 @@
+"""The sum of sparse tensors over all ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.backend.dtypes import code_of
+from phalanx.backend.operands import label
+from phalanx.errors import CollectiveMismatch, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx import _native
+
+__all__ = ["sparse_sum"]
+
+
+def sparse_sum(
+    native: _native.Group, tensor: torch.Tensor, op: dist.ReduceOp, size: int
+) -> Callable[[float], _native.Status | None]:
+    """The call that sums a sparse COO tensor over `size` ranks, in place.
+
+    Ranks tell each other how many entries they have, then all entries go to every rank, which adds
+    up those of the same indices: the algorithm of PyTorch's ProcessGroupGloo.
+
+    Raises:
+        UsageError: another operator than SUM, or another device than the CPU. What the call
+            raises: `CollectiveMismatch` on all ranks, if their tensors differ in shape.
+    """
+    if hash(op) != hash(dist.ReduceOp.SUM):
+        raise UsageError(f"all_reduce: sparse tensors can only be summed, got {op}")
+    if tensor.device.type != "cpu":
+        raise UsageError(f"all_reduce: got {label(tensor)} on {tensor.device}, expected the CPU")
+    code_of(tensor.dtype, "all_reduce")
+
+    def run(timeout: float) -> _native.Status | None:
+        own = tensor.coalesce()
+        shape = torch.tensor([own.sparse_dim(), *own.shape, own._nnz()])
+        shapes = shape.new_empty(size, shape.numel())
+        addresses = [row.data_ptr() for row in shapes]
+        code = code_of(shape.dtype, "all_reduce")
+        status = native.all_gather(shape.data_ptr(), addresses, shape.numel(), code, timeout)
+        if status is not None:
+            return status
+        if not bool((shapes[:, :-1] == shape[:-1]).all()):
+            raise CollectiveMismatch(
+                "all_reduce of sparse tensors that differ from rank to rank; sparse dimensions "
+                f"and shape, from rank 0 on: {shapes[:, :-1].tolist()}"
+            )
+        counts = shapes[:, -1].tolist()
+        parts = []
+        for part in (own.indices().t(), own.values()):
+            whole, status = _gather_rows(native, part.contiguous(), counts, timeout)
+            if status is not None:
+                return status
+            parts.append(whole)
+        total = torch.sparse_coo_tensor(
+            parts[0].t(), parts[1], tensor.shape, check_invariants=False
+        )
+        tensor.copy_(total.coalesce())
+        return None
+
+    return run
+
+
+def _gather_rows(
+    native: _native.Group, rows: torch.Tensor, counts: list[int], timeout: float
+) -> tuple[torch.Tensor, _native.Status | None]:
+    """Collect `counts` rows of each rank, one below the other."""
+    whole = rows.new_empty(sum(counts), *rows.shape[1:])
+    parts = torch.split(whole, counts)
+    status = native.all_to_all(
+        [rows.data_ptr()] * len(counts),
+        [rows.numel()] * len(counts),
+        [part.data_ptr() for part in parts],
+        [part.numel() for part in parts],
+        code_of(rows.dtype, "all_reduce"),
+        timeout,
+    )
+    return whole, status

@@ -1,0 +1,311 @@
+"""The rounds: within each, the systems take turns, and the order rotates from round to round.
+
+In a system's turn its ranks rewrite all their buffers, meet, run some operations that aren't timed,
+meet again, and time as many as take about 20 ms, each with the next buffers. The buffers of a size
+are so many that together they exceed the caches, 64 at most. A turn's time is the slowest rank's,
+divided by the number of operations. There are at least 5 rounds, and more as long as 1.5 s last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shlex
+import sys
+import time
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Protocol
+
+from phalanx.bench import machine
+from phalanx.bench.elements import STORAGE
+from phalanx.bench.figures import Figure, Report, Timing
+from phalanx.bench.memory import METHODS
+from phalanx.bench.messages import Prepare, Stream, Turn
+from phalanx.bench.operations import OPERATIONS, Operation
+from phalanx.bench.plan import label_of
+from phalanx.bench.process_set import LostError, ProcessSet
+from phalanx.bench.systems import AbsentError, settings
+from phalanx.errors import LaunchError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from phalanx.bench.plan import Plan
+
+__all__ = ["Audience", "buffers_for", "measure"]
+
+_ROUNDS_AT_LEAST, _ROUNDS_AT_MOST = 5, 100
+_TURN_SECONDS = 0.02
+_OPERATIONS_AT_MOST = 2000
+_BUFFERS_AT_MOST = 64
+_POOL_BYTES = 96 * 2**20
+# Up to this size every result is checked; above, where numpy takes its time, the least size's.
+_CHECKED_BYTES = 2**22
+_STREAM_SECONDS, _STREAM_REPEATS = 0.15, 3
+
+
+class Audience(Protocol):
+    """Whoever is told how the measurement goes."""
+
+    def begin(self, report: Report, figures: int) -> None:
+        """It begins; there will be that many figures."""
+
+    def working(self, what: str) -> None:
+        """What is being measured now."""
+
+    def section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
+        """The figures of an operation and a dtype follow, of these systems."""
+
+    def figure(self, figure: Figure) -> None:
+        """A figure is there."""
+
+    def note(self, text: str) -> None:
+        """Something is missing, and why."""
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One operation with one dtype and size."""
+
+    operation: Operation
+    dtype: str
+    size: int
+
+    @property
+    def itemsize(self) -> int:
+        return STORAGE[self.dtype].itemsize
+
+    @property
+    def name(self) -> str:
+        size = f" of {label_of(self.size)}" if self.operation.has_size else ""
+        return f"{self.operation.name}{size}, {self.dtype}"
+
+
+def measure(plan: Plan, audience: Audience) -> Report:
+    """Measure everything of a plan; blocks for minutes.
+
+    Args:
+        plan: what to measure.
+        audience: is told of each figure as it comes.
+
+    Returns:
+        All figures. Systems that aren't installed, that lack an operation or whose ranks die are
+        named in its notes.
+
+    Raises:
+        LaunchError: not even the memory's speed could be measured, or no system is left.
+        UsageError: see ProcessSet.
+    """
+    report = _report(plan)
+    report.bandwidth = _bandwidth(plan)
+    sections = [
+        (OPERATIONS[name], dtype)
+        for name in plan.operations
+        for dtype in (plan.dtypes if OPERATIONS[name].has_size else plan.dtypes[:1])
+    ]
+    sizes = {True: list(plan.sizes), False: [0]}
+    audience.begin(report, sum(len(sizes[operation.has_size]) for operation, _ in sections))
+    run = _Run(plan, report, audience)
+    try:
+        run.start()
+        for operation, dtype in sections:
+            audience.section(operation.name, dtype, run.systems)
+            for size in sizes[operation.has_size]:
+                run.measure(_Cell(operation, dtype, size))
+    finally:
+        run.close()
+    return report
+
+
+def buffers_for(size: int) -> int:
+    """How many sets of buffers exceed the caches together, where one takes `size` bytes a rank."""
+    if size >= _POOL_BYTES:
+        return 1
+    return max(2, min(_BUFFERS_AT_MOST, _POOL_BYTES // max(size, 1)))
+
+
+class _Run:
+    """The systems that are still there, and what they have given so far."""
+
+    def __init__(self, plan: Plan, report: Report, audience: Audience) -> None:
+        self._plan, self._report, self._audience = plan, report, audience
+        self._sets: dict[str, ProcessSet] = {}
+        self._unsupported: set[tuple[str, str, str]] = set()
+
+    @property
+    def systems(self) -> list[str]:
+        """The systems that are still there."""
+        return list(self._sets)
+
+    def start(self) -> None:
+        """Start all systems at once, then wait for each."""
+        for name in self._plan.systems:
+            try:
+                self._sets[name] = ProcessSet(name, self._plan.ranks, self._plan.timeout)
+            except AbsentError as error:
+                self._note(f"{name} is absent: {error}")
+        for name, processes in list(self._sets.items()):
+            self._audience.working(f"starting {name}")
+            try:
+                processes.meet()
+            except LostError as error:
+                self._drop(name, f"can't be measured: {error}")
+            else:
+                self._report.versions[f"{name}, running"] = processes.version
+        self._require_systems()
+
+    def close(self) -> None:
+        """End all systems."""
+        for processes in self._sets.values():
+            processes.close()
+
+    def measure(self, cell: _Cell) -> None:
+        """Add the figure of a cell to the report."""
+        self._audience.working(cell.name)
+        ranks, operation = self._plan.ranks, cell.operation
+        count = operation.elements(cell.size, cell.itemsize, ranks)
+        used = [
+            sum(operation.buffers_of(rank, ranks, count)) * cell.itemsize for rank in range(ranks)
+        ]
+        buffers = buffers_for(max(used))
+        needed, free = sum(used) * buffers * len(self._sets), machine.available_memory()
+        if 1.5 * needed > free:
+            self._note(
+                f"{cell.name} is left out: all systems together need "
+                f"{1.5 * needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are available"
+            )
+            return
+        seconds = self._rounds(cell, Prepare(operation.name, cell.dtype, count, buffers, None))
+        traffic = operation.traffic(ranks, count) * cell.itemsize
+        figure = Figure(
+            operation=operation.name,
+            dtype=cell.dtype,
+            size=cell.size,
+            bytes=count * cell.itemsize,
+            traffic=traffic,
+            cached=sum(used) * buffers < 2 * machine.cache_bytes(),
+            limit=traffic / self._report.limit if operation.has_size else None,
+            timings={
+                name: Timing.of(seconds[name]) for name in self._plan.systems if name in seconds
+            },
+        )
+        self._report.figures.append(figure)
+        self._audience.figure(figure)
+        self._require_systems()
+
+    def _rounds(self, cell: _Cell, prepare: Prepare) -> dict[str, list[float]]:
+        operations = {}
+        for name in list(self._sets):
+            with self._losing(name):
+                if self._prepare(name, cell, prepare):
+                    operations[name] = self._operations(name, cell)
+        seconds: dict[str, list[float]] = {name: [] for name in operations}
+        start, number = time.monotonic(), 0
+        while not self._enough(number, time.monotonic() - start):
+            names = [name for name in operations if name in self._sets]
+            for turn in range(len(names)):
+                name = names[(number + turn) % len(names)]
+                with self._losing(name):
+                    seconds[name].append(self._turn(name, cell, operations[name], number))
+            number += 1
+        return {name: values for name, values in seconds.items() if name in self._sets}
+
+    def _enough(self, rounds: int, seconds: float) -> bool:
+        if self._plan.rounds is not None:
+            return rounds >= self._plan.rounds
+        if rounds < _ROUNDS_AT_LEAST:
+            return False
+        return rounds >= _ROUNDS_AT_MOST or seconds > self._plan.seconds
+
+    def _prepare(self, name: str, cell: _Cell, prepare: Prepare) -> bool:
+        """Get a system ready, once with a comparison; False if it lacks the operation."""
+        key = (name, cell.operation.name, cell.dtype)
+        if key in self._unsupported:
+            return False
+        least = cell.size == min(self._plan.sizes)
+        if cell.operation.has_size and (least or cell.size <= _CHECKED_BYTES):
+            prepare = Prepare(**{**vars(prepare), "seed": secrets.randbelow(2**31)})
+        replies = self._sets[name].ask(prepare, f"{cell.name} (getting ready)")
+        for reply in replies:
+            if reply.wrong:
+                self._report.wrong.append(f"{name} gives a wrong {cell.name}: {reply.wrong}")
+                self._note(self._report.wrong[-1])
+            elif reply.missing or reply.error:
+                self._note(
+                    f"{name} lacks {cell.operation.name}, {cell.dtype}: "
+                    f"{reply.missing or reply.error}"
+                )
+            else:
+                continue
+            self._unsupported.add(key)
+            return False
+        return True
+
+    def _operations(self, name: str, cell: _Cell) -> int:
+        """How many operations fit a turn, tried out."""
+        operations = 1
+        for _ in range(2):
+            taken = self._turn(name, cell, operations, 0) * cell.operation.ways
+            operations = max(1, min(_OPERATIONS_AT_MOST, int(_TURN_SECONDS / taken)))
+        return operations
+
+    def _turn(self, name: str, cell: _Cell, operations: int, number: int) -> float:
+        turn = Turn(value=1 + number % 2, operations=operations, warm_ups=operations // 8)
+        replies = self._sets[name].ask(turn, cell.name)
+        for rank, reply in enumerate(replies):
+            if reply.error:
+                raise LostError(f"rank {rank} failed in {cell.name}: {reply.error}")
+        return max(reply.value for reply in replies)
+
+    @contextlib.contextmanager
+    def _losing(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except LostError as error:
+            self._drop(name, f"is dropped: {error}")
+
+    def _drop(self, name: str, why: str) -> None:
+        self._sets.pop(name).kill()
+        self._note(f"{name} {why}")
+
+    def _note(self, text: str) -> None:
+        self._report.notes.append(text)
+        self._audience.note(text)
+
+    def _require_systems(self) -> None:
+        if not self._sets:
+            raise LaunchError("no system is left to measure: " + "; ".join(self._report.notes))
+
+
+def _bandwidth(plan: Plan) -> dict[str, float]:
+    """The memory's bytes a second, by method, with as many processes as the systems have."""
+    size = max(2**27, 4 * machine.cache_bytes())
+    best = dict.fromkeys(METHODS, 0.0)
+    size = min(size, machine.available_memory() // (4 * plan.ranks))
+    with ProcessSet("memory", plan.ranks, plan.timeout) as processes:
+        try:
+            processes.meet()
+            for method in METHODS * _STREAM_REPEATS:
+                start = time.monotonic() + 0.1
+                command = Stream(method, size, start, _STREAM_SECONDS)
+                replies = processes.ask(command, "moving memory")
+                best[method] = max(best[method], sum(reply.value for reply in replies))
+        except LostError as error:
+            raise LaunchError(f"the memory's speed can't be measured: {error}") from None
+    return best
+
+
+def _report(plan: Plan) -> Report:
+    return Report(
+        command=shlex.join(["phalanx", *sys.argv[1:]]),
+        date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+        machine=machine.machine(),
+        versions=machine.versions(),
+        settings={
+            **vars(plan),
+            "pool_bytes": _POOL_BYTES,
+            "rounds_at_least": _ROUNDS_AT_LEAST,
+            "systems": {name: settings(name, plan.ranks) for name in plan.systems},
+        },
+    )

@@ -1,0 +1,120 @@
+"""Open MPI and MPICH, through mpi4py's calls for buffers."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import mpi4py
+import numpy as np
+
+# No MPI call comes from another thread: MPI may spare its locks. Set before MPI is imported.
+mpi4py.rc.thread_level = "funneled"
+
+from mpi4py import MPI  # noqa: E402
+
+from phalanx.bench.elements import STORAGE  # noqa: E402
+from phalanx.bench.work import UnsupportedError  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+__all__ = ["MpiSystem"]
+
+_TYPES = {
+    "float32": MPI.FLOAT,
+    "float64": MPI.DOUBLE,
+    "int8": MPI.INT8_T,
+    "int32": MPI.INT32_T,
+    "int64": MPI.INT64_T,
+    "uint8": MPI.UINT8_T,
+    # MPI has no 16-bit floats. It can move them.
+    "float16": MPI.UINT16_T,
+    "bfloat16": MPI.UINT16_T,
+}
+_REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+_ALIGNMENT = 64
+
+
+class MpiSystem:
+    """One rank of an MPI library: the one that mpi4py was told to load."""
+
+    def __init__(self) -> None:
+        self._world = MPI.COMM_WORLD
+        self.rank, self.ranks = self._world.Get_rank(), self._world.Get_size()
+        self.version = _version(MPI.Get_library_version())
+
+    def empty(self, count: int, dtype: str) -> tuple[Any, NDArray[Any]]:
+        """An array with its count and MPI type, aligned as a tensor would be; and the array."""
+        storage = STORAGE[dtype]
+        memory = np.empty(count * storage.itemsize + _ALIGNMENT, np.uint8)
+        offset = -memory.ctypes.data % _ALIGNMENT
+        array = memory[offset : offset + count * storage.itemsize].view(storage)
+        return [array.view(np.uint16) if storage.itemsize == 2 else array, _TYPES[dtype]], array
+
+    def bind(self, operation: str, source: Any, target: Any, dtype: str) -> Callable[[], object]:
+        """The call of mpi4py."""
+        if operation in _REDUCTIONS and STORAGE[dtype].itemsize == 2:
+            raise UnsupportedError(f"MPI has no {dtype} to reduce")
+        world, root = self._world, self.rank == 0
+        calls: dict[str, Callable[[], Callable[[], object]]] = {
+            "all_reduce": lambda: partial(world.Allreduce, MPI.IN_PLACE, target),
+            "reduce": lambda: (
+                partial(world.Reduce, MPI.IN_PLACE, target)
+                if root
+                else partial(world.Reduce, target, None)
+            ),
+            "broadcast": lambda: partial(world.Bcast, target, 0),
+            "gather": lambda: partial(world.Gather, source, target if root else None, 0),
+            "scatter": lambda: partial(world.Scatter, source if root else None, target, 0),
+            "all_gather": lambda: partial(world.Allgather, source, target),
+            "all_gather_into_tensor": lambda: partial(world.Allgather, source, target),
+            "reduce_scatter": lambda: partial(world.Reduce_scatter_block, source, target),
+            "all_to_all": lambda: partial(world.Alltoall, source, target),
+            "send_recv": lambda: self._ping_pong(source, target),
+            "isend_irecv": lambda: self._exchange(source, target),
+            "barrier": lambda: world.Barrier,
+        }
+        return calls[operation]()
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._world.Barrier()
+
+    def close(self) -> None:
+        """Leave MPI."""
+        MPI.Finalize()
+
+    def _ping_pong(self, source: Any, target: Any) -> Callable[[], object]:
+        send, recv = self._world.Send, self._world.Recv
+
+        def serve() -> None:
+            send(source, 1)
+            recv(target, 1)
+
+        def answer() -> None:
+            recv(target, 0)
+            send(source, 0)
+
+        return (serve, answer)[self.rank] if self.rank < 2 else _nothing
+
+    def _exchange(self, source: Any, target: Any) -> Callable[[], object]:
+        following, previous = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        isend, irecv, wait_all = self._world.Isend, self._world.Irecv, MPI.Request.Waitall
+
+        def exchange() -> None:
+            wait_all([irecv(target, previous), isend(source, following)])
+
+        return exchange
+
+
+def _nothing() -> None:
+    """A rank that has no part in an operation."""
+
+
+def _version(text: str) -> str:
+    """The name and number in a library's description, which can be many lines long."""
+    words = text.replace("\0", "").replace("Version:", "").replace(",", " ").split()
+    return " ".join(words[: 3 if words[0] == "Open" else 2])

@@ -1,0 +1,271 @@
+"""The processes of one system, seen from the parent: start them, ask them, name the one that dies.
+
+Every wait has a bound. A set in which a process dies, hangs or fails is lost as a whole: its
+processes are killed, and the parent goes on with the other systems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from phalanx.bench.messages import Command, Hello, Reply, Stop
+from phalanx.bench.rank import SOCKET
+from phalanx.bench.systems import programs
+from phalanx.errors import UsageError
+from phalanx.launch.failure import signal_name
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["LostError", "ProcessSet"]
+
+_START_LIMIT = 120.0
+_STOP_LIMIT = 10.0
+# What the other ranks get to answer when one has answered with an error.
+_GRACE = 5.0
+_TICK = 0.2
+
+_BOOT = """import sys
+sys.path[:] = {path!r}
+from phalanx.bench.rank import main
+main()
+"""
+
+
+class LostError(Exception):
+    """A system can't be measured any more: which rank, and why."""
+
+
+class ProcessSet:
+    """The processes of a system; a context manager that leaves none behind."""
+
+    def __init__(self, name: str, ranks: int, timeout: float) -> None:
+        """Start the processes; they get ready while the caller does something else.
+
+        Args:
+            name: the system.
+            ranks: how many.
+            timeout: seconds that an answer may take.
+
+        Raises:
+            AbsentError: the system isn't installed.
+            UsageError: the folder for temporary files is unfit for a socket.
+        """
+        self.name = name
+        self.version = ""
+        self._ranks, self._timeout = ranks, timeout
+        self._folder = TemporaryDirectory(prefix="phalanx-bench-")
+        self._connections: dict[int, Connection] = {}
+        self._handles: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._socket = socket.socket(socket.AF_UNIX)
+        try:
+            self._start(Path(self._folder.name))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ProcessSet:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def meet(self) -> None:
+        """Wait until every rank is ready.
+
+        Raises:
+            LostError: one isn't.
+        """
+        deadline = time.monotonic() + _START_LIMIT
+        while len(self._connections) < self._ranks:
+            ready, _, _ = select.select([self._socket], [], [], _TICK)
+            if ready:
+                self._greet(deadline)
+            elif (ended := self._ended()) is not None:
+                raise LostError(f"it ended before it was ready: {ended}{self._last_words()}")
+            elif time.monotonic() > deadline:
+                raise LostError(f"it wasn't ready within {_START_LIMIT:g} s{self._last_words()}")
+
+    def ask(self, command: Command, doing: str) -> list[Reply]:
+        """Send a command to all ranks and wait for their answers; they come in rank order.
+
+        Args:
+            command: what to do.
+            doing: how to name it in an error.
+
+        Raises:
+            LostError: a rank died, hung or failed.
+        """
+        for rank, connection in self._connections.items():
+            try:
+                connection.send(command)
+            except OSError:
+                raise self._died(rank, doing) from None
+        replies: dict[int, Reply] = {}
+        deadline = time.monotonic() + self._timeout
+        while missing := self._connections.keys() - replies.keys():
+            ready = wait(
+                [self._connections[rank] for rank in missing], max(0.0, deadline - time.monotonic())
+            )
+            if not ready:
+                raise LostError(self._hung(sorted(missing), replies, doing))
+            for rank in sorted(missing):
+                if self._connections[rank] in ready:
+                    replies[rank] = self._receive(rank, doing)
+                    if replies[rank].error:
+                        deadline = min(deadline, time.monotonic() + _GRACE)
+        return [replies[rank] for rank in range(self._ranks)]
+
+    def close(self) -> None:
+        """End the processes: kindly where they listen, by SIGKILL where they don't."""
+        self._socket.close()
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.send(Stop())
+        kind = len(self._connections) == self._ranks
+        self._wait(_STOP_LIMIT if kind else 0.0)
+        self._kill()
+        for connection in self._connections.values():
+            connection.close()
+        for handle in self._handles.values():
+            os.close(handle)
+        self._connections, self._handles, self._processes = {}, {}, []
+        self._folder.cleanup()
+
+    def kill(self) -> None:
+        """End the processes at once; for a set that is lost."""
+        for connection in self._connections.values():
+            connection.close()
+        self._connections = {}
+        self.close()
+
+    def _start(self, folder: Path) -> None:
+        # TemporaryDirectory lets nobody else in, so the socket needs no password.
+        try:
+            self._socket.bind(str(folder / SOCKET))
+        except OSError as error:
+            raise UsageError(
+                f"can't make a socket in {folder} ({error}): set TMPDIR to a folder with a short "
+                "path"
+            ) from None
+        self._socket.listen(self._ranks)
+        boot = folder / "rank.py"
+        boot.write_text(_BOOT.format(path=sys.path))
+        command = [sys.executable, str(boot), self.name, str(folder)]
+        command += [str(os.getpid()), str(self._timeout)]
+        with (folder / "output").open("wb") as output:
+            for program in programs(self.name, self._ranks, command):
+                process = subprocess.Popen(
+                    program.arguments,
+                    env={**os.environ, **program.environment},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    # Ctrl-C reaches the parent only, which ends the others.
+                    start_new_session=True,
+                )
+                self._processes.append(process)
+
+    def _greet(self, deadline: float) -> None:
+        endpoint, _ = self._socket.accept()
+        connection = Connection(endpoint.detach())
+        try:
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                raise LostError(f"it wasn't ready within {_START_LIMIT:g} s{self._last_words()}")
+            hello: Hello = connection.recv()
+        except (EOFError, OSError):
+            connection.close()
+            raise LostError(f"a rank died as it got ready{self._last_words()}") from None
+        except LostError:
+            connection.close()
+            raise
+        if hello.error:
+            connection.close()
+            raise LostError(hello.error)
+        self.version = hello.version
+        self._connections[hello.rank] = connection
+        self._pids[hello.rank] = hello.pid
+        self._handles[hello.rank] = os.pidfd_open(hello.pid)
+
+    def _receive(self, rank: int, doing: str) -> Reply:
+        try:
+            reply: Reply = self._connections[rank].recv()
+        except (EOFError, OSError):
+            raise self._died(rank, doing) from None
+        return reply
+
+    def _died(self, rank: int, doing: str) -> LostError:
+        """Name every rank that is dead: when one dies, an MPI launcher kills the others."""
+        deadline = time.monotonic() + _GRACE
+        while (ended := self._ended()) is None and time.monotonic() < deadline:
+            time.sleep(_TICK / 10)
+        dead, _, _ = select.select(self._handles.values(), [], [], 0)
+        ranks = [r for r, handle in self._handles.items() if handle in dead] or [rank]
+        text = f"{self._names(ranks)} died during {doing}"
+        return LostError(text if ended is None else f"{text}: {ended}")
+
+    def _names(self, ranks: list[int]) -> str:
+        return "rank " + ", ".join(f"{rank} (pid {self._pids[rank]})" for rank in sorted(ranks))
+
+    def _hung(self, missing: list[int], replies: dict[int, Reply], doing: str) -> str:
+        for rank, reply in sorted(replies.items()):
+            if reply.error:
+                return f"rank {rank} failed in {doing}: {reply.error}"
+        return f"no answer within {self._timeout:g} s to {doing} from {self._names(missing)}"
+
+    def _ended(self) -> str | None:
+        """How the first of the processes that this one started has ended."""
+        for process in self._processes:
+            code = process.poll()
+            if code is not None:
+                name = Path(str(process.args[0])).name  # type: ignore[index]
+                how = f"exited with code {code}"
+                return f"{name} {how if code >= 0 else f'was killed by {signal_name(-code)}'}"
+        return None
+
+    def _last_words(self) -> str:
+        """The end of what the processes have written, for one line."""
+        output = Path(self._folder.name) / "output"
+        lines = output.read_text(errors="replace").split("\n") if output.exists() else []
+        lines = [line.strip() for line in lines if line.strip(" -\t")]
+        return f" ({' / '.join(lines[-3:])})" if lines else ""
+
+    def _wait(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return False
+        return True
+
+    def _kill(self) -> None:
+        for handle in self._handles.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in self._processes:
+                if process.poll() is None:
+                    # With what a launcher has started in its session.
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, number)
+            if self._wait(_GRACE):
+                return

@@ -1,0 +1,282 @@
+"""Messages in numbers: thousands outstanding, any order on all sides, beside all else."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.conformance import cases
+from tests.ranks import RankServer
+
+# Mostly small, some around and above what a channel holds (256 KiB).
+SIZES = (0, 1, 1, 2, 7, 100, 100, 1000, 5000, 65_520, 65_536, 100_000)
+SMALL = SIZES[:-4]
+
+
+@dataclass(frozen=True)
+class Letter:
+    """One message of a plan that all ranks know."""
+
+    source: int
+    target: int
+    tag: int
+    number: int  # among those of its source, target and tag
+    size: int
+    any_source: bool
+
+    def data(self, seed: int) -> Tensor:
+        names = (self.source, self.target, self.tag, self.number)
+        return cases.data("int32", self.size, seed, *names)
+
+
+def plan_of(seed: int, count: int, world_size: int, sizes: tuple[int, ...]) -> list[Letter]:
+    """Random messages; only those of a tag that one source alone sends may be of any source."""
+    choice = random.Random(seed)
+    numbers: dict[tuple[int, int, int], int] = {}
+    letters = []
+    for index in range(count):
+        source, target = choice.randrange(world_size), choice.randrange(world_size)
+        any_source = choice.random() < 0.2
+        tag = 1000 + index if any_source else choice.randrange(40)
+        # Of one tag, all have one size: a source may be ahead with any of its own.
+        size = sizes[tag % len(sizes)]
+        number = numbers.get((source, target, tag), 0)
+        numbers[source, target, tag] = number + 1
+        letters.append(Letter(source, target, tag, number, size, any_source))
+    return letters
+
+
+def shuffled(letters: list[Letter], choice: random.Random) -> list[Letter]:
+    """A random order in which those of one source, target and tag keep theirs."""
+    order = letters.copy()
+    choice.shuffle(order)
+    queues: dict[tuple[int, int, int], list[Letter]] = {}
+    for letter in letters:
+        queues.setdefault((letter.source, letter.target, letter.tag), []).append(letter)
+    return [queues[letter.source, letter.target, letter.tag].pop(0) for letter in order]
+
+
+class Exchange:
+    """The part of one rank in one plan."""
+
+    def __init__(self, seed: int, letters: list[Letter], group: dist.ProcessGroup | None) -> None:
+        self.seed = seed
+        self.group = group
+        rank = dist.get_rank(group)
+        choice = random.Random(seed * 31 + rank)
+        sends = [(True, letter) for letter in shuffled(letters, choice) if letter.source == rank]
+        recvs = [(False, letter) for letter in shuffled(letters, choice) if letter.target == rank]
+        merged = [True] * len(sends) + [False] * len(recvs)
+        choice.shuffle(merged)
+        queues = {True: iter(sends), False: iter(recvs)}
+        self.posts = [next(queues[is_send]) for is_send in merged]
+        self.works: list[dist.Work] = []
+        self.received: list[tuple[Letter, Tensor, dist.Work]] = []
+
+    def post(self, is_send: bool, letter: Letter) -> None:
+        if is_send:
+            sent = letter.data(self.seed)
+            work = dist.isend(sent, group=self.group, group_dst=letter.target, tag=letter.tag)
+        else:
+            received = cases.poisoned(letter.data(self.seed))
+            source = None if letter.any_source else letter.source
+            work = dist.irecv(received, group=self.group, group_src=source, tag=letter.tag)
+            self.received.append((letter, received, work))
+        self.works.append(work)
+
+    def finish(self, choice: random.Random) -> int:
+        choice.shuffle(self.works)
+        for work in self.works:
+            way = choice.randrange(8)
+            if way == 0:
+                work.get_future().wait()
+            elif way == 1:
+                while not work.is_completed():
+                    pass
+            else:
+                work.wait()
+            assert work.is_success()
+        for letter, received, work in self.received:
+            cases.check_bits(received, letter.data(self.seed), f"{letter}")
+            assert work._source_rank() == letter.source
+        return len(self.works)
+
+
+def rounds(seed: int, count: int, sizes: tuple[int, ...]) -> int:
+    """Rounds of messages in a group of all and a sub-group, with collectives in between.
+
+    What is waited for in a round is of the round before: all ranks have posted that.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    part = dist.new_group([0, world_size - 1])
+    choice = random.Random(seed * 17 + rank)
+    last: list[Exchange] = []
+    done = 0
+    for number in range(3):
+        exchanges = [
+            Exchange(seed + number, plan_of(seed + number, count, world_size, sizes), None)
+        ]
+        if rank in (0, world_size - 1):
+            letters = plan_of(seed + 50 + number, count // 4, 2, sizes)
+            exchanges.append(Exchange(seed + 50 + number, letters, part))
+        steps = [(exchange, *post) for exchange in exchanges for post in exchange.posts]
+        # Messages of one exchange keep their order; where the collectives come is anyone's choice.
+        collectives = {choice.randrange(len(steps) + 1): async_op for async_op in (False, True)}
+        summed = []
+        for index, (exchange, is_send, letter) in enumerate(steps):
+            if index in collectives and len(collectives) == 2:
+                summed.append(sum_of_ranks(collectives[index]))
+            exchange.post(is_send, letter)
+            if last and choice.random() < 0.02:
+                done += last.pop().finish(choice)
+        while len(summed) < 2:
+            summed.append(sum_of_ranks(async_op=False))
+        for exchange in last:
+            done += exchange.finish(choice)
+        for tensor, work in summed:
+            if work is not None:
+                work.wait()
+            assert (tensor == sum(range(world_size))).all()
+        last = exchanges
+    return done + sum(exchange.finish(choice) for exchange in last)
+
+
+def sum_of_ranks(async_op: bool) -> tuple[Tensor, dist.Work | None]:
+    tensor = torch.full((20_000,), float(dist.get_rank()))
+    return tensor, dist.all_reduce(tensor, async_op=async_op)
+
+
+@pytest.mark.parametrize("world_size", (2, 3, 4))
+def test_random_orders_beside_collectives(ranks: RankServer, world_size: int) -> None:
+    done = ranks.run(world_size, rounds, cases.fresh_seed(), 250, SIZES)
+    assert sum(done) == 3 * 2 * (250 + 62)
+
+
+def test_thousands_outstanding(ranks: RankServer) -> None:
+    assert sum(ranks.run(2, rounds, cases.fresh_seed(), 5000, SMALL)) == 3 * 2 * (5000 + 1250)
+
+
+def from_threads(seed: int) -> None:
+    """Threads in groups of their own and one that they share, all outstanding at once."""
+    world_size = dist.get_world_size()
+    shared = dist.new_group()
+    groups = [dist.new_group(), shared, shared]
+    errors: list[BaseException] = []
+
+    def exchange(index: int) -> None:
+        try:
+            own, choice = seed + 1000 * index, random.Random(seed + index)
+            letters = plan_of(own, 300, world_size, SIZES)
+            # In the group that two threads share, each has tags of its own.
+            letters = [
+                Letter(each.source, each.target, each.tag + 10_000 * index, *rest(each))
+                for each in letters
+            ]
+            mine = Exchange(own, letters, groups[index])
+            for is_send, letter in mine.posts:
+                mine.post(is_send, letter)
+            mine.finish(choice)
+        except BaseException as error:
+            errors.append(error)
+
+    def rest(letter: Letter) -> tuple[int, int, bool]:
+        return letter.number, letter.size, letter.any_source
+
+    threads = [threading.Thread(target=exchange, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for number in range(30):
+        tensor, work = sum_of_ranks(async_op=bool(number % 2))
+        if work is not None:
+            work.wait()
+        assert (tensor == sum(range(world_size))).all()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    assert not errors, errors
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_from_several_threads(ranks: RankServer, world_size: int) -> None:
+    ranks.run(world_size, from_threads, cases.fresh_seed())
+
+
+def hundreds_of_mebibytes(seed: int) -> None:
+    count = 75 * 2**20 + seed % 1000
+    rank = dist.get_rank()
+    if rank == 0:
+        dist.send(torch.arange(count, dtype=torch.int32) + seed % 2**20, 1)
+    else:
+        received = torch.full((count + 2,), -1, dtype=torch.int32)
+        dist.recv(received[1:-1], 0)
+        assert received[0] == received[-1] == -1
+        expected = torch.arange(count, dtype=torch.int32) + seed % 2**20
+        assert torch.equal(received[1:-1], expected)
+
+
+def test_hundreds_of_mebibytes(ranks: RankServer) -> None:
+    ranks.run(2, hundreds_of_mebibytes, cases.fresh_seed())
+
+
+def one_computes(seed: int) -> None:
+    """A rank that has posted and then computes holds nobody up, who only waits for that."""
+    folder = Path(os.environ["FOLDER"])
+    sent, other = cases.data("int32", 500_000, seed, 0), cases.data("int32", 500_000, seed, 1)
+    if dist.get_rank() == 0:
+        received = cases.poisoned(sent)
+        dist.send(sent, 1)
+        dist.recv(received, 1, tag=1)
+        cases.check_bits(received, other, "from the rank that computes")
+        (folder / "done").touch()
+    else:
+        received = cases.poisoned(sent)
+        works = [dist.irecv(received, 0), dist.isend(other, 0, tag=1)]
+        while not (folder / "done").exists():
+            torch.ones(1000).sum()
+        assert all(work.is_completed() for work in works)
+        cases.check_bits(received, sent, "to the rank that computes")
+
+
+def test_a_rank_that_computes(ranks: RankServer) -> None:
+    ranks.run(2, one_computes, cases.fresh_seed())
+
+
+def pairs_of_threads(seed: int) -> None:
+    """Two threads of each rank in blocking calls of one group, one with long messages."""
+    rank = dist.get_rank()
+    errors: list[BaseException] = []
+
+    def blocking(tag: int, size: int, count: int) -> None:
+        try:
+            for number in range(count):
+                sent = cases.data("int32", size, seed, tag, number)
+                if rank == 0:
+                    dist.send(sent, 1, tag=tag)
+                else:
+                    received = cases.poisoned(sent)
+                    dist.recv(received, 0, tag=tag)
+                    cases.check_bits(received, sent, f"tag {tag} number {number}")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=blocking, args=args) for args in ((1, 2**20, 10), (2, 1, 300))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+        assert not thread.is_alive()
+    assert not errors, errors
+
+
+def test_two_threads_in_blocking_calls(ranks: RankServer) -> None:
+    ranks.run(2, pairs_of_threads, cases.fresh_seed())

@@ -1,0 +1,160 @@
+"""The recorded outcomes: benchmarks/conformance.json, and the table that is made of it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from phalanx.bench.report import machine
+from tests.conformance.torch_suite.runner import COLUMNS, ROOT, SIZES, Outcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+# By column, world size and test.
+Results = dict[str, dict[int, dict[str, Outcome]]]
+
+DATA = ROOT / "benchmarks" / "conformance.json"
+TABLE = ROOT / "benchmarks" / "conformance.md"
+TITLES = {"gloo": "Gloo", "phalanx": "Phalanx", "replace": "Phalanx in Gloo's place"}
+
+# What can't pass in a column, and why.
+EXPLAINED = {
+    ("replace", "test_ddp_logging_data_cpu"): (
+        "it reads Gloo's number of threads from DDP's log, which PyTorch takes from its own "
+        "ProcessGroupGloo: Phalanx has none, so DDP's log says what runs, phalanx; all else that "
+        "this test checks is checked under that name"
+    )
+}
+
+_HEAD = """\
+# PyTorch's own suite
+
+`make conformance` writes this file. It runs every test of PyTorch's
+`torch.testing._internal.distributed.distributed_test` on CPU: on Gloo, which is the reference; on
+Phalanx under its own name (`BACKEND=phalanx`); and on Phalanx in Gloo's place (`BACKEND=gloo` with
+`PHALANX_REPLACE=gloo`). At 8 ranks the suite runs tests that it skips below. Most of what it skips
+needs several GPUs or names NCCL. Last run with {facts}.
+"""
+
+
+def facts() -> dict[str, str | int]:
+    """With what the outcomes were had."""
+    return {name: value for name, value in machine().items() if name not in {"processor", "kernel"}}
+
+
+def load() -> Results:
+    """What is recorded so far."""
+    results: Results = {column: {size: {} for size in SIZES} for column in COLUMNS}
+    if DATA.exists():
+        for test, columns in json.loads(DATA.read_text())["tests"].items():
+            for column, sizes in columns.items():
+                for size, entry in sizes.items():
+                    results[column][int(size)][test] = Outcome(*entry)
+    return results
+
+
+def store(results: Results) -> None:
+    """Write the data, a line for each test, and the table."""
+    tests: dict[str, dict[str, dict[str, list[object]]]] = {}
+    for column, sizes in results.items():
+        for size, found in sizes.items():
+            for test, outcome in found.items():
+                entry = [outcome.outcome, _short(outcome.reason), outcome.seconds]
+                tests.setdefault(test, {}).setdefault(column, {})[str(size)] = entry
+    lines = ",\n".join(f"  {json.dumps(test)}: {json.dumps(tests[test])}" for test in sorted(tests))
+    DATA.write_text(f'{{\n "facts": {json.dumps(facts())},\n "tests": {{\n{lines}\n }}\n}}\n')
+    TABLE.write_text(table(results))
+
+
+def missing(results: Results, column: str) -> Iterator[tuple[str, int, Outcome]]:
+    """Tests that Gloo passes and this column doesn't, though it could.
+
+    It couldn't where the suite skips a test because it doesn't know the name, and where `EXPLAINED`
+    says why.
+    """
+    for size in SIZES:
+        for test, oracle in sorted(results["gloo"][size].items()):
+            ours = results[column][size].get(test)
+            if oracle.outcome != "pass" or ours is None or ours.outcome == "pass":
+                continue
+            unknown = column == "phalanx" and ours.outcome == "skip"
+            if not unknown and (column, test) not in EXPLAINED:
+                yield test, size, ours
+
+
+def table(results: Results) -> str:
+    """The text of benchmarks/conformance.md."""
+    said = ", ".join(f"{name} {value}" for name, value in facts().items())
+    lines = [_HEAD.format(facts=said), *_summary(results), *_unresolved(results)]
+    lines += ["## Test by test", "", "Where world sizes differ, the outcome of each is given.", ""]
+    lines += ["| test | Gloo | Phalanx | in Gloo's place | why not |", "|---|---|---|---|---|"]
+    tests = {test for sizes in results.values() for found in sizes.values() for test in found}
+    for test in sorted(tests):
+        cells = [_cell(results[column], test) for column in COLUMNS]
+        row = " | ".join([test.removeprefix("test_"), *cells, _why(results, test)])
+        lines.append(f"| {row} |")
+    return "\n".join(lines) + "\n"
+
+
+def _summary(results: Results) -> Iterator[str]:
+    yield "| | ranks | passed | failed | timed out | skipped |"
+    yield "|---|---|---|---|---|---|"
+    for column, sizes in results.items():
+        for size, tests in sizes.items():
+            count = Counter(outcome.outcome for outcome in tests.values())
+            figures = [count[kind] for kind in ("pass", "fail", "timeout", "skip")]
+            yield f"| {TITLES[column]} | {size} | {' | '.join(map(str, figures))} |"
+    yield ""
+
+
+def _unresolved(results: Results) -> Iterator[str]:
+    for column, place in (("replace", "in Gloo's place"), ("phalanx", "under its own name")):
+        found = list(missing(results, column))
+        yield f"**Passed by Gloo and not by Phalanx {place}:** {'' if found else 'none.'}"
+        yield ""
+        yield from (f"- {test}, {n} ranks: {o.outcome}: {_short(o.reason)}" for test, n, o in found)
+        if found:
+            yield ""
+    yield "**What can't pass:**"
+    yield ""
+    for (column, test), why in EXPLAINED.items():
+        yield f"- {test} on {TITLES[column]}: {why}."
+    skipped = {
+        test
+        for size in SIZES
+        for test, outcome in results["phalanx"][size].items()
+        if outcome.outcome == "skip" and results["gloo"][size].get(test, outcome).outcome == "pass"
+    }
+    yield (
+        f"- {len(skipped)} tests on Phalanx under its own name: the suite runs them for the names "
+        "that it knows only. In Gloo's place they run."
+    )
+    yield ""
+
+
+def _cell(sizes: Mapping[int, Mapping[str, Outcome]], test: str) -> str:
+    found = {size: tests[test].outcome for size, tests in sizes.items() if test in tests}
+    if len(set(found.values())) == 1 and len(found) == len(SIZES):
+        return next(iter(found.values()))
+    return ", ".join(f"{size}: {outcome}" for size, outcome in found.items())
+
+
+def _why(results: Results, test: str) -> str:
+    reasons = [
+        _short(tests[test].reason)
+        for sizes in results.values()
+        for tests in sizes.values()
+        if test in tests and tests[test].outcome != "pass"
+    ]
+    return "; ".join(dict.fromkeys(reasons))
+
+
+def _short(reason: str) -> str:
+    """The line that says most, fit for a cell of a table."""
+    if not reason:
+        return ""
+    lines = [line for line in reason.splitlines() if line.strip()] or ["?"]
+    wanted = [line for line in lines if line[0].isalpha() and "Error" in line.partition(":")[0]]
+    return (wanted or lines)[-1].strip().replace("|", "\\|")[:160]

@@ -1,0 +1,148 @@
+"""Runs tests of PyTorch's suite: one column, one world size, several tests at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+ROOT = Path(__file__).parents[3]
+LOGS = ROOT / "build" / "conformance"
+# The suite skips some tests below 8 ranks.
+SIZES = (2, 3, 4, 8)
+
+# What a process needs to run the suite on each of them.
+COLUMNS = {
+    "gloo": {"BACKEND": "gloo"},
+    "phalanx": {"BACKEND": "phalanx"},
+    "replace": {"BACKEND": "gloo", "PHALANX_REPLACE": "gloo"},
+}
+_ENVIRONMENT = {
+    "MASTER_ADDR": "127.0.0.1",
+    # Says only of which kind it is: a test that forms the group anew wants a file.
+    "INIT_METHOD": "file://",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Ranks outnumber the cores, and a server without threads forks safely.
+    "OMP_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",
+}
+# Each changes what the suite does by itself, or what Phalanx does.
+_REMOVED = ("CI", "SANDCASTLE", "PHALANX_REPLACE", "RANK", "LOCAL_RANK", "TORCH_DISTRIBUTED_DEBUG")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test ended: pass, fail, skip or timeout, why, and after how many seconds."""
+
+    outcome: str
+    reason: str
+    seconds: float
+
+
+class Server:
+    """A process that runs tests of one column at one world size, one after another."""
+
+    def __init__(self, column: str, size: int, limit: int) -> None:
+        folder = LOGS / f"{column}-{size}"
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = {name: value for name, value in os.environ.items() if name not in _REMOVED}
+        chosen = {"WORLD_SIZE": str(size), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(limit)}
+        with open(folder / "server.log", "wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{__package__}.server", str(folder), str(limit)],
+                cwd=ROOT,
+                env={**kept, **_ENVIRONMENT, **COLUMNS[column], **chosen},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.tests: list[str] = self._answer()
+
+    def run(self, test: str) -> Outcome:
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{test}\n")
+        self._process.stdin.flush()
+        return Outcome(**self._answer())
+
+    def close(self) -> None:
+        self._process.communicate()
+
+    def _answer(self) -> object:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"a server of the suite died: its log is in {LOGS}")
+        return json.loads(line)
+
+
+def run(
+    column: str,
+    size: int,
+    chosen: Callable[[str], bool],
+    *,
+    jobs: int,
+    limit: int,
+    begin: Callable[[int], None] = lambda _count: None,
+    report: Callable[[str, Outcome], None] = lambda _test, _outcome: None,
+) -> dict[str, Outcome]:
+    """Run the chosen tests; blocks until all have ended.
+
+    Args:
+        column: of `COLUMNS`.
+        size: the world size.
+        chosen: says whether a test, given by its name, is to be run.
+        jobs: how many tests run at a time.
+        limit: seconds that a test may take.
+        begin: called once with the number of tests.
+        report: called after each test, from several threads, one at a time.
+
+    Returns:
+        The outcome of each test.
+    """
+    first = Server(column, size, limit)
+    tests = [test for test in first.tests if chosen(test)]
+    begin(len(tests))
+    queue: SimpleQueue[str] = SimpleQueue()
+    for test in tests:
+        queue.put(test)
+    outcomes: dict[str, Outcome] = {}
+    lock = threading.Lock()
+
+    def work(server: Server | None = None) -> None:
+        server = server or Server(column, size, limit)
+        try:
+            for test in _drained(queue):
+                outcome = server.run(test)
+                with lock:
+                    outcomes[test] = outcome
+                    report(test, outcome)
+        finally:
+            server.close()
+
+    others = [threading.Thread(target=work) for _ in range(min(jobs, len(tests)) - 1)]
+    for thread in others:
+        thread.start()
+    work(first)
+    for thread in others:
+        thread.join()
+    if missing := set(tests) - outcomes.keys():
+        raise RuntimeError(f"not run, since a server died: {sorted(missing)}")
+    return outcomes
+
+
+def _drained(queue: SimpleQueue[str]) -> Iterable[str]:
+    while True:
+        try:
+            yield queue.get_nowait()
+        except Empty:
+            return

@@ -1,0 +1,112 @@
+"""The process that has PyTorch's suite imported, and forks what runs one of its tests.
+
+Started by `runner` with the environment of a column: `BACKEND` and `WORLD_SIZE` are read by the
+suite when it is imported. A line on stdin is the name of a test, a line on stdout its outcome. Each
+test runs in a child of its own, which is its ranks' parent and the head of their process group, so
+that whatever a test leaves behind can be killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import unittest
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.child import die_with_parent
+
+# Beyond PyTorch's own limit per test, which ends it with the stacks of all ranks.
+GRACE = 15.0
+
+
+def suite() -> type[Any]:
+    """The suite's test case; the backend under test counts as one that can do what Gloo can."""
+    from torch.testing._internal.common_distributed import DistTestCases
+
+    backend = os.environ["BACKEND"]
+    for feature in ("ddp", "subgroup"):
+        DistTestCases.backend_feature[feature].add(backend)
+
+    from torch.testing._internal.distributed import distributed_test as module
+
+    for kind in ("PROFILING", "SEND_RECV_PROFILING"):
+        getattr(module, f"{kind}_SUPPORTED_BACKENDS").append(backend)
+
+    class Suite(module.TestDistBackend, module.DistributedTest._DistTestBase):
+        def setUp(self) -> None:
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, *arguments: Any, **options: Any) -> None:
+            die_with_parent(os.getppid())
+            # A file of its own for each test that forms the group anew.
+            module.INIT_METHOD = os.environ["INIT_METHOD"]
+            super()._run(*arguments, **options)
+
+    return Suite
+
+
+def run(case: unittest.TestCase) -> dict[str, str]:
+    """Run one test in this process and its children."""
+    result = unittest.TestResult()
+    case.run(result)
+    for found in (result.errors, result.failures):
+        if found:
+            return {"outcome": "fail", "reason": found[0][1]}
+    if result.skipped:
+        return {"outcome": "skip", "reason": result.skipped[0][1]}
+    return {"outcome": "pass", "reason": ""}
+
+
+def supervise(test: str, case_type: type[Any], log: Path, limit: float) -> dict[str, object]:
+    """Run one test in a child; blocks until it and all its processes have ended."""
+    start, server = time.monotonic(), os.getpid()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        die_with_parent(server)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        sender.send(run(case_type(test)))
+        os._exit(0)
+    sender.close()
+    outcome = {"outcome": "timeout", "reason": f"still running after {limit + GRACE:g} s"}
+    with contextlib.suppress(EOFError):
+        if receiver.poll(limit + GRACE):
+            outcome = {"outcome": "fail", "reason": "the test's process died"}
+            outcome = receiver.recv()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return {**outcome, "seconds": round(time.monotonic() - start, 2)}
+
+
+def main() -> None:
+    folder, limit = Path(sys.argv[1]), float(sys.argv[2])
+    answers = os.fdopen(os.dup(1), "w")
+    # What the suite prints must not get between the answers.
+    os.dup2(2, 1)
+    case_type = suite()
+    tests = unittest.TestLoader().getTestCaseNames(case_type)
+    gc.freeze()
+    answers.write(json.dumps(tests) + "\n")
+    answers.flush()
+    for line in sys.stdin:
+        test = line.strip()
+        outcome = supervise(test, case_type, folder / f"{test}.log", limit)
+        answers.write(json.dumps(outcome) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""Messages that don't come: everybody who waits for one is told, and which one it was."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.backend import messages
+from phalanx.errors import Aborted, CollectiveTimeout, PeerLost
+from tests.ranks import RankServer
+
+
+def zeros(count: int = 10) -> torch.Tensor:
+    return torch.zeros(count)
+
+
+# Rank 1 waits for a message of rank 0 with tag 5, which rank 0 sends with tag 6.
+VAIN: dict[str, Callable[[], object]] = {
+    "recv": lambda: dist.recv(zeros(), 0, tag=5),
+    "recv from any": lambda: dist.recv(zeros(), tag=5),
+    "irecv": lambda: dist.irecv(zeros(), 0, tag=5).wait(),
+    "future": lambda: dist.irecv(zeros(), 0, tag=5).get_future().wait(),
+}
+
+
+def nobody_sends_it(how: str) -> None:
+    group: Any = dist.group.WORLD
+    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.send(zeros(), 1, tag=6)
+        with pytest.raises(CollectiveTimeout) as caught:
+            dist.recv(zeros(), 1, tag=7)
+        assert "rank 1 waited for" in str(caught.value)
+        assert "tag 5 until the timeout of" in str(caught.value)
+        return
+    group.set_timeout(timedelta(seconds=0.5))
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        VAIN[how]()
+    assert 0.4 <= time.monotonic() - start < 1.5
+    assert "tag 5 at test_messages.py:" in str(caught.value)
+    assert "tag 5 until the timeout of" in str(caught.value)
+
+
+@pytest.mark.parametrize("how", VAIN)
+def test_a_tag_that_nobody_matches(ranks: RankServer, how: str) -> None:
+    ranks.run(2, nobody_sends_it, how, timeout=15)
+
+
+def dies_with_a_thousand_outstanding() -> None:
+    folder = Path(os.environ["FOLDER"])
+    rank, others = dist.get_rank(), dist.get_world_size() - 1
+    if rank == 1:
+        while len(list(folder.glob("posted-*"))) < others:
+            time.sleep(0.001)
+        (folder / "end").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    works = [dist.irecv(zeros(), 1, tag=tag) for tag in range(500)]
+    works += [dist.isend(zeros(100_000), 1, tag=tag) for tag in range(500)]
+    future = works[0].get_future()
+    (folder / f"posted-{rank}").touch()
+    for work in works:
+        with pytest.raises(PeerLost, match=r"rank 1 .* was killed by SIGKILL"):
+            work.wait()
+        assert work.is_completed()
+        assert not work.is_success()
+    with pytest.raises(PeerLost):
+        future.wait()
+    assert time.monotonic() - float((folder / "end").read_text()) < 1.5
+
+
+@pytest.mark.parametrize("world_size", (2, 3))
+def test_a_death_with_a_thousand_outstanding(ranks: RankServer, world_size: int) -> None:
+    for rank in ranks.start(world_size, dies_with_a_thousand_outstanding).join(30):
+        assert rank.code == (-signal.SIGKILL if rank.rank == 1 else 0), rank.report()
+
+
+def left_by_another_thread(how: str) -> None:
+    """Leaving the group, or aborting it, wakes a thread that waits for a message."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        with pytest.raises(Exception, match=r"rank 0"):
+            dist.recv(zeros(), 0, tag=9)
+        return
+    errors: list[BaseException] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        try:
+            dist.recv(zeros(), 1, tag=5)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(10)
+    group: Any = dist.group.WORLD
+    while group._native.outstanding == 0:
+        time.sleep(0.001)
+    group.shutdown() if how == "shutdown" else group.abort()
+    thread.join(5)
+    assert not thread.is_alive()
+    (error,) = errors
+    assert isinstance(error, Aborted), error
+    assert "tag 5 at test_messages.py:" in str(error)
+
+
+@pytest.mark.parametrize("how", ("shutdown", "abort"))
+def test_leaving_wakes_other_threads(ranks: RankServer, how: str) -> None:
+    ranks.run(2, left_by_another_thread, how)
+
+
+def interrupted_beside_a_stream() -> None:
+    """Ctrl-C ends a recv while another thread moves messages all the time."""
+    rank = dist.get_rank()
+
+    def stream() -> None:
+        tensor = zeros(2**20)
+        try:
+            while True:
+                dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0)
+        except Aborted:
+            pass
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    if rank == 1:
+        timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+        timer.start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            dist.recv(zeros(), 0, tag=1)
+        assert time.monotonic() - start < 3
+        timer.join()
+    thread.join(15)
+    assert not thread.is_alive()
+
+
+def test_ctrl_c_beside_a_stream(ranks: RankServer) -> None:
+    ranks.run(2, interrupted_beside_a_stream)
+
+
+def early_memory() -> str:
+    """Messages that stand in private memory are told of once, and given back."""
+    messages._MUCH_EARLY = 2**20
+    told: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("phalanx").addHandler(handler)
+    if dist.get_rank() == 0:
+        for tag in range(20):
+            dist.send(zeros(100_000), 1, tag=tag)
+    else:
+        for tag in reversed(range(20)):
+            dist.recv(zeros(100_000), 0, tag=tag)
+    return "\n".join(told)
+
+
+def test_memory_of_messages_that_come_early(ranks: RankServer) -> None:
+    silent, told = ranks.run(2, early_memory)
+    assert silent == ""
+    assert told.count("\n") == 0
+    assert "7 MiB of messages came before they were asked for" in told

@@ -1,0 +1,126 @@
+"""Many ranks on few cores, and many groups in one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from phalanx import _native
+from tests.ranks import RankServer
+
+
+def operations() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for count in (3, 40_000):
+        tensor = torch.full((count,), rank, dtype=torch.int64)
+        dist.all_reduce(tensor)
+        assert (tensor == size * (size - 1) // 2).all()
+        output = torch.empty(size, count, dtype=torch.int64)
+        dist.all_to_all_single(output, torch.full((size, count), rank))
+        assert torch.equal(output, torch.arange(size)[:, None].expand(size, count))
+        received = torch.empty(count, dtype=torch.int64)
+        sent = dist.isend(torch.full((count,), rank), (rank + 1) % size)
+        dist.recv(received, (rank - 1) % size)
+        assert (received == (rank - 1) % size).all()
+        sent.wait()
+
+
+def test_eight_ranks(ranks: RankServer) -> None:
+    ranks.run(8, operations)
+
+
+def test_sixteen_ranks(ranks: RankServer) -> None:
+    ranks.run(16, operations)
+
+
+def usage() -> tuple[int, int, int]:
+    """Descriptors, threads, and mappings of a segment or an arena."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return (
+        len(os.listdir("/proc/self/fd")),
+        threading.active_count(),
+        sum("memfd:phalanx" in line for line in maps),
+    )
+
+
+def use(group: dist.ProcessGroup) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.all_reduce(torch.ones(10), group=group)
+    dist.all_reduce(torch.ones(100_000), group=group, async_op=True).wait()
+    sent = dist.isend(torch.ones(5), (rank + 1) % size, group=group)
+    dist.irecv(torch.ones(5), (rank - 1) % size, group=group).wait()
+    sent.wait()
+
+
+def make_and_destroy(count: int) -> None:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    use(group)
+    dist.destroy_process_group(group)
+    before = usage()
+    for _ in range(count):
+        group = dist.new_group(list(range(dist.get_world_size())))
+        use(group)
+        dist.destroy_process_group(group)
+    assert usage() == before
+
+
+def test_two_hundred_groups_one_after_another(ranks: RankServer) -> None:
+    ranks.run(2, make_and_destroy, 200)
+
+
+def make_and_keep(count: int) -> None:
+    everyone = list(range(dist.get_world_size()))
+    before = usage()
+    groups = [dist.new_group(everyone) for _ in range(count)]
+    for group in groups:
+        dist.barrier(group)
+    descriptors, threads, mappings = usage()
+    # Neither a descriptor nor a thread for a group that is only used in the caller's thread.
+    assert descriptors <= before[0] + 2
+    assert threads == before[1]
+    assert mappings == before[2] + count
+    for group in groups:
+        dist.destroy_process_group(group)
+    assert usage()[1:] == before[1:]
+
+
+def test_two_hundred_groups_at_once(ranks: RankServer) -> None:
+    ranks.run(4, make_and_keep, 200)
+
+
+def resident() -> int:
+    """Bytes of shared memory that this process has touched."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssShmem"):
+            return 1024 * int(line.split()[1])
+    raise AssertionError("no RssShmem")
+
+
+def memory_of_a_group() -> tuple[int, int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    idle = resident()
+    dist.all_reduce(torch.ones(3_000_000))
+    for peer in range(size):
+        if peer != rank:
+            works = [
+                dist.isend(torch.ones(1_000_000), peer),
+                dist.irecv(torch.ones(1_000_000), peer),
+            ]
+            for work in works:
+                work.wait()
+    dist.barrier()
+    return idle, resident()
+
+
+def test_memory_of_a_group_is_what_the_docs_say(ranks: RankServer) -> None:
+    size = 4
+    for idle, used in ranks.run(size, memory_of_a_group):
+        # Per rank: control and inline buffers from the start; staging and rings when first used.
+        assert idle <= size * 64 * 2**10 + 2**16
+        assert used <= size * (2 * 2**20 + 2**16) + size * size * (2**18 + 2**13)
+        assert used <= _native.segment_bytes(size)

@@ -1,0 +1,378 @@
+"""`phalanx.bench`: what is measured, the arithmetic of the limit, the table and the picture."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+
+from phalanx.bench import figures, machine, systems
+from phalanx.bench.elements import STORAGE, decode, encode, expected, given
+from phalanx.bench.figures import Figure, Report, Timing
+from phalanx.bench.measure import buffers_for
+from phalanx.bench.messages import Prepare, Turn
+from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.plan import Plan, label_of, names_of, sizes_of
+from phalanx.bench.plot import plot
+from phalanx.bench.table import Display, header, row
+from phalanx.bench.work import Work
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MIB = 2**20
+
+
+# ---- what the user asks for ----
+
+
+def test_sizes_are_read_once_each_in_order() -> None:
+    assert sizes_of("1KiB, 4,64mib,4", ["float32"]) == [4, 1024, 64 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("text", "dtypes", "message"),
+    [
+        ("3", ["float32"], "size '3' given, expected a multiple of 4 bytes (float32)"),
+        ("4,6", ["float16", "int64"], "size '4' given, expected a multiple of 8 bytes (int64)"),
+        ("0", ["int8"], "size '0' given, expected a multiple of 1 bytes (int8)"),
+        ("4,oops", ["float32"], "size 'oops' given, expected bytes such as 4, 16KiB or 64MiB"),
+        ("4kb", ["float32"], "size '4kb' given"),
+        ("", ["float32"], "size '' given"),
+    ],
+)
+def test_a_size_that_cannot_be_is_refused(text: str, dtypes: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        sizes_of(text, dtypes)
+
+
+def test_names_are_read_once_each() -> None:
+    assert names_of("b, a,b", "thing", ["a", "b", "c"]) == ["b", "a"]
+    assert names_of("all", "thing", ["a", "b"]) == ["a", "b"]
+
+
+@pytest.mark.parametrize("text", ["a,x", "x", "", "all,a"])
+def test_a_name_that_is_not_known_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"^thing '(x|all|)' given, expected .* a, b, or all$"):
+        names_of(text, "thing", ["a", "b"])
+
+
+def test_labels() -> None:
+    labels = [label_of(size) for size in (4, 1500, 3 * MIB, 2**30)]
+    assert labels == ["4 B", "1500 B", "3 MiB", "1 GiB"]
+
+
+# ---- operations and their limit ----
+
+# Bytes that memory has to move for an operation whose largest buffer has n bytes, p ranks: what the
+# documentation says, written down by hand.
+TRAFFIC = {
+    "all_reduce": lambda p, n: 2 * p * n,
+    "reduce": lambda p, n: (p + 1) * n,
+    "broadcast": lambda p, n: p * n,
+    "gather": lambda p, n: 2 * n,
+    "scatter": lambda p, n: 2 * n,
+    "all_gather": lambda p, n: (p + 1) * n,
+    "all_gather_into_tensor": lambda p, n: (p + 1) * n,
+    "reduce_scatter": lambda p, n: (p + 1) * n,
+    "all_to_all": lambda p, n: 2 * p * n,
+    "send_recv": lambda p, n: 2 * n,
+    "isend_irecv": lambda p, n: 2 * p * n,
+    "barrier": lambda p, n: 0,
+}
+
+
+def test_every_operation_has_its_traffic() -> None:
+    assert TRAFFIC.keys() == OPERATIONS.keys()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_traffic_is_every_input_once_and_every_output_once(name: str, ranks: int) -> None:
+    assert OPERATIONS[name].traffic(ranks, 24 * ranks) == TRAFFIC[name](ranks, 24 * ranks)
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [("all_reduce", 1), ("all_gather", 3), ("all_to_all", 3), ("barrier", 0)]
+)
+def test_sizes_become_whole_elements_for_every_rank(name: str, count: int) -> None:
+    assert OPERATIONS[name].elements(4, 4, 3) == count
+    assert OPERATIONS[name].elements(12, 4, 3) == (count and 3)
+
+
+def test_buffers_exceed_the_caches_but_for_small_ones() -> None:
+    assert buffers_for(4) == 64
+    assert buffers_for(4 * MIB) == 24
+    assert buffers_for(64 * MIB) == 2
+    assert buffers_for(256 * MIB) == 1
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_elements_are_what_torch_has(dtype: str) -> None:
+    values = np.arange(120)
+    stored = encode(values, dtype)
+    bits = torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.uint8)
+    assert bits.numpy().tobytes() == stored.tobytes()
+    assert decode(stored, dtype).tolist() == values.tolist()
+
+
+def test_the_expected_results() -> None:
+    a, b, c = (given(5, rank, 6) for rank in range(3))
+    parts = [given(5, rank, 2) for rank in range(3)]
+
+    def result(name: str, rank: int) -> list[int]:
+        values: list[int] = expected(OPERATIONS[name], 5, rank, 3, 6).tolist()
+        return values
+
+    assert a.tolist() != b.tolist()
+    assert result("all_reduce", 1) == result("reduce", 0) == (a + b + c).tolist()
+    assert result("reduce", 1) == result("gather", 2) == result("send_recv", 2) == []
+    assert result("broadcast", 2) == a.tolist()
+    assert result("scatter", 1) == a[2:4].tolist()
+    assert result("gather", 0) == result("all_gather", 2) == np.concatenate(parts).tolist()
+    assert result("reduce_scatter", 2) == (a + b + c)[4:].tolist()
+    assert result("all_to_all", 1) == [*a[2:4], *b[2:4], *c[2:4]]
+    assert result("send_recv", 0) == b.tolist()
+    assert result("send_recv", 1) == result("isend_irecv", 1) == a.tolist()
+    assert result("isend_irecv", 0) == c.tolist()
+
+
+class Alone:
+    """A system of one rank whose operations are written in the test."""
+
+    rank, ranks, version = 0, 1, ""
+
+    def __init__(self, call: Callable[[Any, Any], object]) -> None:
+        self._call = call
+
+    def empty(self, count: int, dtype: str) -> tuple[Any, Any]:
+        array = np.empty(count, STORAGE[dtype])
+        return array, array
+
+    def bind(self, operation: str, source: Any, target: Any, dtype: str) -> Callable[[], object]:
+        return lambda: self._call(source, target)
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def check(operation: str, dtype: str, call: Callable[[Any, Any], object]) -> str:
+    return Work(Alone(call), Prepare(operation, dtype, 1000, 2, seed=7)).check(7)
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
+def test_a_right_result_passes_and_a_wrong_one_is_told(name: str, dtype: str) -> None:
+    def wrong(source: Any, target: Any) -> None:
+        target[...] = source
+        target[437] = encode(np.array([7]), dtype)[0]
+
+    assert check(name, dtype, lambda source, target: np.copyto(target, source)) == ""
+    assert "1 of 1000 elements are wrong on rank 0, the first at 437: 7" in check(
+        name, dtype, wrong
+    )
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+def test_an_untouched_output_is_wrong(dtype: str) -> None:
+    assert "1000 of 1000 elements are wrong" in check("all_gather", dtype, lambda *_: None)
+
+
+def test_a_turn_rewrites_every_buffer_and_takes_them_in_turn() -> None:
+    seen: list[tuple[int, float]] = []
+    system = Alone(lambda _, target: seen.append((id(target), float(target[0]))))
+    work = Work(system, Prepare("all_reduce", "bfloat16", 10, 3, None))
+    assert 0 < work.time(Turn(value=2, operations=4, warm_ups=2)) < 10
+    warm_ups, timed = seen[:2], seen[2:]
+    assert warm_ups == timed[:2]
+    assert len(timed) == 4
+    assert len(set(timed)) == 3
+    assert {value for _, value in seen} == {float(encode(np.array([2]), "bfloat16")[0])}
+
+
+# ---- figures ----
+
+
+def timing(median: float) -> Timing:
+    return Timing.of([median * 0.9e-6, median * 1e-6, median * 1.3e-6])
+
+
+def figure(size: int = 4 * MIB, cached: bool = False, **medians: float) -> Figure:
+    timings = {name.replace("_", "-"): timing(median) for name, median in medians.items()}
+    return Figure("all_reduce", "float32", size, size, 4 * size, cached, 200e-6, timings)
+
+
+def report(*entries: Figure) -> Report:
+    plan = Plan(["all_reduce"], ["float32"], [4], systems.SYSTEMS)
+    return Report(
+        command="phalanx bench",
+        date="2025-01-01 00:00 UTC",
+        machine=machine.machine(),
+        versions=machine.versions(),
+        settings={**vars(plan), "rounds_at_least": 5},
+        bandwidth={"copy": 40e9, "blocks": 60e9},
+        figures=list(entries),
+        notes=["mpich is absent"],
+    )
+
+
+def test_quartiles() -> None:
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, 2.0, 4.0, 5)
+
+
+def test_ratios_and_the_part_of_the_limit() -> None:
+    entry = figure(phalanx=400, gloo=2000, openmpi=900, mpich=800)
+    assert entry.ratio("phalanx", ["gloo"]) == pytest.approx(5)
+    assert entry.over_mpi("phalanx") == pytest.approx(2)
+    assert entry.reached("phalanx") == pytest.approx(0.5)
+    assert entry.ratio("phalanx-shared", ["gloo"]) is None
+    assert figure(phalanx=400).over_mpi("phalanx") is None
+    assert figure(phalanx=400, cached=True).reached("phalanx") is None
+
+
+def test_a_row_has_median_spread_ratios_and_limit() -> None:
+    entry = figure(phalanx=400, phalanx_shared=250, gloo=2000, openmpi=900)
+    names = ["phalanx", "phalanx-shared", "gloo", "openmpi", "mpich"]
+    cells = row(entry, names)
+    assert cells == [
+        *("4 MiB", "400 ±40.0", "250 ±25.0", "2000 ±200", "900 ±90.0", "-"),
+        *("5.0x", "2.2x", "50% (80%)"),
+    ]
+    assert len(header(names)) == len(cells)
+    assert row(entry, names, wide=False)[1] == "400\n±40.0"
+    assert row(figure(4, phalanx=4.5, openmpi=0.5), ["phalanx"])[-3:] == ["-", "0.11x", "4444%"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_shows_every_figure_and_note(terminal: bool, width: int) -> None:
+    entry = figure(phalanx=400, gloo=2000)
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=terminal, width=width, highlight=False)
+    with Display(Plan(["all_reduce"], ["float32"], [4 * MIB], ["phalanx"]), console) as display:
+        display.begin(report(), 1)
+        display.note("mpich is absent")
+        display.section("all_reduce", "float32", ["phalanx", "gloo"])
+        display.working("all_reduce of 4 MiB, float32")
+        display.figure(entry)
+        display.note("gloo is dropped")
+    text = output.getvalue()
+    if not terminal:
+        assert "\x1b" not in text
+    words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    for word in ("60.0 GB/s", "all_reduce, float32, 2 ranks", "4 MiB", "2000", "±200", "5.0x"):
+        assert word in words
+    assert "note: mpich is absent" in words
+    assert "note: gloo is dropped" in words
+
+
+def test_what_is_stored_is_what_is_read(tmp_path: Path) -> None:
+    stored = report(figure(phalanx=400, gloo=2000), figure(16 * MIB, phalanx=900))
+    stored.settings = {"ranks": 2}
+    figures.write(stored, tmp_path / "a.json")
+    assert figures.read(tmp_path / "a.json") == stored
+
+
+@pytest.mark.parametrize("text", ['{"all_reduce": {}}', "[]", '"text"'])
+def test_figures_of_another_format_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "old.json").write_text(text)
+    with pytest.raises(UsageError, match=r"old\.json has the format None, expected"):
+        figures.read(tmp_path / "old.json")
+
+
+def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text("{")
+    with pytest.raises(UsageError, match="can't read"):
+        figures.read(tmp_path / "a.json")
+    with pytest.raises(UsageError, match="can't read"):
+        figures.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_plot_has_two_panels_for_each_operation(tmp_path: Path, count: int) -> None:
+    entries = []
+    for name in ("all_reduce", "broadcast", "all_gather", "barrier")[:count]:
+        for size in (4, 4 * MIB, 64 * MIB):
+            entry = figure(size, size == 4, phalanx=size / 1e3, gloo=size / 100, openmpi=3)
+            entries.append(Figure(**{**vars(entry), "operation": name}))
+    path = tmp_path / "out.svg"
+    plot(report(*entries), path)
+    text = path.read_text()
+    assert text.count('id="axes_') == 2 * min(count, 3)  # a barrier has none
+    path = tmp_path / "out.png"
+    plot(report(*entries), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
+    barrier = Figure("barrier", "float32", 0, 0, 0, True, None, {"phalanx": timing(3)})
+    with pytest.raises(UsageError, match="nothing to plot"):
+        plot(report(barrier), tmp_path / "out.png")
+    with pytest.raises(UsageError, match=r"expected a name that ends with \.png or \.svg"):
+        plot(report(figure(phalanx=1)), tmp_path / "out.xyz")
+
+
+# ---- the machine and its systems ----
+
+
+def test_caches_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    caches = [("1", "Data", "32K", "own"), ("1", "Instruction", "64K", "own")]
+    caches += [("2", "Unified", "1M", "own"), ("3", "Unified", "8M", "0-1")]
+    for core in (0, 1):
+        for index, (level, kind, size, cores) in enumerate(caches):
+            folder = tmp_path / f"sys/devices/system/cpu/cpu{core}/cache/index{index}"
+            folder.mkdir(parents=True)
+            values = {"level": level, "type": kind, "size": size}
+            values["shared_cpu_list"] = str(core) if cores == "own" else cores
+            for name, value in values.items():
+                (folder / name).write_text(f"{value}\n")
+    assert machine.cache_bytes(tmp_path) == 2 * (32 * 2**10 + MIB) + 8 * MIB
+    assert machine.cache_bytes(tmp_path / "nowhere") == 32 * MIB
+
+
+def test_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
+    assert machine.available_memory(tmp_path) == 4 * MIB
+    group = tmp_path / "sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (group / "memory.max").write_text("max\n")
+    assert machine.available_memory(tmp_path) == 4 * MIB
+    (group / "memory.max").write_text(f"{3 * MIB}\n")
+    (group / "memory.current").write_text(f"{MIB}\n")
+    assert machine.available_memory(tmp_path) == 2 * MIB
+
+
+@pytest.mark.parametrize("name", systems.MPI)
+def test_each_mpi_has_its_own_launcher_and_library(name: str) -> None:
+    (program,) = systems.programs(name, 2, [sys.executable])
+    assert program.arguments[0].endswith({"openmpi": "/prterun", "mpich": "/mpiexec.hydra"}[name])
+    library = {"openmpi": "/libmpi.so.40", "mpich": "/libmpi.so.12"}[name]
+    assert program.environment["MPI4PY_LIBMPI"].endswith(library)
+
+
+def test_an_absent_mpi_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> Any:
+        raise systems.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(systems.importlib.metadata, "files", missing)
+    with pytest.raises(systems.AbsentError, match=r'pip install "phalanx\[bench\]"'):
+        systems.programs("mpich", 2, [])
+
+
+def test_a_setting_of_the_user_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "MPIR_CVAR_CH4_CMA_ENABLE" in systems.settings("mpich", 2)
+    monkeypatch.setenv("MPIR_CVAR_CH4_CMA_ENABLE", "0")
+    assert "MPIR_CVAR_CH4_CMA_ENABLE" not in systems.settings("mpich", 2)

@@ -1,0 +1,152 @@
+"""Where CUDA tensors go. Neither GPUs nor NCCL are at hand here: stand-ins take their place."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import DistError, HashStore
+
+from phalanx.backend import cuda
+
+
+class Made:
+    """Stands for a ProcessGroupNCCL."""
+
+    def __init__(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
+        self.place = (rank, size)
+        self.ended: list[str] = []
+
+    def shutdown(self) -> None:
+        self.ended.append("shutdown")
+
+    def abort(self) -> None:
+        self.ended.append("abort")
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The identity of a device is its number; number 9 has no NCCL."""
+    monkeypatch.setattr(
+        cuda, "identity", lambda device: "" if device.index == 9 else str(device.index)
+    )
+
+
+def ask(numbers: list[int], peers: dict[int, int] | None = None) -> list[Any]:
+    """Let every rank ask for its group with a tensor on the device of that number."""
+    store, answers = HashStore(), [None] * len(numbers)
+
+    def on_rank(rank: int) -> None:
+        child = cuda.NcclChild(store, rank, len(numbers), timedelta(seconds=5), Made)
+        peer = None if peers is None else peers[rank]
+        answers[rank] = child.group_for(torch.device("cuda", numbers[rank]), peer)
+
+    used = range(len(numbers)) if peers is None else peers
+    threads = [threading.Thread(target=on_rank, args=(rank,)) for rank in used]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    return answers
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_device_for_each_rank_means_nccl() -> None:
+    answers = ask([0, 1, 2])
+    assert [answer.place for answer in answers] == [(0, 3), (1, 3), (2, 3)]
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize("numbers", [[0, 0], [0, 1, 0], [0, 9], [9, 9]])
+def test_a_shared_device_or_no_nccl_means_memory(numbers: list[int]) -> None:
+    assert ask(numbers) == [None] * len(numbers)
+
+
+@pytest.mark.usefixtures("devices")
+def test_a_message_asks_its_two_ranks_only() -> None:
+    first, absent, last = ask([0, 0, 1], peers={0: 2, 2: 0})
+    assert first.place == (0, 3)
+    assert last.place == (2, 3)
+    assert absent is None
+
+
+@pytest.mark.usefixtures("devices")
+def test_the_wait_for_a_peer_is_bounded() -> None:
+    child = cuda.NcclChild(HashStore(), 0, 2, timedelta(milliseconds=50), Made)
+    with pytest.raises(DistError):
+        child.group_for(torch.device("cuda", 0))
+
+
+@pytest.mark.usefixtures("devices")
+def test_the_child_ends_with_its_group() -> None:
+    child = cuda.NcclChild(HashStore(), 0, 1, timedelta(seconds=5), Made)
+    child.shutdown()
+    made = child.group_for(torch.device("cuda", 0))
+    assert made is child.group_for(torch.device("cuda", 0))
+    child.shutdown()
+    child.abort()
+    assert made.ended == ["shutdown", "abort"]
+
+
+class Tensor(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+class Group:
+    """Stands for a Phalanx group whose child takes tensors on a GPU."""
+
+    _nccl: Any
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> str:
+        return "memory"
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> str:
+        return "memory"
+
+
+class Child:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+        self.asked: list[int | None] = []
+
+    def group_for(self, _device: torch.device, peer: int | None) -> Any:
+        self.asked.append(peer)
+        return self.answer
+
+
+class Nccl:
+    def allreduce(self, tensors: list[torch.Tensor]) -> str:
+        return "nccl"
+
+    recv = allreduce
+
+
+def test_operations_are_handed_over_by_where_their_tensors_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    group = cuda.handing_over("allreduce", "recv")(type("Handing", (Group,), {}))()
+    on_gpu = torch.ones(2).as_subclass(Tensor)
+    group._nccl = Child(None)
+    assert group.allreduce([on_gpu]) == "memory"
+    group._nccl = Child(Nccl())
+    assert group.allreduce([on_gpu]) == "nccl"
+    assert group.allreduce([[torch.ones(2)], [on_gpu]]) == "nccl"
+    assert group._nccl.asked == [None, None]
+    assert group.allreduce([torch.ones(2)]) == "memory"
+
+
+def test_a_build_without_cuda_wraps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert cuda.handing_over("allreduce")(Group).allreduce is Group.allreduce
+
+
+def test_tensors_are_found_in_lists_of_lists() -> None:
+    on_gpu = torch.ones(2).as_subclass(Tensor)
+    assert cuda.cuda_tensor([[[torch.ones(1)], [on_gpu]], 3]) is on_gpu
+    assert cuda.cuda_tensor([torch.ones(1), None, [torch.ones(1)]]) is None
