@@ -56,6 +56,26 @@ def scatter(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[T
     return [own, output]
 
 
+def all_gather_single(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[Tensor]:
+    output = cases.poisoned(own.repeat(dist.get_world_size()))
+    dist.all_gather_into_tensor(output, own, group)
+    return [own, output]
+
+
+def all_to_all_single(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[Tensor]:
+    """All to the root, but for one element that each rank keeps."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    given, taken = [0] * size, [0] * size
+    given[root] += len(own) - 1
+    given[rank] += 1
+    taken[rank] += 1
+    if rank == root:
+        taken = [count + len(own) - 1 for count in taken]
+    output = cases.poisoned(own.repeat(size)[: sum(taken)])
+    dist.all_to_all_single(output, own, taken, given, group)
+    return [own, output]
+
+
 def exchange(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[Tensor]:
     rank, size = dist.get_rank(), dist.get_world_size()
     received = cases.poisoned(own)
@@ -66,9 +86,32 @@ def exchange(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[
     return [own, received]
 
 
+def reduce_scatter(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[Tensor]:
+    inputs = [own.roll(part) for part in range(dist.get_world_size())]
+    output = cases.poisoned(own)
+    dist.reduce_scatter(output, inputs, cases.reduce_op(op), group)
+    return [output]
+
+
+def reduce_scatter_single(
+    own: Tensor, root: int, group: dist.ProcessGroup, op: str
+) -> list[Tensor]:
+    whole = torch.cat([own.roll(part) for part in range(dist.get_world_size())])
+    output = cases.poisoned(own)
+    dist.reduce_scatter_tensor(output, whole, cases.reduce_op(op), group)
+    return [output]
+
+
 Operation = Callable[[Tensor, int, dist.ProcessGroup, str], list[Tensor]]
-MOVES: list[Operation] = [broadcast, all_gather, gather, scatter]
-REDUCTIONS: list[Operation] = [all_reduce, reduce]
+MOVES: list[Operation] = [
+    broadcast,
+    all_gather,
+    gather,
+    scatter,
+    all_gather_single,
+    all_to_all_single,
+]
+REDUCTIONS: list[Operation] = [all_reduce, reduce, reduce_scatter, reduce_scatter_single]
 
 
 def compare(dtype: str, seed: int) -> int:
@@ -83,7 +126,8 @@ def compare(dtype: str, seed: int) -> int:
     for number, size in enumerate(SIZES):
         root = number % world_size
         own = cases.data(dtype, size, seed, rank, size)
-        for operation, op in operations:
+        # Each at every other size: Gloo takes its time.
+        for operation, op in operations[number % 2 :: 2]:
             ours = operation(own.clone(), root, dist.group.WORLD, op)
             theirs = operation(own.clone(), root, gloo, op)
             what = f"{operation.__name__} {op} of {dtype}[{size}], {world_size} ranks"
