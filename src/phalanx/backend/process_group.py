@@ -256,7 +256,7 @@ class ProcessGroup(Collectives):
                     f"{name}: the {what} {label(flat)} has {rows} rows, which {self._size} ranks "
                     f"can't share equally: give {what}_split_sizes"
                 )
-            splits = [rows // self._size] * self._size
+            return self._addresses(flat), [flat.numel() // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
             raise UsageError(
                 f"{name}: {what}_split_sizes are {list(splits)}, expected {self._size} sizes, one "
