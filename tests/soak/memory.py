@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from random import Random
 
 import torch
 from torch import Tensor
 
+import phalanx
 from tests.conformance import cases
 from tests.soak.plan import LARGEST
 
@@ -55,17 +57,23 @@ class Pool:
 
 
 class Block:
-    """A tensor for an operation: contiguous or not, at any address, poison around and in it.
+    """A tensor for an operation, in shared memory or not, contiguous or not, poison around it.
 
     Args:
         dtype: Of the elements.
         shape: Of the tensor.
         random: Draws the layout.
         values: What it holds at first, poison if None.
+        shared: How likely it lies in shared memory.
     """
 
     def __init__(
-        self, dtype: torch.dtype, shape: tuple[int, ...], random: Random, values: Tensor | None
+        self,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        random: Random,
+        values: Tensor | None,
+        shared: float,
     ) -> None:
         plain = random.random() < 0.7
         gap = 1 if plain else random.randint(1, 3)
@@ -79,17 +87,18 @@ class Block:
         self._before = random.randrange(4)
         self._bytes = (self._before + step + 3) * dtype.itemsize
         self._dtype, self._shape, self._strides = dtype, shape, strides
-        self._base, self.tensor = self._image(values)
+        make = phalanx.empty_shared if random.random() < shared else torch.empty
+        self._base, self.tensor = self._image(values, make)
 
     def check(self, expected: Tensor, what: str) -> None:
         """Compare all bits with `expected`, and what lies around with poison."""
-        image, view = self._image(expected)
+        image, view = self._image(expected, torch.empty)
         if not torch.equal(image, self._base):
             cases.check_bits(self.tensor, view, what)
             raise AssertionError(f"{what}: memory beside the tensor was written")
 
-    def _image(self, values: Tensor | None) -> tuple[Tensor, Tensor]:
-        base = torch.full((self._bytes,), _POISON, dtype=torch.uint8)
+    def _image(self, values: Tensor | None, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+        base = make(self._bytes, dtype=torch.uint8).fill_(_POISON)
         view = base.view(self._dtype).as_strided(self._shape, self._strides, self._before)
         if values is not None:
             view.copy_(values.view(self._shape))

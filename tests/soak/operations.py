@@ -45,6 +45,8 @@ class Task:
         self.common = Random(f"{operation.seed} common")  # draws alike on all ranks
         self.own = Random(f"{operation.seed} {self.rank}")  # draws for this rank alone
         self.bytes = 0
+        # Operations are direct where the tensors of all ranks are shared: so in some all must be.
+        self._shared = self.common.choice((0.0, 0.0, 0.5, 1.0))
         self._pool = pool
         self._checks: list[Callable[[], None]] = []
 
@@ -116,7 +118,7 @@ class Task:
         shape: tuple[int, ...] | None,
     ) -> Tensor:
         assert shape is not None or values is not None
-        block = Block(self.dtype, shape or values.shape, self.own, values)
+        block = Block(self.dtype, shape or values.shape, self.own, values, self._shared)
         what = f"{what} {len(self._checks)} of shape {list(block.tensor.shape)}"
         self._checks.append(
             lambda: block.check(expected if isinstance(expected, Tensor) else expected(), what)
