@@ -28,13 +28,19 @@ class CollectiveThread:
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], None]) -> None:
-        """Queue a call, which must not raise."""
+        """Queue a call, which must not raise.
+
+        In this thread itself, where callbacks of futures run, it has ended when this returns, and
+        so have those queued before: a callback may wait for what it starts.
+        """
         with self._lock:
             self.pending += 1
             self._queue.put(call)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+        if threading.current_thread() is self._thread:
+            self._run_up_to(call)
 
     def drain(self) -> None:
         """Block until the calls before have ended, each within its own deadline."""
@@ -55,11 +61,25 @@ class CollectiveThread:
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
-            call()
-            with self._lock:
-                self.pending -= 1
+            self._do(call)
             # Else a finished operation would keep its tensors until the next one comes.
             del call
+
+    def _run_up_to(self, last: Callable[[], None]) -> None:
+        call, stopped = None, False
+        while call is not last:
+            call = self._queue.get()
+            if call is None:
+                stopped = True
+            else:
+                self._do(call)
+        if stopped:
+            self._queue.put(None)
+
+    def _do(self, call: Callable[[], None]) -> None:
+        call()
+        with self._lock:
+            self.pending -= 1
 
 
 class MessageThread:
