@@ -11,6 +11,16 @@ void* const* pointers(const std::vector<Address>& addresses) {
   return reinterpret_cast<void* const*>(addresses.data());
 }
 
+// Where the parts of a contiguous tensor begin: one for each rank, of `count` elements each.
+std::vector<Address> parts_of(const PyGroup& self, Address whole, std::size_t count, int dtype) {
+  const std::size_t bytes = count * size_of(static_cast<DType>(dtype));
+  std::vector<Address> parts(static_cast<std::size_t>(self.held()->group.ranks()));
+  for (std::size_t rank = 0; rank < parts.size(); ++rank) {
+    parts[rank] = whole + rank * bytes;
+  }
+  return parts;
+}
+
 nb::object py_barrier(const PyGroup& self, double timeout) {
   return run(self, timeout,
              [](Core& core, const Bounds& bounds) { return barrier(core.group, bounds); });
@@ -85,6 +95,25 @@ nb::object py_all_to_all(const PyGroup& self, const std::vector<Address>& inputs
   });
 }
 
+nb::object py_all_gather_single(const PyGroup& self, Address input, Address output,
+                                std::size_t count, int dtype, double timeout) {
+  return py_all_gather(self, input, parts_of(self, output, count, dtype), count, dtype, timeout);
+}
+
+nb::object py_reduce_scatter_single(const PyGroup& self, Address input, Address output,
+                                    std::size_t count, int dtype, int op, double timeout) {
+  return py_reduce_scatter(self, parts_of(self, input, count, dtype), output, count, dtype, op,
+                           timeout);
+}
+
+nb::object py_all_to_all_single(const PyGroup& self, Address input, Address output,
+                                std::size_t count, int dtype, double timeout) {
+  const std::vector<Address> inputs = parts_of(self, input, count, dtype);
+  const std::vector<std::uint64_t> counts(inputs.size(), count);
+  return py_all_to_all(self, inputs, counts, parts_of(self, output, count, dtype), counts, dtype,
+                       timeout);
+}
+
 }  // namespace
 
 void bind_collectives(nb::class_<PyGroup>& group) {
@@ -103,6 +132,12 @@ void bind_collectives(nb::class_<PyGroup>& group) {
            nb::arg("dtype"), nb::arg("timeout"))
       .def("reduce_scatter", &py_reduce_scatter, nb::arg("inputs"), nb::arg("output"),
            nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("timeout"))
+      .def("all_gather_single", &py_all_gather_single, nb::arg("input"), nb::arg("output"),
+           nb::arg("count"), nb::arg("dtype"), nb::arg("timeout"))
+      .def("reduce_scatter_single", &py_reduce_scatter_single, nb::arg("input"), nb::arg("output"),
+           nb::arg("count"), nb::arg("dtype"), nb::arg("op"), nb::arg("timeout"))
+      .def("all_to_all_single", &py_all_to_all_single, nb::arg("input"), nb::arg("output"),
+           nb::arg("count"), nb::arg("dtype"), nb::arg("timeout"))
       .def("all_to_all", &py_all_to_all, nb::arg("inputs"), nb::arg("input_counts"),
            nb::arg("outputs"), nb::arg("output_counts"), nb::arg("dtype"), nb::arg("timeout"));
 }

@@ -54,9 +54,10 @@ Arena* Arena::make(Status& status) {
     return nullptr;
   }
   const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
-  std::byte* base = nullptr;
-  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
-      fcntl(fd, F_ADD_SEALS, seals) != 0 || (base = map_file(fd, bytes)) == nullptr) {
+  const bool ready = fchmod(fd, 0600) == 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0 &&
+                     fcntl(fd, F_ADD_SEALS, seals) == 0;
+  std::byte* base = ready ? map_file(fd, bytes) : nullptr;
+  if (base == nullptr) {
     status = system_error(errno);
     ::close(fd);
     return nullptr;

@@ -61,7 +61,7 @@ class Memory {
         shared_(std::exchange(other.shared_, nullptr)),
         ordinary_(std::move(other.ordinary_)) {}
   Memory& operator=(const Memory& other) {
-    std::copy(other.begin(), other.end(), begin());
+    if (this != &other) std::copy(other.begin(), other.end(), begin());
     return *this;
   }
   ~Memory() {

@@ -146,6 +146,17 @@ class Group:
     def reduce_scatter(
         self, inputs: Sequence[int], output: int, count: int, dtype: int, op: int, timeout: float
     ) -> Status | None: ...
+    def all_gather_single(
+        self, input: int, output: int, count: int, dtype: int, timeout: float
+    ) -> Status | None:
+        """As all_gather, to parts of `count` elements, one after another in one tensor."""
+
+    def reduce_scatter_single(
+        self, input: int, output: int, count: int, dtype: int, op: int, timeout: float
+    ) -> Status | None: ...
+    def all_to_all_single(
+        self, input: int, output: int, count: int, dtype: int, timeout: float
+    ) -> Status | None: ...
     def all_to_all(
         self,
         inputs: Sequence[int],

@@ -38,7 +38,7 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, segment.chunk_bytes(), bounds, gives, takes,
+      group, bytes, moving_chunk(group, bytes), bounds, gives, takes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(root, chunk), at(data, span.begin), span.size);
       },

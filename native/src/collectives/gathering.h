@@ -44,7 +44,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
   }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, segment.chunk_bytes(), bounds, gives, consumes,
+      group, bytes, moving_chunk(group, bytes), bounds, gives, consumes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(self, chunk), at(input, span.begin), span.size);
       },

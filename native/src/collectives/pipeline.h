@@ -28,6 +28,13 @@ inline std::byte* at(void* data, std::size_t offset) {
   return static_cast<std::byte*>(data) + offset;
 }
 
+// The chunks in which so many bytes are moved: at least four, as far as they stay large enough to
+// be worth a synchronisation each, so that consumers needn't wait for most of it.
+inline std::size_t moving_chunk(const Group& group, std::size_t total) {
+  const std::size_t whole = group.segment().chunk_bytes();
+  return std::min(whole, std::max(whole, total) / 4 / kLine * kLine);
+}
+
 // Moves ceil(total / chunk_bytes) chunks after a meeting. `produces(r)` and `consumes(r)` say which
 // ranks do so and are the same on all ranks; `produce(span, chunk)` fills the own staging area,
 // `consume(peer, span, chunk)` reads the peer's.

@@ -75,10 +75,12 @@ Status reduce_scatter(Group& group, const void* const* inputs, void* output, std
   if (const Shared shared(group, [](int) { return true; }); shared.all()) {
     std::array<const std::byte*, kMaxRanks> sources;
     for (int rank = 0; rank < group.ranks(); ++rank) {
-      if (rank != self &&
-          (sources[static_cast<std::size_t>(rank)] = shared.reach(rank, self, status)) == nullptr) {
+      const std::byte* source =
+          rank == self ? at(inputs[self], 0) : shared.reach(rank, self, status);
+      if (source == nullptr) {
         return status;
       }
+      sources[static_cast<std::size_t>(rank)] = source;
     }
     part.combine({0, bytes}, [&](int peer) { return sources[static_cast<std::size_t>(peer)]; });
     return part_together(group, bounds);

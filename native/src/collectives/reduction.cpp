@@ -126,6 +126,27 @@ class LargeReduction {
   std::array<const void*, kMaxRanks> sources_;
 };
 
+// The reduction of large tensors of two ranks to one of them, which combines alone: the other would
+// save it half of that, and cost it a copy of what it combined.
+Status reduce_of_two(Group& group, void* data, const Fingerprint& own, const Bounds& bounds) {
+  const int self = group.rank();
+  const Segment& segment = group.segment();
+  return move_chunks(
+      group, own.count * size_of(own.dtype), segment.chunk_bytes(), bounds,
+      [&](int rank) { return rank != own.root; }, [&](int rank) { return rank == own.root; },
+      [&](Span span, std::uint64_t chunk) {
+        copy_bytes(segment.staging(self, chunk), at(data, span.begin), span.size);
+      },
+      [&](int peer, Span span, std::uint64_t chunk) {
+        std::byte* out = at(data, span.begin);
+        const void* staged = segment.staging(peer, chunk);
+        const std::array<const void*, 2> sources = {self == 0 ? out : staged,
+                                                    self == 0 ? staged : out};
+        phalanx::reduce(out, sources.data(), 2, span.size / size_of(own.dtype), own.dtype, own.op,
+                        2);
+      });
+}
+
 // The reduction of large tensors that all lie in arenas: every rank combines a slice of its own,
 // and writes the result to all who want it.
 class SharedReduction {
@@ -204,6 +225,9 @@ Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds&
   }
   if (const Shared shared(group, [](int) { return true; }); !small && shared.all()) {
     return SharedReduction(group, data, own).run(shared, bounds);
+  }
+  if (!small && own.root >= 0 && group.ranks() == 2) {
+    return reduce_of_two(group, data, own, bounds);
   }
   if (!small) {
     return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(wanted);

@@ -79,17 +79,18 @@ def same_kind(
         what: The operation's name, for errors.
         sized: Which entries must have the element count of `like`; None for all.
     """
+    dtype, device, count = like.dtype, like.device, like.numel()
     for index, tensor in enumerate(tensors):
         counts = sized is None or index in sized
-        if tensor.dtype is not like.dtype or (counts and tensor.numel() != like.numel()):
+        if tensor.dtype is not dtype or (counts and tensor.numel() != count):
             raise UsageError(
                 f"{what}: tensor {index} of the list is {label(tensor)}, expected "
-                f"{label(like) if counts else like.dtype} like the tensor of this rank"
+                f"{label(like) if counts else dtype} like the tensor of this rank"
             )
-        if tensor.device != like.device:
+        if tensor.device != device:
             raise UsageError(
                 f"{what}: tensor {index} of the list is on {tensor.device}, the tensor of this "
-                f"rank on {like.device}; expected one device"
+                f"rank on {device}; expected one device"
             )
 
 

@@ -96,11 +96,17 @@ class ProcessGroup(Collectives):
         same_pair(output, input, name)
         flat_in = dense(input, name, written=False)
         flat_out = dense(output, name, written=True)
-        inputs = self._parts(flat_in, input_split_sizes, name, "input")
-        outputs = self._parts(flat_out, output_split_sizes, name, "output")
-        self._check_own_parts(inputs[1], outputs[1], name)
         code = code_of(input.dtype, name)
-        call = partial(self._native.all_to_all, *inputs, *outputs, code)
+        count, left = divmod(flat_in.numel(), self._size)
+        even = not (left or input_split_sizes or output_split_sizes)
+        if even and input.dim() and input.shape == output.shape and input.size(0) % self._size == 0:
+            addresses = flat_in.data_ptr(), flat_out.data_ptr()
+            call: NativeCall = partial(self._native.all_to_all_single, *addresses, count, code)
+        else:
+            inputs = self._parts(flat_in, input_split_sizes, name, "input")
+            outputs = self._parts(flat_out, output_split_sizes, name, "output")
+            self._check_own_parts(inputs[1], outputs[1], name)
+            call = partial(self._native.all_to_all, *inputs, *outputs, code)
         pairs = [(output, flat_out)]
         return self._collective(name, call, input, opts, pairs, keep=flat_in)
 
@@ -207,8 +213,9 @@ class ProcessGroup(Collectives):
         self._check_whole(output, source, name, "output", "input")
         flat = dense(source, name, written=False)
         to = dense(output, name, written=True)
-        code, addresses = code_of(source.dtype, name), self._addresses(to)
-        call = partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
+        code = code_of(source.dtype, name)
+        addresses = flat.data_ptr(), to.data_ptr()
+        call = partial(self._native.all_gather_single, *addresses, flat.numel(), code)
         return call, (output, to), flat
 
     def _reduce_scatter_one(
@@ -219,13 +226,9 @@ class ProcessGroup(Collectives):
         how = reduction(reduce_op, output, name)
         flat = self._reducible(source, how, reduce_op, name)
         to = dense(output, name, written=True)
+        addresses = flat.data_ptr(), to.data_ptr()
         call = partial(
-            self._native.reduce_scatter,
-            self._addresses(flat),
-            to.data_ptr(),
-            to.numel(),
-            how.dtype,
-            how.op,
+            self._native.reduce_scatter_single, *addresses, to.numel(), how.dtype, how.op
         )
         return call, (output, to), how.op, flat
 
@@ -256,7 +259,7 @@ class ProcessGroup(Collectives):
                     f"{name}: the {what} {label(flat)} has {rows} rows, which {self._size} ranks "
                     f"can't share equally: give {what}_split_sizes"
                 )
-            splits = [rows // self._size] * self._size
+            return self._addresses(flat), [flat.numel() // self._size] * self._size
         if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
             raise UsageError(
                 f"{name}: {what}_split_sizes are {list(splits)}, expected {self._size} sizes, one "

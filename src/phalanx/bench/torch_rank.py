@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchSystem"]
 
+# PyTorch 2.13 renamed these, and warns at every call of the older names.
+_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 class TorchSystem:
     """One rank of a backend, called as every script calls it: through `torch.distributed`."""
@@ -79,8 +83,8 @@ class TorchSystem:
                 dist.scatter, target, self._parts(source) if root else None, 0
             ),
             "all_gather": lambda: partial(dist.all_gather, self._parts(target), source),
-            "all_gather_into_tensor": lambda: partial(dist.all_gather_into_tensor, target, source),
-            "reduce_scatter": lambda: partial(dist.reduce_scatter_tensor, target, source),
+            "all_gather_into_tensor": lambda: partial(_all_gather_single, target, source),
+            "reduce_scatter": lambda: partial(_reduce_scatter_single, target, source),
             "all_to_all": lambda: partial(dist.all_to_all_single, target, source),
             "send_recv": lambda: self._ping_pong(source, target),
             "isend_irecv": lambda: self._exchange(source, target),

@@ -108,12 +108,15 @@ class _Agent(LocalElasticAgent):
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
         self._host_store: Any = None
+        # None where torchrun has no such option (torch 2.11).
+        limit = getattr(job.config, "shutdown_timeout", None)
+        self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
         super().__init__(
             _spec(job),
             self._output,
             job.config.start_method,
             log_line_prefix_template=job.config.log_line_prefix_template,
-            shutdown_timeout=job.config.shutdown_timeout or 0,
+            **({"shutdown_timeout": limit} if limit is not None else {}),
         )
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -182,7 +185,7 @@ class _Agent(LocalElasticAgent):
             # What a dead rank left behind. It hasn't been reaped, so its number is still its own.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(failure.pid, signal.SIGKILL)
-        self._shutdown(timeout=self._shutdown_timeout)
+        self._shutdown(**self._limit)
 
 
 def _spec(job: Job) -> WorkerSpec:

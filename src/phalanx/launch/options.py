@@ -62,7 +62,9 @@ def parse(argv: Sequence[str]) -> Job:
         args.local_addr = args.local_addr or "127.0.0.1"
     elif args.master_port is None:
         args.master_port = 29500
-    if args.shutdown_timeout is None and "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" not in os.environ:
+    # A torchrun without this option (torch 2.11) gives its agent 30 seconds.
+    given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
+    if not given and getattr(args, "shutdown_timeout", STOP_TIMEOUT) is None:
         args.shutdown_timeout = STOP_TIMEOUT
     return _job(args)
 

@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from phalanx.bench.report import machine
+from phalanx.bench.machine import machine, versions
 from tests.conformance.torch_suite.runner import COLUMNS, ROOT, SIZES, Outcome
 
 if TYPE_CHECKING:
@@ -39,9 +39,13 @@ needs several GPUs or names NCCL. Last run with {facts}.
 """
 
 
+_NAMED = ("python", "torch", "phalanx")
+
+
 def facts() -> dict[str, str | int]:
     """With what the outcomes were had."""
-    return {name: value for name, value in machine().items() if name not in {"processor", "kernel"}}
+    known = versions()
+    return {"cores": machine()["cores"], **{name: known[name] for name in _NAMED}}
 
 
 def load() -> Results:
@@ -112,7 +116,8 @@ def _summary(results: Results) -> Iterator[str]:
 def _unresolved(results: Results) -> Iterator[str]:
     for column, place in (("replace", "in Gloo's place"), ("phalanx", "under its own name")):
         found = list(missing(results, column))
-        yield f"**Passed by Gloo and not by Phalanx {place}:** {'' if found else 'none.'}"
+        verdict = "" if found else "none that could."
+        yield f"**Passed by Gloo and not by Phalanx {place}:** {verdict}"
         yield ""
         yield from (f"- {test}, {n} ranks: {o.outcome}: {_short(o.reason)}" for test, n, o in found)
         if found:
