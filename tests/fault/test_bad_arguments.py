@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +142,126 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         ),
         r"scatter: tensor 1 of the list is float64\[3\], expected float32\[3\]",
     ),
+    "reduce_scatter's list": (
+        lambda: dist.reduce_scatter(zeros(3), [zeros(3)]),
+        r"reduce_scatter: got 1 inputs, expected one per rank, 2",
+    ),
+    "own part of reduce_scatter's list": (
+        lambda: dist.reduce_scatter(zeros(3), [zeros(3), zeros(4)]),
+        r"reduce_scatter: tensor 1 of the list is float32\[4\], expected float32\[3\]",
+    ),
+    "dtypes in reduce_scatter's list": (
+        lambda: world().reduce_scatter([zeros(3)], [[zeros(3), zeros(3, dtype=torch.float64)]]),
+        r"reduce_scatter: tensor 1 of the list is float64\[3\], expected float32\[3\]",
+    ),
+    "devices in reduce_scatter's list": (
+        lambda: dist.reduce_scatter(zeros(3), [zeros(3, device="meta"), zeros(3)]),
+        r"reduce_scatter: tensor 0 of the list is on meta, the tensor of this rank on cpu",
+    ),
+    "reduce_scatter, bitwise on floats": (
+        lambda: dist.reduce_scatter(zeros(3), [zeros(3)] * 2, dist.ReduceOp.BOR),
+        r"reduce_scatter: BOR has no meaning for float32",
+    ),
+    "reduce_scatter, average of integers": (
+        lambda: dist.reduce_scatter_tensor(
+            zeros(3, dtype=torch.int32), zeros(6, dtype=torch.int32), dist.ReduceOp.AVG
+        ),
+        r"reduce_scatter_single: AVG has no meaning for int32",
+    ),
+    "reduce_scatter_tensor's size": (
+        lambda: dist.reduce_scatter_tensor(zeros(3), zeros(7)),
+        r"reduce_scatter_single: the input float32\[7\] has 7 elements, expected 6: 2 times those",
+    ),
+    "reduce_scatter_tensor's dtypes": (
+        lambda: dist.reduce_scatter_tensor(zeros(3), zeros(6, dtype=torch.float64)),
+        r"reduce_scatter_single: the output is float32\[3\] on cpu, the input float64\[6\] on cpu",
+    ),
+    "all_gather_into_tensor's size": (
+        lambda: dist.all_gather_into_tensor(zeros(5), zeros(3)),
+        r"all_gather_single: the output float32\[5\] has 5 elements, expected 6: 2 times those",
+    ),
+    "all_gather_into_tensor's device": (
+        lambda: dist.all_gather_into_tensor(zeros(6, device="meta"), zeros(3)),
+        r"all_gather_single: the output is float32\[6\] on meta, the input float32\[3\] on cpu",
+    ),
+    "all_gather_into_tensor, expanded": (
+        lambda: dist.all_gather_into_tensor(zeros(1).expand(6), zeros(3)),
+        r"all_gather_single: elements of the tensor .* share memory",
+    ),
+    "all_to_all's outputs": (
+        lambda: dist.all_to_all([zeros(3)], [zeros(3)] * 2),
+        r"all_to_all: got 1 outputs, expected one per rank, 2",
+    ),
+    "all_to_all's inputs": (
+        lambda: dist.all_to_all([zeros(3)] * 2, [zeros(3)] * 3),
+        r"all_to_all: got 3 inputs, expected one per rank, 2",
+    ),
+    "dtypes in all_to_all's lists": (
+        lambda: world().alltoall([zeros(3)] * 2, [zeros(3), zeros(3, dtype=torch.int32)]),
+        r"all_to_all: tensor 1 of the list is int32\[3\], expected torch.float32",
+    ),
+    "devices in all_to_all's lists": (
+        lambda: dist.all_to_all([zeros(3), zeros(3, device="meta")], [zeros(3)] * 2),
+        r"all_to_all: tensor 1 of the list is on meta, the tensor of this rank on cpu",
+    ),
+    "what a rank gives to itself": (
+        lambda: dist.all_to_all([zeros(3), zeros(3)], [zeros(3), zeros(4)]),
+        r"all_to_all: tensor 1 of the list is float32\[3\], expected float32\[4\]",
+    ),
+    "rows that can't be shared equally": (
+        lambda: dist.all_to_all_single(zeros(5), zeros(5)),
+        r"all_to_all_single: the input float32\[5\] has 5 rows, which 2 ranks can't share equally",
+    ),
+    "splits that don't sum up": (
+        lambda: dist.all_to_all_single(zeros(5, 2), zeros(5, 2), [2, 3], [2, 2]),
+        r"input_split_sizes are \[2, 2\], expected 2 integers, .* sum up to the 5 rows of the input",
+    ),
+    "output's splits that don't sum up": (
+        lambda: dist.all_to_all_single(zeros(4), zeros(5), [2, 3], [2, 3]),
+        r"output_split_sizes are \[2, 3\], expected 2 integers, .* sum up to the 4 rows of the output",
+    ),
+    "a split too few": (
+        lambda: dist.all_to_all_single(zeros(5), zeros(5), [5], [2, 3]),
+        r"output_split_sizes are \[5\], expected 2 integers, one per rank",
+    ),
+    "a negative split": (
+        lambda: dist.all_to_all_single(zeros(5), zeros(5), [2, 3], [6, -1]),
+        r"input_split_sizes are \[6, -1\], expected 2 integers",
+    ),
+    "a fraction of a row": (
+        lambda: dist.all_to_all_single(zeros(5), zeros(5), [2, 3], [2.5, 2.5]),
+        r"input_split_sizes are \[2.5, 2.5\], expected 2 integers",
+    ),
+    "splits for oneself": (
+        lambda: dist.all_to_all_single(zeros(5), zeros(5), [3, 2], [2, 3]),
+        r"all_to_all_single: rank 1 gives itself 3 elements and takes 2",
+    ),
+    "dtypes of all_to_all_single": (
+        lambda: world().all_to_all_single(zeros(4), zeros(4, dtype=torch.int32), [], []),
+        r"all_to_all_single: the output is float32\[4\] on cpu, the input int32\[4\] on cpu",
+    ),
+    "coalesced, bitwise on floats": (
+        lambda: world().allreduce_coalesced(
+            [zeros(2), zeros(3)], options("AllreduceCoalesced", reduceOp=dist.ReduceOp.BAND)
+        ),
+        r"all_reduce_coalesced: BAND has no meaning for float32",
+    ),
+    "coalesced, the second on meta": (
+        lambda: world().allreduce_coalesced([zeros(2), zeros(2, device="meta")]),
+        r"all_reduce_coalesced: the tensor is on meta, expected cpu",
+    ),
+    "coalesced, too few outputs": (
+        lambda: world().all_gather_single_coalesced([zeros(2)], [zeros(1), zeros(1)]),
+        r"all_gather_single_coalesced: got 1 outputs for 2 inputs",
+    ),
+    "coalesced, too few lists": (
+        lambda: world().allgather_coalesced([[zeros(2)]], [zeros(2)]),
+        r"all_gather_coalesced: got 1 lists of outputs, expected one per rank, 2",
+    ),
+    "coalesced, the second too small": (
+        lambda: world().reduce_scatter_single_coalesced([zeros(2)] * 2, [zeros(4), zeros(2)]),
+        r"reduce_scatter_single_coalesced: the input float32\[2\] has 2 elements, expected 4",
+    ),
     "several tensors": (
         lambda: world().allreduce([zeros(3), zeros(3)]),
         r"all_reduce: got 2 tensors, expected one",
@@ -165,6 +287,27 @@ def group_works() -> None:
     dist.isend(torch.full((2,), float(rank)), (rank + 1) % world_size)
     dist.recv(received, (rank - 1) % world_size)
     assert received.tolist() == [(rank - 1) % world_size] * 2
+
+
+def unpicklable() -> None:
+    """Raised by pickle, on the rank that has the object, before any peer hears of it."""
+    rank = dist.get_rank()
+    calls: list[Callable[[object], object]] = [
+        lambda it: dist.all_gather_object([None] * 2, it),
+        lambda it: dist.gather_object(it, [None] * 2 if rank == 1 else None, 1),
+        lambda it: dist.broadcast_object_list([it], 1),
+        lambda it: dist.scatter_object_list([None], [it, it] if rank == 1 else None, 1),
+        lambda it: dist.send_object_list([it], 0),
+    ]
+    for call in calls:
+        if rank == 1:
+            with pytest.raises((TypeError, AttributeError, pickle.PicklingError), match="pickle"):
+                call(threading.Lock())
+        group_works()
+
+
+def test_objects_that_cannot_be_pickled(ranks: RankServer) -> None:
+    ranks.run(2, unpicklable, timeout=10)
 
 
 def reject_all(names: list[str]) -> None:

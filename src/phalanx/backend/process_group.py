@@ -6,6 +6,7 @@ under the names that PyTorch calls from 2.11 on; the layers below have the rest.
 
 from __future__ import annotations
 
+import operator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -260,13 +261,17 @@ class ProcessGroup(Collectives):
                     f"can't share equally: give {what}_split_sizes"
                 )
             return self._addresses(flat), [flat.numel() // self._size] * self._size
-        if len(splits) != self._size or sum(splits) != rows or min(splits) < 0:
+        try:
+            sizes = list(map(operator.index, splits))
+        except TypeError:
+            sizes = []  # of the wrong length
+        if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
             raise UsageError(
-                f"{name}: {what}_split_sizes are {list(splits)}, expected {self._size} sizes, one "
-                f"per rank, that sum up to the {rows} rows of the {what} {label(flat)}"
+                f"{name}: {what}_split_sizes are {list(splits)}, expected {self._size} integers, "
+                f"one per rank, that sum up to the {rows} rows of the {what} {label(flat)}"
             )
         row = flat.numel() // rows if rows else 0
-        counts = [size * row for size in splits]
+        counts = [size * row for size in sizes]
         addresses, start = [], flat.data_ptr()
         for count in counts:
             addresses.append(start)
