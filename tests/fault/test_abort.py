@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,21 @@ import torch.distributed as dist
 from phalanx.errors import Aborted, CollectiveTimeout, PeerLost, PhalanxError
 from tests.ranks import RankServer
 
+
+def one_for_each(count: int) -> list[torch.Tensor]:
+    return [torch.zeros(count) for _ in range(dist.get_world_size())]
+
+
 WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(torch.zeros(10)),
     "large all_reduce": lambda: dist.all_reduce(torch.zeros(2**20)),
     "barrier": lambda: dist.barrier(),
+    "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(1), one_for_each(1)),
+    "all_to_all": lambda: dist.all_to_all(one_for_each(2**18), one_for_each(2**18)),
+    "uneven all_gather": lambda: dist.all_gather(
+        [torch.zeros(1), *one_for_each(2)[1:]], torch.zeros(min(2, dist.get_rank() + 1))
+    ),
+    "coalesced": lambda: dist.all_reduce_coalesced([torch.zeros(3)] * 2),
     "recv": lambda: dist.recv(torch.zeros(10), 0),
     "recv from any": lambda: dist.recv(torch.zeros(10)),
     "large send": lambda: dist.send(torch.zeros(2**20), 0),
@@ -54,6 +66,49 @@ def rank_0_does_not_come(operation: str) -> None:
 @pytest.mark.parametrize("operation", WAITS)
 def test_deadline(ranks: RankServer, operation: str) -> None:
     ranks.run(2, rank_0_does_not_come, operation, timeout=0.5)
+
+
+def of_one_operation(kind: str, async_op: bool) -> None:
+    """The group has 20 s, this operation less; what came before keeps the group's."""
+    given_up, world = Path(os.environ["FOLDER"], "given up"), dist.group.WORLD
+    dist.barrier()
+    if dist.get_rank() == 0:
+        while not given_up.exists():
+            time.sleep(0.001)
+        return
+    made = {
+        "all_reduce": (dist.AllreduceOptions(), lambda o: world.allreduce([torch.zeros(9)], o)),
+        "all_to_all_single": (
+            dist.AllToAllOptions(),
+            lambda o: world.all_to_all_single(torch.zeros(2), torch.zeros(2), [], [], o),
+        ),
+        "reduce_scatter_single": (
+            dist.ReduceScatterOptions(),
+            lambda o: world.reduce_scatter_single(torch.zeros(1), torch.zeros(2), o),
+        ),
+        "barrier": (dist.BarrierOptions(), world.barrier),
+    }
+    options, call = made[kind]
+    options.timeout, options.asyncOp = timedelta(seconds=0.3), async_op
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match=r"until the timeout of 0.3 s on this rank"):
+        call(options).wait()
+    waited = time.monotonic() - start
+    given_up.touch()
+    assert 0.3 <= waited < 1.3, waited
+
+
+@pytest.mark.parametrize(
+    ("kind", "async_op"),
+    [
+        ("all_reduce", False),
+        ("all_to_all_single", True),
+        ("reduce_scatter_single", False),
+        ("barrier", True),
+    ],
+)
+def test_the_deadline_of_one_operation(ranks: RankServer, kind: str, async_op: bool) -> None:
+    ranks.run(2, of_one_operation, kind, async_op)
 
 
 def stopped(operation: str) -> None:

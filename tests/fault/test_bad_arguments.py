@@ -214,11 +214,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "splits that don't sum up": (
         lambda: dist.all_to_all_single(zeros(5, 2), zeros(5, 2), [2, 3], [2, 2]),
-        r"input_split_sizes are \[2, 2\], expected 2 integers, .* sum up to the 5 rows of the input",
+        r"input_split_sizes are \[2, 2\], expected 2 integers, .* to the 5 rows of the input",
     ),
     "output's splits that don't sum up": (
         lambda: dist.all_to_all_single(zeros(4), zeros(5), [2, 3], [2, 3]),
-        r"output_split_sizes are \[2, 3\], expected 2 integers, .* sum up to the 4 rows of the output",
+        r"output_split_sizes are \[2, 3\], expected 2 integers, .* to the 4 rows of the output",
     ),
     "a split too few": (
         lambda: dist.all_to_all_single(zeros(5), zeros(5), [5], [2, 3]),

@@ -86,6 +86,30 @@ CASES: dict[str, tuple[Call, Call, str, str]] = {
         "scatter #1 float32[4] root 0",
         "scatter #1 float32[5] root 0",
     ),
+    "reduce_scatter": (
+        lambda: dist.reduce_scatter_tensor(zeros(4), zeros(4 * dist.get_world_size())),
+        lambda: dist.reduce_scatter_tensor(zeros(5), zeros(5 * dist.get_world_size())),
+        "reduce_scatter #1 float32[4] SUM",
+        "reduce_scatter #1 float32[5] SUM",
+    ),
+    "large reduce_scatter": (
+        lambda: dist.reduce_scatter(zeros(10**6), [zeros(10**6)] * dist.get_world_size()),
+        lambda: dist.reduce_scatter(zeros(10), [zeros(10)] * dist.get_world_size()),
+        "reduce_scatter #1 float32[1000000] SUM",
+        "reduce_scatter #1 float32[10] SUM",
+    ),
+    "all_gather_into_tensor": (
+        lambda: dist.all_gather_into_tensor(zeros(4 * dist.get_world_size()), zeros(4)),
+        lambda: dist.all_gather_into_tensor(zeros(8 * dist.get_world_size()), zeros(8)),
+        "all_gather #1 float32[4]",
+        "all_gather #1 float32[8]",
+    ),
+    "coalesced": (
+        lambda: dist.all_reduce_coalesced([zeros(4), zeros(2)]),
+        lambda: dist.all_reduce_coalesced([zeros(4), zeros(3)]),
+        "all_reduce #2 float32[2] SUM",
+        "all_reduce #2 float32[3] SUM",
+    ),
     "asynchronous": (
         lambda: dist.all_reduce(zeros(10), async_op=True).wait(),
         lambda: dist.all_reduce(zeros(20), async_op=True).get_future().wait(),
@@ -116,6 +140,71 @@ def check(ended: list[Ended], first: str, other: str) -> None:
 def test_ranks_disagree(ranks: RankServer, name: str, world_size: int) -> None:
     _, _, first, other = CASES[name]
     check(ranks.start(world_size, disagree, name).join(20), first, other)
+
+
+def exchange(form: str, given: list[int], taken: list[int], async_op: bool) -> None:
+    if form == "list":
+        inputs, outputs = [list(map(zeros, counts)) for counts in (given, taken)]
+        work = dist.all_to_all(outputs, inputs, async_op=async_op)
+    else:
+        work = dist.all_to_all_single(
+            zeros(sum(taken)), zeros(sum(given)), taken, given, async_op=async_op
+        )
+    if work is not None:
+        work.wait()
+
+
+def splits_disagree(form: str, unit: int, async_op: bool) -> None:
+    """Rank 1 gives rank 2 two units, rank 2 expects three from it."""
+    rank = dist.get_rank()
+    given = [unit, unit, (2 if rank == 1 else 1) * unit]
+    taken = [unit, (3 if rank == 2 else 1) * unit, unit]
+    if rank == 2:
+        given[2] = taken[2] = 0
+    exchange(form, given, taken, async_op)
+
+
+# One element travels inline, 100,000 are moved in chunks.
+@pytest.mark.parametrize(
+    ("form", "unit", "async_op"),
+    [
+        ("list", 1, False),
+        ("list", 100_000, True),
+        ("single", 1, True),
+        ("single", 100_000, False),
+    ],
+)
+def test_splits_disagree(ranks: RankServer, form: str, unit: int, async_op: bool) -> None:
+    """Also told to rank 0, between whom and the others all is well."""
+    ended = ranks.start(3, splits_disagree, form, unit, async_op).join(20)
+    gives = f"in all_to_all #1: rank 1 gives rank 2 {2 * unit} elements"
+    check(ended, gives, f"which expects {3 * unit}")
+
+
+def one_splits_the_other_does_not() -> None:
+    """Rank 0 gives two rows to each; rank 1 one to rank 0, and three to itself."""
+    if dist.get_rank() == 0:
+        dist.all_to_all_single(zeros(4), zeros(4))
+    else:
+        dist.all_to_all_single(zeros(5), zeros(4), [2, 3], [1, 3])
+
+
+def test_equal_and_uneven_splits(ranks: RankServer) -> None:
+    ended = ranks.start(2, one_splits_the_other_does_not).join(20)
+    check(ended, "rank 1 gives rank 0 1 elements, which expects 2", "split sizes disagree")
+
+
+def uneven_parts_disagree() -> None:
+    """The part of rank 1 has five elements, rank 0 expects four."""
+    if dist.get_rank() == 0:
+        dist.all_gather([zeros(3), zeros(4)], zeros(3))
+    else:
+        dist.all_gather([zeros(3), zeros(5)], zeros(5))
+
+
+def test_uneven_parts(ranks: RankServer) -> None:
+    ended = ranks.start(2, uneven_parts_disagree).join(20)
+    check(ended, "broadcast #2 float32[4] root 1", "broadcast #2 float32[5] root 1")
 
 
 def inputs_are_kept() -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from typing import TYPE_CHECKING
 
 import torch
+from typing_extensions import deprecated
 
 import phalanx
 
 if TYPE_CHECKING:
     from types import FrameType
 
-_FOREIGN = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, phalanx))
+# PyTorch wraps functions in `deprecated`, whose frame lies between the user's and torch's.
+_FOREIGN = (
+    *(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, phalanx)),
+    inspect.getfile(deprecated),
+)
 
 
 def call_site() -> str:
