@@ -29,7 +29,8 @@ SHARES = {2: 3000, 3: 2500, 5: 1200, 8: 800}
 def test_random_operations(ranks: RankServer, world_size: int) -> None:
     plan = Plan(cases.fresh_seed(), world_size)
     results = ranks.run(world_size, soak, plan, 0, SHARES[world_size], 20.0, timeout=20)
-    assert all(checked > 0 for _, checked in results)
+    assert all(result.operations == SHARES[world_size] for result in results)
+    assert all(result.checked > 0 for result in results)
 
 
 def test_a_plan_has_everything() -> None:

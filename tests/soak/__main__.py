@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import typer
@@ -22,11 +22,14 @@ import phalanx
 from phalanx.errors import LaunchError
 from tests.soak.plan import WEIGHTS, Plan
 
+if TYPE_CHECKING:
+    from tests.soak.rank import Summary
+
 ROOT = Path(__file__).parents[2]
 console = Console(highlight=False)
 
 
-def work(plan: Plan, first: int, count: int, timeout: float, board: str) -> tuple[float, float]:
+def work(plan: Plan, first: int, count: int, timeout: float, board: str) -> Summary:
     """What each rank runs."""
     import torch.distributed as dist
 
@@ -99,11 +102,11 @@ def run(plan: Plan, first: int, count: int, timeout: float, limit: float) -> boo
                 f"the last operation that each rank began:\n{board.words(plan)}", markup=False
             )
             return False
-    seconds = max(seconds for seconds, _ in results)
-    checked = sum(checked for _, checked in results)
+    done, seconds = results[0].operations, max(result.seconds for result in results)
+    checked = sum(result.checked for result in results)
     console.print(
-        f"[green]{title}[/]: {count:,} operations in {seconds:.1f} s, "
-        f"{count / seconds:,.0f} a second, {checked:.1f} GiB checked"
+        f"[green]{title}[/]: {done:,} operations in {seconds:.1f} s, "
+        f"{done / seconds:,.0f} a second, {checked:.1f} GiB checked"
     )
     return True
 

@@ -249,7 +249,9 @@ def _all_to_all_single(task: Task, rows: list[list[int]], uneven: bool) -> objec
     taken_rows = [rows[source][me] for source in everybody]
     output = task.take(partial(torch.cat, taken), 0, (sum(taken_rows), width))
     tensor = task.give(torch.cat(given), (sum(rows[me]), width))
-    splits = (taken_rows, rows[me]) if uneven else (None, None)
+    # Equal splits may be given on one rank and left out on another.
+    given_splits = uneven or task.own.random() < 0.5
+    splits = (taken_rows, rows[me]) if given_splits else (None, None)
     return dist.all_to_all_single(output, tensor, *splits, task.group, task.async_op)
 
 

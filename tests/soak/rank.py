@@ -28,6 +28,17 @@ class SoakFailed(AssertionError):
     """An operation went wrong: which, how, and what repeats it."""
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What one rank has done."""
+
+    operations: int
+    """Of the plan, whether or not this rank was in their groups."""
+    seconds: float
+    checked: float
+    """GiB of tensors that were compared."""
+
+
 @dataclass
 class Pending:
     """An operation that has begun."""
@@ -65,18 +76,20 @@ class Soak:
         self._pending: list[Pending] = []
         self._bytes = 0
 
-    def run(self, first: int, count: int) -> float:
-        """Carry out `count` operations from number `first` on; returns GiB of tensors checked."""
+    def run(self, first: int, count: int) -> Summary:
+        """Carry out `count` operations from number `first` on."""
+        start, done = time.monotonic(), 0
         for number in range(first, first + count):
             if number == first or number % CHAPTER == 0:
                 self._regroup(number // CHAPTER)
             self._report(number)
             operation = self._plan.operation(number)
+            done += operation is not None
             if operation is not None and self._rank in operation.members:
                 self._begin(operation)
                 self._finish_some()
         self._regroup(None)
-        return self._bytes / 2**30
+        return Summary(done, time.monotonic() - start, self._bytes / 2**30)
 
     def _begin(self, operation: Operation) -> None:
         task = Task(operation, self._groups[operation.group], self._pool)
@@ -138,14 +151,12 @@ def soak(
     count: int,
     timeout: float,
     report: Callable[[int], None] = lambda number: None,
-) -> tuple[float, float]:
-    """Run a plan in the default group; returns seconds and GiB of tensors checked.
+) -> Summary:
+    """Run operations of a plan in the default group.
 
     Raises:
         SoakFailed: On the rank that saw an operation go wrong.
     """
     # The older names, which every supported PyTorch has, and coalesced forms.
     warnings.filterwarnings("ignore", category=FutureWarning)
-    begin = time.monotonic()
-    checked = Soak(plan, timeout, report).run(first, count)
-    return time.monotonic() - begin, checked
+    return Soak(plan, timeout, report).run(first, count)
