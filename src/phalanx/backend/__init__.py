@@ -1,10 +1,15 @@
 """The backend "phalanx" of `torch.distributed`.
 
-`process_group` has the collectives of our subclass of PyTorch's `ProcessGroup`; it stands on
-`messages` (send and recv), and that on `membership`, which holds all that the base class asks for
-besides operations. They check arguments (`operands`, `dtypes`), and run each operation in the
-caller's thread or hand it to the group's `progress` threads, as `work` objects. When the core
-reports that something went wrong, `failure` says it in words, with the user's `call_site`.
-`lifetime` looks after groups at the end of their process and in forked children. `replace` puts
-"phalanx" in the place of other backends where the user wants that.
+One class in layers: `membership` subclasses PyTorch's `ProcessGroup` and has all that it asks for
+besides operations; on it stand `messages` (send and recv), `running` (how a collective runs),
+`collectives` (those on lists of tensors) and `process_group` (those on single tensors, coalesced
+ones, and what makes a group). They check arguments (`operands`, `dtypes`, `options`), and run each
+operation in the caller's thread or hand it to the group's `progress` threads, as `work` objects;
+`sparse` and `cuda` take the tensors of their kind. When the core reports that something went wrong,
+`failure` says it in words, with the user's `call_site`.
+
+Beside them: `shared` makes tensors that peers can reach, `profiling` tells PyTorch's profiler,
+`lifetime` looks after groups at the end of their process and in forked children, `edges` covers
+functions of PyTorch that refuse other backends, and `replace` puts "phalanx" in the place of those
+where the user wants that.
 """
