@@ -123,6 +123,22 @@ def layouts(seed: int) -> None:
     assert torch.equal(cube, output)
 
 
+def in_place(seed: int) -> None:
+    """Output and input are one tensor, its parts in other places before than after."""
+    for unit in (1, 100_000):
+        check = Check(
+            "int64", [[0, 2 * unit, unit], [unit, 0, 2 * unit], [2 * unit, unit, 0]], seed
+        )
+        for async_op in (False, True):
+            tensor = check.given.clone()
+            finish(dist.all_to_all_single(tensor, tensor, *check.splits, None, async_op), async_op)
+            cases.check_bits(tensor, torch.cat(check.expected), f"in place, {check.what}")
+
+
+def test_in_place(ranks: RankServer) -> None:
+    ranks.run(3, in_place, cases.fresh_seed())
+
+
 def in_sub_groups(seed: int) -> None:
     for members in ([0, 2, 3], [1, 3], [2]):
         group, size = dist.new_group(members), len(members)

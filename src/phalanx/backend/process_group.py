@@ -104,6 +104,9 @@ class ProcessGroup(Collectives):
             addresses = flat_in.data_ptr(), flat_out.data_ptr()
             call: NativeCall = partial(self._native.all_to_all_single, *addresses, count, code)
         else:
+            if flat_in.data_ptr() == flat_out.data_ptr():
+                # In place: parts that move would overwrite what others haven't got yet.
+                flat_in = flat_in.clone()
             inputs = self._parts(flat_in, input_split_sizes, name, "input")
             outputs = self._parts(flat_out, output_split_sizes, name, "output")
             self._check_own_parts(inputs[1], outputs[1], name)
