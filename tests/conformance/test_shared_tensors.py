@@ -98,6 +98,13 @@ def check_one(
     assert torch.equal(output, torch.cat([values[r] + 7 * rank for r in range(size)]))
     assert torch.equal(source, whole(ordinary, rank, size, count))
 
+    dist.all_to_all_single(source, source)
+    assert torch.equal(source, output)
+    source = whole(make, rank, size, count)
+    parts = list(source.view(size, count))
+    dist.all_to_all(parts, parts)
+    assert torch.equal(source, output)
+
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_collective(ranks: RankServer, size: int) -> None:

@@ -227,6 +227,9 @@ class Collectives(Running):
         same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
         sources = [dense(item, "all_to_all", written=False) for item in inputs]
         flats = [dense(output, "all_to_all", written=True) for output in outputs]
+        taken = {flat.data_ptr() for flat in flats}
+        # In place: what comes would overwrite what others haven't got yet.
+        sources = [item.clone() if item.data_ptr() in taken else item for item in sources]
         call = partial(
             self._native.all_to_all,
             [source.data_ptr() for source in sources],

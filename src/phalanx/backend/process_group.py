@@ -97,6 +97,9 @@ class ProcessGroup(Collectives):
         same_pair(output, input, name)
         flat_in = dense(input, name, written=False)
         flat_out = dense(output, name, written=True)
+        if flat_in.data_ptr() == flat_out.data_ptr():
+            # In place: what comes would overwrite what others haven't got yet.
+            flat_in = flat_in.clone()
         code = code_of(input.dtype, name)
         count, left = divmod(flat_in.numel(), self._size)
         even = not (left or input_split_sizes or output_split_sizes)
@@ -104,9 +107,6 @@ class ProcessGroup(Collectives):
             addresses = flat_in.data_ptr(), flat_out.data_ptr()
             call: NativeCall = partial(self._native.all_to_all_single, *addresses, count, code)
         else:
-            if flat_in.data_ptr() == flat_out.data_ptr():
-                # In place: parts that move would overwrite what others haven't got yet.
-                flat_in = flat_in.clone()
             inputs = self._parts(flat_in, input_split_sizes, name, "input")
             outputs = self._parts(flat_out, output_split_sizes, name, "output")
             self._check_own_parts(inputs[1], outputs[1], name)
