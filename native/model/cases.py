@@ -1,0 +1,178 @@
+"""What is checked: each model with its parameters, and what must come out.
+
+A case that `holds` is searched to the end. All others are known to be wrong, and must be found to
+be: a model that can't fail proves nothing.
+"""
+
+import re
+from dataclasses import dataclass
+from itertools import product
+
+HOLDS = "holds"
+ASSERTION = "assertion violated"
+HANGS = "invalid end state"
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    defines: tuple[str, ...]
+    expected: str = HOLDS
+    # Left out of the short run.
+    long: bool = False
+
+    @property
+    def name(self) -> str:
+        told = [each for each in self.defines if not re.match("VALUES=|.*=0$", each)]
+        return " ".join([self.model, *told])
+
+
+# Small enough to find each mistake in no time. VALUES bounds how often a location may change; an
+# assertion fails where that is too few.
+WAITING = ("RANKS=2", "MEETINGS=2", "VALUES=16", "DEATHS=0", "SPURIOUS=0")
+WAITING_DEATH = ("RANKS=2", "MEETINGS=2", "VALUES=18", "DEATHS=1", "SPURIOUS=0")
+CHANNEL = ("ROOM=1", "PIECES=2", "VALUES=16", "DEATHS=0", "SPURIOUS=0")
+CHANNEL_DEATH = ("ROOM=1", "PIECES=2", "VALUES=16", "DEATHS=1", "SPURIOUS=0")
+RECORD = ("RECORDS=4", "VALUES=9")
+
+# The operations of collective.pml.
+SMALL, MOVE_ONE, MOVE_ALL, REDUCE, EXCHANGE, DIRECT = range(1, 7)
+
+
+def collective(
+    ranks: int,
+    *operations: int,
+    deaths: int = 0,
+    timeouts: int = 0,
+    mismatches: int = 0,
+    chunks: int = 3,
+) -> tuple[str, ...]:
+    padded = (*operations, SMALL, SMALL)[:3]
+    return (
+        f"RANKS={ranks}",
+        f"OPS={len(operations)}",
+        *(f"OP{number}={operation}" for number, operation in enumerate(padded, 1)),
+        f"CHUNKS={chunks}",
+        f"DEATHS={deaths}",
+        f"TIMEOUTS={timeouts}",
+        f"MISMATCHES={mismatches}",
+    )
+
+
+def that_hold() -> list[Case]:
+    cases = [
+        Case("waiting", WAITING),
+        Case("waiting", (*WAITING[:4], "SPURIOUS=1")),
+        Case("waiting", WAITING_DEATH),
+        Case("waiting", (*WAITING_DEATH[:4], "SPURIOUS=1"), long=True),
+        Case("waiting", ("RANKS=2", "MEETINGS=3", "VALUES=22", *WAITING[3:]), long=True),
+        Case("channel", CHANNEL),
+        Case("channel", CHANNEL_DEATH),
+        Case("channel", ("ROOM=1", "PIECES=3", "VALUES=16", *CHANNEL[3:]), long=True),
+        Case("channel", ("ROOM=2", "PIECES=3", "VALUES=18", *CHANNEL[3:]), long=True),
+        Case("hold", ()),
+        Case("record", RECORD),
+        Case("record", (*RECORD, "CLEARED")),
+        # What needn't be seq_cst: see README.
+        Case("waiting", (*WAITING, "SLEEPERS_SUB=relaxed")),
+        Case("waiting", (*WAITING, "TICKET_LOAD=relaxed")),
+        Case("waiting", (*WAITING, "TICKET_ADD=relaxed")),
+    ]
+    for operation in range(SMALL, DIRECT + 1):
+        cases += [
+            Case("collective", collective(2, operation, operation, SMALL, deaths=1)),
+            Case("collective", collective(2, operation, operation, SMALL, timeouts=1), long=True),
+            Case("collective", collective(3, operation, SMALL, deaths=1, chunks=2), long=True),
+            Case("collective", collective(3, operation, operation, chunks=2), long=True),
+        ]
+    return [
+        *cases,
+        Case("collective", collective(2, SMALL, DIRECT, SMALL, mismatches=1, timeouts=1)),
+        Case("collective", collective(3, SMALL, SMALL, mismatches=1)),
+        Case("collective", collective(3, SMALL, SMALL, deaths=2), long=True),
+        Case("collective", collective(3, SMALL, SMALL, mismatches=1, deaths=1), long=True),
+        Case("collective", (*collective(3, SMALL, deaths=1), "LATE")),
+    ]
+
+
+def wrong_orders() -> list[Case]:
+    """Each access with an order that is too weak for it."""
+    waiting = {
+        "STEP_STORE": "release relaxed",
+        "STEP_LOAD": "acquire relaxed",
+        "SLEEPERS_ADD": "acq_rel relaxed",
+        "SLEEPERS_LOAD": "acquire relaxed",
+    }
+    channel = {
+        "HEAD_STORE": "release relaxed",
+        "HEAD_LOAD": "acquire relaxed",
+        "TAIL_STORE": "release relaxed",
+        "TAIL_LOAD": "acquire relaxed",
+    }
+    cases = []
+    for model, base, table in (("waiting", WAITING, waiting), ("channel", CHANNEL, channel)):
+        for access, orders in table.items():
+            for order in orders.split():
+                # Without release and acquire data are wrong, which a tail has none of; without
+                # seq_cst a wake-up is lost.
+                data = order == "relaxed" and access in {
+                    "STEP_STORE",
+                    "STEP_LOAD",
+                    "HEAD_STORE",
+                    "HEAD_LOAD",
+                }
+                expected = ASSERTION if data else HANGS
+                cases.append(Case(model, (*base, f"{access}={order}"), expected))
+    for access, order in product(("WORD_STORE", "WORD_LOAD"), ("relaxed",)):
+        cases.append(Case("record", (*RECORD, f"{access}={order}"), ASSERTION))
+    return cases
+
+
+def wrong_steps() -> list[Case]:
+    """A step left out, or taken too early."""
+    plain = collective(2, SMALL, SMALL, SMALL)
+    mixed = collective(2, SMALL, DIRECT, SMALL)
+    death = collective(2, SMALL, SMALL, SMALL, deaths=1)
+    timeout = collective(2, SMALL, SMALL, SMALL, timeouts=1)
+    timeouts = collective(2, SMALL, SMALL, SMALL, timeouts=2)
+    differing = collective(2, SMALL, SMALL, SMALL, mismatches=1)
+
+    def large(operation: int) -> tuple[str, ...]:
+        return collective(2, operation, operation, SMALL)
+
+    return [
+        Case("waiting", (*WAITING, "NO_TICKET"), HANGS),
+        Case("waiting", (*WAITING, "NO_WAKE"), HANGS),
+        Case("waiting", (*WAITING, "NOTIFY_FIRST"), HANGS),
+        Case("waiting", (*WAITING, "NO_LOOK_BEFORE_SLEEP"), HANGS),
+        Case("waiting", (*WAITING_DEATH, "NO_LAST_LOOK"), ASSERTION),
+        Case("channel", (*CHANNEL, "HEAD_FIRST"), ASSERTION),
+        Case("channel", (*CHANNEL, "TAIL_FIRST"), ASSERTION),
+        Case("channel", (*CHANNEL, "NO_BELL_FOR_BYTES"), HANGS),
+        Case("channel", (*CHANNEL, "NO_BELL_FOR_ROOM"), HANGS),
+        Case("channel", (*CHANNEL_DEATH, "NO_LAST_LOOK"), ASSERTION),
+        Case("hold", ("NO_MISSED",), HANGS),
+        Case("hold", ("NO_RING",), HANGS),
+        Case("hold", ("NO_SECOND_TRY",), HANGS),
+        Case("record", (*RECORD, "FRAME_LAST"), ASSERTION),
+        Case("collective", (*plain, "ONE_INLINE_BUFFER"), ASSERTION),
+        Case("collective", (*mixed, "ONE_FINGERPRINT"), ASSERTION),
+        Case("collective", (*plain, "FINGERPRINT_AFTER_STEP"), ASSERTION),
+        Case("collective", (*timeout, "NO_PREPARE"), ASSERTION),
+        Case("collective", (*death, "NO_LAST_LOOK"), ASSERTION),
+        Case("collective", (*death, "NO_LOOK_AT_PROCESS"), HANGS),
+        Case("collective", (*timeouts, "ABORT_STORES"), ASSERTION),
+        Case("collective", (*timeout, "WORD_BEFORE_TROUBLE"), ASSERTION),
+        Case("collective", (*differing, "NO_COMPARE"), ASSERTION),
+        Case("collective", (*collective(3, SMALL, deaths=1), "LATE", "AWAIT_ONLY_PEER"), HANGS),
+        Case("collective", (*large(MOVE_ONE), "PRODUCE_EARLY"), ASSERTION),
+        Case("collective", (*large(MOVE_ALL), "CONSUME_EARLY"), ASSERTION),
+        Case("collective", (*large(MOVE_ALL), "ONE_STAGING_PLACE"), ASSERTION),
+        Case("collective", (*large(EXCHANGE), "ONE_STAGING_PLACE"), ASSERTION),
+        Case("collective", (*large(REDUCE), "COMBINE_EARLY"), ASSERTION),
+        Case("collective", (*large(REDUCE), "COPY_OUT_EARLY"), ASSERTION),
+        Case("collective", (*large(DIRECT), "NO_PARTING"), ASSERTION),
+    ]
+
+
+CASES = [*that_hold(), *wrong_orders(), *wrong_steps()]

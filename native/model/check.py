@@ -1,0 +1,160 @@
+"""Checks the models of the protocol with Spin, exhaustively. See README.md.
+
+usage: check.py [--long] [--only PATTERN...] [--source DIR] [--jobs N] [--record]
+"""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from cases import CASES, HOLDS, Case
+from orders import MissingAccessError, orders_in
+
+HERE = Path(__file__).resolve().parent
+# Of states in a search, MiB; the most that one took was 1.1 GiB.
+MEMORY = 6000
+LIMIT = 1800  # seconds for one search
+INSTALL = "apt-get install --yes --no-install-recommends spin"
+
+
+@dataclass
+class Result:
+    found: str
+    states: int = 0
+    depth: int = 0
+    seconds: float = 0.0
+
+
+def need_spin() -> None:
+    """Spin from the distribution, installed if this may be done."""
+    if shutil.which("spin"):
+        return
+    if os.geteuid() == 0 and shutil.which("apt-get"):
+        print(f"Spin is not here: {INSTALL}", flush=True)
+        subprocess.run(INSTALL.split(), check=False, stdout=subprocess.DEVNULL)
+    if not shutil.which("spin"):
+        sys.exit(f"This needs the model checker Spin: {INSTALL}, or https://spinroot.com")
+
+
+def run(command: list[str], where: str) -> str:
+    result = subprocess.run(
+        command, cwd=where, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    return result.stdout + result.stderr
+
+
+def search(case: Case, orders: dict[str, str]) -> Result:
+    """Makes the verifier of a case, and runs it to the end, or to the first mistake."""
+    given = {define.partition("=")[0] for define in case.defines}
+    defines = [f"-D{name}={order}" for name, order in orders.items() if name not in given]
+    defines += [f"-D{define}" for define in case.defines]
+    with tempfile.TemporaryDirectory() as where:
+        for file in HERE.glob("*.pml"):
+            shutil.copy(file, where)
+        made = run(["spin", "-a", *defines, f"{case.model}.pml"], where)
+        options = ["-w", "-DSAFETY", "-DCOLLAPSE", "-DVECTORSZ=8192", f"-DMEMLIM={MEMORY}"]
+        # A mistake is found sooner than a compiler has optimised the search for it.
+        speed = "-O2" if case.expected == HOLDS else "-O0"
+        made += run(["gcc", speed, *options, "-o", "pan", "pan.c"], where)
+        if not (Path(where) / "pan").exists():
+            return Result(f"does not compile:\n{made}")
+        start = time.monotonic()
+        output = run(["./pan", "-m200000"], where)
+        return result_of(output, time.monotonic() - start)
+
+
+def result_of(output: str, seconds: float) -> Result:
+    def number(pattern: str) -> int:
+        found = re.search(pattern, output)
+        return int(found[1]) if found else 0
+
+    mistake = re.search(r"^pan:1: (assertion violated|invalid end state|.*)", output, re.MULTILINE)
+    complete = "errors: 0" in output and not re.search(
+        "too small|out of memory|not completed", output
+    )
+    found = mistake[1] if mistake else HOLDS if complete else f"not searched to the end:\n{output}"
+    return Result(found, number(r"(\d+) states, stored"), number(r"depth reached (\d+)"), seconds)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Checks the models of the protocol with Spin.")
+    parser.add_argument("--long", action="store_true", help="the large searches too, some minutes")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="cases whose name one of these matches",
+    )
+    parser.add_argument(
+        "--source", type=Path, default=HERE.parent, help="the core whose memory orders are checked"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--record", action="store_true", help="write RESULT.md")
+    return parser.parse_args()
+
+
+def machine() -> str:
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    compiler = run(["gcc", "--version"], ".").splitlines()[0]
+    spin = run(["spin", "-V"], ".").strip()
+    return (
+        f"{spin}, {compiler}, {names[0] if names else platform.machine()}, {os.cpu_count()} cores"
+    )
+
+
+def write_result(orders: dict[str, str], table: list[str], verdict: str) -> None:
+    """What RESULT.md holds; a test compares its orders with those of the sources."""
+    head = '# Result of `make model ARGS="--long --record"`'
+    rows = [f"| {name} | {order} |" for name, order in orders.items()]
+    found = "\n".join(["| access | order |", "|---|---|", *rows])
+    lines = [head, machine() + ".", found, "\n".join(table), verdict]
+    (HERE / "RESULT.md").write_text("\n\n".join(lines) + "\n")
+
+
+def main() -> None:
+    options = parse()
+    try:
+        orders = orders_in(options.source)
+    except MissingAccessError as error:
+        sys.exit(str(error))
+    need_spin()
+    cases = [
+        case
+        for case in CASES
+        if (options.long or not case.long)
+        and (not options.only or any(re.search(pattern, case.name) for pattern in options.only))
+    ]
+    table = ["| states | depth | s | found | case |", "|---:|---:|---:|---|---|"]
+    print("\n".join(table))
+    wrong = 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for case, result in zip(
+            cases, pool.map(lambda each: search(each, orders), cases), strict=True
+        ):
+            good = result.found == case.expected
+            wrong += not good
+            verdict = result.found if good else f"**{result.found}, expected: {case.expected}**"
+            table.append(
+                f"| {result.states} | {result.depth} | {result.seconds:.1f} | {verdict} "
+                f"| {case.name} |"
+            )
+            print(table[-1], flush=True)
+    summary = f"{len(cases)} cases, {wrong} not as expected"
+    print(f"\n{summary}")
+    if options.record:
+        write_result(orders, table, summary + ".")
+    sys.exit(wrong != 0)
+
+
+if __name__ == "__main__":
+    main()

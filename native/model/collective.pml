@@ -1,0 +1,500 @@
+/* Group::meet and the collectives built on it: RANKS ranks do the operations OP1, OP2, OP3 and
+ * leave. Each access to shared memory is one transition; any rank may be killed before any of them
+ * (DEATHS in all), may give up waiting (TIMEOUTS), and one may be in another operation than the
+ * rest (MISMATCHES).
+ *
+ * Memory holds tags instead of data: which operation and chunk wrote there. Whoever reads asserts
+ * that it finds what the protocol says. How a rank is woken is waiting.pml's matter: here it goes on
+ * when something has changed that its slices would show it.
+ */
+
+/* Operations. */
+#define NONE 0
+#define SMALL 1    /* what fits into the inline buffers */
+#define MOVE_ONE 2 /* broadcast and its kin: rank 0 produces chunks */
+#define MOVE_ALL 3 /* all_gather: everybody produces and consumes */
+#define REDUCE 4   /* the large all_reduce */
+#define EXCHANGE 5 /* reduce_scatter, all_to_all */
+#define DIRECT 6   /* all_reduce of tensors in arenas */
+#define OTHER 7    /* a fingerprint that differs */
+
+/* Codes; the abort word holds one with the rank that it is about, and the witness. */
+#define LOST 1
+#define MISMATCH 2
+#define TIMEOUT 3
+#define LEFT 4
+#define pack(code, about) (code * 16 + about * 4 + me)
+#define code_of(status) (status >> 4)
+#define about(status) ((status >> 2) & 3)
+#define witness(status) (status & 3)
+
+#ifdef ONE_INLINE_BUFFER
+#define INLINE(r, k) inline_buffer[2 * (r)]
+#else
+#define INLINE(r, k) inline_buffer[2 * (r) + ((k) & 1)]
+#endif
+#ifdef ONE_FINGERPRINT
+#define FINGERPRINT(r, k) fingerprint[2 * (r)]
+#else
+#define FINGERPRINT(r, k) fingerprint[2 * (r) + ((k) & 1)]
+#endif
+#ifdef ONE_STAGING_PLACE
+#define STAGED(r, c, s) staging[RANKS * 2 * (r) + (s)]
+#else
+#define STAGED(r, c, s) staging[RANKS * (2 * (r) + ((c) & 1)) + (s)]
+#endif
+#define TENSOR(r, s) tensor[RANKS * (r) + (s)]
+
+/* What stands in a slice: of which operation, which chunk, and whether combined. */
+#define INPUT(k, c) ((k) * 16 + (c) * 2)
+#define RESULT(k, c) ((k) * 16 + (c) * 2 + 1)
+
+byte step[RANKS];
+byte fingerprint[2 * RANKS];
+byte inline_buffer[2 * RANKS];
+byte staging[2 * RANKS * RANKS];
+byte tensor[RANKS * RANKS];
+byte word;            /* the abort word */
+bool trouble[RANKS];  /* what a witness publishes beside it */
+bool left[RANKS], dead[RANKS];
+byte deaths = DEATHS; /* to come */
+byte timeouts = TIMEOUTS, mismatches = MISMATCHES;
+byte differs;         /* the operation in which a rank is in another one than the rest */
+bool refused[RANKS];  /* has failed once */
+
+hidden byte each;
+
+#ifdef NO_LOOK_AT_PROCESS
+#define lost(r) false
+#else
+#define lost(r) dead[r]
+#endif
+/* For whom nobody needs to wait any more, since it will never come to this meeting. */
+#ifdef AWAIT_ONLY_PEER
+#define absent(r) false
+#else
+#define absent(r) ((lost(r) || left[r]) && step[r] < met)
+#endif
+#if RANKS == 2
+#define someone_absent (absent(0) || absent(1))
+#else
+#define someone_absent (absent(0) || absent(1) || absent(2))
+#endif
+
+/* LATE */
+#define gone(r) (dead[r] || left[r])
+#define hopeless(r) (dead[r] && step[r] <= step[me])
+
+/* Group::abort: the first failure wins, and is what everybody reports. */
+inline give_up(why) {
+  status = word;
+  if
+  :: status == 0 ->
+#ifdef WORD_BEFORE_TROUBLE
+     atomic {
+       if
+       :: word == 0 -> word = why
+       :: else
+       fi
+     };
+     trouble[me] = true;
+#else
+     trouble[me] = true;
+     atomic {
+#ifdef ABORT_STORES
+       word = why
+#else
+       if
+       :: word == 0 -> word = why
+       :: else
+       fi
+#endif
+     };
+#endif
+     status = word
+  :: else
+  fi;
+  assert(trouble[witness(status)]);
+  goto failed
+}
+
+/* Group::trouble_with: of one that has left, a death may be the reason. */
+inline look_at(whom) {
+  if
+  :: lost(whom) -> verdict = pack(LOST, whom)
+  :: else ->
+     if
+     :: left[whom] ->
+        if
+        :: whom != 0 && me != 0 && lost(0) -> verdict = pack(LOST, 0)
+        :: whom != 1 && me != 1 && lost(1) -> verdict = pack(LOST, 1)
+#if RANKS == 3
+        :: whom != 2 && me != 2 && lost(2) -> verdict = pack(LOST, 2)
+#endif
+        :: else -> verdict = pack(LEFT, whom)
+        fi
+     :: else
+     fi
+  fi
+}
+
+/* Group::trouble_while_awaiting */
+inline look_for_trouble() {
+  verdict = word;
+  if
+  :: verdict == 0 -> look_at(peer)
+  :: else
+  fi;
+  other = 0;
+  do
+  :: other < RANKS && verdict == 0 ->
+     if
+     :: other != me && other != peer && absent(other) -> look_at(other)
+     :: else
+     fi;
+     other++
+  :: else -> break
+  od;
+  other = 0
+}
+
+/* A slice may be over, and the look for trouble come, some time after the look at the step. One such
+ * look in vain is allowed for each wait. */
+inline await(target) {
+  looked = false;
+  do
+  :: d_step { step[peer] >= target -> looked = false; verdict = 0 }; break
+  :: atomic { step[peer] < target && timeouts > 0 -> timeouts-- };
+     give_up(pack(TIMEOUT, peer))
+  :: step[peer] < target &&
+     (!looked || word != 0 || left[peer] || lost(peer) || someone_absent) ->
+     looked = true;
+     look_for_trouble();
+     if
+     :: verdict == 0
+     :: else ->
+#ifndef NO_LAST_LOOK
+        if
+        :: d_step { step[peer] >= target -> looked = false; verdict = 0 }; break
+        :: else
+        fi;
+#endif
+        /* Nobody is said to be missing who had come. */
+        assert(code_of(verdict) == MISMATCH || code_of(verdict) == TIMEOUT || word != 0 ||
+               step[about(verdict)] < target || left[peer]);
+        give_up(verdict)
+     fi
+  od
+}
+
+inline advance() { step[me] = step[me] + 1 }
+
+inline meet() {
+#ifdef FINGERPRINT_AFTER_STEP
+  advance();
+  FINGERPRINT(me, k) = mine;
+#else
+  FINGERPRINT(me, k) = mine;
+  advance();
+#endif
+  met = step[me];
+  peer = 0;
+  do
+  :: peer < RANKS && peer != me ->
+     await(met);
+#ifndef NO_COMPARE
+     if
+     :: FINGERPRINT(peer, k) != mine -> give_up(pack(MISMATCH, peer))
+     :: else
+     fi;
+#endif
+     peer++
+  :: peer == me -> peer++
+  :: peer == RANKS -> peer = 0; break
+  od;
+  assert(differs != k)
+}
+
+inline await_all(target) {
+  peer = 0;
+  do
+  :: peer < RANKS && peer != me -> await(target); peer++
+  :: peer == me -> peer++
+  :: peer == RANKS -> break
+  od;
+  peer = 0
+}
+
+/* One transition at any time between two steps: if what is read were overwritten before the reader
+ * is through with it, this would be seen in some run. */
+inline read_inline() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(INLINE(each, k) == k); each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+inline fill(tag) {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS ->
+       if
+       :: mine != REDUCE || each != me -> STAGED(me, c, each) = tag
+       :: else
+       fi;
+       each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+/* pipeline.h: move_chunks */
+inline move_chunks(produces, takes) {
+  base = step[me];
+  c = 0;
+  do
+  :: c < CHUNKS ->
+     if
+     :: produces ->
+        peer = 0;
+        do
+        :: peer < RANKS && peer != me && c >= 2 && (mine == MOVE_ALL || peer != 0) ->
+#ifdef PRODUCE_EARLY
+           await(base + c - 1);
+#else
+           await(base + c);
+#endif
+           peer++
+        :: peer == me || (peer < RANKS && (c < 2 || (mine == MOVE_ONE && peer == 0))) -> peer++
+        :: peer == RANKS -> peer = 0; break
+        od;
+        fill(INPUT(k, c))
+     :: else
+     fi;
+     advance();
+     peer = 0;
+     do
+     :: peer < RANKS && peer != me && takes && (mine == MOVE_ALL || peer == 0) ->
+#ifdef CONSUME_EARLY
+        await(base + c);
+#else
+        await(base + c + 1);
+#endif
+        assert(STAGED(peer, c, me) == INPUT(k, c));
+        peer++
+     :: peer == me || (peer < RANKS && !(takes && (mine == MOVE_ALL || peer == 0))) -> peer++
+     :: peer == RANKS -> peer = 0; break
+     od;
+     c++
+  :: else -> break
+  od
+}
+
+/* pipeline.h: exchange_chunks */
+inline exchange() {
+  base = step[me];
+  c = 0;
+  do
+  :: c < CHUNKS ->
+     fill(INPUT(k, c));
+     advance();
+     await_all(base + c + 1);
+     d_step {
+       each = 0;
+       do
+       :: each < RANKS -> assert(STAGED(each, c, me) == INPUT(k, c)); each++
+       :: else -> break
+       od;
+       each = 0
+     };
+     c++
+  :: else -> break
+  od
+}
+
+/* reduction.cpp: LargeReduction */
+inline reduce_chunks() {
+  base = step[me];
+  c = 0;
+  fill(INPUT(k, 0));
+  advance();
+  do
+  :: c < CHUNKS ->
+     if
+     :: c + 1 < CHUNKS ->
+        c++;
+        fill(INPUT(k, c));
+        c--;
+        advance()
+     :: else
+     fi;
+#ifdef COMBINE_EARLY
+     await_all(base + (c == 0 -> 1 : 2 * c) - 1);
+#else
+     await_all(base + (c == 0 -> 1 : 2 * c));
+#endif
+     d_step {
+       each = 0;
+       do
+       :: each < RANKS ->
+          assert(each == me || STAGED(each, c, me) == INPUT(k, c));
+          each++
+       :: else -> break
+       od;
+       STAGED(me, c, me) = RESULT(k, c);
+       each = 0
+     };
+     advance();
+#ifndef COPY_OUT_EARLY
+     await_all(base + 2 * c + (c + 1 == CHUNKS -> 2 : 3));
+#endif
+     d_step {
+       each = 0;
+       do
+       :: each < RANKS -> assert(STAGED(each, c, each) == RESULT(k, c)); each++
+       :: else -> break
+       od;
+       each = 0
+     };
+     c++
+  :: else -> break
+  od
+}
+
+/* reduction.cpp: SharedReduction, on tensors of which slice r is combined by rank r */
+inline reduce_in_place() {
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(TENSOR(each, me) == INPUT(k, 0)); each++
+    :: else -> break
+    od;
+    each = 0
+  };
+  peer = 0;
+  do
+  :: peer < RANKS -> TENSOR(peer, me) = RESULT(k, 0); peer++
+  :: else -> break
+  od;
+  peer = 0;
+#ifndef NO_PARTING
+  advance();
+  await_all(step[me]);
+#endif
+  d_step {
+    each = 0;
+    do
+    :: each < RANKS -> assert(TENSOR(me, each) == RESULT(k, 0)); each++
+    :: else -> break
+    od;
+    each = 0
+  }
+}
+
+/* Group::prepare, and what a collective does before the meeting */
+inline begin() {
+  d_step {
+    mine = (k == 1 -> OP1 : (k == 2 -> OP2 : OP3));
+    each = 0;
+    do /* the user's data */
+    :: each < RANKS && mine == DIRECT && !refused[me] -> TENSOR(me, each) = INPUT(k, 0); each++
+    :: else -> break
+    od;
+    each = 0;
+  };
+#ifndef NO_PREPARE
+  status = word;
+  if
+  :: status != 0 -> goto failed
+  :: else
+  fi;
+#endif
+  INLINE(me, k) = k;
+#ifdef NO_PREPARE
+  status = word;
+  if
+  :: status != 0 -> goto failed
+  :: else
+  fi;
+#endif
+  if
+  :: atomic { mismatches > 0 -> mismatches--; differs = k; mine = OTHER }
+  :: skip
+  fi
+}
+
+proctype rank(byte me) {
+  byte k, mine, met, base, c, peer, other, verdict, status;
+  bool looked;
+  {
+    k = 1;
+    do
+    :: k <= OPS ->
+#ifdef LATE
+       /* Rank 0 computes until the others have gone on, once they can't need it. */
+       if
+       :: skip
+       :: me == 0 && (hopeless(1) || hopeless(2)) -> (gone(1) && gone(2))
+       fi;
+#endif
+       begin();
+       meet();
+       if
+       :: mine == SMALL -> read_inline()
+       :: mine == MOVE_ONE -> move_chunks(me == 0, me != 0)
+       :: mine == MOVE_ALL -> move_chunks(true, true)
+       :: mine == REDUCE -> reduce_chunks()
+       :: mine == EXCHANGE -> exchange()
+       :: mine == DIRECT -> reduce_in_place()
+       fi;
+failed:
+       if
+       :: status != 0 ->
+          assert(status == word);
+          assert(code_of(status) != LOST || dead[about(status)]);
+          assert(code_of(status) != LEFT || left[about(status)]);
+          assert(code_of(status) != MISMATCH || differs != 0);
+          d_step { refused[me] = true; status = 0; verdict = 0; looked = false; peer = 0; other = 0 }
+       :: else
+       fi;
+       d_step { c = 0; base = 0; k++ }
+    :: else -> break
+    od;
+    left[me] = true
+  } unless { dead[me] }
+}
+
+proctype death() {
+  byte who;
+end:
+  if
+  :: deaths > 0 ->
+     atomic {
+       select(who : 0 .. RANKS - 1);
+       dead[who] = true;
+       deaths--;
+       who = 0
+     }
+  fi
+}
+
+init {
+  byte r = 0;
+  atomic {
+    do
+    :: r < RANKS -> run rank(r); r++
+    :: else -> break
+    od;
+    r = 0;
+    if
+    :: DEATHS > 0 -> run death()
+    :: else
+    fi
+  }
+}

@@ -1,0 +1,121 @@
+/* The event count of wait.h, on the memory of memory.pml: how ranks sleep and wake each other.
+ *
+ * Any rank may be killed before any transition. A sleep ends by a wake-up, without a reason at most
+ * SPURIOUS times in all, and when its slice is over. But slices are over only when somebody has
+ * died: so a wake-up that is lost is a rank that sleeps for ever, an invalid end state to Spin.
+ *
+ * The includer defines RANKS, EVENT(r) (the first of two locations), LOCATIONS, VALUES, DEATHS and
+ * SPURIOUS; and the orders SLEEPERS_ADD, SLEEPERS_SUB, TICKET_LOAD, SLEEPERS_LOAD and TICKET_ADD,
+ * which come from the sources (check.py).
+ */
+
+#define THREADS (2 * RANKS)
+#define SLEEPERS(r) EVENT(r)
+#define TICKET(r) (EVENT(r) + 1)
+#define KERNEL(r) (RANKS + r) /* the kernel's queue of sleepers on r's event, as a thread */
+
+#include "memory.pml"
+
+bool dead[RANKS];
+bool asleep[RANKS];
+byte bed[RANKS];      /* whose event one sleeps on */
+byte deaths = DEATHS; /* to come */
+byte spurious = SPURIOUS;
+
+/* A rank is a proctype with the parameter `me` and these variables. */
+#define RANK_VARIABLES byte place, other, value, seen
+
+inline announce(owner) {
+  add(SLEEPERS(owner), SLEEPERS_ADD, 1, value);
+  load(TICKET(owner), TICKET_LOAD, seen)
+}
+
+/* The kernel compares and enqueues with the queue locked. */
+inline sleep(owner) {
+  atomic {
+    d_step { join(view[me], view[KERNEL(owner)]) };
+    load(TICKET(owner), relaxed, value);
+    if
+    :: value == seen -> asleep[me] = true; bed[me] = owner
+    :: else
+    fi;
+    value = 0
+  };
+  if
+  :: !asleep[me]
+  :: atomic { spurious > 0 -> spurious--; asleep[me] = false }
+  :: deaths < DEATHS -> asleep[me] = false
+  fi
+}
+
+inline rise(owner) {
+  add(SLEEPERS(owner), SLEEPERS_SUB, -1, value);
+  seen = 0
+}
+
+/* And it dequeues with the queue locked. */
+inline wake(owner) {
+  d_step {
+    join(view[KERNEL(owner)], view[me]);
+    other = 0;
+    do
+    :: other < RANKS ->
+       if
+       :: asleep[other] && bed[other] == owner -> asleep[other] = false
+       :: else
+       fi;
+       other++
+    :: else -> break
+    od;
+    other = 0;
+    value = 0
+  }
+}
+
+inline notify(owner) {
+  load(SLEEPERS(owner), SLEEPERS_LOAD, value);
+  if
+  :: value != 0 ->
+#ifndef NO_TICKET
+     add(TICKET(owner), TICKET_ADD, 1, value);
+#endif
+#ifndef NO_WAKE
+     wake(owner)
+#endif
+  :: else
+  fi
+}
+
+/* A process that is known to have ended is known with all that it did. */
+inline learn_of_death(whose) {
+  d_step { join(view[me], view[whose]) }
+}
+
+proctype death() {
+  byte who;
+end:
+  if
+  :: deaths > 0 ->
+     atomic {
+       select(who : 0 .. RANKS - 1);
+       dead[who] = true;
+       deaths--;
+       who = 0
+     }
+  fi
+}
+
+inline start_all() {
+  atomic {
+    r = 0;
+    do
+    :: r < RANKS -> run rank(r); r++
+    :: else -> break
+    od;
+    r = 0;
+    if
+    :: DEATHS > 0 -> run death()
+    :: else
+    fi
+  }
+}

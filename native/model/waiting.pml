@@ -1,0 +1,93 @@
+/* Group::advance and Group::wait_step: ranks that meet MEETINGS times, and have something for each
+ * other each time. Every access is one transition. STEP_STORE and STEP_LOAD come from the sources.
+ */
+
+#define STEP(r) (r)
+#define EVENT(r) (RANKS + 2 * r)
+#define DATA(r, k) (3 * RANKS + 2 * r + (k & 1)) /* two inline buffers */
+#define LOCATIONS (5 * RANKS)
+
+#include "event.pml"
+
+bool broke[RANKS];
+
+inline await(target) {
+  load(STEP(peer), STEP_LOAD, value);
+  do
+  :: d_step { value >= target -> value = 0 }; break
+  :: else ->
+     announce(peer);
+#ifdef NO_LOOK_BEFORE_SLEEP
+     value = 0;
+#else
+     load(STEP(peer), STEP_LOAD, value);
+#endif
+     if
+     :: value >= target
+     :: else -> sleep(peer)
+     fi;
+     rise(peer);
+     load(STEP(peer), STEP_LOAD, value);
+     if
+     :: value < target && (dead[peer] || broke[peer]) ->
+        learn_of_death(peer);
+#ifndef NO_LAST_LOOK
+        load(STEP(peer), STEP_LOAD, value);
+#endif
+        if
+        :: value >= target
+        :: else -> assert(LATEST(STEP(peer)) < target); goto failed
+        fi
+     :: else
+     fi
+  od
+}
+
+proctype rank(byte me) {
+  byte k, peer;
+  RANK_VARIABLES;
+  {
+    k = 1;
+    do
+    :: k <= MEETINGS ->
+       store(DATA(me, k), relaxed, k);
+#ifdef NOTIFY_FIRST
+       notify(me);
+       store(STEP(me), STEP_STORE, k);
+#else
+       store(STEP(me), STEP_STORE, k);
+       notify(me);
+#endif
+       peer = 0;
+       do
+       :: peer < RANKS ->
+          if
+          :: peer != me -> await(k)
+          :: else
+          fi;
+          peer++
+       :: else -> break
+       od;
+       peer = 0;
+       do
+       :: peer < RANKS ->
+          load(DATA(peer, k), relaxed, value);
+          assert(value == k);
+          peer++
+       :: else -> break
+       od;
+       k++
+    :: else -> break
+    od;
+    goto done;
+failed:
+    broke[me] = true;
+done:
+    skip
+  } unless { dead[me] }
+}
+
+init {
+  byte r;
+  start_all()
+}

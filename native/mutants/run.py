@@ -1,0 +1,194 @@
+"""Seeds one mistake at a time into a copy of the core, and sees that it is found. See README.md.
+
+usage: run.py [--check] [--only WORD...] [--jobs N] [--record]
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from mutants import MUTANTS, Mutant
+
+NATIVE = Path(__file__).resolve().parents[1]
+ROOT = NATIVE.parent
+WORK = ROOT / "build" / "mutants"
+SOURCE = WORK / "source"
+LIMIT = 600  # seconds that a mutant may take until it is found
+SANITIZERS = {"plain": "", "thread": "thread"}
+
+
+class NotFoundError(Exception):
+    """A mutant that does not apply or compile, or that nothing finds."""
+
+
+@dataclass
+class Finding:
+    seconds: float
+    said: str
+
+
+def mutated(mutant: Mutant, text: str) -> str:
+    for old, new in mutant.changes:
+        if text.count(old) != 1:
+            raise NotFoundError(
+                f"{mutant.name}: in {mutant.file} this stands {text.count(old)} times, expected "
+                f"once; the source has changed, so the mutant has to follow:\n{old}"
+            )
+        text = text.replace(old, new)
+    return text
+
+
+@contextmanager
+def seeded(mutant: Mutant) -> Iterator[None]:
+    file = SOURCE / "native" / mutant.file
+    original = file.read_text()
+    file.write_text(mutated(mutant, original))
+    try:
+        yield
+    finally:
+        file.write_text(original)
+
+
+def run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["nice", *command], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+
+
+def build(kind: str, test: str, jobs: int) -> None:
+    where = WORK / kind
+    if not (where / "build.ninja").exists():
+        options = ["-DPHALANX_PYTHON=OFF", "-DPHALANX_TESTS=ON"]
+        options += [f"-DPHALANX_SANITIZE={SANITIZERS[kind]}", "-G", "Ninja"]
+        subprocess.run(
+            ["cmake", "-S", SOURCE, "-B", where, *options], check=True, capture_output=True
+        )
+    made = run(["cmake", "--build", where, "--parallel", str(jobs), "--target", test])
+    if made.returncode != 0:
+        raise NotFoundError(f"does not compile:\n{made.stdout}{made.stderr}")
+
+
+def search(caught_by: str, jobs: int) -> Finding | None:
+    """Runs what should find something in the copy. Builds are no part of the time."""
+    kind, _, what = caught_by.partition(":")
+    if kind == "model":
+        command = [sys.executable, NATIVE / "model" / "check.py", "--source", SOURCE / "native"]
+        command += ["--only", f"^{what}$"]
+    else:
+        build(kind, what, jobs)
+        command = [WORK / kind / "native" / "tests" / what]
+        if kind == "thread" and run(["setarch", "-R", "true"]).returncode == 0:
+            command = ["setarch", "-R", *command]
+    start = time.monotonic()
+    try:
+        result = run(command)
+    except subprocess.TimeoutExpired:
+        return Finding(LIMIT, "does not end")
+    if result.returncode == 0:
+        return None
+    return Finding(time.monotonic() - start, first_words(result.stdout + result.stderr))
+
+
+def first_words(output: str) -> str:
+    """The line of the output that tells most."""
+    patterns = [
+        r"WARNING: ThreadSanitizer: (.*?) \(pid",
+        r"FAILED: ?(.*)",
+        r"\*\*(.*)\*\* \| (.*) \|",
+        r"FAILED (.*)",
+        r"failed: (.*)",
+    ]
+    for pattern in patterns:
+        if found := re.search(pattern, output):
+            return " in ".join(found.groups())
+    return output.strip().splitlines()[-1] if output.strip() else "ended without a word"
+
+
+def copy_source() -> None:
+    """Files that have not changed keep their times, so that only what is new is compiled."""
+    SOURCE.mkdir(parents=True, exist_ok=True)
+    for file in [ROOT / "CMakeLists.txt", *NATIVE.rglob("*")]:
+        copy = SOURCE / file.relative_to(ROOT)
+        if file.suffix not in {".txt", ".h", ".cpp", ".inc"} or not file.is_file():
+            continue
+        if not copy.exists() or copy.read_bytes() != file.read_bytes():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, copy)
+    for copy in SOURCE.rglob("*.*"):
+        if copy.is_file() and not (ROOT / copy.relative_to(SOURCE)).exists():
+            copy.unlink()
+
+
+def check_applies(mutants: list[Mutant]) -> None:
+    for mutant in mutants:
+        mutated(mutant, (NATIVE / mutant.file).read_text())
+
+
+def check_sound(mutants: list[Mutant], jobs: int) -> None:
+    """What finds mutants must find nothing without one."""
+    for caught_by in sorted({mutant.caught_by for mutant in mutants}):
+        if finding := search(caught_by, jobs):
+            raise NotFoundError(f"{caught_by} fails without a mutant: {finding.said}")
+        print(f"sound: {caught_by}", flush=True)
+
+
+def find_all(mutants: list[Mutant], jobs: int, record: bool) -> int:
+    table = ["| mutant | found by | s | what it said |", "|---|---|---:|---|"]
+    print("\n" + "\n".join(table), flush=True)
+    missed = 0
+    for mutant in mutants:
+        with seeded(mutant):
+            finding = search(mutant.caught_by, jobs)
+        if finding is None:
+            missed += 1
+            finding = Finding(0, "**nothing: NOT FOUND**")
+        said = finding.said.replace("|", "\\|").strip()[:100]
+        table.append(f"| {mutant.name} | {mutant.caught_by} | {finding.seconds:.1f} | {said} |")
+        print(table[-1], flush=True)
+    summary = f"{len(mutants)} mutants, {missed} not found"
+    print(f"\n{summary}")
+    if record:
+        head = "# Result of `make mutants ARGS=--record`"
+        note = "Seconds are those of the test or model that found it, without the build."
+        text = "\n\n".join([head, note, "\n".join(table), summary + "."])
+        (NATIVE / "mutants" / "RESULT.md").write_text(text + "\n")
+    return missed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Seeds mistakes and sees that they are found.")
+    parser.add_argument("--check", action="store_true", help="only see that all mutants apply")
+    parser.add_argument(
+        "--only", nargs="+", default=[], help="mutants with one of these in the name"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--record", action="store_true", help="write RESULT.md")
+    options = parser.parse_args()
+    mutants = [
+        mutant
+        for mutant in MUTANTS
+        if not options.only or any(word in mutant.name for word in options.only)
+    ]
+    try:
+        check_applies(mutants)
+        if options.check:
+            print(f"{len(mutants)} mutants apply")
+            return
+        copy_source()
+        check_sound(mutants, options.jobs)
+        missed = find_all(mutants, options.jobs, options.record)
+    except NotFoundError as error:
+        sys.exit(str(error))
+    sys.exit(missed != 0)
+
+
+if __name__ == "__main__":
+    main()
