@@ -23,8 +23,8 @@ using Address = std::uintptr_t;
 // A group and its mailbox. Calls that block hold a reference of their own, so that close() in one
 // thread doesn't pull the memory from under another.
 struct Core {
-  Core(std::unique_ptr<Segment> segment, int rank)
-      : group(std::move(segment), rank), mailbox(group) {}
+  Core(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
+      : group(std::move(segment), rank, note), mailbox(group) {}
   Group group;
   Mailbox mailbox;
 };
@@ -41,11 +41,22 @@ struct PyGroup {
   }
 };
 
+const char* name_of(Code code);
+const char* name_of(Kind kind);
+const char* name_of(DType dtype);
+const char* name_of(ReduceOp op);
+
+// What a black box's bytes hold, as _native.pyi says. Raises ValueError.
+nb::dict box_to_python(const std::vector<std::byte>& bytes, std::size_t history);
+
 // None for ok, a Status object otherwise; raises what a Python signal handler raised.
 nb::object to_python(const Status& status);
 
 // Limits of a call of `seconds`; Python's signals are looked at while it waits.
 Bounds bounds_for(double seconds);
+
+// Marks this thread's next operation with the place in the user's code that it comes from.
+void mark_call_site();
 
 inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
 
@@ -53,6 +64,7 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 template <class Operation>
 nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
   const std::shared_ptr<Core> core = self.held();
+  mark_call_site();
   const Bounds bounds = bounds_for(seconds);
   Status status;
   {
@@ -63,6 +75,8 @@ nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
 }
 
 void bind_status(nb::module_& module);
+void bind_call_site(nb::module_& module);
+void bind_black_box(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_arena(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);

@@ -1,32 +1,38 @@
 #include "phalanx/group.h"
 
+#include <nanobind/stl/string_view.h>
+
 #include "core.h"
+#include "phalanx/black_box_reader.h"
+#include "phalanx/call_site.h"
 
 namespace phalanx::bindings {
 namespace {
 
-PyGroup make(std::unique_ptr<Segment> segment, int rank, const Status& status) {
+PyGroup make(std::unique_ptr<Segment> segment, int rank, std::uint16_t note, const Status& status) {
   if (!segment) {
     errno = status.error;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  return {std::make_shared<Core>(std::move(segment), rank)};
+  return {std::make_shared<Core>(std::move(segment), rank, note)};
 }
 
-PyGroup create(int ranks, int rank, std::uint64_t nonce) {
+PyGroup create(int ranks, int rank, std::uint64_t nonce, std::uint16_t note) {
   Status status;
-  return make(Segment::create(ranks, nonce, status), rank, status);
+  return make(Segment::create(ranks, nonce, status), rank, note, status);
 }
 
-PyGroup open(int pid, int descriptor, int ranks, int rank, std::uint64_t nonce) {
+PyGroup open(int pid, int descriptor, int ranks, int rank, std::uint64_t nonce,
+             std::uint16_t note) {
   Status status;
-  return make(Segment::open(pid, descriptor, ranks, nonce, status), rank, status);
+  return make(Segment::open(pid, descriptor, ranks, nonce, status), rank, note, status);
 }
 
 void close(PyGroup& self) {
   const std::shared_ptr<Core> core = self.core;
   if (core) {
+    mark_call_site();
     core->mailbox.stop();
     {
       const nb::gil_scoped_release release;
@@ -49,9 +55,40 @@ std::vector<int> absent(const PyGroup& self) {
   return ranks;
 }
 
-nb::object abort(const PyGroup& self) {
+// What this rank says of why it breaks the group, for others to read in its black box.
+void set_why(Group& group, std::string_view why) {
+  if (GroupNote* note = group.note(); note != nullptr && group.broken().ok()) {
+    mark_call_site();
+    BlackBox::set_why(*note, why);
+    note->left_at.store(current_caller().site, std::memory_order_release);
+  }
+}
+
+nb::object abort(const PyGroup& self, std::string_view why) {
   Group& group = self.held()->group;
+  set_why(group, why);
   return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}));
+}
+
+nb::object abort_ring(const PyGroup& self, int peer, std::string_view why) {
+  Group& group = self.held()->group;
+  set_why(group, why);
+  // All groups of the ring are broken before anybody leaves one of them because of it.
+  const Status status{.code = Code::ring, .peer = peer, .reporter = group.rank()};
+  return to_python(group.abort(status, false));
+}
+
+nb::object black_box(const PyGroup& self, int rank, std::size_t history) {
+  const Group& group = self.held()->group;
+  const std::vector<std::byte> bytes = copy_box(group.pid(rank), group.box_of(rank));
+  if (bytes.empty()) {
+    return nb::none();
+  }
+  try {
+    return box_to_python(bytes, history);
+  } catch (const nb::builtin_exception&) {  // one of another version, or damaged
+    return nb::none();
+  }
 }
 
 }  // namespace
@@ -65,11 +102,14 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
   module.def("usable_cores", &usable_cores);
   module.def("segment_bytes", &Segment::bytes_for, nb::arg("ranks"));
   auto group = nb::class_<PyGroup>(module, "Group", "One rank's view of its group on this host.");
-  group.def_static("create", &create, nb::arg("ranks"), nb::arg("rank"), nb::arg("nonce"))
+  group
+      .def_static("create", &create, nb::arg("ranks"), nb::arg("rank"), nb::arg("nonce"),
+                  nb::arg("note") = 0)
       .def_static("open", &open, nb::arg("pid"), nb::arg("descriptor"), nb::arg("ranks"),
-                  nb::arg("rank"), nb::arg("nonce"))
+                  nb::arg("rank"), nb::arg("nonce"), nb::arg("note") = 0)
       .def_prop_ro("descriptor",
                    [](const PyGroup& self) { return self.held()->group.segment().descriptor(); })
+      .def_prop_ro("rank", [](const PyGroup& self) { return self.held()->group.rank(); })
       .def("connect", [](const PyGroup& self) { return to_python(self.held()->group.connect()); })
       .def("absent", &absent)
       .def(
@@ -84,7 +124,17 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
           "behind", [](const PyGroup& self, int rank) { return self.held()->group.behind(rank); },
           nb::arg("rank"))
       .def("broken", [](const PyGroup& self) { return to_python(self.held()->group.broken()); })
-      .def("abort", &abort)
+      .def("abort", &abort, nb::arg("why"))
+      .def("abort_ring", &abort_ring, nb::arg("peer"), nb::arg("why"))
+      .def(
+          "fail", [](const PyGroup& self, bool wake) { self.held()->group.fail(wake); },
+          nb::arg("wake"))
+      .def(
+          "failing", [](const PyGroup& self, int rank) { return self.held()->group.failing(rank); },
+          nb::arg("rank"))
+      .def("black_box", &black_box, nb::arg("rank"), nb::arg("history"))
+      .def_prop_ro("identity",
+                   [](const PyGroup& self) { return self.held()->group.segment().header().nonce; })
       .def("close", &close)
       .def_prop_ro("closed", [](const PyGroup& self) { return self.core == nullptr; });
   return group;

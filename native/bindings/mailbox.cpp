@@ -10,6 +10,7 @@ namespace {
 MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dtype,
                     int destination, int tag) {
   const auto core = self.held();
+  mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag,
                             true);
@@ -18,6 +19,7 @@ MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dt
 MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,
                     int tag) {
   const auto core = self.held();
+  mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
 }

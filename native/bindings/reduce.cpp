@@ -1,24 +1,41 @@
 #include "phalanx/reduce.h"
 
+#include <array>
+
 #include "core.h"
 
 namespace phalanx::bindings {
+namespace {
+
+// By their numbers.
+constexpr std::array kDTypes = {"bool",     "uint8",   "int8",    "uint16",    "int16",
+                                "uint32",   "int32",   "uint64",  "int64",     "float16",
+                                "bfloat16", "float32", "float64", "complex64", "complex128"};
+constexpr std::array kOps = {"none", "sum", "product", "min", "max", "band", "bor", "bxor", "avg"};
+
+template <class Names, class Number>
+const char* name_in(const Names& names, Number number) {
+  const auto index = static_cast<std::size_t>(number);
+  return index < names.size() ? names[index] : "unknown";
+}
+
+template <class Names>
+nb::dict numbers_of(const Names& names) {
+  nb::dict numbers;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    numbers[names[i]] = i;
+  }
+  return numbers;
+}
+
+}  // namespace
+
+const char* name_of(DType dtype) { return name_in(kDTypes, dtype); }
+const char* name_of(ReduceOp op) { return name_in(kOps, op); }
 
 void bind_reduce(nb::module_& module) {
-  nb::dict dtypes;
-  const char* dtype_names[] = {"bool",     "uint8",   "int8",    "uint16",    "int16",
-                               "uint32",   "int32",   "uint64",  "int64",     "float16",
-                               "bfloat16", "float32", "float64", "complex64", "complex128"};
-  for (int i = 0; i < 15; ++i) {
-    dtypes[dtype_names[i]] = i;
-  }
-  module.attr("DTYPES") = dtypes;
-  nb::dict ops;
-  const char* op_names[] = {"none", "sum", "product", "min", "max", "band", "bor", "bxor", "avg"};
-  for (int i = 0; i < 9; ++i) {
-    ops[op_names[i]] = i;
-  }
-  module.attr("REDUCE_OPS") = ops;
+  module.attr("DTYPES") = numbers_of(kDTypes);
+  module.attr("REDUCE_OPS") = numbers_of(kOps);
   module.def(
       "supports",
       [](int dtype, int op) {

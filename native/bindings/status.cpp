@@ -2,8 +2,6 @@
 #include "core.h"
 
 namespace phalanx::bindings {
-namespace {
-
 const char* name_of(Code code) {
   switch (code) {
     case Code::ok: return "ok";
@@ -15,6 +13,7 @@ const char* name_of(Code code) {
     case Code::out_of_memory: return "out_of_memory";
     case Code::system: return "system";
     case Code::left: return "left";
+    case Code::ring: return "ring";
   }
   return "unknown";
 }
@@ -31,25 +30,62 @@ const char* name_of(Kind kind) {
     case Kind::all_gather: return "all_gather";
     case Kind::reduce_scatter: return "reduce_scatter";
     case Kind::all_to_all: return "all_to_all";
+    case Kind::join: return "join";
     case Kind::send: return "send";
     case Kind::recv: return "recv";
   }
   return "unknown";
 }
 
+namespace {
+
+// Who is called in a thread that has waited for long; see set_watcher. Guarded by the GIL.
+PyObject* watcher = nullptr;
+
+// When this thread's operation began, and after how long its watcher is called next.
+struct Wait {
+  Clock::time_point began;
+  Clock::duration patience;
+};
+thread_local Wait current_wait;
+constexpr auto kFirstLook = std::chrono::seconds(1);
+constexpr auto kSecondLook = std::chrono::milliseconds(500);
+
+// Looks seldom at a wait that goes on for long, and soon again when something was suspected.
+void watch(Clock::time_point now) {
+  const Clock::duration waited = now - current_wait.began;
+  if (watcher == nullptr || waited < current_wait.patience) {
+    return;
+  }
+  const nb::object suspected = nb::steal(PyObject_CallNoArgs(watcher));
+  if (!suspected.is_valid()) {
+    PyErr_WriteUnraisable(watcher);
+  }
+  const bool soon = suspected.is_valid() && suspected.is(nb::bool_(true));
+  current_wait.patience = soon ? waited + kSecondLook : 2 * waited;
+}
+
 bool python_signals() {
   const nb::gil_scoped_acquire acquire;
-  return PyErr_CheckSignals() != 0;
+  if (PyErr_CheckSignals() != 0) {
+    return true;
+  }
+  watch(Clock::now());
+  return false;
 }
+
+void set_watcher(nb::object call) { watcher = call.release().ptr(); }
 
 }  // namespace
 
 Bounds bounds_for(double seconds) {
   const auto now = Clock::now();
   const std::chrono::duration<double> span(seconds);
+  current_wait = {.began = now, .patience = kFirstLook};
   const bool endless = span >= std::chrono::hours(24 * 365);
   return {.deadline = endless ? Clock::time_point::max()
                               : now + std::chrono::duration_cast<Clock::duration>(span),
+          .begin = now,
           .interrupted = python_signals};
 }
 
@@ -64,6 +100,7 @@ nb::object to_python(const Status& status) {
 }
 
 void bind_status(nb::module_& module) {
+  module.def("set_watcher", &set_watcher, nb::arg("call"));
   nb::class_<Fingerprint>(module, "Fingerprint", "What a rank said of the operation it was in.")
       .def_ro("sequence", &Fingerprint::sequence)
       .def_ro("count", &Fingerprint::count)

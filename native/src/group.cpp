@@ -2,7 +2,10 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+
+#include "phalanx/call_site.h"
 
 namespace phalanx {
 namespace {
@@ -15,6 +18,9 @@ constexpr int kWitness = 32;
 constexpr int kError = 44;
 constexpr std::uint64_t kRankBits = 0xfff;
 static_assert(kMaxRanks < static_cast<int>(kRankBits));
+
+// A look at a process takes some 10 us. This many others are looked at once in a slice.
+constexpr int kOthersPerLook = 8;
 
 std::uint64_t pack(const Status& status, int witness) {
   const auto rank = [](std::int32_t value, int shift) {
@@ -31,7 +37,7 @@ std::int32_t rank_in(std::uint64_t word, int shift) {
 
 }  // namespace
 
-Group::Group(std::unique_ptr<Segment> segment, int rank)
+Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
     : segment_(std::move(segment)),
       rank_(rank),
       patience_(segment_->ranks()),
@@ -39,6 +45,14 @@ Group::Group(std::unique_ptr<Segment> segment, int rank)
       arenas_(static_cast<std::size_t>(segment_->ranks())) {
   RankControl& own = segment_->control(rank_);
   own.pid.store(getpid(), std::memory_order_relaxed);
+  own.box.store(box_ == nullptr ? -1 : box_->descriptor(), std::memory_order_relaxed);
+  if (box_ != nullptr) {
+    box_group_ = note != 0 ? note : box_->add_group(rank_, ranks());
+    note_ = box_->group(box_group_);
+  }
+  if (note_ != nullptr) {
+    note_->identity.store(segment_->header().nonce, std::memory_order_release);
+  }
   own.presence.store(Presence::joined, std::memory_order_seq_cst);
 }
 
@@ -66,16 +80,19 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
   own.sequence = sequence() + 1;
   sequence_.store(own.sequence, std::memory_order_relaxed);
   current_ = own;
+  begin_record(own, bounds);
+  PHALANX_STEP("meet: publish the fingerprint");
   segment_->control(rank_).fingerprints[own.sequence & 1].store(own);
   advance();
-  const std::uint64_t met = step_;
+  met_ = step_;
   for (int peer = 0; peer < ranks(); ++peer) {
     if (peer == rank_) {
       continue;
     }
-    if (const Status status = wait_step(peer, met, bounds); !status.ok()) {
+    if (const Status status = wait_step(peer, met_, bounds); !status.ok()) {
       return status;
     }
+    PHALANX_STEP("meet: compare");
     const Fingerprint theirs = segment_->control(peer).fingerprints[own.sequence & 1].load();
     if (theirs != own) {
       return abort(Status{
@@ -90,6 +107,7 @@ Status Group::prepare(bool staging) {
   if (!status.ok() || !staging || staging_ready_) {
     return status;
   }
+  PHALANX_STEP("prepare: get pages");
   status = Segment::prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
   if (!status.ok()) {
     status.reporter = rank_;
@@ -106,7 +124,14 @@ std::byte* Group::reach(int owner, const Place& place, Status& status) {
   }
   auto& view = arenas_[static_cast<std::size_t>(owner)];
   if (!view) {
+    PHALANX_STEP("reach: map the arena");
     view = ArenaView::open(pid(owner), place.descriptor, status);
+    // What was opened may belong to a later process of the same pid, and what was not to one that
+    // is ending: it closes its files first.
+    if (lost(owner)) {
+      view = nullptr;
+      status = Status{.code = Code::peer_lost, .mine = current_};
+    }
   }
   if (!view) {
     status.peer = owner;
@@ -119,6 +144,7 @@ std::byte* Group::reach(int owner, const Place& place, Status& status) {
 
 void Group::advance() {
   RankControl& own = segment_->control(rank_);
+  PHALANX_STEP("advance: publish the step");
   // Publishes all that was written before. Pairs with the load in wait_step; seq_cst, not release,
   // for the sake of notify.
   own.step.store(++step_, std::memory_order_seq_cst);
@@ -129,9 +155,14 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
   RankControl& control = segment_->control(peer);
   // Pairs with the store in advance.
   const auto ready = [&] { return control.step.load(std::memory_order_seq_cst) >= target; };
-  Status status =
-      wait_until(control.stepped, patience_, bounds, ready, [&] { return trouble_with(peer); });
+  if (ready()) {
+    return {};
+  }
+  show_wait(peer);
+  const auto trouble = [&] { return trouble_while_awaiting(peer); };
+  Status status = wait_until(control.stepped, patience_, bounds, ready, trouble);
   if (status.ok()) {
+    note_wait(peer, patience_.last());
     return status;
   }
   if (status.code == Code::timeout) {
@@ -168,21 +199,28 @@ std::vector<int> Group::behind(int rank) const {
   return late;
 }
 
-Status Group::abort(Status why) {
+Status Group::abort(Status why, bool wake) {
   const std::lock_guard lock(aborting_);
   // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What
   // this rank has published of an earlier failure stays, since peers read it.
   if (const Status earlier = broken(); !earlier.ok()) {
     return why.code == Code::interrupted ? why : earlier;
   }
+  if (why.code == Code::aborted && failing(rank_)) {
+    // An exception ends this process, which gives up what it has under way.
+    why = Status{.code = Code::peer_lost, .peer = rank_, .reporter = rank_};
+  }
   RankControl& own = segment_->control(rank_);
+  PHALANX_STEP("abort: publish what differs");
   own.trouble[0].store(why.mine);
   own.trouble[1].store(why.theirs);
   std::uint64_t none = 0;
   auto& word = segment_->header().abort_word;
+  PHALANX_STEP("abort: claim the word");
   // Pairs with the load in broken: who sees the word may read the witness's fingerprints.
   if (word.compare_exchange_strong(none, pack(why, rank_), std::memory_order_seq_cst)) {
-    for (int rank = 0; rank < ranks(); ++rank) {
+    PHALANX_STEP("abort: wake all");
+    for (int rank = 0; wake && rank < ranks(); ++rank) {
       notify_always(segment_->control(rank).stepped);
       notify_always(segment_->control(rank).bell);
     }
@@ -193,6 +231,7 @@ Status Group::abort(Status why) {
 }
 
 Status Group::broken() const {
+  PHALANX_STEP("broken: look at the word");
   const std::uint64_t word = segment_->header().abort_word.load(std::memory_order_seq_cst);
   if (word == 0) {
     return {};
@@ -207,12 +246,31 @@ Status Group::broken() const {
 }
 
 void Group::leave() {
-  // A forked child inherits the object, not the membership.
+  // A forked child inherits the object, not the membership, nor its parent's black box.
   if (left_ || pid(rank_) != getpid()) {
     return;
   }
   left_ = true;
-  segment_->control(rank_).presence.store(Presence::left, std::memory_order_seq_cst);
+  if (note_ != nullptr) {
+    note_->left_at.store(current_caller().site, std::memory_order_relaxed);
+    note_->left.store(1, std::memory_order_release);
+    box_->publish_sites();
+  }
+  announce(Presence::left, true);
+}
+
+void Group::fail(bool wake) { announce(Presence::failing, wake); }
+
+void Group::announce(Presence presence, bool wake) {
+  // A forked child inherits the object, not the membership.
+  if (pid(rank_) != getpid()) {
+    return;
+  }
+  PHALANX_STEP("leave: say so");
+  segment_->control(rank_).presence.store(presence, std::memory_order_seq_cst);
+  if (!wake) {
+    return;
+  }
   notify(segment_->control(rank_).stepped);
   for (int rank = 0; rank < ranks(); ++rank) {
     notify(segment_->control(rank).bell);
@@ -223,13 +281,46 @@ Status Group::trouble_with(int peer) const {
   if (Status status = broken(); !status.ok()) {
     return status;
   }
-  if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
-    return Status{.code = Code::left, .peer = peer, .reporter = rank_};
-  }
-  if (processes_[static_cast<std::size_t>(peer)].ended()) {
+  if (lost(peer)) {
     return Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_};
   }
+  if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
+    // It may have left because another rank is dead, which it has met in another group.
+    for (int other = 0; other < ranks(); ++other) {
+      if (other != rank_ && lost(other)) {
+        return Status{.code = Code::peer_lost, .peer = other, .reporter = rank_};
+      }
+    }
+    return Status{.code = Code::left, .peer = peer, .reporter = rank_};
+  }
   return {};
+}
+
+bool Group::lost(int peer) const {
+  // Looked at first: what a process that has ended says of itself is final.
+  const bool ended = processes_[static_cast<std::size_t>(peer)].ended();
+  PHALANX_STEP("trouble: look for who left");
+  const auto presence = segment_->control(peer).presence.load(std::memory_order_seq_cst);
+  return presence == Presence::failing || (ended && presence != Presence::left);
+}
+
+Status Group::trouble_while_awaiting(int peer) {
+  Status status = trouble_with(peer);
+  for (int i = 0; status.ok() && i < std::min(kOthersPerLook, ranks()); ++i) {
+    next_other_ = (next_other_ + 1) % ranks();
+    const int other = next_other_;
+    const auto missing = [&] {
+      return segment_->control(other).step.load(std::memory_order_seq_cst) < met_;
+    };
+    if (other == rank_ || other == peer || !missing()) {
+      continue;
+    }
+    status = trouble_with(other);
+    if (!missing()) {
+      status = {};  // it came before its end
+    }
+  }
+  return status;
 }
 
 }  // namespace phalanx

@@ -41,6 +41,7 @@ MessagePtr Mailbox::post(MessagePtr message, bool detached) {
   {
     const Hold hold(*this);
     message->id_ = ++posted_;
+    begin_record(*message);
     // seq_cst: pairs with the load in rest().
     outstanding_.fetch_add(1, std::memory_order_seq_cst);
     if (message->kind_ == Kind::send) {
@@ -69,8 +70,9 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   }
   waits_.fetch_add(1, std::memory_order_relaxed);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
-  Patience patience = [this] {
+  Patience patience = [&] {
     const Hold hold(*this);
+    show_wait(message);
     return patience_;
   }();
   auto next_look = Clock::now() + kLookAround;
@@ -165,6 +167,7 @@ void Mailbox::prefault(int peer) {
     return;
   }
   prefaulted_[index] = true;
+  PHALANX_STEP("send: get pages");
   Status status = group_.segment().prefault(&to(peer), sizeof(Channel));
   if (!status.ok()) {
     status.reporter = group_.rank();
@@ -174,6 +177,7 @@ void Mailbox::prefault(int peer) {
 
 void Mailbox::finish(const MessagePtr& message, const Status& status) {
   message->status_ = status;
+  end_record(*message);
   outstanding_.fetch_sub(1, std::memory_order_seq_cst);
   // Publishes status, peer and data to other threads of this process; pairs with Message::done.
   // seq_cst for the sake of notify.

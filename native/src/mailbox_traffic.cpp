@@ -5,6 +5,7 @@
 #include <new>
 #include <utility>
 
+#include "phalanx/hooks.h"
 #include "phalanx/mailbox.h"
 
 namespace phalanx {
@@ -21,6 +22,7 @@ constexpr std::size_t padded(std::size_t bytes) { return (bytes + kLine - 1) / k
 // memcpy may not be given the null pointer of an empty tensor.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes != 0) {
+    PHALANX_STEP("message: copy");
     std::memcpy(to, from, bytes);
   }
 }
@@ -48,6 +50,7 @@ bool Mailbox::drive_sends(int peer) {
   int pieces = 0;
   for (; pieces < kPiecesPerTurn && !queue.empty(); ++pieces) {
     const std::uint64_t head = channel.head.load(std::memory_order_relaxed);
+    PHALANX_STEP("send: look for room");
     // Pairs with the store in drive_recvs: what is overwritten has been read.
     const std::uint64_t tail = channel.tail.load(std::memory_order_seq_cst);
     const std::size_t room = kRingBytes - (head - tail);
@@ -57,6 +60,7 @@ bool Mailbox::drive_sends(int peer) {
       break;
     }
     message.moved_ += moved;
+    PHALANX_STEP("send: publish the head");
     // Publishes the bytes. Pairs with the load in drive_recvs; seq_cst for the sake of notify.
     channel.head.store(head + moved, std::memory_order_seq_cst);
     notify(bell(peer));
@@ -100,6 +104,7 @@ bool Mailbox::drive_recvs(int peer) {
   int pieces = 0;
   for (; pieces < kPiecesPerTurn && (incoming.begun || matching_.expects(peer)); ++pieces) {
     std::uint64_t tail = channel.tail.load(std::memory_order_relaxed);
+    PHALANX_STEP("recv: look for bytes");
     // Pairs with the store in drive_sends.
     const std::uint64_t head = channel.head.load(std::memory_order_seq_cst);
     if (head == tail) {
@@ -113,6 +118,7 @@ bool Mailbox::drive_recvs(int peer) {
       tail += sizeof(Envelope);
     }
     const std::size_t moved = move_in(incoming, channel, tail, head - tail);
+    PHALANX_STEP("recv: give the room back");
     // Gives the room back. Pairs with the load in drive_sends; seq_cst for the sake of notify.
     channel.tail.store(tail + moved, std::memory_order_seq_cst);
     notify(bell(peer));

@@ -1,5 +1,6 @@
 #include "phalanx/process.h"
 
+#include <dirent.h>
 #include <poll.h>
 #include <sys/ioctl.h>
 #include <sys/syscall.h>
@@ -8,6 +9,7 @@
 #include <cerrno>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -27,6 +29,9 @@ static_assert(sizeof(PidfdInfo) == 64);
 constexpr std::uint64_t kPidfdInfoExit = 1 << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
+// Milliseconds for the end of a process whose wait status may not be there yet.
+constexpr int kPatience = 200;
+
 std::optional<int> reaped_status(int handle) {
   PidfdInfo info{};
   info.mask = kPidfdInfoExit;
@@ -36,10 +41,17 @@ std::optional<int> reaped_status(int handle) {
   return info.wait_status;
 }
 
-// The last field of /proc/<pid>/stat is the wait status of a zombie.
-std::optional<int> zombie_status(int pid) {
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+// What /proc/<pid>/stat says of a process or a thread.
+struct Stat {
+  char state = 0;
+  unsigned long flags = 0;
+  int wait_status = 0;
+
+  // It runs no more code of its own (PF_EXITING, the same since Linux 2.6).
+  bool exiting() const { return state == 'Z' || (flags & 0x4) != 0; }
+};
+
+std::optional<Stat> stat_of(const char* path) {
   std::FILE* file = std::fopen(path, "re");
   if (file == nullptr) {
     return std::nullopt;
@@ -50,10 +62,46 @@ std::optional<int> zombie_status(int pid) {
   const std::string stat(text, size);
   const auto name_end = stat.rfind(')');
   const auto last = stat.find_last_of(' ');
-  if (name_end == std::string::npos || stat.compare(name_end, 3, ") Z") != 0) {
+  Stat found;
+  if (name_end == std::string::npos ||
+      std::sscanf(stat.c_str() + name_end, ") %c %*d %*d %*d %*d %*d %lu", &found.state,
+                  &found.flags) != 2) {
     return std::nullopt;
   }
-  return std::atoi(stat.c_str() + last);
+  found.wait_status = std::atoi(stat.c_str() + last);
+  return found;
+}
+
+std::optional<Stat> stat_of(int pid) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  return stat_of(path);
+}
+
+// Whether no thread of a process runs any more code of its own. The kernel then takes its memory
+// apart, which can last a second for gigabytes; only after that the pidfd tells.
+bool exiting(int pid) {
+  const auto leader = stat_of(pid);
+  if (!leader || !leader->exiting()) {
+    return false;
+  }
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/task", pid);
+  DIR* threads = opendir(path);
+  if (threads == nullptr) {
+    return false;
+  }
+  bool all = true;
+  while (const dirent* entry = readdir(threads)) {
+    if (entry->d_name[0] != '.') {
+      char thread[400];
+      std::snprintf(thread, sizeof thread, "%s/%s/stat", path, entry->d_name);
+      const auto stat = stat_of(thread);
+      all = all && (!stat || stat->exiting());
+    }
+  }
+  closedir(threads);
+  return all;
 }
 
 }  // namespace
@@ -64,9 +112,10 @@ struct Process::Handle {
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  bool ended() const {
+  // Whether the kernel is done with it, in so many milliseconds at most.
+  bool ended(int patience = 0) const {
     pollfd poller{.fd = descriptor, .events = POLLIN, .revents = 0};
-    return poll(&poller, 1, 0) == 1;
+    return poll(&poller, 1, patience) == 1;
   }
 
   int pid;
@@ -92,7 +141,7 @@ int Process::open(int pid) {
   return 0;
 }
 
-bool Process::ended() const { return handle_ && handle_->ended(); }
+bool Process::ended() const { return handle_ && (handle_->ended() || exiting(handle_->pid)); }
 
 std::optional<int> Process::wait_status() const {
   if (!handle_) {
@@ -102,7 +151,14 @@ std::optional<int> Process::wait_status() const {
   if (const auto status = reaped_status(descriptor)) {
     return status;
   }
-  const auto status = zombie_status(handle_->pid);
+  auto stat = stat_of(handle_->pid);
+  if (stat && stat->exiting() && stat->wait_status == 0) {
+    // Not written yet, on some kernels.
+    handle_->ended(kPatience);
+    stat = stat_of(handle_->pid);
+  }
+  const auto status =
+      stat && stat->exiting() ? std::optional<int>(stat->wait_status) : std::nullopt;
   // Only now, after the read, is it sure that the pid was this process's: it is until it is reaped.
   const bool reaped =
       syscall(SYS_pidfd_send_signal, descriptor, 0, nullptr, 0) != 0 && errno == ESRCH;

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "kernels/kernels.h"
+#include "phalanx/hooks.h"
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -84,6 +85,7 @@ bool supports(DType dtype, ReduceOp op) {
 
 void reduce(void* out, const void* const* sources, std::size_t n_sources, std::size_t count,
             DType dtype, ReduceOp op, double divisor) {
+  PHALANX_STEP("reduce");
   const kernels::Table& table = *kernels::chosen().table;
   table.reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
       out, sources, n_sources, count, divisor);

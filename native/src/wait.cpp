@@ -32,6 +32,7 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 }  // namespace
 
 void notify(Event& event) {
+  PHALANX_STEP("notify: look for sleepers");
   // Pairs with the waiter's fetch_add in wait_until.
   if (event.sleepers.load(std::memory_order_seq_cst) != 0) {
     notify_always(event);
@@ -39,8 +40,10 @@ void notify(Event& event) {
 }
 
 void notify_always(Event& event) {
+  PHALANX_STEP("notify: change the ticket");
   // Pairs with the waiter's load of the ticket, and with the kernel's comparison.
   event.ticket.fetch_add(1, std::memory_order_seq_cst);
+  PHALANX_STEP("notify: wake");
   futex(event.ticket, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
@@ -80,6 +83,7 @@ Clock::duration Patience::spin_limit() const {
 }
 
 void Patience::learn(Clock::duration waited) {
+  last_ = waited;
   pressed_ = std::max(0, pressed_ - 1);
   typical_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_) / 8;
 }
@@ -95,6 +99,7 @@ void Patience::pause() {
 void Patience::yield() { sched_yield(); }
 
 Woken sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen) {
+  PHALANX_STEP("wait: sleep");
   const timespec slice{.tv_sec = 0, .tv_nsec = kSliceNanoseconds};
   if (futex(ticket, FUTEX_WAIT, seen, &slice) == 0 || errno == EAGAIN) {
     return Woken::by_peer;

@@ -24,6 +24,7 @@
 
 #include "check.h"
 #include "phalanx/collectives.h"
+#include "phalanx/hooks.h"
 #include "phalanx/mailbox.h"
 
 #if defined(__SANITIZE_THREAD__)
@@ -94,6 +95,19 @@ inline void dawdle(Random& random) {
     default: break;
   }
 }
+
+#if defined(PHALANX_HOOKS)
+// Gives way to others at steps of the protocol, chosen at random: that reaches interleavings which
+// whole time slices don't.
+inline void give_way(const char*) {
+  static std::atomic<std::uint64_t> streams = 1'000;
+  thread_local Random random(streams.fetch_add(1));
+  if (random.one_in(8)) {
+    sched_yield();
+  }
+}
+inline const bool gives_way = (step_hook.store(&give_way), true);
+#endif
 
 // Until `ready`, or for a minute: then the test has failed.
 template <class Ready>

@@ -1,7 +1,10 @@
 // Processes that end, and what their peers learn. ThreadSanitizer does not follow forks of a
 // process that has threads: under it, only what needs no child is tested here.
 #include <fcntl.h>
+#include <poll.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <optional>
@@ -318,6 +321,70 @@ TEST(a_rank_that_leaves_is_not_lost) {
     _exit(0);
   });
   CHECK_EQ(barrier(*peer.group, within()).code, Code::left);
+}
+
+TEST(a_process_has_ended_before_its_memory_is_taken_apart) {
+  bool before = false;
+  for (int round = 0; round < 10 && !before; ++round) {
+    const Gate full;
+    const int pid = fork_child([&] {
+      std::vector<char> large(std::size_t{256} << 20, 'x');
+      full.open();
+      wait_forever();
+    });
+    full.pass();
+    Process process;
+    CHECK_EQ(process.open(pid), 0);
+    const int handle = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    CHECK(!process.ended());
+    kill(pid, SIGKILL);
+    CHECK(ranks::eventually([&] { return process.ended(); }));
+    const auto status = process.wait_status();
+    if (CHECK(status.has_value())) CHECK_EQ(*status, SIGKILL);
+    pollfd poller{.fd = handle, .events = POLLIN, .revents = 0};
+    before = poll(&poller, 1, 0) == 0;
+    ::close(handle);
+    waitpid(pid, nullptr, 0);
+  }
+  CHECK(before);
+}
+
+TEST(who_leaves_because_of_a_death_does_not_hide_it) {
+  Status status;
+  auto segment = Segment::create(3, kNonce, status);
+  const int descriptor = segment->descriptor();
+  const int parent = getpid();
+  int pids[3] = {};
+  for (const int rank : {1, 2}) {
+    pids[rank] = fork_child([&] {
+      Status opened;
+      Group other(Segment::open(parent, descriptor, 3, kNonce, opened), rank);
+      if (rank == 2) other.leave();
+      wait_forever();
+    });
+  }
+  const auto presence = [&](int rank) { return segment->control(rank).presence.load(); };
+  CHECK(ranks::eventually([&] { return presence(1) == Presence::joined; }));
+  CHECK(ranks::eventually([&] { return presence(2) == Presence::left; }));
+  Group group(std::move(segment), 0);
+  CHECK(group.connect().ok());
+  CHECK_EQ(group.trouble_with(2).code, Code::left);
+  kill(pids[1], SIGKILL);
+  CHECK(ranks::eventually([&] { return group.trouble_with(2).code == Code::peer_lost; }));
+  CHECK_EQ(group.trouble_with(2).peer, 1);
+  kill(pids[2], SIGKILL);
+  for (const int rank : {1, 2}) waitpid(pids[rank], nullptr, 0);
+}
+
+TEST(what_a_failing_rank_aborts_is_lost) {
+  Peer peer([](Group& other, Mailbox&) {
+    other.fail(false);
+    (void)other.abort(Status{.code = Code::aborted, .reporter = 1});
+    wait_forever();
+  });
+  const Status status = barrier(*peer.group, within());
+  CHECK_EQ(status.code, Code::peer_lost);
+  CHECK_EQ(status.peer, 1);
 }
 
 TEST(a_forked_child_of_a_rank_cannot_leave_for_it) {

@@ -17,8 +17,8 @@ namespace {
 
 constexpr std::uint64_t kNonce = 0xfeedface12345678;
 
-// The numbers of layout version 1: who changes one must change kLayoutVersion.
-static_assert(kLayoutVersion == 1);
+// The numbers of layout version 2: who changes one must change kLayoutVersion.
+static_assert(kLayoutVersion == 2);
 static_assert(kMagic == 0x584e414c41485001);
 static_assert(kInlineBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
 static_assert(kCrowdedChunkBytes == 1048576 && kStagingBytes == 2 * kCrowdedChunkBytes);
@@ -29,7 +29,7 @@ static_assert(sizeof(RankControl) == 256 && alignof(RankControl) == 64);
 static_assert(offsetof(RankControl, step) == 0 && offsetof(RankControl, fingerprints) == 8);
 static_assert(offsetof(RankControl, stepped) == 64 && offsetof(RankControl, bell) == 128);
 static_assert(offsetof(RankControl, pid) == 192 && offsetof(RankControl, presence) == 196);
-static_assert(offsetof(RankControl, trouble) == 200);
+static_assert(offsetof(RankControl, trouble) == 200 && offsetof(RankControl, box) == 248);
 static_assert(sizeof(Channel) == 4096 + 262144 && alignof(Channel) == 4096);
 static_assert(sizeof(Fingerprint) == 24 && offsetof(Fingerprint, count) == 8);
 static_assert(offsetof(Fingerprint, root) == 16 && offsetof(Fingerprint, kind) == 20);
@@ -108,7 +108,7 @@ TEST(header_says_what_it_is_and_the_rest_is_zero) {
   const auto segment = make(3);
   const Header& header = segment->header();
   CHECK_EQ(header.magic, kMagic);
-  CHECK_EQ(header.layout_version, 1u);
+  CHECK_EQ(header.layout_version, 2u);
   CHECK_EQ(header.ranks, 3u);
   CHECK_EQ(header.nonce, kNonce);
   CHECK_EQ(header.bytes, Segment::bytes_for(3));

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstring>
 
+#include "phalanx/hooks.h"
+
 namespace phalanx {
 
 // From this size on, a result of an operation is taken to be more than the caches keep.
@@ -12,6 +14,7 @@ inline constexpr std::size_t kStreamedBytes = 4 * 1024 * 1024;
 // memcpy that takes the null pointers of empty tensors, and a copy onto itself.
 inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) {
+    PHALANX_STEP("copy");
     std::memcpy(to, from, bytes);
   }
 }

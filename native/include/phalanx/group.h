@@ -7,6 +7,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "phalanx/arena.h"
+#include "phalanx/black_box.h"
 #include "phalanx/process.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
@@ -23,8 +25,11 @@ namespace phalanx {
 
 class Group {
  public:
-  // `segment` is shared with nobody in this process. The rank is present from here on.
-  Group(std::unique_ptr<Segment> segment, int rank);
+  class Turn;
+
+  // `segment` is shared with nobody in this process. The rank is present from here on. `note`: what
+  // the black box has noted of the group already; 0: nothing yet.
+  Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t note = 0);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
@@ -38,9 +43,6 @@ class Group {
   Segment& segment() const { return *segment_; }
   // How many collectives this rank has begun; any thread may ask.
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
-
-  // Collectives of one group run one at a time; every collective holds this.
-  std::mutex& turn() { return turn_; }
 
   // Enters the next collective: publishes `own` (its sequence is filled in), waits for all peers to
   // enter theirs, and compares. Everything this rank wrote before is visible to peers after it.
@@ -71,20 +73,47 @@ class Group {
 
   // Breaks the group on all its ranks: the first failure wins and is what all of them report.
   // Returns the status to report here.
-  Status abort(Status why);
+  // Without `wake` who sleeps sees it when its slice ends: time to break other groups first.
+  Status abort(Status why, bool wake = true);
   // Ok, or why the group is broken.
   Status broken() const;
+  // Announces that this process ends by an exception: for its peers it is lost from now on. A
+  // process with several groups announces it in all of them before it wakes those who wait.
+  void fail(bool wake);
   // Announces that this rank takes no further part, and wakes those who wait for it. A process that
   // ends without having left is lost to its peers, with the exit code for a reason.
   void leave();
+  // Whether `peer` has said that it ends by an exception.
+  bool failing(int peer) const {
+    return segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::failing;
+  }
+  // The descriptor of a rank's black box; -1: none.
+  int box_of(int peer) const { return segment_->control(peer).box.load(std::memory_order_relaxed); }
+  // What the own black box notes of this group; null if it doesn't.
+  GroupNote* note() { return note_; }
   // How the process of `peer` ended, if it has and the kernel tells.
   std::optional<int> wait_status(int peer) const {
     return processes_[static_cast<std::size_t>(peer)].wait_status();
   }
   // Ok while `peer` may still come: not left, not dead, the group not broken.
   Status trouble_with(int peer) const;
+  // The same for an operation in which `peer` is waited for. A rank that will never come to its
+  // meeting ends it at once, however long the one waited for takes to say so.
+  Status trouble_while_awaiting(int peer);
 
  private:
+  friend class Mailbox;
+
+  // Whether `peer` is dead, or dying, without having left.
+  bool lost(int peer) const;
+  Record record_of(const Fingerprint& own, const Bounds& bounds) const;
+  // Whoever does a collective: what the black box says of it.
+  void begin_record(const Fingerprint& own, const Bounds& bounds);
+  void show_wait(int peer);
+  void note_wait(int peer, Clock::duration waited);
+  void end_record();
+  void announce(Presence presence, bool wake);
+
   std::byte* inline_buffer(int rank, std::uint64_t sequence) const {
     return segment_->inline_buffer(rank, sequence);
   }
@@ -94,13 +123,47 @@ class Group {
   Fingerprint current_;
   std::atomic<std::uint64_t> sequence_ = 0;  // writer: who holds the turn
   std::uint64_t step_ = 0;
+  std::uint64_t met_ = 0;  // the step of the last meeting
+  int next_other_ = 0;     // whom trouble_while_awaiting looks at next
   bool staging_ready_ = false;
   bool left_ = false;
-  std::mutex turn_;
+  std::mutex turn_;                        // of collectives, which run one at a time
+  std::atomic<int> waiting_for_turn_ = 0;  // writers: threads that wait for it
+  std::condition_variable_any turn_over_;
   std::mutex aborting_;  // a thread that moves messages may fail beside one in a collective
   Patience patience_;
   std::vector<Process> processes_;                        // by rank; the own one is not open
   std::vector<std::shared_ptr<const ArenaView>> arenas_;  // by rank, null until first reached
+
+  BlackBox* box_ = BlackBox::own();
+  std::uint16_t box_group_ = 0;
+  GroupNote* note_ = nullptr;
+  // Of the collective that is under way; guarded by the turn.
+  Record record_;
+  int place_ = -1;  // in the black box
+  bool recording_ = false;
+  Clock::duration longest_wait_{};
+  std::int16_t longest_peer_ = -1;
+};
+
+// A collective's turn: held while it runs, so that those of one group run one at a time. Waits for
+// it no longer than `bounds` allows; a turn that doesn't come breaks the group, as a peer would
+// that doesn't.
+class Group::Turn {
+ public:
+  Turn(Group& group, const Bounds& bounds);
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // Ok: it is held.
+  const Status& status() const { return status_; }
+
+ private:
+  Status wait_for_it(const Bounds& bounds);
+
+  Group& group_;
+  Status status_;
 };
 
 }  // namespace phalanx

@@ -101,6 +101,9 @@ class Mailbox {
   bool fits(Message& message, int source, const Envelope& envelope);
   void prefault(int peer);
   void finish(const MessagePtr& message, const Status& status);
+  void begin_record(Message& message);
+  void show_wait(Message& message);
+  void end_record(Message& message);
   void report(const MessagePtr& message);
   void fail_all(const Status& status);
   Status trouble();

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "phalanx/black_box.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
 #include "phalanx/wait.h"
@@ -68,6 +69,10 @@ class Message {
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Status status_;
+  // What the black box says of it, and where.
+  Record record_;
+  int place_ = -1;
+  std::uint64_t wait_began_ = 0;    // nanoseconds; 0: nobody waits for it
   std::atomic<bool> done_ = false;  // writer: who drives the mailbox; pairs with done()
 };
 

@@ -21,7 +21,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
-inline constexpr std::uint32_t kLayoutVersion = 1;
+inline constexpr std::uint32_t kLayoutVersion = 2;
 inline constexpr std::size_t kPage = 4096;
 inline constexpr std::size_t kLine = 64;
 inline constexpr int kMaxRanks = 512;
@@ -57,7 +57,8 @@ struct Header {
 static_assert(sizeof(Header) == 2 * kLine);
 static_assert(offsetof(Header, abort_word) == kLine);
 
-enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2 };
+// failing: an exception that nobody caught ends the process; it will take part in nothing more.
+enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2, failing = 3 };
 
 struct RankControl {
   // Line 1, writer: the owner. Read by all peers in every collective.
@@ -70,7 +71,9 @@ struct RankControl {
   // Line 4, writer: the owner.
   alignas(kLine) std::atomic<std::int32_t> pid;
   std::atomic<Presence> presence;
-  SharedFingerprint trouble[2];  // own and peer's operation, when the owner breaks the group
+  SharedFingerprint trouble[2];   // own and peer's operation, when the owner breaks the group
+  std::atomic<std::int32_t> box;  // the owner's descriptor of its black box; -1: none
+  std::int32_t reserved;
 };
 static_assert(sizeof(RankControl) == 4 * kLine);
 static_assert(offsetof(RankControl, stepped) == 1 * kLine);

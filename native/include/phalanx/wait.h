@@ -12,6 +12,7 @@
 #include <chrono>
 #include <cstdint>
 
+#include "phalanx/hooks.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
 
@@ -22,6 +23,8 @@ using Clock = std::chrono::steady_clock;
 // The limits of one call.
 struct Bounds {
   Clock::time_point deadline = Clock::time_point::max();
+  // When the call began; unset: when somebody asks.
+  Clock::time_point begin = {};
   // Asked while waiting, some ten times a second and when a signal arrives: true ends the wait.
   bool (*interrupted)() = nullptr;
 };
@@ -50,6 +53,8 @@ class Patience {
 
   // Feeds back how long the wait took in all.
   void learn(Clock::duration waited);
+  // What was fed back last.
+  Clock::duration last() const { return last_; }
 
  private:
   static constexpr int kPausesPerLook = 32;
@@ -68,6 +73,7 @@ class Patience {
   bool spins_ = true;
   int pressed_ = 0;
   Clock::duration typical_{};
+  Clock::duration last_{};
 };
 
 enum class Woken { by_peer, by_time, by_signal };
@@ -117,10 +123,14 @@ Status wait_until(Event& event, Patience& patience, const Bounds& bounds, Ready&
   const auto start = Clock::now();
   bool done = patience.spin(ready);
   for (int slice = 1; !done; ++slice) {
+    PHALANX_STEP("wait: announce");
     event.sleepers.fetch_add(1, std::memory_order_seq_cst);
+    PHALANX_STEP("wait: read the ticket");
     const auto seen = event.ticket.load(std::memory_order_seq_cst);
+    PHALANX_STEP("wait: look again");
     done = ready();
     const auto woken = done ? Woken::by_peer : sleep_slice(event.ticket, seen);
+    PHALANX_STEP("wait: awake");
     event.sleepers.fetch_sub(1, std::memory_order_seq_cst);
     if (done || ready()) {
       break;
@@ -130,8 +140,10 @@ Status wait_until(Event& event, Patience& patience, const Bounds& bounds, Ready&
         return Status{.code = Code::interrupted};
       }
     }
+    PHALANX_STEP("wait: look for trouble");
     const Status status = trouble();
     if (!status.ok()) {
+      PHALANX_STEP("wait: last look");
       return ready() ? Status{} : status;
     }
     if (Clock::now() >= bounds.deadline) {

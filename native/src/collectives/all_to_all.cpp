@@ -16,6 +16,7 @@ class Published {
       : words_(reinterpret_cast<std::uint64_t*>(buffer)), ranks_(static_cast<std::size_t>(ranks)) {}
 
   void write(const Splits& own, std::uint64_t chunks) {
+    PHALANX_STEP("all_to_all: publish the counts");
     words_[0] = chunks;
     std::memcpy(words_ + 1, own.input_counts, ranks_ * sizeof(std::uint64_t));
     std::memcpy(words_ + 1 + ranks_, own.output_counts, ranks_ * sizeof(std::uint64_t));
@@ -129,6 +130,7 @@ class AllToAll {
 
   // Every rank compares every pair, so that all of them refuse before any has moved data.
   Status compare() {
+    PHALANX_STEP("all_to_all: compare the counts");
     for (int to = 0; to < group_.ranks(); ++to) {
       const Published taker = published(to);
       for (int from = 0; from < group_.ranks(); ++from) {
@@ -192,7 +194,10 @@ class AllToAll {
 }  // namespace
 
 Status all_to_all(Group& group, const Splits& own, DType dtype, const Bounds& bounds) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   return AllToAll(group, own, dtype, bounds).run();
 }
 

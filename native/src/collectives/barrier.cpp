@@ -3,7 +3,10 @@
 namespace phalanx {
 
 Status barrier(Group& group, const Bounds& bounds) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   return group.meet({.kind = Kind::barrier}, bounds);
 }
 

@@ -6,7 +6,10 @@ namespace phalanx {
 
 Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int root,
                  const Bounds& bounds) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   const Fingerprint own{.count = count, .root = root, .kind = Kind::broadcast, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const bool is_root = group.rank() == root;

@@ -8,6 +8,7 @@
 
 #include "phalanx/arena.h"
 #include "phalanx/group.h"
+#include "phalanx/hooks.h"
 
 namespace phalanx {
 
@@ -24,6 +25,7 @@ class Sources {
   // `source(i)` and `bytes(i)` for i < count.
   template <class Source, class Bytes>
   void publish(int count, Source source, Bytes bytes) {
+    PHALANX_STEP("direct: publish the places");
     words_[0] = 0;
     std::uint64_t descriptor = 0;
     for (int i = 0; i < count; ++i) {
@@ -74,6 +76,7 @@ class Shared {
 
   // Whether all that is given lies in arenas.
   bool all() const {
+    PHALANX_STEP("direct: read the places");
     for (int rank = 0; rank < group_.ranks(); ++rank) {
       if (gives_(rank) && !sources_of(rank).shared()) {
         return false;

@@ -4,7 +4,10 @@ namespace phalanx {
 
 Status gather(Group& group, const void* input, void* const* outputs, std::size_t count, DType dtype,
               int root, const Bounds& bounds) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   const Fingerprint own{.count = count, .root = root, .kind = Kind::gather, .dtype = dtype};
   return gather_to(group, input, outputs, count * size_of(dtype), own, bounds,
                    [root](int rank) { return rank == root; });

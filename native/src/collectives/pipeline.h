@@ -108,7 +108,9 @@ class Parts {
   }
   // What a staging area holds for each rank.
   static std::size_t staged(const Group& group) {
-    return group.segment().chunk_bytes() / static_cast<std::size_t>(group.ranks()) / kLine * kLine;
+    // There is one rank at least, which clang-tidy can't know.
+    const auto ranks = static_cast<std::size_t>(std::max(1, group.ranks()));
+    return group.segment().chunk_bytes() / ranks / kLine * kLine;
   }
 
  private:

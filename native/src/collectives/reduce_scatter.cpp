@@ -38,7 +38,10 @@ class OwnPart {
 
 Status reduce_scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
                       DType dtype, ReduceOp op, const Bounds& bounds) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   const Fingerprint own{.count = count, .kind = Kind::reduce_scatter, .dtype = dtype, .op = op};
   const std::size_t bytes = count * size_of(dtype);
   const int self = group.rank();

@@ -207,7 +207,10 @@ class SharedReduction {
 
 Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
                  bool wanted) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   const std::size_t bytes = own.count * size_of(own.dtype);
   const bool small = bytes <= kInlineBytes;
   Status status = group.prepare(!small);

@@ -6,7 +6,10 @@ namespace phalanx {
 
 Status scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
                DType dtype, int root, const Bounds& bounds) {
-  const std::lock_guard turn(group.turn());
+  const Group::Turn turn(group, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
   const Fingerprint own{.count = count, .root = root, .kind = Kind::scatter, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
   const int self = group.rank();

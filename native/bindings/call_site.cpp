@@ -1,0 +1,115 @@
+// Finds the place in the user's code that an operation comes from: the innermost frame that belongs
+// neither to torch nor to Phalanx. It is looked up for every operation, so what is known of a code
+// object is kept, and only a place that is new costs more than a walk along the frames.
+#include "phalanx/call_site.h"
+
+#include <Python.h>
+#include <nanobind/stl/string.h>
+
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "core.h"
+#include "frames.h"
+#include "phalanx/black_box.h"
+
+namespace phalanx::bindings {
+namespace {
+
+// The number of a code object's places is bounded only by its length.
+struct Code {
+  nb::object held;  // so that no other code object gets its address
+  bool foreign = false;
+  std::unordered_map<int, std::uint32_t> sites;  // by address
+};
+
+// All of it is guarded by the GIL.
+struct Codes {
+  std::vector<std::string> foreign;  // beginnings of paths
+  std::unordered_map<PyCodeObject*, Code> known;
+};
+
+Codes& codes() {
+  // Never destroyed: it holds Python objects, and the interpreter ends before static objects do.
+  static Codes* const all = new Codes;
+  return *all;
+}
+
+constexpr std::size_t kMostCodes = 8192;
+
+std::string path_of(PyCodeObject* code) {
+  Py_ssize_t size = 0;
+  const char* text = PyUnicode_AsUTF8AndSize(code->co_filename, &size);
+  if (text == nullptr) {  // a path that isn't valid Unicode
+    PyErr_Clear();
+    return "?";
+  }
+  return {text, static_cast<std::size_t>(size)};
+}
+
+Code& known(PyCodeObject* code) {
+  Codes& all = codes();
+  if (const auto found = all.known.find(code); found != all.known.end()) {
+    return found->second;
+  }
+  if (all.known.size() == kMostCodes) {
+    all.known.clear();  // of a notebook that has run very many cells
+  }
+  Code& made = all.known[code];
+  made.held = nb::borrow(reinterpret_cast<PyObject*>(code));
+  const std::string path = path_of(code);
+  for (const std::string& beginning : all.foreign) {
+    made.foreign = made.foreign || path.starts_with(beginning);
+  }
+  return made;
+}
+
+std::uint32_t site_of(const Frames& at, Code& code) {
+  const auto [place, fresh] = code.sites.try_emplace(at.address(), 0);
+  if (fresh) {
+    const int line = PyCode_Addr2Line(at.code(), at.address());
+    place->second = call_site_number(path_of(at.code()) + ":" + std::to_string(line));
+    if (BlackBox* box = BlackBox::own()) {
+      box->publish_sites();
+    }
+  }
+  return place->second;
+}
+
+// The GIL is held.
+std::uint32_t find_call_site() {
+  for (Frames at; !at.end(); at.next()) {
+    if (Code& code = known(at.code()); !code.foreign) {
+      return site_of(at, code);
+    }
+  }
+  return 0;
+}
+
+void set_foreign_code(std::vector<std::string> beginnings) {
+  codes().foreign = std::move(beginnings);
+  codes().known.clear();
+}
+
+// Of a thread that runs operations for others.
+bool handed_on() { return current_caller().thread == Caller::kGroup; }
+
+void set_caller(std::uint32_t site) { current_caller() = {.site = site, .thread = Caller::kGroup}; }
+
+}  // namespace
+
+void mark_call_site() {
+  if (!handed_on()) {
+    current_caller().site = find_call_site();
+  }
+}
+
+void bind_call_site(nb::module_& module) {
+  module.def("set_foreign_code", &set_foreign_code, nb::arg("beginnings"));
+  module.def("call_site", &find_call_site);
+  module.def("call_site_text", &call_site_text, nb::arg("number"));
+  module.def("set_caller", &set_caller, nb::arg("site"));
+}
+
+}  // namespace phalanx::bindings

@@ -1,0 +1,98 @@
+#include <patchlevel.h>
+
+#define PHALANX_KNOWS_FRAMES (PY_VERSION_HEX >= 0x030b0000 && PY_VERSION_HEX < 0x030e0000)
+
+#if PHALANX_KNOWS_FRAMES
+#define Py_BUILD_CORE 1
+#include <Python.h>
+#include <internal/pycore_frame.h>
+#endif
+
+#include "frames.h"
+
+#if PY_VERSION_HEX < 0x030b0000
+#include <frameobject.h>
+#endif
+
+namespace phalanx::bindings {
+
+#if PHALANX_KNOWS_FRAMES
+
+namespace {
+
+_PyInterpreterFrame* frame_in(void* frame) { return static_cast<_PyInterpreterFrame*>(frame); }
+
+PyCodeObject* code_in(_PyInterpreterFrame* frame) {
+#if PY_VERSION_HEX >= 0x030d0000
+  return _PyFrame_GetCode(frame);
+#else
+  return frame->f_code;
+#endif
+}
+
+}  // namespace
+
+Frames::Frames()
+#if PY_VERSION_HEX >= 0x030d0000
+    : frame_(PyThreadState_Get()->current_frame) {
+#else
+    : frame_(PyThreadState_Get()->cframe->current_frame) {
+#endif
+  skip_incomplete();
+}
+
+Frames::~Frames() = default;
+
+void Frames::next() {
+  frame_ = frame_in(frame_)->previous;
+  skip_incomplete();
+}
+
+// Those that the interpreter is setting up, and those that stand for its own C code.
+void Frames::skip_incomplete() {
+  while (frame_ != nullptr && _PyFrame_IsIncomplete(frame_in(frame_))) {
+    frame_ = frame_in(frame_)->previous;
+  }
+}
+
+PyCodeObject* Frames::code() const { return code_in(frame_in(frame_)); }
+
+int Frames::address() const {
+  return _PyInterpreterFrame_LASTI(frame_in(frame_)) * static_cast<int>(sizeof(_Py_CODEUNIT));
+}
+
+#else
+
+namespace {
+
+PyFrameObject* frame_in(void* frame) { return static_cast<PyFrameObject*>(frame); }
+
+}  // namespace
+
+Frames::Frames() : frame_(PyThreadState_GetFrame(PyThreadState_Get())) {}
+
+Frames::~Frames() { Py_XDECREF(static_cast<PyObject*>(frame_)); }
+
+void Frames::next() {
+  PyFrameObject* back = PyFrame_GetBack(frame_in(frame_));
+  Py_DECREF(static_cast<PyObject*>(frame_));
+  frame_ = back;
+}
+
+PyCodeObject* Frames::code() const {
+  PyCodeObject* code = PyFrame_GetCode(frame_in(frame_));
+  Py_DECREF(reinterpret_cast<PyObject*>(code));  // the frame holds another reference
+  return code;
+}
+
+int Frames::address() const {
+#if PY_VERSION_HEX >= 0x030b0000
+  return PyFrame_GetLasti(frame_in(frame_));
+#else
+  return frame_in(frame_)->f_lasti * 2;  // counted in instructions
+#endif
+}
+
+#endif
+
+}  // namespace phalanx::bindings

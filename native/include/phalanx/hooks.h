@@ -1,0 +1,26 @@
+// Where tests step in: a name before every step that touches shared memory. A test can end the
+// process there, hold it, or give others the core. Without PHALANX_HOOKS, which the builds of the
+// tests alone define, it is nothing at all.
+#pragma once
+
+#if defined(PHALANX_HOOKS)
+
+#include <atomic>
+
+namespace phalanx {
+
+// Called with the name of the step that comes next, by the thread that takes it. Null: nothing is.
+inline std::atomic<void (*)(const char* step)> step_hook = nullptr;
+
+inline void before_step(const char* step) {
+  if (auto* hook = step_hook.load(std::memory_order_relaxed); hook != nullptr) {
+    hook(step);
+  }
+}
+
+}  // namespace phalanx
+
+#define PHALANX_STEP(name) ::phalanx::before_step(name)
+#else
+#define PHALANX_STEP(name) static_cast<void>(0)
+#endif

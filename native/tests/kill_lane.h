@@ -1,0 +1,268 @@
+// Runs cases, one after another, and judges what the survivors came to.
+#pragma once
+
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+#include <optional>
+#include <sstream>
+
+#include "kill_ranks.h"
+#include "phalanx/black_box_reader.h"
+
+namespace kills {
+
+constexpr std::size_t kMostLatencies = 1 << 20;
+
+// What all processes share.
+struct Shared {
+  Steps steps;
+  std::atomic<std::uint64_t> next, cases, deaths, failures;
+  std::atomic<std::size_t> n_latencies;
+  std::array<std::atomic<std::int32_t>, kMostLatencies> latencies;  // us
+};
+
+template <class T>
+T& in_shared_memory() {
+  void* place = mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (place == MAP_FAILED) {
+    std::perror("mmap");
+    std::exit(2);
+  }
+  return *new (place) T{};
+}
+
+inline std::string text_of(const Case& c) {
+  std::ostringstream out;
+  out << kWhatNames[static_cast<std::size_t>(c.task.what)] << ' '
+      << kPathNames[static_cast<std::size_t>(c.task.path)] << ' ' << c.task.size << ' '
+      << c.task.root << ' ' << c.task.salt << ' ' << c.victim << ' ' << c.fatal << ' ' << c.second
+      << ' ' << c.second_fatal << ' ' << kOrderNames[static_cast<std::size_t>(c.order)] << ' '
+      << c.yields << ' ' << c.every_word;
+  return out.str();
+}
+
+template <class Enum, std::size_t n>
+void find(const std::array<const char*, n>& names, const std::string& name, Enum& value) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  if (found == names.end()) {
+    std::fprintf(stderr, "unknown word in a case: %s\n", name.c_str());
+    std::exit(2);
+  }
+  value = static_cast<Enum>(found - names.begin());
+}
+
+inline Case case_of(const std::string& text) {
+  std::istringstream in(text);
+  std::string what, path, order;
+  Case c;
+  in >> what >> path >> c.task.size >> c.task.root >> c.task.salt >> c.victim >> c.fatal >>
+      c.second >> c.second_fatal >> order >> c.yields >> c.every_word;
+  find(kWhatNames, what, c.task.what);
+  find(kPathNames, path, c.task.path);
+  find(kOrderNames, order, c.order);
+  return c;
+}
+
+// One case after another, in a process of its own.
+class Lane {
+ public:
+  explicit Lane(Shared& shared) : shared_(shared), seats_(in_shared_memory<Seats>()) {}
+
+  // Whether the victim, or the second one, died at its step, rather than after the task.
+  bool run(const Case& c) {
+    new (&seats_) Seats{};
+    Status status;
+    const auto segment = Segment::create(c.task.size, kNonce, kTestChunk, status);
+    if (segment == nullptr) return fail(c, "no segment"), false;
+    std::vector<int> pids;
+    open_boxes(c);
+    for (int rank = 0; rank < c.task.size; ++rank) {
+      pids.push_back(fork());
+      if (pids.back() == 0) {
+        alarm(2 * kHang.count());
+        Rank(c, rank, seats_, shared_.steps)
+            .live(getppid(), segment->descriptor(), kNonce, boxes_[static_cast<std::size_t>(rank)]);
+        _exit(0);
+      }
+    }
+    const std::string wrong = reap(c, pids);
+    const std::string judged = wrong.empty() ? judge(c) + judge_boxes(c) : wrong;
+    for (const int box : boxes_) ::close(box);
+    if (!judged.empty()) fail(c, judged);
+    shared_.cases.fetch_add(1);
+    return !seat(c.second < 0 ? c.victim : c.second).done.load();
+  }
+
+  // All deaths of one rank in one task: until it has lived through it three times in a row, as the
+  // number of its steps depends on how often it sleeps. With a second one: all of its deaths, while
+  // it finds out about the first.
+  void run_all_steps(Case c, std::optional<Order> order) {
+    const int orders = c.task.size > 2 && c.second < 0 ? 4 : 3;
+    std::uint32_t& step = c.second < 0 ? c.fatal : c.second_fatal;
+    if (c.second >= 0) c.fatal = 1;
+    for (int lived = 0; lived < 3 && shared_.failures.load() < kMostFailures;) {
+      ++step;
+      ++c.task.salt;
+      const auto turn = static_cast<int>(step) + c.victim + c.task.size;
+      c.order = order.value_or(static_cast<Order>(turn % orders));
+      lived = run(c) ? 0 : lived + 1;
+    }
+  }
+
+  static constexpr std::uint64_t kMostFailures = 5;
+
+ private:
+  static constexpr std::uint64_t kNonce = 0x7068616c616e78;
+
+  const Seat& seat(int rank) const { return seats_[static_cast<std::size_t>(rank)]; }
+
+  // Waits for all ranks, the doomed ones last: they are reaped when the survivors have ended, as a
+  // launcher would that is slow. What was wrong with how they ended.
+  std::string reap(const Case& c, const std::vector<int>& pids) {
+    std::string wrong;
+    for (const bool doomed : {false, true}) {
+      for (int rank = 0; rank < c.task.size; ++rank) {
+        if (c.doomed(rank) != doomed) continue;
+        const int pid = pids[static_cast<std::size_t>(rank)];
+        const bool ended = has_ended(pid);
+        if (!ended) {
+          wrong += " rank " + std::to_string(rank) + " hangs;";
+          kill(pid, SIGKILL);
+        }
+        int status = 0;
+        waitpid(pid, &status, 0);
+        const bool as_expected = doomed ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL
+                                        : WIFEXITED(status) && WEXITSTATUS(status) == 0;
+        if (ended && !as_expected) {
+          wrong += " rank " + std::to_string(rank) + " ended with " + std::to_string(status) + ";";
+        }
+      }
+    }
+    return wrong;
+  }
+
+  void open_boxes(const Case& c) {
+    boxes_.clear();
+    for (int rank = 0; rank < c.task.size; ++rank) {
+      boxes_.push_back(memfd_create("box", MFD_CLOEXEC));
+      if (ftruncate(boxes_.back(), sizeof(BoxLayout)) != 0) std::perror("ftruncate");
+    }
+  }
+
+  // What is wrong with the black boxes. At most one record of each thread is torn by a death, and
+  // who died while it waited is seen to wait.
+  std::string judge_boxes(const Case& c) const {
+    std::string wrong;
+    for (int rank = 0; rank < c.task.size; ++rank) {
+      std::vector<std::byte> bytes(sizeof(BoxLayout));
+      BoxContents box;
+      const int file = boxes_[static_cast<std::size_t>(rank)];
+      const bool whole = pread(file, bytes.data(), bytes.size(), 0) == sizeof(BoxLayout);
+      const std::string refused = whole ? read_box(bytes, kBoxHistory, box) : "unreadable";
+      if (!refused.empty() || !sound(c, rank, box)) {
+        wrong += " rank " + std::to_string(rank) + " leaves a black box that is " +
+                 (refused.empty() ? "not right" : refused) + ";";
+      }
+    }
+    return wrong;
+  }
+
+  bool sound(const Case& c, int rank, const BoxContents& box) const {
+    const auto numbered = [&](const Record& each) { return each.number <= box.operations; };
+    if (!std::ranges::all_of(box.done, numbered) || !std::ranges::all_of(box.open, numbered)) {
+      return false;
+    }
+    if (!c.doomed(rank)) return box.torn == 0 && box.open.empty() && !box.done.empty();
+    if (seat(rank).done.load()) return box.torn == 0;
+    const bool waits = std::strncmp(seat(rank).step.load(), "wait: ", 6) == 0;
+    if (box.torn > (c.task.what == What::served ? 2 : 1)) return false;
+    const bool shown =
+        std::ranges::any_of(box.open, [](const Record& each) { return each.waiting_for >= 0; });
+    return !waits || !collective(c.task.what) || (box.torn == 0 && shown);
+  }
+
+  static bool has_ended(int pid) {
+    const int descriptor = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    pollfd poller{.fd = descriptor, .events = POLLIN, .revents = 0};
+    constexpr auto limit = std::chrono::milliseconds(kHang);
+    const bool ended = poll(&poller, 1, static_cast<int>(limit.count())) == 1;
+    ::close(descriptor);
+    return ended;
+  }
+
+  // What is wrong with what the survivors came to; nothing if all is well.
+  std::string judge(const Case& c) {
+    std::string wrong;
+    const bool all_lived =
+        seat(c.victim).done.load() && seat(c.victim).task.ok() &&
+        (c.second < 0 || (seat(c.second).done.load() && seat(c.second).task.ok()));
+    int named = -1;
+    for (int rank = 0; rank < c.task.size; ++rank) {
+      const Seat& its = seat(rank);
+      if (c.doomed(rank)) continue;
+      const auto say = [&](const char* what) {
+        wrong += " rank " + std::to_string(rank) + " " + what + ";";
+      };
+      if (!its.ready) say("was never ready");
+      if (!its.right) say("has wrong data");
+      if (!its.clean) say("left something behind");
+      if (its.missed) say("was waited for in vain");
+      if (!its.task.ok() && !names(c, its.task)) say("names the wrong rank in the task");
+      if (!names(c, its.after)) say("does not name the lost rank after the task");
+      if (!its.task.ok() && (its.after.code != its.task.code || its.after.peer != its.task.peer)) {
+        say("says first this, then that");
+      }
+      if (all_lived && !its.task.ok() && c.task.what != What::leaving) {
+        say("failed in a task that the victim completed");
+      }
+      if (named >= 0 && its.after.peer != named) say("names another rank than the others");
+      named = its.after.peer;
+      if (!timely(its, c)) say("was told too late");
+    }
+    return wrong;
+  }
+
+  bool names(const Case& c, const Status& status) const {
+    const bool left = c.task.what == What::leaving && status.code == Code::left;
+    return (status.code == Code::peer_lost || left) && c.doomed(status.peer);
+  }
+
+  bool timely(const Seat& its, const Case& c) {
+    const std::int64_t died =
+        seat(c.doomed(its.after.peer) ? its.after.peer : c.victim).died.load();
+    const std::int64_t took =
+        its.task.ok() ? its.returned_after.load() - std::max(died, its.began_after.load())
+                      : its.returned.load() - std::max(died, its.began.load());
+    const std::size_t i = shared_.n_latencies.fetch_add(1);
+    if (i < kMostLatencies) shared_.latencies[i].store(static_cast<std::int32_t>(took / 1000));
+    return took < std::chrono::nanoseconds(kSoon).count();
+  }
+
+  void fail(const Case& c, const std::string& what) {
+    std::ostringstream out;
+    out << "FAILED:" << what << "\n  --case '" << text_of(c) << "'\n";
+    for (int rank = 0; rank < c.task.size; ++rank) {
+      const Seat& its = seat(rank);
+      const char* step = its.step.load();
+      out << "  rank " << rank << (c.doomed(rank) ? " (doomed)" : "") << ": task code "
+          << static_cast<int>(its.task.code) << " peer " << its.task.peer << " reporter "
+          << its.task.reporter << " errno " << its.task.error << ", after it code "
+          << static_cast<int>(its.after.code) << " peer " << its.after.peer << "; at step "
+          << its.steps.load() << ", '" << (step != nullptr ? step : "") << "'\n";
+    }
+    std::fputs(out.str().c_str(), stderr);
+    shared_.failures.fetch_add(1);
+  }
+
+  Shared& shared_;
+  Seats& seats_;
+  std::vector<int> boxes_;  // by rank
+};
+
+}  // namespace kills

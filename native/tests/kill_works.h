@@ -1,0 +1,237 @@
+// What ranks do in the tests that kill them: every collective and messages, on each of their paths,
+// with data that tell whose they are.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "phalanx/collectives.h"
+#include "phalanx/mailbox.h"
+
+namespace kills {
+
+using namespace phalanx;
+
+// `served`: messages that a service thread moves, while nobody waits for them. `leaving`: the rank
+// to be killed leaves the group instead of taking part.
+enum class What : std::uint8_t {
+  barrier,
+  broadcast,
+  reduce,
+  all_reduce,
+  gather,
+  scatter,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  messages,
+  served,
+  leaving,
+};
+inline constexpr std::array kWhatNames = {"barrier",    "broadcast", "reduce",     "all_reduce",
+                                          "gather",     "scatter",   "all_gather", "reduce_scatter",
+                                          "all_to_all", "messages",  "served",     "leaving"};
+inline constexpr auto kWhats = static_cast<int>(kWhatNames.size());
+
+// Of messages: `staged` in several pieces, `full` in more than a channel holds.
+enum class Path : std::uint8_t { small, staged, direct, full };
+inline constexpr std::array kPathNames = {"small", "staged", "direct", "full"};
+
+inline bool has_path(What what, Path path) {
+  switch (what) {
+    case What::barrier:
+    case What::leaving: return path == Path::small;
+    case What::messages:
+    case What::served: return path != Path::direct;
+    default: return path != Path::full;
+  }
+}
+
+inline bool collective(What what) { return what < What::messages; }
+
+// Small, so that what is large takes few copies, and some chunks.
+inline constexpr std::size_t kTestChunk = 8 * 1024;
+
+struct Task {
+  What what = What::barrier;
+  Path path = Path::small;
+  int size = 2;
+  int root = 0;
+  std::uint64_t salt = 0;
+
+  std::size_t count() const {
+    constexpr std::size_t ring = kRingBytes / sizeof(std::uint64_t);
+    const bool message = what == What::messages || what == What::served;
+    return path == Path::small ? 5 : path == Path::full ? ring + 5'001 : message ? 9'001 : 2'501;
+  }
+};
+
+inline std::uint64_t element(const Task& task, int from, int to, std::size_t i) {
+  const auto bits = task.salt * 1'000'003 + static_cast<std::uint64_t>(from * 64 + to);
+  return (bits + i) * 0x9e3779b97f4a7c15;
+}
+
+// Memory for a part: ordinary, or of the arena, which goes with the process.
+class Memory {
+ public:
+  Memory(std::size_t count, bool shared) : count_(count), ordinary_(shared ? 0 : count, kPoison) {
+    Status status;
+    data_ = ordinary_.data();
+    if (shared) {
+      auto* arena = Arena::own(status);
+      auto* bytes = arena == nullptr ? nullptr : arena->allocate(count * sizeof *data_, status);
+      data_ = reinterpret_cast<std::uint64_t*>(bytes);
+      if (data_ != nullptr) std::fill(data_, data_ + count, kPoison);
+    }
+  }
+  std::uint64_t* data() const { return data_; }
+  std::size_t count() const { return count_; }
+
+ private:
+  static constexpr std::uint64_t kPoison = 0x5a5a5a5a5a5a5a5a;
+  std::size_t count_;
+  std::vector<std::uint64_t> ordinary_;
+  std::uint64_t* data_;
+};
+
+// One rank's part in a task.
+class Work {
+ public:
+  Work(const Task& task, int self) : task_(task), self_(self) {
+    const bool shared = task.path == Path::direct;
+    for (int rank = 0; rank < task.size; ++rank) {
+      given_.emplace_back(task.count(), shared);
+      taken_.emplace_back(task.count(), shared);
+      for (std::size_t i = 0; i < task.count(); ++i) {
+        given_.back().data()[i] = element(task, self, per_rank() ? rank : 0, i);
+      }
+    }
+  }
+
+  // `reported`: how many messages the service thread has reported.
+  Status run(Group& group, Mailbox& mailbox, const Bounds& bounds,
+             std::atomic<std::size_t>& reported);
+  // After ok: whether this rank has got what it should have.
+  bool right() const;
+
+ private:
+  static constexpr DType kDType = DType::int64;
+  static constexpr ReduceOp kOp = ReduceOp::sum;
+
+  bool per_rank() const {
+    return task_.what >= What::reduce_scatter || task_.what == What::scatter;
+  }
+  bool in_place() const { return task_.what == What::reduce || task_.what == What::all_reduce; }
+  bool combines() const { return in_place() || task_.what == What::reduce_scatter; }
+  std::uint64_t* own() { return given_[static_cast<std::size_t>(self_)].data(); }
+  Status run_messages(Mailbox& mailbox, const Bounds& bounds, std::atomic<std::size_t>& reported);
+  bool expects(int from) const;
+  std::uint64_t expected(int from, std::size_t i) const;
+
+  Task task_;
+  int self_;
+  std::vector<Memory> given_, taken_;  // by peer
+};
+
+inline Status Work::run(Group& group, Mailbox& mailbox, const Bounds& bounds,
+                        std::atomic<std::size_t>& reported) {
+  const std::size_t count = task_.count();
+  const int root = task_.root;
+  std::vector<void*> given, taken;
+  for (const Memory& part : given_) given.push_back(part.data());
+  for (const Memory& part : taken_) taken.push_back(part.data());
+  const std::vector<std::uint64_t> counts(given.size(), count);
+  const Splits splits{given.data(), counts.data(), taken.data(), counts.data()};
+  void* first = self_ == root ? own() : taken_[static_cast<std::size_t>(root)].data();
+  void* mine = taken_[static_cast<std::size_t>(self_)].data();
+  switch (task_.what) {
+    case What::barrier: return barrier(group, bounds);
+    case What::broadcast: return broadcast(group, first, count, kDType, root, bounds);
+    case What::reduce: return reduce(group, own(), count, kDType, kOp, root, bounds);
+    case What::all_reduce: return all_reduce(group, own(), count, kDType, kOp, bounds);
+    case What::gather: return gather(group, own(), taken.data(), count, kDType, root, bounds);
+    case What::scatter: return scatter(group, given.data(), mine, count, kDType, root, bounds);
+    case What::all_gather: return all_gather(group, own(), taken.data(), count, kDType, bounds);
+    case What::reduce_scatter:
+      return reduce_scatter(group, given.data(), mine, count, kDType, kOp, bounds);
+    case What::all_to_all: return all_to_all(group, splits, kDType, bounds);
+    default: return run_messages(mailbox, bounds, reported);
+  }
+}
+
+// To every peer and from every peer, two messages each way, taken in the other order than sent.
+inline Status Work::run_messages(Mailbox& mailbox, const Bounds& bounds,
+                                 std::atomic<std::size_t>& reported) {
+  const std::size_t before = reported.load();
+  const bool served = task_.what == What::served;
+  std::vector<MessagePtr> all;
+  for (int tag = 0; tag < 2; ++tag) {
+    for (int peer = 0; peer < task_.size; ++peer) {
+      const auto i = static_cast<std::size_t>(peer);
+      const std::size_t half = task_.count() / 2;
+      const std::size_t begin = tag == 0 ? 0 : half;
+      const std::size_t count = tag == 0 ? half : task_.count() - half;
+      const std::size_t other = tag == 0 ? task_.count() - half : half;
+      if (peer == self_) continue;
+      all.push_back(mailbox.send(given_[i].data() + begin, count, kDType, peer, tag, served));
+      all.push_back(mailbox.recv(taken_[i].data() + (begin == 0 ? half : 0), other, kDType, peer,
+                                 1 - tag, served));
+    }
+  }
+  if (served) {
+    for (const MessagePtr& message : all) mailbox.watch(message, bounds.deadline);
+    for (auto now = before; now != before + all.size(); now = reported.load()) reported.wait(now);
+  }
+  Status status;
+  for (const MessagePtr& message : all) {
+    const Status each = served ? message->status() : mailbox.wait(*message, bounds);
+    if (status.ok()) status = each;
+  }
+  return status;
+}
+
+inline bool Work::expects(int from) const {
+  switch (task_.what) {
+    case What::barrier:
+    case What::leaving: return false;
+    case What::broadcast: return from == task_.root && self_ != task_.root;
+    case What::reduce:
+    case What::gather: return self_ == task_.root;
+    case What::scatter: return from == task_.root;
+    case What::messages:
+    case What::served: return from != self_;
+    default: return true;
+  }
+}
+
+inline std::uint64_t Work::expected(int from, std::size_t i) const {
+  const int to = per_rank() ? self_ : 0;
+  if (!combines()) return element(task_, from, to, i);
+  std::uint64_t sum = 0;
+  for (int rank = 0; rank < task_.size; ++rank) sum += element(task_, rank, to, i);
+  return sum;
+}
+
+inline bool Work::right() const {
+  for (int from = 0; from < task_.size; ++from) {
+    if (!expects(from)) continue;
+    // Scattered parts, and what was combined, stand at one place.
+    const bool one = combines() || task_.what == What::scatter;
+    const auto place = static_cast<std::size_t>(one ? self_ : from);
+    const std::uint64_t* data = (in_place() ? given_ : taken_)[place].data();
+    for (std::size_t i = 0; i < task_.count(); ++i) {
+      if (data[i] != expected(from, i)) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace kills

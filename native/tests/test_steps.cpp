@@ -1,0 +1,202 @@
+// One rank is put between two steps of another, by a hook: wherever a waiter and a notifier
+// interleave, no wake-up is lost. No clock and no luck: each place is tried, once.
+#include <array>
+#include <functional>
+#include <memory>
+#include <string_view>
+
+#include "phalanx/hooks.h"
+#include "ranks.h"
+
+using namespace phalanx;
+using ranks::within;
+
+namespace {
+
+// Has something done before each step of this process, for as long as it lives.
+class Hook {
+ public:
+  explicit Hook(std::function<void(std::string_view)> action)
+      : action_(std::move(action)), before_(step_hook.load()) {
+    current = this;
+    step_hook.store([](const char* step) { current->action_(step); });
+  }
+  ~Hook() { step_hook.store(before_); }
+  Hook(const Hook&) = delete;
+  Hook& operator=(const Hook&) = delete;
+
+ private:
+  static inline Hook* current;
+  std::function<void(std::string_view)> action_;
+  void (*before_)(const char*);
+};
+
+// Two ranks in one thread.
+struct Pair {
+  Pair() {
+    Status status;
+    segment = Segment::create(2, 1, kChunkBytes, status);
+    CHECK(status.ok());
+    for (const int rank : {0, 1}) {
+      groups.push_back(std::make_unique<Group>(Segment::share(*segment), rank));
+      mailboxes.push_back(std::make_unique<Mailbox>(*groups.back()));
+    }
+    CHECK(groups[0]->connect().ok() && groups[1]->connect().ok());
+  }
+  RankControl& control(int rank) const { return segment->control(rank); }
+
+  std::unique_ptr<Segment> segment;
+  std::vector<std::unique_ptr<Group>> groups;
+  std::vector<std::unique_ptr<Mailbox>> mailboxes;
+};
+
+// What wait_until does up to its sleep. The kernel doesn't let one sleep, or wakes it, when the
+// ticket is no longer the one seen.
+class Sleeper {
+ public:
+  explicit Sleeper(Event& event) : event_(event) {
+    event.sleepers.fetch_add(1);
+    seen_ = event.ticket.load();
+  }
+  bool roused() const { return event_.ticket.load() != seen_; }
+
+ private:
+  Event& event_;
+  std::uint32_t seen_;
+};
+
+constexpr auto kNoTrouble = [] { return Status{}; };
+
+// Runs `work`; before its step `where` a waiter comes, which goes to sleep unless it is `ready`.
+// Whether the step was reached, and the waiter doesn't sleep on when `work` is done.
+bool rouses(std::string_view where, Event& event, const std::function<bool()>& ready,
+            const std::function<void()>& work) {
+  bool reached = false;
+  std::unique_ptr<Sleeper> sleeper;
+  {
+    const Hook hook([&](std::string_view step) {
+      if (step != where || reached) return;
+      reached = true;
+      sleeper = std::make_unique<Sleeper>(event);
+      if (ready()) sleeper = nullptr;
+    });
+    work();
+  }
+  const bool good = reached && (sleeper == nullptr || sleeper->roused());
+  if (!good) std::fprintf(stderr, "  a waiter before '%s'\n", std::string(where).c_str());
+  return good;
+}
+
+}  // namespace
+
+TEST(a_notification_at_any_step_of_a_wait_keeps_it_from_sleeping) {
+  for (const std::string_view where :
+       {"wait: announce", "wait: read the ticket", "wait: look again", "wait: sleep"}) {
+    Event event{};
+    bool ready = false;
+    bool slept = false;
+    std::uint32_t seen = 0;
+    const Hook hook([&](std::string_view step) {
+      if (step == where && !ready) {
+        ready = true;
+        notify(event);
+      }
+      if (step == "wait: read the ticket") seen = event.ticket.load();
+      if (step == "wait: sleep" && ready && event.ticket.load() == seen) slept = true;
+    });
+    Patience patience = Patience::none();
+    const auto look = [&] { return ready; };
+    CHECK(wait_until(event, patience, within(), look, kNoTrouble).ok());
+    if (!CHECK(ready) || !CHECK(!slept)) {
+      std::fprintf(stderr, "  notified before '%s'\n", std::string(where).c_str());
+    }
+  }
+}
+
+TEST(a_waiter_at_any_step_of_an_advance_is_roused) {
+  for (const std::string_view where : {"advance: publish the step", "notify: look for sleepers"}) {
+    const Pair pair;
+    RankControl& control = pair.control(0);
+    CHECK(rouses(
+        where, control.stepped, [&] { return control.step.load() == 1; },
+        [&] { pair.groups[0]->advance(); }));
+  }
+}
+
+TEST(a_waiter_at_any_step_of_leaving_is_roused) {
+  for (const std::string_view where : {"leave: say so", "notify: look for sleepers"}) {
+    for (const bool messages : {false, true}) {
+      const Pair pair;
+      Event& event = messages ? pair.control(1).bell : pair.control(0).stepped;
+      CHECK(rouses(
+          where, event, [&] { return pair.control(0).presence.load() == Presence::left; },
+          [&] { pair.groups[0]->leave(); }));
+    }
+  }
+}
+
+TEST(a_waiter_at_any_step_of_an_abort_is_roused) {
+  for (const std::string_view where :
+       {"abort: publish what differs", "abort: claim the word", "abort: wake all"}) {
+    for (const bool messages : {false, true}) {
+      const Pair pair;
+      Event& event = messages ? pair.control(1).bell : pair.control(1).stepped;
+      CHECK(rouses(
+          where, event, [] { return false; },
+          [&] { (void)pair.groups[0]->abort({.code = Code::aborted, .reporter = 0}); }));
+    }
+  }
+}
+
+TEST(who_sees_that_the_group_is_broken_sees_why) {
+  for (const std::string_view where : {"abort: wake all", "notify: change the ticket"}) {
+    const Pair pair;
+    std::uint64_t told = 0;
+    const Hook hook([&](std::string_view step) {
+      if (step == where) told = pair.groups[1]->broken().mine.count;
+    });
+    (void)pair.groups[0]->abort(
+        {.code = Code::mismatch, .peer = 1, .reporter = 0, .mine = {.count = 5}});
+    CHECK_EQ(told, 5u);
+  }
+}
+
+TEST(a_receiver_at_any_step_of_a_send_is_roused) {
+  for (const std::string_view where : {"send: publish the head", "notify: look for sleepers"}) {
+    const Pair pair;
+    const Channel& channel = pair.segment->channel(0, 1);
+    const std::byte data{};
+    CHECK(rouses(
+        where, pair.control(1).bell, [&] { return channel.head.load() != 0; },
+        [&] { (void)pair.mailboxes[0]->send(&data, 1, DType::uint8, 1, 0, false); }));
+  }
+}
+
+TEST(a_sender_at_any_step_of_a_receive_is_roused) {
+  for (const std::string_view where : {"recv: give the room back", "notify: look for sleepers"}) {
+    const Pair pair;
+    const Channel& channel = pair.segment->channel(0, 1);
+    std::byte data{};
+    (void)pair.mailboxes[0]->send(&data, 1, DType::uint8, 1, 0, false);
+    CHECK(rouses(
+        where, pair.control(0).bell, [&] { return channel.tail.load() != 0; },
+        [&] { (void)pair.mailboxes[1]->recv(&data, 1, DType::uint8, 0, 0, false); }));
+  }
+}
+
+// A thread that finds the mutex of its mailbox taken sleeps, and is roused by whoever has it.
+TEST(a_thread_that_finds_the_mailbox_taken_is_roused) {
+  const Pair pair;
+  std::array<std::byte, 2> data{};
+  const auto first = pair.mailboxes[1]->recv(&data[0], 1, DType::uint8, 0, 1, false);
+  std::unique_ptr<Sleeper> sleeper;
+  bool done = false;
+  const Hook hook([&](std::string_view step) {
+    if (step != "recv: look for bytes" || sleeper != nullptr) return;
+    // In another thread, since this one has the mutex.
+    sleeper = std::make_unique<Sleeper>(pair.control(1).bell);
+    std::thread([&] { done = pair.mailboxes[1]->test(*first); }).join();
+  });
+  (void)pair.mailboxes[1]->recv(&data[1], 1, DType::uint8, 0, 2, false);
+  CHECK(sleeper != nullptr && !done && sleeper->roused());
+}
