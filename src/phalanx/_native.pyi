@@ -6,7 +6,7 @@ operation ends; counts are in elements; `dtype` and `op` are numbers out of `DTY
 `Status` that says why the group is broken. Nothing is validated here: `phalanx.backend` does that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 DTYPES: dict[str, int]
@@ -22,6 +22,66 @@ def supports(dtype: int, op: int) -> bool:
 
 def instruction_set() -> str:
     """What the reduction kernels run on: "baseline", "avx2" or "avx512"."""
+
+def read_black_box(data: bytes, history: int) -> dict[str, Any]:
+    """What a black box's file holds: all of it comes checked, in texts and numbers.
+
+    Keys: pid, rank, world_size, attempt, host, job, clock, opened, ending, last_words, ended, note,
+    operations (how many have begun), groups (list of dicts with the fields of
+    `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done (lists of dicts with
+    the fields of `phalanx.observe.model.Operation`; done: the newest `history` of them, oldest
+    first), reports (list of (time, step, loss)), torn (how many records were being written just
+    then).
+
+    Raises ValueError: no black box, one of another layout version, or a damaged one; says which.
+    """
+
+def black_box_bytes() -> int:
+    """How large the file of a black box is."""
+
+def open_black_box(
+    descriptor: int, rank: int, world_size: int, attempt: int, host: str, job: str
+) -> None:
+    """Make the file behind `descriptor`, of that size, the black box of this process. OSError."""
+
+def has_black_box() -> bool: ...
+def forget_black_box() -> None:
+    """Write to it no more: in a forked child, whose parent's it is."""
+
+def report(step: int, loss: float | None, note: str) -> None:
+    """Write training progress to the black box; nothing where there is none."""
+
+def note_ending(ending: str, words: str) -> None:
+    """Write how this process ends: "left", "exited" or "failed", with the exception in a line."""
+
+class Joining:
+    """A group that is being formed, as the black box shows it."""
+
+    def __init__(self, name: str, rank: int, size: int, members: str) -> None: ...
+    @property
+    def note(self) -> int:
+        """For `Group.create` and `Group.open`."""
+
+    def waiting_for(self, rank: int) -> None: ...
+    def end(self, joined: bool) -> None: ...
+
+def set_foreign_code(beginnings: list[str]) -> None:
+    """Say how the paths of code begin that is not the user's."""
+
+def call_site() -> int:
+    """The number of the place in the user's code that this thread is in; 0 if there is none."""
+
+def call_site_text(number: int) -> str:
+    """Its "path:line"; empty for 0."""
+
+def set_caller(site: int) -> None:
+    """In a thread that runs operations for others: where its next one comes from."""
+
+def set_watcher(call: Callable[[], bool]) -> None:
+    """Have `call` called in a thread that has waited for a second, and then ever more seldom.
+
+    It returns whether it suspects something: then it is called again half a second later.
+    """
 
 def usable_cores() -> int:
     """Processors that this process may run on."""
@@ -83,15 +143,17 @@ class Group:
     """One rank's view of its group on this host."""
 
     @staticmethod
-    def create(ranks: int, rank: int, nonce: int) -> Group:
+    def create(ranks: int, rank: int, nonce: int, note: int = 0) -> Group:
         """Make the segment. Raises OSError."""
 
     @staticmethod
-    def open(pid: int, descriptor: int, ranks: int, rank: int, nonce: int) -> Group:
+    def open(pid: int, descriptor: int, ranks: int, rank: int, nonce: int, note: int = 0) -> Group:
         """Open the segment that another process made. Raises OSError (EPROTO: it is another)."""
 
     @property
     def descriptor(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
     @property
     def sequence(self) -> int: ...
     @property
@@ -118,8 +180,24 @@ class Group:
         """Ranks that have not come as far as `rank` in the group's collectives."""
 
     def broken(self) -> Status | None: ...
-    def abort(self) -> Status | None:
+    def abort(self, why: str) -> Status | None:
         """Break the group and wake all its ranks."""
+
+    def abort_ring(self, peer: int, why: str) -> Status | None:
+        """Break the group because its ranks wait for each other in several groups."""
+
+    def fail(self, wake: bool) -> None:
+        """Say that this process ends by an exception: for its peers it is lost from now on."""
+
+    def failing(self, rank: int) -> bool:
+        """Whether a rank has said that."""
+
+    @property
+    def identity(self) -> int:
+        """What black boxes know this group by."""
+
+    def black_box(self, rank: int, history: int) -> dict[str, Any] | None:
+        """A rank's black box as `read_black_box` gives it; None if it can't be read."""
 
     def close(self) -> None:
         """Leave the group and let the segment go, once calls in other threads have returned."""

@@ -1,0 +1,54 @@
+"""What a process says when an exception ends it: to its black box and, at once, to its peers.
+
+Python needs tenths of a second to leave after an exception that nobody caught. Peers that wait for
+this rank need not: who wants to tell them registers with `on_failure`.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+from phalanx import _native
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+__all__ = ["announce", "install", "on_failure"]
+
+_calls: list[Callable[[], None]] = []
+_installed = False
+
+
+def on_failure(call: Callable[[], None]) -> None:
+    """Have `call`, which must not raise, called when an exception ends this process."""
+    _calls.append(call)
+
+
+def announce(error: BaseException) -> None:
+    """Say that `error` ends this process, or the function that it was started for."""
+    words = "".join(traceback.format_exception_only(type(error), error)).strip()
+    _native.note_ending("failed", words.partition("\n")[0])
+    for call in _calls:
+        call()
+
+
+def install() -> None:
+    """Announce every exception that nobody catches; a second call does nothing.
+
+    Not where a person types statements, since the process outlives the exception there.
+    """
+    global _installed  # noqa: PLW0603
+    if _installed:
+        return
+    _installed = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not (hasattr(sys, "ps1") or sys.flags.interactive):
+            announce(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
