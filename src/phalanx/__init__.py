@@ -5,10 +5,11 @@ General layout, from the bottom up (dependencies point downward only):
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
   collectives and messages. It knows nothing of Python objects or torch.
 - `topology`: who shares a host; how the ranks of a group come to share a segment.
+- `observe`: the black box of each rank, in its job's directory, and what reads it.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
 - `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
   public API alone, so they run on any backend.
-- `bench`, `testing`: measurements; the self-check of `phalanx test`.
+- `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
 - `cli`: the command `phalanx`.
 - `launch`: starts processes and finds a process's place among them; beside `backend`, using none
   of the above.
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from phalanx.backend.abort import abort as abort
     from phalanx.backend.shared import empty_shared as empty_shared
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from phalanx.launch.function import launch as launch
     from phalanx.launch.session import Session as Session
     from phalanx.launch.session import init as init
+    from phalanx.observe.recording import report as report
 
 _HOMES = {
     "Aborted": "phalanx.errors",
@@ -47,8 +50,10 @@ _HOMES = {
     "PhalanxError": "phalanx.errors",
     "Session": "phalanx.launch.session",
     "UsageError": "phalanx.errors",
+    "abort": "phalanx.backend.abort",
     "empty_shared": "phalanx.backend.shared",
     "init": "phalanx.launch.session",
+    "report": "phalanx.observe.recording",
 }
 
 __all__ = [
@@ -61,9 +66,11 @@ __all__ = [
     "Session",
     "UsageError",
     "__version__",
+    "abort",
     "empty_shared",
     "init",
     "launch",
+    "report",
 ]
 
 

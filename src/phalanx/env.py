@@ -7,19 +7,31 @@ module imports nothing of the package, and not torch.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
+    "JOB_NAME",
+    "NO_JOB",
     "REPLACEABLE",
     "VARIABLES",
     "Place",
     "Variable",
     "backend_names",
     "integer",
+    "job",
+    "jobs_directory",
+    "jobs_kept",
     "place",
     "replaced_backends",
 ]
+
+JOB_NAME = re.compile(r"[0-9]{8}-[0-9]{4}-[a-z0-9]{6}", re.ASCII)
+"""What the name of a job looks like: when it started, and something random."""
+
+NO_JOB = "none"
+"""In the place of a job's name: black boxes are kept in memory only."""
 
 REPLACEABLE = ("gloo", "mpi", "tcp")
 """The backends in whose place Phalanx can run; PyTorch has removed "tcp"."""
@@ -49,6 +61,30 @@ VARIABLES = (
         "`WORLD_SIZE`. In the place of `cpu:gloo,cuda:nccl` Phalanx hands CUDA tensors to NCCL; it "
         "leaves that as it is where NCCL is given options of its own, and whatever names other "
         "backends besides. Unset: nothing is replaced.",
+    ),
+    Variable(
+        "PHALANX_JOB",
+        "The name of the job to which this process belongs, as `phalanx jobs` lists it. Set for "
+        "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first group; "
+        "in its directory it then keeps its black box. Unset: the ranks agree on a name among "
+        "themselves. `none`: black boxes are kept in memory only, and are gone with their rank.",
+    ),
+    Variable(
+        "PHALANX_JOBS_DIR",
+        "The directory in which jobs have theirs, an absolute path. It must belong to you and be "
+        "writable by you alone; it is made if it is missing. Set for every rank by `phalanx run` "
+        "and `phalanx.launch`, read by ranks and by the commands that look at jobs. Unset: "
+        "`phalanx-UID` in the directory that `TMPDIR` names, else in `/tmp`.",
+    ),
+    Variable(
+        "PHALANX_JOBS_KEPT",
+        "How many ended jobs are kept for `phalanx explain`, 0 or more. When a job starts, the "
+        "oldest beyond that are removed. Unset: 20.",
+    ),
+    Variable(
+        "PHALANX_JOBS_KEPT_MIB",
+        "How many MiB ended jobs may take together, 0 or more; half a MiB per rank is usual. The "
+        "oldest go first. Unset: 256.",
     ),
     Variable(
         "RANK",
@@ -211,6 +247,60 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     local_size = world_size if local_size is None else local_size
     local_rank = integer("LOCAL_RANK", minimum=0, maximum=local_size - 1, environ=environ)
     return Place(rank, world_size, rank if local_rank is None else local_rank, local_size)
+
+
+def job(environ: Mapping[str, str] | None = None) -> str | None:
+    """The job that `PHALANX_JOB` names, or `NO_JOB`; None if it is unset or empty.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: it is no name of a job.
+    """
+    text = (os.environ if environ is None else environ).get("PHALANX_JOB", "")
+    if not text or text == NO_JOB or JOB_NAME.fullmatch(text):
+        return text or None
+    raise ValueError(
+        f"PHALANX_JOB={text!r} in the environment: expected what a launcher of Phalanx sets, like "
+        f"20261121-0901-k3f9x2, or {NO_JOB!r}; unset it, and the ranks agree on a name"
+    )
+
+
+def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
+    """The absolute path of the directory in which jobs have theirs; whether it exists or not.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: `PHALANX_JOBS_DIR` is no absolute path.
+    """
+    environ = os.environ if environ is None else environ
+    given = environ.get("PHALANX_JOBS_DIR", "")
+    if given and not os.path.isabs(given):
+        raise ValueError(
+            f"PHALANX_JOBS_DIR={given!r} in the environment: expected an absolute path, since "
+            "ranks may run in other directories"
+        )
+    temporary = environ.get("TMPDIR", "")
+    temporary = temporary if os.path.isabs(temporary) else "/tmp"
+    # Without a slash at the end, which would follow a symbolic link.
+    return given.rstrip("/") or os.path.join(temporary, f"phalanx-{os.geteuid()}")
+
+
+def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """How many ended jobs are kept, and how many bytes they may take together.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: one of the two variables is no integer, or negative.
+    """
+    count = integer("PHALANX_JOBS_KEPT", minimum=0, environ=environ)
+    mebibytes = integer("PHALANX_JOBS_KEPT_MIB", minimum=0, environ=environ)
+    return 20 if count is None else count, (256 if mebibytes is None else mebibytes) * 2**20
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:

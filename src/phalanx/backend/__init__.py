@@ -4,9 +4,9 @@ One class in layers: `membership` subclasses PyTorch's `ProcessGroup` and has al
 besides operations; on it stand `messages` (send and recv), `running` (how a collective runs),
 `collectives` (those on lists of tensors) and `process_group` (those on single tensors, coalesced
 ones, and what makes a group). They check arguments (`operands`, `dtypes`, `options`), and run each
-operation in the caller's thread or hand it to the group's `progress` threads, as `work` objects;
-`sparse` and `cuda` take the tensors of their kind. When the core reports that something went wrong,
-`failure` says it in words, with the user's `call_site`.
+operation in the caller's thread or hand it to the group's `progress` threads, as `work` objects
+with `futures`; `sparse` and `cuda` take the tensors of their kind. When the core reports that
+something went wrong, `failure` says it in words, with the user's `call_site`.
 
 Beside them: `shared` makes tensors that peers can reach, `profiling` tells PyTorch's profiler,
 `lifetime` looks after groups at the end of their process and in forked children, `edges` covers

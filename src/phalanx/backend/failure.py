@@ -7,6 +7,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
+from phalanx.backend import witness
 from phalanx.backend.dtypes import NAMES, OP_NAMES
 from phalanx.errors import (
     Aborted,
@@ -18,6 +19,10 @@ from phalanx.errors import (
 
 if TYPE_CHECKING:
     from phalanx import _native
+
+
+_MOST_WHEREABOUTS = 4
+"""Of so many late ranks an error tells where they are; `phalanx explain` tells of all."""
 
 
 def error_for(
@@ -60,35 +65,42 @@ def _explain(
     peer, reporter = status.peer, status.reporter
     match status.code:
         case "peer_lost":
-            return PeerLost, f"{_name(group, peer)} {_ending(group, peer)}"
+            return PeerLost, (
+                f"{_name(group, peer)} {_ending(group, peer)}{witness.last_deed(group, peer)}"
+            )
         case "mismatch" if status.mine.kind == "all_to_all" and status.mine.root >= 0:
             return CollectiveMismatch, (
                 f"split sizes disagree in all_to_all #{status.mine.sequence}: rank {peer} gives "
-                f"rank {reporter} {status.theirs.count} elements, which expects "
-                f"{status.mine.count}"
+                f"rank {reporter} {status.theirs.count} elements"
+                f"{witness.site_of(group, peer, status.theirs)}, which expects "
+                f"{status.mine.count}{witness.site_of(group, reporter, status.mine)}"
             )
         case "mismatch":
             return CollectiveMismatch, (
-                f"ranks disagree: rank {reporter} is in {_operation(status.mine)}, "
-                f"rank {peer} in {_operation(status.theirs)}"
+                f"ranks disagree: rank {reporter} is in {_placed(status.mine, group, reporter)}, "
+                f"rank {peer} in {_placed(status.theirs, group, peer)}"
+            )
+        case "ring":
+            return CollectiveMismatch, witness.reason(group, reporter) or (
+                f"rank {reporter} found that ranks wait for each other in several groups"
             )
         case "left":
             return CollectiveMismatch, (
-                f"{_name(group, peer)} has left the group (destroy_process_group) "
-                f"while rank {reporter} is in {_operation(status.mine)}"
+                f"{_name(group, peer)} has left the group (destroy_process_group)"
+                f"{witness.leaving_site(group, peer)} "
+                f"while rank {reporter} is in {_placed(status.mine, group, reporter)}"
             )
         case "timeout":
-            late = _late(status, group)
-            names = ", ".join(_name(group, rank) for rank in late) or "any rank"
-            alive = "the processes are alive" if len(late) > 1 else "the process is alive"
-            return CollectiveTimeout, (
-                f"rank {reporter} waited for {names} in {_operation(status.mine)} until the "
-                f"timeout of {timeout:g} s on this rank; {alive}"
-            )
+            return CollectiveTimeout, _too_late(status, group, timeout)
         case "aborted":
-            return Aborted, f"the group was aborted by rank {reporter}"
+            where, why = witness.leaving_site(group, reporter), witness.reason(group, reporter)
+            return Aborted, (
+                f"the group was aborted by rank {reporter}{where}{': ' + why if why else ''}"
+            )
         case "interrupted":
-            return Aborted, f"rank {reporter} was interrupted in {_operation(status.mine)}"
+            return Aborted, (
+                f"rank {reporter} was interrupted in {_placed(status.mine, group, reporter)}"
+            )
         case "out_of_memory":
             return PhalanxError, (
                 f"rank {reporter} could not get memory for its part of the segment "
@@ -103,6 +115,25 @@ def _name(group: _native.Group, peer: int) -> str:
     return f"rank {peer}" if group.closed else f"rank {peer} (pid {group.pid(peer)})"
 
 
+def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> str:
+    if status.peer == status.reporter:
+        return (
+            f"rank {status.reporter} waited for its own turn until the timeout of {timeout:g} s: "
+            "another thread of it is in an operation of this group"
+        )
+    late = _late(status, group)
+    names = ", ".join(_name(group, rank) for rank in late) or "any rank"
+    operation = _placed(status.mine, group, status.reporter)
+    words = (
+        f"rank {status.reporter} waited for {names} in {operation} until the timeout of "
+        f"{timeout:g} s on this rank"
+    )
+    for rank in late[:_MOST_WHEREABOUTS]:
+        if not group.closed:
+            words += f"; rank {rank} {witness.whereabouts(group, rank)}"
+    return words
+
+
 def _late(status: _native.Status, group: _native.Group) -> list[int]:
     """Whom a rank waited for until its deadline: all who have not come, in a collective."""
     if status.mine.kind not in ("send", "recv") and not group.closed:
@@ -114,9 +145,13 @@ def _late(status: _native.Status, group: _native.Group) -> list[int]:
 
 def _ending(group: _native.Group, peer: int) -> str:
     """How a process ended, as far as the kernel tells those who are not its parent."""
+    words = witness.last_words(group, peer)
+    if words:
+        return f"failed with {words}"
     wait_status = None if group.closed else group.wait_status(peer)
     if wait_status is None:
-        return "has died"
+        failing = not group.closed and group.failing(peer)
+        return "failed with an exception that nobody caught" if failing else "has died"
     code = os.waitstatus_to_exitcode(wait_status)
     if code < 0:
         return f"was killed by {_signal_name(-code)}"
@@ -128,6 +163,10 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:  # a real-time signal
         return f"signal {number}"
+
+
+def _placed(fingerprint: _native.Fingerprint, group: _native.Group, rank: int) -> str:
+    return _operation(fingerprint) + witness.site_of(group, rank, fingerprint)
 
 
 def _operation(fingerprint: _native.Fingerprint) -> str:

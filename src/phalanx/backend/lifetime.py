@@ -14,10 +14,12 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, NoReturn
 
+from phalanx import _native
+from phalanx.backend import ring
 from phalanx.errors import UsageError
+from phalanx.observe import last_words, recording
 
 if TYPE_CHECKING:
-    from phalanx import _native
     from phalanx.backend.membership import Membership
 
 _groups: weakref.WeakSet[Membership] = weakref.WeakSet()
@@ -26,6 +28,7 @@ _parents_groups: list[_native.Group] = []
 
 def register(group: Membership) -> None:
     """Look after a group until its end."""
+    last_words.install()
     _groups.add(group)
 
 
@@ -62,14 +65,32 @@ def _at_exit() -> None:
     for group in list(_groups):
         if not group._native.closed:
             group.quiesce(patience)
+    recording.close()
+
+
+def _fail() -> None:
+    # An exception ends this process: peers that wait for it need not wait for its end. All groups
+    # are told before anybody is woken: who hears of it may leave its other groups at once, and
+    # their ranks must see who is to blame.
+    natives = [group._native for group in list(_groups) if not group._native.closed]
+    for wake in (False, True):
+        for native in natives:
+            native.fail(wake)
+
+
+def _look_for_rings() -> bool:
+    return ring.look(group._native for group in list(_groups) if not group._native.closed)
 
 
 def _in_child() -> None:
     parent = os.getppid()
+    _native.forget_black_box()
     for group in list(_groups):
         _parents_groups.append(group._native)
         group.replace_native(_inherited(parent))
 
 
+last_words.on_failure(_fail)
+_native.set_watcher(_look_for_rings)
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_in_child)

@@ -124,10 +124,10 @@ class Membership(dist.ProcessGroup):
                 work.give_up(left_behind(self._place, "a message"))
             self._kept.clear()
 
-    def abort(self) -> None:
+    def abort(self, reason: str = "") -> None:
         """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
         if not self._native.closed:
-            self._native.abort()
+            self._native.abort(reason)
             self._nccl.abort()
             self.shutdown()
 
@@ -138,7 +138,7 @@ class Membership(dist.ProcessGroup):
             patience: Seconds that they have, two if None.
         """
         if not self._collectives.stop(_STOP_SECONDS if patience is None else patience):
-            self._native.abort()
+            self._native.abort("it left while an operation of its own was under way")
             self._collectives.stop(_STOP_SECONDS)
         self._messages.stop(_STOP_SECONDS)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from phalanx.backend.call_site import call_site
+from phalanx._native import call_site as call_site_number
+from phalanx._native import call_site_text
+from phalanx.backend.call_site import brief, call_site
 from phalanx.backend.dtypes import code_of
 from phalanx.backend.failure import error_for, left_behind, other_end
 from phalanx.backend.membership import Membership
@@ -115,11 +117,12 @@ class Messages(Membership):
                 _received(native, tensor, flat)
             return FinishedMessage([tensor], message.peer)
         timeout = self._timeout
-        fail = partial(self._failure, native, name, tensor, peer, tag, timeout, call_site())
+        place = call_site_number()
 
-        def end(status: _native.Status | None) -> BaseException | None:
+        def end(status: _native.Status | None, seconds: float) -> BaseException | None:
             if status is not None:
-                return fail(status)
+                site = brief(call_site_text(place))
+                return self._failure(native, name, tensor, peer, tag, seconds, site, status)
             if name == "recv":
                 _received(native, tensor, flat)
             return None

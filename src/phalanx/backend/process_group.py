@@ -7,6 +7,7 @@ under the names that PyTorch calls from 2.11 on; the layers below have the rest.
 from __future__ import annotations
 
 import operator
+import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from phalanx.backend.dtypes import code_of, reduction
 from phalanx.backend.operands import dense, label, same_kind, same_pair
 from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
 from phalanx.errors import UsageError
+from phalanx.observe import recording
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,10 +31,18 @@ if TYPE_CHECKING:
 
 def create(options: Any, _backend_options: object = None) -> ProcessGroup:
     """The creator that PyTorch calls for "phalanx", with its `_DistributedBackendOptions`."""
-    rank, size = options.group_rank, options.group_size
-    native = topology.join(options.store, rank, size, options.timeout)
+    rank, size, name = options.group_rank, options.group_size, options.group_id
+    members, store = options.global_ranks_in_group, _own_store(options.store)
+    recording.open_for_group(store, rank, size)
+    native = topology.join(store, rank, size, options.timeout, name, members)
     edges.smooth()
-    return ProcessGroup(native, options.store, rank, size, options.group_id, options.timeout)
+    return ProcessGroup(native, store, rank, size, name, options.timeout)
+
+
+def _own_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]
+    """Where ranks that torchrun has started again don't find what the dead ones left."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return store if attempt == "0" else dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
 
 
 @handing_over(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.call_site import call_site
+from phalanx import _native
+from phalanx.backend.call_site import brief, call_site
 from phalanx.backend.dtypes import OP_NAMES
 from phalanx.backend.failure import error_for
 from phalanx.backend.messages import Messages
@@ -19,7 +20,6 @@ from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, second
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from phalanx import _native
     from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
@@ -75,11 +75,13 @@ class Running(Messages):
         keep: object,
         timeout: float,
     ) -> dist.Work:
-        site = call_site()
+        place = _native.call_site()
 
         def run(_keep: object = keep) -> None:
+            _native.set_caller(place)
             status = call(timeout)
             if status is not None:
+                site = brief(_native.call_site_text(place))
                 raise self._failed(status, name, subject, op, root, timeout, site)
             for tensor, flat in outputs:
                 settle(tensor, flat)

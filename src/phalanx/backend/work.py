@@ -9,6 +9,8 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
+from phalanx.backend.futures import WorkFuture
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
@@ -51,7 +53,7 @@ class FinishedWork(Work):
         return self._outputs
 
     def get_future(self) -> Future[Tensors]:
-        future: Future[Tensors] = Future()
+        future = WorkFuture()
         future.set_result(self._outputs)
         return future
 
@@ -87,8 +89,18 @@ class JointWork(Work):
     def get_future(self) -> Future[Tensors]:
         """A future of all output tensors."""
         futures = [work.get_future() for work in self._works]
-        together = torch.futures.collect_all(futures)
-        return together.then(lambda all_of: [t for one in all_of.value() for t in one.value()])
+        together = WorkFuture()
+
+        def end(_all: object) -> None:
+            try:
+                outputs = [tensor for future in futures for tensor in future.value()]
+            except Exception as error:  # noqa: BLE001 - raised again where it is waited for
+                together.fail(error)
+            else:
+                together.set_result(outputs)
+
+        torch.futures.collect_all(futures).add_done_callback(end)
+        return together
 
 
 class FinishedMessage(FinishedWork):
@@ -120,7 +132,7 @@ class PendingWork(Work):
         self._error: BaseException | None = None
         self._over = False
         self._lock = threading.Lock()
-        self._future: Future[Tensors] | None = None
+        self._future: WorkFuture | None = None
 
     def is_completed(self) -> bool:
         return self._over
@@ -142,7 +154,7 @@ class PendingWork(Work):
         """A future of the list of output tensors; callbacks run in the group's thread."""
         with self._lock:
             if self._future is None:
-                self._future = Future()
+                self._future = WorkFuture()
                 if self._over:
                     self._resolve(self._future)
             return self._future
@@ -157,11 +169,11 @@ class PendingWork(Work):
         if future is not None:
             self._resolve(future)
 
-    def _resolve(self, future: Future[Tensors]) -> None:
+    def _resolve(self, future: WorkFuture) -> None:
         if self._error is None:
             future.set_result(self._outputs)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+            future.fail(self._error)
 
 
 class CollectiveWork(PendingWork):
@@ -208,8 +220,8 @@ class MessageWork(PendingWork):
     Args:
         message: The core's handle.
         group: Who moves it.
-        end: Called once with the status when it is done: copies back what was staged, or returns
-            the error.
+        end: Called once when it is done, with the status and the seconds that its wait had: copies
+            back what was staged, or returns the error.
         outputs: The tensor.
         thread: Where the message is watched when somebody asks for a future.
         timeout: The seconds that a wait for it may take, and a future.
@@ -219,7 +231,7 @@ class MessageWork(PendingWork):
         self,
         message: _native.Message,
         group: _native.Group,
-        end: Callable[[_native.Status | None], BaseException | None],
+        end: Callable[[_native.Status | None, float], BaseException | None],
         outputs: Tensors,
         thread: MessageThread,
         timeout: float,
@@ -227,7 +239,7 @@ class MessageWork(PendingWork):
         super().__init__(outputs)
         self._message = message
         self._group = group
-        self._end: Callable[[_native.Status | None], BaseException | None] | None = end
+        self._end: Callable[[_native.Status | None, float], BaseException | None] | None = end
         self._thread = thread
         self._timeout = timeout
         self._ending = threading.Lock()
@@ -239,7 +251,8 @@ class MessageWork(PendingWork):
         written, and the channel stands in the middle of a message.
         """
         if not self._over:
-            self._finish(self._group.wait(self._message, seconds_of(timeout, self._timeout)))
+            seconds = seconds_of(timeout, self._timeout)
+            self._finish(self._group.wait(self._message, seconds), seconds)
         if self._error is not None:
             raise self._error
         return True
@@ -277,8 +290,8 @@ class MessageWork(PendingWork):
     def _test(self) -> bool:
         return not self._group.closed and self._group.test(self._message)
 
-    def _finish(self, status: _native.Status | None) -> None:
+    def _finish(self, status: _native.Status | None, seconds: float | None = None) -> None:
         with self._ending:
             end, self._end = self._end, None
             if end is not None:
-                self._complete(end(status))
+                self._complete(end(status, self._timeout if seconds is None else seconds))

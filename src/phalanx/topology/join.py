@@ -15,13 +15,20 @@ from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
 
-def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Group:
+def join(
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    name: str = "",
+    members: Sequence[int] = (),
+) -> _native.Group:
     """Enter the group as `rank` of `size`; blocks until all ranks have entered.
 
     Rank 0 creates the segment and publishes where it is; the others open it and prove by its nonce
@@ -33,6 +40,8 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Grou
         rank: This process's rank in the group.
         size: World size of the group.
         timeout: How long to wait for the others.
+        name: The group's name, for the black box.
+        members: Ranks in the job by rank in the group, for the black box; all, if there are none.
 
     Raises:
         UsageError: The rank doesn't fit the world size, or another process has claimed it.
@@ -46,12 +55,39 @@ def join(store: Store, rank: int, size: int, timeout: timedelta) -> _native.Grou
         store = HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
     _claim(store, rank, size)
+    joining = _native.Joining(name, rank, size, ranges(members or range(size)))
     try:
-        group = _create(store, size) if rank == 0 else _open(store, rank, size, deadline)
+        group = _enter(store, rank, size, deadline, joining)
+    except BaseException:
+        joining.end(False)
+        raise
+    joining.end(True)
+    return group
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ranks in the order given, runs of them as ranges: "0-3,6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _enter(
+    store: Store, rank: int, size: int, deadline: float, joining: _native.Joining
+) -> _native.Group:
+    try:
+        if rank == 0:
+            group = _create(store, size, joining.note)
+        else:
+            group = _open(store, rank, size, deadline, joining)
     except OSError as error:
         store.set("phalanx/failed", f"rank {rank} could not join: {error.args[0]}")
         raise PhalanxError(f"[rank {rank}/{size}] could not join: {error.args[0]}") from None
-    _wait_for_all(store, group, rank, size, deadline)
+    _wait_for_all(store, group, rank, size, deadline, joining)
     if (status := group.connect()) is not None:
         raise PhalanxError(
             f"[rank {rank}/{size}] could not watch the process of rank {status.peer}: "
@@ -78,10 +114,10 @@ def _claim(store: Store, rank: int, size: int) -> None:
         )
 
 
-def _create(store: Store, size: int) -> _native.Group:
+def _create(store: Store, size: int, note: int) -> _native.Group:
     nonce = secrets.randbits(64)
     try:
-        group = _native.Group.create(size, 0, nonce)
+        group = _native.Group.create(size, 0, nonce, note)
     except OSError as error:
         raise OSError(f"no shared memory for {size} ranks ({error.strerror})") from None
     where = {
@@ -96,7 +132,10 @@ def _create(store: Store, size: int) -> _native.Group:
     return group
 
 
-def _open(store: Store, rank: int, size: int, deadline: float) -> _native.Group:
+def _open(
+    store: Store, rank: int, size: int, deadline: float, joining: _native.Joining
+) -> _native.Group:
+    joining.waiting_for(0)
     for _ in _tries(rank, size, deadline, lambda: [0]):
         _raise_failure(store, rank, size)
         if store.check(["phalanx/segment"]):
@@ -113,7 +152,9 @@ def _open(store: Store, rank: int, size: int, deadline: float) -> _native.Group:
             "give all ranks the same"
         )
     try:
-        return _native.Group.open(where["pid"], where["descriptor"], size, rank, where["nonce"])
+        return _native.Group.open(
+            where["pid"], where["descriptor"], size, rank, where["nonce"], joining.note
+        )
     except OSError as error:
         raise OSError(
             f"process {os.getpid()} on {socket.gethostname()} can't open the segment of process "
@@ -123,7 +164,12 @@ def _open(store: Store, rank: int, size: int, deadline: float) -> _native.Group:
 
 
 def _wait_for_all(
-    store: Store, group: _native.Group, rank: int, size: int, deadline: float
+    store: Store,
+    group: _native.Group,
+    rank: int,
+    size: int,
+    deadline: float,
+    joining: _native.Joining,
 ) -> None:
     """Wait until all ranks are present in the segment.
 
@@ -131,8 +177,10 @@ def _wait_for_all(
     time that a rank looks again.
     """
     for _ in _tries(rank, size, deadline, group.absent):
-        if not group.absent():
+        absent = group.absent()
+        if not absent:
             return
+        joining.waiting_for(absent[0])
         try:
             _raise_failure(store, rank, size)
         except DistError:

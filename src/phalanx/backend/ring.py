@@ -1,0 +1,127 @@
+"""Finds ranks that wait for each other in different groups, before any deadline ends that.
+
+Two groups that ranks use in opposite order are a ring of waits: rank 0 waits in group A for rank 1,
+which waits in group B for rank 0. In each group by itself nothing is wrong, no fingerprints are
+ever compared, and nobody moves again. Black boxes show it: a rank that has waited for a second
+follows the waits from box to box, and where they lead back to itself, twice with the very same
+operations, it breaks its groups on that ring.
+
+Only what is certain counts as a link: the main thread of a rank stands in a collective, and no
+other thread of that rank takes part in operations. For all else there are deadlines, and
+`phalanx explain`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from phalanx.backend.call_site import brief
+from phalanx.observe.escape import escape
+from phalanx.observe.members import ranks_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from phalanx import _native
+
+Box = dict[str, Any]
+
+_HISTORY = 64
+_LONGEST = 16
+"""Rings of more ranks than this are left to the deadline."""
+_MAIN = 0
+_OTHER = 2
+
+
+@dataclass(frozen=True)
+class _Link:
+    """A rank of the job that waits in an operation of a group for another rank of the job."""
+
+    rank: int
+    number: int
+    identity: int
+    peer: int
+    peer_in_group: int
+    words: str
+
+
+_suspected: tuple[_Link, ...] = ()
+
+
+def look(groups: Iterable[_native.Group]) -> bool:
+    """Look for a ring through this rank; break the groups on one that was there the last time.
+
+    Args:
+        groups: All groups of this process that it hasn't left.
+
+    Returns:
+        Whether there is a ring that has to be looked at once more.
+    """
+    global _suspected  # noqa: PLW0603
+    of_identity = {group.identity: group for group in groups}
+    ring = _ring(of_identity)
+    confirmed = bool(ring) and ring == _suspected
+    _suspected = ring
+    if confirmed:
+        _break(ring, of_identity)
+    return bool(ring) and not confirmed
+
+
+def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
+    own = next(iter(groups.values()), None)
+    box = own and own.black_box(own.rank, _HISTORY)
+    links: list[_Link] = []
+    while box and len(links) < _LONGEST:
+        link = _link(box)
+        if link is None:
+            return ()
+        links.append(link)
+        if link.peer == links[0].rank:
+            several = len({each.identity for each in links}) > 1
+            return tuple(links) if several else ()
+        box = _box_of(link, groups)
+    return ()
+
+
+def _link(box: Box) -> _Link | None:
+    """The wait that a rank's main thread stands in; None if it may come out of it by itself."""
+    operations = [*box["done"], *box["open"]]
+    waits = [each for each in box["open"] if each["thread"] == _MAIN and each["group"] >= 0]
+    if len(waits) != 1 or any(each["thread"] == _OTHER for each in operations):
+        return None
+    wait = waits[0]
+    note = box["groups"][wait["group"]]
+    peer = wait["waiting_for"]
+    members = ranks_of(note["members"])
+    if wait["kind"] in ("send", "recv", "join") or not 0 <= peer < len(members):
+        return None
+    site = f" at {escape(brief(wait['site']))}" if wait["site"] else ""
+    words = (
+        f"rank {box['rank']} waits in {wait['kind']} #{wait['sequence']} of group "
+        f"'{escape(note['name'])}'{site} for rank {members[peer]}"
+    )
+    identity = note["identity"]
+    return _Link(box["rank"], wait["number"], identity, members[peer], peer, words)
+
+
+def _box_of(link: _Link, groups: dict[int, _native.Group]) -> Box | None:
+    """The box of the rank that is waited for, if this rank shares a group with it."""
+    if link.identity in groups:
+        return groups[link.identity].black_box(link.peer_in_group, _HISTORY)
+    for group in groups.values():
+        own = group.black_box(group.rank, 0)
+        notes = own["groups"] if own else []
+        members = next(
+            (ranks_of(note["members"]) for note in notes if note["identity"] == group.identity), ()
+        )
+        if link.peer in members:
+            return group.black_box(members.index(link.peer), _HISTORY)
+    return None
+
+
+def _break(ring: tuple[_Link, ...], groups: dict[int, _native.Group]) -> None:
+    why = "ranks use groups in different orders: " + ", ".join(link.words for link in ring)
+    for link in ring:
+        if link.identity in groups:
+            groups[link.identity].abort_ring(link.peer_in_group, why)
