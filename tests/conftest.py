@@ -6,6 +6,8 @@ its own beside this one.
 
 import contextlib
 import os
+import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
@@ -31,8 +33,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("phalanx")
 
 
+JOBS = pytest.StashKey[str]()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[SESSION_VARIABLE] = SESSION
+    # What ranks that are killed leave behind belongs to the session, not to the user.
+    config.stash[JOBS] = os.environ["PHALANX_JOBS_DIR"] = tempfile.mkdtemp(prefix="phalanx-tests-")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[JOBS], ignore_errors=True)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -60,6 +71,14 @@ def no_process_left_by_test(no_process_left_by_session: None) -> Iterator[None]:
 def repository() -> Path:
     """The root of the source tree."""
     return REPOSITORY
+
+
+@pytest.fixture
+def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of jobs of this process, and of those that the test starts with subprocess."""
+    path = tmp_path / "jobs"
+    monkeypatch.setenv("PHALANX_JOBS_DIR", str(path))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -1,38 +1,31 @@
 """The fixture `ranks`: real processes, each one rank, that run a function of the test's module.
 
-They are forked from a server that has torch imported already (`tests/fork_server.py`), so a test
-pays some hundredths of a second for each. A folder of tests takes it into its `conftest.py`.
+They are forked by the fork server of `phalanx.testing`, so a test pays some hundredths of a second
+for each. A folder of tests takes it into its `conftest.py`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import pickle
-import select
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from pathlib import Path
+from datetime import timedelta
 from typing import Any
 
 import cloudpickle
 import pytest
+import torch.distributed as dist
 
-from tests.fork_server import Job, Outcome
+from phalanx.testing import processes
+from phalanx.testing.fork_server import Outcome, Task
 
-REPOSITORY = Path(__file__).parents[1]
 # Seconds that the ranks of a test may take, unless it says otherwise: a hang is a failure.
 LIMIT = 60.0
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended."""
+    """How a rank ended; the test fails where it asks for what isn't there."""
 
     rank: int
     pid: int
@@ -41,6 +34,7 @@ class Ended:
     outcome: Outcome | None
     stdout: str
     stderr: str
+    words: str
 
     @property
     def value(self) -> Any:
@@ -63,61 +57,35 @@ class Ended:
         return self.outcome.time
 
     def report(self) -> str:
-        parts = [f"rank {self.rank} (pid {self.pid}) ended with code {self.code}"]
-        if self.outcome is not None and self.outcome.error is not None:
-            parts.append(self.outcome.traceback)
-        else:
-            parts += [self.stdout, self.stderr]
-        return "\n".join(part for part in parts if part)
+        return self.words
 
 
 class Run:
     """Ranks that have been started and not yet collected."""
 
-    def __init__(self, server: RankServer, folder: Path, pids: list[int]) -> None:
-        self.folder = folder
-        self.pids = pids
-        self._server = server
-        self._handles = [os.pidfd_open(pid) for pid in pids]
-
-    def signal(self, rank: int, number: signal.Signals) -> None:
-        signal.pidfd_send_signal(self._handles[rank], number)
-
-    def wait(self, limit: float, ranks: list[int] | None = None) -> list[int]:
-        """Wait until the ranks have ended; returns those that haven't within `limit` seconds."""
-        deadline = time.monotonic() + limit
-        waiting = dict(enumerate(self._handles))
-        if ranks is not None:
-            waiting = {rank: waiting[rank] for rank in ranks}
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            ended, _, _ = select.select(list(waiting.values()), [], [], left)
-            waiting = {rank: handle for rank, handle in waiting.items() if handle not in ended}
-        return list(waiting)
+    def __init__(self, ranks: processes.Ranks) -> None:
+        self._ranks = ranks
+        self.folder = ranks.folder
+        self.pids = ranks.pids
+        self.signal = ranks.signal
+        self.wait = ranks.wait
 
     def join(self, limit: float = LIMIT) -> list[Ended]:
         """Wait until all ranks have ended; a rank that hasn't within `limit` fails the test."""
         hung = self.wait(limit)
-        ended = self.collect()
+        self._ranks.end(hung)
+        ended = self.collect(hung)
         if hung:
             reports = "\n".join(rank.report() for rank in ended)
             pytest.fail(f"ranks {hung} still ran after {limit:g} s:\n{reports}")
         return ended
 
-    def collect(self) -> list[Ended]:
+    def collect(self, hung: list[int] | None = None) -> list[Ended]:
         """Kill the ranks that still run, and tell how all of them ended."""
-        for rank in range(len(self.pids)):
-            with contextlib.suppress(ProcessLookupError):
-                self.signal(rank, signal.SIGKILL)
-        statuses = self._server.reap(self.pids)
-        for handle in self._handles:
-            os.close(handle)
-        return [self._ended(rank, status) for rank, status in enumerate(statuses)]
-
-    def _ended(self, rank: int, status: int) -> Ended:
-        path = self.folder / f"outcome-{rank}"
-        outcome = pickle.loads(path.read_bytes()) if path.exists() else None
-        texts = [(self.folder / f"{name}-{rank}").read_text() for name in ("stdout", "stderr")]
-        return Ended(rank, self.pids[rank], os.waitstatus_to_exitcode(status), outcome, *texts)
+        return [
+            Ended(end.rank, end.pid, end.code, end.outcome, end.stdout, end.stderr, str(end))
+            for end in self._ranks.collect(hung or [])
+        ]
 
 
 class RankServer:
@@ -125,18 +93,11 @@ class RankServer:
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
-        self._connection, theirs = Pipe()
-        path = [str(REPOSITORY), *(entry or os.getcwd() for entry in sys.path)]
-        self._process = subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "tests/fork_server.py"), str(theirs.fileno()), *path],
-            pass_fds=[theirs.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        )
-        theirs.close()
-
-    def close(self) -> None:
-        self._connection.close()
-        self._process.wait(10)
+        # Ranks outnumber the cores as it is.
+        alone = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        self._server = processes.ForkServer(["numpy", "pytest"], alone)
+        self.close = self._server.close
+        self.preload = self._server.preload
 
     def start(
         self,
@@ -151,10 +112,17 @@ class RankServer:
         for a timeout there is no group. `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh folder that they
         share, are in their environment.
         """
-        folder = self._folders.mktemp("ranks")
-        call = cloudpickle.dumps((function, arguments))
-        jobs = [Job(call, str(folder), rank, size, timeout) for rank in range(size)]
-        return Run(self, folder, self._ask("start", jobs))
+        folder = str(self._folders.mktemp("ranks"))
+        if timeout is not None:
+            function, arguments = in_a_group, (timeout, function, *arguments)
+        call = cloudpickle.dumps((function, arguments, {}))
+        tasks = []
+        for rank in range(size):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
+            # The end of an interpreter costs more than most tests. It is the subject of those that
+            # form their own group.
+            tasks.append(Task(call, folder, rank, place, brief=timeout is not None))
+        return Run(self._server.start(tasks))
 
     def run(
         self,
@@ -173,19 +141,19 @@ class RankServer:
             pytest.fail("\n".join(rank.report() for rank in failed))
         return [rank.value for rank in ended]
 
-    def preload(self, module: str) -> None:
-        """Import a heavy module once, so that not every rank has to."""
-        self._ask("import", module)
 
-    def reap(self, pids: list[int]) -> list[int]:
-        statuses: list[int] = self._ask("reap", pids)
-        return statuses
-
-    def _ask(self, request: str, argument: object) -> Any:
-        self._connection.send((request, argument))
-        if not self._connection.poll(LIMIT):
-            raise TimeoutError(f"the fork server doesn't answer to {request!r}")
-        return self._connection.recv()
+def in_a_group(timeout: float, function: Callable[..., object], *arguments: object) -> object:
+    dist.init_process_group(
+        "phalanx",
+        init_method=f"file://{os.environ['FOLDER']}/store",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=timedelta(seconds=timeout),
+    )
+    value = function(*arguments)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
 
 
 @pytest.fixture(scope="package")

@@ -1,0 +1,273 @@
+"""The failure drill: run a function on ranks, let faults strike, and see how each rank ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch.distributed as dist
+
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.store import HOST, host_store
+from phalanx.testing.faults import Fault, check
+from phalanx.testing.fork_server import Task
+from phalanx.testing.processes import Ended, ForkServer, Ranks
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["Drill", "Result"]
+
+# How often ranks that are stopped are looked at.
+_TICK = 0.002
+
+
+@dataclass(frozen=True)
+class Result(Sequence[Ended]):
+    """How the ranks of a drill ended, by rank.
+
+    Attributes:
+        ended: Each rank.
+        faults: Those that were planned.
+    """
+
+    ended: tuple[Ended, ...]
+    faults: tuple[Fault, ...] = ()
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.ended[rank]
+
+    def __len__(self) -> int:
+        return len(self.ended)
+
+    def __iter__(self) -> Iterator[Ended]:
+        return iter(self.ended)
+
+    @property
+    def values(self) -> dict[int, Any]:
+        """What the function returned, by rank, on ranks where it returned."""
+        return {rank.rank: rank.value for rank in self.ended if rank.returned}
+
+    @property
+    def errors(self) -> dict[int, BaseException]:
+        """What the function raised, by rank, on ranks where it raised."""
+        return {rank.rank: rank.error for rank in self.ended if rank.error is not None}
+
+    @property
+    def struck(self) -> dict[Fault, float]:
+        """The faults that happened, and when, in monotonic seconds."""
+        times = {n: when for rank in self.ended for n, when in rank.struck.items()}
+        return {fault: times[n] for n, fault in enumerate(self.faults) if n in times}
+
+    @property
+    def missed(self) -> list[Fault]:
+        """The faults that didn't happen."""
+        happened = {n for rank in self.ended for n in rank.struck}
+        return [fault for n, fault in enumerate(self.faults) if n not in happened]
+
+    def __str__(self) -> str:
+        """Each rank's end in words, with its traceback or what it printed."""
+        return "\n".join(str(rank) for rank in self.ended)
+
+
+class Drill:
+    """Runs functions on ranks of which some suffer faults.
+
+    The ranks are forked from a process that has imported torch; it starts with the drill and ends
+    with it, so one drill serves many runs. Use it as a context manager, or call `close()`.
+
+    Args:
+        preload: Modules for that process to import besides, so that not every rank has to: what
+            your function uses, unless it starts threads when it is imported.
+
+    Example:
+        >>> with Drill() as drill:
+        ...     result = drill.run(train, 4, faults=[kill(rank=2, at=7)])
+        >>> result.errors[0]
+        PeerLost('[rank 0/4 on node-a] all_reduce #7 ...: rank 2 (pid 812) was killed by SIGKILL')
+    """
+
+    def __init__(self, preload: Sequence[str] = ()) -> None:
+        self._server = ForkServer(preload)
+
+    def __enter__(self) -> Drill:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process that forks ranks. A second call does nothing."""
+        self._server.close()
+
+    def run(
+        self,
+        fn: Callable[..., object],
+        ranks: int,
+        args: Sequence[Any] = (),
+        *,
+        kwargs: Mapping[str, Any] | None = None,
+        faults: Sequence[Fault] = (),
+        timeout: float = 60.0,
+        env: Mapping[str, str] | None = None,
+        may_miss: bool = False,
+    ) -> Result:
+        """Run `fn(*args, **kwargs)` on so many ranks, and tell how each of them ended.
+
+        Each rank is a process with the environment that `phalanx.launch` gives, so `phalanx.init()`
+        or `torch.distributed.init_process_group(backend)` in `fn` forms their group. A rank that
+        fails doesn't end the others: what they make of it is what a drill is for. Blocks until all
+        ranks have ended; no process is left then, also none that a rank has started. `phalanx jobs`
+        doesn't list drills.
+
+        Faults strike operations of groups of Phalanx, whoever calls them: your code, DDP,
+        functional collectives. On other backends no operation is counted, so none is struck.
+
+        Args:
+            fn: What each rank runs. It, its arguments, its result and what it raises travel by
+                cloudpickle.
+            ranks: How many.
+            args: Positional arguments, the same for every rank.
+            kwargs: Keyword arguments, the same for every rank.
+            faults: What happens to whom: `kill`, `crash`, `fail`, `stop`, `delay`, `skip`.
+            timeout: Seconds that all of it may take.
+            env: Environment variables for the ranks.
+            may_miss: Accept that a fault doesn't happen, as the rank never gets so far.
+
+        Raises:
+            UsageError: A wrong argument; a fault that didn't happen.
+            LaunchError: Ranks still ran after `timeout`; they have been killed, and the message has
+                the stacks of their threads.
+        """
+        _check(fn, ranks, args, timeout)
+        check(faults, ranks)
+        try:
+            call = cloudpickle.dumps((_run, (fn, args, kwargs or {}), {}))
+        except Exception as error:
+            raise UsageError(
+                f"the call can't be pickled, so no rank can get it: {error}"
+            ) from error
+        with tempfile.TemporaryDirectory(prefix="phalanx-drill-") as folder:
+            store = host_store()
+            # Drills that fail on purpose must not push out jobs that failed by themselves.
+            given = {"PHALANX_JOBS_DIR": f"{folder}/jobs", **(env or {})}
+            places = [_environment(rank, ranks, store.port) for rank in range(ranks)]
+            tasks = [
+                Task(call, folder, rank, {**place, **given}, faults)
+                for rank, place in enumerate(places)
+            ]
+            result = _carry_out(self._server.start(tasks), tuple(faults), timeout)
+        if result.missed and not may_miss:
+            raise UsageError(_missed(result))
+        return result
+
+
+def _run(fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
+    """What each rank runs: `fn`; and a group that it left open is left, as in `phalanx.launch`."""
+    value = fn(*args, **kwargs)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return value
+
+
+def _carry_out(running: Ranks, faults: tuple[Fault, ...], timeout: float) -> Result:
+    deadline = time.monotonic() + timeout
+    try:
+        stops = [(n, fault) for n, fault in enumerate(faults) if fault.name == "stop"]
+        hung = _wait(running, stops, deadline)
+        running.end(hung)
+    except BaseException:
+        running.collect()
+        raise
+    result = Result(tuple(running.collect(hung)), faults)
+    if hung:
+        names = ", ".join(map(str, hung))
+        raise LaunchError(f"after {timeout:g} s these ranks still ran: {names}\n{result}")
+    return result
+
+
+def _wait(running: Ranks, stops: list[tuple[int, Fault]], deadline: float) -> list[int]:
+    """Wait for the ranks, and continue those that are stopped; returns those that hang."""
+    waiting, left = list(range(len(running.pids))), stops
+    while waiting and time.monotonic() < deadline:
+        left = [(n, fault) for n, fault in left if not _continued(running, n, fault)]
+        step = _TICK if left else deadline - time.monotonic()
+        waiting = running.wait(step, waiting)
+        lasting = {fault.rank for n, fault in left if _stopped_for_good(running, n, fault)}
+        if lasting >= set(waiting):
+            return []
+    return waiting
+
+
+def _continued(running: Ranks, number: int, fault: Fault) -> bool:
+    since = running.struck(fault.rank).get(number)
+    if since is None or fault.resume is None or time.monotonic() < since + fault.resume:
+        return False
+    if not _is_stopped(running.pids[fault.rank]):
+        return False  # not yet: to continue it now would be too early
+    with contextlib.suppress(ProcessLookupError):
+        running.signal(fault.rank, signal.SIGCONT)
+    return True
+
+
+def _stopped_for_good(running: Ranks, number: int, fault: Fault) -> bool:
+    return (
+        fault.resume is None
+        and number in running.struck(fault.rank)
+        and _is_stopped(running.pids[fault.rank])
+    )
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process, which must not have been reaped, is stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
+def _check(fn: object, ranks: object, args: object, timeout: object) -> None:
+    if not callable(fn):
+        raise UsageError(f"fn is {fn!r}: expected a function; write drill.run(fn, ranks)")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+        raise UsageError(f"ranks is {ranks!r}: expected an integer, at least 1")
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise UsageError(f"args is {args!r}: expected a tuple; for one argument write args=(x,)")
+    if not isinstance(timeout, int | float) or not timeout > 0:
+        raise UsageError(f"timeout is {timeout!r}: expected seconds greater than 0")
+
+
+def _missed(result: Result) -> str:
+    lines = [
+        f"{fault} didn't happen: rank {fault.rank} made {_made(result[fault.rank], fault.of)}"
+        for fault in result.missed
+    ]
+    hint = "Plan it earlier, or accept that with may_miss=True. How the ranks ended:"
+    return "\n".join([*lines, hint, str(result)])
+
+
+def _made(rank: Ended, of: str) -> str:
+    count = sum(of in ("", name) for name in rank.operations)
+    what = f"{of} operations" if of else "operations in groups of Phalanx"
+    return f"{count} {what}"

@@ -1,0 +1,255 @@
+"""Ranks as processes: started by the fork server, watched, signalled, ended and collected."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import LaunchError
+from phalanx.testing.fork_server import Outcome, Task
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+__all__ = ["Ended", "ForkServer", "Ranks"]
+
+# Seconds that the server has for an answer; the first comes after it has imported torch.
+_PATIENCE = 60.0
+_SERVER = (
+    "import sys; sys.path[:] = sys.argv[3:]; from phalanx.testing.fork_server import main; main()"
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended.
+
+    Attributes:
+        rank: Its number in the job.
+        pid: What its process was.
+        code: The exit code; negative: the signal that killed it.
+        hung: Whether it had to be killed, since its time was up.
+        outcome: What it handed back; None if it died before.
+        stdout: What it printed.
+        stderr: The same; where it hung or crashed, with the stack of every thread.
+        operations: The names of its operations, in order, if they were counted.
+        struck: When (monotonic seconds) faults struck it, by their index among all.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    hung: bool
+    outcome: Outcome | None
+    stdout: str
+    stderr: str
+    operations: tuple[str, ...] = ()
+    struck: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def value(self) -> Any:
+        """What the function returned; None if it didn't."""
+        return None if self.outcome is None else self.outcome.value
+
+    @property
+    def error(self) -> BaseException | None:
+        """What the function raised; None if it returned or was killed."""
+        return None if self.outcome is None else self.outcome.error
+
+    @property
+    def returned(self) -> bool:
+        """Whether the function returned and the process ended well."""
+        return self.outcome is not None and self.error is None and self.code == 0
+
+    @property
+    def time(self) -> float:
+        """When the function returned or raised, in monotonic seconds; NaN if it did neither."""
+        return float("nan") if self.outcome is None else self.outcome.time
+
+    def __str__(self) -> str:
+        """The end in words, with the traceback or what it printed."""
+        how = f"exited with code {self.code}"
+        if self.code < 0:
+            how = f"was killed by {_signal_name(-self.code)}"
+        if self.hung:
+            how = "hung and was killed"
+        traceback = self.outcome.traceback if self.outcome is not None else ""
+        texts = [traceback] if traceback and not self.hung else [self.stdout, self.stderr]
+        head = f"rank {self.rank} (pid {self.pid}) {how}"
+        return "\n".join([head, *(text.rstrip() for text in texts if text)])
+
+
+class ForkServer:
+    """A process that has imported torch, and forks ranks.
+
+    Args:
+        modules: What to import besides, so that not every rank has to.
+        environment: Variables for all ranks.
+    """
+
+    def __init__(
+        self, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._connection, theirs = Pipe()
+        path = [entry or os.getcwd() for entry in sys.path]
+        own = [str(theirs.fileno()), ",".join(modules)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _SERVER, *own, *path],
+            pass_fds=[theirs.fileno()],
+            env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            # Ctrl-C reaches the client alone, which ends the ranks.
+            start_new_session=True,
+        )
+        theirs.close()
+        self.close = weakref.finalize(self, _close, self._connection, self._process)
+        """End the server, and with it all ranks that are left."""
+
+    def start(self, tasks: Sequence[Task]) -> Ranks:
+        """Fork a process for each task."""
+        pids = self._ask("start", list(tasks))
+        return Ranks(self, tasks, pids)
+
+    def preload(self, module: str) -> None:
+        """Import a module, so that ranks that are started later find it imported."""
+        self._ask("import", module)
+
+    def reap(self, pids: Sequence[int]) -> list[int]:
+        """The wait statuses of ranks that have ended; they are gone then."""
+        statuses: list[int] = self._ask("reap", list(pids))
+        return statuses
+
+    def _ask(self, request: str, argument: object) -> Any:
+        try:
+            self._connection.send((request, argument))
+            if not self._connection.poll(_PATIENCE):
+                raise LaunchError(
+                    f"the process that forks ranks has been silent for {_PATIENCE:g} s"
+                )
+            answer = self._connection.recv()
+        except (EOFError, OSError) as error:
+            raise LaunchError(
+                f"the process that forks ranks (pid {self._process.pid}) has ended: see its stderr"
+            ) from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Ranks:
+    """Ranks that have been started and not yet collected."""
+
+    def __init__(self, server: ForkServer, tasks: Sequence[Task], pids: Sequence[int]) -> None:
+        self.pids = list(pids)
+        self._server = server
+        self._tasks = list(tasks)
+        self._handles = [os.pidfd_open(pid) for pid in pids]
+
+    @property
+    def folder(self) -> Path:
+        """Where the ranks' files are."""
+        return self._tasks[0].file("outcome").parent
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a rank a signal. ProcessLookupError: it has been collected."""
+        signal.pidfd_send_signal(self._handles[rank], number)
+
+    def wait(self, limit: float, ranks: Iterable[int] | None = None) -> list[int]:
+        """Block until ranks have ended; returns those that haven't within `limit` seconds."""
+        deadline = time.monotonic() + limit
+        chosen = range(len(self.pids)) if ranks is None else ranks
+        waiting = {rank: self._handles[rank] for rank in chosen}
+        poll = select.poll()
+        for handle in waiting.values():
+            poll.register(handle, select.POLLIN)
+        while waiting:
+            left = max(deadline - time.monotonic(), 0)
+            ended = [handle for handle, _ in poll.poll(left * 1000)]
+            for handle in ended:
+                poll.unregister(handle)
+            waiting = {rank: handle for rank, handle in waiting.items() if handle not in ended}
+            if not left:
+                break
+        return list(waiting)
+
+    def end(self, ranks: Sequence[int]) -> None:
+        """Kill ranks that hang; the stacks of their threads go to their stderr before."""
+        # Python's faulthandler answers to SIGABRT, also where no Python code can run.
+        for number, patience in ((signal.SIGABRT, 1.0), (signal.SIGKILL, _PATIENCE)):
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    self.signal(rank, number)
+            self.wait(patience, ranks)
+
+    def collect(self, hung: Sequence[int] = ()) -> list[Ended]:
+        """Kill the ranks that still run, and tell how all of them ended."""
+        for rank in range(len(self.pids)):
+            with contextlib.suppress(ProcessLookupError):
+                self.signal(rank, signal.SIGKILL)
+        statuses = self._server.reap(self.pids)
+        for handle in self._handles:
+            os.close(handle)
+        self._handles.clear()
+        return [self._ended(rank, status, rank in hung) for rank, status in enumerate(statuses)]
+
+    def struck(self, rank: int) -> dict[int, float]:
+        """When faults have struck a rank so far, by their index."""
+        return self._record(rank)[1]
+
+    def _ended(self, rank: int, status: int, hung: bool) -> Ended:
+        task = self._tasks[rank]
+        path = task.file("outcome")
+        outcome = pickle.loads(path.read_bytes()) if path.exists() else None
+        operations, struck = self._record(rank)
+        return Ended(
+            task.rank,
+            self.pids[rank],
+            os.waitstatus_to_exitcode(status),
+            hung,
+            outcome,
+            _text(task.file("stdout")),
+            _text(task.file("stderr")),
+            tuple(operations),
+            struck,
+        )
+
+    def _record(self, rank: int) -> tuple[list[str], dict[int, float]]:
+        lines = _text(self._tasks[rank].file("record")).splitlines()
+        struck: dict[int, float] = {}
+        for line in lines:
+            if line.startswith("! "):
+                _, number, when = line.split()
+                struck[int(number)] = float(when)
+        return [line for line in lines if not line.startswith("! ")], struck
+
+
+def _text(path: Path) -> str:
+    """What a file holds; nothing if the rank ended before it made it."""
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def _close(connection: Any, process: subprocess.Popen[bytes]) -> None:
+    connection.close()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,133 @@
+"""Faults in force in this process: its groups are of a class in which operations count and suffer.
+
+The class takes the place of the backend's own while faults are armed. So a process without faults
+runs no line of this, and one with faults has them wherever an operation comes from: the user's
+code, DDP's reducer and functional collectives, which reach the same methods out of C++.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from phalanx.backend import process_group
+from phalanx.backend.work import FinishedMessage
+from phalanx.errors import UsageError
+from phalanx.testing.faults import Fault, check
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+__all__ = ["arm", "disarm"]
+
+_Sound = process_group.ProcessGroup
+
+
+def arm(faults: Sequence[Fault], rank: int | None = None, *, record: str | None = None) -> None:
+    """Have this process suffer those faults that are meant for it; `Drill` does so in each rank.
+
+    For processes that something else starts, as torchrun does: call it before the group is formed.
+    Operations count from now on, in all groups of Phalanx that are formed from now on; those that
+    NCCL carries out don't count. Faults that were armed before are forgotten.
+
+    Args:
+        faults: Of any rank.
+        rank: This process's rank in the job; what `RANK` says if None.
+        record: A file to which operations and faults are written as they happen.
+
+    Raises:
+        UsageError: No rank is given, and `RANK` is not set; something that isn't a fault.
+    """
+    if rank is None:
+        if not os.environ.get("RANK", "").isdigit():
+            raise UsageError("arm: RANK is not set, or no number: give the rank of this process")
+        rank = int(os.environ["RANK"])
+    check(faults, 2**31)
+    _Armed.plan = _Plan(faults, rank, record)
+    process_group.ProcessGroup = _Armed  # type: ignore[misc]
+
+
+def disarm() -> None:
+    """Forget all faults; groups that are formed from now on have nothing to do with them."""
+    _Armed.plan = None
+    process_group.ProcessGroup = _Sound  # type: ignore[misc]
+
+
+class _Plan:
+    """The faults of one rank, and how far it has come."""
+
+    def __init__(self, faults: Sequence[Fault], rank: int, record: str | None) -> None:
+        self._waiting = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._record = None if record is None else os.open(record, flags, 0o600)
+
+    def strike(self, name: str) -> bool:
+        """Count an operation and do what is planned for it; whether to leave it out."""
+        with self._lock:
+            self._write(name)
+            due = self._due(name)
+        for number, fault in due:
+            if fault.after:
+                timer = threading.Timer(fault.after, self._do, (number, fault))
+                timer.daemon = True
+                timer.start()
+            else:
+                self._do(number, fault)
+        return any(fault.name == "skip" for _, fault in due)
+
+    def _due(self, name: str) -> list[tuple[int, Fault]]:
+        for counted in ("", name):
+            self._counts[counted] = self._counts.get(counted, 0) + 1
+        due = [
+            (number, fault)
+            for number, fault in self._waiting
+            if fault.of in ("", name) and fault.at == self._counts[fault.of]
+        ]
+        if due:
+            self._waiting = [entry for entry in self._waiting if entry not in due]
+        return due
+
+    def _do(self, number: int, fault: Fault) -> None:
+        self._write(f"! {number} {time.monotonic()!r}")
+        if fault.act is not None:
+            fault.act()
+
+    def _write(self, line: str) -> None:
+        if self._record is not None:
+            os.write(self._record, f"{line}\n".encode())
+
+
+class _Armed(_Sound):
+    """A group in which each operation may be the one that a fault strikes.
+
+    What it overrides is where all operations pass, once each, with their arguments checked.
+    """
+
+    plan: _Plan | None = None
+
+    def _collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
+        if self.plan is not None and self.plan.strike(name):
+            call = _nothing
+        return super()._collective(name, call, *arguments, **options)
+
+    def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if self.plan is not None and self.plan.strike("send"):
+            return FinishedMessage(tensors, dst)
+        return super()._send(dst, tag, blocking, tensors)
+
+    def _recv(self, src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if self.plan is not None and self.plan.strike("recv"):
+            return FinishedMessage(tensors, max(src, 0))
+        return super()._recv(src, tag, blocking, tensors)
+
+
+def _nothing(_timeout: float) -> None:
+    """In the place of the core's call of an operation that is left out."""

@@ -1,0 +1,156 @@
+"""The command line: `make drill`, or `python -m tests.drill --help`."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import psutil
+import typer
+from rich.console import Console
+from rich.progress import track
+
+from tests.drill import desyncs, endurance, kills, tables
+from tests.drill.leaks import shared_files
+from tests.drill.pool import Pool
+
+T = TypeVar("T")
+console = Console(highlight=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+
+Seed = Annotated[
+    int | None, typer.Option(min=0, help="Of everything random; a fresh one if not given.")
+]
+First = Annotated[int, typer.Option(min=0, help="The number of the first trial.")]
+Sizes = Annotated[str, typer.Option(help="World sizes.")]
+Record = Annotated[
+    Path | None, typer.Option(help="Write PATH.json and PATH.md, as benchmarks/kills.")
+]
+
+
+@app.command("kills")
+def kills_command(
+    count: Annotated[int, typer.Option(min=1, help="How many deaths.")] = 100,
+    ranks: Sizes = "2-8",
+    seed: Seed = None,
+    first: First = 0,
+    backend: Annotated[str, typer.Option(help="phalanx, or gloo for comparison.")] = "phalanx",
+    timed: Annotated[
+        bool, typer.Option(help="Half within 10 ms, 99% within 100 ms; else all within 1 s.")
+    ] = True,
+    record: Record = None,
+) -> None:
+    """Kill random ranks at random moments; each survivor must raise PeerLost and name it."""
+    sizes, seed = range_of(ranks), fresh(seed)
+    if backend not in ("phalanx", "gloo"):
+        raise typer.BadParameter(f"backend {backend!r}: expected phalanx or gloo")
+    files, board = shared_files(), kills.Board()
+    with Pool(sizes[-1], [kills.__name__]) as pool:
+        trials = [
+            shown(kills.run(pool, kills.draw(seed, number, sizes[0], sizes[-1]), board, backend))
+            for number in numbers(first, count, "killing")
+        ]
+    left = [f"/dev/shm/{name}" for name in shared_files() - files]
+    left += [f"process {process.pid}" for process in psutil.Process().children(recursive=True)]
+    summary = tables.summary_of_kills(trials, left)
+    table = tables.table_of_kills(summary)
+    console.print(table)
+    wrong = tables.failures_of_kills(summary, timed=timed) if backend == "phalanx" else []
+    if record is not None:
+        title = f"{count:,} deaths on {backend}: from the death to the exception of each survivor"
+        tables.record(record, title, table, {"seed": seed, "backend": backend, **summary})
+    if backend == "phalanx":
+        finish(wrong, "every survivor has named the victim, and nothing is left behind")
+
+
+@app.command("desyncs")
+def desyncs_command(
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 110,
+    ranks: Sizes = "2-8",
+    seed: Seed = None,
+    first: First = 0,
+    record: Record = None,
+) -> None:
+    """Let a random rank disagree; every rank must raise CollectiveMismatch with both call sites."""
+    sizes, seed = range_of(ranks), fresh(seed)
+    with Pool(sizes[-1], [desyncs.__name__]) as pool:
+        trials = [
+            shown(desyncs.run(pool, desyncs.draw(seed, number, sizes[0], sizes[-1])))
+            for number in numbers(first, count, "disagreeing")
+        ]
+    summary = tables.summary_of_desyncs(trials)
+    table = tables.table_of_desyncs(summary)
+    console.print(table)
+    if record is not None:
+        title = f"{count:,} desyncs: every rank names both operations and both call sites"
+        tables.record(record, title, table, {"seed": seed, **summary})
+    finish(summary["wrong"], "every rank has named both sides and both call sites")
+
+
+@app.command("operations")
+def operations_command(
+    count: Annotated[int, typer.Option(min=1000, help="How many, of each rank.")] = 100_000,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="World size.")] = 2,
+    seed: Seed = None,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 7200.0,
+    record: Record = None,
+) -> None:
+    """Run small operations of all kinds; memory and descriptors must stay as they are."""
+    seed = fresh(seed)
+    with Pool(ranks, [endurance.__name__]) as pool, console.status("running operations"):
+        samples = endurance.run(pool, ranks, seed, count, limit)
+    table = tables.table_of_operations(samples)
+    console.print(table)
+    summary = tables.summary_of_operations(samples)
+    if record is not None:
+        title = f"{count:,} small operations of all kinds on {ranks} ranks"
+        tables.record(record, title, table, {"seed": seed, "count": count, **summary})
+    wrong = [
+        f"rank {rank} has grown by {found['grown']} bytes; more {', '.join(found['more']) or '-'}"
+        for rank, found in enumerate(summary["ranks"])
+        if not found["flat"]
+    ]
+    finish(wrong, "memory and descriptors have stayed as they were")
+
+
+def range_of(text: str) -> range:
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if found is None or not 2 <= int(found[1]) <= int(found[2] or found[1]) <= 64:
+        raise typer.BadParameter(f"{text!r}: expected a number of ranks or a range, as 2-8")
+    return range(int(found[1]), int(found[2] or found[1]) + 1)
+
+
+def fresh(seed: int | None) -> int:
+    seed = secrets.randbelow(2**31) if seed is None else seed
+    console.print(f"seed {seed}")
+    return seed
+
+
+def numbers(first: int, count: int, what: str) -> Iterator[int]:
+    quiet = not console.is_terminal
+    yield from track(range(first, first + count), what, console=console, disable=quiet)
+
+
+def shown(trial: T) -> T:
+    """Print at once what went wrong, and what repeats it."""
+    found: Any = trial
+    for what in found.wrong:
+        drawn = found.kill if isinstance(found, kills.Trial) else found.desync
+        console.print(f"trial {drawn.number}, {drawn}:\n  {what}", markup=False, soft_wrap=True)
+    return trial
+
+
+def finish(wrong: list[str], words: str) -> None:
+    if wrong:
+        last = "\n  ".join(wrong[-20:])
+        console.print(f"[red]{len(wrong)} things are wrong[/]; the last ones:", soft_wrap=True)
+        console.print(f"  {last}", markup=False, soft_wrap=True)
+        raise typer.Exit(1)
+    console.print(f"[green]{words}[/]")
+
+
+if __name__ == "__main__":
+    app()

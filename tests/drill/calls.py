@@ -1,0 +1,198 @@
+"""One call of each operation, as a line of source: so its call site can be whatever a test wants.
+
+A `Call` says what to do and with what; `Prepared` has the tensors, and runs the line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# What the names in the lines are: see `Prepared`.
+LINES = {
+    "all_reduce": "dist.all_reduce(t, op, group, async_op)",
+    "reduce": "dist.reduce(t, root, op, group, async_op)",
+    "broadcast": "dist.broadcast(t, root, group, async_op)",
+    "gather": "dist.gather(t, outs if rank == root else None, root, group, async_op)",
+    "scatter": "dist.scatter(t, parts if rank == root else None, root, group, async_op)",
+    "all_gather": "dist.all_gather(outs, t, group, async_op)",
+    "all_gather_single": "dist.all_gather_into_tensor(whole, t, group, async_op)",
+    "reduce_scatter": "dist.reduce_scatter(t, parts, op, group, async_op)",
+    "reduce_scatter_single": "dist.reduce_scatter_tensor(t, whole, op, group, async_op)",
+    "all_to_all": "dist.all_to_all(outs, parts, group, async_op)",
+    "all_to_all_single": "dist.all_to_all_single(taken, whole, None, None, group, async_op)",
+    "all_reduce_coalesced": "dist.all_reduce_coalesced([t, parts[0]], op, group, async_op)",
+    "barrier": "dist.barrier(group, async_op)",
+    "monitored_barrier": "dist.monitored_barrier(group)",
+    "objects": "dist.all_gather_object([None] * size, {'rank': rank, 'text': text}, group)",
+    "ring": "first(t) or second(t)",
+    "exchange": "[dist.isend(t, right, group, tag), dist.irecv(parts[0], left, group, tag)]",
+    "batch": "dist.batch_isend_irecv([dist.P2POp(dist.irecv, parts[0], left, group, tag), "
+    "dist.P2POp(dist.isend, t, right, group, tag)])",
+    "any_source": "recv_all(whole) if rank == root else dist.send(t, root, group, tag)",
+}
+MESSAGES = ("ring", "exchange", "batch", "any_source")
+ROOTED = ("reduce", "broadcast", "gather", "scatter")
+REDUCING = (
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "all_reduce_coalesced",
+)
+BLOCKING = ("monitored_barrier", "objects", "ring", "any_source")
+WITHOUT_TENSORS = ("barrier", "monitored_barrier", "objects")
+DTYPES = ("float32", "float64", "int32", "int64", "uint8", "bfloat16")
+REDUCTIONS = ("SUM", "MAX", "MIN", "PRODUCT")
+# In the caller's thread; in the group's, waited for at once, by its work or by its future.
+WAYS = ("blocking", "work", "future")
+# On either side of what fits beside the flag, and of a chunk.
+COUNTS = (1, 16, 1000, 4095, 5000, 60_000, 300_000)
+ON_GLOO = (
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "gather",
+    "scatter",
+    "all_gather",
+    "barrier",
+    "exchange",
+    "ring",
+    "all_to_all_single",
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of all ranks.
+
+    Attributes:
+        kind: One of `LINES`.
+        dtype: Of the tensors.
+        count: Elements of a tensor, or of a part where there is one for each rank.
+        root: A rank.
+        reduction: SUM and the like.
+        way: One of `WAYS`.
+        tag: Of messages. Those from any source need one of their own for each call.
+    """
+
+    kind: str
+    dtype: str = "float32"
+    count: int = 1
+    root: int = 0
+    reduction: str = "SUM"
+    way: str = "blocking"
+    tag: int = 0
+
+    def __str__(self) -> str:
+        words = [self.kind]
+        if self.kind not in WITHOUT_TENSORS:
+            words.append(f"{self.dtype}[{self.count}]")
+        if self.kind in REDUCING:
+            words.append(self.reduction)
+        if self.kind in ROOTED or self.kind == "any_source":
+            words.append(f"root {self.root}")
+        return " ".join([*words, self.way])
+
+
+def draw(random: Random, size: int, kinds: tuple[str, ...] = tuple(LINES), tag: int = 0) -> Call:
+    """A call at random for so many ranks."""
+    kind = random.choice(kinds)
+    return Call(
+        kind,
+        random.choice(DTYPES),
+        random.choice(COUNTS) // (size if kind in ("all_to_all", "all_gather") else 1),
+        random.randrange(size),
+        random.choice(REDUCTIONS),
+        "blocking" if kind in BLOCKING else random.choice(WAYS),
+        tag,
+    )
+
+
+class Prepared:
+    """A call on this rank: its tensors are there, and its line is compiled.
+
+    Args:
+        call: What to do.
+        group: Who does it; all ranks of the world, so that ranks in it are ranks of the world.
+        file: What the line's call site says for a file.
+        number: The same for the line.
+    """
+
+    def __init__(self, call: Call, group: Any, file: str = "drill.py", number: int = 1) -> None:
+        self._call = call
+        self._code = compile("\n" * (number - 1) + LINES[call.kind], file, "eval")
+        names = _Names(call, group)
+        # Only what the line uses: the tensors of all kinds would be many.
+        self._names = {
+            name: getattr(names, name) for name in self._code.co_names if hasattr(names, name)
+        }
+
+    def begin(self) -> list[Any]:
+        """Make the call; what there is to wait for, works or futures."""
+        works = eval(self._code, self._names)
+        works = works if isinstance(works, list) else [works]
+        return [work for work in works if hasattr(work, "wait")]
+
+    def run(self) -> None:
+        """Make the call, and wait in the call's own way."""
+        for work in self.begin():
+            if self._call.way == "future" and isinstance(work, dist.Work):
+                work.get_future().wait()
+            work.wait()
+
+
+class _Names:
+    """What the names in the lines are."""
+
+    dist = dist
+    text = "x" * 100
+
+    def __init__(self, call: Call, group: Any) -> None:
+        self.group = group
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.left, self.right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        self.root, self.tag = call.root, call.tag
+        self.op = getattr(dist.ReduceOp, call.reduction)
+        self.async_op = call.way != "blocking"
+        self._dtype = getattr(torch, call.dtype)
+        self._count = call.count
+
+    @property
+    def t(self) -> torch.Tensor:
+        return torch.ones(self._count, dtype=self._dtype)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        return torch.ones(self._count * self.size, dtype=self._dtype)
+
+    @property
+    def parts(self) -> list[torch.Tensor]:
+        return [self.t for _ in range(self.size)]
+
+    taken, outs = whole, parts
+
+    # One rank must receive before it sends.
+
+    @property
+    def first(self) -> Callable[[torch.Tensor], None]:
+        return self._send if self.rank else self._recv
+
+    @property
+    def second(self) -> Callable[[torch.Tensor], None]:
+        return self._recv if self.rank else self._send
+
+    def _send(self, tensor: torch.Tensor) -> None:
+        dist.send(tensor, self.right, self.group, self.tag)
+
+    def _recv(self, tensor: torch.Tensor) -> None:
+        dist.recv(torch.empty_like(tensor), self.left, self.group, self.tag)
+
+    def recv_all(self, whole: torch.Tensor) -> None:
+        for part in whole.chunk(self.size)[1:]:
+            dist.recv(part, None, self.group, self.tag)
