@@ -17,7 +17,7 @@ import typer
 
 __all__ = ["main"]
 
-_COMMANDS = ("run", "test", "bench")
+_COMMANDS = ("run", "jobs", "explain", "watch", "trace", "test", "bench")
 
 
 def _app() -> typer.Typer:

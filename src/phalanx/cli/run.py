@@ -1,6 +1,7 @@
 """`phalanx run`: a script on many ranks."""
 # ruff: noqa: ARG001 - the options are handed on to torchrun's parser, from the context
 
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -154,4 +155,28 @@ def command(
 
     if not context.args:
         raise UsageError("no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`")
-    raise typer.Exit(run([*options, *context.args]))
+    ended = run([*options, *context.args])
+    if ended.job:
+        _explain(ended.job)
+    raise typer.Exit(ended.code)
+
+
+def _explain(job: str) -> None:
+    """Say on stderr why a job failed, as `phalanx explain` does, and how to see that again."""
+    from rich.console import Console
+
+    from phalanx.errors import UsageError
+    from phalanx.observe.explain import as_text, explain
+    from phalanx.observe.reading import read
+
+    sys.stderr.write("\n")
+    try:
+        read_job = read(job)
+    except (OSError, UsageError) as error:  # the job's own exit code matters more
+        sys.stderr.write(f"phalanx run: can't explain it: {error}\n")
+        return
+    if sys.stderr.isatty():
+        Console(stderr=True, highlight=False).print(explain(read_job))
+    else:
+        sys.stderr.write(as_text(read_job))
+    sys.stderr.write(f"To see this again: phalanx explain {job}\n")

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.agent.server.api import (
@@ -34,15 +34,29 @@ from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
-from phalanx.launch.relay import Relay
+from phalanx.launch.relay import Exit, Relay
 from phalanx.launch.store import HOST, host_store
+from phalanx.observe.notes import Notes
 
-__all__ = ["run"]
+__all__ = ["Ended", "run"]
 
 _TICK = 0.1
+# For the relay to see how ranks ended that the agent has stopped.
+_SETTLE_SECONDS = 1.0
 
 
-def run(argv: Sequence[str]) -> int:
+class Ended(NamedTuple):
+    """How a job ended.
+
+    `code` is 0, that of the rank that failed first, or 128 + N if that rank or this process was
+    ended by signal N. `job` is the name of a job of which the black boxes say more, else empty.
+    """
+
+    code: int
+    job: str
+
+
+def run(argv: Sequence[str]) -> Ended:
     """Run a script on many ranks, as `phalanx run ARGV` does; blocks until all have ended.
 
     Must be called in the main thread: it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT by stopping
@@ -50,10 +64,6 @@ def run(argv: Sequence[str]) -> int:
 
     Args:
         argv: torchrun's options, the script and its arguments.
-
-    Returns:
-        The exit code: 0, that of the rank that failed first, or 128 + N if that rank or this
-        process was ended by signal N.
 
     Raises:
         UsageError: a wrong argument, or a port that is in use.
@@ -63,12 +73,17 @@ def run(argv: Sequence[str]) -> int:
     job = parse(argv)
     os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
-    relay = Relay()
-    with _forwarding(relay):
-        code, failures = _supervise(job, relay)
+    hosts = job.config.max_nodes
+    with Notes(job.config.nproc_per_node * hosts, hosts=hosts) as notes:
+        os.environ.update(notes.environment())
+        relay = Relay()
+        with _forwarding(relay):
+            code, failures = _supervise(job, relay, notes)
+            relay.settle(_SETTLE_SECONDS)
+        kept = notes.finish(code)
     if failures:
         _say(_report(failures))
-    return code
+    return Ended(code, notes.name if kept else "")
 
 
 def _quieten() -> None:
@@ -102,9 +117,12 @@ def _forwarding(relay: Relay) -> Iterator[None]:
 class _Agent(LocalElasticAgent):
     """PyTorch's agent for one host, which tells causes from consequences when ranks fail."""
 
-    def __init__(self, job: Job, relay: Relay) -> None:
+    def __init__(self, job: Job, relay: Relay, notes: Notes) -> None:
         self.failures: list[Failure] = []
         self._relay = relay
+        self._relay.on_exit = self._note_end
+        self._notes = notes
+        self._started: dict[int, tuple[int, int]] = {}
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
         self._host_store: Any = None
@@ -132,9 +150,21 @@ class _Agent(LocalElasticAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._output.release()
+        attempt = worker_group.spec.max_restarts - self._remaining_restarts
         for local_rank, pid in pids.items():
+            worker = worker_group.workers[local_rank]
+            self._notes.start(worker.global_rank, pid, attempt, worker.world_size)
+            self._started[local_rank] = worker.global_rank, pid
             self._relay.add_process(local_rank, pid)
         return pids
+
+    def _note_end(self, local_rank: int, end: Exit) -> None:
+        rank, pid = self._started[local_rank]
+        self._notes.end(rank, pid, end.code, stopped=end.time > self._stop_time)
+
+    def _shutdown(self, *args: Any, **options: Any) -> None:
+        self._stop_time = min(self._stop_time, time.monotonic())
+        super()._shutdown(*args, **options)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Now, before the agent looks: it would stop the others without asking who was first.
@@ -177,7 +207,10 @@ class _Agent(LocalElasticAgent):
         when = end.time if end else time.monotonic()
         rank = worker_group.workers[local_rank].global_rank
         text = excerpt(self._output.tail(local_rank))
-        return Failure(rank, pid, code, when, text, stopped=when > self._stop_time)
+        stopped = when > self._stop_time
+        if end is None or end.code is None:  # the agent was faster, and so knows more
+            self._notes.end(rank, pid, code, stopped=stopped)
+        return Failure(rank, pid, code, when, text, stopped=stopped)
 
     def _stop(self, failures: Sequence[Failure]) -> None:
         self._stop_time = time.monotonic()
@@ -221,10 +254,10 @@ def _spec(job: Job) -> WorkerSpec:
     )
 
 
-def _supervise(job: Job, relay: Relay) -> tuple[int, list[Failure]]:
+def _supervise(job: Job, relay: Relay, notes: Notes) -> tuple[int, list[Failure]]:
     """Run the job to its end; the exit code, and how ranks failed."""
     try:
-        agent = _Agent(job, relay)
+        agent = _Agent(job, relay, notes)
         result = agent.run()
     except SignalException as caught:
         _say(f"phalanx run: stopped by {caught.sigval.name}")
@@ -234,8 +267,7 @@ def _supervise(job: Job, relay: Relay) -> tuple[int, list[Failure]]:
     agent.get_worker_group().spec.rdzv_handler.shutdown()
     if not agent.failures:  # a result that says failed without naming a rank: stuck in the kernel
         return int(result is not None and result.is_failed()), []
-    code = first_cause(agent.failures).code
-    return (code if code > 0 else 128 - code), agent.failures
+    return first_cause(agent.failures).exit_code, agent.failures
 
 
 def _explained(job: Job, error: Exception) -> Exception:

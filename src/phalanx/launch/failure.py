@@ -55,6 +55,11 @@ class Failure:
         return 1 if _CONNECTION.search(self.text) else 0
 
     @property
+    def exit_code(self) -> int:
+        """What the launcher ends with because of it: 128 + N for signal N, never 0."""
+        return 128 - self.code if self.code < 0 else self.code or 1
+
+    @property
     def headline(self) -> str:
         """The rank, its pid and its end, in a line."""
         return f"rank {self.rank} (pid {self.pid}) {_ending(self.code)}"

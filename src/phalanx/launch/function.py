@@ -18,6 +18,7 @@ from phalanx.launch.failure import Failure, first_cause
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.store import HOST, host_store
 from phalanx.launch.worker import Outcome, Setting
+from phalanx.observe.notes import Notes
 
 __all__ = ["launch"]
 
@@ -78,20 +79,22 @@ def launch(
         [0, 21]
     """
     nprocs = _check(fn, nprocs, args, kwargs, timeout, env)
-    payload = _payload(fn, tuple(args), dict(kwargs or {}))
     deadline = None if timeout is None else time.monotonic() + timeout
-    job = uuid.uuid4().hex
-    with Ranks(payload, prefix=prefix) as ranks:
-        store = host_store()
-        for rank in range(nprocs):
-            _start(ranks, _environment(rank, nprocs, store.port, job, env or {}))
-        ended = ranks.wait(deadline)
-    if failures := [failure for failure in ranks.failures if not failure.stopped]:
-        _raise(first_cause(failures), ranks)
-    if not ended:
-        raise LaunchError(
-            f"timeout: after {timeout} s these still ran and were stopped: {_names(ranks.stopped)}"
-        )
+    with Notes(nprocs) as notes:
+        payload = _payload(fn, tuple(args), dict(kwargs or {}))
+        with Ranks(payload, notes, prefix=prefix) as ranks:
+            store, run_id = host_store(), uuid.uuid4().hex
+            for rank in range(nprocs):
+                environ = _environment(rank, nprocs, store.port, run_id, notes, env or {})
+                _start(ranks, environ)
+            ended = ranks.wait(deadline)
+        if failures := [failure for failure in ranks.failures if not failure.stopped]:
+            _raise(first_cause(failures), ranks, notes)
+        if not ended:
+            raise LaunchError(
+                f"timeout: after {timeout} s these still ran and were stopped: "
+                f"{_names(ranks.stopped)}{_explained(notes, 1)}"
+            )
     return [_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
 
@@ -125,7 +128,7 @@ def _check_env(env: object) -> None:
         return
     if not isinstance(env, Mapping):
         raise UsageError(f"env is {env!r}: expected a dictionary of environment variables")
-    ours = _places(0, 1, 1, "")
+    ours = {*_places(0, 1, 1, ""), "PHALANX_JOB", "PHALANX_JOBS_DIR"}
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise UsageError(f"env has {name!r}: {value!r}; expected strings for both")
@@ -167,7 +170,7 @@ def _sources(fn: object) -> dict[str, list[str]]:
     return {name: lines} if lines else {}
 
 
-def _places(rank: int, nprocs: int, port: int, job: str) -> dict[str, str]:
+def _places(rank: int, nprocs: int, port: int, run_id: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(nprocs),
@@ -183,16 +186,17 @@ def _places(rank: int, nprocs: int, port: int, job: str) -> dict[str, str]:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_ERROR_FILE": "",
     }
 
 
 def _environment(
-    rank: int, nprocs: int, port: int, job: str, env: Mapping[str, str]
+    rank: int, nprocs: int, port: int, run_id: str, notes: Notes, env: Mapping[str, str]
 ) -> dict[str, str]:
     given = {**os.environ, **env}
-    return {**given, **rank_defaults(nprocs, given), **_places(rank, nprocs, port, job)}
+    places = _places(rank, nprocs, port, run_id)
+    return {**given, **rank_defaults(nprocs, given), **places, **notes.environment()}
 
 
 def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
@@ -202,7 +206,7 @@ def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
         raise LaunchError(f"can't start rank {environ['RANK']}: {error}") from error
 
 
-def _raise(cause: Failure, ranks: Ranks) -> NoReturn:
+def _raise(cause: Failure, ranks: Ranks, notes: Notes) -> NoReturn:
     outcome = ranks.outcomes[cause.rank]
     if outcome is not None and outcome.value is None:
         parts = [f"rank {cause.rank} (pid {cause.pid}) raised {outcome.summary}"]
@@ -215,7 +219,13 @@ def _raise(cause: Failure, ranks: Ranks) -> NoReturn:
     followed = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
     parts += [f"Failed after it: {_names(followed)}."] if followed else []
     parts += [f"Stopped by the launcher: {_names(ranks.stopped)}."] if ranks.stopped else []
-    raise LaunchError("\n\n".join(parts)) from _load_error(outcome)
+    message = "\n\n".join(parts) + _explained(notes, cause.exit_code)
+    raise LaunchError(message) from _load_error(outcome)
+
+
+def _explained(notes: Notes, code: int) -> str:
+    kept = notes.finish(code)
+    return f"\n\nWhat the ranks were doing: phalanx explain {notes.name}" if kept else ""
 
 
 def _load_error(outcome: Outcome | None) -> BaseException | None:

@@ -13,8 +13,9 @@ from types import TracebackType
 from typing import IO
 
 from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
-from phalanx.launch.relay import Relay, Sink
+from phalanx.launch.relay import Exit, Relay, Sink
 from phalanx.launch.worker import Outcome
+from phalanx.observe.notes import Notes
 
 __all__ = ["STOP_TIMEOUT", "Ranks"]
 
@@ -50,12 +51,14 @@ class Ranks:
     failures: list[Failure]
     stopped: list[int]
 
-    def __init__(self, payload: int, *, prefix: bool) -> None:
+    def __init__(self, payload: int, notes: Notes, *, prefix: bool) -> None:
         """Take over `payload`, the descriptor of the memory file with the pickled call."""
         self._payload = payload
+        self._notes = notes
         self._prefix = prefix
         self._ranks: list[_Rank] = []
         self._relay = Relay()
+        self._relay.on_exit = self._note_end
         self._sinks = Sink("stdout"), Sink("stderr")
         self._stop_time = float("inf")
 
@@ -98,6 +101,7 @@ class Ranks:
             os.close(result)
             raise
         self._ranks.append(_Rank(process, result))
+        self._notes.start(rank, process.pid)
         self._relay.add_process(rank, process.pid)
         prefix = f"[rank {rank}] " if self._prefix else ""
         out, err = self._sinks
@@ -135,6 +139,10 @@ class Ranks:
             for rank in range(len(self._ranks))
             if rank not in failed and (rank not in exits or exits[rank].time > self._stop_time)
         ]
+
+    def _note_end(self, rank: int, end: Exit) -> None:
+        pid = self._ranks[rank].process.pid
+        self._notes.end(rank, pid, end.code, stopped=end.time > self._stop_time)
 
     def _outcome(self, rank: int) -> Outcome | None:
         with os.fdopen(self._ranks[rank].result, "rb", closefd=False) as file:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,9 +76,14 @@ class _Stream:
 
 
 class Relay:
-    """Forwards the output of ranks and notes their deaths; any thread may call any method."""
+    """Forwards the output of ranks and notes their deaths; any thread may call any method.
+
+    Attributes:
+        on_exit: called with each rank that has died, in the thread that steps.
+    """
 
     def __init__(self) -> None:
+        self.on_exit: Callable[[int, Exit], None] | None = None
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._streams: dict[int, _Stream] = {}
@@ -133,6 +139,12 @@ class Relay:
                 if stream.pending and now - stream.since > _PATIENCE:
                     self._emit(stream, len(stream.pending))
 
+    def settle(self, timeout: float) -> None:
+        """Go on until all ranks have died, or for `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._watched and time.monotonic() < deadline:
+            self.step(0.01)
+
     def reset(self) -> None:
         """Forward what is left in the pipes, then forget all ranks."""
         with self._lock:
@@ -162,7 +174,9 @@ class Relay:
         for stream in list(self._streams.values()):
             if stream.rank == rank:
                 self._drain(stream)
-        self._exits[rank] = Exit(time.monotonic(), code)
+        self._exits[rank] = end = Exit(time.monotonic(), code)
+        if self.on_exit is not None:
+            self.on_exit(rank, end)
 
     def _unwatch(self, fd: int) -> None:
         self._selector.unregister(fd)

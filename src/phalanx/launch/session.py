@@ -66,7 +66,7 @@ class Session:
         world = dist.group.WORLD
         if error is not None and self.owner and world is not None and _is_ours(world):
             # Peers that wait for this rank hear at once that it won't come, and that it failed.
-            world.abort()
+            world.abort(f"its session ended with {kind.__name__ if kind else 'an error'}: {error}")  # type: ignore[call-arg]
         self.close()
 
 

@@ -52,6 +52,7 @@ def main() -> None:
             raise
         outcome = Outcome(value=_pickle(None))
     except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is told
+        _tell_peers(error)
         _send(result, _describe(error))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -59,6 +60,13 @@ def main() -> None:
         os._exit(1)
     _send(result, outcome)
     _leave_group()
+
+
+def _tell_peers(error: BaseException) -> None:
+    """Announce the failure, if the function has formed a group of Phalanx."""
+    last_words: Any = sys.modules.get("phalanx.observe.last_words")
+    if last_words is not None:
+        last_words.announce(error)
 
 
 def _call(payload: int) -> bytes:
