@@ -76,6 +76,20 @@ def test_collectives(examples: Path, backend: str) -> None:
     assert output(examples / "collectives.py", "--backend", backend, "--nproc", "3") == lines
 
 
+def test_failure_drill(examples: Path) -> None:
+    """Prints what the documentation shows."""
+    text = (examples.parent / "docs/testing-against-failure.md").read_text()
+    shown = text.partition("$ python examples/failure_drill.py\n")[2].partition("```")[0]
+    assert output(examples / "failure_drill.py") == shown.splitlines()
+
+
+@pytest.mark.parametrize("options", [("--nproc", "1"), ("--steps", "1")])
+def test_failure_drill_of_nothing(examples: Path, options: tuple[str, str]) -> None:
+    result = run(examples / "failure_drill.py", *options)
+    assert result.returncode == 2
+    assert "given, expected at least 2 of each" in result.stderr
+
+
 @pytest.mark.parametrize(
     "name", ["send_recv", "isend_irecv", "subgroup_all_reduce", "collectives", "train_digits"]
 )

@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_not_dead(ranks: RankServer, operation: str) -> None:
     first, second = run.collect()
     assert isinstance(second.error, CollectiveTimeout), second.report()
     assert f"rank 0 (pid {first.pid})" in str(second.error)
-    assert "alive" in str(second.error)
+    assert "rank 0 is stopped by a signal (SIGSTOP)" in str(second.error)
 
 
 def continued() -> float:

@@ -191,7 +191,8 @@ def one_splits_the_other_does_not() -> None:
 
 def test_equal_and_uneven_splits(ranks: RankServer) -> None:
     ended = ranks.start(2, one_splits_the_other_does_not).join(20)
-    check(ended, "rank 1 gives rank 0 1 elements, which expects 2", "split sizes disagree")
+    check(ended, "rank 1 gives rank 0 1 elements at test_mismatch.py:", "split sizes disagree")
+    assert all(", which expects 2 at test_mismatch.py:" in str(rank.error) for rank in ended)
 
 
 def uneven_parts_disagree() -> None:

@@ -80,8 +80,9 @@ def is_gone(pid):
 
 
 def report(err):
-    """The launcher's own lines: those that no rank wrote."""
-    return [line for line in err.splitlines() if not line.startswith("[rank ")]
+    """The launcher's own lines: those that no rank wrote, up to the explanation of the job."""
+    lines = [line for line in err.splitlines() if not line.startswith("[rank ")]
+    return lines[: lines.index("")] if "" in lines else lines
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 4])

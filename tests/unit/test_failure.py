@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import signal
 import socket
+import subprocess
+import sys
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,6 +54,14 @@ class Group:
     ended: int | None = None
     closed: bool = False
     late: tuple[int, ...] = ()
+    boxes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    identity: int = 77
+
+    def black_box(self, rank: int, _history: int) -> dict[str, Any] | None:
+        return self.boxes.get(rank)
+
+    def failing(self, _rank: int) -> bool:
+        return False
 
     def pid(self, rank: int) -> int:
         return 800 + rank
@@ -138,10 +151,10 @@ def test_a_deadline_names_who_is_missing() -> None:
     assert kind is CollectiveTimeout
     assert text.startswith("rank 3 waited for rank 5 (pid 805) in all_reduce #41 float32[1024] SUM")
     assert "7.5 s" in text
-    assert "alive" in text
+    assert text.endswith("; rank 5 is alive")
     _, text = explain(Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE), Group(late=(5, 6)))
     assert text.startswith("rank 3 waited for rank 5 (pid 805), rank 6 (pid 806) in all_reduce #41")
-    assert text.endswith("the processes are alive")
+    assert text.endswith("; rank 5 is alive; rank 6 is alive")
     _, text = explain(Status("timeout", reporter=3, mine=Fingerprint("recv", 0, 5)))
     assert "rank 3 waited for any rank in recv float32[5] from any rank" in text
 
@@ -165,3 +178,130 @@ def test_torchs_handlers_catch_them_all() -> None:
     for kind in (PeerLost, CollectiveMismatch, CollectiveTimeout, Aborted):
         assert issubclass(kind, PhalanxError)
         assert issubclass(kind, dist.DistBackendError)
+
+
+def operation(sequence: int, **fields: Any) -> dict[str, Any]:
+    now = time.monotonic_ns()
+    known = {
+        "kind": "all_reduce",
+        "group": 0,
+        "sequence": sequence,
+        "dtype": "float32",
+        "count": 1024,
+        "site": "/a/b/train.py:40",
+        "begin": now - 4_000_000_000,
+        "end": now - 2_000_000_000,
+        "waiting_for": -1,
+    }
+    return {**known, **fields}
+
+
+def box(**fields: Any) -> dict[str, Any]:
+    note = {"identity": 77, "name": "0", "left_at": "", "why": ""}
+    other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "why": ""}
+    known = {"ending": "", "last_words": "", "groups": [note, other], "reports": []}
+    return {**known, "open": [], "done": [], **fields}
+
+
+def test_call_sites_come_from_both_boxes() -> None:
+    boxes = {
+        3: box(done=[operation(41, site="/a/b/one.py:1"), operation(41, group=1, site="no.py:9")]),
+        5: box(open=[operation(41, kind="broadcast", site="two\n.py:2")]),
+    }
+    theirs = Fingerprint("broadcast", 41, 1024, 0, 0)
+    _, text = explain(
+        Status("mismatch", peer=5, reporter=3, mine=ALL_REDUCE, theirs=theirs), Group(boxes=boxes)
+    )
+    assert "rank 3 is in all_reduce #41 float32[1024] SUM at one.py:1, " in text
+    assert text.endswith(" at two\\n.py:2")
+
+
+def test_an_operation_that_ends_while_its_box_is_copied() -> None:
+    """It stands among those under way no more, and not yet among those that have ended."""
+    status = Status("mismatch", peer=1, reporter=0)
+    status.mine, status.theirs = Fingerprint("barrier", 4), Fingerprint("all_reduce", 4, 9, op=1)
+    copies = [box(), box(done=[operation(4, site="")]), box(done=[operation(4, site="b.py:7")])]
+
+    class Copied(Group):
+        def black_box(self, rank: int, _history: int) -> dict[str, Any] | None:
+            return copies.pop(0) if rank == 1 else None
+
+    assert explain(status, Copied())[1].endswith("#4 float32[9] SUM at b.py:7")
+
+
+def test_messages_are_known_by_all_that_they_are() -> None:
+    sent = [
+        operation(7, kind="send", count=4, site="right.py:1"),
+        operation(7, kind="send", count=5, site="wrong.py:2"),
+    ]
+    mine, theirs = Fingerprint("recv", 7, 5, 5), Fingerprint("send", 7, 4, 3)
+    _, text = explain(
+        Status("mismatch", peer=5, reporter=3, mine=mine, theirs=theirs),
+        Group(boxes={5: box(done=sent)}),
+    )
+    assert text.endswith("send float32[4] to rank 3 tag 7 at right.py:1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({}, "rank 5 is in its own code, and has done no operation yet"),
+        (
+            {"done": [operation(40)], "reports": [(1, 17, 0.5), (2, -1, 0.25)]},
+            "rank 5 is in its own code since all_reduce #40 float32[1024] at train.py:40, "
+            "N s ago, after step 17",
+        ),
+        (
+            {"open": [operation(2, group=1, waiting_for=1)]},
+            "rank 5 is in all_reduce #2 float32[1024] at train.py:40 of group 'pipe\\x1b[2J' "
+            "for N s, waiting for rank 1 there",
+        ),
+    ],
+)
+def test_where_a_late_rank_is(fields: dict[str, Any], words: str) -> None:
+    _, text = explain(
+        Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE), Group(boxes={5: box(**fields)})
+    )
+    assert re.sub(r"\d+\.\d s\b(?! on)", "N s", text).endswith("; " + words)
+
+
+def test_a_stopped_process_is_called_so() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        group = Group()
+        group.pid = lambda _rank: process.pid  # type: ignore[method-assign]
+        _, text = explain(Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE), group)
+        assert text.endswith("rank 5 is stopped by a signal (SIGSTOP)")
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def test_what_a_dead_rank_did_last() -> None:
+    def text(**fields: Any) -> str:
+        return explain(Status("peer_lost", peer=5), Group(ended=9, boxes={5: box(**fields)}))[1]
+
+    assert text() == "rank 5 (pid 805) was killed by SIGKILL"
+    assert text(done=[operation(40)]).endswith(
+        ", after all_reduce #40 float32[1024] at train.py:40"
+    )
+    assert text(done=[operation(40)], open=[operation(41)]).endswith(
+        ", in all_reduce #41 float32[1024] at train.py:40"
+    )
+    assert "failed with ValueError: \\x1b[2J" in text(
+        ending="failed", last_words="ValueError: \x1b[2J"
+    )
+
+
+def test_why_a_group_was_aborted() -> None:
+    note = {"identity": 77, "name": "0", "left_at": "/a/train.py:8", "why": "loss is NaN\n!"}
+    _, text = explain(Status("aborted", reporter=3), Group(boxes={3: box(groups=[note])}))
+    assert text == "the group was aborted by rank 3 at train.py:8: loss is NaN\\n!"
+    _, text = explain(Status("ring", peer=5, reporter=3), Group(boxes={3: box(groups=[note])}))
+    assert text == "loss is NaN\\n!"
+    _, text = explain(
+        Status("left", peer=3, reporter=5, mine=ALL_REDUCE), Group(boxes={3: box(groups=[note])})
+    )
+    assert "rank 3 (pid 803) has left the group (destroy_process_group) at train.py:8 while" in text

@@ -1,0 +1,168 @@
+"""phalanx.abort, and PyTorch's own: everybody is woken at once, and told who and why."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _abort_process_group
+
+import phalanx
+from phalanx.errors import Aborted, UsageError
+from tests.ranks import RankServer
+
+REASON = "loss is NaN in step 17"
+
+
+def wait_for_future(group: Any) -> None:
+    dist.all_reduce(torch.zeros(3), group=group, async_op=True).get_future().wait()
+
+
+# What the others are in: rank 0 never comes.
+WAITS: dict[str, Callable[[Any], object]] = {
+    "blocking": lambda group: dist.all_reduce(torch.zeros(3), group=group),
+    "large": lambda group: dist.broadcast(torch.zeros(2**20), 0, group=group),
+    "work": lambda group: dist.barrier(group, async_op=True).wait(),
+    "future": wait_for_future,
+    "recv": lambda group: dist.recv(torch.zeros(3), 0, group=group),
+    "recv from any": lambda group: dist.recv(torch.zeros(3), group=group),
+    "irecv's future": lambda group: dist.irecv(torch.zeros(3), 0, group).get_future().wait(),
+    "monitored barrier": lambda group: dist.monitored_barrier(group),
+    "object": lambda group: dist.all_gather_object([None] * 3, "x", group=group),
+}
+# How rank 0 aborts, and what the others are told of it.
+ABORTS: dict[str, tuple[Callable[[Any], object], str]] = {
+    "phalanx.abort": (lambda group: phalanx.abort(group, REASON), f": {REASON}"),
+    "without a reason": (lambda group: phalanx.abort(group), ""),
+    "its method": (lambda group: group.abort(), ""),
+    "PyTorch's": (lambda group: _abort_process_group(group), ""),
+}
+
+
+def others_are_waiting() -> None:
+    """Block until they say so, and a little more: they are in the call, or on its last lines."""
+    folder = Path(os.environ["FOLDER"])
+    while len(list(folder.glob("waits-*"))) < dist.get_world_size() - 1:
+        time.sleep(0.001)
+    time.sleep(0.02)
+
+
+def one_aborts(how: str, wait: str, in_sub_group: bool) -> tuple[float, str]:
+    group: Any = dist.new_group() if in_sub_group else dist.group.WORLD
+    if dist.get_rank() == 0:
+        others_are_waiting()
+        start = time.monotonic()
+        ABORTS[how][0](group)
+        return start, ""
+    Path(os.environ["FOLDER"], f"waits-{dist.get_rank()}").touch()
+    with pytest.raises(Aborted) as caught:
+        WAITS[wait](group)
+    raised = time.monotonic()
+    if in_sub_group:  # the other groups go on
+        pair = dist.group.WORLD
+        others = dist.get_rank() % 2 + 1
+        dist.isend(torch.ones(1), others, pair)
+        dist.recv(torch.zeros(1), others, pair)
+    return raised, str(caught.value)
+
+
+def check(answers: list[tuple[float, str]], how: str) -> None:
+    start = answers[0][0]
+    for rank, (raised, text) in enumerate(answers[1:], 1):
+        assert raised - start < 1.0
+        assert text.startswith(f"[rank {rank}/3 on ")
+        before, _, after = text.partition("the group was aborted by rank 0 at ")
+        assert "test_abort_reason.py:" in before, text
+        site, colon, reason = after.partition(": ")
+        assert site.startswith("test_abort_reason.py:"), text
+        assert colon + reason == ABORTS[how][1]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_whatever_the_others_wait_for(ranks: RankServer, wait: str) -> None:
+    check(ranks.run(3, one_aborts, "phalanx.abort", wait, False), "phalanx.abort")
+
+
+@pytest.mark.parametrize("in_sub_group", (False, True))
+@pytest.mark.parametrize("how", ABORTS)
+def test_whoever_aborts(ranks: RankServer, how: str, in_sub_group: bool) -> None:
+    check(ranks.run(3, one_aborts, how, "blocking", in_sub_group), how)
+
+
+def all_of_pytorchs_groups() -> None:
+    """`_abort_process_group()` aborts every group of this process, and forgets them."""
+    pair = dist.new_group()
+    if dist.get_rank() == 0:
+        others_are_waiting()
+        _abort_process_group()
+        assert not dist.is_initialized()
+        return
+    Path(os.environ["FOLDER"], f"waits-{dist.get_rank()}").touch()
+    for group in (pair, dist.group.WORLD):
+        with pytest.raises(Aborted, match="aborted by rank 0"):
+            dist.barrier(group)
+
+
+def test_all_of_pytorchs_groups(ranks: RankServer) -> None:
+    ranks.run(3, all_of_pytorchs_groups)
+
+
+def come_later(reason: str) -> str:
+    """Who comes to the group afterwards is told as well; who aborted it has left it."""
+    dist.barrier()
+    folder = Path(os.environ["FOLDER"])
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.zeros(3), async_op=True)
+        phalanx.abort(reason=reason)
+        with pytest.raises(Aborted, match="aborted by rank 0"):
+            work.wait()
+        with pytest.raises(UsageError, match="this rank has left the process group"):
+            dist.barrier()
+        phalanx.abort(reason="twice")
+        (folder / "aborted").touch()
+        return ""
+    while not (folder / "aborted").exists():
+        time.sleep(0.001)
+    with pytest.raises(Aborted) as caught:
+        dist.barrier()
+    return str(caught.value).partition("aborted by rank 0 at ")[2].partition(": ")[2]
+
+
+@pytest.mark.parametrize(
+    ("reason", "told"),
+    [
+        ("no more data", "no more data"),
+        ("\x1b[2Jevil\nnews \u202e", "\\x1b[2Jevil\\nnews \\u202e"),
+        ("a" * 900, "a" * 319),
+        ("ä" * 900, "ä" * 159),
+        ("", ""),
+    ],
+)
+def test_who_comes_later(ranks: RankServer, reason: str, told: str) -> None:
+    assert ranks.run(2, come_later, reason)[1] == told
+
+
+def no_group_of_ours() -> None:
+    with pytest.raises(UsageError, match="there is no default group"):
+        phalanx.abort()
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=10)
+    )
+    for wrong in (None, dist.group.WORLD):
+        with pytest.raises(UsageError, match="expected a group of the backend 'phalanx'"):
+            phalanx.abort(wrong)
+    with pytest.raises(UsageError, match="group is 5, expected a group of the backend 'phalanx'"):
+        phalanx.abort(5)  # type: ignore[arg-type]
+    dist.barrier()
+
+
+def test_no_group_of_ours(ranks: RankServer) -> None:
+    ranks.run(1, no_group_of_ours, timeout=None)

@@ -1,0 +1,234 @@
+"""Deadlines hold in every operation and each form of it, and say who is missing and where it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
+
+from phalanx.errors import CollectiveTimeout
+from tests.drill import calls
+from tests.ranks import RankServer
+
+SECONDS = 0.4
+# Beyond the deadline, on a busy machine.
+GRACE = 1.5
+FORMS = [
+    (kind, way)
+    for kind in calls.LINES
+    for way in (("blocking",) if kind in calls.BLOCKING else calls.WAYS)
+]
+
+
+def given_up() -> Path:
+    return Path(os.environ["FOLDER"], "given up")
+
+
+def rank_0_stays_away() -> bool:
+    """Whether this is rank 0, which comes back when the others have given up."""
+    dist.barrier()
+    if dist.get_rank() != 0:
+        return False
+    while len(list(given_up().parent.glob("given up*"))) < dist.get_world_size() - 1:
+        time.sleep(0.001)
+    return True
+
+
+def times_out(call: Callable[[], object], seconds: float, *words: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeout) as caught:
+        call()
+    waited = time.monotonic() - start
+    Path(f"{given_up()}-{dist.get_rank()}").touch()
+    assert seconds <= waited < seconds + GRACE, waited
+    text = str(caught.value)
+    for part in (f"until the timeout of {seconds:g} s on this rank", *words):
+        assert part in text, text
+
+
+def call_of(kind: str, way: str) -> Callable[[], None]:
+    """A call in which rank 1 waits for rank 0."""
+    # All depend on a root 0; of messages the root receives.
+    call = calls.Call(kind, count=20_000, root=int(kind == "any_source"), way=way)
+    return calls.Prepared(call, dist.group.WORLD).run
+
+
+def one_is_missing(kind: str, way: str) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if rank_0_stays_away():
+        return
+    words = "rank 1 waited for rank 0 (pid ", "rank 0 is in its own code since "
+    if kind == "any_source":
+        words = ("rank 1 waited for any rank in recv float32[20000] from any rank",)
+    times_out(call_of(kind, way), SECONDS, *words)
+
+
+@pytest.mark.parametrize(("kind", "way"), FORMS)
+def test_the_groups_deadline(ranks: RankServer, kind: str, way: str) -> None:
+    ranks.run(2, one_is_missing, kind, way, timeout=SECONDS)
+
+
+def ones(*shape: int) -> Tensor:
+    return torch.ones(*shape)
+
+
+def options(kind: str, seconds: float, async_op: bool, **values: Any) -> Any:
+    made = AllgatherOptions() if kind == "Allgather" else getattr(dist, f"{kind}Options")()
+    made.timeout, made.asyncOp = timedelta(seconds=seconds), async_op
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+# By PyTorch's methods of groups, for which each operation has a timeout of its own.
+METHODS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
+    "allreduce": ("Allreduce", lambda g, o: g.allreduce([ones(3)], o)),
+    "reduce": ("Reduce", lambda g, o: g.reduce([ones(3)], o)),
+    "broadcast": ("Broadcast", lambda g, o: g.broadcast([ones(3)], o)),
+    "gather": ("Gather", lambda g, o: g.gather([], [ones(3)], o)),
+    "scatter": ("Scatter", lambda g, o: g.scatter([ones(3)], [], o)),
+    "allgather": ("Allgather", lambda g, o: g.allgather([[ones(3), ones(3)]], [ones(3)], o)),
+    "all_gather_single": ("Allgather", lambda g, o: g.all_gather_single(ones(6), ones(3), o)),
+    "allgather_coalesced": (
+        "Allgather",
+        lambda g, o: g.allgather_coalesced([[ones(3)], [ones(3)]], [ones(3)], o),
+    ),
+    "all_gather_single_coalesced": (
+        "Allgather",
+        lambda g, o: g.all_gather_single_coalesced([ones(6)], [ones(3)], o),
+    ),
+    "reduce_scatter": (
+        "ReduceScatter",
+        lambda g, o: g.reduce_scatter([ones(3)], [[ones(3), ones(3)]], o),
+    ),
+    "reduce_scatter_single": (
+        "ReduceScatter",
+        lambda g, o: g.reduce_scatter_single(ones(3), ones(6), o),
+    ),
+    "reduce_scatter_single_coalesced": (
+        "ReduceScatter",
+        lambda g, o: g.reduce_scatter_single_coalesced([ones(3)], [ones(6)], o),
+    ),
+    "allreduce_coalesced": (
+        "AllreduceCoalesced",
+        lambda g, o: g.allreduce_coalesced([ones(3), ones(4)], o),
+    ),
+    "alltoall": ("AllToAll", lambda g, o: g.alltoall([ones(3)] * 2, [ones(3)] * 2, o)),
+    "all_to_all_single": (
+        "AllToAll",
+        lambda g, o: g.all_to_all_single(ones(6), ones(6), [], [], o),
+    ),
+    "barrier": ("Barrier", lambda g, o: g.barrier(o)),
+}
+
+
+def of_its_own(method: str, async_op: bool) -> None:
+    if rank_0_stays_away():
+        return
+    kind, call = METHODS[method]
+    group: Any = dist.group.WORLD
+    given = options(kind, SECONDS, async_op)
+    times_out(lambda: call(group, given).wait(), SECONDS, "rank 1 waited for rank 0 (pid ")
+
+
+@pytest.mark.parametrize("async_op", (False, True))
+@pytest.mark.parametrize("method", METHODS)
+def test_the_deadline_of_one_operation(ranks: RankServer, method: str, async_op: bool) -> None:
+    """The group's is 20 s."""
+    ranks.run(2, of_its_own, method, async_op)
+
+
+def of_a_message(how: str) -> None:
+    if rank_0_stays_away():
+        return
+    works: dict[str, Callable[[], Any]] = {
+        "irecv": lambda: dist.irecv(ones(3), 0),
+        "isend": lambda: dist.isend(ones(2**20), 0),
+        "irecv from any": lambda: dist.irecv(ones(3)),
+    }
+    work = works[how]()
+    words = "recv" if "recv" in how else "send"
+    times_out(lambda: work.wait(timedelta(seconds=SECONDS)), SECONDS, f"in {words} float32[")
+
+
+@pytest.mark.parametrize("how", ("irecv", "isend", "irecv from any"))
+def test_the_deadline_of_one_message(ranks: RankServer, how: str) -> None:
+    ranks.run(2, of_a_message, how)
+
+
+def behind_another() -> None:
+    """What is queued behind an operation whose deadline passes is told of that one."""
+    if rank_0_stays_away():
+        return
+    first = dist.all_reduce(ones(3), async_op=True)
+    second = dist.all_reduce(ones(4), async_op=True)
+    times_out(second.wait, SECONDS, "all_reduce #2 float32[3]")
+    with pytest.raises(CollectiveTimeout, match="waited for rank 0"):
+        first.wait()
+    for work in (first, second):
+        assert isinstance(work.exception(), CollectiveTimeout)
+
+
+def test_an_operation_behind_another(ranks: RankServer) -> None:
+    ranks.run(2, behind_another, timeout=SECONDS)
+
+
+def stopped(kind: str, way: str) -> None:
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    call_of(kind, way)()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in calls.LINES if kind != "any_source"])
+def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankServer, kind: str) -> None:
+    way = "blocking" if kind in calls.BLOCKING else "future"
+    # Of messages, those from rank 0 are for rank 1 alone.
+    size = 2 if kind in calls.MESSAGES else 3
+    run = ranks.start(size, stopped, kind, way, timeout=SECONDS)
+    assert run.wait(20, range(1, size)) == []
+    first, *others = run.collect()
+    for rank in others:
+        assert isinstance(rank.error, CollectiveTimeout), rank.report()
+        assert f"rank 0 (pid {first.pid})" in str(rank.error), rank.report()
+        assert "rank 0 is stopped by a signal (SIGSTOP)" in str(rank.error), rank.report()
+
+
+def all_missing_are_named(wait_all_ranks: bool) -> str:
+    dist.barrier()
+    if dist.get_rank() in (1, 3):
+        while not given_up().exists():
+            time.sleep(0.001)
+        return ""
+    with pytest.raises(CollectiveTimeout) as caught:
+        dist.monitored_barrier(timeout=timedelta(seconds=SECONDS), wait_all_ranks=wait_all_ranks)
+    if dist.get_rank() == 0:
+        given_up().touch()
+    while not given_up().exists():
+        time.sleep(0.001)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("wait_all_ranks", (False, True))
+def test_monitored_barrier_names_all_missing(ranks: RankServer, wait_all_ranks: bool) -> None:
+    run = ranks.start(4, all_missing_are_named, wait_all_ranks)
+    ended = run.join()
+    for rank in (0, 2):
+        text = ended[rank].value
+        for missing in (1, 3):
+            assert f"rank {missing} (pid {ended[missing].pid})" in text, text
+            assert f"rank {missing} is in its own code since barrier #1" in text, text
+    words = "Ranks 1, 3 failed" if wait_all_ranks else "Rank 1 failed"
+    assert f"{words} to pass monitoredBarrier" in ended[0].value

@@ -1,0 +1,248 @@
+"""Jobs where their directory can't be had: the job goes on, and says so once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.errors import UsageError
+from phalanx.observe.notes import Notes
+from tests.ranks import RankServer, Run
+
+LIMIT = 100
+Start = Callable[..., tuple[int, str, str]]
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist, phalanx
+if os.environ.get("FULL"):
+    import errno
+    def full(*given):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    os.posix_fallocate = full
+with phalanx.init(device="cpu") as session:
+    for step in range(100):
+        tensor = torch.ones(3)
+        dist.all_reduce(tensor)
+        phalanx.report(step=step, loss=0.5, note="a note")
+    assert tensor.tolist() == [session.world_size] * 3
+    group = dist.new_group([0])
+print("well")
+"""
+
+SPAWN = """
+import subprocess, sys, os, socket
+with socket.create_server(("127.0.0.1", 0)) as free:
+    port = free.getsockname()[1]
+ranks = [
+    subprocess.Popen(
+        [sys.executable, sys.argv[1]],
+        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": sys.argv[2],
+             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+    )
+    for rank in range(int(sys.argv[2]))
+]
+sys.exit(max(rank.wait(60) for rank in ranks))
+"""
+
+RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run", "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Runs two ranks with a launcher or without, on a file system of its own if it is asked for."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "spawn.py").write_text(SPAWN)
+
+    def run(launcher: str, base: Path, mount: str | None = None) -> tuple[int, str, str]:
+        monkeypatch.setenv("PHALANX_JOBS_DIR", str(base))
+        command = [*RUN, "script.py"]
+        if launcher == "none":
+            command = [sys.executable, "spawn.py", "script.py", "2"]
+        if mount is not None:
+            command = [*unshared(mount, base), *command]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT)
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def unshared(mount: str, path: Path) -> list[str]:
+    """A file system of these options at `path`, seen by the command that follows alone."""
+    script = 'mount -t tmpfs -o "$1" tmpfs "$2" && shift 2 && exec "$@"'
+    return ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", mount, str(path)]
+
+
+def can_mount(path: Path) -> bool:
+    try:
+        return subprocess.run([*unshared("size=4k", path), "true"], timeout=LIMIT).returncode == 0
+    except FileNotFoundError:
+        return False
+
+
+def check(ended: tuple[int, str, str], reason: str) -> None:
+    code, out, err = ended
+    assert code == 0, err
+    assert out.count("well") == 2
+    (warning,) = err.splitlines()
+    assert reason in warning
+    assert "the job goes on" in warning or "it goes on without" in warning
+
+
+FULL = [
+    ("size=256k,mode=0700", "No space left on device"),  # for the directory, but not for a box
+    ("nr_inodes=2,mode=0700", "No space left on device"),  # for the directory, not for its files
+    ("ro,mode=0700", "can't be made (Read-only file system): choose another place"),
+]
+
+
+@pytest.mark.parametrize("launcher", ("run", "none"))
+@pytest.mark.parametrize(("mount", "reason"), FULL, ids=("full", "no inodes", "read-only"))
+def test_a_disk_that_takes_nothing(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    mount: str,
+    reason: str,
+) -> None:
+    base = tmp_path / "jobs"
+    base.mkdir(0o700)
+    if can_mount(base):
+        check(start(launcher, base, mount), reason)
+    else:  # some containers forbid it: the call that finds a full disk is made to fail instead
+        monkeypatch.setenv("FULL", "1")
+        check(start(launcher, base), "No space left on device")
+    assert list(base.iterdir()) == []
+
+
+def a_link(path: Path) -> Path:
+    path.with_name("target").mkdir()
+    path.symlink_to("target")
+    return path
+
+
+def another_users(path: Path) -> Path:
+    if os.geteuid() != 0:
+        return Path("/")  # which is root's
+    path.mkdir()
+    os.chown(path, 12345, -1)
+    return path
+
+
+def writable_by_all(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o777)
+    return path
+
+
+def below_a_file(path: Path) -> Path:
+    path.touch()
+    return path / "jobs"
+
+
+PLACES = [
+    (a_link, "is a symbolic link, expected a directory: remove it, or choose another place"),
+    (another_users, "belongs to user"),
+    (writable_by_all, "can be written by others (its mode is 0777, expected 0700)"),
+    (below_a_file, "can't be made (Not a directory)"),
+]
+
+
+def go_on(base: Path, job: str = "") -> None:
+    os.environ.update(PHALANX_JOBS_DIR=str(base), PHALANX_JOB=job)
+    url = f"file://{os.environ['FOLDER']}/store"
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "phalanx", init_method=url, rank=int(os.environ["RANK"]), world_size=size
+    )
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    phalanx.report(step=1, loss=0.5, note="a note")
+    assert tensor.tolist() == [size] * 3
+    dist.new_group([0])
+    print("well")
+
+
+def together(run: Run) -> tuple[int, str, str]:
+    ended = run.join()
+    texts = "".join(rank.stdout for rank in ended), "".join(rank.stderr for rank in ended)
+    return max(rank.code for rank in ended), *texts
+
+
+@pytest.mark.parametrize(("place", "reason"), PLACES)
+def test_a_place_that_is_not_ours_alone(
+    ranks: RankServer, tmp_path: Path, place: Callable[[Path], Path], reason: str
+) -> None:
+    base = place(tmp_path / "jobs")
+    check(together(ranks.start(2, go_on, base, timeout=None)), reason)
+    if base.is_dir() and base != Path("/"):
+        assert list(base.iterdir()) == []
+
+
+@pytest.mark.parametrize(("place", "reason"), PLACES)
+def test_a_launcher_in_such_a_place(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: Callable[[Path], Path],
+    reason: str,
+) -> None:
+    """The ranks are told not to try."""
+    monkeypatch.setenv("PHALANX_JOBS_DIR", str(place(tmp_path / "jobs")))
+    with caplog.at_level(logging.WARNING, "phalanx"), Notes(2) as notes:
+        assert notes.environment() == {"PHALANX_JOB": "none"}
+        notes.start(0, 1)
+        notes.end(0, 1, 3, stopped=False)
+        assert not notes.finish(3)
+    (record,) = caplog.records
+    assert reason in record.getMessage()
+
+
+def test_a_run_in_such_a_place(start: Start, tmp_path: Path) -> None:
+    base = a_link(tmp_path / "jobs")
+    check(start("run", base), "is a symbolic link, expected a directory")
+
+
+def test_boxes_in_memory_only_by_wish(ranks: RankServer, tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    code, out, err = together(ranks.start(2, go_on, base, "none", timeout=None))
+    assert (code, out.count("well"), err) == (0, 2, "")
+    assert not base.exists()
+
+
+def test_no_job_by_wish_is_for_launchers_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: Path
+) -> None:
+    monkeypatch.setenv("PHALANX_JOB", "none")
+    assert phalanx.launch(os.getenv, 1, ("PHALANX_JOB",)) == ["none"]
+    assert not jobs.exists()
+
+
+def test_a_job_that_is_gone(ranks: RankServer, tmp_path: Path) -> None:
+    """Ranks with the environment of a job that has ended: started by a server of its, say."""
+    base, name = tmp_path / "jobs", "20261121-0901-k3f9x2"
+    base.mkdir(0o700)
+    run = ranks.start(2, go_on, base, name, timeout=None)
+    check(together(run), f"there is no job {name} in {base}, which PHALANX_JOB names: unset it")
+    assert list(base.iterdir()) == []
+
+
+def test_malformed_variables_are_wrong_arguments_on_every_rank(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    for rank in ranks.start(2, go_on, "relative", timeout=None).join():
+        assert isinstance(rank.error, UsageError)
+        assert "PHALANX_JOBS_DIR='relative'" in str(rank.error)
+    for rank in ranks.start(2, go_on, tmp_path / "jobs", "../../x", timeout=None).join():
+        assert isinstance(rank.error, UsageError)
+    assert not (tmp_path / "jobs").exists()

@@ -1,0 +1,90 @@
+"""Groups used in different orders: found by the waits themselves, long before the deadline."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import CollectiveMismatch
+from phalanx.observe.members import ranks_of
+from phalanx.topology.join import ranges
+from tests.ranks import RankServer
+
+# A ring is looked for after a second, and confirmed half a second later.
+SOON = 10.0
+
+
+def opposite_order(pairs: list[tuple[int, int]]) -> float:
+    """Rank r enters its groups beginning with number r: each waits for the next."""
+    groups = [dist.new_group(sorted(pair)) for pair in pairs]
+    dist.barrier()
+    rank, begin = dist.get_rank(), time.monotonic()
+    mine = [groups[rank], groups[rank - 1]]
+    try:
+        for group in mine:
+            dist.all_reduce(torch.zeros(3), group=group)
+    except CollectiveMismatch:
+        if time.monotonic() - begin > SOON:
+            raise TimeoutError("much later than it could be found") from None
+        raise
+    raise AssertionError("nobody noticed")
+
+
+def test_two_groups_of_two_ranks_in_opposite_order(ranks: RankServer) -> None:
+    for ended in ranks.start(2, opposite_order, [(0, 1), (0, 1)]).join(30):
+        text = str(ended.error)
+        assert isinstance(ended.error, CollectiveMismatch), ended.report()
+        assert "ranks use groups in different orders" in text
+        for rank, group in ((0, "1"), (1, "2")):
+            assert f"rank {rank} waits in all_reduce #1 of group '{group}' at test_rings.py" in text
+
+
+def test_a_ring_of_three_ranks(ranks: RankServer) -> None:
+    """Whoever finds it breaks the groups that it is in; the third may hear of it by a death."""
+    ended = ranks.start(3, opposite_order, [(0, 1), (1, 2), (2, 0)]).join(30)
+    found = [rank for rank in ended if isinstance(rank.error, CollectiveMismatch)]
+    assert len(found) >= 2, [rank.report() for rank in ended]
+    for rank in found:
+        for other in range(3):
+            assert f"rank {other} waits in all_reduce #1" in str(rank.error)
+
+
+def crossed_but_async() -> bool:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    order = [first, second] if dist.get_rank() == 0 else [second, first]
+    works = [dist.all_reduce(torch.ones(3), group=order[0], async_op=True)]
+    late = time.monotonic() + 2.5
+    while dist.get_rank() == 1 and time.monotonic() < late:
+        torch.zeros(1000).sum()  # own code, for longer than rings are looked for
+    works.append(dist.all_reduce(torch.ones(3), group=order[1], async_op=True))
+    for work in works:
+        work.wait()
+    return True
+
+
+def late_in_one_of_two_groups() -> bool:
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    until = time.monotonic() + 2.5
+    for group in (first, second):
+        while dist.get_rank() == 1 and time.monotonic() < until:
+            torch.zeros(1000).sum()
+        dist.all_reduce(torch.ones(3), group=group)
+    return True
+
+
+@pytest.mark.parametrize("function", (crossed_but_async, late_in_one_of_two_groups))
+def test_no_ring(ranks: RankServer, function: object) -> None:
+    assert all(ranks.run(2, function))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", ([0, 1, 2, 3], [6, 0, 1], [5], [3, 2, 1], []))
+def test_ranges_say_which_ranks(ranks: list[int]) -> None:
+    assert ranks_of(ranges(ranks)) == tuple(ranks)
+
+
+@pytest.mark.parametrize("text", ("0-2000000000", "0-40000,0-40000", "a", "1-", "-1", "1,,x", "²"))
+def test_ranges_that_make_no_sense(text: str) -> None:
+    assert ranks_of(text) in ((), (1,))

@@ -1,0 +1,117 @@
+"""Several threads of a rank in one group: one at a time, and none waits for its turn for ever."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import Aborted, CollectiveTimeout
+from tests.ranks import RankServer
+
+
+def reduce_within(seconds: float) -> None:
+    options = dist.AllreduceOptions()
+    options.asyncOp = False
+    options.timeout = timedelta(seconds=seconds)
+    dist.group.WORLD.allreduce([torch.zeros(3)], options).wait()
+
+
+def wait_behind_another_thread(seconds: float) -> tuple[str, str, float]:
+    """A thread stands in an operation to which rank 1 doesn't come; this one wants the next."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        store = dist.distributed_c10d._get_default_store()
+        store.wait(["seen"], timedelta(seconds=30))
+        return "", "", 0.0
+    errors: list[BaseException] = []
+
+    def first() -> None:
+        try:
+            reduce_within(60)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    native = dist.group.WORLD._native
+    limit = time.monotonic() + 20
+    while native.sequence < 2 and time.monotonic() < limit:
+        time.sleep(0.001)
+    begin = time.monotonic()
+    try:
+        reduce_within(seconds)
+    except CollectiveTimeout as error:
+        took = time.monotonic() - begin
+        thread.join(20)
+        dist.distributed_c10d._get_default_store().set("seen", "1")
+        return str(error), str(errors[0]), took
+    raise AssertionError("it had its turn")
+
+
+def test_a_turn_has_a_deadline(ranks: RankServer) -> None:
+    own, other, took = ranks.run(2, wait_behind_another_thread, 0.5)[0]
+    assert "rank 0 waited for its own turn until the timeout of 0.5 s" in own
+    assert "another thread of it is in an operation of this group" in own
+    assert "waited for its own turn" in other, "the group is broken for all threads"
+    assert 0.5 <= took < 5
+
+
+def interrupted_behind_another_thread() -> str:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.distributed_c10d._get_default_store().wait(["seen"], timedelta(seconds=30))
+        return ""
+
+    def first() -> None:
+        with pytest.raises(Aborted):
+            reduce_within(60)
+
+    other = threading.Thread(target=first)
+    other.start()
+    native = dist.group.WORLD._native
+    limit = time.monotonic() + 20
+    while native.sequence < 2 and time.monotonic() < limit:
+        time.sleep(0.001)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        reduce_within(60)
+    except KeyboardInterrupt:
+        other.join(20)
+        dist.distributed_c10d._get_default_store().set("seen", "1")
+        return "interrupted" if not other.is_alive() else "the other thread still waits"
+    return "not interrupted"
+
+
+def test_ctrl_c_while_waiting_for_a_turn(ranks: RankServer) -> None:
+    assert ranks.run(2, interrupted_behind_another_thread)[0] == "interrupted"
+
+
+def all_threads_get_their_turn(rounds: int) -> bool:
+    """Threads of all ranks use the group in no order that anybody planned, but for same sizes."""
+    total = torch.zeros(1)
+    lock = threading.Lock()
+
+    def work() -> None:
+        for _ in range(rounds):
+            tensor = torch.ones(1)
+            dist.all_reduce(tensor)
+            with lock:
+                total.add_(tensor)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return bool(total.item() == 3 * rounds * dist.get_world_size())
+
+
+def test_many_turns(ranks: RankServer) -> None:
+    assert all(ranks.run(2, all_threads_get_their_turn, 300))

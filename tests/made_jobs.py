@@ -1,0 +1,102 @@
+"""Directories of jobs as ranks leave them: the fixture `job`, and what writes black boxes.
+
+A folder of tests takes the fixtures into its `conftest.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.observe import reading
+from phalanx.observe.directory import Directory, description, new_name
+from phalanx.observe.model import Job
+
+WRITER = """
+import os, sys
+from phalanx import _native
+rank, size, attempt, ending = *map(int, sys.argv[2:5]), sys.argv[5]
+fd = os.open(f"{sys.argv[1]}/{os.getpid()}.box", os.O_RDWR | os.O_CREAT, 0o600)
+os.ftruncate(fd, _native.black_box_bytes())
+_native.open_black_box(fd, rank, size, attempt, "node-a", "a job")
+_native.report(10 * rank, 0.5, "a note")
+_native.report(10 * rank + 1, float("nan"), "\\x1b[2Ja note")
+joining = _native.Joining("0", rank, 2, "0-1")
+joining.waiting_for(1 - rank)
+joining.end(True)
+joining = _native.Joining("1", rank, 2, "0,1")
+if ending:
+    _native.note_ending(ending, "ValueError: why" if ending == "failed" else "")
+print(os.getpid())
+"""
+
+
+def write_box(path: Path, rank: int, attempt: int = 0, ending: str = "", size: int = 2) -> int:
+    """Have a process write a black box and end; its pid."""
+    done = subprocess.run(
+        [sys.executable, "-c", WRITER, *map(str, (path, rank, size, attempt, ending))],
+        check=True,
+        capture_output=True,
+        timeout=60,
+    )
+    return int(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The boxes of two ranks, of which one said nothing at its end and one that it failed."""
+    path = tmp_path_factory.mktemp("boxes")
+    write_box(path, 0)
+    write_box(path, 1, ending="failed")
+    return path
+
+
+class Made:
+    """A job's directory with the boxes of two ranks that have ended."""
+
+    def __init__(self, base: Path, boxes: Path) -> None:
+        with Directory(str(base), new_name(), create=True) as job:
+            job.describe(description(job.name, 2))
+            self.name, self.path = job.name, Path(job.path)
+        for box in boxes.iterdir():
+            shutil.copy(box, self.path)
+        self.pids = [pid for _, pid in sorted((rank.rank, rank.pid) for rank in self.read().ranks)]
+
+    def read(self, history: int = reading.HISTORY) -> Job:
+        return reading.read(self.name, history)
+
+    def box(self, rank: int) -> Path:
+        return self.path / f"{self.pids[rank]}.box"
+
+    def note(self, **event: Any) -> None:
+        with (self.path / "launcher.jsonl").open("a") as file:
+            file.write(json.dumps({"time": time.time(), **event}) + "\n")
+
+
+@pytest.fixture
+def job(jobs: Path, written: Path) -> Iterator[Made]:
+    before = os.listdir("/proc/self/fd")
+    yield Made(jobs, written)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def write_live_box(path: Path) -> subprocess.Popen[bytes]:
+    """A process that writes the box of rank 0 and stays."""
+    code = WRITER + "\nsys.stdout.flush()\nsys.stdin.read()\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path), "0", "2", "0", ""],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process

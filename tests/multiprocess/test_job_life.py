@@ -1,0 +1,316 @@
+"""The life of a job's directory where nobody has started the ranks but the user."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx import _native
+from phalanx.observe import finding, reading
+from tests.ranks import RankServer
+
+LIMIT = 60.0
+
+
+def init(base: Path, store: str = "store", rank: int | None = None, size: int | None = None) -> int:
+    """Form a group in a job of this directory; this process's rank."""
+    os.environ["PHALANX_JOBS_DIR"] = str(base)
+    rank = int(os.environ["RANK"]) if rank is None else rank
+    dist.init_process_group(
+        "phalanx",
+        init_method=f"file://{os.environ['FOLDER']}/{store}",
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]) if size is None else size,
+        timeout=timedelta(seconds=20),
+    )
+    return rank
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def clean(base: Path, leave: bool) -> str:
+    rank = init(base)
+    dist.all_reduce(torch.ones(3))
+    phalanx.report(step=rank)
+    (job,) = base.iterdir()
+    dist.barrier()
+    assert len(list(job.glob("*.box"))) == dist.get_world_size()
+    dist.barrier()
+    if leave:
+        dist.destroy_process_group()
+    return job.name
+
+
+@pytest.mark.parametrize("leave", (True, False), ids=("leave", "just end"))
+@pytest.mark.parametrize("size", (1, 2, 4))
+def test_nothing_is_left_of_a_clean_end(
+    ranks: RankServer, tmp_path: Path, size: int, leave: bool
+) -> None:
+    base = tmp_path / "jobs"
+    names = ranks.run(size, clean, base, leave, timeout=None)
+    assert len(set(names)) == 1
+    assert list(base.iterdir()) == []
+
+
+def until_signal(base: Path) -> None:
+    rank = init(base)
+    phalanx.report(step=17, loss=0.25, note=f"rank {rank}")
+    dist.all_reduce(torch.ones(3))
+    Path(os.environ["FOLDER"], f"ready{rank}").touch()
+    if rank == 0:
+        dist.barrier()
+    else:
+        while True:
+            time.sleep(1)
+
+
+def test_what_is_left_when_all_are_killed(ranks: RankServer, jobs: Path) -> None:
+    run = ranks.start(3, until_signal, jobs, timeout=None)
+    wait_for(lambda: all((run.folder / f"ready{rank}").exists() for rank in range(3)))
+    live = reading.read()
+    assert live.running
+    assert [rank.pid for rank in live.ranks] == run.pids
+    with finding.find() as job:
+        assert reading.summary(job).state == "running"
+    for rank in range(3):
+        run.signal(rank, signal.SIGKILL)
+    run.join()
+    job = reading.read()
+    assert not job.running
+    assert (job.name, job.problems, job.code) == (live.name, (), None)
+    assert [rank.pid for rank in job.ranks] == run.pids
+    assert [rank.ending for rank in job.ranks] == [""] * 3
+    assert [(rank.reports[-1].step, rank.note) for rank in job.ranks] == [
+        (17, f"rank {rank}") for rank in range(3)
+    ]
+    assert all(rank.last is not None for rank in job.ranks)
+    assert [rank.last.kind for rank in job.ranks if rank.last] == ["all_reduce"] * 3
+    with finding.find() as found:
+        assert reading.summary(found).state == "failed"
+        assert reading.summary(found).world_size == 3
+
+
+def one_raises(base: Path) -> None:
+    if init(base) == 1:
+        raise ValueError("for a\x1b reason")
+    dist.barrier()
+
+
+def test_what_is_left_of_a_failure(ranks: RankServer, jobs: Path) -> None:
+    ended = ranks.start(2, one_raises, jobs, timeout=None).join()
+    assert [rank.code for rank in ended] == [1, 1]
+    job = reading.read()
+    assert [rank.ending for rank in job.ranks] == ["failed", "failed"]
+    assert job.ranks[1].last_words == "ValueError: for a\x1b reason"
+    assert "PeerLost" in job.ranks[0].last_words
+
+
+def one_ends_after_a_failed_operation(base: Path) -> None:
+    if init(base) == 1:
+        os._exit(0)  # nobody can tell that this was meant
+    try:
+        dist.barrier()
+    except phalanx.PeerLost:
+        sys.exit(3)
+
+
+def test_an_exit_code_after_a_failed_operation(ranks: RankServer, jobs: Path) -> None:
+    ended = ranks.start(2, one_ends_after_a_failed_operation, jobs, timeout=None).join()
+    assert [rank.code for rank in ended] == [3, 0]
+    assert [rank.ending for rank in reading.read().ranks] == ["exited", ""]
+
+
+def ends_without_pythons_end(base: Path) -> None:
+    init(base)
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def test_ranks_that_left_and_ended_without_clean_up(ranks: RankServer, jobs: Path) -> None:
+    ranks.start(2, ends_without_pythons_end, jobs, timeout=None).join()
+    with finding.find() as job:
+        assert reading.summary(job).state == "finished"
+
+
+def again_and_again(base: Path) -> tuple[str, int]:
+    """Groups one after another: the survivors' is a new one, with one process that is new too."""
+    rank = int(os.environ["RANK"])
+    if rank < 3:
+        init(base, "first", size=3)
+        (job,) = base.iterdir()
+        boxes = {int(path.stem) for path in job.glob("*.box")}
+        dist.barrier()
+        dist.destroy_process_group()
+        assert os.getpid() in boxes
+    if rank != 1:
+        place = {0: 0, 2: 1, 3: 2}[rank]
+        if rank == 3:  # a new process that comes first doesn't know of the others' job
+            store = Path(os.environ["FOLDER"], "second")
+            wait_for(lambda: store.exists() and b"phalanx/job" in store.read_bytes())
+        init(base, "second", rank=place, size=3)
+        dist.all_reduce(torch.ones(1))
+        dist.barrier()
+    (job,) = base.iterdir()
+    (box,) = [path for path in job.glob("*.box") if path.stem == str(os.getpid())]
+    return job.name, _native.read_black_box(box.read_bytes(), 100)["operations"]
+
+
+def test_a_process_has_one_box_and_one_job_while_it_lives(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    found = ranks.run(4, again_and_again, tmp_path / "jobs", timeout=None)
+    assert len({name for name, _ in found}) == 1
+    # joined, barrier; joined, all_reduce, barrier
+    assert [operations for _, operations in found] == [5, 2, 5, 3]
+
+
+def some_ranks_of_another_backend(base: Path) -> tuple[int, int, str]:
+    os.environ["PHALANX_JOBS_DIR"] = str(base)
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    url = f"file://{os.environ['FOLDER']}/store"
+    dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
+    parts = [[0, 1], [2], [3]]
+    groups = [dist.new_group(part, backend="phalanx") for part in parts]
+    mine = next(g for g, part in zip(groups, parts, strict=True) if rank in part)
+    dist.all_reduce(torch.ones(1), group=mine)
+    dist.barrier()
+    with finding.find() as job:
+        box = job.boxes()[os.getpid()]
+        read = _native.read_black_box(job.read(box, 2**30), 0)
+    dist.barrier()
+    return read["rank"], read["world_size"], read["job"]
+
+
+def test_groups_in_a_job_of_another_backend(ranks: RankServer, tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    found = ranks.run(4, some_ranks_of_another_backend, base, timeout=None)
+    assert [(rank, size) for rank, size, _ in found] == [(rank, 4) for rank in range(4)]
+    assert len({job for _, _, job in found}) == 1
+    assert list(base.iterdir()) == []
+
+
+def forked_child_forms_a_group(base: Path) -> None:
+    init(base)
+    (job,) = base.iterdir()
+    dist.barrier()  # a child makes another job
+    pid = os.fork()
+    if pid == 0:
+        dist.destroy_process_group()
+        url = f"file://{os.environ['FOLDER']}/child-{os.getpid()}"
+        dist.init_process_group("phalanx", init_method=url, rank=0, world_size=1)
+        own = [path for path in base.glob("*/*.box") if path.stem == str(os.getpid())]
+        os._exit(10 + len(own) if own and own[0].parent != job else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
+    dist.all_reduce(torch.ones(1))
+    box = _native.read_black_box((job / f"{os.getpid()}.box").read_bytes(), 100)
+    assert [operation["kind"] for operation in box["done"]] == ["join", "barrier", "all_reduce"]
+
+
+def test_a_forked_child_has_a_box_of_its_own(ranks: RankServer, tmp_path: Path) -> None:
+    ranks.run(2, forked_child_forms_a_group, tmp_path / "jobs", timeout=None)
+
+
+SPAWN = """
+import sys, os, torch, torch.distributed as dist, torch.multiprocessing as mp
+
+def rank(number, folder, fail):
+    url = f"file://{folder}/store"
+    dist.init_process_group("phalanx", init_method=url, rank=number, world_size=2)
+    dist.barrier()
+    if fail and number == 1:
+        raise KeyError("spawned")
+
+if __name__ == "__main__":
+    folder, method, fail = sys.argv[1:]
+    mp.start_processes(rank, (folder, fail == "fail"), nprocs=2, start_method=method)
+"""
+
+
+@pytest.mark.parametrize("method", ("spawn", "fork"))
+@pytest.mark.parametrize("fail", ("fail", "end"))
+def test_processes_of_multiprocessing(jobs: Path, tmp_path: Path, method: str, fail: str) -> None:
+    (tmp_path / "script.py").write_text(SPAWN)
+    done = subprocess.run(
+        [sys.executable, "script.py", str(tmp_path), method, fail],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=LIMIT,
+    )
+    if fail == "end":
+        assert done.returncode == 0, done.stderr
+        assert list(jobs.iterdir()) == []
+        return
+    assert done.returncode == 1
+    assert "KeyError: 'spawned'" in done.stderr
+    job = reading.read()
+    assert job.command[0] == "script.py"
+    assert (job.ranks[1].ending, job.ranks[1].last_words) == ("failed", "KeyError: 'spawned'")
+
+
+TORCHRUN = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("phalanx")
+dist.all_reduce(torch.ones(1))
+if os.environ["RANK"] == sys.argv[1]:
+    os.kill(os.getpid(), 9)
+dist.barrier()
+"""
+
+
+@pytest.mark.parametrize("victim", ("none", "1"))
+def test_torchrun(jobs: Path, tmp_path: Path, victim: str) -> None:
+    (tmp_path / "script.py").write_text(TORCHRUN)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "script.py", victim),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=100,
+    )
+    if victim == "none":
+        assert done.returncode == 0, done.stderr
+        assert list(jobs.iterdir()) == []
+    else:
+        job = reading.read()
+        assert job.command == ("script.py", "1")
+        assert job.ranks[1].ending == ""  # rank 0 is told so, or stopped before it is
+
+
+def test_torchrun_starts_again(jobs: Path, tmp_path: Path) -> None:
+    """All attempts have one store; the second must not find what the first left there."""
+    (tmp_path / "script.py").write_text(
+        TORCHRUN.replace('os.environ["RANK"]', 'os.environ["TORCHELASTIC_RESTART_COUNT"]')
+        + 'os.write(1, b"well in %s\\n" % os.environ["TORCHELASTIC_RESTART_COUNT"].encode())\n'
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "--max-restarts", "1", "script.py", "0"),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("well in 1\n") == 2

@@ -1,0 +1,370 @@
+"""Jobs of `phalanx run` and `phalanx.launch`: noted by the launcher, removed or kept by it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import phalanx
+from phalanx.errors import LaunchError, UsageError
+from phalanx.observe import finding, reading
+from phalanx.observe.directory import Directory, description, new_name
+
+LIMIT = 60
+PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+JOINED = """
+import os, pathlib, sys, time
+import torch, torch.distributed as dist, phalanx
+rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+session = phalanx.init(device="cpu")
+dist.all_reduce(torch.ones(1))
+phalanx.report(step=attempt)
+
+def wait_for(name):
+    while not pathlib.Path(name).exists():
+        time.sleep(0.005)
+"""
+WAITING = JOINED + "pathlib.Path(f'ready{rank}').touch()\nwait_for('go')\n"
+
+
+class Command:
+    """Runs `phalanx` in a directory of the test's own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[tuple[subprocess.Popen[str], threading.Timer]] = []
+
+    def script(self, text: str) -> str:
+        (self.folder / "script.py").write_text(text)
+        return "script.py"
+
+    def start(self, *args: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [*PHALANX, *map(str, args)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=self.folder,
+        )
+        watchdog = threading.Timer(LIMIT, process.kill)
+        watchdog.start()
+        self._started.append((process, watchdog))
+        return process
+
+    def run(self, *args: object) -> tuple[int, str, str]:
+        process = self.start(*args)
+        out, err = process.communicate(timeout=LIMIT)
+        return process.returncode, out, err
+
+    def wait_for(self, *names: str) -> None:
+        wait_for(lambda: all((self.folder / name).exists() for name in names))
+
+    def close(self) -> None:
+        for process, watchdog in self._started:
+            watchdog.cancel()
+            process.kill()
+            process.communicate()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def command(tmp_path: Path, jobs: Path) -> Iterator[Command]:
+    folder = tmp_path / "work"
+    folder.mkdir()
+    made = Command(folder)
+    yield made
+    made.close()
+
+
+def listed(command: Command) -> list[dict[str, Any]]:
+    code, out, err = command.run("jobs", "--json")
+    assert (code, err) == (0, "")
+    found: list[dict[str, Any]] = json.loads(out)
+    return found
+
+
+def test_a_clean_run_leaves_nothing(command: Command, jobs: Path) -> None:
+    run = command.start("run", "--nproc-per-node", 2, command.script(WAITING), "an argument")
+    command.wait_for("ready0", "ready1")
+    (job,) = listed(command)
+    assert (job["state"], job["world_size"]) == ("running", 2)
+    assert job["command"][-1] == "an argument"
+    assert abs(job["started"] - time.time()) < LIMIT
+    code, out, _ = command.run("jobs")
+    assert code == 0
+    assert re.search(rf"{job['name']} +running +2\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d +2 ", out)
+    code, _, err = command.run("jobs", "--remove", job["name"])
+    assert code == 2
+    assert err == f"phalanx: error: job {job['name']} still runs: end it first\n"
+    read = reading.read(job["name"][:-1])
+    assert [rank.start and rank.start.pid for rank in read.ranks] == [r.pid for r in read.ranks]
+    assert read.running
+    (command.folder / "go").touch()
+    out, err = run.communicate(timeout=LIMIT)
+    assert (run.returncode, err) == (0, "")
+    assert list(jobs.iterdir()) == []
+    assert command.run("jobs") == (
+        0,
+        f"no jobs in {jobs}: none runs, and none that failed was kept\n",
+        "",
+    )
+
+
+def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> None:
+    text = JOINED + "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n"
+    code, _, err = command.run("run", "--nproc-per-node", 2, command.script(text))
+    assert code == 137
+    (job,) = listed(command)
+    assert job["state"] == "failed"
+    assert err.splitlines()[-1] == f"To see this again: phalanx explain {job['name']}"
+    read = reading.read()
+    assert (read.code, read.world_size, read.attempt) == (137, 2, 0)
+    first, second = (rank.start for rank in read.ranks)
+    assert first is not None
+    assert second is not None
+    assert (second.code, second.stopped) == (-signal.SIGKILL, False)
+    assert first.code in (1, -signal.SIGTERM)
+    assert read.ranks[0].last_words.startswith("phalanx.errors.PeerLost")
+    assert second.ended is not None
+    assert second.time < second.ended <= time.time()
+    assert not read.running
+    code, out, err = command.run("jobs", "--remove", job["name"])
+    assert (code, out, err) == (0, f"removed {job['name']}\n", "")
+    assert list(jobs.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_is_kept(command: Command, number: signal.Signals) -> None:
+    run = command.start("run", "--nproc-per-node", 2, command.script(WAITING))
+    command.wait_for("ready0", "ready1")
+    run.send_signal(number)
+    _, err = run.communicate(timeout=LIMIT)
+    read = reading.read()
+    assert run.returncode == read.code == 128 + number
+    assert f"phalanx run: stopped by {number.name}\n" in err
+    assert err.splitlines()[-1] == f"To see this again: phalanx explain {read.name}"
+    assert [rank.start.stopped for rank in read.ranks if rank.start] == [True, True]
+    assert all(rank.start.ended for rank in read.ranks if rank.start)
+
+
+def test_the_launcher_and_all_ranks_are_killed(command: Command) -> None:
+    run = command.start("run", "--nproc-per-node", 3, command.script(WAITING))
+    command.wait_for("ready0", "ready1", "ready2")
+    live = reading.read()
+    run.kill()  # the kernel kills the ranks
+    run.communicate(timeout=LIMIT)
+    wait_for(lambda: not reading.read().running)
+    read = reading.read()
+    assert (read.name, read.code, read.problems) == (live.name, None, ())
+    assert [rank.pid for rank in read.ranks] == [rank.pid for rank in live.ranks]
+    assert [rank.last.kind for rank in read.ranks if rank.last] == ["all_reduce"] * 3
+    (job,) = listed(command)
+    assert job["state"] == "failed"
+
+
+def test_restarts_are_one_job(command: Command, jobs: Path) -> None:
+    text = JOINED + (
+        "if attempt == 0:\n    rank == 1 and os._exit(5)\n    dist.barrier()\n"
+        "pathlib.Path(f'ready{rank}').touch()\nwait_for('go')\n"
+    )
+    options = ("--nproc-per-node", 2, "--max-restarts", 1)
+    run = command.start("run", *options, command.script(text))
+    command.wait_for("ready0", "ready1")
+    (path,) = jobs.iterdir()
+    assert len(list(path.glob("*.box"))) == 4
+    read = reading.read()
+    assert (read.attempt, read.problems) == (1, ())
+    assert [rank.pid for rank in read.ranks] == [
+        rank.start and rank.start.pid for rank in read.ranks
+    ]
+    assert [rank.reports[-1].step for rank in read.ranks] == [1, 1]
+    assert [rank.start and rank.start.code for rank in read.ranks] == [None, None]
+    (command.folder / "go").touch()
+    run.communicate(timeout=LIMIT)
+    assert run.returncode == 0
+    assert list(jobs.iterdir()) == []
+
+
+def test_a_job_without_a_group_is_not_explained(command: Command) -> None:
+    code, _, err = command.run("run", "--nproc-per-node", 2, command.script("raise SystemExit(3)"))
+    assert code == 3
+    assert "explain" not in err
+    (job,) = listed(command)
+    assert job["state"] == "failed"
+
+
+def test_a_script_that_can_not_be_started_leaves_no_job(command: Command, jobs: Path) -> None:
+    assert command.run("run", "nothing.py")[0] == 2
+    assert not jobs.exists()
+
+
+def test_old_jobs_are_removed_when_a_new_one_starts(
+    command: Command, jobs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_JOBS_KEPT", "2")
+    run = command.start("run", "--nproc-per-node", 1, command.script(WAITING))
+    command.wait_for("ready0")
+    running = finding.job_names()[0]
+    old = [new_name() for _ in range(4)]
+    for number, name in enumerate(old):
+        with Directory(str(jobs), name, create=True) as job:
+            job.describe(description(name, 1))
+        os.utime(jobs / name, (1000 + number,) * 2)
+    assert command.run("run", "--nproc-per-node", 1, command.script("raise SystemExit(3)"))[0] == 3
+    states = {job["name"]: job["state"] for job in listed(command)}
+    assert sorted(states.values()) == ["failed"] * 3 + ["running"]
+    assert states[running] == "running"
+    assert {*old[2:], running} < set(states)
+    code, out, _ = command.run("jobs", "--remove-ended")
+    assert code == 0
+    assert len(out.splitlines()) == 3
+    assert [path.name for path in jobs.iterdir()] == [running]
+    (command.folder / "go").touch()
+    run.communicate(timeout=LIMIT)
+    assert command.run("jobs", "--remove-ended")[1] == "no job has ended: nothing to remove\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PHALANX_JOBS_KEPT", "many"), ("PHALANX_JOBS_DIR", "here"), ("PHALANX_JOB", "../x")],
+)
+def test_malformed_variables_are_one_line(command: Command, monkeypatch, variable, value) -> None:
+    monkeypatch.setenv(variable, value)
+    code, out, err = command.run("run", "--nproc-per-node", 1, command.script(JOINED))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"phalanx: error: {variable}='{value}' in the environment: expected ")
+    with pytest.raises(UsageError, match=variable):
+        phalanx.launch(os.getpid, 1)
+
+
+def test_help_of_jobs_teaches_and_does_not_import_torch() -> None:
+    code = (
+        "import sys\nfrom phalanx.cli import main\ntry:\n    main()\n"
+        "finally:\n    print('torch' in sys.modules)"
+    )
+    for arguments, words in (
+        (["jobs", "--help"], ["--remove-ended", "PHALANX_JOBS_KEPT", "Only you can read"]),
+        (["jobs"], ["no jobs in"]),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env={**os.environ, "COLUMNS": "100", "PHALANX_JOBS_DIR": "/nowhere/jobs"},
+        )
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr
+        assert all(word in done.stdout for word in words)
+
+
+def test_what_jobs_prints_is_escaped(command: Command, jobs: Path) -> None:
+    evil = "\x1b[2J\u202e\n[bold]x"
+    code, _, _ = command.run("run", "--nproc-per-node", 1, command.script("sys"), evil)
+    assert code == 1
+    (name,) = finding.job_names()
+    (jobs / name / "launcher.jsonl").unlink()
+    os.mkfifo(jobs / name / "launcher.jsonl")
+    os.symlink(jobs / name, jobs / "20261121-0901-k3f9x2")
+    code, out, err = command.run("jobs")
+    assert code == 0
+    assert not set(out + err) & {"\x1b", "\u202e"}
+    assert "failed" in out
+    assert f"{name}: launcher.jsonl is a FIFO, expected a file\n" in err
+    assert "20261121-0901-k3f9x2 is a symbolic link, expected a directory" in err
+
+
+def test_phalanx_launch(jobs: Path) -> None:
+    def rank(fail: bool) -> str:
+        import torch
+        import torch.distributed as dist
+
+        import phalanx
+
+        with phalanx.init(device="cpu") as session:
+            dist.all_reduce(torch.ones(1))
+            if fail and session.rank == 1:
+                raise ValueError("the cause")
+            dist.barrier()
+        return os.environ["PHALANX_JOB"]
+
+    before = os.environ.copy()
+    names = phalanx.launch(rank, 2, (False,), timeout=LIMIT)
+    assert len(set(names)) == 1
+    assert list(jobs.iterdir()) == []
+    with pytest.raises(LaunchError, match="the cause") as caught:
+        phalanx.launch(rank, 2, (True,), timeout=LIMIT)
+    job = reading.read()
+    assert str(caught.value).endswith(f"What the ranks were doing: phalanx explain {job.name}")
+    assert (job.code, job.world_size) == (1, 2)
+    assert job.ranks[1].last_words == "ValueError: the cause"
+    assert [rank.start.code for rank in job.ranks if rank.start][1] == 1
+    assert os.environ == before
+    assert not job.running
+
+
+def test_phalanx_launch_that_is_interrupted(jobs: Path, tmp_path: Path) -> None:
+    code = (
+        "import phalanx, sys, time, pathlib\n"
+        "def rank():\n"
+        "    import phalanx\n"
+        "    phalanx.init(device='cpu')\n"
+        "    print('ready', flush=True)\n"
+        "    time.sleep(50)\n"
+        "phalanx.launch(rank, 2)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as caller:
+        watchdog = threading.Timer(LIMIT, caller.kill)
+        watchdog.start()
+        assert caller.stdout is not None
+        assert [caller.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        caller.send_signal(signal.SIGINT)
+        caller.communicate(timeout=LIMIT)
+        watchdog.cancel()
+    job = reading.read()
+    assert job.code == 130
+    assert [rank.start.stopped for rank in job.ranks if rank.start] == [True, True]
+    with finding.find() as found:
+        assert reading.summary(found).state == "failed"
+
+
+@pytest.mark.parametrize("name", ["PHALANX_JOB", "PHALANX_JOBS_DIR"])
+def test_phalanx_launch_sets_the_job_itself(name: str) -> None:
+    with pytest.raises(UsageError, match=f"env sets {name}, which phalanx.launch sets"):
+        phalanx.launch(os.getpid, 1, env={name: "x"})
+
+
+def test_a_launch_within_a_rank_is_a_job_of_its_own(jobs: Path) -> None:
+    def inner() -> str:
+        import phalanx
+
+        phalanx.init(device="cpu").close()
+        return os.environ["PHALANX_JOB"]
+
+    def outer() -> tuple[str, list[str]]:
+        import phalanx
+
+        return os.environ["PHALANX_JOB"], phalanx.launch(inner, 2, timeout=30)
+
+    ((outside, inside),) = phalanx.launch(outer, 1, timeout=LIMIT)
+    assert len(set(inside)) == 1
+    assert outside not in inside
+    assert list(jobs.iterdir()) == []

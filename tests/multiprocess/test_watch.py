@@ -1,0 +1,273 @@
+"""`phalanx watch` and `phalanx trace` on jobs that run, end and die."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.observe.reading import read
+from phalanx.observe.watch import View, view
+from tests import perfetto_reader
+from tests.ranks import RankServer, Run
+
+LIMIT = 60.0
+LATE = 0.1
+SLOW = 1
+PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
+        time.sleep(0.05)
+
+
+def train(jobs: str, stop: str) -> int:
+    """Until the file `stop` is there: steps in which rank 1 is late. Returns how many."""
+    os.environ["PHALANX_JOBS_DIR"] = jobs
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "phalanx",
+        init_method=f"file://{os.environ['FOLDER']}/store",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=LIMIT),
+    )
+    step = 0
+    going = torch.ones(1)
+    while going.item():
+        if rank == SLOW:
+            time.sleep(LATE)
+        going[0] = not os.path.exists(stop)
+        dist.all_reduce(going, dist.ReduceOp.MIN)
+        work = dist.broadcast(torch.ones(100_000), src=0, async_op=True)
+        if rank == 0:
+            dist.send(torch.ones(3), dst=SLOW, tag=5)
+        if rank == SLOW:
+            dist.recv(torch.empty(3), src=0, tag=5)
+        assert work is not None
+        work.wait()
+        step += 1
+        phalanx.report(step=step, loss=1 / step)
+    dist.destroy_process_group()
+    return step
+
+
+@contextmanager
+def training(ranks: RankServer, jobs: Path, size: int) -> Iterator[Run]:
+    """A job that trains, and is ended at the end at the latest."""
+    run = ranks.start(size, train, str(jobs), str(jobs) + ".stop", timeout=None)
+    try:
+        wait_until(lambda: jobs.is_dir() and any(jobs.iterdir()), "a job")
+        wait_until(lambda: len(reports(look())) == size, "reports of all ranks")
+        yield run
+    finally:
+        Path(str(jobs) + ".stop").touch()
+
+
+def look() -> View:
+    return view(read(None, 512))
+
+
+def reports(seen: View) -> list[int]:
+    return [row.step for row in seen.rows if row.step is not None]
+
+
+def command(*arguments: str, code: int = 0) -> str:
+    """Run a command of `phalanx`; what it wrote to stdout."""
+    ended = subprocess.run(
+        [*PHALANX, *arguments], capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def finish(run: Run, jobs: Path) -> list[int]:
+    """Tell the ranks to end; how many steps each took."""
+    Path(str(jobs) + ".stop").touch()
+    return [rank.value for rank in run.join(LIMIT)]
+
+
+def test_a_planted_straggler_is_named(ranks: RankServer, jobs: Path) -> None:
+    with training(ranks, jobs, 3) as run:
+        wait_until(lambda: look().verdict == "straggler", "a straggler")
+        seen = json.loads(command("watch", "--once", "--json"))
+        assert seen["straggler"]["rank"] == SLOW
+        assert seen["straggler"]["waiting"] == [0, 2]
+        assert seen["straggler"]["share"] > 0.3
+        for row in seen["ranks"]:
+            assert row["state"] in ("running", "sleeping")
+            assert row["memory"] > 2**20
+            assert 0 < row["loss"] <= 1
+            assert 0 < row["steps_per_second"] <= 1 / LATE
+        waiting = [row for row in seen["ranks"] if row["rank"] != SLOW]
+        assert all(max(row["waits"], key=row["waits"].get) == str(SLOW) for row in waiting)
+        steps = finish(run, jobs)
+    assert len(set(steps)) == 1, "watching it has disturbed the job"
+
+
+def test_the_timeline_has_all_operations_with_waiting_apart_from_working(
+    ranks: RankServer, jobs: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.pftrace"
+    with training(ranks, jobs, 3) as run:
+        wait_until(lambda: min(reports(look())) >= 10, "ten steps")
+        out = command("trace", "-o", str(path))
+        kept = read(None)
+        finish(run, jobs)
+    found = perfetto_reader.load(path.read_bytes())
+    assert re.match(rf"{path}: 3 ranks, \d+ operations, ", out)
+    for rank in (0, 1, 2):
+        shown = found.slices(rank)
+        assert {one.arguments["outcome"] for one in shown} <= {"ok", "under way"}
+        # The first ten steps are over; whatever came until it was read may be there too.
+        known = {op.number: op for op in kept.ranks[rank].history}
+        ended = [one for one in shown if one.end is not None]
+        messages = 10 * (rank != 2)
+        assert len(ended) >= 21 + messages
+        assert sorted(number(one) for one in ended)[:20] == list(range(1, 21))
+        for one in ended:
+            op = known[number(one)]
+            assert (one.begin, one.end) == (op.begin, op.end)
+            assert one.name == op.kind
+            assert Path(str(one.arguments["call site"])).name.startswith("test_watch.py:") or (
+                op.kind == "join"
+            )
+        counters = {track.name: track.values for track in found.of(rank) if track.values}
+        assert [value for _, value in counters["step"]][:10] == [float(i) for i in range(1, 11)]
+        assert len(counters["loss"]) == len(counters["step"])
+    # A busy machine delays other ranks too, at times, so it is the sum that tells.
+    for rank in (0, 2):
+        reduced = [one for one in found.slices(rank) if one.name == "all_reduce" and one.end][1:10]
+        waited: dict[str, float] = defaultdict(float)
+        for one in reduced:
+            for wait in one.children:
+                waited[wait.name] += seconds(wait)
+        assert max(waited, key=lambda name: waited[name]) == f"waiting for rank {SLOW}"
+        assert sum(waited.values()) > len(reduced) * LATE / 2
+        work = sum(map(seconds, reduced)) - sum(waited.values())
+        assert work < sum(waited.values())
+    names = {track.name for track in found.of(0) if track.slices}
+    assert names == {"caller's thread", "group's thread", "messages"}
+
+
+def seconds(one: perfetto_reader.Read) -> float:
+    assert one.end is not None
+    return (one.end - one.begin) / 1e9
+
+
+def number(one: perfetto_reader.Read) -> int:
+    value = one.arguments["operation"]
+    assert isinstance(value, int)
+    return value
+
+
+def test_watching_ends_with_the_job(ranks: RankServer, jobs: Path) -> None:
+    with training(ranks, jobs, 2) as run:
+        watch = subprocess.Popen(
+            [*PHALANX, "watch", "--json", "--interval", "0.2"], stdout=subprocess.PIPE, text=True
+        )
+        assert watch.stdout is not None
+        first = json.loads(watch.stdout.readline())
+        finish(run, jobs)
+    rest, _ = watch.communicate(timeout=LIMIT)
+    looks = [first, *map(json.loads, rest.splitlines())]
+    assert first["running"]
+    assert watch.returncode == 0
+    assert {one["job"] for one in looks} == {first["job"]}
+
+
+def test_watching_a_job_that_dies_says_how(ranks: RankServer, jobs: Path) -> None:
+    with (
+        training(ranks, jobs, 2) as run,
+        Terminal("watch", "--interval", "0.2") as shown,
+    ):
+        wait_until(lambda: "Rank 1 holds up others" in shown.written(), "a table")
+        run.signal(SLOW, signal.SIGKILL)
+        wait_until(shown.ended, "the end of watching")
+        run.collect()
+        assert shown.process.returncode == 1
+        *table, last = [line for line in shown.last() if line]
+    assert re.match(r"Job \S+ failed: rank \d \(pid \d+\) .*\. See: phalanx explain", last)
+    assert any(re.match(r" +1 .* (was in|after) ", line) for line in table), table
+
+
+def test_ctrl_c_ends_the_watching_and_not_the_job(ranks: RankServer, jobs: Path) -> None:
+    with training(ranks, jobs, 2) as run:
+        with Terminal("watch", "--interval", "0.2") as shown:
+            wait_until(lambda: "Rank 1 holds up others" in shown.written(), "a table")
+            shown.process.send_signal(signal.SIGINT)
+            wait_until(shown.ended, "the end of watching")
+            assert shown.process.returncode == 0
+            assert "the job goes on" in shown.last()[0]
+        before = min(reports(look()))
+        wait_until(lambda: min(reports(look())) > before, "more steps")
+        assert len(set(finish(run, jobs))) == 1
+
+
+class Terminal:
+    """A command of `phalanx` in a terminal of 80 columns."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+        self.process = subprocess.Popen(
+            [*PHALANX, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment
+        )
+        os.close(slave)
+        self._written = bytearray()
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+    def written(self) -> str:
+        """All that it wrote so far."""
+        while select.select([self._master], [], [], 0)[0]:
+            try:
+                self._written += os.read(self._master, 1 << 16)
+            except OSError:  # it has ended, and all is read
+                break
+        return self._written.decode(errors="replace")
+
+    def last(self) -> list[str]:
+        """The lines that stay on the screen once it has ended, without styles."""
+        usual = self.written().rpartition("\x1b[?1049l")[2]
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", usual).replace("\r", "").split("\n")
+
+    def ended(self) -> bool:
+        """Whether it has ended; reads meanwhile, or it couldn't write."""
+        self.written()
+        return self.process.poll() is not None
+
+
+def test_a_job_that_is_not_there_is_named(jobs: Path) -> None:
+    for name in ("watch", "trace"):
+        ended = subprocess.run(
+            [*PHALANX, name, "20200101"], capture_output=True, text=True, timeout=LIMIT, check=False
+        )
+        assert ended.returncode == 2
+        assert ended.stderr.startswith("phalanx: error: ")
+        assert "20200101" in ended.stderr
+        assert "Traceback" not in ended.stderr

@@ -1,0 +1,311 @@
+"""Where jobs live: private, found again, and removed only when they have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from phalanx import env
+from phalanx.observe.directory import Directory, description, names, new_name, prune
+from phalanx.observe.files import Refused
+
+KEPT = (20, 2**28)
+
+
+def make(base: Path, name: str | None = None, size: int = 0, time: float | None = None) -> str:
+    """A job that has ended, with a file of so many bytes."""
+    with Directory(str(base), name or new_name(), create=True) as job:
+        fd = job.create("1.box")
+        os.posix_fallocate(fd, 0, size or 1)
+        os.close(fd)
+        if time is not None:
+            os.utime(job.path, (time, time))
+        return job.name
+
+
+def test_names_are_the_time_and_something_random() -> None:
+    made = {new_name() for _ in range(1000)}
+    assert len(made) == 1000
+    assert all(env.JOB_NAME.fullmatch(name) for name in made)
+
+
+def test_only_the_user_can_read_what_is_written(tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    before = os.umask(0)
+    try:
+        with Directory(str(base), new_name(), create=True) as job:
+            job.describe(description(job.name, 2))
+            os.close(job.create("812.box"))
+            found = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    directory = base / job.name
+    assert found == {
+        base: 0o700,
+        directory: 0o700,
+        directory / "job.json": 0o600,
+        directory / "812.box": 0o600,
+    }
+
+
+def another_users(path: Path) -> Path:
+    """A directory that isn't this user's: the root of the file system is root's."""
+    if os.geteuid() != 0:
+        return Path("/")
+    path.mkdir()
+    os.chown(path, 12345, -1)
+    return path
+
+
+def a_symbolic_link(path: Path) -> Path:
+    path.with_name("target").mkdir(0o700)
+    path.symlink_to("target")
+    return path
+
+
+def a_link_with_a_slash(path: Path) -> str:
+    return f"{a_symbolic_link(path)}/"
+
+
+def a_file(path: Path) -> Path:
+    path.write_text("")
+    return path
+
+
+def a_fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def writable_by_all(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o1777)
+    return path
+
+
+def writable_by_the_group(path: Path) -> Path:
+    path.mkdir()
+    path.chmod(0o770)
+    return path
+
+
+def below_a_file(path: Path) -> Path:
+    return a_file(path) / "jobs"
+
+
+def without_a_parent(path: Path) -> Path:
+    return path / "jobs"
+
+
+REFUSED = [
+    (
+        another_users,
+        r"belongs to user \d+, and this process runs as user \d+: remove it, or choose",
+    ),
+    (a_symbolic_link, r"is a symbolic link, expected a directory: remove it, or choose"),
+    (a_link_with_a_slash, r"is a symbolic link, expected a directory"),
+    (a_file, "is a file, expected a directory"),
+    (a_fifo, "is a FIFO, expected a directory"),
+    (writable_by_all, r"can be written by others \(its mode is 1777, expected 0700\): chmod it"),
+    (writable_by_the_group, r"can be written by others \(its mode is 0770"),
+    (
+        below_a_file,
+        r"can't be made \(Not a directory\): choose another place with PHALANX_JOBS_DIR",
+    ),
+    (without_a_parent, r"can't be made \(No such file or directory\): choose"),
+]
+
+
+@pytest.mark.parametrize(("place", "message"), REFUSED, ids=[p.__name__ for p, _ in REFUSED])
+def test_a_place_that_is_not_ours_alone_is_refused(tmp_path, monkeypatch, place, message) -> None:
+    monkeypatch.setenv("PHALANX_JOBS_DIR", str(place(tmp_path / "jobs")))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(Refused, match=message):
+        Directory(env.jobs_directory(), new_name(), create=True)
+    assert os.listdir("/proc/self/fd") == before
+
+
+# Nobody but root can put another user's directory there.
+IN_A_BASE = [case for case in REFUSED[:7] if os.geteuid() == 0 or case[0] is not another_users]
+
+
+@pytest.mark.parametrize(("place", "message"), IN_A_BASE, ids=[p.__name__ for p, _ in IN_A_BASE])
+def test_a_jobs_own_directory_is_checked_as_well(tmp_path, place, message) -> None:
+    base = tmp_path / "jobs"
+    name = make(base)
+    os.rename(base / name, tmp_path / "aside")
+    place(base / name)
+    with pytest.raises(Refused, match=message):
+        Directory(str(base), name, create=True)
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "victim").write_text("precious")
+    with Directory(str(tmp_path / "jobs"), new_name(), create=True) as job:
+        for name in ("1.box", f"job.json.{os.getpid()}"):
+            os.symlink(tmp_path / "victim", f"{job.path}/{name}")
+        with pytest.raises(FileExistsError):
+            job.create("1.box")
+        with pytest.raises(FileExistsError):
+            job.describe(description(job.name, 1))
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_job_has_ended_when_nobody_holds_its_directory(tmp_path: Path) -> None:
+    base, name = str(tmp_path / "jobs"), new_name()
+    first = Directory(base, name, create=True)
+    second, reader = Directory(base, name), Directory(base, name)
+    assert reader.ended()
+    first.hold()
+    second.hold()
+    assert not reader.ended()
+    assert not first.claim()  # and holds it no longer
+    assert not reader.ended()
+    assert second.claim()
+    assert not reader.ended()
+    second.close()
+    second.close()
+    assert reader.ended()
+    first.close()
+    reader.close()
+
+
+def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
+    job = Directory(str(tmp_path / "jobs"), new_name(), create=True)
+    job.hold()
+    here, there = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            here.close()
+            there.send(b"closed" if job.fd == -1 else b"open")
+            there.recv(1)  # until the parent has looked
+        os._exit(0)
+    there.close()
+    with here, Directory(str(tmp_path / "jobs"), job.name) as reader:
+        assert here.recv(10) == b"closed"
+        assert not reader.ended()
+        job.close()
+        assert reader.ended()
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_directory_that_is_removed_can_not_be_held(tmp_path: Path) -> None:
+    base, name = str(tmp_path / "jobs"), new_name()
+    late = Directory(base, name, create=True)
+    make(tmp_path / "jobs")
+    with Directory(base, name) as other:
+        assert other.claim()
+        other.remove()
+    with pytest.raises(Refused, match="has just been removed"):
+        late.hold()
+    # A new one of that name is another one.
+    Directory(base, name, create=True).close()
+    with pytest.raises(Refused, match="has just been removed"):
+        late.hold()
+    late.remove()
+    assert name in names(base)
+
+
+def test_removing_follows_no_link_and_takes_what_it_finds(tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    name = make(base)
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious/file").write_text("")
+    (base / name / "link").symlink_to(tmp_path / "precious")
+    (base / name / "2.box").mkdir()
+    (base / name / "2.box/deep").mkdir()
+    os.mkfifo(base / name / "3.box")
+    with Directory(str(base), name) as job:
+        job.remove()
+    assert list(base.iterdir()) == []
+    assert (tmp_path / "precious/file").exists()
+
+
+def test_pruning_keeps_the_newest_ended_jobs_and_all_that_run(tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    ended = [make(base, time=1000.0 + number) for number in range(6)]
+    running = Directory(str(base), make(base, time=1.0))
+    running.hold()
+    prune(str(base), (10, 2**30))
+    assert set(names(str(base))) == {*ended, running.name}
+    prune(str(base), (4, 2**30))
+    assert set(names(str(base))) == {*ended[2:], running.name}
+    prune(str(base), (0, 0))
+    assert names(str(base)) == [running.name]
+    running.close()
+
+
+def test_pruning_keeps_no_more_than_so_many_bytes(tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    ended = [make(base, size=2**20, time=1000.0 + number) for number in range(5)]
+    prune(str(base), (100, 2**20 * 7 // 2))
+    assert set(names(str(base))) == set(ended[2:])
+
+
+def test_pruning_leaves_what_is_no_job(tmp_path: Path) -> None:
+    base = tmp_path / "jobs"
+    make(base)
+    (base / "notes.txt").write_text("mine")
+    (base / "20261121-0901-k3f9x2").write_text("a file with a job's name")
+    (base / "20261121-0901-k3f9x3").symlink_to(tmp_path)
+    prune(str(base), (0, 0))
+    left = {"notes.txt", "20261121-0901-k3f9x2", "20261121-0901-k3f9x3"}
+    assert {path.name for path in base.iterdir()} == left
+
+
+def test_a_base_that_is_missing_has_no_jobs(tmp_path: Path) -> None:
+    assert names(str(tmp_path / "jobs")) == []
+    prune(str(tmp_path / "jobs"), KEPT)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, f"/tmp/phalanx-{os.geteuid()}"),
+        ({"TMPDIR": "/var/tmp"}, f"/var/tmp/phalanx-{os.geteuid()}"),
+        ({"TMPDIR": "relative"}, f"/tmp/phalanx-{os.geteuid()}"),
+        ({"PHALANX_JOBS_DIR": "/a/b//", "TMPDIR": "/var/tmp"}, "/a/b"),
+    ],
+)
+def test_where_jobs_are(environ: dict[str, str], expected: str) -> None:
+    assert env.jobs_directory(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("call", "environ", "message"),
+    [
+        (env.jobs_directory, {"PHALANX_JOBS_DIR": "jobs"}, "'jobs' in .*: expected an absolute"),
+        (env.jobs_kept, {"PHALANX_JOBS_KEPT": "-1"}, "PHALANX_JOBS_KEPT=-1 .*from 0 up"),
+        (env.jobs_kept, {"PHALANX_JOBS_KEPT_MIB": "1GB"}, "PHALANX_JOBS_KEPT_MIB='1GB'"),
+        (env.job, {"PHALANX_JOB": "../../etc"}, r"PHALANX_JOB='\.\./\.\./etc' .*unset it"),
+        (env.job, {"PHALANX_JOB": "20261121-0901-k3f9x2\n"}, "PHALANX_JOB="),
+        (env.job, {"PHALANX_JOB": "\uff120261121-0901-k3f9x2"}, "PHALANX_JOB="),
+    ],
+)
+def test_malformed_variables(call, environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(environ)
+
+
+def test_variables_as_they_should_be() -> None:
+    assert env.job({}) is None
+    assert env.job({"PHALANX_JOB": ""}) is None
+    assert env.job({"PHALANX_JOB": "none"}) == "none"
+    assert env.job({"PHALANX_JOB": "20261121-0901-k3f9x2"}) == "20261121-0901-k3f9x2"
+    assert env.jobs_kept({}) == (20, 256 * 2**20)
+    assert env.jobs_kept({"PHALANX_JOBS_KEPT": "0", "PHALANX_JOBS_KEPT_MIB": "1"}) == (0, 2**20)
+
+
+def test_the_docs_of_the_variables_say_the_same() -> None:
+    docs = {variable.name: variable.doc for variable in env.VARIABLES}
+    count, size = env.jobs_kept({})
+    assert re.search(rf"Unset: {count}\.", docs["PHALANX_JOBS_KEPT"])
+    assert re.search(rf"Unset: {size // 2**20}\.", docs["PHALANX_JOBS_KEPT_MIB"])

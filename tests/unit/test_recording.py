@@ -1,0 +1,123 @@
+"""The file of a black box, and who of several ranks ends last."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx import _native
+from phalanx.observe import recording
+from phalanx.observe.boxes import ended_well
+from phalanx.observe.directory import Directory, new_name
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Directory]:
+    with Directory(str(tmp_path / "jobs"), new_name(), create=True) as made:
+        yield made
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The descriptors that the core would have got."""
+    found: list[int] = []
+    monkeypatch.setattr(_native, "open_black_box", lambda fd, *_: found.append(fd))
+    yield found
+    for fd in found:
+        os.close(fd)
+
+
+def job(directory: Directory) -> recording._Job:
+    store: Any = None
+    return recording._Job(store, 0, 1, 0, directory.base, (20, 2**28), None)
+
+
+def test_a_box_takes_all_of_its_blocks_at_once(directory: Directory, opened: list[int]) -> None:
+    recording._open_file(directory, job(directory))
+    found = os.fstat(opened[0])
+    assert found.st_size == _native.black_box_bytes()
+    assert found.st_blocks * 512 >= found.st_size
+    assert stat.S_IMODE(found.st_mode) == 0o600
+    assert directory.boxes() == {os.getpid(): f"{os.getpid()}.box"}
+
+
+def test_a_box_of_a_process_that_had_this_pid_makes_room(
+    directory: Directory, opened: list[int]
+) -> None:
+    recording._open_file(directory, job(directory))
+    os.write(opened[0], b"old")
+    recording._open_file(directory, job(directory))
+    assert os.pread(opened[1], 3, 0) == bytes(3)
+
+
+def test_a_link_in_place_of_the_box_is_not_followed(
+    directory: Directory, opened: list[int], tmp_path: Path
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    os.symlink(victim, f"{directory.path}/{os.getpid()}.box")
+    recording._open_file(directory, job(directory))
+    assert victim.read_text() == "precious"
+
+
+def test_a_directory_in_place_of_the_box(directory: Directory) -> None:
+    os.mkdir(f"{directory.path}/{os.getpid()}.box")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="directory"):
+        recording._open_file(directory, job(directory))
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_system_that_can_not_map(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr(_native, "open_black_box", refuse)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="No such device"):
+        recording._open_file(directory, job(directory))
+    assert directory.boxes() == {}
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_box_in_memory_can_not_be_made_smaller(directory: Directory, opened: list[int]) -> None:
+    recording._open_memory(job(directory))
+    (fd,) = opened
+    assert os.fstat(fd).st_size == _native.black_box_bytes()
+    assert not os.get_inheritable(fd)
+    for size in (0, 2**30):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+
+
+def box(**fields: Any) -> dict[str, Any]:
+    groups = [{"left": False}]
+    return {"attempt": 0, "ending": "exited", "groups": groups, "done": [], **fields}
+
+
+@pytest.mark.parametrize(
+    ("boxes", "well"),
+    [
+        ([], False),
+        ([box()], True),
+        ([box(), box(ending="left", groups=[{"left": True}])], True),
+        ([box(), box(ending="")], False),
+        ([box(), box(ending="failed")], False),
+        ([box(done=[{"outcome": "ok"}])], True),
+        ([box(done=[{"outcome": "ok"}, {"outcome": "peer_lost"}])], False),
+        ([box(done=[{"outcome": "timeout"}], groups=[{"left": True}] * 2)], True),
+        ([box(done=[{"outcome": "timeout"}], groups=[{"left": True}, {"left": False}])], False),
+        ([box(ending="failed"), box(attempt=1)], True),
+        ([box(), box(attempt=1, ending="")], False),
+    ],
+)
+def test_whether_all_ended_well(boxes: list[dict[str, Any]], well: bool) -> None:
+    assert ended_well(boxes) is well

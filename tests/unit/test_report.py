@@ -1,0 +1,106 @@
+"""`phalanx.report`: what it takes, and what it says where nobody listens."""
+
+from __future__ import annotations
+
+import logging
+import math
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+import phalanx
+from phalanx.errors import UsageError
+from phalanx.observe import recording
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "nothing was given, expected step, loss or note"),
+        ({"step": -1}, "step is -1, expected an integer from 0 up"),
+        ({"step": 2**63}, "step is 9223372036854775808"),
+        ({"step": 1.0}, "step is 1.0"),
+        ({"step": "3"}, "step is '3'"),
+        ({"step": True}, "step is True"),
+        ({"step": torch.ones(2, dtype=torch.int64)}, "step is tensor"),
+        ({"loss": "0.5"}, "loss is '0.5', expected a number or a tensor of one element"),
+        ({"loss": b"0.5"}, "loss is b'0.5'"),
+        ({"loss": True}, "loss is True"),
+        ({"loss": 1j}, "loss is 1j"),
+        ({"loss": [0.5]}, r"loss is \[0.5\]"),
+        ({"loss": 10**400}, r"loss is 1000000+\.\.\., expected"),
+        ({"loss": torch.ones(2)}, r"loss is tensor\(\[1., 1.\]\)"),
+        ({"loss": torch.full((1,), 1j)}, "loss is tensor"),
+        ({"loss": np.ones(3)}, "loss is array"),
+        ({"note": 5}, "note is 5, expected a text"),
+        ({"note": b"bytes"}, "note is b'bytes', expected a text"),
+        ({"note": "\ud800"}, r"note is '\\ud800', which has half of a surrogate pair"),
+    ],
+)
+def test_what_can_not_be_shown(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=f"^report: {message}"):
+        phalanx.report(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("error")
+def test_what_can_be_shown(monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(recording, "_own", object())
+    monkeypatch.setattr(recording, "_note", "")
+    monkeypatch.setattr(recording._native, "report", lambda *given: told.append(given))
+    phalanx.report(step=0)
+    phalanx.report(step=np.int64(7), loss=np.float32(0.5))
+    phalanx.report(step=torch.tensor(8), loss=torch.tensor([[0.25]], requires_grad=True))
+    phalanx.report(loss=Fraction(1, 4))
+    phalanx.report(loss=math.inf, note="evaluating\x1b[2J \u202e")
+    phalanx.report(step=2**63 - 1)  # with the last note
+    phalanx.report(note="")
+    assert [step for step, _, _ in told] == [0, 7, 8, -1, -1, 2**63 - 1, -1]
+    losses = [loss for _, loss, _ in told]
+    assert losses[1:5] == [0.5, 0.25, 0.25, math.inf]
+    assert (losses[0], *losses[5:]) == (None, None, None)
+    phalanx.report(loss=math.nan)
+    assert math.isnan(told.pop()[1])
+    assert [note for _, _, note in told] == [*[""] * 4, *["evaluating\x1b[2J \u202e"] * 2, ""]
+
+
+def test_without_a_group_it_says_so_once(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(recording, "_silent", False)
+    with caplog.at_level(logging.INFO, "phalanx"):
+        for step in range(3):
+            phalanx.report(step=step)
+    assert [record.getMessage() for record in caplog.records] == [
+        "phalanx: report() does nothing in this process, which has no group of the backend "
+        '"phalanx" yet'
+    ]
+
+
+ALONE = """
+import os
+import torch, phalanx
+from phalanx.observe.reading import read
+with phalanx.init(device="cpu") as session:
+    for step in range(300):
+        phalanx.report(step=step, loss=torch.tensor(1.0 / (step + 1)))
+    phalanx.report(note="x" * 254 + "ü")
+    job = read()
+(rank,) = job.ranks
+assert job.running and rank.process.state == "running", rank
+assert rank.pid == os.getpid()
+assert [report.step for report in rank.reports] == [*range(45, 300), -1], rank.reports
+assert abs(rank.reports[-2].loss - 1 / 300) < 1e-6
+assert rank.note.startswith("x" * 254), rank.note
+assert rank.last.kind == "join", rank.last
+"""
+
+
+def test_a_reader_sees_it(jobs) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(jobs.iterdir()) == []

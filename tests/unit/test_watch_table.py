@@ -1,0 +1,231 @@
+"""The table of `phalanx watch`: readable with 2 and with 64 ranks, on any terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from phalanx.observe.model import Job, Operation, Process, Rank, Report
+from phalanx.observe.watch import as_json, ending, render, view
+from phalanx.observe.watch.table import activity, fold
+from tests import arbitrary_jobs
+from tests.synthetic_jobs import ago, collective, job, message, rank, straggling
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\n\r\x9b31m\u202eevil\u2066\u200b\ud800 [bold]x[/]"
+
+
+def lines(made: Job, width: int = 120, height: int | None = None) -> list[str]:
+    """The table as a terminal of that size gets it, without styles."""
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(made, view(made), console, height))
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in written.splitlines()]
+
+
+def cells(made: Job, width: int = 200) -> dict[str, str]:
+    """The line of rank 0, by the headings of the columns."""
+    shown = lines(made, width)
+    at = next(i for i, line in enumerate(shown) if line.startswith("rank  "))
+    names = re.split(r"\s{2,}", shown[at].strip())
+    values = re.split(r"\s{2,}", shown[at + 1].strip(), maxsplit=len(names) - 1)
+    return dict(zip(names, values, strict=True))
+
+
+def own_lines(shown: list[str]) -> dict[int, str]:
+    """The lines of single ranks."""
+    head = next(i for i, line in enumerate(shown) if line.startswith("rank "))
+    found = (re.match(r" {0,3}(\d+) ", line) for line in shown[head + 1 :])
+    return {int(match[1]): match.string for match in found if match}
+
+
+def accounted(shown: list[str]) -> set[int]:
+    """The ranks that a table shows, in lines of their own or together."""
+    found = set(own_lines(shown))
+    for line in shown:
+        if line.startswith("... and "):
+            assert not line.endswith("…"), "cut"
+            numbers = re.split(r", ranks? ", line)[1]
+            for run in re.split(r", | and ", numbers):
+                first, _, last = run.partition("-")
+                found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def test_a_row_tells_all_of_a_rank() -> None:
+    history = [collective(4, 3, 1, 1)]
+    open_ = [collective(2, None, whom=1, sequence=42), message(1, None, peer=1)]
+    reports = tuple(Report(ago(5 - i), 100 + i, 1 / 8) for i in range(5))
+    shown = cells(job(rank(0, 2, history, open_, "sleeping", reports=reports), rank(1)))
+    assert shown == {
+        "rank": "0",
+        "step": "104",
+        "steps/s": "1",
+        "loss": "0.125",
+        "waiting": "60% for 1",
+        "memory": "300 MiB",
+        "process": "sleeping",
+        "in": "all_reduce at train.py:40, waits for 1, 2.0 s, #42, float32[1024] SUM, "
+        "1 more under way",
+    }
+
+
+@pytest.mark.parametrize(
+    ("history", "words"),
+    [
+        ([collective(4, 3, 1, 1)], "20% for 1"),
+        ([collective(4, 3, 1, 1), collective(3, 2, 0.5, 2)], "30% (20% for 1)"),
+        ([collective(4, 3, 1, 1, group=-1)], "20%"),
+        ([], "0%"),
+    ],
+)
+def test_for_whom_a_rank_waits(history: list[Operation], words: str) -> None:
+    assert cells(job(rank(0, 3, history), rank(1, 3), rank(2, 3)))["waiting"] == words
+
+
+def test_without_reports_operations_are_counted_and_the_way_to_report_is_told() -> None:
+    made = job(rank(0, history=[collective(t, t - 0.1) for t in (3, 2, 1)]), rank(1))
+    assert cells(made)["ops/s"] == "0.6"
+    assert "phalanx.report(step=..., loss=...)" in "\n".join(lines(made))
+    assert "step" not in cells(made)
+
+
+def test_a_rank_outside_of_operations_is_in_its_own_code() -> None:
+    made = job(rank(0, history=[collective(3, 2)]), rank(1))
+    assert cells(made)["in"] == "own code, 2.0 s, after all_reduce at train.py:40"
+
+
+@pytest.mark.parametrize(
+    ("operation", "words"),
+    [
+        (message(1, None, 0, 1), "recv from 1 at train.py:40, waits for 1, 1.0 s, tag 7, float32"),
+        (message(1, None), "own code, 1.0 s, 1 more under way"),
+        (message(1, None, peer=-1), "recv from any at train.py:40"),
+        (message(1, None, 0, 1, kind="send"), "send to 1 at train.py:40"),
+        (collective(1, None, kind="broadcast", peer=1), "broadcast from 1 at"),
+        (collective(1, None, kind="join", site=""), "join, 1.0 s"),
+    ],
+)
+def test_operations_in_words(operation: Operation, words: str) -> None:
+    seen = view(job(rank(0, open=[operation]), rank(1)))
+    assert activity(seen.rows[0]).startswith(words)
+
+
+def test_the_line_on_top_names_the_straggler_and_what_it_is_in() -> None:
+    top = " ".join(lines(straggling(8, 3))[1:2])
+    assert top.startswith("Rank 3 holds up others: 7 ranks wait for it 60% of the time (own code,")
+    assert "after all_reduce at train.py:40" in top
+
+
+def test_the_line_on_top_says_that_all_are_even() -> None:
+    assert "All are even" in lines(job(rank(0), rank(1)))[1]
+
+
+def test_where_nothing_moves_explain_is_named() -> None:
+    ring = [rank(r, 2, open=[message(60, None, whom=1 - r)]) for r in range(2)]
+    made = job(*ring)
+    assert f"phalanx explain {made.name}" in "\n".join(lines(made, 200))
+
+
+@pytest.mark.parametrize("size", [2, 8, 16, 17, 18, 64])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 30), (200, 60), (80, 12)])
+def test_it_fits_the_terminal_and_accounts_for_every_rank(
+    size: int, width: int, height: int
+) -> None:
+    shown = lines(straggling(size, slow=1), width, height)
+    assert len(shown) <= height
+    assert max(map(len, shown)) <= width
+    assert accounted(shown) == set(range(size))
+    assert 1 in own_lines(shown), "the straggler has a line of its own"
+
+
+def test_ranks_without_a_line_are_counted_with_what_they_do() -> None:
+    shown = lines(straggling(64, slow=3), 80, 24)
+    counted = next(line for line in shown if line.startswith("... and "))
+    assert re.match(
+        r"\.\.\. and \d\d more waiting for rank 3, 60% of their time, step 20, ranks ", counted
+    )
+
+
+def test_what_is_not_as_it_should_be_keeps_its_line() -> None:
+    made = straggling(64, slow=3)
+    bad = {
+        40: replace(made.ranks[40], process=Process("stopped")),
+        50: replace(made.ranks[50], process=Process("gone")),
+        63: Rank(63),
+    }
+    ranks = tuple(bad.get(one.rank, one) for one in made.ranks)
+    shown = lines(replace(made, ranks=ranks), 100, 16)
+    assert {3, 40, 50, 63} <= set(own_lines(shown))
+    assert accounted(shown) == set(range(64))
+
+
+def test_many_kinds_are_folded_into_few_lines() -> None:
+    """Each of 64 ranks waits for another: a line for each would be as long as the table."""
+    ring = [rank(r, 64, open=[message(60, None, whom=(r + 1) % 64)]) for r in range(64)]
+    seen = view(job(*ring))
+    shown, folds = fold(seen, 10)
+    assert len(shown) + len(folds) == 10
+    assert {row.rank for row in shown} | {row.rank for one in folds for row in one.rows} == set(
+        range(64)
+    )
+    assert folds[-1].what == "of several kinds"
+
+
+def test_texts_are_wrapped_where_there_is_room_and_cut_visibly_where_there_is_none() -> None:
+    site = "/srv/code/a_script_with_a_name_that_is_long.py:40"
+    few = [rank(r, 2, open=[collective(2, None, whom=1, site=site)]) for r in range(2)]
+    assert "#41" in "".join(lines(job(*few), 80, 24))
+    many = [rank(r, 16, open=[collective(2, None, whom=1, site=site)]) for r in range(16)]
+    shown = own_lines(lines(job(*many), 80, 24))
+    assert len(shown) == 16
+    assert all(line.endswith("…") for line in shown.values())
+
+
+def test_nothing_of_the_job_reaches_the_terminal_unescaped() -> None:
+    evil = rank(
+        0,
+        open=[collective(1, None, kind=HOSTILE, site=HOSTILE, whom=1)],
+        problem="",
+        groups=tuple(replace(group, name=HOSTILE) for group in rank(0).groups * 2),
+    )
+    broken = rank(1, problem=HOSTILE)
+    made = job(evil, broken, command=(HOSTILE,), problems=(HOSTILE,))
+    for text in lines(replace(made, name=HOSTILE), 200):
+        assert text.isprintable(), repr(text)
+    assert any("[bold]x[/]" in text for text in lines(made, 200)), "not taken for markup"
+
+
+@given(
+    made=arbitrary_jobs.jobs(),
+    width=st.integers(20, 250),
+    height=st.none() | st.integers(1, 60),
+    window=st.floats(0.1, 3600),
+)
+def test_whatever_was_read_can_be_shown(
+    made: Job, width: int, height: int | None, window: float
+) -> None:
+    seen = view(made, window)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render(made, seen, console, height))
+    written = console.file.getvalue()  # type: ignore[attr-defined]
+    assert written.replace("\n", "").isprintable()
+    json.loads(json.dumps(as_json(made, seen), allow_nan=False))
+    ending(made)
+    for row in seen.rows:
+        assert row.waiting is None or 0 <= row.waiting <= 1
+
+
+@given(made=arbitrary_jobs.jobs(), room=st.integers(1, 80))
+def test_folding_loses_no_rank(made: Job, room: int) -> None:
+    seen = view(made)
+    shown, folds = fold(seen, room)
+    assert len(shown) + len(folds) <= room
+    told = [row.rank for row in shown] + [row.rank for one in folds for row in one.rows]
+    assert sorted(told) == list(range(len(made.ranks)))
