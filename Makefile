@@ -16,7 +16,7 @@ JOBS ?= $(shell nproc)
 # Options for the program that a target runs: make pytest ARGS="-k barrier -x"
 ARGS ?=
 # Seconds that all of pytest may take.
-PYTEST_LIMIT ?= 1200
+PYTEST_LIMIT ?= 1500
 
 # Pinned, because it is what the package is tested with. It is no requirement of the build.
 TORCH := 2.13.0
@@ -35,7 +35,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan pytest conformance soak bench tidy clean distclean
+	native-tsan kills model mutants pytest conformance soak drill bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -165,6 +165,21 @@ native-plain native-asan native-tsan: $(VENV)/.build-tools ## one of the three (
 	@cmake --build build/$@ --parallel $(JOBS) -- --quiet
 	@$(WRAP) ctest --test-dir build/$@/native --no-tests=error --output-on-failure $(ARGS)
 
+# A part of it is a test of native-plain.
+kills: ARGS := --all --random 100000
+kills: $(VENV)/.build-tools ## kill ranks at every step of every operation, in every order of ranks
+	$(submake) native-plain ARGS="-R test_steps"
+	$(call section,Killing ranks at every step)
+	@build/native-plain/native/tests/test_kills $(ARGS)
+
+model: ## check the models of the protocol with Spin (ARGS=--long for all of it)
+	$(call section,Models of the protocol)
+	@$(PYTHON) native/model/check.py $(ARGS)
+
+mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see that it is found
+	$(call section,Mutants)
+	@python native/mutants/run.py $(ARGS)
+
 # The outer limit is for what pytest's own limit per test can't end.
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
@@ -177,6 +192,10 @@ conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k b
 soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --ranks 2-8 --seed N")
 	$(call section,Soak)
 	@python -m tests.soak $(ARGS)
+
+drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations")
+	$(call section,Drill)
+	@python -m tests.drill $(ARGS)
 
 bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)
