@@ -197,8 +197,8 @@ MEETING = [
         "plain:test_group",
         (
             (
-                "  Status status = broken();\n  if (!status.ok() || !staging",
-                "  Status status;\n  if (!staging",
+                "    return refuse(own, bounds, status);\n  }\n  if (!staging",
+                "    (void)refuse(own, bounds, status);\n  }\n  if (!staging",
             ),
         ),
     ),

@@ -75,7 +75,7 @@ Status Group::connect() {
 
 Status Group::meet(Fingerprint own, const Bounds& bounds) {
   if (const Status status = broken(); !status.ok()) {
-    return status;
+    return refuse(own, bounds, status);
   }
   own.sequence = sequence() + 1;
   sequence_.store(own.sequence, std::memory_order_relaxed);
@@ -95,23 +95,25 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
     PHALANX_STEP("meet: compare");
     const Fingerprint theirs = segment_->control(peer).fingerprints[own.sequence & 1].load();
     if (theirs != own) {
-      return abort(Status{
+      return fails(Status{
           .code = Code::mismatch, .peer = peer, .reporter = rank_, .mine = own, .theirs = theirs});
     }
   }
   return {};
 }
 
-Status Group::prepare(bool staging) {
-  Status status = broken();
-  if (!status.ok() || !staging || staging_ready_) {
-    return status;
+Status Group::prepare(const Fingerprint& own, const Bounds& bounds, bool staging) {
+  if (const Status status = broken(); !status.ok()) {
+    return refuse(own, bounds, status);
+  }
+  if (!staging || staging_ready_) {
+    return {};
   }
   PHALANX_STEP("prepare: get pages");
-  status = Segment::prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
+  Status status = Segment::prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
   if (!status.ok()) {
     status.reporter = rank_;
-    return abort(status);
+    return refuse(own, bounds, abort(status));
   }
   staging_ready_ = true;
   return {};
@@ -136,7 +138,7 @@ std::byte* Group::reach(int owner, const Place& place, Status& status) {
   if (!view) {
     status.peer = owner;
     status.reporter = rank_;
-    status = abort(status);
+    status = fails(status);
     return nullptr;
   }
   return view->at(place.offset);
@@ -172,7 +174,7 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
     status.reporter = rank_;
   }
   status.mine = current_;
-  return abort(status);
+  return fails(status);
 }
 
 Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {

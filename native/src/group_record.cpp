@@ -81,6 +81,15 @@ void Group::begin_record(const Fingerprint& own, const Bounds& bounds) {
   recording_ = true;
 }
 
+Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& why) {
+  if (!refused_) {
+    refused_ = true;
+    own.sequence = sequence() + 1;
+    begin_record(own, bounds);
+  }
+  return outcome(why);
+}
+
 void Group::show_wait(int peer) {
   if (recording_ && place_ >= 0) {
     record_.waiting_for = static_cast<std::int16_t>(peer);
@@ -108,7 +117,6 @@ void Group::end_record() {
     return;
   }
   recording_ = false;
-  record_.outcome = broken().code;
   record_.end = nanoseconds(Clock::now());
   if (record_.waiting_for < 0) {
     record_.waiting_for = longest_peer_;

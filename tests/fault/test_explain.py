@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,7 @@ def is_named(kind: str) -> bool:
         verdict = find(read())
     except ValueError:  # there is no job yet
         return False
-    return verdict.kind == kind and is_culprit(kind, verdict.ranks)
-
-
-def is_culprit(kind: str, ranks: Sequence[int]) -> bool:
-    # Two ranks that disagree are enough to break the group: then the third is on no side.
-    return CULPRIT in ranks and len(ranks) <= (2 if kind == "branch" else 1)
+    return verdict.kind == kind and verdict.ranks == (CULPRIT,)
 
 
 def line_of(comment: str) -> str:
@@ -104,11 +99,11 @@ def check(scenario: str, kind: str = "") -> None:
     found = json.loads(explained("--json"))
     verdict = found["verdict"]
     assert verdict["kind"] == kind, verdict
-    assert is_culprit(kind, verdict["ranks"]), verdict
+    assert verdict["ranks"] == [CULPRIT], verdict
     text = explained()
     # The tense, and how long ago that was, may change from one reading to the next.
     assert f"\n{verdict['text'][0][:20]}" in text
-    assert f"ank {CULPRIT} " in verdict["text"][0].replace("s 0 and 1 ", " 1 ")
+    assert f"ank {CULPRIT} " in verdict["text"][0]
     assert line_of("missing" if scenario == "missing" else "wait") in text
     if scenario in SITES:
         assert line_of(SITES[scenario]) in text

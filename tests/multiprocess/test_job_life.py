@@ -18,6 +18,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx import _native
 from phalanx.observe import finding, reading
+from phalanx.observe.culprit import find
 from tests.ranks import RankServer
 
 LIMIT = 60.0
@@ -134,6 +135,36 @@ def test_an_exit_code_after_a_failed_operation(ranks: RankServer, jobs: Path) ->
     ended = ranks.start(2, one_ends_after_a_failed_operation, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [3, 0]
     assert [rank.ending for rank in reading.read().ranks] == ["exited", ""]
+
+
+def one_calls_when_the_others_have_failed(base: Path) -> None:
+    rank = init(base)
+    dist.barrier()
+    folder = Path(os.environ["FOLDER"])
+    if rank == 2:
+        wait_for(lambda: len(list(folder.glob("told*"))) == 2)
+    for _ in range(3):
+        with pytest.raises(phalanx.CollectiveMismatch):
+            dist.all_reduce(torch.ones(4 if rank == 0 else 5))
+    (folder / f"told{rank}").touch()
+    raise SystemExit(1)  # so that the job is kept
+
+
+def test_what_a_broken_group_refuses(ranks: RankServer, jobs: Path) -> None:
+    ended = ranks.start(3, one_calls_when_the_others_have_failed, jobs, timeout=None).join()
+    assert [rank.code for rank in ended] == [1, 1, 1], ended[0].report()
+    job = reading.read()
+    here = os.path.basename(__file__)
+    for rank in job.ranks:
+        failed = [operation for operation in rank.history if operation.outcome != "ok"]
+        # The first that is refused, and not what is tried again.
+        assert len(failed) == (1 if rank.rank == 2 else 2)
+        for operation in failed:
+            assert (operation.kind, operation.outcome) == ("all_reduce", "mismatch")
+            assert here in operation.site
+        assert failed[0].sequence == 2
+    verdict = find(job)
+    assert (verdict.kind, verdict.ranks) == ("branch", (0,))
 
 
 def ends_without_pythons_end(base: Path) -> None:

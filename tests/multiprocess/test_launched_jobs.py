@@ -368,3 +368,37 @@ def test_a_launch_within_a_rank_is_a_job_of_its_own(jobs: Path) -> None:
     assert len(set(inside)) == 1
     assert outside not in inside
     assert list(jobs.iterdir()) == []
+
+
+DDP = (
+    JOINED
+    + """
+import atexit
+from torch.nn.parallel import DistributedDataParallel
+
+pathlib.Path(f"pid{rank}").write_text(str(os.getpid()))
+dist.barrier()
+
+def wait_for_the_end_of_rank_0():
+    stat = pathlib.Path("/proc", pathlib.Path("pid0").read_text(), "stat")
+    while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.005)
+
+model = DistributedDataParallel(torch.nn.Linear(8, 8))
+if rank == 1:
+    atexit.register(wait_for_the_end_of_rank_0)
+    raise ValueError("the cause")
+model(torch.ones(8)).sum().backward()
+"""
+)
+
+
+def test_what_ddp_raises_is_known_as_a_consequence(command: Command) -> None:
+    """Its C++ makes a RuntimeError of PeerLost; here it is reported before the cause is."""
+    code, _, err = command.run("run", "--nproc-per-node", 2, command.script(DDP))
+    assert code == 1
+    headline = next(line for line in err.splitlines() if line.startswith("phalanx run: "))
+    assert headline.startswith("phalanx run: rank 1 ")
+    verdict = json.loads(command.run("explain", "--json")[1])["verdict"]
+    assert (verdict["kind"], verdict["ranks"]) == ("failed", [1])
+    assert reading.read().ranks[0].last_words.startswith("RuntimeError: ")

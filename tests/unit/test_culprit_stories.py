@@ -225,13 +225,19 @@ def test_a_rank_that_has_not_come_yet_is_on_no_side() -> None:
     assert side_ranks(verdict) == [(3,), (0, 2)]
 
 
-def test_a_rank_that_came_after_the_mismatch_says_where_it_called() -> None:
-    """Two ranks have found that they disagree before the third calls: then its error tells."""
-    story = Story(3).together().begins(0, site="/a/b.py:4").begins(1, "barrier", site="/a/b.py:9")
-    story.passes(0.1).ends([0, 1], "mismatch").passes(0.01)
+def test_a_rank_that_was_told_in_the_collective_before_is_on_no_side() -> None:
+    story = Story(4).together().begins(range(4)).passes(0.1).ends([0, 2, 3])
+    story.begins([0, 2], "barrier").begins(3).passes(0.1)
+    verdict = find(story.ends(outcome="mismatch").job())
+    assert (verdict.kind, verdict.ranks) == ("branch", (3,))
+    assert side_ranks(verdict) == [(3,), (0, 2)]
+
+
+def test_a_rank_that_calls_after_the_mismatch_is_refused_and_on_a_side() -> None:
+    story = Story(3).together().begins(0).begins(1, "barrier").passes(0.1)
+    story.ends([0, 1], "mismatch")
     assert told(story) == ("branch", (0, 1))
-    words = "CollectiveMismatch: [rank 2/3 on a] all_reduce #2 float32[10] SUM at b.py:4: ranks"
-    verdict = find(story.fails(2, words).job())
+    verdict = find(story.passes(0.1).begins(2).ends(2, "mismatch").job())
     assert (verdict.kind, verdict.ranks) == ("branch", (1,))
     assert side_ranks(verdict) == [(1,), (0, 2)]
 

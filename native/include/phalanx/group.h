@@ -47,10 +47,10 @@ class Group {
   // Enters the next collective: publishes `own` (its sequence is filled in), waits for all peers to
   // enter theirs, and compares. Everything this rank wrote before is visible to peers after it.
   Status meet(Fingerprint own, const Bounds& bounds);
-  // Comes before the meeting, and before the own inline buffer is filled. Refuses a broken group: a
-  // peer that was left behind may still read there. With `staging`, the own staging area is backed
-  // by pages when this returns ok.
-  Status prepare(bool staging);
+  // Comes before the meeting for `own`, and before the own inline buffer is filled. Refuses a
+  // broken group: a peer that was left behind may still read there. With `staging`, the own staging
+  // area is backed by pages when this returns ok.
+  Status prepare(const Fingerprint& own, const Bounds& bounds, bool staging);
   // Own inline buffer for the next collective, to be filled before the meeting.
   std::byte* next_inline_buffer() const { return inline_buffer(rank_, sequence() + 1); }
   // A rank's inline buffer of the collective that has been met for.
@@ -75,6 +75,9 @@ class Group {
   // Returns the status to report here.
   // Without `wake` who sleeps sees it when its slice ends: time to break other groups first.
   Status abort(Status why, bool wake = true);
+  // What a collective returns in which something went wrong: breaks the group, and notes the
+  // outcome.
+  Status fails(const Status& why) { return outcome(abort(why)); }
   // Ok, or why the group is broken.
   Status broken() const;
   // Announces that this process ends by an exception: for its peers it is lost from now on. A
@@ -109,8 +112,16 @@ class Group {
   Record record_of(const Fingerprint& own, const Bounds& bounds) const;
   // Whoever does a collective: what the black box says of it.
   void begin_record(const Fingerprint& own, const Bounds& bounds);
+  // Refuses a collective, since the group is broken. Noted the first time alone: who tries for ever
+  // must not wash out of the black box what came before.
+  Status refuse(Fingerprint own, const Bounds& bounds, const Status& why);
   void show_wait(int peer);
   void note_wait(int peer, Clock::duration waited);
+  // Notes how the collective ends, which may be well in a group that another one breaks meanwhile.
+  Status outcome(const Status& status) {
+    record_.outcome = status.code;
+    return status;
+  }
   void end_record();
   void announce(Presence presence, bool wake);
 
@@ -142,6 +153,7 @@ class Group {
   Record record_;
   int place_ = -1;  // in the black box
   bool recording_ = false;
+  bool refused_ = false;
   Clock::duration longest_wait_{};
   std::int16_t longest_peer_ = -1;
 };

@@ -45,8 +45,9 @@ class AllToAll {
       : group_(group), own_(own), dtype_(dtype), element_(size_of(dtype)), bounds_(bounds) {}
 
   Status run() {
+    const Fingerprint called{.kind = Kind::all_to_all, .dtype = dtype_};
     const std::uint64_t chunks = own_chunks();
-    Status status = group_.prepare(chunks != 0);
+    Status status = group_.prepare(called, bounds_, chunks != 0);
     if (!status.ok()) {
       return status;
     }
@@ -60,7 +61,7 @@ class AllToAll {
               group_.ranks(), [&](int rank) { return own_.inputs[rank]; },
               [&](int rank) { return rank == self() ? 0 : given_bytes(rank); });
     }
-    status = group_.meet({.kind = Kind::all_to_all, .dtype = dtype_}, bounds_);
+    status = group_.meet(called, bounds_);
     if (status.ok()) {
       status = compare();
     }
@@ -144,7 +145,7 @@ class AllToAll {
                                .kind = Kind::all_to_all,
                                .dtype = dtype_};
           };
-          return group_.abort(Status{.code = Code::mismatch,
+          return group_.fails(Status{.code = Code::mismatch,
                                      .peer = from,
                                      .reporter = to,
                                      .mine = side(taken, from),

@@ -16,7 +16,7 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   const auto gives = [root](int rank) { return rank == root; };
   const auto takes = [root](int rank) { return rank != root; };
   const bool small = bytes <= kInlineBytes;
-  Status status = group.prepare(is_root && !small);
+  Status status = group.prepare(own, bounds, is_root && !small);
   if (!status.ok()) {
     return status;
   }

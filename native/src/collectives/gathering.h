@@ -13,7 +13,7 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
   const int self = group.rank();
   const bool small = bytes <= kInlineBytes;
   const auto gives = [](int) { return true; };
-  Status status = group.prepare(!small);
+  Status status = group.prepare(own, bounds, !small);
   if (!status.ok()) {
     return status;
   }

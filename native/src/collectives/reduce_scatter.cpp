@@ -53,7 +53,7 @@ Status reduce_scatter(Group& group, const void* const* inputs, void* output, std
       }
     }
   };
-  Status status = group.prepare(!parts.small());
+  Status status = group.prepare(own, bounds, !parts.small());
   if (!status.ok()) {
     return status;
   }

@@ -213,7 +213,7 @@ Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds&
   }
   const std::size_t bytes = own.count * size_of(own.dtype);
   const bool small = bytes <= kInlineBytes;
-  Status status = group.prepare(!small);
+  Status status = group.prepare(own, bounds, !small);
   if (!status.ok()) {
     return status;
   }

@@ -23,7 +23,7 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
       }
     }
   };
-  Status status = group.prepare(!parts.small() && self == root);
+  Status status = group.prepare(own, bounds, !parts.small() && self == root);
   if (!status.ok()) {
     return status;
   }

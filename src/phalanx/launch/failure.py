@@ -15,9 +15,11 @@ GRACE = 3.0
 """Seconds for which ranks may go on after a consequence was seen, so that its cause can show."""
 
 _LOST = re.compile(
-    r"^phalanx\.errors\.(PeerLost|Aborted|CollectiveMismatch: .* has left the group)\b",
+    r"^(phalanx\.errors\.|RuntimeError: [^:\n]*: )"
+    r"(PeerLost|Aborted|CollectiveMismatch: .* has left the group)\b",
     re.MULTILINE,
 )
+"""DDP, which is C++, says them in a RuntimeError of its own."""
 _CONNECTION = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket closed|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ncclRemoteError|remote process exited"

@@ -27,7 +27,10 @@ How = Literal[
     "elsewhere",  # on another machine
 ]
 
-_OURS = re.compile(r"^(?:[\w.]*\.)?(PeerLost|Aborted|CollectiveMismatch|CollectiveTimeout)\b")
+_OURS = re.compile(
+    r"^(?:RuntimeError: [^:\n]*: )?(?:[\w.]*\.)?"  # DDP, which is C++, has an error of its own
+    r"(PeerLost|Aborted|CollectiveMismatch|CollectiveTimeout)\b"
+)
 _SEEN = re.compile(r"\(pid (\d{1,9})\) (?:was killed by (\w{3,12})|exited with code (\d{1,3}))")
 
 

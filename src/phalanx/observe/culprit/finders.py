@@ -6,10 +6,8 @@ if any did; at ranks that ended by themselves; and then at who waits for whom (`
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.observe.culprit.endings import last_sign, told_of
@@ -19,12 +17,11 @@ from phalanx.observe.culprit.verdict import Side, Verdict, sides_of
 from phalanx.observe.culprit.waits import BY_ITSELF, Scene, group_of
 
 if TYPE_CHECKING:
-    from phalanx.observe.model import Group, Job, Operation, Rank
+    from phalanx.observe.model import Group, Job, Operation
 
 __all__ = ["find", "find_in"]
 
 _KNOWN = ("peer_lost", "left", "timeout", "mismatch", "ring", "aborted", "interrupted")
-_CALLED = re.compile(r"\] \w[^:]* at ([^ /:]+:\d+): ")
 _ABORTER = re.compile(r"\baborted by rank (\d{1,5})\b")
 _REFUSED = re.compile(r"\brank (\d{1,5}) could not get memory|system error on rank (\d{1,5})\b")
 
@@ -69,7 +66,7 @@ def _disagreement(scene: Scene) -> Verdict | None:
         for number in messages:
             if (verdict := _unfit(scene, number)) is not None:
                 return verdict
-    sides = _with_latecomers(scene, _disagreeing(scene, collectives or there), group)
+    sides = _disagreeing(scene, _furthest(scene, collectives) or there)
     return Verdict("branch", _out_of_step(sides), scene.moment, sides, reason=_words(scene))
 
 
@@ -90,6 +87,12 @@ def _unfit(scene: Scene, number: int) -> Verdict | None:
     sender, sent = found
     sides = (_side(scene, [number]), Side((sender,), sent, group_of(scene.ranks[sender], sent)))
     return Verdict("message", tuple(sorted((number, sender))), scene.moment, sides, instead=sent)
+
+
+def _furthest(scene: Scene, numbers: list[int]) -> list[int]:
+    """Those in the collective in which ranks disagree: others were told in the one before it."""
+    sequences = {number: scene.troubles[number].operation.sequence for number in numbers}
+    return [n for n, sequence in sequences.items() if sequence == max(sequences.values())]
 
 
 def _signature(operation: Operation) -> tuple[object, ...]:
@@ -119,32 +122,6 @@ def _disagreeing(scene: Scene, numbers: list[int]) -> tuple[Side, ...]:
 def _side(scene: Scene, ranks: list[int]) -> Side:
     trouble = scene.troubles[ranks[0]]
     return Side(tuple(ranks), trouble.operation, group_of(trouble.rank, trouble.operation))
-
-
-def _with_latecomers(
-    scene: Scene, sides: tuple[Side, ...], group: Group | None
-) -> tuple[Side, ...]:
-    """Add ranks that called after others had found the mismatch: their errors say from where."""
-    grown = []
-    for side in sides:
-        site = side.operation.site if side.operation is not None else ""
-        alone = [other.operation and other.operation.site for other in sides].count(site) == 1
-        more = [
-            number
-            for number in scene.members(group).values()
-            if number in scene.ranks
-            and number not in scene.troubles
-            and alone
-            and _called_from(scene.ranks[number]) == os.path.basename(site) != ""
-        ]
-        grown.append(replace(side, ranks=tuple(sorted((*side.ranks, *more)))))
-    return tuple(sorted(grown, key=lambda side: (len(side.ranks), side.ranks)))
-
-
-def _called_from(rank: Rank) -> str:
-    """Where a rank called the operation in which it was told that ranks disagree."""
-    found = _CALLED.search(rank.last_words) if told_of(rank) == "CollectiveMismatch" else None
-    return found[1] if found else ""
 
 
 def _out_of_step(sides: tuple[Side, ...]) -> tuple[int, ...]:
