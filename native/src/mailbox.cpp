@@ -41,6 +41,7 @@ MessagePtr Mailbox::post(MessagePtr message, bool detached) {
   {
     const Hold hold(*this);
     message->id_ = ++posted_;
+    note_poster(*message);
     begin_record(*message);
     // seq_cst: pairs with the load in rest().
     outstanding_.fetch_add(1, std::memory_order_seq_cst);
@@ -161,6 +162,16 @@ bool Mailbox::drive_for(const Message& message) {
   return drive();
 }
 
+// A message of any source may come from this rank itself, although all others have left: when it
+// has sent to itself before, or when a second thread does messages, while the first one waits.
+void Mailbox::note_poster(const Message& message) {
+  const std::thread::id self = std::this_thread::get_id();
+  if (poster_ == std::thread::id()) {
+    poster_ = self;
+  }
+  to_itself_ = to_itself_ || poster_ != self || message.peer_ == group_.rank();
+}
+
 void Mailbox::prefault(int peer) {
   const auto index = static_cast<std::size_t>(peer);
   if (prefaulted_[index]) {
@@ -237,8 +248,8 @@ Status Mailbox::trouble_from(int peer) const {
   return status;
 }
 
-// A message of any source can't come when all others have left. When one of them has died, it may
-// be the one that was meant.
+// A message of any source can't come when all others have left, unless it is one's own. When one of
+// them has died, it may be the one that was meant.
 Status Mailbox::trouble_from_any() const {
   int left = 0;
   Status last;
@@ -254,7 +265,7 @@ Status Mailbox::trouble_from_any() const {
     ++left;
     last = status;
   }
-  return left + 1 == group_.ranks() ? last : Status{};
+  return left + 1 == group_.ranks() && !to_itself_ ? last : Status{};
 }
 
 Status Mailbox::trouble() {

@@ -144,6 +144,29 @@ TEST(who_waits_for_a_message_of_a_rank_that_left_is_told) {
   }
 }
 
+TEST(any_source_may_be_a_thread_of_the_own_rank) {
+  for (const bool second_thread : {false, true}) {
+    ranks::run(2, [&](Rank& rank) {
+      if (rank.self == 1) return;
+      CHECK(ranks::eventually([&] { return !present(rank, 1); }));
+      std::int32_t value = 0;
+      const std::int32_t sent = 12;
+      if (!second_thread) {
+        CHECK(wait_for(rank, rank.mailbox.send(&sent, 1, DType::int32, 0, 7, false)).ok());
+      }
+      const auto message = rank.mailbox.recv(&value, 1, DType::int32, kAnySource, 0, false);
+      if (second_thread) {
+        // Its tag is another one: that it was posted is enough.
+        std::thread([&] {
+          CHECK(rank.mailbox.send(&sent, 1, DType::int32, 0, 7, false) != nullptr);
+        }).join();
+      }
+      // Long enough for looks at who has left.
+      CHECK_EQ(rank.mailbox.wait(*message, within(350ms)).code, Code::timeout);
+    });
+  }
+}
+
 TEST(any_source_goes_on_while_somebody_is_left) {
   ranks::run(3, [](Rank& rank) {
     std::int32_t value = 0;

@@ -17,6 +17,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 #include "phalanx/group.h"
@@ -100,6 +101,7 @@ class Mailbox {
   bool adopt(const MessagePtr& recv, int peer);
   bool fits(Message& message, int source, const Envelope& envelope);
   void prefault(int peer);
+  void note_poster(const Message& message);
   void finish(const MessagePtr& message, const Status& status);
   void begin_record(Message& message);
   void show_wait(Message& message);
@@ -120,6 +122,8 @@ class Mailbox {
   std::vector<bool> prefaulted_;     // by destination
   std::vector<MessagePtr> watched_;  // those that are done go when somebody looks for trouble
   Patience patience_;
+  std::thread::id poster_;  // who posted first
+  bool to_itself_ = false;  // whether this rank may send to itself while it waits
   Status failed_;  // why the group is broken, or left: channels may end in the middle of a message
 
   // Writers: who holds mutex_.
