@@ -37,15 +37,20 @@ class Letter:
         return cases.data("int32", self.size, seed, *names)
 
 
-def plan_of(seed: int, count: int, world_size: int, sizes: tuple[int, ...]) -> list[Letter]:
-    """Random messages; only those of a tag that one source alone sends may be of any source."""
+def plan_of(
+    seed: int, count: int, world_size: int, sizes: tuple[int, ...], unique: int = 1000
+) -> list[Letter]:
+    """Random messages; only those of a tag that one source alone sends may be of any source.
+
+    Those tags begin at `unique`: plans that are under way at once must not share them.
+    """
     choice = random.Random(seed)
     numbers: dict[tuple[int, int, int], int] = {}
     letters = []
     for index in range(count):
         source, target = choice.randrange(world_size), choice.randrange(world_size)
         any_source = choice.random() < 0.2
-        tag = 1000 + index if any_source else choice.randrange(40)
+        tag = unique + index if any_source else choice.randrange(40)
         # Of one tag, all have one size: a source may be ahead with any of its own.
         size = sizes[tag % len(sizes)]
         number = numbers.get((source, target, tag), 0)
@@ -121,11 +126,11 @@ def rounds(seed: int, count: int, sizes: tuple[int, ...]) -> int:
     last: list[Exchange] = []
     done = 0
     for number in range(3):
-        exchanges = [
-            Exchange(seed + number, plan_of(seed + number, count, world_size, sizes), None)
-        ]
+        unique = 10_000 * (number + 1)
+        letters = plan_of(seed + number, count, world_size, sizes, unique)
+        exchanges = [Exchange(seed + number, letters, None)]
         if rank in (0, world_size - 1):
-            letters = plan_of(seed + 50 + number, count // 4, 2, sizes)
+            letters = plan_of(seed + 50 + number, count // 4, 2, sizes, unique)
             exchanges.append(Exchange(seed + 50 + number, letters, part))
         steps = [(exchange, *post) for exchange in exchanges for post in exchange.posts]
         # Messages of one exchange keep their order; where the collectives come is anyone's choice.

@@ -259,6 +259,15 @@ def test_ctrl_c_while_all_is_well() -> None:
     assert told(story.fails(0, "KeyboardInterrupt", None)) == ("interrupted", (0, 1))
 
 
+def test_ctrl_c_long_after_a_rank_has_left() -> None:
+    """Rank 1 has left, and is slow to end; those who were told do something else."""
+    story = Story(3).together().begins([0, 2], waiting_for=1).passes(0.1).leaves(1)
+    story.ranks[1].ending, story.ranks[1].ended = "left", story.time
+    story.passes(0.01).ends([0, 2], "left").passes(10)
+    story.fails([0, 2], "KeyboardInterrupt", -2).passes(0.01).launcher_stops()
+    assert told(story) == ("finished", (1,))
+
+
 def test_who_is_told_before_ctrl_c_reaches_it() -> None:
     """A launcher that hands Ctrl-C on: rank 1 loses rank 0 before it is interrupted itself."""
     story = Story(3).together().begins([0, 2], waiting_for=1).passes(0.1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import subprocess
 import sys
@@ -68,12 +67,20 @@ def test_what_can_be_shown(monkeypatch) -> None:
     assert [note for _, _, note in told] == [*[""] * 4, *["evaluating\x1b[2J \u202e"] * 2, ""]
 
 
-def test_without_a_group_it_says_so_once(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(recording, "_silent", False)
-    with caplog.at_level(logging.INFO, "phalanx"):
-        for step in range(3):
-            phalanx.report(step=step)
-    assert [record.getMessage() for record in caplog.records] == [
+SILENT = """
+import logging, phalanx
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+for step in range(3):
+    phalanx.report(step=step)
+"""
+
+
+def test_without_a_group_it_says_so_once() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=100, check=True
+    )
+    said = [line for line in done.stderr.splitlines() if "report()" in line]
+    assert said == [
         "phalanx: report() does nothing in this process, which has no group of the backend "
         '"phalanx" yet'
     ]

@@ -71,7 +71,7 @@ def end_of(rank: Rank, job: Job) -> End:
         interrupted = rank.last_words.startswith("KeyboardInterrupt")
         return End("interrupted" if interrupted else "failed", time, code)
     if rank.start is not None and rank.start.stopped:
-        return End("launcher", time, code)
+        return End("launcher", _noted_end(rank, job) or time, code)
     if code is not None:
         return End("killed" if code < 0 else "exited" if code else "well", time, code)
     if rank.gone:

@@ -185,6 +185,9 @@ class Scene:
             return False
         if trouble.outcome == "interrupted":
             return self.ends[trouble.rank.rank].by_others
+        ended = [end.time for end in self.ends.values() if end.by_others and end.time]
+        if ended and trouble.operation.end < min(ended) - _SLACK:
+            return False  # long before anybody was ended
         if trouble.outcome == "aborted":
             return self._aborted_from_outside(trouble)
         members = self.members(group_of(trouble.rank, trouble.operation)).values()
