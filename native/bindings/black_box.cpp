@@ -160,6 +160,7 @@ class Joining {
     record_.kind = Kind::join;
     record_.group = id_;
     record_.site = current_caller().site;
+    record_.thread = current_caller().thread;
     place_ = box_->begin(record_);
   }
 
@@ -182,7 +183,7 @@ class Joining {
     box_->end(place_, record_);
     GroupNote* note = box_->group(id_);
     if (!joined && note != nullptr) {
-      note->left.store(1, std::memory_order_release);
+      note->left.store(1, std::memory_order_relaxed);
     }
   }
 

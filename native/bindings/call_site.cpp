@@ -53,8 +53,11 @@ Code& known(PyCodeObject* code) {
   if (const auto found = all.known.find(code); found != all.known.end()) {
     return found->second;
   }
+  // Of a notebook that has run very many cells. What goes with the last reference to a code object
+  // may run Python, so it goes when the table is whole again.
+  std::unordered_map<PyCodeObject*, Code> old;
   if (all.known.size() == kMostCodes) {
-    all.known.clear();  // of a notebook that has run very many cells
+    old.swap(all.known);
   }
   Code& made = all.known[code];
   made.held = nb::borrow(reinterpret_cast<PyObject*>(code));
@@ -89,7 +92,8 @@ std::uint32_t find_call_site() {
 
 void set_foreign_code(std::vector<std::string> beginnings) {
   codes().foreign = std::move(beginnings);
-  codes().known.clear();
+  std::unordered_map<PyCodeObject*, Code> old;
+  old.swap(codes().known);
 }
 
 // Of a thread that runs operations for others.

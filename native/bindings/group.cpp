@@ -60,6 +60,7 @@ void set_why(Group& group, std::string_view why) {
   if (GroupNote* note = group.note(); note != nullptr && group.broken().ok()) {
     mark_call_site();
     BlackBox::set_why(*note, why);
+    // Who finds in a copy of the box where, may read why.
     note->left_at.store(current_caller().site, std::memory_order_release);
   }
 }

@@ -51,18 +51,23 @@ thread_local Wait current_wait;
 constexpr auto kFirstLook = std::chrono::seconds(1);
 constexpr auto kSecondLook = std::chrono::milliseconds(500);
 
-// Looks seldom at a wait that goes on for long, and soon again when something was suspected.
-void watch(Clock::time_point now) {
+// Looks seldom at a wait that goes on for long, and soon again when something was suspected. True
+// when a signal arrived meanwhile whose handler has raised: that error stands.
+bool watch(Clock::time_point now) {
   const Clock::duration waited = now - current_wait.began;
   if (watcher == nullptr || waited < current_wait.patience) {
-    return;
+    return false;
   }
   const nb::object suspected = nb::steal(PyObject_CallNoArgs(watcher));
   if (!suspected.is_valid()) {
+    if (PyErr_ExceptionMatches(PyExc_Exception) == 0) {
+      return true;  // KeyboardInterrupt, SystemExit
+    }
     PyErr_WriteUnraisable(watcher);
   }
   const bool soon = suspected.is_valid() && suspected.is(nb::bool_(true));
   current_wait.patience = soon ? waited + kSecondLook : 2 * waited;
+  return false;
 }
 
 bool python_signals() {
@@ -70,8 +75,7 @@ bool python_signals() {
   if (PyErr_CheckSignals() != 0) {
     return true;
   }
-  watch(Clock::now());
-  return false;
+  return watch(Clock::now());
 }
 
 void set_watcher(nb::object call) { watcher = call.release().ptr(); }

@@ -102,8 +102,12 @@ WAITING = [
         "plain:test_steps",
         (
             (
-                "  own.step.store(++step_, std::memory_order_seq_cst);\n  notify(own.stepped);\n",
-                "  notify(own.stepped);\n  own.step.store(++step_, std::memory_order_seq_cst);\n",
+                "(++step_, std::memory_order_seq_cst);\n  notify(own.stepped);\n",
+                "(++step_, std::memory_order_seq_cst);\n",
+            ),
+            (
+                '  PHALANX_STEP("advance: publish the step");\n',
+                '  notify(own.stepped);\n  PHALANX_STEP("advance: publish the step");\n',
             ),
         ),
     ),
@@ -148,8 +152,13 @@ WAITING = [
     Mutant(
         "no last look",
         WAIT_H,
-        "plain:test_kills",
-        (("return ready() ? Status{} : status;", "return status;"),),
+        "plain:test_steps",
+        (
+            (
+                "      if (!ready()) {\n        return status;\n      }\n      break;\n",
+                "      return status;\n",
+            ),
+        ),
     ),
     Mutant(
         "leaves without waking",
@@ -255,7 +264,7 @@ FAILING = [
     Mutant(
         "the last failure wins",
         GROUP,
-        "plain:test_group",
+        "plain:test_steps",
         (
             (
                 "if (word.compare_exchange_strong(none, pack(why, rank_), "
@@ -272,8 +281,8 @@ FAILING = [
             ("  own.trouble[0].store(why.mine);\n  own.trouble[1].store(why.theirs);\n", ""),
             (
                 '    PHALANX_STEP("abort: wake all");\n',
-                "    own.trouble[0].store(why.mine);\n    own.trouble[1].store(why.theirs);\n"
-                '    PHALANX_STEP("abort: wake all");\n',
+                '    PHALANX_STEP("abort: wake all");\n'
+                "    own.trouble[0].store(why.mine);\n    own.trouble[1].store(why.theirs);\n",
             ),
         ),
     ),
@@ -341,7 +350,7 @@ MESSAGES = [
     Mutant(
         "messages without a last look",
         "src/mailbox.cpp",
-        "plain:test_kills",
+        "plain:test_steps",
         (
             (
                 "if (const Status status = trouble(); status.ok() || drive()) {",

@@ -103,7 +103,8 @@ std::unique_ptr<BlackBox> BlackBox::open(int fd, const BoxIdentity& identity, St
   header.opened = nanoseconds(Clock::now());
   put(header.host, identity.host);
   put(header.job, identity.job);
-  header.magic = kBoxMagic;
+  // Who finds it in a copy of the box may read what stands above.
+  std::atomic_ref(header.magic).store(kBoxMagic, std::memory_order_release);
   auto made = std::unique_ptr<BlackBox>(new BlackBox(box, fd));
   made->publish_sites();
   return made;
@@ -121,7 +122,10 @@ void BlackBox::adopt(std::unique_ptr<BlackBox> box) {
   own_box.store(box.release(), std::memory_order_release);
 }
 
-void BlackBox::forget() { own_box.store(nullptr, std::memory_order_release); }
+void BlackBox::forget() {
+  own_box.store(nullptr, std::memory_order_relaxed);
+  current_caller() = {.site = 0, .thread = Caller::kMain};  // the thread that forks is the only one
+}
 
 std::uint16_t BlackBox::add_group(int rank, int size) {
   const std::lock_guard lock(mutex_);
@@ -141,6 +145,8 @@ std::uint16_t BlackBox::add_group(int rank, int size) {
     return 0;
   }
   note->id.store(0, std::memory_order_relaxed);
+  // Each a release, so that none comes before the id was taken away: who reads something of the new
+  // group in a copy of the box finds no old id there.
   note->identity.store(0, std::memory_order_release);
   note->sequence.store(0, std::memory_order_release);
   note->left.store(0, std::memory_order_release);
@@ -149,7 +155,10 @@ std::uint16_t BlackBox::add_group(int rank, int size) {
   note->size = size;
   name_group(*note, "", "");
   set_why(*note, "");
-  last_group_ = static_cast<std::uint16_t>(last_group_ + 1 == 0x10000 ? 1 : last_group_ + 1);
+  do {
+    last_group_ = static_cast<std::uint16_t>(last_group_ + 1 == 0x10000 ? 1 : last_group_ + 1);
+  } while (group(last_group_) != nullptr);
+  // Who sees the id may read the note. Pairs with the load in read_groups.
   note->id.store(last_group_, std::memory_order_release);
   box_->header.groups.fetch_add(1, std::memory_order_relaxed);
   return last_group_;
@@ -174,9 +183,11 @@ void BlackBox::set_why(GroupNote& note, std::string_view why) { put(note.why, wh
 int BlackBox::begin(Record& record) {
   record.number = box_->header.begun.fetch_add(1, std::memory_order_relaxed) + 1;
   // Claims a place: no other thread writes there until end().
+  const bool message = record.kind == Kind::send || record.kind == Kind::recv;
+  const std::uint64_t reserved = message ? ~std::uint64_t{0} << kBoxMessages : 0;
   std::uint64_t taken = taken_.load(std::memory_order_relaxed);
-  while (~taken != 0) {
-    const int place = std::countr_one(taken);
+  while (~(taken | reserved) != 0) {
+    const int place = std::countr_one(taken | reserved);
     if (taken_.compare_exchange_weak(taken, taken | std::uint64_t{1} << place,
                                      std::memory_order_acquire, std::memory_order_relaxed)) {
       box_->open[place].store(record);
@@ -200,6 +211,8 @@ void BlackBox::report(std::int64_t step, std::optional<double> loss, std::string
   const std::lock_guard lock(mutex_);
   const std::uint64_t number = box_->header.reports.load(std::memory_order_relaxed) + 1;
   SharedReport& report = box_->reports[(number - 1) % kBoxReports];
+  // Each a release, so that none comes before `framed`. They pair with the loads in read_reports,
+  // which go the other way round.
   report.framed.store(number, std::memory_order_relaxed);
   report.loss.store(loss ? std::bit_cast<std::uint64_t>(*loss) : kNoLoss,
                     std::memory_order_release);

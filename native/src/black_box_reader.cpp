@@ -118,10 +118,12 @@ void read_records(const BoxLayout& box, std::size_t history, BoxContents& to) {
   for (std::uint64_t index = ended - count; index != ended; ++index) {
     add(box.history[index % kBoxHistory], to.done);
   }
+  // The newest place of a history that is full may still hold what stood there before.
+  std::ranges::stable_sort(to.done, {}, &Record::end);
   for (const SharedRecord& shared : box.open) {
     add(shared, to.open);
   }
-  // One that ended in the middle of the copy stands in both.
+  // One that ended in the middle of the copy may stand in both, or in neither.
   std::erase_if(to.open, [&to](const Record& open) {
     return std::ranges::any_of(to.done,
                                [&open](const Record& done) { return done.number == open.number; });
@@ -140,7 +142,7 @@ void read_reports(const BoxLayout& box, BoxContents& to) {
         .time = report.time.load(std::memory_order_acquire),
         .step = report.step.load(std::memory_order_acquire),
         .loss = loss == kNoLoss ? std::nullopt : std::optional(std::bit_cast<double>(loss))};
-    if (its == 0 || its != report.framed.load(std::memory_order_relaxed)) {
+    if (its != index + 1 || its != report.framed.load(std::memory_order_relaxed)) {
       ++to.torn;
     } else {
       to.reports.push_back(read);

@@ -51,6 +51,7 @@ Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
     note_ = box_->group(box_group_);
   }
   if (note_ != nullptr) {
+    // Who finds it in a copy of the box may read name and members.
     note_->identity.store(segment_->header().nonce, std::memory_order_release);
   }
   own.presence.store(Presence::joined, std::memory_order_seq_cst);
@@ -255,10 +256,12 @@ void Group::leave() {
   left_ = true;
   if (note_ != nullptr) {
     note_->left_at.store(current_caller().site, std::memory_order_relaxed);
+    // Who finds it in a copy of the box may read where.
     note_->left.store(1, std::memory_order_release);
     box_->publish_sites();
   }
-  announce(Presence::left, true);
+  // Who has said that it ends by an exception is lost to its peers, however it ends.
+  announce(failing(rank_) ? Presence::failing : Presence::left, true);
 }
 
 void Group::fail(bool wake) { announce(Presence::failing, wake); }

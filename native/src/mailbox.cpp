@@ -162,8 +162,8 @@ bool Mailbox::drive_for(const Message& message) {
   return drive();
 }
 
-// A message of any source may come from this rank itself, although all others have left: when it
-// has sent to itself before, or when a second thread does messages, while the first one waits.
+// A message of any source may come from this rank itself, although all others have left. That is
+// taken to be possible once it has sent to itself, or once a second thread has posted anything.
 void Mailbox::note_poster(const Message& message) {
   const std::thread::id self = std::this_thread::get_id();
   if (poster_ == std::thread::id()) {
@@ -248,8 +248,8 @@ Status Mailbox::trouble_from(int peer) const {
   return status;
 }
 
-// A message of any source can't come when all others have left, unless it is one's own. When one of
-// them has died, it may be the one that was meant.
+// A message of any source can't come when all others have left, unless this rank may send to itself
+// (note_poster). When one of them has died, it may be the one that was meant.
 Status Mailbox::trouble_from_any() const {
   int left = 0;
   Status last;

@@ -4,7 +4,8 @@
 namespace phalanx {
 
 void Mailbox::begin_record(Message& message) {
-  if (group_.box_ != nullptr) {
+  // Of what a broken group refuses the first is enough; see Group::refuse.
+  if (group_.box_ != nullptr && failed_.ok()) {
     message.record_ = group_.record_of(message.fingerprint(), {});
     message.place_ = group_.box_->begin(message.record_);
   }

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstring>
@@ -111,6 +112,19 @@ TEST(more_operations_under_way_than_places) {
   CHECK_EQ(read.done.size(), records.size());
 }
 
+TEST(messages_in_any_number_do_not_hide_a_collective) {
+  const auto box = make();
+  std::vector<Record> messages(kBoxOpen + 10, Record{.kind = Kind::recv});
+  std::vector<int> places;
+  for (Record& message : messages) {
+    places.push_back(box->begin(message));
+  }
+  CHECK(std::ranges::count_if(places, [](int place) { return place >= 0; }) == kBoxMessages);
+  Record record = some_record(1);
+  CHECK(box->begin(record) >= 0);
+  CHECK(contents(*box).open.back().kind == Kind::all_reduce);
+}
+
 TEST(the_history_keeps_the_newest) {
   const auto box = make();
   for (std::uint64_t i = 1; i <= kBoxHistory + 100; ++i) {
@@ -146,6 +160,17 @@ TEST(groups_that_were_left_make_room) {
   CHECK_EQ(read.groups.back().id, fresh);  // in the order in which they were formed
   CHECK_EQ(read.groups.back().name.size(), sizeof note->name - 1);
   CHECK_EQ(read.groups.back().members, "");  // rather none than wrong ones
+}
+
+TEST(ids_of_groups_come_round_but_not_onto_living_ones) {
+  const auto box = make();
+  const std::uint16_t living = box->add_group(0, 2);
+  for (int i = 0; i < 70'000; ++i) {
+    const std::uint16_t id = box->add_group(1, 2);
+    if (!CHECK(id != 0) || !CHECK(id != living)) return;
+    box->group(id)->left.store(1);
+  }
+  CHECK_EQ(box->group(living)->rank, 0);
 }
 
 TEST(reports_and_the_ending) {

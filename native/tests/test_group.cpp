@@ -311,6 +311,21 @@ TEST(who_waits_for_a_rank_that_left_is_told) {
 }
 
 // Ranks leave at once when they are done; those who have all they need must succeed.
+TEST(who_fails_and_leaves_then_is_lost_not_gone) {
+  ranks::run(2, [](Rank& rank) {
+    if (rank.self == 1) {
+      rank.group.fail(true);
+      rank.group.leave();
+      rank.together.arrive_and_wait();
+      return;
+    }
+    rank.together.arrive_and_wait();
+    const Status status = barrier(rank.group, within());
+    CHECK_EQ(status.code, Code::peer_lost);
+    CHECK_EQ(status.peer, 1);
+  });
+}
+
 TEST(a_rank_that_leaves_after_its_part_is_not_missed) {
   ranks::Random random(77);
   for (int round = 0; round < ranks::scaled(400); ++round) {

@@ -123,6 +123,36 @@ TEST(a_waiter_at_any_step_of_an_advance_is_roused) {
   }
 }
 
+// While a waiter finds out that a peer has left, it comes to know what that peer did before.
+TEST(a_step_that_was_published_before_a_rank_left_counts) {
+  const Pair pair;
+  bool left = false;
+  const Hook hook([&](std::string_view step) {
+    if (step != "wait: look for trouble" || left) return;
+    left = true;
+    pair.groups[0]->advance();
+    pair.groups[0]->leave();
+  });
+  CHECK(pair.groups[1]->wait_step(0, 1, within()).ok());
+  CHECK(left);
+}
+
+TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
+  const Pair pair;
+  const std::byte sent{7};
+  std::byte received{};
+  bool left = false;
+  const auto message = pair.mailboxes[1]->recv(&received, 1, DType::uint8, 0, 0, false);
+  const Hook hook([&](std::string_view step) {
+    if (step != "trouble: look for who left" || left) return;
+    left = true;
+    (void)pair.mailboxes[0]->send(&sent, 1, DType::uint8, 1, 0, false);
+    pair.groups[0]->leave();
+  });
+  CHECK(pair.mailboxes[1]->wait(*message, within()).ok());
+  CHECK(left && received == sent);
+}
+
 TEST(a_waiter_at_any_step_of_leaving_is_roused) {
   for (const std::string_view where : {"leave: say so", "notify: look for sleepers"}) {
     for (const bool messages : {false, true}) {
@@ -158,6 +188,21 @@ TEST(who_sees_that_the_group_is_broken_sees_why) {
     (void)pair.groups[0]->abort(
         {.code = Code::mismatch, .peer = 1, .reporter = 0, .mine = {.count = 5}});
     CHECK_EQ(told, 5u);
+  }
+}
+
+TEST(a_failure_that_comes_first_at_any_step_of_another_wins) {
+  for (const std::string_view where : {"abort: publish what differs", "abort: claim the word"}) {
+    const Pair pair;
+    bool failed = false;
+    const Hook hook([&](std::string_view step) {
+      if (step != where || failed) return;
+      failed = true;
+      (void)pair.groups[1]->abort({.code = Code::timeout, .peer = 0, .reporter = 1});
+    });
+    const Status told = pair.groups[0]->abort({.code = Code::mismatch, .peer = 1, .reporter = 0});
+    CHECK_EQ(told.code, Code::timeout);
+    CHECK_EQ(pair.groups[1]->broken().code, Code::timeout);
   }
 }
 

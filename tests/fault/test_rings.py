@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 
 import pytest
@@ -75,7 +78,26 @@ def late_in_one_of_two_groups() -> bool:
     return True
 
 
-@pytest.mark.parametrize("function", (crossed_but_async, late_in_one_of_two_groups))
+def stopped_where_it_was_waited_for() -> bool:
+    """Rank 1 is stopped while it waits for rank 0, which then comes, and waits for rank 1."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    pid = torch.tensor([os.getpid()])
+    dist.broadcast(pid, 1)
+    goes_on = threading.Timer(4, os.kill, (int(pid), signal.SIGCONT))
+    if dist.get_rank() == 0:
+        until = time.monotonic() + 0.5
+        while time.monotonic() < until:
+            torch.zeros(1000).sum()
+        os.kill(int(pid), signal.SIGSTOP)
+        goes_on.start()
+    for group in (first, second):
+        dist.all_reduce(torch.ones(3), group=group)
+    return True
+
+
+@pytest.mark.parametrize(
+    "function", (crossed_but_async, late_in_one_of_two_groups, stopped_where_it_was_waited_for)
+)
 def test_no_ring(ranks: RankServer, function: object) -> None:
     assert all(ranks.run(2, function))  # type: ignore[arg-type]
 

@@ -32,6 +32,8 @@ inline constexpr std::uint32_t kBoxVersion = 1;
 inline constexpr std::size_t kBoxGroups = 128;
 inline constexpr std::size_t kBoxSites = 1024;
 inline constexpr std::size_t kBoxOpen = 64;
+// Messages have these places alone: in any number they don't hide the collective that a rank is in.
+inline constexpr std::size_t kBoxMessages = 56;
 inline constexpr std::size_t kBoxReports = 256;
 inline constexpr std::size_t kBoxHistory = 4096;
 

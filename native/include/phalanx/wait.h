@@ -51,9 +51,11 @@ class Patience {
   template <class Ready>
   bool spin(Ready&& ready);
 
+  // A wait begins; it may be over before there is anything to learn from it.
+  void begin() { last_ = {}; }
   // Feeds back how long the wait took in all.
   void learn(Clock::duration waited);
-  // What was fed back last.
+  // How long the last wait took; zero: no time.
   Clock::duration last() const { return last_; }
 
  private:
@@ -117,6 +119,7 @@ template <class Ready, class Trouble>
 Status wait_until(Event& event, Patience& patience, const Bounds& bounds, Ready&& ready,
                   Trouble&& trouble) {
   constexpr int kSlicesPerLook = 20;
+  patience.begin();
   if (ready()) {
     return {};
   }
@@ -144,7 +147,10 @@ Status wait_until(Event& event, Patience& patience, const Bounds& bounds, Ready&
     const Status status = trouble();
     if (!status.ok()) {
       PHALANX_STEP("wait: last look");
-      return ready() ? Status{} : status;
+      if (!ready()) {
+        return status;
+      }
+      break;
     }
     if (Clock::now() >= bounds.deadline) {
       return Status{.code = Code::timeout};

@@ -6,13 +6,16 @@ ever compared, and nobody moves again. Black boxes show it: a rank that has wait
 follows the waits from box to box, and where they lead back to itself, twice with the very same
 operations, it breaks its groups on that ring.
 
-Only what is certain counts as a link: the main thread of a rank stands in a collective, and no
-other thread of that rank takes part in operations. For all else there are deadlines, and
+Only what is certain counts as a link: the main thread of a rank stands in a collective, the rank
+that it waits for has not come to that one, and no other thread of the waiting rank takes part in
+operations. A rank that is merely stopped, or busy in a signal handler, still says whom it waited
+for when it stopped; but who is waited for has come by then. For all else there are deadlines, and
 `phalanx explain`.
 """
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +43,7 @@ class _Link:
 
     rank: int
     number: int
+    sequence: int
     identity: int
     peer: int
     peer_in_group: int
@@ -56,9 +60,12 @@ def look(groups: Iterable[_native.Group]) -> bool:
         groups: All groups of this process that it hasn't left.
 
     Returns:
-        Whether there is a ring that has to be looked at once more.
+        Whether there is a ring that has to be looked at once more. False in other threads than
+        the main one, whose waits alone are looked at.
     """
     global _suspected  # noqa: PLW0603
+    if threading.current_thread() is not threading.main_thread():
+        return False
     of_identity = {group.identity: group for group in groups}
     ring = _ring(of_identity)
     confirmed = bool(ring) and ring == _suspected
@@ -70,18 +77,27 @@ def look(groups: Iterable[_native.Group]) -> bool:
 
 def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
     own = next(iter(groups.values()), None)
-    box = own and own.black_box(own.rank, _HISTORY)
+    box = first = own and own.black_box(own.rank, _HISTORY)
     links: list[_Link] = []
     while box and len(links) < _LONGEST:
         link = _link(box)
         if link is None:
             return ()
         links.append(link)
-        if link.peer == links[0].rank:
+        closes = link.peer == links[0].rank
+        box = first if closes else _box_of(link, groups)
+        if not box or not _is_missing(box, link):
+            return ()
+        if closes:
             several = len({each.identity for each in links}) > 1
             return tuple(links) if several else ()
-        box = _box_of(link, groups)
     return ()
+
+
+def _is_missing(box: Box, link: _Link) -> bool:
+    """Whether the rank of this box has not begun what it is waited for in."""
+    reached = [n["sequence"] for n in box["groups"] if n["identity"] == link.identity]
+    return bool(reached) and reached[-1] < link.sequence
 
 
 def _link(box: Box) -> _Link | None:
@@ -102,7 +118,9 @@ def _link(box: Box) -> _Link | None:
         f"'{escape(note['name'])}'{site} for rank {members[peer]}"
     )
     identity = note["identity"]
-    return _Link(box["rank"], wait["number"], identity, members[peer], peer, words)
+    return _Link(
+        box["rank"], wait["number"], wait["sequence"], identity, members[peer], peer, words
+    )
 
 
 def _box_of(link: _Link, groups: dict[int, _native.Group]) -> Box | None:

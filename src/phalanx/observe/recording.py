@@ -278,7 +278,7 @@ def _open_file(directory: Directory, job: _Job) -> None:
 
 def _open_memory(job: _Job) -> None:
     descriptor = os.memfd_create("phalanx-box", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(descriptor, _native.black_box_bytes())
+    os.posix_fallocate(descriptor, 0, _native.black_box_bytes())
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     _adopt(descriptor, job, "")
