@@ -295,7 +295,7 @@ FAILING = [
     Mutant(
         "no look at who left",
         GROUP,
-        "plain:test_group",
+        "plain:test_steps",
         (("presence.load(std::memory_order_seq_cst) == Presence::left) {", "pid.load() < 0) {"),),
     ),
     Mutant(

@@ -58,8 +58,14 @@ def seeded(mutant: Mutant) -> Iterator[None]:
 
 
 def run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
+    # A race is found when it is seen once; to print all of them takes minutes.
     return subprocess.run(
-        ["nice", *command], capture_output=True, text=True, timeout=LIMIT, check=False
+        ["nice", *command],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+        env={"TSAN_OPTIONS": "halt_on_error=1", **os.environ},
     )
 
 

@@ -137,6 +137,12 @@ TEST(a_step_that_was_published_before_a_rank_left_counts) {
   CHECK(left);
 }
 
+TEST(who_has_left_is_not_waited_for) {
+  const Pair pair;
+  pair.groups[0]->leave();
+  CHECK_EQ(pair.groups[1]->wait_step(0, 1, within(std::chrono::seconds(1))).code, Code::left);
+}
+
 TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   const Pair pair;
   const std::byte sent{7};
