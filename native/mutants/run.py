@@ -23,6 +23,9 @@ WORK = ROOT / "build" / "mutants"
 SOURCE = WORK / "source"
 LIMIT = 600  # seconds that a mutant may take until it is found
 SANITIZERS = {"plain": "", "thread": "thread"}
+RESULT = NATIVE / "mutants" / "RESULT.md"
+TABLE = ["| mutant | found by | s | what it said |", "|---|---|---:|---|"]
+MISSED = "**nothing: NOT FOUND**"
 
 
 class NotFoundError(Exception):
@@ -146,26 +149,38 @@ def check_sound(mutants: list[Mutant], jobs: int) -> None:
         print(f"sound: {caught_by}", flush=True)
 
 
+def write_result(rows: dict[str, str]) -> None:
+    """Of mutants that weren't run this time, the rows that are there stay."""
+    if RESULT.exists():
+        rows = {row.split(" | ")[0][2:]: row for row in RESULT.read_text().splitlines()} | rows
+    kept = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
+    missed = sum(MISSED in row for row in kept)
+    text = [
+        "# Result of `make mutants ARGS=--record`",
+        "Seconds are those of the test or model that found it, without the build.",
+        "\n".join([*TABLE, *kept]),
+        f"{len(kept)} mutants, {missed} not found.",
+    ]
+    RESULT.write_text("\n\n".join(text) + "\n")
+
+
 def find_all(mutants: list[Mutant], jobs: int, record: bool) -> int:
-    table = ["| mutant | found by | s | what it said |", "|---|---|---:|---|"]
-    print("\n" + "\n".join(table), flush=True)
+    rows = dict[str, str]()
+    print("\n" + "\n".join(TABLE), flush=True)
     missed = 0
     for mutant in mutants:
         with seeded(mutant):
             finding = search(mutant.caught_by, jobs)
         if finding is None:
             missed += 1
-            finding = Finding(0, "**nothing: NOT FOUND**")
+            finding = Finding(0, MISSED)
         said = finding.said.replace("|", "\\|").strip()[:100]
-        table.append(f"| {mutant.name} | {mutant.caught_by} | {finding.seconds:.1f} | {said} |")
-        print(table[-1], flush=True)
-    summary = f"{len(mutants)} mutants, {missed} not found"
-    print(f"\n{summary}")
+        row = f"| {mutant.name} | {mutant.caught_by} | {finding.seconds:.1f} | {said} |"
+        rows[mutant.name] = row
+        print(row, flush=True)
+    print(f"\n{len(mutants)} mutants, {missed} not found")
     if record:
-        head = "# Result of `make mutants ARGS=--record`"
-        note = "Seconds are those of the test or model that found it, without the build."
-        text = "\n\n".join([head, note, "\n".join(table), summary + "."])
-        (NATIVE / "mutants" / "RESULT.md").write_text(text + "\n")
+        write_result(rows)
     return missed
 
 

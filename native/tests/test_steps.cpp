@@ -31,17 +31,19 @@ class Hook {
   void (*before_)(const char*);
 };
 
-// Two ranks in one thread.
+// Ranks in one thread.
 struct Pair {
-  Pair() {
+  explicit Pair(int size = 2) {
     Status status;
-    segment = Segment::create(2, 1, kChunkBytes, status);
+    segment = Segment::create(size, 1, kChunkBytes, status);
     CHECK(status.ok());
-    for (const int rank : {0, 1}) {
+    for (int rank = 0; rank < size; ++rank) {
       groups.push_back(std::make_unique<Group>(Segment::share(*segment), rank));
       mailboxes.push_back(std::make_unique<Mailbox>(*groups.back()));
     }
-    CHECK(groups[0]->connect().ok() && groups[1]->connect().ok());
+    for (const auto& group : groups) {
+      CHECK(group->connect().ok());
+    }
   }
   RankControl& control(int rank) const { return segment->control(rank); }
 
@@ -143,20 +145,34 @@ TEST(who_has_left_is_not_waited_for) {
   CHECK_EQ(pair.groups[1]->wait_step(0, 1, within(std::chrono::seconds(1))).code, Code::left);
 }
 
+// Rank 2 waits for a message of rank 0, from which others come all the time. While it looks around,
+// rank 1, of which it wants one too, sends that and leaves: not the end of the wait.
 TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
-  const Pair pair;
+  const Pair three(3);
   const std::byte sent{7};
-  std::byte received{};
-  bool left = false;
-  const auto message = pair.mailboxes[1]->recv(&received, 1, DType::uint8, 0, 0, false);
+  std::byte first{};
+  std::byte second{};
+  int looks = 0;
+  bool in_slice = false;
+  const auto send = [&](int from, std::int32_t tag) {
+    (void)three.mailboxes[from]->send(&sent, 1, DType::uint8, 2, tag, false);
+  };
+  const auto awaited = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);
+  const auto other = three.mailboxes[2]->recv(&second, 1, DType::uint8, 1, 0, false);
   const Hook hook([&](std::string_view step) {
-    if (step != "trouble: look for who left" || left) return;
-    left = true;
-    (void)pair.mailboxes[0]->send(&sent, 1, DType::uint8, 1, 0, false);
-    pair.groups[0]->leave();
+    if (step == "wait: announce") {
+      in_slice = false;
+      usleep(1000);
+      send(0, looks < 2 ? 9 : 0);
+    } else if (step == "wait: look for trouble") {
+      in_slice = true;
+    } else if (step == "trouble: look for who left" && !in_slice && looks++ == 1) {
+      send(1, 0);  // the first look is at rank 0
+      three.groups[1]->leave();
+    }
   });
-  CHECK(pair.mailboxes[1]->wait(*message, within()).ok());
-  CHECK(left && received == sent);
+  CHECK(three.mailboxes[2]->wait(*awaited, within()).ok());
+  CHECK(looks > 1 && other->done() && first == sent && second == sent);
 }
 
 TEST(a_waiter_at_any_step_of_leaving_is_roused) {
