@@ -32,7 +32,7 @@ _native.report(10 * rank, 0.5, "a note")
 _native.report(10 * rank + 1, float("nan"), "\\x1b[2Ja note")
 joining = _native.Joining("0", rank, 2, "0-1")
 joining.waiting_for(1 - rank)
-joining.end(True)
+joining.end("ok")
 joining = _native.Joining("1", rank, 2, "0,1")
 if ending:
     _native.note_ending(ending, "ValueError: why" if ending == "failed" else "")

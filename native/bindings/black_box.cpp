@@ -40,6 +40,16 @@ Ending ending_of(std::string_view name) {
   throw nb::value_error("no such ending");
 }
 
+// How forming a group can end.
+Code outcome_of(std::string_view name) {
+  for (const Code code : {Code::ok, Code::timeout, Code::interrupted, Code::system}) {
+    if (name == bindings::name_of(code)) {
+      return code;
+    }
+  }
+  throw nb::value_error("no such outcome");
+}
+
 nb::dict group_to_python(const BoxGroup& group) {
   nb::dict to;
   to["identity"] = group.identity;
@@ -173,16 +183,18 @@ class Joining {
     }
   }
 
-  void end(bool joined) {
+  // A second call does nothing.
+  void end(std::string_view outcome) {
+    const Code code = outcome_of(outcome);
     if (box_ == nullptr || record_.end != 0) {
       return;
     }
     record_.end = nanoseconds(Clock::now());
     record_.waited = record_.waiting_for < 0 ? 0 : record_.end - record_.begin;
-    record_.outcome = joined ? Code::ok : Code::timeout;
+    record_.outcome = code;
     box_->end(place_, record_);
     GroupNote* note = box_->group(id_);
-    if (!joined && note != nullptr) {
+    if (code != Code::ok && note != nullptr) {
       note->left.store(1, std::memory_order_relaxed);
     }
   }
@@ -232,7 +244,7 @@ void bind_black_box(nb::module_& module) {
            nb::arg("rank"), nb::arg("size"), nb::arg("members"))
       .def_prop_ro("note", &Joining::id)
       .def("waiting_for", &Joining::waiting_for, nb::arg("rank"))
-      .def("end", &Joining::end, nb::arg("joined"));
+      .def("end", &Joining::end, nb::arg("outcome"));
 }
 
 }  // namespace phalanx::bindings

@@ -63,7 +63,8 @@ class Joining:
         """For `Group.create` and `Group.open`."""
 
     def waiting_for(self, rank: int) -> None: ...
-    def end(self, joined: bool) -> None: ...
+    def end(self, outcome: str) -> None:
+        """Say how it ended: "ok", "timeout", "interrupted" or "system"; once."""
 
 def set_foreign_code(beginnings: list[str]) -> None:
     """Say how the paths of code begin that is not the user's."""

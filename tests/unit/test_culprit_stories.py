@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.observe.culprit import Verdict, find
+from phalanx.observe.explain import as_text
 from tests.made_up import SECOND, Story
 
 
@@ -251,6 +252,23 @@ def test_memory_that_was_refused() -> None:
     story = Story(3).together().begins(range(3)).passes(0.1).ends(outcome="out_of_memory")
     story.fails([0, 1], "PhalanxError: [rank 0/3 on a] rank 2 could not get memory for its part")
     assert told(story) == ("system", (2,))
+
+
+def test_a_group_that_can_not_be_formed() -> None:
+    """Rank 1 has another world size, and says so to rank 0, which waits."""
+    story = Story(2, launched=False).begins([0, 1], "join", waiting_for=1).passes(3)
+    story.ends(1, "system").passes(0.01).ends(0, "system")
+    story.fails(0, "PhalanxError: [rank 0/2] rank 1 could not join: it has world size 3", None)
+    story.fails(1, "PhalanxError: [rank 1/3] could not join: it has world size 3", None)
+    assert told(story) == ("failed", (1,))
+    assert find(story.job()).reason == story.ranks[1].last_words
+    assert "wait for each other" not in as_text(story.job())
+
+
+def test_a_store_that_goes_with_its_rank_while_a_group_is_formed() -> None:
+    story = Story(2).begins([0, 1], "join", waiting_for=1).passes(3).dies(0, -9).passes(0.1)
+    story.ends(1, "system").fails(1, "DistNetworkError: Connection reset by peer")
+    assert told(story) == ("killed", (0,))
 
 
 def test_ctrl_c_while_all_is_well() -> None:

@@ -178,7 +178,7 @@ def test_readers_and_writers_at_once(job: Made) -> None:
         while not stop.is_set():
             step += 1
             _native.report(step, float(step), f"step {step}")
-            _native.Joining(f"{step}", 0, 2, "0-1").end(True)
+            _native.Joining(f"{step}", 0, 2, "0-1").end("ok")
 
     writer = threading.Thread(target=write)
     writer.start()

@@ -54,15 +54,22 @@ def join(
         # makes inside of different groups the same place in the store.
         store = HashStore()
     deadline = time.monotonic() + timeout.total_seconds()
-    _claim(store, rank, size)
     joining = _native.Joining(name, rank, size, ranges(members or range(size)))
     try:
+        _claim(store, rank, size)
         group = _enter(store, rank, size, deadline, joining)
-    except BaseException:
-        joining.end(False)
+    except BaseException as error:
+        joining.end(_outcome(error))
         raise
-    joining.end(True)
+    joining.end("ok")
     return group
+
+
+def _outcome(error: BaseException) -> str:
+    """What the black box says of a group that `error` kept from being formed."""
+    if isinstance(error, CollectiveTimeout):
+        return "timeout"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "system"
 
 
 def ranges(numbers: Sequence[int]) -> str:
@@ -85,6 +92,8 @@ def _enter(
         else:
             group = _open(store, rank, size, deadline, joining)
     except OSError as error:
+        # Before the others hear of it: who failed first is the cause.
+        joining.end("system")
         store.set("phalanx/failed", f"rank {rank} could not join: {error.args[0]}")
         raise PhalanxError(f"[rank {rank}/{size}] could not join: {error.args[0]}") from None
     _wait_for_all(store, group, rank, size, deadline, joining)

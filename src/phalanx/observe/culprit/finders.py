@@ -173,6 +173,22 @@ def _aborter(scene: Scene, group: Group | None) -> int | None:
     return scene.member(group, int(found[1])) if found else None
 
 
+def _unformed(scene: Scene) -> Verdict | None:
+    """A rank could not form a group, not for want of others: a wrong world size, for example."""
+    trouble = scene.trouble
+    if trouble is None or trouble.operation.kind != "join" or trouble.outcome != "system":
+        return None
+    # What it failed for may be one that is gone, and that hosted the store.
+    gone = [number for number in scene.ranks if scene.gone(number) and scene.ends[number].by_itself]
+    if gone:
+        return lost(scene, gone)
+    number = trouble.rank.rank
+    reason = trouble.rank.last_words or "it could not form the group"
+    sides, waiting = sides_of(scene, [number]), sides_of(scene, scene.waiting_for([number]))
+    end = scene.ends[number]
+    return Verdict("failed", (number,), scene.moment, sides, waiting, end, reason=reason)
+
+
 def _refusal(scene: Scene) -> Verdict | None:
     """The system refused memory, or something else, to a rank."""
     trouble = scene.trouble
@@ -274,6 +290,7 @@ _FINDERS = (
     _no_trace,
     _disagreement,
     _abort,
+    _unformed,
     _refusal,
     _loss,
     _death,
