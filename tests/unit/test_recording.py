@@ -98,6 +98,10 @@ def test_a_box_in_memory_can_not_be_made_smaller(directory: Directory, opened: l
             os.ftruncate(fd, size)
 
 
+OK, LOST, LATE = ({"kind": "barrier", "outcome": how} for how in ("ok", "peer_lost", "timeout"))
+FORMED, UNFORMED = ({"kind": "join", "outcome": how} for how in ("ok", "timeout"))
+
+
 def box(**fields: Any) -> dict[str, Any]:
     groups = [{"left": False}]
     return {"attempt": 0, "ending": "exited", "groups": groups, "done": [], **fields}
@@ -111,10 +115,12 @@ def box(**fields: Any) -> dict[str, Any]:
         ([box(), box(ending="left", groups=[{"left": True}])], True),
         ([box(), box(ending="")], False),
         ([box(), box(ending="failed")], False),
-        ([box(done=[{"outcome": "ok"}])], True),
-        ([box(done=[{"outcome": "ok"}, {"outcome": "peer_lost"}])], False),
-        ([box(done=[{"outcome": "timeout"}], groups=[{"left": True}] * 2)], True),
-        ([box(done=[{"outcome": "timeout"}], groups=[{"left": True}, {"left": False}])], False),
+        ([box(done=[OK])], True),
+        ([box(done=[OK, LOST])], False),
+        ([box(done=[LATE], groups=[{"left": True}] * 2)], True),
+        ([box(done=[LATE], groups=[{"left": True}, {"left": False}])], False),
+        ([box(done=[UNFORMED], groups=[{"left": True}])], False),
+        ([box(done=[UNFORMED, FORMED], groups=[{"left": True}])], True),
         ([box(ending="failed"), box(attempt=1)], True),
         ([box(), box(attempt=1, ending="")], False),
     ],

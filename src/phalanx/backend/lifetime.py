@@ -28,7 +28,6 @@ _parents_groups: list[_native.Group] = []
 
 def register(group: Membership) -> None:
     """Look after a group until its end."""
-    last_words.install()
     _groups.add(group)
 
 

@@ -37,7 +37,7 @@ def read_box(job: Directory, name: str, history: int) -> dict[str, Any]:
     # While the file was copied, newer ones may have taken the place of the oldest.
     box["done"].sort(key=lambda operation: operation["end"])
     box["reports"].sort(key=lambda report: report[0])
-    if not box["ending"] and box["groups"] and all(group["left"] for group in box["groups"]):
+    if not box["ending"] and box["groups"] and _has_left(box):
         box["ending"] = "left"
     return box
 
@@ -46,8 +46,8 @@ def ended_well(boxes: list[dict[str, Any]]) -> bool:
     """Whether the processes of a job said that they end, and not because of a failure.
 
     A script may end of itself after an operation has failed, with an exit code that its parent
-    alone sees. So a process's last operation counts, unless it has left all its groups. Of several
-    attempts the newest counts.
+    alone sees. So a process's last operation counts, unless it has left all its groups; if that is
+    a group that couldn't be formed, in any case. Of several attempts the newest counts.
     """
     attempt = max((box["attempt"] for box in boxes), default=0)
     return bool(boxes) and all(_ended_well(box) for box in boxes if box["attempt"] == attempt)
@@ -56,6 +56,16 @@ def ended_well(boxes: list[dict[str, Any]]) -> bool:
 def _ended_well(box: dict[str, Any]) -> bool:
     if box["ending"] not in ("left", "exited"):
         return False
-    if all(group["left"] for group in box["groups"]):
+    if _has_left(box):
         return True
     return not box["done"] or bool(box["done"][-1]["outcome"] == "ok")
+
+
+def _has_left(box: dict[str, Any]) -> bool:
+    """Whether a process has left all its groups, of which the last was formed.
+
+    One that couldn't be formed counts as left too, but whoever wanted it has failed.
+    """
+    last = box["done"][-1] if box["done"] else None
+    unformed = last is not None and last["kind"] == "join" and last["outcome"] != "ok"
+    return not unformed and all(group["left"] for group in box["groups"])

@@ -87,6 +87,8 @@ def open_for_group(store: Store, rank: int, size: int) -> None:
     with _lock:
         if _own is None:
             _own = _open(_job(store, rank, size))
+            # Now, since a group that can't be formed is what ends a process too.
+            last_words.install()
         elif size > 1 and not _own.launched and not _initialized():
             # Processes that are new in this group are told where the others are.
             store.compare_set(_KEY, "", _own.where)

@@ -1,0 +1,104 @@
+"""What is kept, and said, of groups that can't be formed, of ranks that no launcher has started."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from phalanx.observe import finding, reading
+from phalanx.observe.culprit import Verdict, find
+from phalanx.observe.explain import as_text
+
+LIMIT = 60.0
+SCRIPT = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+import phalanx
+rank, size, seconds = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
+dist.init_process_group("phalanx", init_method=f"file://{sys.argv[4]}", rank=rank, world_size=size,
+                        timeout=timedelta(seconds=seconds))
+dist.barrier()
+"""
+
+
+def start(folder: Path, rank: int, size: int, seconds: float = LIMIT) -> subprocess.Popen[bytes]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, script, str(rank), str(size), str(seconds), folder / "store"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE)
+
+
+def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[str]:
+    """What the processes wrote to stderr; they are killed if they don't end."""
+    try:
+        return [process.communicate(timeout=LIMIT)[1].decode() for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def kept() -> Verdict:
+    """What is found out about the one job, which must have been kept as a failed one."""
+    with finding.find() as job:
+        assert reading.summary(job).state == "failed"
+    return find(reading.read())
+
+
+@pytest.mark.usefixtures("jobs")
+def test_different_world_sizes(tmp_path: Path) -> None:
+    stderr = ended([start(tmp_path, 0, 2), start(tmp_path, 1, 3)])
+    assert all("this rank with 3" in text for text in stderr), stderr
+    verdict = kept()
+    assert (verdict.kind, verdict.ranks) == ("failed", (1,))
+    assert "rank 0 was started with world size 2, this rank with 3" in verdict.reason
+    text = as_text(reading.read())
+    assert "world size 2, this rank with 3" in text
+    assert "wait for each other" not in text
+    assert {rank.ending for rank in reading.read().ranks[:2]} == {"failed"}
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_rank_that_is_taken(tmp_path: Path) -> None:
+    stderr = ended([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
+    assert sum("is taken already" in text for text in stderr) == 1, stderr
+    with finding.find() as job:
+        assert reading.summary(job).state == "failed"
+
+
+@pytest.mark.usefixtures("jobs")
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    ended([start(tmp_path, 0, 2, 1.2)])
+    verdict = kept()
+    assert (verdict.kind, verdict.ranks) == ("missing", (1,))
+    (failed,) = reading.read().ranks[0].history
+    assert (failed.kind, failed.outcome) == ("join", "timeout")
+
+
+@pytest.mark.usefixtures("jobs")
+def test_ctrl_c(jobs: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, 0, 2)
+    deadline = time.monotonic() + LIMIT
+    while not _joins(jobs):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    ended([process])
+    (failed,) = reading.read().ranks[0].history
+    assert (failed.kind, failed.outcome) == ("join", "interrupted")
+    assert reading.read().ranks[0].last_words.startswith("KeyboardInterrupt")
+    kept()
+
+
+def _joins(jobs: Path) -> bool:
+    if not list(jobs.glob("*/*.box")):
+        return False
+    return bool(reading.read().ranks and reading.read().ranks[0].open)
