@@ -233,3 +233,44 @@ def test_on_another_machine() -> None:
     job = Story(3).together(2).begins([0, 2], waiting_for=1).passes(60).job()
     found = find(replace(job, ranks=tuple(replace(rank, process=None) for rank in job.ranks)))
     assert (found.kind, found.ranks) == ("busy", (1,))
+
+
+def without_box(story: Story, number: int, *problems: str) -> Job:
+    """The job, read where one rank has no black box that can be read and no launcher noted it."""
+    job = story.job()
+    ranks = tuple(Rank(number) if rank.rank == number else rank for rank in job.ranks)
+    return replace(job, ranks=ranks, problems=problems)
+
+
+def test_who_has_no_box_in_an_operation_is_not_missing() -> None:
+    """As with a damaged box, which nobody can tell whose it is; or with one in memory only."""
+    story = Story(3, launched=False).together(2).begins([0, 2], waiting_for=1).passes(60)
+    job = without_box(story, 1, "801.box: damaged: group 7")
+    found = find(job)
+    assert (found.kind, found.ranks) == ("unreadable", (1,))
+    text = as_text(job)
+    assert "801.box: damaged: group 7" in text
+    assert "has not come to form the group" not in text
+
+
+def test_who_has_no_box_and_is_late_to_another_group_is_not_missing() -> None:
+    groups = {"0": range(3), "pair": [0, 1]}
+    story = Story(3, groups, launched=False).together(2).begins(0, "join", "pair").passes(60)
+    found = find(without_box(story, 1))
+    assert (found.kind, found.ranks) == ("unreadable", (1,))
+
+
+def test_who_is_waited_for_where_a_group_is_formed_is_missing() -> None:
+    story = Story(3, launched=False, joined=[0, 2]).begins([0, 2], "join", waiting_for=1)
+    found = find(without_box(story.passes(60), 1))
+    assert (found.kind, found.ranks) == ("missing", (1,))
+    text = as_text(without_box(story, 1))
+    assert "There is no trace of rank 1: was it started?" in text
+
+
+def test_the_words_of_a_rank_tell_of_one_without_a_box() -> None:
+    story = Story(2, launched=False).together().begins(0, waiting_for=1).passes(9)
+    story.ends(0, "peer_lost").fails(
+        0, "PeerLost: [rank 0/2] barrier #2: rank 1 (pid 801) was killed by SIGKILL", None
+    )
+    assert "(pid 801) was killed by SIGKILL" in as_text(without_box(story, 1))

@@ -173,10 +173,28 @@ def _seen_stopped(scene: Scene, number: int) -> bool:
 
 
 def _missing(scene: Scene, ends: list[int]) -> Verdict | None:
-    """Ranks that never came to form a group."""
-    found = [n for n in ends if not scene.ranks[n].opened and not scene.ranks[n].problem]
-    joining = [wait.operation.begin for wait in scene.waits.values() if scene.joining(wait.rank)]
-    return _of(scene, "missing", found, min(joining, default=0)) if found else None
+    """Ranks that never came to form a group, for which others wait there."""
+    joining = [wait for wait in scene.waits.values() if scene.joining(wait.rank)]
+    awaited = {number for wait in joining for number in wait.peers}
+    found = [n for n in ends if n in awaited and _without_box(scene, n)]
+    found = [n for n in found if not scene.ranks[n].problem and not _formed_one(scene, n)]
+    begun = [wait.operation.begin for wait in joining]
+    return _of(scene, "missing", found, min(begun)) if found else None
+
+
+def _without_box(scene: Scene, number: int) -> bool:
+    return not scene.ranks[number].opened
+
+
+def _formed_one(scene: Scene, number: int) -> bool:
+    """Whether others tell that a rank has been in a group, to which all have come."""
+    return any(
+        number in scene.members(group).values()
+        for rank in scene.ranks.values()
+        for index, group in enumerate(rank.groups)
+        if group.sequence
+        or any(o.group == index and o.kind == "join" and o.outcome == "ok" for o in rank.history)
+    )
 
 
 def _circle(scene: Scene, waiters: list[int]) -> Verdict | None:
@@ -194,10 +212,14 @@ def _wrong_message(scene: Scene, ends: list[int]) -> Verdict | None:
 
 
 def _unreadable(scene: Scene, ends: list[int]) -> Verdict | None:
-    found = [number for number in ends if scene.ranks[number].problem]
+    """Ranks whose black box is damaged, of another version, gone, or in memory only."""
+    found = [n for n in ends if scene.ranks[n].problem or _without_box(scene, n)]
     if not found:
         return None
-    return _of(scene, "unreadable", found, 0, scene.ranks[found[0]].problem)
+    words = scene.trouble.rank.last_words if scene.trouble is not None else ""
+    others = ["there is none in the job's directory", *scene.job.problems, *([words] * bool(words))]
+    reason = scene.ranks[found[0]].problem or "; ".join(others)
+    return _of(scene, "unreadable", found, 0, reason)
 
 
 def _late(scene: Scene, ends: list[int]) -> Verdict | None:
