@@ -232,6 +232,32 @@ def test_json_has_what_the_page_promises() -> None:
     assert found["ranks"][0]["step"] == 17
 
 
+def test_what_ranks_noted_is_shown() -> None:
+    job = busy().job()
+    assert " note" not in as_text(job)
+    noted = replace(job.ranks[1], note="evaluating\x1b")
+    job = replace(job, ranks=(job.ranks[0], noted, job.ranks[2]))
+    row = next(line for line in as_text(job).splitlines() if "own code  " in line)
+    assert row.endswith('"evaluating\\x1b"')
+    assert as_json(job)["ranks"][1]["note"] == "evaluating\x1b"
+    dead = Story(3).together().begins([0, 2], waiting_for=1).passes(1).dies(1, -9).passes(0.1)
+    dead.ends([0, 2], "peer_lost")
+    job = dead.job()
+    job = replace(job, ranks=(job.ranks[0], replace(job.ranks[1], note="saving"), job.ranks[2]))
+    assert 'train.py:40, "saving".' in as_text(job)
+
+
+def test_notes_of_many_ranks_share_a_row() -> None:
+    story = Story(16).together().begins([n for n in range(16) if n != 3], waiting_for=3).passes(5)
+    job = story.job()
+    same = replace(job, ranks=tuple(replace(rank, note="evaluating") for rank in job.ranks))
+    assert as_text(same).count('"evaluating"') == 2
+    differing = tuple(replace(rank, note=f"shard {rank.rank}") for rank in job.ranks)
+    text = as_text(replace(job, ranks=differing))
+    assert "several" in text
+    assert '"shard 3"' in text
+
+
 def test_problems_are_shown() -> None:
     story = busy()
     story.ranks[2].problem = "damaged: 7 bytes"

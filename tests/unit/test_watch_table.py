@@ -58,6 +58,27 @@ def accounted(shown: list[str]) -> set[int]:
     return found
 
 
+def test_a_loss_without_a_step_is_shown() -> None:
+    made = job(rank(0, 2, [collective(4, 3)], reports=(Report(ago(1), -1, 0.25),)), rank(1))
+    shown = cells(made)
+    assert shown["loss"] == "0.25"
+    assert "ops/s" in shown
+    assert "step" not in shown
+    assert not any("No progress is reported" in line for line in lines(made))
+
+
+@pytest.mark.parametrize("state", ["running", "gone"])
+def test_what_a_rank_noted_is_beside_what_it_is_in(state: str) -> None:
+    history, note = [collective(4, 3)], "evaluating\x1b[2J"
+    made = job(rank(0, 2, history, state=state, note=note), rank(1, 2, history))
+    assert '"evaluating\\x1b[2J"' in cells(made)["in"]
+    open_ = [collective(2, None, whom=1, sequence=42)]
+    waiting = job(rank(0, 2, history, open_, note="x" * 300), rank(1, 2, history))
+    assert '2.0 s, "xxx' in cells(waiting)["in"]
+    assert "x" * 61 not in cells(waiting)["in"]
+    assert as_json(waiting, view(waiting))["ranks"][0]["note"] == "x" * 300
+
+
 def test_a_row_tells_all_of_a_rank() -> None:
     history = [collective(4, 3, 1, 1)]
     open_ = [collective(2, None, whom=1, sequence=42), message(1, None, peer=1)]

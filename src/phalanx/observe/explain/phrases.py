@@ -9,6 +9,7 @@ from phalanx.observe.explain.words import (
     called_at,
     clock_time,
     joined,
+    last_note,
     last_step,
     named,
     operation_of,
@@ -91,7 +92,7 @@ class Words:
         return f"{_preposition(side.operation)}{self.called(side)}"
 
     def place(self, rank: int) -> str:
-        """Where a rank was: ", in barrier #3 at a.py:7, step 17"."""
+        """Where a rank was: ', in barrier #3 at a.py:7, step 17, "evaluating"'."""
         operation, before = self.scene.under_way(rank), self.scene.before(rank)
         words = ", in code of its own"
         if operation is not None:
@@ -101,7 +102,9 @@ class Words:
         elif not self.scene.ranks[rank].opened:
             words = ", before it joined any group"
         step = self.step(rank)
-        return words + (f", step {step}" if step is not None else "")
+        words += f", step {step}" if step is not None else ""
+        note = last_note(self.scene.ranks[rank])
+        return words + (f", {note}" if note else "")
 
     def step(self, rank: int) -> int | None:
         """The last step that a rank reported."""

@@ -162,6 +162,7 @@ def _rank_json(scene: Scene, row: Row) -> dict[str, Any]:
         "last_operation": _operation_json(scene, number, scene.before(number)),
         "waits_for": list(wait.peers) if wait is not None else [],
         "step": row.steps[0] if row.steps else None,
+        "note": rank.note,
         "last_words": rank.last_words,
         "problem": rank.problem,
     }

@@ -17,6 +17,7 @@ from phalanx.observe.explain.words import (
     clock_time,
     collapsed,
     in_column,
+    last_note,
     last_step,
     named,
     span,
@@ -61,6 +62,7 @@ class Row:
         site: Where that was called.
         since: Since when; monotonic nanoseconds of the earliest, 0 if that isn't known.
         steps: The steps that they reported last.
+        note: What they noted last, in quotes; "several" without, where they differ.
         culprit: Whether the verdict names them.
     """
 
@@ -70,6 +72,7 @@ class Row:
     site: str = ""
     since: int = 0
     steps: tuple[int, ...] = ()
+    note: str = ""
     culprit: bool = False
 
 
@@ -80,7 +83,7 @@ def rows(scene: Scene, verdict: Verdict, *, fold: bool) -> list[Row]:
         return single
     folded: dict[Row, list[Row]] = {}
     for row in single:
-        alike = replace(row, ranks=(), since=0, steps=())
+        alike = replace(row, ranks=(), since=0, steps=(), note="")
         folded.setdefault(alike, []).append(row)
     return [_together(alike, parts) for alike, parts in folded.items()]
 
@@ -90,9 +93,10 @@ def table(scene: Scene, verdict: Verdict) -> Table:
     fold = len(scene.ranks) >= FOLDED_FROM
     found = rows(scene, verdict, fold=fold)
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    steps = any(row.steps for row in found)
-    hidden = {name for name, empty in (("pid", fold), ("step", not steps)) if empty}
-    for name in ("rank", "pid", "state", "operation", "called at", "since", "step"):
+    steps, notes = any(row.steps for row in found), any(row.note for row in found)
+    absent = (("pid", fold), ("step", not steps), ("note", not notes))
+    hidden = {name for name, empty in absent if empty}
+    for name in ("rank", "pid", "state", "operation", "called at", "since", "step", "note"):
         if name not in hidden:
             made.add_column(name, overflow="fold", justify="right" if name == "step" else "left")
     shown = sorted(found, key=lambda row: not row.culprit)[:_MOST_ROWS]
@@ -111,7 +115,9 @@ def _together(alike: Row, parts: list[Row]) -> Row:
     ranks = tuple(number for row in parts for number in row.ranks)
     since = min((row.since for row in parts if row.since), default=0)
     steps = tuple(step for row in parts for step in row.steps)
-    return replace(alike, ranks=ranks, since=since, steps=steps)
+    notes = {row.note for row in parts}
+    note = notes.pop() if len(notes) == 1 else "several"
+    return replace(alike, ranks=ranks, since=since, steps=steps, note=note)
 
 
 def _cells(scene: Scene, row: Row) -> dict[str, str]:
@@ -124,6 +130,7 @@ def _cells(scene: Scene, row: Row) -> dict[str, str]:
         "called at": row.site,
         "since": _since(scene, row.since),
         "step": collapsed(row.steps),
+        "note": row.note,
     }
 
 
@@ -148,6 +155,7 @@ def _row(scene: Scene, number: int, culprit: bool) -> Row:
         "" if shown is None else called_at(shown),
         _began(scene, number),
         () if step is None else (step,),
+        last_note(scene.ranks[number]),
         culprit,
     )
 

@@ -21,6 +21,7 @@ __all__ = [
     "collapsed",
     "in_column",
     "joined",
+    "last_note",
     "last_step",
     "named",
     "operation_of",
@@ -80,6 +81,11 @@ def clock_time(nanoseconds: int) -> str:
 def last_step(rank: Rank) -> int | None:
     """The step that a rank reported last; a report without one has a step below zero."""
     return next((report.step for report in reversed(rank.reports) if report.step >= 0), None)
+
+
+def last_note(rank: Rank) -> str:
+    """What the rank said last that it is doing, in quotes; empty if it never did."""
+    return f'"{escape(rank.note, 60)}"' if rank.note else ""
 
 
 def called_at(operation: Operation) -> str:

@@ -30,6 +30,8 @@ _WIDE = 100
 _FOLDS = 4
 """Lines at most for the ranks that have none of their own."""
 _NOTES = 3
+_NOTE = 60
+"""Characters of what a rank noted."""
 _NARROWEST = 12
 _LINES_OF_A_RANK = 4
 """Where there is room for so many, the text of a rank is wrapped instead of cut."""
@@ -125,13 +127,14 @@ def activity(row: Row) -> str:
         return f"its black box can't be read: {escape(row.problem)}"
     if row.end.how == "absent":
         return "left no trace"
+    note = [f'"{escape(row.note, _NOTE)}"'] if row.note else []
     if over(row.end):
-        return _last_of(now)
+        return ", ".join([_last_of(now), *note])
     if now.under_way:
         whom = [f"waits for {now.waits_for}"] if now.waits_for >= 0 else []
-        words = [_call(now), *whom, _for(now.seconds), *_details(now)]
+        words = [_call(now), *whom, _for(now.seconds), *note, *_details(now)]
     else:
-        words = ["own code", _for(now.seconds)]
+        words = ["own code", _for(now.seconds), *note]
         words += [f"after {_call(now)}"] if now.operation else []
     words += [f"{now.others} more under way"] if now.others else []
     return ", ".join(words)
@@ -204,10 +207,11 @@ def _notes(job: Job, seen: View) -> list[Text]:
 
 def _table(seen: View, rows: Sequence[Row], width: int, wrap: bool) -> Table:
     columns: list[tuple[str, Callable[[Row], str]]] = [("rank", lambda row: str(row.rank))]
-    if seen.reported:
+    if seen.has_steps:
         columns += [("step", _step), ("steps/s", _steps), ("loss", _loss)]
     else:
         columns += [("ops/s", lambda row: _rate(row.operations))]
+        columns += [("loss", _loss)] if seen.reported else []
     columns += [("waiting", _waiting), ("memory", _memory)]
     if width >= _WIDE or any(row.abnormal or not row.alive for row in seen.rows):
         columns.append(("process", lambda row: row.state))

@@ -79,6 +79,7 @@ class Row:
         step: As `phalanx.report` was told last; None if it never was.
         steps: Steps per second; None if that can't be told.
         loss: As `phalanx.report` was told last; None if it never was.
+        note: As `phalanx.report` was told last; empty if it never was.
         operations: Ended ones per second.
         waiting: Share of its time in which an operation of its waited; None if it can't, being
             stopped or at its end.
@@ -96,6 +97,7 @@ class Row:
     step: int | None
     steps: float | None
     loss: float | None
+    note: str
     operations: float
     waiting: float | None
     waits_for: int
@@ -153,6 +155,11 @@ class View:
     @property
     def reported(self) -> bool:
         """Whether any rank reported progress."""
+        return self.has_steps or any(row.loss is not None for row in self.rows)
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether any rank reported a step."""
         return any(row.step is not None for row in self.rows)
 
 
@@ -220,6 +227,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "step": row.step,
         "steps_per_second": row.steps,
         "loss": loss if loss is None or math.isfinite(loss) else str(loss),
+        "note": row.note,
         "operations_per_second": row.operations,
         "waiting": row.waiting,
         "waits": {str(who) if who >= 0 else "unknown": part for who, part in row.waits.items()},
@@ -259,6 +267,7 @@ def _row(rank: Rank, job: Job, known: Members, window: int) -> Row:
         step=last_step(rank),
         steps=None if over(end) else _rate(rank.reports, job.now, window),
         loss=_loss(rank.reports),
+        note=rank.note,
         operations=sum(op.end > begin for op in rank.history) * 1e9 / span,
         waiting=min(sum(waits.values()), 1.0) if able else None,
         waits_for=max(waits, key=lambda who: (waits[who], -who), default=-1),
