@@ -155,6 +155,17 @@ def test_the_groups_thread_has_a_track_for_each_group() -> None:
     assert names == ["caller's thread", "group's thread: default", "group's thread: pair"]
 
 
+def test_the_scripts_other_threads_are_not_the_groups() -> None:
+    history = [collective(9, 8), collective(9, 5, thread=1), collective(8, 6, thread=2)]
+    found, _ = written(job(rank(0, history=history), rank(1)))
+    shown = {track.name: track.slices[0].begin for track in found.of(0) if track.slices}
+    assert shown == {
+        "caller's thread": ago(9),
+        "other threads": ago(8),
+        "group's thread": ago(9),
+    }
+
+
 def test_arrows_link_a_collective_across_ranks_and_nothing_else() -> None:
     made = straggling(3, slow=1)
     other = Group(7, "pair", 0, 2, (0, 1), 3)

@@ -26,6 +26,9 @@ __all__ = ["Counter", "Instant", "Lane", "Slice", "Timeline", "latest", "timelin
 WAITING = "waiting"
 """The category of the part of an operation in which it waited for peers."""
 
+_GROUPS_THREAD = 1
+"""As black boxes number threads; 0 is the process's main one, all others are the script's too."""
+
 _SLACK = 60 * 10**9
 """Nanoseconds after the reading that a time may lie and still be believed."""
 
@@ -87,7 +90,7 @@ class Timeline:
     Attributes:
         rank: Its number in the job.
         pid: Its process; 0 if it left no trace.
-        lanes: Those of the caller's threads first, then the groups', then messages.
+        lanes: The main thread's first, then the script's other threads', the groups', messages.
         counters: Step and loss as `phalanx.report` was told.
         instants: How it ended, and from when on its operations are known.
         earlier: How many of its operations are too old for its black box to have kept.
@@ -154,11 +157,11 @@ def _possible(operation: Operation, limit: int) -> bool:
 def _lane(rank: Rank, operation: Operation) -> tuple[int, str]:
     """What kind of track an operation goes to: its place among them, and its name."""
     if operation.is_message:
-        return 2, "messages"
-    if operation.thread == 0:
-        return 0, "caller's thread"
+        return 3, "messages"
+    if operation.thread != _GROUPS_THREAD:
+        return (1, "other threads") if operation.thread else (0, "caller's thread")
     name = _group_name(rank, operation)
-    return 1, f"group's thread: {name}" if name and len(rank.groups) > 1 else "group's thread"
+    return 2, f"group's thread: {name}" if name and len(rank.groups) > 1 else "group's thread"
 
 
 def _group_name(rank: Rank, operation: Operation) -> str:
