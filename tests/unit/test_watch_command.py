@@ -100,6 +100,45 @@ def test_a_job_whose_directory_goes_away_ended_well(
     assert phalanx("watch", "--json", "--interval", "0.1") == 0
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        ended(straggling(2, 1), 1),
+        job(rank(0), rank(1, state="gone")),
+        job(rank(0), rank(1, ending="failed", last_words="KeyboardInterrupt")),
+    ],
+    ids=("code", "gone", "interrupted"),
+)
+def test_a_job_that_had_failed_did_not_end_well_because_it_was_removed(
+    phalanx: Callable[..., int],
+    reads: Callable[..., list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    last: Job,
+) -> None:
+    from phalanx.cli.watch import _Looks
+
+    monkeypatch.setattr(_Looks, "_is_over", lambda *_: False)
+    reads(last, UsageError("no such job"))
+    assert phalanx("watch", "--json", "--interval", "0.1") == 1
+    reads(last, UsageError("no such job"))
+    looks = _Looks(None, 0.1, once=False)
+    assert list(looks) == [last]
+    well, words = looks.ending
+    assert not well
+    assert words.endswith("its records are gone.")
+
+
+def test_a_job_that_can_not_be_read_any_more_is_an_error(
+    phalanx: Callable[..., int],
+    reads: Callable[..., list[Any]],
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    reads(replace(straggling(2, 1), path=str(tmp_path)), UsageError("it is a FIFO"))
+    assert phalanx("watch", "--json", "--interval", "0.1") == 2
+    assert capsys.readouterr().err == "phalanx: error: it is a FIFO\n"
+
+
 def test_a_job_that_is_not_there_is_an_error_in_a_line(
     phalanx: Callable[..., int], reads: Callable[..., list[Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

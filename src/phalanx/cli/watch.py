@@ -1,6 +1,7 @@
 """`phalanx watch`: what every rank of a job does just now, and who holds up whom."""
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -96,13 +97,18 @@ class _Looks:
     def ending(self) -> tuple[bool, str]:
         """Whether the job ended well (or goes on), and a sentence; empty while it goes on."""
         from phalanx.observe.escape import escape
-        from phalanx.observe.watch import ending
+        from phalanx.observe.watch import ending, has_failed
 
         if self._last is None:
             return True, ""
         name = escape(self._last.name)
-        if self._removed:
+        if self._removed and not has_failed(self._last):
             return True, f"Job {name} ended well, and its records are removed."
+        if self._removed:
+            return (
+                False,
+                f"Job {name} had failed when it was last looked at, and its records are gone.",
+            )
         end = ending(self._last)
         if end is None:
             return True, ""
@@ -121,7 +127,7 @@ class _Looks:
             try:
                 job = read(self._name, history(len(self._last.ranks) if self._last else 1))
             except UsageError:
-                if self._last is None:
+                if self._last is None or os.path.lexists(self._last.path):
                     raise
                 self._removed = True  # as is done after a good end
                 return

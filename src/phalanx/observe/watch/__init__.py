@@ -6,7 +6,17 @@ reads the job, or knows of time that passes: that is the command's part.
 """
 
 from phalanx.observe.watch.table import render
-from phalanx.observe.watch.view import WINDOW, Row, Straggler, View, as_json, ending, history, view
+from phalanx.observe.watch.view import (
+    WINDOW,
+    Row,
+    Straggler,
+    View,
+    as_json,
+    ending,
+    has_failed,
+    history,
+    view,
+)
 
 __all__ = [
     "WINDOW",
@@ -15,6 +25,7 @@ __all__ = [
     "View",
     "as_json",
     "ending",
+    "has_failed",
     "history",
     "render",
     "view",

@@ -29,6 +29,7 @@ __all__ = [
     "View",
     "as_json",
     "ending",
+    "has_failed",
     "history",
     "view",
 ]
@@ -197,6 +198,14 @@ def ending(job: Job) -> tuple[bool, str] | None:
     if any(end.how == "interrupted" for _, end in ends):
         return False, "was interrupted"
     return True, "ended: all of its processes have"
+
+
+def has_failed(job: Job) -> bool:
+    """Whether a job has ended badly, or a rank of one that may still run."""
+    if job.code is not None:
+        return job.code != 0
+    ends = [end_of(rank, job) for rank in job.ranks]
+    return any(end.by_itself or end.how == "interrupted" for end in ends)
 
 
 def as_json(job: Job, seen: View) -> dict[str, Any]:
