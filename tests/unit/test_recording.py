@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from phalanx import _native
-from phalanx.observe import recording
+from phalanx.observe import last_words, recording
 from phalanx.observe.boxes import ended_well
 from phalanx.observe.directory import Directory, new_name
 
@@ -127,3 +127,35 @@ def box(**fields: Any) -> dict[str, Any]:
 )
 def test_whether_all_ended_well(boxes: list[dict[str, Any]], well: bool) -> None:
     assert ended_well(boxes) is well
+
+
+def syntax_error() -> SyntaxError:
+    try:
+        compile("x = (\n", "train.py", "exec")
+    except SyntaxError as error:
+        return error
+    raise AssertionError
+
+
+def noted(error: Exception) -> Exception:
+    error.__dict__["__notes__"] = ["a note"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (syntax_error(), "SyntaxError: '(' was never closed"),
+        (noted(syntax_error()), "SyntaxError: '(' was never closed"),
+        (noted(ValueError("one\ntwo")), "ValueError: one"),
+        (KeyError("a"), "KeyError: 'a'"),
+    ],
+)
+def test_last_words_are_the_line_that_names_the_exception(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    said: list[tuple[str, str]] = []
+    monkeypatch.setattr(_native, "note_ending", lambda *given: said.append(given))
+    monkeypatch.setattr(last_words, "_calls", [])
+    last_words.announce(error)
+    assert said == [("failed", words)]

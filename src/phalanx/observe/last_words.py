@@ -29,7 +29,9 @@ def on_failure(call: Callable[[], None]) -> None:
 
 def announce(error: BaseException) -> None:
     """Say that `error` ends this process, or the function that it was started for."""
-    words = "".join(traceback.format_exception_only(type(error), error)).strip()
+    lines = traceback.format_exception_only(type(error), error)
+    # What begins with a space is the place of a SyntaxError; notes come behind.
+    words = next((line for line in lines if not line.startswith(" ")), "").strip()
     _native.note_ending("failed", words.partition("\n")[0])
     for call in _calls:
         call()
