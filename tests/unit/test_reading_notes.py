@@ -230,6 +230,14 @@ def test_a_process_as_the_kernel_sees_it() -> None:
     assert look(child.pid) is None
 
 
+def test_a_process_that_is_hidden_is_another_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert look(1) is None
+
+
 def state(pid: int) -> str:
     looked = look(pid)
     return "none" if looked is None else looked.process.state

@@ -35,11 +35,15 @@ class Looked:
 
 
 def look(pid: int) -> Looked | None:
-    """Look at a process of any user; None if there is none."""
+    """Look at a process; None if there is none, or only one that is hidden from this user.
+
+    Where /proc hides the processes of others (`hidepid`), a pid that can't be looked at has come
+    round to another user: it isn't the rank that had it.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
         return None
     # The name of the program comes second, in parentheses, and may hold anything.
     fields = text[text.rindex(b")") + 2 :].split()
