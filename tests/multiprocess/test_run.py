@@ -308,8 +308,11 @@ def test_help_teaches_and_does_not_import_torch():
         "finally:\n    print('torch' in sys.modules)"
     )
     for arguments, words in (
-        (["--help"], ["run", "Commands"]),
-        (["run", "--help"], ["--nproc-per-node 4 train.py", "--max-restarts", "[rank N]"]),
+        (["--help"], ["run", "Commands", "look at jobs"]),
+        (
+            ["run", "--help"],
+            ["--nproc-per-node 4 train.py", "--max-restarts", "[rank N]", "phalanx explain"],
+        ),
     ):
         done = subprocess.run(
             [sys.executable, "-c", code, *arguments],

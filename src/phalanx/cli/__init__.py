@@ -9,6 +9,7 @@ Phalanx raises on purpose is printed in a line, without a stack trace.
 """
 
 import importlib
+import io
 import os
 import sys
 from typing import Any
@@ -22,7 +23,8 @@ _COMMANDS = ("run", "jobs", "explain", "watch", "trace", "test", "bench")
 
 def _app() -> typer.Typer:
     app = typer.Typer(
-        help="Distributed PyTorch in shared memory: start ranks, check and measure a machine.",
+        help="Distributed PyTorch in shared memory: start ranks, look at jobs that run, hang or "
+        "have died, check and measure a machine.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -37,6 +39,7 @@ def _app() -> typer.Typer:
 
 def main() -> None:
     """Run the command that `sys.argv` says; exits with its code."""
+    _print_anything()
     try:
         _app()(prog_name="phalanx")
     except KeyboardInterrupt:
@@ -49,6 +52,13 @@ def main() -> None:
         sys.exit(code)
     finally:
         _settle_stdout()
+
+
+def _print_anything() -> None:
+    """Where the encoding lacks a character, print its number instead of failing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _settle_stdout() -> None:

@@ -53,4 +53,4 @@ def command(
 
         Console(highlight=False).print(explain(found))
     else:
-        print(as_text(found), end="")
+        print(as_text(found, sys.stdout.encoding or "utf-8"), end="")

@@ -94,10 +94,17 @@ def _remove(names: list[str], *, ended: bool) -> None:
     if ended:
         jobs, _ = _summaries()
         names = [*names, *(job.name for job in jobs if job.state != "running")]
-    for name in dict.fromkeys(names):
-        print(f"removed {remove(name)}")
     if not names:
         print("no job has ended: nothing to remove")
+    failed = False
+    for name in dict.fromkeys(names):
+        try:
+            print(f"removed {remove(name)}")
+        except ValueError as error:  # a UsageError, as where somebody else has just removed it
+            failed = True
+            sys.stderr.write(f"phalanx: error: {error}\n")
+    if failed:
+        raise typer.Exit(2)
 
 
 def _print(jobs: list[Summary]) -> None:

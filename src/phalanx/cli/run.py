@@ -14,6 +14,8 @@ _HELP = "\n\n".join(
         "torch.distributed.init_process_group(). Its lines of output begin with \\[rank N]. When a "
         "rank fails the others are stopped, one report on stderr says which failed first and why, "
         "and the exit code is that rank's (128 + N for signal N). No process is left. "
+        "What every rank was doing is explained below that report and kept: `phalanx explain` says "
+        "it again, and `phalanx jobs` lists the jobs. "
         "OMP_NUM_THREADS is set so that ranks share the cores, unless you set it.",
         "[bold]phalanx run train.py --epochs 3[/]\n"
         "  one rank per GPU or core; --epochs is the script's\n"
@@ -166,17 +168,19 @@ def _explain(job: str) -> None:
     from rich.console import Console
 
     from phalanx.errors import UsageError
+    from phalanx.observe.escape import escape
     from phalanx.observe.explain import as_text, explain
     from phalanx.observe.reading import read
 
     sys.stderr.write("\n")
     try:
         read_job = read(job)
-    except (OSError, UsageError) as error:  # the job's own exit code matters more
-        sys.stderr.write(f"phalanx run: can't explain it: {error}\n")
+        if sys.stderr.isatty():
+            Console(stderr=True, highlight=False).print(explain(read_job))
+        else:
+            sys.stderr.write(as_text(read_job, sys.stderr.encoding or "utf-8"))
+    except Exception as error:  # noqa: BLE001 - the job's own exit code matters more
+        kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "
+        sys.stderr.write(f"phalanx run: can't explain it: {kind}{escape(str(error), 300)}\n")
         return
-    if sys.stderr.isatty():
-        Console(stderr=True, highlight=False).print(explain(read_job))
-    else:
-        sys.stderr.write(as_text(read_job))
     sys.stderr.write(f"To see this again: phalanx explain {job}\n")

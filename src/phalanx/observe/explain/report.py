@@ -53,11 +53,16 @@ def explain(job: Job) -> RenderableType:
     return Group(*parts)
 
 
-def as_text(job: Job) -> str:
-    """The same without colours, in lines that are as long as they need to be."""
-    out = io.StringIO()
+def as_text(job: Job, encoding: str = "utf-8") -> str:
+    """The same without colours, in lines that are as long as they need to be.
+
+    Where the text goes to an `encoding` without lines to draw a table with, it gets others.
+    """
+    out = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", write_through=True)
     Console(file=out, width=_WIDE, color_system=None, highlight=False).print(explain(job))
-    return "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
+    out.seek(0)
+    text = out.read()
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
 def as_json(job: Job) -> dict[str, Any]:
