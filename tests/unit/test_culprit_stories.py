@@ -277,6 +277,25 @@ def test_ctrl_c_while_all_is_well() -> None:
     assert told(story.fails(0, "KeyboardInterrupt", None)) == ("interrupted", (0, 1))
 
 
+@pytest.mark.parametrize("code", (-9, -2, 1))
+def test_ctrl_c_where_a_rank_has_not_come(code: int) -> None:
+    """Who has no black box can't say that it was interrupted, and may take long to end."""
+    story = Story(3, joined=[0, 2]).begins([0, 2], "join", waiting_for=1).passes(9)
+    story.ends([0, 2], "interrupted")
+    for rank in (0, 2):
+        character = story.ranks[rank]
+        character.ending, character.last_words = "failed", "KeyboardInterrupt"
+        character.ended = story.time
+        story.dies(rank, code, stopped=True)
+    assert told(story.passes(1).launcher_stops(130, 9)) == ("missing", (1,))
+
+
+def test_a_rank_that_has_not_come_and_that_sigterm_does_not_end() -> None:
+    story = Story(3, joined=[0, 2]).begins([0, 2], "join", waiting_for=1).passes(9)
+    story.dies(0, -15, stopped=True).dies(2, -15, stopped=True)
+    assert told(story.passes(1).launcher_stops(143, 9)) == ("stopped", (1,))
+
+
 def test_ctrl_c_long_after_a_rank_has_left() -> None:
     """Rank 1 has left, and is slow to end; those who were told do something else."""
     story = Story(3).together().begins([0, 2], waiting_for=1).passes(0.1).leaves(1)

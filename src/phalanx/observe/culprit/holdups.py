@@ -18,7 +18,6 @@ from phalanx.observe.culprit.waits import group_of
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from phalanx.observe.culprit.endings import End
     from phalanx.observe.culprit.verdict import Kind
     from phalanx.observe.culprit.waits import Scene
 
@@ -146,20 +145,24 @@ def stopped(scene: Scene, numbers: Iterable[int]) -> Verdict | None:
 
 def is_stopped(scene: Scene, number: int) -> bool:
     """Whether a rank is stopped by a signal, or was until its launcher killed it."""
-    process, end = scene.ranks[number].process, scene.ends[number]
+    process = scene.ranks[number].process
     if process is not None and process.state == "stopped":
         return True
-    return _deaf(scene, end) or _seen_stopped(scene, number)
+    return _deaf(scene, number) or _seen_stopped(scene, number)
 
 
-def _deaf(scene: Scene, end: End) -> bool:
+def _deaf(scene: Scene, number: int) -> bool:
     """Whether the signal that ended others did nothing to a rank, as to one that is stopped.
 
     Of a rank that others waited for until a deadline, their errors say whether it was.
     """
+    end = scene.ends[number]
     if scene.trouble is not None or end.how != "launcher" or end.code != -9:
         return False
     others = [other for other in scene.ends.values() if other.by_others]
+    if _without_box(scene, number):
+        # It can't say that it was interrupted, and the end of an interpreter takes its time.
+        others = [other for other in others if other.how != "interrupted"]
     return any(other.how == "interrupted" or other.code != -9 for other in others)
 
 
