@@ -118,6 +118,7 @@ nb::dict contents_to_python(const BoxContents& box) {
   to["last_words"] = text(box.last_words);
   to["note"] = text(box.note);
   to["operations"] = box.operations;
+  to["main_waits"] = box.main_waits;
   to["torn"] = box.torn;
   nb::list groups;
   for (const BoxGroup& group : box.groups) {
@@ -223,6 +224,14 @@ void bind_black_box(nb::module_& module) {
              nb::arg("attempt"), nb::arg("host"), nb::arg("job"));
   module.def("has_black_box", [] { return BlackBox::own() != nullptr; });
   module.def("forget_black_box", &BlackBox::forget);
+  module.def(
+      "main_waits",
+      [](std::uint64_t number) {
+        if (BlackBox* box = BlackBox::own()) {
+          box->main_waits(number);
+        }
+      },
+      nb::arg("number"));
   module.def(
       "report",
       [](std::int64_t step, std::optional<double> loss, std::string_view note) {

@@ -66,6 +66,7 @@ void read_header(const BoxHeader& header, BoxContents& to) {
   to.clock = header.clock;
   to.opened = header.opened;
   to.operations = header.begun.load(std::memory_order_relaxed);
+  to.main_waits = header.main_waits.load(std::memory_order_relaxed);
   // Pairs with the store in BlackBox::set_ending.
   const auto ending = header.ending.load(std::memory_order_acquire);
   to.ending = ending <= static_cast<std::uint32_t>(Ending::failed) ? static_cast<Ending>(ending)

@@ -19,17 +19,18 @@ using namespace phalanx;
 
 namespace {
 
-// The numbers of layout version 1: who changes one must change kBoxVersion.
-static_assert(kBoxVersion == 1 && kBoxMagic == 0x584f424c4b434201);
+// The numbers of layout version 2: who changes one must change kBoxVersion.
+static_assert(kBoxVersion == 2 && kBoxMagic == 0x584f424c4b434201);
 static_assert(sizeof(Record) == 64 && sizeof(SharedRecord) == 72);
 static_assert(offsetof(Record, sequence) == 32 && offsetof(Record, peer) == 48);
 static_assert(offsetof(Record, dtype) == 52 && offsetof(Record, site) == 56);
 static_assert(offsetof(Record, group) == 60 && offsetof(Record, kind) == 62);
 static_assert(offsetof(BoxHeader, host) == 48 && offsetof(BoxHeader, job) == 176);
-static_assert(offsetof(BoxHeader, begun) == 320 && offsetof(BoxHeader, last_words) == 364);
-static_assert(sizeof(GroupNote) == 576 && offsetof(GroupNote, name) == 40);
+static_assert(offsetof(BoxHeader, begun) == 320 && offsetof(BoxHeader, main_waits) == 360);
+static_assert(offsetof(BoxHeader, last_words) == 372);
+static_assert(sizeof(GroupNote) == 896 && offsetof(GroupNote, name) == 40);
 static_assert(sizeof(CallSite) == 128 && sizeof(SharedReport) == 40);
-static_assert(sizeof(BoxLayout) == 520192 && offsetof(BoxLayout, history) == 225280);
+static_assert(sizeof(BoxLayout) == 561152 && offsetof(BoxLayout, history) == 266240);
 
 std::unique_ptr<BlackBox> make() {
   const int fd = memfd_create("box", MFD_CLOEXEC);
@@ -93,6 +94,18 @@ TEST(operations_under_way_and_ended) {
   CHECK_EQ(read.sites[read.done[0].site], "train.py:40");
   CHECK_EQ(read.open[0].number, 2U);
   CHECK_EQ(read.open[0].waiting_for, 5);
+}
+
+TEST(what_the_main_thread_waits_for) {
+  const auto box = make();
+  Record record = some_record(1);
+  const int place = box->begin(record);
+  CHECK_EQ(contents(*box).main_waits, 0U);
+  box->main_waits(record.number);
+  CHECK_EQ(contents(*box).main_waits, contents(*box).open[0].number);
+  box->end(place, record);
+  box->main_waits(0);
+  CHECK_EQ(contents(*box).main_waits, 0U);
 }
 
 TEST(more_operations_under_way_than_places) {

@@ -27,7 +27,8 @@ def read_black_box(data: bytes, history: int) -> dict[str, Any]:
     """What a black box's file holds: all of it comes checked, in texts and numbers.
 
     Keys: pid, rank, world_size, attempt, host, job, clock, opened, ending, last_words, ended, note,
-    operations (how many have begun), groups (list of dicts with the fields of
+    operations (how many have begun), main_waits (the number of the operation that the main thread
+    waits for while a group's thread does it; 0: none), groups (list of dicts with the fields of
     `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done (lists of dicts with
     the fields of `phalanx.observe.model.Operation`; done: the newest `history` of them, oldest
     first), reports (list of (time, step, loss)), torn (how many records were being written just
@@ -47,6 +48,12 @@ def open_black_box(
 def has_black_box() -> bool: ...
 def forget_black_box() -> None:
     """Write to it no more: in a forked child, whose parent's it is."""
+
+def main_waits(number: int) -> None:
+    """Say in the black box which operation of a group's thread the main thread waits for; 0: none.
+
+    For the main thread alone.
+    """
 
 def report(step: int, loss: float | None, note: str) -> None:
     """Write training progress to the black box; nothing where there is none."""

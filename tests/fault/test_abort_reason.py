@@ -140,8 +140,8 @@ def come_later(reason: str) -> str:
     [
         ("no more data", "no more data"),
         ("\x1b[2Jevil\nnews \u202e", "\\x1b[2Jevil\\nnews \\u202e"),
-        ("a" * 900, "a" * 319),
-        ("ä" * 900, "ä" * 159),
+        ("a" * 900, "a" * 639),
+        ("ä" * 900, "ä" * 319),
         ("", ""),
     ],
 )

@@ -28,7 +28,7 @@
 namespace phalanx {
 
 inline constexpr std::uint64_t kBoxMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
-inline constexpr std::uint32_t kBoxVersion = 1;
+inline constexpr std::uint32_t kBoxVersion = 2;
 inline constexpr std::size_t kBoxGroups = 128;
 inline constexpr std::size_t kBoxSites = 1024;
 inline constexpr std::size_t kBoxOpen = 64;
@@ -103,7 +103,10 @@ struct BoxHeader {
   std::atomic<std::uint32_t> sites;  // call sites that stand in the table; published by a release
   std::atomic<std::uint32_t> groups;
   std::atomic<std::uint64_t> ending_time;  // monotonic; published with `ending`
-  std::atomic<std::uint32_t> ending;       // 0: not yet, else an Ending; published by a release
+  // The number of the operation of a group's thread that the main thread waits for, once it has
+  // done so for a while; 0: none. Writer: the main thread.
+  std::atomic<std::uint64_t> main_waits;
+  std::atomic<std::uint32_t> ending;  // 0: not yet, else an Ending; published by a release
   Text<512> last_words;
   Text<256> note;
 };
@@ -123,9 +126,9 @@ struct GroupNote {
   std::int32_t reserved;
   Text<88> name;
   Text<128> members;  // ranks in the job: "0-3,6"; empty: too many
-  Text<320> why;      // why this rank aborted it
+  Text<640> why;      // why this rank aborted it; has room for a ring of six ranks
 };
-static_assert(sizeof(GroupNote) == 576);
+static_assert(sizeof(GroupNote) == 896);
 
 struct CallSite {
   Text<128> text;  // "path:line"
@@ -153,11 +156,11 @@ struct BoxLayout {
   alignas(kPage) SharedRecord history[kBoxHistory];
 };
 static_assert(offsetof(BoxLayout, groups) == 4096);
-static_assert(offsetof(BoxLayout, sites) == 77824);
-static_assert(offsetof(BoxLayout, open) == 208896);
-static_assert(offsetof(BoxLayout, reports) == 213504);
-static_assert(offsetof(BoxLayout, history) == 225280);
-static_assert(sizeof(BoxLayout) == 520192, "a changed layout needs a new kBoxVersion");
+static_assert(offsetof(BoxLayout, sites) == 118784);
+static_assert(offsetof(BoxLayout, open) == 249856);
+static_assert(offsetof(BoxLayout, reports) == 254464);
+static_assert(offsetof(BoxLayout, history) == 266240);
+static_assert(sizeof(BoxLayout) == 561152, "a changed layout needs a new kBoxVersion");
 
 // Who a box is of.
 struct BoxIdentity {
@@ -204,6 +207,12 @@ class BlackBox {
   void waiting_for(int place, const Record& record) { box_->open[place].waiting_for(record); }
   // Moves it to the history.
   void end(int place, const Record& record);
+
+  // For the main thread: the number of the operation that it waits for while a group's thread does
+  // it; 0: none any more. Numbers are given once, so no order with the records is needed.
+  void main_waits(std::uint64_t number) {
+    box_->header.main_waits.store(number, std::memory_order_relaxed);
+  }
 
   void report(std::int64_t step, std::optional<double> loss, std::string_view note);
   // The first ending that isn't `left` stands.

@@ -47,6 +47,7 @@ struct BoxContents {
   std::string last_words;
   std::string note;
   std::uint64_t operations = 0;
+  std::uint64_t main_waits = 0;
   std::vector<BoxGroup> groups;    // in the order in which they were formed
   std::vector<Record> open;        // oldest first
   std::vector<Record> done;        // oldest first

@@ -18,7 +18,7 @@ def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
     Args:
         group: The group; None for the default one.
         reason: Why, in a line; the others' exceptions and `phalanx explain` say it. What is longer
-            than 319 bytes of UTF-8 is cut.
+            than 639 bytes of UTF-8 is cut.
 
     Raises:
         UsageError: There is no such group, or it isn't one of Phalanx.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 Box = dict[str, Any]
 
-_LONG = 512
+_LONG = 640
 """Characters of what a rank says itself; more than its box has room for."""
 _COPIES = 3
 """So often a box is copied: an operation that ends meanwhile may be in no part of a copy."""
