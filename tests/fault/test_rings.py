@@ -45,14 +45,44 @@ def test_two_groups_of_two_ranks_in_opposite_order(ranks: RankServer) -> None:
             assert f"rank {rank} waits in all_reduce #1 of group '{group}' at test_rings.py" in text
 
 
-def test_a_ring_of_three_ranks(ranks: RankServer) -> None:
-    """Whoever finds it breaks the groups that it is in; the third may hear of it by a death."""
-    ended = ranks.start(3, opposite_order, [(0, 1), (1, 2), (2, 0)]).join(30)
-    found = [rank for rank in ended if isinstance(rank.error, CollectiveMismatch)]
-    assert len(found) >= 2, [rank.report() for rank in ended]
-    for rank in found:
-        for other in range(3):
-            assert f"rank {other} waits in all_reduce #1" in str(rank.error)
+@pytest.mark.parametrize("size", (3, 4, 5))
+def test_a_ring_of_pairs(ranks: RankServer, size: int) -> None:
+    """No group has all ranks, and no rank is in all groups: each tells the next."""
+    pairs = [(rank, (rank + 1) % size) for rank in range(size)]
+    for ended in ranks.start(size, opposite_order, pairs).join(30):
+        assert isinstance(ended.error, CollectiveMismatch), ended.report()
+        text = str(ended.error)
+        for rank in range(size):
+            assert f"rank {rank} waits in all_reduce #1 of group '{rank + 1}' at" in text
+
+
+def goes_on_after_a_ring() -> list[str]:
+    """Ranks 0 and 1 are a ring; rank 2 has waited for rank 0, rank 3 comes to it afterwards."""
+    groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (0, 1), (0, 2), (1, 3))]
+    dist.barrier()
+    rank, told = dist.get_rank(), []
+    orders = {0: [groups[0], groups[1]], 1: [groups[1], groups[0]], 2: [groups[2]], 3: [groups[3]]}
+    until = time.monotonic() + 5
+    while rank == 3 and time.monotonic() < until:
+        torch.zeros(1000).sum()
+    for group in orders[rank]:
+        try:
+            dist.all_reduce(torch.zeros(3), group=group)
+        except CollectiveMismatch as error:
+            told.append(str(error))
+    if rank == 1:
+        dist.all_reduce(torch.zeros(3), group=groups[3])
+    return told
+
+
+def test_who_waits_for_one_of_a_ring_is_told(ranks: RankServer) -> None:
+    """And a group in which nobody waited in vain goes on."""
+    told = ranks.run(4, goes_on_after_a_ring)
+    assert [len(texts) for texts in told] == [2, 2, 1, 0]
+    for text in (*told[0], *told[1], *told[2]):
+        assert "groups in different orders: rank" in text
+        for rank in (0, 1):
+            assert f"rank {rank} waits in all_reduce #1 of group" in text
 
 
 def crossed_but_async() -> bool:

@@ -9,6 +9,7 @@ object, but not the membership.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import weakref
@@ -71,14 +72,25 @@ def _fail() -> None:
     # An exception ends this process: peers that wait for it need not wait for its end. All groups
     # are told before anybody is woken: who hears of it may leave its other groups at once, and
     # their ranks must see who is to blame.
-    natives = [group._native for group in list(_groups) if not group._native.closed]
+    natives = _natives()
     for wake in (False, True):
         for native in natives:
             native.fail(wake)
 
 
+def _natives() -> list[_native.Group]:
+    return [group._native for group in list(_groups) if not group._native.closed]
+
+
 def _look_for_rings() -> bool:
-    return ring.look(group._native for group in list(_groups) if not group._native.closed)
+    return ring.look(_natives())
+
+
+def failed(native: _native.Group) -> None:
+    """Tell others what they can't see, before this rank raises why its operation has failed."""
+    # Another thread may leave a group meanwhile.
+    with contextlib.suppress(ValueError, UsageError):
+        ring.pass_on(native, _natives())
 
 
 def _in_child() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
+from phalanx.backend import lifetime
 from phalanx.backend.call_site import brief, call_site
 from phalanx.backend.dtypes import code_of
 from phalanx.backend.failure import error_for, left_behind, other_end
@@ -170,6 +171,7 @@ class Messages(Membership):
         what = f"{name} {label(tensor)} {other_end(name, peer, tag)} at {site}"
         if status.code == "left" and status.peer == self._rank:
             return left_behind(self._place, what)
+        lifetime.failed(native)
         return error_for(status, native, self._place, what, timeout)
 
 

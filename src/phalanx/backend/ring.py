@@ -4,7 +4,8 @@ Two groups that ranks use in opposite order are a ring of waits: rank 0 waits in
 which waits in group B for rank 0. In each group by itself nothing is wrong, no fingerprints are
 ever compared, and nobody moves again. Black boxes show it: a rank that has waited for a second
 follows the waits from box to box, and where they lead back to itself, twice with the very same
-operations, it breaks its groups on that ring.
+operations, it breaks its groups on that ring. Who is thrown out of one passes that on to the others
+who wait for it: so every rank of the ring hears of it, also where no group has them all.
 
 Only what is certain counts as a link: the main thread of a rank stands in a collective, the rank
 that it waits for has not come to that one, and no other thread of the waiting rank takes part in
@@ -19,6 +20,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from phalanx.backend import witness
 from phalanx.backend.call_site import brief
 from phalanx.observe.escape import escape
 from phalanx.observe.members import ranks_of
@@ -75,6 +77,50 @@ def look(groups: Iterable[_native.Group]) -> bool:
     return bool(ring) and not confirmed
 
 
+def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
+    """Break the groups in which ranks wait for this one, if a ring has thrown it out of `broken`.
+
+    This rank raises now and won't come. Who finds a ring breaks its own groups alone; the other
+    ranks would hear of it by the death of this one.
+
+    Args:
+        broken: The group in which an operation of this rank has failed.
+        groups: All groups of this process that it hasn't left.
+    """
+    if threading.current_thread() is not threading.main_thread() or broken.closed:
+        return
+    status = broken.broken()
+    if status is None or status.code != "ring":
+        return
+    own = broken.black_box(broken.rank, _HISTORY)
+    if own is None or _has_others(own):
+        return
+    why = witness.reason(broken, status.reporter)
+    boxes: dict[int, Box | None] = {}
+    for group in groups:
+        peer = None if group.broken() else _in_vain(own, group, boxes)
+        if peer is not None:
+            group.abort_ring(peer, why)
+
+
+def _in_vain(own: Box, group: _native.Group, boxes: dict[int, Box | None]) -> int | None:
+    """A rank of the group that waits there for an operation to which this rank hasn't come."""
+    note = next((each for each in own["groups"] if each["identity"] == group.identity), None)
+    for peer in range(note["size"] if note else 0):
+        if peer == group.rank:
+            continue
+        pid = group.pid(peer)
+        if pid not in boxes:
+            boxes[pid] = group.black_box(peer, _HISTORY)
+        box = boxes[pid]
+        wait = _wait(box) if box else None
+        if not box or not wait or box["groups"][wait["group"]]["identity"] != group.identity:
+            continue
+        if _is_missing(own, group.identity, wait["sequence"]):
+            return peer
+    return None
+
+
 def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
     own = next(iter(groups.values()), None)
     box = first = own and own.black_box(own.rank, _HISTORY)
@@ -86,7 +132,7 @@ def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
         links.append(link)
         closes = link.peer == links[0].rank
         box = first if closes else _box_of(link, groups)
-        if not box or not _is_missing(box, link):
+        if not box or not _is_missing(box, link.identity, link.sequence):
             return ()
         if closes:
             several = len({each.identity for each in links}) > 1
@@ -94,23 +140,35 @@ def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
     return ()
 
 
-def _is_missing(box: Box, link: _Link) -> bool:
-    """Whether the rank of this box has not begun what it is waited for in."""
-    reached = [n["sequence"] for n in box["groups"] if n["identity"] == link.identity]
-    return bool(reached) and reached[-1] < link.sequence
+def _is_missing(box: Box, identity: int, sequence: int) -> bool:
+    """Whether the rank of this box has not begun a collective of a group."""
+    reached = [note["sequence"] for note in box["groups"] if note["identity"] == identity]
+    return bool(reached) and reached[-1] < sequence
+
+
+def _has_others(box: Box) -> bool:
+    """Whether other threads than the main one and those of groups take part in operations."""
+    return any(each["thread"] == _OTHER for each in (*box["done"], *box["open"]))
+
+
+def _wait(box: Box) -> Box | None:
+    """The collective that a rank's main thread stands in; None if it may come out by itself."""
+    waits = [each for each in box["open"] if each["thread"] == _MAIN and each["group"] >= 0]
+    if len(waits) != 1 or waits[0]["kind"] in ("send", "recv", "join") or _has_others(box):
+        return None
+    wait: Box = waits[0]
+    return wait
 
 
 def _link(box: Box) -> _Link | None:
-    """The wait that a rank's main thread stands in; None if it may come out of it by itself."""
-    operations = [*box["done"], *box["open"]]
-    waits = [each for each in box["open"] if each["thread"] == _MAIN and each["group"] >= 0]
-    if len(waits) != 1 or any(each["thread"] == _OTHER for each in operations):
+    """The wait of a rank; None if there is none that counts."""
+    wait = _wait(box)
+    if wait is None:
         return None
-    wait = waits[0]
     note = box["groups"][wait["group"]]
     peer = wait["waiting_for"]
     members = ranks_of(note["members"])
-    if wait["kind"] in ("send", "recv", "join") or not 0 <= peer < len(members):
+    if not 0 <= peer < len(members):
         return None
     site = f" at {escape(brief(wait['site']))}" if wait["site"] else ""
     words = (

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import _native
+from phalanx.backend import lifetime
 from phalanx.backend.call_site import brief, call_site
 from phalanx.backend.dtypes import OP_NAMES
 from phalanx.backend.failure import error_for
@@ -115,6 +116,7 @@ class Running(Messages):
         if root >= 0:
             words.append(f"root {root}")
         operation = f"{' '.join(words)} at {site}"
+        lifetime.failed(native)
         return error_for(status, native, self._place, operation, timeout)
 
     def _profiled(
