@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,7 +21,13 @@ from tests.ranks import RankServer
 SOON = 10.0
 
 
-def opposite_order(pairs: list[tuple[int, int]]) -> float:
+def all_reduce(group: object, is_async: bool) -> None:
+    work = dist.all_reduce(torch.zeros(3), group=group, async_op=is_async)
+    if work is not None:
+        work.wait()
+
+
+def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[bool, ...] = ()) -> float:
     """Rank r enters its groups beginning with number r: each waits for the next."""
     groups = [dist.new_group(sorted(pair)) for pair in pairs]
     dist.barrier()
@@ -28,7 +35,7 @@ def opposite_order(pairs: list[tuple[int, int]]) -> float:
     mine = [groups[rank], groups[rank - 1]]
     try:
         for group in mine:
-            dist.all_reduce(torch.zeros(3), group=group)
+            all_reduce(group, bool(is_async and is_async[rank]))
     except CollectiveMismatch:
         if time.monotonic() - begin > SOON:
             raise TimeoutError("much later than it could be found") from None
@@ -36,8 +43,11 @@ def opposite_order(pairs: list[tuple[int, int]]) -> float:
     raise AssertionError("nobody noticed")
 
 
-def test_two_groups_of_two_ranks_in_opposite_order(ranks: RankServer) -> None:
-    for ended in ranks.start(2, opposite_order, [(0, 1), (0, 1)]).join(30):
+@pytest.mark.parametrize("is_async", ((False, False), (True, True), (True, False)))
+def test_two_groups_of_two_ranks_in_opposite_order(
+    ranks: RankServer, is_async: tuple[bool, ...]
+) -> None:
+    for ended in ranks.start(2, opposite_order, [(0, 1), (0, 1)], is_async).join(30):
         text = str(ended.error)
         assert isinstance(ended.error, CollectiveMismatch), ended.report()
         assert "ranks use groups in different orders" in text
@@ -45,11 +55,11 @@ def test_two_groups_of_two_ranks_in_opposite_order(ranks: RankServer) -> None:
             assert f"rank {rank} waits in all_reduce #1 of group '{group}' at test_rings.py" in text
 
 
-@pytest.mark.parametrize("size", (3, 4, 5))
-def test_a_ring_of_pairs(ranks: RankServer, size: int) -> None:
+@pytest.mark.parametrize(("size", "is_async"), ((3, False), (4, False), (5, False), (4, True)))
+def test_a_ring_of_pairs(ranks: RankServer, size: int, is_async: bool) -> None:
     """No group has all ranks, and no rank is in all groups: each tells the next."""
     pairs = [(rank, (rank + 1) % size) for rank in range(size)]
-    for ended in ranks.start(size, opposite_order, pairs).join(30):
+    for ended in ranks.start(size, opposite_order, pairs, (is_async,) * size).join(30):
         assert isinstance(ended.error, CollectiveMismatch), ended.report()
         text = str(ended.error)
         for rank in range(size):
@@ -98,6 +108,56 @@ def crossed_but_async() -> bool:
     return True
 
 
+def busy(seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        torch.zeros(1000).sum()
+
+
+def all_posted_before_any_is_waited_for() -> bool:
+    """The last rank is late; the others wait for it, in opposite orders."""
+    groups = [dist.new_group(), dist.new_group()]
+    rank = dist.get_rank()
+    order = groups if rank == 0 else groups[::-1]
+    if rank == dist.get_world_size() - 1:
+        busy(4)
+    works = [dist.all_reduce(torch.ones(3), group=group, async_op=True) for group in order]
+    for work in works:
+        work.wait()
+    return True
+
+
+def a_callback_comes() -> bool:
+    """Rank 1 waits in the second group, and comes to the first by the callback of another work."""
+    first, second, third = (dist.new_group([0, 1]) for _ in range(3))
+    if dist.get_rank() == 0:
+        works = [dist.all_reduce(torch.ones(3), group=first, async_op=True)]
+        threading.Timer(3, dist.all_reduce, (torch.ones(3), dist.ReduceOp.SUM, third)).start()
+    else:
+        ends = dist.all_reduce(torch.ones(3), group=third, async_op=True).get_future()
+        ends.add_done_callback(lambda _: dist.all_reduce(torch.ones(3), group=first))
+        works = [dist.all_reduce(torch.ones(3), group=second, async_op=True)]
+    works[0].wait()
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(3), group=second)
+    return True
+
+
+def a_wait_that_gives_up() -> bool:
+    """Rank 0 waits in the first group for a while, and then comes to the second."""
+    first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), group=first, async_op=True)
+        with pytest.raises(TimeoutError):
+            work.wait(timedelta(seconds=3))
+        dist.all_reduce(torch.ones(3), group=second)
+        work.wait()
+    else:
+        dist.all_reduce(torch.ones(3), group=second)
+        dist.all_reduce(torch.ones(3), group=first)
+    return True
+
+
 def late_in_one_of_two_groups() -> bool:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     until = time.monotonic() + 2.5
@@ -126,10 +186,19 @@ def stopped_where_it_was_waited_for() -> bool:
 
 
 @pytest.mark.parametrize(
-    "function", (crossed_but_async, late_in_one_of_two_groups, stopped_where_it_was_waited_for)
+    ("size", "function"),
+    (
+        (2, crossed_but_async),
+        (2, all_posted_before_any_is_waited_for),
+        (3, all_posted_before_any_is_waited_for),
+        (2, a_callback_comes),
+        (2, a_wait_that_gives_up),
+        (2, late_in_one_of_two_groups),
+        (2, stopped_where_it_was_waited_for),
+    ),
 )
-def test_no_ring(ranks: RankServer, function: object) -> None:
-    assert all(ranks.run(2, function))  # type: ignore[arg-type]
+def test_no_ring(ranks: RankServer, size: int, function: object) -> None:
+    assert all(ranks.run(size, function))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", ([0, 1, 2, 3], [6, 0, 1], [5], [3, 2, 1], []))

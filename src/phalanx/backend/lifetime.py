@@ -82,7 +82,13 @@ def _natives() -> list[_native.Group]:
     return [group._native for group in list(_groups) if not group._native.closed]
 
 
-def _look_for_rings() -> bool:
+def busy_elsewhere(native: _native.Group) -> bool:
+    """Whether the thread of another group than this one has something to do."""
+    return any(group._collectives.pending for group in list(_groups) if group._native is not native)
+
+
+def look_for_rings() -> bool:
+    """As `ring.look`, at all groups of this process."""
     return ring.look(_natives())
 
 
@@ -102,6 +108,6 @@ def _in_child() -> None:
 
 
 last_words.on_failure(_fail)
-_native.set_watcher(_look_for_rings)
+_native.set_watcher(look_for_rings)
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_in_child)

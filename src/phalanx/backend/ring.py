@@ -7,11 +7,12 @@ follows the waits from box to box, and where they lead back to itself, twice wit
 operations, it breaks its groups on that ring. Who is thrown out of one passes that on to the others
 who wait for it: so every rank of the ring hears of it, also where no group has them all.
 
-Only what is certain counts as a link: the main thread of a rank stands in a collective, the rank
-that it waits for has not come to that one, and no other thread of the waiting rank takes part in
-operations. A rank that is merely stopped, or busy in a signal handler, still says whom it waited
-for when it stopped; but who is waited for has come by then. For all else there are deadlines, and
-`phalanx explain`.
+Only what is certain counts as a link: the main thread of a rank stands in a collective, or waits
+without a limit for an asynchronous one while no thread of a group is in anything else (see
+`waiting`); the rank that it waits for has not come to that one; and no other thread of the waiting
+rank takes part in operations. A rank that is merely stopped, or busy in a signal handler, still
+says whom it waited for when it stopped; but who is waited for has come by then. For all else there
+are deadlines, and `phalanx explain`.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ _HISTORY = 64
 _LONGEST = 16
 """Rings of more ranks than this are left to the deadline."""
 _MAIN = 0
+_GROUP = 1
 _OTHER = 2
 
 
@@ -141,9 +143,14 @@ def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
 
 
 def _is_missing(box: Box, identity: int, sequence: int) -> bool:
-    """Whether the rank of this box has not begun a collective of a group."""
-    reached = [note["sequence"] for note in box["groups"] if note["identity"] == identity]
-    return bool(reached) and reached[-1] < sequence
+    """Whether the rank of this box has not begun a collective of a group, nor does so by itself.
+
+    A thread of the group that is in an earlier one may have more to do afterwards.
+    """
+    indices = [i for i, note in enumerate(box["groups"]) if note["identity"] == identity]
+    if not indices or box["groups"][indices[-1]]["sequence"] >= sequence:
+        return False
+    return not any(each["group"] == indices[-1] for each in _in_threads(box))
 
 
 def _has_others(box: Box) -> bool:
@@ -151,13 +158,25 @@ def _has_others(box: Box) -> bool:
     return any(each["thread"] == _OTHER for each in (*box["done"], *box["open"]))
 
 
+def _in_threads(box: Box) -> list[Box]:
+    """What threads of groups are in."""
+    return [each for each in box["open"] if each["thread"] == _GROUP]
+
+
 def _wait(box: Box) -> Box | None:
-    """The collective that a rank's main thread stands in; None if it may come out by itself."""
+    """The collective that a rank's main thread waits in; None if it may come out by itself.
+
+    Or waits for, while a group's thread does it. Whatever else such threads do may end that wait: a
+    callback may call anything.
+    """
     waits = [each for each in box["open"] if each["thread"] == _MAIN and each["group"] >= 0]
+    awaited = [each for each in _in_threads(box) if each["number"] == box["main_waits"]]
+    if awaited and not waits and awaited == _in_threads(box):
+        waits = awaited
     if len(waits) != 1 or waits[0]["kind"] in ("send", "recv", "join") or _has_others(box):
         return None
     wait: Box = waits[0]
-    return wait
+    return wait if wait["group"] >= 0 else None
 
 
 def _link(box: Box) -> _Link | None:

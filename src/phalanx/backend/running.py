@@ -88,7 +88,7 @@ class Running(Messages):
                 settle(tensor, flat)
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results)
+        work = CollectiveWork(run, results, self._native)
         self._collectives.submit(work.execute)
         if self._joined is not None:
             self._joined.append(work)

@@ -9,6 +9,7 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
+from phalanx.backend import lifetime, waiting
 from phalanx.backend.futures import WorkFuture
 
 if TYPE_CHECKING:
@@ -182,10 +183,12 @@ class CollectiveWork(PendingWork):
     Args:
         run: Runs the operation to its end in that thread, or raises.
         outputs: The tensors that it writes.
+        group: Whose thread that is.
     """
 
-    def __init__(self, run: Callable[[], None], outputs: Tensors) -> None:
+    def __init__(self, run: Callable[[], None], outputs: Tensors, group: _native.Group) -> None:
         super().__init__(outputs)
+        self._group = group
         self._ended: threading.Event = threading.Event()
         self._run: Callable[[], None] | None = run
 
@@ -206,10 +209,13 @@ class CollectiveWork(PendingWork):
 
         Its own deadline ends it; a `timeout` only ends this wait, with a `TimeoutError`.
         """
-        seconds = seconds_of(timeout, float("inf"))
-        if not self._ended.wait(None if seconds == float("inf") else seconds):
-            raise TimeoutError(f"the operation is still running after {seconds:g} s")
+        seconds = seconds_of(timeout, 0.0)
+        if not self._ended.wait(seconds or waiting.SHORT):
+            if seconds:
+                raise TimeoutError(f"the operation is still running after {seconds:g} s")
+            waiting.until(self._ended, self._group)
         if self._error is not None:
+            lifetime.failed(self._group)
             raise self._error
         return True
 
