@@ -79,6 +79,14 @@ nb::object abort_ring(const PyGroup& self, int peer, std::string_view why) {
   return to_python(group.abort(status, false));
 }
 
+void fail(const PyGroup& self, bool wake, std::string_view why) {
+  Group& group = self.held()->group;
+  if (!why.empty()) {
+    set_why(group, why);
+  }
+  group.fail(wake);
+}
+
 nb::object black_box(const PyGroup& self, int rank, std::size_t history) {
   const Group& group = self.held()->group;
   const std::vector<std::byte> bytes = copy_box(group.pid(rank), group.box_of(rank));
@@ -127,9 +135,7 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
       .def("broken", [](const PyGroup& self) { return to_python(self.held()->group.broken()); })
       .def("abort", &abort, nb::arg("why"))
       .def("abort_ring", &abort_ring, nb::arg("peer"), nb::arg("why"))
-      .def(
-          "fail", [](const PyGroup& self, bool wake) { self.held()->group.fail(wake); },
-          nb::arg("wake"))
+      .def("fail", &fail, nb::arg("wake"), nb::arg("why") = "")
       .def(
           "failing", [](const PyGroup& self, int rank) { return self.held()->group.failing(rank); },
           nb::arg("rank"))

@@ -194,8 +194,11 @@ class Group:
     def abort_ring(self, peer: int, why: str) -> Status | None:
         """Break the group because its ranks wait for each other in several groups."""
 
-    def fail(self, wake: bool) -> None:
-        """Say that this process ends by an exception: for its peers it is lost from now on."""
+    def fail(self, wake: bool, why: str = "") -> None:
+        """Say that an exception ends this rank's part: for its peers it is lost from now on.
+
+        `why` goes to the black box, unless the group is broken.
+        """
 
     def failing(self, rank: int) -> bool:
         """Whether a rank has said that."""

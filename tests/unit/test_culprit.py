@@ -80,13 +80,22 @@ def failed_unseen(cast: Cast) -> Story:
 
 
 def failed_in_session(cast: Cast) -> Story:
-    """`with phalanx.init()` aborts the group when its body raises."""
+    """`with phalanx.init()` tells the others when its body raises."""
     why = "its session ended with KeyError: 'lr'"
     story = cast.wait(cast.begin()).leaves(cast.culprit, why=why).passes(0.004)
-    story.ends(cast.others, "aborted").passes(0.001).fails(cast.culprit, "KeyError: 'lr'")
+    story.ends(cast.others, "peer_lost").passes(0.001).fails(cast.culprit, "KeyError: 'lr'")
     if cast.live:
         return story.passes(1)
-    return story.fails(cast.others, "Aborted: the group was aborted by rank 1").passes(0.1)
+    return story.fails(cast.others, LOST.format(1, 801, "failed with KeyError")).passes(0.1)
+
+
+def failed_in_session_and_lives(cast: Cast) -> Story:
+    """Somebody catches the exception, and the process goes on without the group."""
+    why = "its session ended with KeyError: 'lr'"
+    story = cast.wait(cast.begin()).leaves(cast.culprit, why=why).passes(0.004)
+    story.ends(cast.others, "peer_lost").passes(0.1)
+    story.fails(cast.others, LOST.format(1, 801, "failed with KeyError")).passes(3)
+    return story if cast.live else story.exits(cast.culprit)
 
 
 def stopped(cast: Cast) -> Story:
@@ -251,6 +260,7 @@ PLOTS: dict[str, tuple[Callable[[Cast], Story], str]] = {
     "failed": (failed, "failed"),
     "failed, unseen": (failed_unseen, "failed"),
     "failed in a session": (failed_in_session, "failed"),
+    "failed in a session, and lives": (failed_in_session_and_lives, "aborted"),
     "stopped": (stopped, "stopped"),
     "stopped after the deadline": (stopped_after_deadline, "stopped"),
     "stopped, then Ctrl-C": (stopped_by_ctrl_z, "stopped"),

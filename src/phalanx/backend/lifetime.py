@@ -68,14 +68,22 @@ def _at_exit() -> None:
     recording.close()
 
 
-def _fail() -> None:
+def fail(error: BaseException) -> None:
+    """Have the peers in all groups of this process lose it, though it may live on."""
+    why = last_words.SESSION_ENDED + last_words.words_of(error)
+    _fail(why)
+    for native in _natives():
+        native.abort(why)  # for what its own threads have under way
+
+
+def _fail(why: str = "") -> None:
     # An exception ends this process: peers that wait for it need not wait for its end. All groups
     # are told before anybody is woken: who hears of it may leave its other groups at once, and
     # their ranks must see who is to blame.
     natives = _natives()
     for wake in (False, True):
         for native in natives:
-            native.fail(wake)
+            native.fail(wake, why)
 
 
 def _natives() -> list[_native.Group]:

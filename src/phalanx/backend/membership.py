@@ -131,6 +131,16 @@ class Membership(dist.ProcessGroup):
             self._nccl.abort()
             self.shutdown()
 
+    def fail(self, error: BaseException) -> None:
+        """Leave the group since `error` ended what this rank does: its peers raise `PeerLost`.
+
+        So do those in all other groups of this process, which can't be used any more either.
+        """
+        if not self._native.closed:
+            lifetime.fail(error)
+            self._nccl.abort()
+            self.shutdown()
+
     def quiesce(self, patience: float | None = None) -> None:
         """End the group's threads; operations that don't end in time abort the group.
 

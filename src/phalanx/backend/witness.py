@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.backend.call_site import brief
 from phalanx.backend.dtypes import NAMES
 from phalanx.observe.escape import escape
+from phalanx.observe.last_words import SESSION_ENDED
 
 if TYPE_CHECKING:
     from phalanx import _native
@@ -52,7 +53,10 @@ def reason(group: _native.Group, rank: int) -> str:
 
 
 def last_words(group: _native.Group, rank: int) -> str:
-    """The exception that ended a rank's process; empty if none did."""
+    """The exception that ended a rank's process, or its session; empty if none did."""
+    note = _note(group, rank)
+    if note and note["why"].startswith(SESSION_ENDED):  # whatever its process did afterwards
+        return escape(note["why"].removeprefix(SESSION_ENDED), _LONG)
     box = _box(group, rank)
     return escape(box["last_words"], _LONG) if box and box["ending"] == "failed" else ""
 

@@ -20,8 +20,9 @@ __all__ = ["Session", "init"]
 class Session:
     """This process's place in its group; a context manager that leaves the group.
 
-    When its body raises, a group of Phalanx is aborted first: peers that wait for this rank get
-    `Aborted` at once.
+    When its body raises, peers in groups of Phalanx get `PeerLost` at once, with the exception's
+    words, whether or not somebody catches it further out. A `KeyboardInterrupt` aborts the group
+    (`Aborted`), and `sys.exit(0)` leaves it as the end of the body does.
 
     Attributes:
         rank: this process's number among all of the job, from 0.
@@ -63,10 +64,14 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        world = dist.group.WORLD
-        if error is not None and self.owner and world is not None and _is_ours(world):
-            # Peers that wait for this rank hear at once that it won't come, and that it failed.
-            world.abort(f"its session ended with {kind.__name__ if kind else 'an error'}: {error}")  # type: ignore[call-arg]
+        world: Any = dist.group.WORLD
+        well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not well and self.owner and world is not None and _is_ours(world):
+            # Peers that wait for this rank hear at once that it won't come, and why.
+            if isinstance(error, KeyboardInterrupt):
+                world.abort("its session ended with KeyboardInterrupt")
+            else:
+                world.fail(error)
         self.close()
 
 

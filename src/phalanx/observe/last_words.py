@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["announce", "install", "on_failure"]
+__all__ = ["SESSION_ENDED", "announce", "install", "on_failure", "words_of"]
+
+SESSION_ENDED = "its session ended with "
+"""How the reason of a group begins whose rank has left `with phalanx.init()` by an exception."""
 
 _calls: list[Callable[[], None]] = []
 _installed = False
@@ -29,12 +32,17 @@ def on_failure(call: Callable[[], None]) -> None:
 
 def announce(error: BaseException) -> None:
     """Say that `error` ends this process, or the function that it was started for."""
+    _native.note_ending("failed", words_of(error))
+    for call in _calls:
+        call()
+
+
+def words_of(error: BaseException) -> str:
+    """What an exception is, and says, in a line."""
     lines = traceback.format_exception_only(type(error), error)
     # What begins with a space is the place of a SyntaxError; notes come behind.
     words = next((line for line in lines if not line.startswith(" ")), "").strip()
-    _native.note_ending("failed", words.partition("\n")[0])
-    for call in _calls:
-        call()
+    return words.partition("\n")[0]
 
 
 def install() -> None:

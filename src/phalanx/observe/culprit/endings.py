@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Rank
 
-__all__ = ["End", "How", "clock_of", "end_of", "last_sign", "monotonic", "signal_name", "told_of"]
+__all__ = [
+    "End",
+    "How",
+    "clock_of",
+    "end_of",
+    "last_sign",
+    "monotonic",
+    "signal_name",
+    "told_in",
+    "told_of",
+]
 
 How = Literal[
     "alive",  # its process is there
@@ -85,7 +95,12 @@ def end_of(rank: Rank, job: Job) -> End:
 
 def told_of(rank: Rank) -> str:
     """Which of Phalanx's errors ended this rank: "PeerLost", ...; empty if another one, or none."""
-    found = _OURS.match(rank.last_words)
+    return told_in(rank.last_words)
+
+
+def told_in(words: str) -> str:
+    """Which of Phalanx's errors this is, in the words of an exception; empty if another one."""
+    found = _OURS.match(words)
     return found[1] if found else ""
 
 

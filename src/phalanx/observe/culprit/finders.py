@@ -6,15 +6,17 @@ if any did; at ranks that ended by themselves; and then at who waits for whom (`
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from phalanx.observe.culprit.endings import last_sign, told_of
+from phalanx.observe.culprit.endings import last_sign, told_in, told_of
 from phalanx.observe.culprit.holdups import held_up, lost, stopped
 from phalanx.observe.culprit.messages import unfit_message
 from phalanx.observe.culprit.verdict import Side, Verdict, sides_of
 from phalanx.observe.culprit.waits import BY_ITSELF, Scene, group_of
+from phalanx.observe.last_words import SESSION_ENDED
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation
@@ -145,10 +147,13 @@ def _abort(scene: Scene) -> Verdict | None:
     if aborter is None:
         waiting = sides_of(scene, sorted(scene.waits))
         return Verdict("aborted", (), scene.moment, waiting=waiting, reason=_words(scene))
-    own = scene.in_group(aborter, group) if group is not None else None
-    why, rank = (own.why if own is not None else ""), scene.ranks[aborter]
+    why, rank = _why(scene, aborter, group), scene.ranks[aborter]
     if scene.ends[aborter].by_itself and not told_of(rank) and why.startswith(BY_ITSELF):
         return lost(scene, [aborter])
+    return _aborted(scene, aborter, why)
+
+
+def _aborted(scene: Scene, aborter: int, why: str) -> Verdict:
     return Verdict(
         "aborted",
         (aborter,),
@@ -157,6 +162,12 @@ def _abort(scene: Scene) -> Verdict | None:
         sides_of(scene, sorted(set(scene.waits) - {aborter})),
         reason=why,
     )
+
+
+def _why(scene: Scene, number: int, group: Group | None) -> str:
+    """Why a rank aborted a group, or gave up what it did there; empty if it says nothing."""
+    own = scene.in_group(number, group) if group is not None else None
+    return own.why if own is not None else ""
 
 
 def _aborter(scene: Scene, group: Group | None) -> int | None:
@@ -189,6 +200,13 @@ def _unformed(scene: Scene) -> Verdict | None:
     return Verdict("failed", (number,), scene.moment, sides, waiting, end, reason=reason)
 
 
+def _failed_there(scene: Scene, number: int, group: Group | None) -> bool:
+    """Whether a rank's session ended by an exception of its own, and so its part in a group."""
+    why = _why(scene, number, group)
+    own = not told_of(scene.ranks[number]) and not told_in(why.removeprefix(SESSION_ENDED))
+    return why.startswith(SESSION_ENDED) and own
+
+
 def _refusal(scene: Scene) -> Verdict | None:
     """The system refused memory, or something else, to a rank."""
     trouble = scene.trouble
@@ -210,6 +228,13 @@ def _loss(scene: Scene) -> Verdict | None:
         return None
     group = group_of(trouble.rank, trouble.operation)
     members = [number for number in scene.members(group).values() if number in scene.ranks]
+    failed = [n for n in members if _failed_there(scene, n, group)]
+    if failed:
+        first = min(failed, key=lambda n: (scene.ends[n].time or math.inf, n))
+        if scene.ends[first].by_itself:
+            return lost(scene, [first])
+        # Somebody caught the exception, and the process lives on.
+        return _aborted(scene, first, _why(scene, first, group))
     untold = [n for n in members if n not in scene.troubles and not told_of(scene.ranks[n])]
     gone = [n for n in untold if scene.ends[n].by_itself or scene.ends[n].how in ("well", "left")]
     if group is not None and trouble.outcome == "left":

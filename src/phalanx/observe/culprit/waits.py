@@ -12,13 +12,14 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from phalanx.observe.culprit.endings import End, end_of, last_sign, told_of
+from phalanx.observe.last_words import SESSION_ENDED
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Group, Job, Operation, Rank
 
 __all__ = ["BY_ITSELF", "Scene", "Trouble", "Wait", "group_of"]
 
-BY_ITSELF = ("its session ended with", "it left while an operation")
+BY_ITSELF = (SESSION_ENDED, "it left while an operation")
 """How reasons begin that Phalanx gives when it aborts a group because its rank ends."""
 
 _SLACK = 2_000_000_000

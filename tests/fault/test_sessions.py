@@ -1,0 +1,117 @@
+"""What ends `with phalanx.init()` on one rank, and what the others make of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
+from phalanx.observe import reading
+from phalanx.testing import Drill, Ended
+
+VICTIM = 1
+
+
+@pytest.fixture(scope="module")
+def drill() -> Iterator[Drill]:
+    with Drill() as drill:
+        yield drill
+
+
+def raises() -> None:
+    raise ValueError("no such column")
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+# How the body ends, and what the others are told.
+ENDS: dict[str, tuple[Callable[[], object], type[PhalanxError], str]] = {
+    "exception": (raises, PeerLost, "rank 1 (pid {pid}) failed with ValueError: no such column"),
+    "sys.exit(3)": (
+        lambda: sys.exit(3),
+        PeerLost,
+        "rank 1 (pid {pid}) failed with SystemExit: 3",
+    ),
+    "sys.exit(0)": (
+        lambda: sys.exit(0),
+        CollectiveMismatch,
+        "rank 1 (pid {pid}) has left the group",
+    ),
+    "Ctrl-C": (interrupted, Aborted, "rank 1 at {site}: its session ended with KeyboardInterrupt"),
+}
+
+
+def one_ends(how: str, in_flight: bool = False) -> float:
+    """The victim's body ends; returns when. The others wait for it."""
+    start = 0.0
+    try:
+        with phalanx.init(timeout=20) as session:
+            pair = dist.new_group()
+            dist.barrier()
+            if session.rank != VICTIM:
+                dist.all_reduce(torch.zeros(3), group=pair if session.rank == 2 else None)
+            if in_flight:
+                dist.all_reduce(torch.zeros(3), async_op=True)
+                dist.all_reduce(torch.zeros(3), group=pair, async_op=True)
+            start = time.monotonic()
+            ENDS[how][0]()
+    except BaseException as error:
+        if not in_flight or isinstance(error, PhalanxError):
+            raise
+    return start
+
+
+def told(rank: Ended, how: str, victim: Ended) -> str:
+    _, kind, words = ENDS[how]
+    assert isinstance(rank.error, kind), rank
+    text = str(rank.error)
+    head, _, tail = words.partition("{site}")
+    assert head.format(pid=victim.pid) in text, rank
+    assert tail in text, rank
+    return text
+
+
+@pytest.mark.parametrize("how", ENDS)
+def test_the_others_are_told(drill: Drill, how: str) -> None:
+    result = drill.run(one_ends, 2, (how,))
+    told(result[0], how, result[VICTIM])
+
+
+def test_at_once_in_all_groups(drill: Drill) -> None:
+    """Also those that wait in another group, and whatever the victim has under way itself."""
+    result = drill.run(one_ends, 3, ("exception", True))
+    for rank in (0, 2):
+        text = told(result[rank], "exception", result[VICTIM])
+        assert result[rank].time - result[VICTIM].value < 1.0, text
+
+
+def test_caught_outside(drill: Drill) -> None:
+    """The process lives on, and its black box doesn't say that it failed."""
+    result = drill.run(caught_and_gone_on, 2)
+    told(result[0], "exception", result[VICTIM])
+    assert result[VICTIM].value == ("left", 1.0)
+
+
+def caught_and_gone_on() -> tuple[str, float]:
+    try:
+        with phalanx.init(timeout=20) as session:
+            dist.barrier()
+            if session.rank != VICTIM:
+                dist.barrier()
+            raises()
+    except ValueError:
+        ending = reading.read().ranks[VICTIM].ending
+    # It can form another group, alone.
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("phalanx", store=store, rank=0, world_size=1)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    return ending, tensor.item()
