@@ -192,6 +192,8 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
         "begin": now - 4_000_000_000,
         "end": now - 2_000_000_000,
         "waiting_for": -1,
+        "peer": -1,
+        "number": sequence,
     }
     return {**known, **fields}
 
@@ -256,6 +258,28 @@ def test_messages_are_known_by_all_that_they_are() -> None:
             "rank 5 is in all_reduce #2 float32[1024] at train.py:40 of group 'pipe\\x1b[2J' "
             "for N s, waiting for rank 1 there",
         ),
+        (  # what was posted alone isn't where it is
+            {"done": [operation(40)], "open": [operation(7, kind="recv", peer=3)]},
+            "rank 5 is in its own code since all_reduce #40 float32[1024] at train.py:40, N s ago",
+        ),
+        (
+            {
+                "open": [
+                    operation(41, kind="barrier", dtype="", group=1),
+                    operation(7, kind="send", peer=3),
+                ]
+            },
+            "rank 5 is in barrier #41 at train.py:40 of group 'pipe\\x1b[2J' for N s",
+        ),
+        (
+            {
+                "open": [
+                    operation(7, kind="recv", peer=3, waiting_for=3),
+                    operation(8, kind="recv", peer=4),
+                ]
+            },
+            "rank 5 is in recv float32[1024] at train.py:40 for N s, waiting for rank 3 there",
+        ),
     ],
 )
 def test_where_a_late_rank_is(fields: dict[str, Any], words: str) -> None:
@@ -289,6 +313,10 @@ def test_what_a_dead_rank_did_last() -> None:
     )
     assert text(done=[operation(40)], open=[operation(41)]).endswith(
         ", in all_reduce #41 float32[1024] at train.py:40"
+    )
+    posted = operation(41, kind="recv", peer=3)
+    assert text(done=[operation(40)], open=[posted]).endswith(
+        ", after all_reduce #40 float32[1024] at train.py:40"
     )
     assert "failed with ValueError: \\x1b[2J" in text(
         ending="failed", last_words="ValueError: \x1b[2J"

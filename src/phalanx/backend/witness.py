@@ -67,8 +67,8 @@ def last_deed(group: _native.Group, rank: int) -> str:
     if box is None:
         return ""
     words = ""
-    if box["open"]:
-        words = f", in {_words(box['open'][-1])}"
+    if (current := _under_way(box)) is not None:
+        words = f", in {_words(current)}"
     elif box["done"]:
         words = f", after {_words(box['done'][-1])}"
     return words + _step(box)
@@ -82,9 +82,9 @@ def whereabouts(group: _native.Group, rank: int) -> str:
         return "is stopped by a signal (SIGSTOP)" + (_since_last(box) if box else "")
     if box is None:
         return "is alive"
-    if not box["open"]:
+    current = _under_way(box)
+    if current is None:
         return "is in its own code" + _since_last(box)
-    current = box["open"][-1]
     words = f"is in {_words(current)}{_group(box, current, group)} for {_ago(current['begin'])}"
     if current["waiting_for"] >= 0:
         words += f", waiting for rank {current['waiting_for']} there"
@@ -100,6 +100,22 @@ def _note(group: _native.Group, rank: int) -> Box | None:
     box = _box(group, rank)
     notes = box["groups"] if box else []
     return next((note for note in notes if note["identity"] == group.identity), None)
+
+
+def _under_way(box: Box) -> Box | None:
+    """The operation that a rank is in; None if it is in its own code.
+
+    As `phalanx explain` has it: a message may be posted long before anybody waits for it.
+    """
+    blocking = [
+        operation
+        for operation in box["open"]
+        if operation["kind"] not in ("send", "recv")
+        or operation["waiting_for"] >= 0
+        or operation["peer"] < 0
+    ]
+    key = lambda operation: (operation["waiting_for"] < 0, operation["begin"], operation["number"])  # noqa: E731
+    return min(blocking, key=key, default=None)
 
 
 def _find(box: Box, group: _native.Group, wanted: _native.Fingerprint) -> Box | None:
