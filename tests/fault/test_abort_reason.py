@@ -143,6 +143,7 @@ def come_later(reason: str) -> str:
         ("a" * 900, "a" * 639),
         ("ä" * 900, "ä" * 319),
         ("", ""),
+        ("no file data-\udcff.bin", "no file data-\\udcff.bin"),
     ],
 )
 def test_who_comes_later(ranks: RankServer, reason: str, told: str) -> None:
@@ -162,6 +163,18 @@ def no_group_of_ours() -> None:
     with pytest.raises(UsageError, match="group is 5, expected a group of the backend 'phalanx'"):
         phalanx.abort(5)  # type: ignore[arg-type]
     dist.barrier()
+
+
+def reason_is_no_text() -> None:
+    for wrong in (5, None, b"why"):
+        with pytest.raises(UsageError, match=r"abort: reason is .*, expected a text") as caught:
+            phalanx.abort(reason=wrong)  # type: ignore[arg-type]
+        assert repr(wrong) in str(caught.value)
+    dist.barrier()  # nothing has been aborted
+
+
+def test_a_reason_that_is_no_text(ranks: RankServer) -> None:
+    ranks.run(2, reason_is_no_text)
 
 
 def test_no_group_of_ours(ranks: RankServer) -> None:

@@ -133,6 +133,8 @@ def end_as_python_does(how: str, operation: str) -> None:
     if dist.get_rank() == VICTIM:
         if how == "exception":
             raise RuntimeError("the user's own")
+        if how == "no UTF-8":
+            raise RuntimeError("data-\udcff.bin")
         sys.exit(0)
     WAITS[operation]()
 
@@ -142,6 +144,7 @@ def end_as_python_does(how: str, operation: str) -> None:
     ("how", "code", "words"),
     [
         ("exception", 1, "failed with RuntimeError: the user's own, after barrier #1 at"),
+        ("no UTF-8", 1, "failed with RuntimeError: data-\\udcff.bin, after barrier #1 at"),
         ("sys.exit", 0, "exited with code 0"),
     ],
 )

@@ -28,6 +28,10 @@ def raises() -> None:
     raise ValueError("no such column")
 
 
+def raises_half_a_character() -> None:
+    raise FileNotFoundError("data-\udcff.bin")  # os.listdir gives such names
+
+
 def interrupted() -> None:
     raise KeyboardInterrupt
 
@@ -35,6 +39,11 @@ def interrupted() -> None:
 # How the body ends, and what the others are told.
 ENDS: dict[str, tuple[Callable[[], object], type[PhalanxError], str]] = {
     "exception": (raises, PeerLost, "rank 1 (pid {pid}) failed with ValueError: no such column"),
+    "no UTF-8": (
+        raises_half_a_character,
+        PeerLost,
+        "rank 1 (pid {pid}) failed with FileNotFoundError: data-\\udcff.bin",
+    ),
     "sys.exit(3)": (
         lambda: sys.exit(3),
         PeerLost,

@@ -7,6 +7,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,6 +32,22 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield found
     for fd in found:
         os.close(fd)
+
+
+def test_peers_are_told_whatever_becomes_of_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_ending: str, _words: str) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    told: list[bool] = []
+    monkeypatch.setattr(last_words, "_calls", [lambda: told.append(True)])
+    monkeypatch.setattr(last_words, "_native", SimpleNamespace(note_ending=full))
+    with pytest.raises(OSError, match="no space"):
+        last_words.announce(ValueError("x"))
+    assert told == [True]
+
+
+def test_words_that_are_no_utf_8() -> None:
+    assert last_words.words_of(OSError("\udcff\nmore")) == "OSError: \\udcff"
 
 
 def job(directory: Directory) -> recording._Job:

@@ -21,7 +21,7 @@ def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
             than 639 bytes of UTF-8 is cut.
 
     Raises:
-        UsageError: There is no such group, or it isn't one of Phalanx.
+        UsageError: There is no such group, or it isn't one of Phalanx; a reason that is no text.
     """
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None

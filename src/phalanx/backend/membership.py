@@ -11,6 +11,8 @@ from phalanx.backend import lifetime
 from phalanx.backend.cuda import NcclChild
 from phalanx.backend.failure import left_behind
 from phalanx.backend.progress import CollectiveThread, MessageThread
+from phalanx.errors import UsageError
+from phalanx.observe.escape import encodable
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -126,8 +128,10 @@ class Membership(dist.ProcessGroup):
 
     def abort(self, reason: str = "") -> None:
         """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
+        if not isinstance(reason, str):
+            raise UsageError(f"abort: reason is {reason!r}, expected a text that says why")
         if not self._native.closed:
-            self._native.abort(reason)
+            self._native.abort(encodable(reason))
             self._nccl.abort()
             self.shutdown()
 

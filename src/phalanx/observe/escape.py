@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["escape", "shorten"]
+__all__ = ["encodable", "escape", "shorten"]
 
 # Characters that can be printed by Unicode's categories, and show nothing: fillers, variation
 # selectors, the joiner of graphemes. `str.isprintable` doesn't know them.
@@ -37,6 +37,11 @@ def escape(text: str, limit: int = 200) -> str:
     text = shorten(text, max(limit, 1) * 2)
     shown = "".join(_escaped(character) for character in text)
     return shorten(shown, limit)
+
+
+def encodable(text: str) -> str:
+    r"""The same text with lone surrogates, as in names that aren't UTF-8, written as `\udc80`."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def shorten(text: str, limit: int) -> str:

@@ -11,6 +11,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from phalanx import _native
+from phalanx.observe.escape import encodable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,9 +33,11 @@ def on_failure(call: Callable[[], None]) -> None:
 
 def announce(error: BaseException) -> None:
     """Say that `error` ends this process, or the function that it was started for."""
-    _native.note_ending("failed", words_of(error))
-    for call in _calls:
-        call()
+    try:
+        _native.note_ending("failed", words_of(error))
+    finally:  # whatever the words were, peers wait
+        for call in _calls:
+            call()
 
 
 def words_of(error: BaseException) -> str:
@@ -42,7 +45,7 @@ def words_of(error: BaseException) -> str:
     lines = traceback.format_exception_only(type(error), error)
     # What begins with a space is the place of a SyntaxError; notes come behind.
     words = next((line for line in lines if not line.startswith(" ")), "").strip()
-    return words.partition("\n")[0]
+    return encodable(words.partition("\n")[0])
 
 
 def install() -> None:
