@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import time
 import weakref
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import UsageError
+from phalanx.errors import CollectiveTimeout, UsageError
 from tests.ranks import RankServer
 
 
@@ -61,17 +62,28 @@ def not_completed_before_the_peer_comes() -> None:
             assert not pending.is_completed()
             assert not pending.is_success()
         assert tensor.item() == 1
-        with pytest.raises(TimeoutError, match="still running"):
+        # As on Gloo that wait alone is over; but it is told for whom.
+        with pytest.raises(CollectiveTimeout) as caught:
             work.wait(timedelta(milliseconds=20))
+        text = str(caught.value)
+        assert re.search(r"\] all_reduce #1 float32\[1\] SUM at test_backend_works\.py:\d+: ", text)
+        assert re.search(r"rank 0 waited for rank 1 \(pid \d+\) until the timeout of 0\.02 s", text)
+        assert re.search(r"wait, \d\.\d s after the call; rank 1 is in recv .* for \d", text)
+        # Another one stands behind it.
+        second = dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(CollectiveTimeout, match=r"queued all_reduce float32\[1\].* for rank 1"):
+            second.wait(timedelta(milliseconds=20))
         # The other rank comes only now: rank 0 has looked.
         dist.send(torch.zeros(1), 1, tag=1)
         work.wait()
+        second.wait()
         message.wait()
         assert (tensor.item(), received.item()) == (2, 7)
         assert work.is_completed()
         assert message.is_completed()
     else:
         dist.recv(torch.zeros(1), 0, tag=1)
+        dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
         dist.send(torch.full((1,), 7.0), 0)
 

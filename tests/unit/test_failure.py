@@ -289,6 +289,15 @@ def test_where_a_late_rank_is(fields: dict[str, Any], words: str) -> None:
     assert re.sub(r"\d+\.\d s\b(?! on)", "N s", text).endswith("; " + words)
 
 
+def test_of_many_late_ranks_all_are_named_and_some_placed() -> None:
+    status = Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE)
+    boxes = {rank: box(done=[operation(40)]) for rank in range(20, 32)}
+    _, text = explain(status, Group(late=tuple(range(20, 32)), boxes=boxes))
+    assert all(f"rank {rank} (pid {800 + rank})" in text for rank in range(20, 32))
+    assert text.count(" is in its own code") == 8
+    assert text.endswith("; where 4 more are, phalanx explain tells")
+
+
 def test_a_stopped_process_is_called_so() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:

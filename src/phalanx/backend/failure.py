@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from typing import TYPE_CHECKING
 
 from phalanx.backend import witness
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from phalanx import _native
 
 
-_MOST_WHEREABOUTS = 4
+_MOST_WHEREABOUTS = 8
 """Of so many late ranks an error tells where they are; `phalanx explain` tells of all."""
 
 
@@ -43,6 +44,28 @@ def error_for(
     """
     kind, text = _explain(status, group, timeout)
     return kind(f"[{place} on {socket.gethostname()}] {operation}: {text}")
+
+
+def unfinished(
+    group: _native.Group, rank: int, place: str, operation: str, seconds: float, called: float
+) -> CollectiveTimeout:
+    """The exception for a wait that has ended before its operation, which goes on.
+
+    Args:
+        group: The group, asked for whom the operation waits.
+        rank: This rank in it.
+        place: The same in words, as in "rank 2/8".
+        operation: The operation with its call site, in words.
+        seconds: What the wait had.
+        called: When the operation was called, in monotonic seconds.
+    """
+    late = [] if group.closed else group.behind(rank)
+    names = ", ".join(_name(group, other) for other in late) or "its peers"
+    return CollectiveTimeout(
+        f"[{place} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} until "
+        f"the timeout of {seconds:g} s of this wait, {time.monotonic() - called:.1f} s after the "
+        f"call{_places(group, late)}; the operation goes on, and can be waited for again"
+    )
 
 
 def left_behind(place: str, what: str) -> Aborted:
@@ -128,9 +151,17 @@ def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> s
         f"rank {status.reporter} waited for {names} in {operation} until the timeout of "
         f"{timeout:g} s on this rank"
     )
+    return words + _places(group, late)
+
+
+def _places(group: _native.Group, late: list[int]) -> str:
+    """Where ranks are that don't come."""
+    words = ""
     for rank in late[:_MOST_WHEREABOUTS]:
         if not group.closed:
             words += f"; rank {rank} {witness.whereabouts(group, rank)}"
+    if (others := len(late) - _MOST_WHEREABOUTS) > 0:
+        words += f"; where {others} more are, phalanx explain tells"
     return words
 
 

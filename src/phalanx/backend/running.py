@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from phalanx import _native
 from phalanx.backend import lifetime
 from phalanx.backend.call_site import brief, call_site
 from phalanx.backend.dtypes import OP_NAMES
-from phalanx.backend.failure import error_for
+from phalanx.backend.failure import error_for, unfinished
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import label, settle
 from phalanx.backend.profiling import profiled, profiling
@@ -76,7 +77,7 @@ class Running(Messages):
         keep: object,
         timeout: float,
     ) -> dist.Work:
-        place = _native.call_site()
+        place, called = _native.call_site(), time.monotonic()
 
         def run(_keep: object = keep) -> None:
             _native.set_caller(place)
@@ -87,8 +88,13 @@ class Running(Messages):
             for tensor, flat in outputs:
                 settle(tensor, flat)
 
+        def late(seconds: float, begun: bool) -> PhalanxError:
+            site = brief(_native.call_site_text(place))
+            words = self._words(name if begun else f"queued {name}", subject, op, root, site, begun)
+            return unfinished(self._native, self._rank, self._place, words, seconds, called)
+
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results, self._native)
+        work = CollectiveWork(run, results, self._native, late)
         self._collectives.submit(work.execute)
         if self._joined is not None:
             self._joined.append(work)
@@ -106,18 +112,30 @@ class Running(Messages):
         timeout: float,
         site: str,
     ) -> PhalanxError:
+        operation = self._words(name, subject, op, root, site)
+        lifetime.failed(self._native)
+        return error_for(status, self._native, self._place, operation, timeout)
+
+    def _words(
+        self,
+        name: str,
+        subject: torch.Tensor | None,
+        op: int,
+        root: int,
+        site: str,
+        begun: bool = True,
+    ) -> str:
+        """The operation that is under way, or one that is queued and has no number yet."""
         native = self._native
         # Another thread may have left the group meanwhile.
-        words = [name if native.closed else f"{name} #{native.sequence}"]
+        words = [f"{name} #{native.sequence}" if begun and not native.closed else name]
         if subject is not None:
             words.append(label(subject))
         if op:
             words.append(OP_NAMES[op])
         if root >= 0:
             words.append(f"root {root}")
-        operation = f"{' '.join(words)} at {site}"
-        lifetime.failed(native)
-        return error_for(status, native, self._place, operation, timeout)
+        return f"{' '.join(words)} at {site}"
 
     def _profiled(
         self,

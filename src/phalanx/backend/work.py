@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from phalanx import _native
     from phalanx.backend.progress import MessageThread
+    from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
 
@@ -184,13 +185,22 @@ class CollectiveWork(PendingWork):
         run: Runs the operation to its end in that thread, or raises.
         outputs: The tensors that it writes.
         group: Whose thread that is.
+        late: The error of a wait that had so many seconds and has ended before the operation, of
+            which it is given whether it has begun.
     """
 
-    def __init__(self, run: Callable[[], None], outputs: Tensors, group: _native.Group) -> None:
+    def __init__(
+        self,
+        run: Callable[[], None],
+        outputs: Tensors,
+        group: _native.Group,
+        late: Callable[[float, bool], PhalanxError],
+    ) -> None:
         super().__init__(outputs)
         self._group = group
         self._ended: threading.Event = threading.Event()
         self._run: Callable[[], None] | None = run
+        self._late: Callable[[float, bool], PhalanxError] | None = late
 
     def execute(self) -> None:
         """Run the operation; for the group's thread alone."""
@@ -202,17 +212,19 @@ class CollectiveWork(PendingWork):
         except BaseException as caught:  # noqa: BLE001 - raised again where the user waits
             error = caught
         del run
+        self._late = None  # which keeps the tensors
         self._complete(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation has ended; raise what it raised.
 
-        Its own deadline ends it; a `timeout` only ends this wait, with a `TimeoutError`.
+        Its own deadline ends it and breaks the group. A `timeout` only ends this wait, with a
+        `CollectiveTimeout` that names who is missing, and the operation goes on: so it is on Gloo.
         """
-        seconds = seconds_of(timeout, 0.0)
+        late, seconds = self._late, seconds_of(timeout, 0.0)
         if not self._ended.wait(seconds or waiting.SHORT):
-            if seconds:
-                raise TimeoutError(f"the operation is still running after {seconds:g} s")
+            if seconds and late is not None:
+                raise late(seconds, self._run is None)
             waiting.until(self._ended, self._group)
         if self._error is not None:
             lifetime.failed(self._group)
