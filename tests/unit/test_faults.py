@@ -39,13 +39,31 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
         r"no operation is named 'allreduce'; expected all_gather, .*all_reduce, .*send",
     ),
     "no signal": (lambda: kill(0, 1, by=99), r"by is 99, expected a signal, as signal.SIGTERM"),
-    "exit code": (lambda: crash(0, 1, code=256), r"code is 256, expected 0 to 255"),
+    "exit code": (lambda: crash(0, 1, code=256), r"code is 256, expected an integer from 0 to 255"),
+    "exit code as text": (
+        lambda: crash(0, 1, code="1"),
+        r"crash: code is '1', expected an integer",
+    ),  # type: ignore[arg-type]
+    "signal's name": (lambda: kill(0, 1, by="SIGTERM"), r"by is 'SIGTERM', expected a signal"),  # type: ignore[arg-type]
+    "list for a signal": (lambda: kill(0, 1, by=[9]), r"by is \[9\], expected a signal"),  # type: ignore[arg-type]
+    "operation in a list": (lambda: kill(0, 1, ["send"]), r"of is \['send'\], expected the name"),  # type: ignore[arg-type]
+    "no operation": (lambda: skip(0, 1, None), r"of is None, expected the name"),  # type: ignore[arg-type]
+    "seconds as text": (lambda: delay(0, 1, seconds="3"), r"seconds is '3', expected seconds"),  # type: ignore[arg-type]
+    "no seconds": (lambda: delay(0, 1, seconds=None), r"seconds is None, expected seconds"),  # type: ignore[arg-type]
+    "after as text": (lambda: kill(0, 1, after="1"), r"after is '1', expected seconds"),  # type: ignore[arg-type]
+    "class for an exception": (
+        lambda: fail(0, 1, error=ValueError),  # type: ignore[arg-type]
+        r"error is <class 'ValueError'>, expected an exception, as MemoryError",
+    ),
+    "one for a list": (lambda: check(kill(0, 1), 3), r"faults is Fault\(.*, expected a list, as"),
+    "none": (lambda: check(None, 3), r"faults is None, expected a list"),
+    "arm's rank": (lambda: arm([], "1"), r"arm: rank is '1', expected an integer from 0"),  # type: ignore[arg-type]
     "no exception": (lambda: fail(0, 1, error="x"), r"error is 'x', expected an exception"),  # type: ignore[arg-type]
     "negative seconds": (lambda: delay(0, 1, seconds=-1), r"seconds is -1, expected seconds"),
     "endless": (lambda: stop(0, 1, seconds=float("inf")), r"seconds is inf, expected seconds"),
     "no number": (lambda: kill(0, 1, after=float("nan")), r"after is nan, expected seconds"),
     "rank outside": (lambda: check([kill(3, 1)], 3), r"rank=3.*: rank 3, expected 0 to 2"),
-    "no fault": (lambda: check(["kill"], 3), r"faults has 'kill', expected kill\(...\)"),  # type: ignore[list-item]
+    "no fault": (lambda: check(["kill"], 3), r"faults has 'kill', expected kill\(...\)"),
 }
 
 

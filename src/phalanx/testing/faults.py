@@ -11,14 +11,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 from phalanx.errors import UsageError
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-__all__ = ["OPERATIONS", "Fault", "check", "crash", "delay", "fail", "kill", "skip", "stop"]
+__all__ = [
+    "OPERATIONS",
+    "Fault",
+    "check",
+    "check_number",
+    "crash",
+    "delay",
+    "fail",
+    "kill",
+    "skip",
+    "stop",
+]
 
 OPERATIONS = (
     "all_gather",
@@ -77,8 +84,8 @@ class Fault:
     act: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        _check_number(f"{self}: rank", self.rank, 0)
-        _check_number(f"{self}: at", self.at, 1)
+        check_number(f"{self}: rank", self.rank, 0)
+        check_number(f"{self}: at", self.at, 1)
         if self.of and self.of not in OPERATIONS:
             known = ", ".join(OPERATIONS)
             raise UsageError(f"{self}: no operation is named {self.of!r}; expected {known}")
@@ -117,8 +124,7 @@ def crash(rank: int, at: int, of: str = "", *, code: int = 1, after: float = 0.0
 
     The other arguments are those of `kill`.
     """
-    if not 0 <= code <= 255:
-        raise UsageError(f"crash: code is {code}, expected 0 to 255")
+    check_number("crash: code", code, 0, 255)
     act = partial(os._exit, code)
     return Fault("crash", rank, at, _named(of), after, f"code={code}", act=act)
 
@@ -130,7 +136,8 @@ def fail(rank: int, at: int, of: str = "", *, error: BaseException | None = None
         rank: The rank in the job.
         at: Which of its operations, counted from 1 over all its groups.
         of: Count only operations of this name.
-        error: The exception, as `MemoryError()`; a RuntimeError if None. Must be picklable.
+        error: The exception, as `MemoryError()`; a RuntimeError if None. Its class may be
+            one of your script: it travels by cloudpickle.
     """
     if error is None:
         error = RuntimeError("a fault of the drill")
@@ -177,12 +184,14 @@ def skip(rank: int, at: int, of: str = "") -> Fault:
     return Fault("skip", rank, at, _named(of))
 
 
-def check(faults: Sequence[Fault], ranks: int) -> None:
-    """Check that all are faults of a job of so many ranks.
+def check(faults: object, ranks: int) -> None:
+    """Check that it is a list (or tuple) of faults of a job of so many ranks.
 
     Raises:
-        UsageError: One isn't.
+        UsageError: It isn't.
     """
+    if not isinstance(faults, list | tuple):
+        raise UsageError(f"faults is {faults!r}, expected a list, as [kill(rank=1, at=3)]")
     for fault in faults:
         if not isinstance(fault, Fault):
             raise UsageError(f"faults has {fault!r}, expected kill(...), stop(...) and the like")
@@ -191,16 +200,25 @@ def check(faults: Sequence[Fault], ranks: int) -> None:
 
 
 def _named(of: str) -> str:
+    if not isinstance(of, str):
+        raise UsageError(f"of is {of!r}, expected the name of an operation, as 'all_reduce'")
     return _OTHER_NAMES.get(of, of)
 
 
-def _check_number(what: str, number: object, least: int) -> None:
-    if not isinstance(number, int) or isinstance(number, bool) or number < least:
-        raise UsageError(f"{what} is {number!r}, expected an integer from {least}")
+def check_number(what: str, number: object, least: int, most: float = float("inf")) -> None:
+    """Check that it is an integer, at least and at most these.
+
+    Raises:
+        UsageError: It isn't.
+    """
+    if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
+        end = "" if most == float("inf") else f" to {most}"
+        raise UsageError(f"{what} is {number!r}, expected an integer from {least}{end}")
 
 
 def _check_seconds(what: str, seconds: object) -> None:
-    if not isinstance(seconds, int | float) or not 0 <= seconds < float("inf"):
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not number or not 0 <= seconds < float("inf"):  # type: ignore[operator]
         raise UsageError(f"{what} is {seconds!r}, expected seconds, 0 or more")
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx.backend import process_group
 from phalanx.backend.work import FinishedMessage
 from phalanx.errors import UsageError
-from phalanx.testing.faults import Fault, check
+from phalanx.testing.faults import Fault, check, check_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,6 +48,7 @@ def arm(faults: Sequence[Fault], rank: int | None = None, *, record: str | None 
         if not os.environ.get("RANK", "").isdigit():
             raise UsageError("arm: RANK is not set, or no number: give the rank of this process")
         rank = int(os.environ["RANK"])
+    check_number("arm: rank", rank, 0)
     check(faults, 2**31)
     _Armed.plan = _Plan(faults, rank, record)
     process_group.ProcessGroup = _Armed  # type: ignore[misc]
