@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import signal
 import tempfile
 import time
@@ -147,12 +148,13 @@ class Drill:
             may_miss: Accept that a fault doesn't happen, as the rank never gets so far.
 
         Raises:
-            UsageError: A wrong argument; a fault that didn't happen.
+            UsageError: A wrong argument; a fault that didn't happen, or can't be pickled.
             LaunchError: Ranks still ran after `timeout`; they have been killed, and the message has
                 the stacks of their threads.
         """
         _check(fn, ranks, args, timeout)
         check(faults, ranks)
+        planned = _pickled(faults)
         try:
             call = cloudpickle.dumps((_run, (fn, args, kwargs or {}), {}))
         except Exception as error:
@@ -162,16 +164,31 @@ class Drill:
         with tempfile.TemporaryDirectory(prefix="phalanx-drill-") as folder:
             store = host_store()
             # Drills that fail on purpose must not push out jobs that failed by themselves.
-            given = {"PHALANX_JOBS_DIR": f"{folder}/jobs", **(env or {})}
+            # Nor do they belong to the job of a launcher that this process may be a rank of.
+            own = {"PHALANX_JOBS_DIR": f"{folder}/jobs", "PHALANX_JOB": ""}
+            given = {**own, **(env or {})}
             places = [_environment(rank, ranks, store.port) for rank in range(ranks)]
             tasks = [
-                Task(call, folder, rank, {**place, **given}, faults)
+                Task(call, folder, rank, {**place, **given}, planned)
                 for rank, place in enumerate(places)
             ]
             result = _carry_out(self._server.start(tasks), tuple(faults), timeout)
         if result.missed and not may_miss:
             raise UsageError(_missed(result))
         return result
+
+
+def _pickled(faults: Sequence[Fault]) -> bytes:
+    """The faults for the ranks: an exception of the user's own script is no import of theirs."""
+    for fault in faults:
+        try:
+            pickle.loads(cloudpickle.dumps(fault))  # with its own __init__ it may only fail here
+        except Exception as error:
+            raise UsageError(
+                f"{fault} can't be pickled, so its rank can't get it: {error}"
+            ) from error
+    data: bytes = cloudpickle.dumps(tuple(faults))
+    return data
 
 
 def _run(fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:

@@ -39,7 +39,7 @@ class Task:
         folder: Where outcome, stdout and stderr go.
         rank: Its number, part of the names of these files.
         environment: Variables to set.
-        faults: Those of all ranks, to be armed; None: nothing is counted.
+        faults: Those of all ranks, pickled by cloudpickle, to be armed; None: nothing is counted.
         brief: After the function has returned, end without Python's own end, which costs more than
             most functions of tests.
     """
@@ -48,7 +48,7 @@ class Task:
     folder: str
     rank: int
     environment: Mapping[str, str]
-    faults: Sequence[object] | None = None
+    faults: bytes | None = None
     brief: bool = False
 
     def file(self, name: str) -> Path:
@@ -162,7 +162,7 @@ def _work(task: Task) -> None:
         if task.faults is not None:
             from phalanx.testing.striking import arm
 
-            arm(task.faults, task.rank, record=str(task.file("record")))  # type: ignore[arg-type]
+            arm(pickle.loads(task.faults), task.rank, record=str(task.file("record")))
         function, arguments, options = pickle.loads(task.call)
         outcome = Outcome(value=function(*arguments, **options), time=time.monotonic())
     except BaseException as error:

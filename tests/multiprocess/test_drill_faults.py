@@ -1,0 +1,88 @@
+"""What a drill hands to its ranks: exceptions of the user's own, and the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+import phalanx
+from phalanx.errors import UsageError
+from phalanx.observe import reading
+from phalanx.testing import Drill, fail
+
+
+@pytest.fixture(scope="module")
+def drill() -> Iterator[Drill]:
+    with Drill() as drill:
+        yield drill
+
+
+def barrier() -> None:
+    with phalanx.init(timeout=20):
+        dist.barrier()
+
+
+class OwnError(Exception):
+    """An exception of the script that plans it."""
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+SCRIPT = """
+import torch, torch.distributed as dist, phalanx
+from phalanx.testing import Drill, fail
+
+class OwnError(Exception):
+    pass
+
+def body():
+    with phalanx.init(timeout=20):
+        dist.all_reduce(torch.ones(1))
+
+if __name__ == "__main__":
+    with Drill() as drill:
+        result = drill.run(body, 2, faults=[fail(rank=1, at=1, error=OwnError("mine"))])
+        assert isinstance(result.errors[1], OwnError), result
+        assert "failed with OwnError: mine" in str(result.errors[0]), result
+        assert drill.run(body, 2).errors == {}
+"""
+
+
+def test_an_exception_of_the_users_script(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fault_that_cannot_travel(drill: Drill) -> None:
+    for error in (Unpicklable("a", "b"), OwnError(threading.Lock())):
+        with pytest.raises(UsageError, match=r"fail\(rank=1, at=1, error=.*can't be pickled"):
+            drill.run(barrier, 2, faults=[fail(rank=1, at=1, error=error)])
+    assert drill.run(barrier, 2).errors == {}  # the server is there still
+
+
+def job_of_rank() -> tuple[str | None, str]:
+    with phalanx.init(timeout=20):
+        dist.barrier()
+        return os.environ.get("PHALANX_JOB"), reading.read().name
+
+
+def test_a_drill_is_no_part_of_a_surrounding_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = "20261121-0901-k3f9x2"
+    monkeypatch.setenv("PHALANX_JOB", outer)  # of which there is no directory
+    with Drill() as inside:
+        values = inside.run(job_of_rank, 2).values
+    assert values[0] == values[1]
+    assert values[0][0] == ""
+    assert values[0][1] != outer
