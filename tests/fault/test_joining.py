@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import re
 import signal
 import socket
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -74,7 +78,9 @@ def too_few(world_size: int) -> float:
     with pytest.raises(CollectiveTimeout) as caught:
         init(int(os.environ["RANK"]), world_size, seconds=0.7)
     waited = time.monotonic() - start
-    assert "rank 2, 3 did not come" in str(caught.value), caught.value
+    text = str(caught.value)
+    assert "rank 2, 3 did not come before the deadline, in the 0.7 s since this rank came" in text
+    assert "; rank 2 has given no sign yet; rank 3 has given no sign yet: are" in text, text
     assert "same world size" in str(caught.value)
     assert not dist.is_initialized()
     return waited
@@ -121,6 +127,51 @@ def dies_before_it_joins() -> str:
 def test_a_rank_that_dies_before_it_joins(ranks: RankServer) -> None:
     first, second = ranks.start(2, dies_before_it_joins, timeout=None).join(20)
     assert (first.value, second.code) == ("told", -9)
+
+
+def stops_on_its_way(name: str) -> str:
+    """Rank 1 claims its place, and gets no further."""
+    if os.environ["RANK"] == "1":
+        module: Any = importlib.import_module("phalanx.topology.join")
+        module._open = lambda *_: os.kill(os.getpid(), getattr(signal, name))
+    with pytest.raises(CollectiveTimeout, match="rank 1 did not come") as caught:
+        init(int(os.environ["RANK"]), 2, seconds=1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [("SIGSTOP", "has come, and is stopped by a signal"), ("SIGKILL", "has come, and ended")],
+)
+def test_a_rank_that_gets_stuck_on_its_way(ranks: RankServer, number: str, words: str) -> None:
+    run = ranks.start(2, stops_on_its_way, number, timeout=None)
+    assert not run.wait(20, [0])
+    first, second = run.collect()
+    assert f"; rank 1 (pid {second.pid} on {socket.gethostname()}) {words}: are" in first.value
+
+
+def some_do_not_come_to_a_new_group() -> str:
+    dist.barrier()
+    rank = dist.get_rank()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:  # in code of its own
+        while not Path(os.environ["FOLDER"], "told").exists():
+            time.sleep(0.001)
+        return ""
+    with pytest.raises(CollectiveTimeout) as caught:
+        dist.new_group([0, 2, 1], timeout=timedelta(seconds=1))
+    Path(os.environ["FOLDER"], "told").touch()
+    return str(caught.value)
+
+
+def test_where_those_are_who_do_not_come_to_a_new_group(ranks: RankServer) -> None:
+    first, second, third = ranks.start(3, some_do_not_come_to_a_new_group).join(30)
+    text = first.value
+    assert "joining the group: rank 1, 2 did not come before the deadline, in the 1 s" in text
+    at = r"since barrier #1 at test_joining\.py:\d+, \d\.\d s ago"
+    assert re.search(rf"; rank [12] \(pid {third.pid}\) is in its own code {at}[;:]", text), text
+    assert re.search(rf"; rank [12] \(pid {second.pid}\) was killed by SIGKILL[;:]", text), text
 
 
 def nobody_listens(url: str) -> float:

@@ -26,6 +26,10 @@ _MOST_WHEREABOUTS = 8
 """Of so many late ranks an error tells where they are; `phalanx explain` tells of all."""
 
 
+_ENDED = ("", "Z", "X")
+"""What the kernel says of a process that is gone."""
+
+
 def error_for(
     status: _native.Status,
     group: _native.Group,
@@ -74,6 +78,28 @@ def left_behind(place: str, what: str) -> Aborted:
         f"[{place} on {socket.gethostname()}] {what}: this rank has left the group "
         "(destroy_process_group) before the operation ended: wait for its work first"
     )
+
+
+def absence(world: _native.Group | None, member: int, holder: str) -> str:
+    """What is known of a rank that doesn't come to where a group is formed: without its subject.
+
+    Args:
+        world: The default group, in which the rank is already; None if there is none of Phalanx.
+        member: Its number there.
+        holder: The process that has claimed the rank's place, as in "pid 812 on node-a", or empty.
+    """
+    if world is not None:
+        ended = witness.state_of(world.pid(member)) in _ENDED
+        words = _ending(world, member) if ended else witness.whereabouts(world, member)
+        return f"(pid {world.pid(member)}) {words}"
+    if not holder:
+        return "has given no sign yet"
+    _, pid, _, host = holder.split(" ", 3)
+    state = witness.state_of(int(pid)) if host == socket.gethostname() else "?"
+    if state in _ENDED:
+        return f"({holder}) has come, and ended"
+    stopped = state in ("T", "t")
+    return f"({holder}) has come, and {'is stopped by a signal' if stopped else 'not got in'}"
 
 
 def other_end(kind: str, peer: int, tag: int) -> str:

@@ -20,6 +20,8 @@ from phalanx.backend import edges
 from phalanx.backend.collectives import Collectives
 from phalanx.backend.cuda import handing_over
 from phalanx.backend.dtypes import code_of, reduction
+from phalanx.backend.failure import absence
+from phalanx.backend.membership import Membership
 from phalanx.backend.operands import dense, label, same_kind, same_pair
 from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
 from phalanx.errors import UsageError
@@ -34,9 +36,17 @@ def create(options: Any, _backend_options: object = None) -> ProcessGroup:
     rank, size, name = options.group_rank, options.group_size, options.group_id
     members, store = options.global_ranks_in_group, _own_store(options.store)
     recording.open_for_group(store, rank, size)
-    native = topology.join(store, rank, size, options.timeout, name, members)
+    where = partial(_known_of, members)
+    native = topology.join(store, rank, size, options.timeout, name, members, where)
     edges.smooth()
     return ProcessGroup(native, store, rank, size, name, options.timeout)
+
+
+def _known_of(members: Sequence[int], rank: int, holder: str) -> str:
+    """What is known of a rank of a group that is being formed."""
+    world = dist.group.WORLD if dist.is_initialized() else None
+    native = world._native if isinstance(world, Membership) and not world._native.closed else None
+    return absence(native, members[rank] if members else rank, holder)
 
 
 def _own_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]

@@ -76,7 +76,7 @@ def last_deed(group: _native.Group, rank: int) -> str:
 
 def whereabouts(group: _native.Group, rank: int) -> str:
     """What a rank that doesn't come does instead: a sentence without its subject."""
-    state = _state(group.pid(rank))
+    state = state_of(group.pid(rank))
     box = _box(group, rank)
     if state in ("T", "t"):
         return "is stopped by a signal (SIGSTOP)" + (_since_last(box) if box else "")
@@ -89,6 +89,15 @@ def whereabouts(group: _native.Group, rank: int) -> str:
     if current["waiting_for"] >= 0:
         words += f", waiting for rank {current['waiting_for']} there"
     return words + _step(box)
+
+
+def state_of(pid: int) -> str:
+    """The letter that the kernel has for a process's state; empty if it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 def _box(group: _native.Group, rank: int) -> Box | None:
@@ -172,12 +181,3 @@ def _step(box: Box) -> str:
 
 def _ago(nanoseconds: int) -> str:
     return f"{max(0.0, time.monotonic() - nanoseconds / 1e9):.1f} s"
-
-
-def _state(pid: int) -> str:
-    """The letter that the kernel has for a process's state; empty if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import socket
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.distributed import DistError, HashStore  # type: ignore[attr-defined]
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
+_MOST_TOLD = 8
+"""Of so many ranks that don't come an error says what is known."""
+
 
 def join(
     store: Store,
@@ -28,6 +33,7 @@ def join(
     timeout: timedelta,
     name: str = "",
     members: Sequence[int] = (),
+    where: Callable[[int, str], str] | None = None,
 ) -> _native.Group:
     """Enter the group as `rank` of `size`; blocks until all ranks have entered.
 
@@ -42,10 +48,13 @@ def join(
         timeout: How long to wait for the others.
         name: The group's name, for the black box.
         members: Ranks in the job by rank in the group, for the black box; all, if there are none.
+        where: What is known of a rank of the group that doesn't come, a sentence without its
+            subject, or nothing. It is given the rank, and the process that has claimed it, as in
+            "pid 812 on node-a"; empty, if none has.
 
     Raises:
         UsageError: The rank doesn't fit the world size, or another process has claimed it.
-        CollectiveTimeout: Ranks that didn't come in time are named.
+        CollectiveTimeout: Ranks that didn't come in time are named, with what is known of them.
         PhalanxError: A rank could not open the segment, for the reason given.
     """
     _check_place(rank, size)
@@ -53,11 +62,11 @@ def join(
         # There is nobody to meet, and PyTorch gives the groups of one rank that `new_subgroups`
         # makes inside of different groups the same place in the store.
         store = HashStore()
-    deadline = time.monotonic() + timeout.total_seconds()
+    wait = _Wait(store, time.monotonic(), timeout.total_seconds(), where)
     joining = _native.Joining(name, rank, size, ranges(members or range(size)))
     try:
         _claim(store, rank, size)
-        group = _enter(store, rank, size, deadline, joining)
+        group = _enter(store, rank, size, wait, joining)
     except BaseException as error:
         joining.end(_outcome(error))
         raise
@@ -72,6 +81,34 @@ def _outcome(error: BaseException) -> str:
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "system"
 
 
+@dataclass(frozen=True)
+class _Wait:
+    """How long a rank waits for the others, and how it learns what is known of them."""
+
+    store: Store
+    start: float
+    seconds: float
+    where: Callable[[int, str], str] | None
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.start + self.seconds
+
+    def told(self, ranks: Sequence[int]) -> str:
+        """What is known of ranks that have not come."""
+        if self.where is None:
+            return ""
+        known = [(rank, self.where(rank, self._holder(rank))) for rank in ranks[:_MOST_TOLD]]
+        return "".join(f"; rank {rank} {words}" for rank, words in known if words)
+
+    def _holder(self, rank: int) -> str:
+        with contextlib.suppress(DistError):  # who hosts the store may be gone
+            if self.store.check([f"phalanx/rank/{rank}"]):
+                holder: str = self.store.get(f"phalanx/rank/{rank}").decode()
+                return holder.rsplit(" ", 1)[0]
+        return ""
+
+
 def ranges(numbers: Sequence[int]) -> str:
     """Ranks in the order given, runs of them as ranges: "0-3,6"."""
     runs: list[list[int]] = []
@@ -84,19 +121,19 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _enter(
-    store: Store, rank: int, size: int, deadline: float, joining: _native.Joining
+    store: Store, rank: int, size: int, wait: _Wait, joining: _native.Joining
 ) -> _native.Group:
     try:
         if rank == 0:
             group = _create(store, size, joining.note)
         else:
-            group = _open(store, rank, size, deadline, joining)
+            group = _open(store, rank, size, wait, joining)
     except OSError as error:
         # Before the others hear of it: who failed first is the cause.
         joining.end("system")
         store.set("phalanx/failed", f"rank {rank} could not join: {error.args[0]}")
         raise PhalanxError(f"[rank {rank}/{size}] could not join: {error.args[0]}") from None
-    _wait_for_all(store, group, rank, size, deadline, joining)
+    _wait_for_all(store, group, rank, size, wait, joining)
     if (status := group.connect()) is not None:
         raise PhalanxError(
             f"[rank {rank}/{size}] could not watch the process of rank {status.peer}: "
@@ -142,10 +179,10 @@ def _create(store: Store, size: int, note: int) -> _native.Group:
 
 
 def _open(
-    store: Store, rank: int, size: int, deadline: float, joining: _native.Joining
+    store: Store, rank: int, size: int, wait: _Wait, joining: _native.Joining
 ) -> _native.Group:
     joining.waiting_for(0)
-    for _ in _tries(rank, size, deadline, lambda: [0]):
+    for _ in _tries(rank, size, wait, lambda: [0]):
         _raise_failure(store, rank, size)
         if store.check(["phalanx/segment"]):
             break
@@ -177,7 +214,7 @@ def _wait_for_all(
     group: _native.Group,
     rank: int,
     size: int,
-    deadline: float,
+    wait: _Wait,
     joining: _native.Joining,
 ) -> None:
     """Wait until all ranks are present in the segment.
@@ -185,7 +222,7 @@ def _wait_for_all(
     The store is asked only for failures: rank 0, which may host it, may be done and gone by the
     time that a rank looks again.
     """
-    for _ in _tries(rank, size, deadline, group.absent):
+    for _ in _tries(rank, size, wait, group.absent):
         absent = group.absent()
         if not absent:
             return
@@ -203,17 +240,17 @@ def _raise_failure(store: Store, rank: int, size: int) -> None:
         raise PhalanxError(f"[rank {rank}/{size}] {reason}")
 
 
-def _tries(
-    rank: int, size: int, deadline: float, missing: Callable[[], list[int]]
-) -> Iterator[None]:
+def _tries(rank: int, size: int, wait: _Wait, missing: Callable[[], list[int]]) -> Iterator[None]:
     """Look again and again, until the deadline: a blocking wait would not hear Ctrl-C."""
     pause = 0.0005
-    while time.monotonic() < deadline:
+    while not wait.over:
         yield
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
-    ranks = ", ".join(map(str, missing()))
+    absent = missing()
+    ranks = ", ".join(map(str, absent))
     raise CollectiveTimeout(
         f"[rank {rank}/{size} on {socket.gethostname()}] joining the group: rank {ranks} did not "
-        "come before the deadline: are all processes started, with the same world size and address?"
+        f"come before the deadline, in the {wait.seconds:g} s since this rank came"
+        f"{wait.told(absent)}: are all processes started, with the same world size and address?"
     )
