@@ -98,9 +98,8 @@ def check(scenario: str, kind: str = "") -> None:
     kind = kind or scenario
     found = json.loads(explained("--json"))
     verdict = found["verdict"]
-    assert verdict["kind"] == kind, verdict
-    assert verdict["ranks"] == [CULPRIT], verdict
     text = explained()
+    assert (verdict["kind"], verdict["ranks"]) == (kind, [CULPRIT]), text
     # The tense, and how long ago that was, may change from one reading to the next.
     assert f"\n{verdict['text'][0][:20]}" in text
     assert f"ank {CULPRIT} " in verdict["text"][0]

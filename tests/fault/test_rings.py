@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CollectiveMismatch
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout
 from phalanx.observe.members import ranks_of
 from phalanx.topology.join import ranges
 from tests.ranks import RankServer
@@ -148,7 +148,7 @@ def a_wait_that_gives_up() -> bool:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(3), group=first, async_op=True)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(CollectiveTimeout):
             work.wait(timedelta(seconds=3))
         dist.all_reduce(torch.ones(3), group=second)
         work.wait()
