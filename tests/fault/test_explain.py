@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from phalanx.observe.culprit import find
+from phalanx.observe.explain import as_json, as_text
 from phalanx.observe.reading import read
 from tests.fault import explain_script
 from tests.ranks import RankServer
@@ -56,6 +57,7 @@ def phalanx_run(scenario: str, seconds: float, *then: str) -> list[str]:
 
 
 def explained(*arguments: str) -> str:
+    """What the command prints."""
     result = subprocess.run(
         [*COMMAND, "explain", *arguments], capture_output=True, text=True, timeout=LIMIT
     )
@@ -84,6 +86,12 @@ def is_named(kind: str) -> bool:
     return verdict.kind == kind and verdict.ranks == (CULPRIT,)
 
 
+def has_ended() -> bool:
+    """Whether the launcher knows that the culprit has come to its end."""
+    start = read().ranks[CULPRIT].start
+    return start is not None and start.code == 0
+
+
 def line_of(comment: str) -> str:
     (line,) = (
         number
@@ -96,9 +104,8 @@ def line_of(comment: str) -> str:
 def check(scenario: str, kind: str = "") -> None:
     """What is said of the newest job names the culprit, why, and the lines."""
     kind = kind or scenario
-    found = json.loads(explained("--json"))
-    verdict = found["verdict"]
-    text = explained()
+    job = read()  # as the command does, which takes seconds to start
+    verdict, text = as_json(job)["verdict"], as_text(job)
     assert (verdict["kind"], verdict["ranks"]) == (kind, [CULPRIT]), text
     # The tense, and how long ago that was, may change from one reading to the next.
     assert f"\n{verdict['text'][0][:20]}" in text
@@ -115,6 +122,8 @@ def test_alive_and_after_ctrl_c(scenario: str) -> None:
     with started(*phalanx_run(scenario, 600, "stay")) as process:
         until(lambda: is_named(scenario), scenario)
         check(scenario)
+        if scenario == "finished":  # Ctrl-C may not come before the end of the rank that has left
+            until(has_ended, "the end of the culprit")
         assert process.poll() is None, "reading has ended the job"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT)
@@ -130,6 +139,7 @@ def test_after_the_end(scenario: str) -> None:
     assert process.returncode not in (0, None)
     check(scenario)
     assert json.loads(explained("--json"))["verdict"]["text"][0] in err.replace("\n", " ")
+    assert line_of("wait") in explained()
 
 
 def without_launcher(folder: str, scenario: str) -> None:
@@ -191,7 +201,7 @@ def test_started_by_torch_multiprocessing(tmp_path: Path, scenario: str, kind: s
     if kind == "vanished":
         check(scenario, kind)
     else:  # all have been killed together: who was waited for is in the second sentence
-        text = explained()
+        text = as_text(read())
         assert "it seems that they were killed" in text
         assert line_of("wait") in text
 
