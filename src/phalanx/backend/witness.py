@@ -25,13 +25,15 @@ _LONG = 640
 _COPIES = 3
 """So often a box is copied: an operation that ends meanwhile may be in no part of a copy."""
 _HISTORY = 512
-"""How many of a rank's last operations are looked through."""
+"""How many of a rank's last operations are looked through for the one with a fingerprint."""
+_LAST = 8
+"""So many are read where the newest is all that is asked for: survivors read while others wait."""
 
 
 def site_of(group: _native.Group, rank: int, operation: _native.Fingerprint) -> str:
     """Where a rank called an operation: " at train.py:40", or nothing."""
     for _ in range(_COPIES):
-        box = _box(group, rank)
+        box = _box(group, rank, _HISTORY)
         if box is None:
             break
         found = _find(box, group, operation)
@@ -100,9 +102,9 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def _box(group: _native.Group, rank: int) -> Box | None:
+def _box(group: _native.Group, rank: int, history: int = _LAST) -> Box | None:
     # Another thread may have left the group meanwhile.
-    return None if group.closed or rank < 0 else group.black_box(rank, _HISTORY)
+    return None if group.closed or rank < 0 else group.black_box(rank, history)
 
 
 def _note(group: _native.Group, rank: int) -> Box | None:
