@@ -82,9 +82,10 @@ void Group::begin_record(const Fingerprint& own, const Bounds& bounds) {
 }
 
 Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& why) {
+  own.sequence = sequence() + 1;
+  sequence_.store(own.sequence, std::memory_order_relaxed);
   if (!refused_) {
     refused_ = true;
-    own.sequence = sequence() + 1;
     begin_record(own, bounds);
   }
   return outcome(why);

@@ -138,16 +138,24 @@ bool Mailbox::drive() {
   if (outstanding() == 0) {
     return false;
   }
+  const bool moved = drive_channels();
+  if (outstanding() != 0) {
+    if (const Status status = failed_.ok() ? group_.broken() : failed_; !status.ok()) {
+      // What peers published before the group broke still counts, and may have come since.
+      while (failed_.ok() && drive_channels()) {
+      }
+      fail_all(failed_.ok() ? status : failed_);
+      return true;
+    }
+  }
+  return moved;
+}
+
+bool Mailbox::drive_channels() {
   bool moved = false;
   for (int peer = 0; failed_.ok() && peer < group_.ranks(); ++peer) {
     moved = drive_sends(peer) || moved;
     moved = drive_recvs(peer) || moved;
-  }
-  if (outstanding() != 0) {
-    if (const Status status = failed_.ok() ? group_.broken() : failed_; !status.ok()) {
-      fail_all(status);
-      return true;
-    }
   }
   return moved;
 }

@@ -175,6 +175,27 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   CHECK(looks > 1 && other->done() && first == sent && second == sent);
 }
 
+// Rank 2 has looked for the message of rank 0, and now looks for that of rank 1: the first comes,
+// and the group breaks.
+TEST(a_message_that_was_sent_before_the_group_broke_arrives) {
+  const Pair three(3);
+  const std::byte sent{7};
+  std::byte first{};
+  std::byte second{};
+  const auto there = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);
+  const auto missing = three.mailboxes[2]->recv(&second, 1, DType::uint8, 1, 0, false);
+  int looks = 0;
+  const Hook hook([&](std::string_view step) {
+    if (step != "recv: look for bytes" || ++looks != 2) return;
+    (void)three.mailboxes[0]->send(&sent, 1, DType::uint8, 2, 0, false);
+    (void)three.groups[0]->abort({.code = Code::peer_lost, .peer = 1, .reporter = 0});
+  });
+  (void)three.mailboxes[2]->test(*there);
+  CHECK(there->done() && there->status().ok() && first == sent);
+  CHECK(missing->done());
+  CHECK_EQ(missing->status().code, Code::peer_lost);
+}
+
 TEST(a_waiter_at_any_step_of_leaving_is_roused) {
   for (const std::string_view where : {"leave: say so", "notify: look for sleepers"}) {
     for (const bool messages : {false, true}) {

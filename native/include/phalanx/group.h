@@ -41,7 +41,7 @@ class Group {
   int ranks() const { return segment_->ranks(); }
   int pid(int rank) const { return segment_->control(rank).pid.load(std::memory_order_relaxed); }
   Segment& segment() const { return *segment_; }
-  // How many collectives this rank has begun; any thread may ask.
+  // How many collectives this rank has begun, refused ones included; any thread may ask.
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
   // Enters the next collective: publishes `own` (its sequence is filled in), waits for all peers to

@@ -89,6 +89,7 @@ class Mailbox {
 
   // The rest with mutex_ held. drive...: whether something moved.
   bool drive();
+  bool drive_channels();
   bool drive_for(const Message& message);
   bool drive_sends(int peer);
   bool drive_recvs(int peer);
