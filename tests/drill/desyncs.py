@@ -228,8 +228,6 @@ def _prepared(place: Place, desync: Desync, groups: list[Any]) -> list[Callable[
         way = desync.ways[place.rank]
         if drawn.kind in calls.BLOCKING:
             way = "blocking"
-        elif desync.field == "group order" and way == "future":
-            way = "work"  # the wait for a future is PyTorch's own: nobody looks at that
         call = dataclasses.replace(drawn, way=way)
         file, line = _site(place.rank, number).split(":")
         ready.append(Prepared(call, groups[group], file, int(line)).run)

@@ -21,13 +21,21 @@ from tests.ranks import RankServer
 SOON = 10.0
 
 
-def all_reduce(group: object, is_async: bool) -> None:
-    work = dist.all_reduce(torch.zeros(3), group=group, async_op=is_async)
+def all_reduce(group: object, way: object) -> None:
+    """In the caller's thread, or in the group's and waited for, by the work or by its future."""
+    if way == "future":
+        dist.all_reduce(torch.zeros(3), group=group, async_op=True).get_future().wait()
+        return
+    if way == "chain":
+        work = dist.all_reduce(torch.zeros(3), group=group, async_op=True)
+        work.get_future().then(lambda done: done.value()).wait()
+        return
+    work = dist.all_reduce(torch.zeros(3), group=group, async_op=bool(way))
     if work is not None:
         work.wait()
 
 
-def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[bool, ...] = ()) -> float:
+def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[object, ...] = ()) -> float:
     """Rank r enters its groups beginning with number r: each waits for the next."""
     groups = [dist.new_group(sorted(pair)) for pair in pairs]
     dist.barrier()
@@ -35,7 +43,7 @@ def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[bool, ...] = ()
     mine = [groups[rank], groups[rank - 1]]
     try:
         for group in mine:
-            all_reduce(group, bool(is_async and is_async[rank]))
+            all_reduce(group, is_async and is_async[rank])
     except CollectiveMismatch:
         if time.monotonic() - begin > SOON:
             raise TimeoutError("much later than it could be found") from None
@@ -43,9 +51,12 @@ def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[bool, ...] = ()
     raise AssertionError("nobody noticed")
 
 
-@pytest.mark.parametrize("is_async", ((False, False), (True, True), (True, False)))
+@pytest.mark.parametrize(
+    "is_async",
+    ((False, False), (True, True), (True, False), ("future", False), ("chain", "future")),
+)
 def test_two_groups_of_two_ranks_in_opposite_order(
-    ranks: RankServer, is_async: tuple[bool, ...]
+    ranks: RankServer, is_async: tuple[object, ...]
 ) -> None:
     for ended in ranks.start(2, opposite_order, [(0, 1), (0, 1)], is_async).join(30):
         text = str(ended.error)

@@ -22,7 +22,21 @@ class WorkFuture(Future[Any]):
     """A future that fails with the exception that it is given, in Python, here and down the chain.
 
     C++ code gets a RuntimeError with the same words.
+
+    Args:
+        until_over: Blocks until what the future is of has ended: a wait that Python can see, where
+            PyTorch's own in C++ could only be left to the deadline.
     """
+
+    def __init__(self, until_over: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._until_over = until_over
+
+    def wait(self) -> Any:
+        """Block until it has ended; its value, or raise what went wrong."""
+        if self._until_over is not None:
+            self._until_over()
+        return super().wait()
 
     def fail(self, error: BaseException) -> None:
         """End it: `wait` and `value` raise an exception like `error`."""
@@ -31,7 +45,7 @@ class WorkFuture(Future[Any]):
 
     def then(self, callback: Callable[[Future[Any]], T]) -> Future[T]:
         """A future of what `callback` returns or raises when it is given this one, ended."""
-        child = WorkFuture()
+        child = WorkFuture(self._until_over)
 
         def run(_ended: object) -> None:
             try:

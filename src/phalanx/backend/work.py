@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import TYPE_CHECKING
 
@@ -91,7 +92,7 @@ class JointWork(Work):
     def get_future(self) -> Future[Tensors]:
         """A future of all output tensors."""
         futures = [work.get_future() for work in self._works]
-        together = WorkFuture()
+        together = WorkFuture(lambda: _until_all_over(futures))
 
         def end(_all: object) -> None:
             try:
@@ -103,6 +104,12 @@ class JointWork(Work):
 
         torch.futures.collect_all(futures).add_done_callback(end)
         return together
+
+
+def _until_all_over(futures: list[Future[Tensors]]) -> None:
+    for future in futures:
+        with contextlib.suppress(Exception):  # it is raised by the future of all
+            future.wait()
 
 
 class FinishedMessage(FinishedWork):
@@ -156,10 +163,13 @@ class PendingWork(Work):
         """A future of the list of output tensors; callbacks run in the group's thread."""
         with self._lock:
             if self._future is None:
-                self._future = WorkFuture()
+                self._future = WorkFuture(self._until_over)
                 if self._over:
                     self._resolve(self._future)
             return self._future
+
+    def _until_over(self) -> None:
+        """What a future's wait does first."""
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
@@ -230,6 +240,12 @@ class CollectiveWork(PendingWork):
             lifetime.failed(self._group)
             raise self._error
         return True
+
+    def _until_over(self) -> None:
+        if not self._ended.wait(waiting.SHORT):
+            waiting.until(self._ended, self._group)
+        if self._error is not None:
+            lifetime.failed(self._group)
 
 
 class MessageWork(PendingWork):
