@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.observe.culprit import find
+from phalanx.observe.culprit.endings import monotonic
 from phalanx.observe.explain import as_json, as_text, explain
 from phalanx.observe.model import Group, Job, Operation, Process, Rank, Report, Start
 from tests.made_up import Story
@@ -134,6 +136,13 @@ def test_any_job_gets_a_verdict_and_a_report(job: Job) -> None:
     lines = text.replace("\n", "")
     assert lines.isprintable(), [c for c in lines if not c.isprintable()]
     assert json.loads(json.dumps(as_json(job)))["verdict"]["kind"] == verdict.kind
+    assert explain(job)
+
+
+@pytest.mark.parametrize("time", (math.inf, math.nan, 1.7e308, -1.7e308))
+def test_times_that_no_clock_shows(time: float) -> None:
+    job = Job("x", "/x", ranks=(Rank(0, clock=1, start=Start(7, 0, time, time, 1, False)),))
+    assert monotonic(job, time) == 0
     assert explain(job)
 
 

@@ -114,9 +114,10 @@ def clock_of(job: Job, rank: Rank | None = None) -> int:
 def monotonic(job: Job, unix: float) -> int:
     """The host's monotonic clock, in nanoseconds, at a Unix time; 0 if that can't be told."""
     clock = clock_of(job)
-    if not clock or not math.isfinite(unix):
+    nanoseconds = unix * 1e9
+    if not clock or not math.isfinite(nanoseconds):
         return 0
-    return max(0, int(unix * 1e9) - clock)
+    return max(0, int(nanoseconds) - clock)
 
 
 def last_sign(rank: Rank) -> int:
