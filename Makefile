@@ -15,7 +15,7 @@ PYTHON ?= python3
 JOBS ?= $(shell nproc)
 # Options for the program that a target runs: make pytest ARGS="-k barrier -x"
 ARGS ?=
-# Seconds that all of pytest may take.
+# Seconds that a run of pytest may take.
 PYTEST_LIMIT ?= 1500
 
 # Pinned, because it is what the package is tested with. It is no requirement of the build.
@@ -126,7 +126,7 @@ TIDY := $(SOURCES:%=$(TIDY_DIR)/%.ok)
 
 tidy: $(TIDY)
 
-$(TIDY_DIR)/%.ok: % $(HEADERS) $(CMAKE_LISTS) .clang-tidy | $(TIDY_DIR)/compile_commands.json
+$(TIDY_DIR)/%.ok: % $(HEADERS) $(CMAKE_LISTS) .clang-tidy native/tests/.clang-tidy | $(TIDY_DIR)/compile_commands.json
 	@echo $<
 	@clang-tidy --quiet -p $(TIDY_DIR) $< 2> >(grep -v 'warnings\? generated' >&2 || true)
 	@mkdir -p $(@D) && touch $@
@@ -181,9 +181,21 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 	@python native/mutants/run.py $(ARGS)
 
 # The outer limit is for what pytest's own limit per test can't end.
+# Most of what these take is the start of Python and torch, in one process after another: two of them
+# at a time leave no core idle. The others have the machine for themselves, since what they do has as
+# many ranks as there are cores, or more.
+SIDE_BY_SIDE := tests/unit tests/examples $(patsubst %,tests/multiprocess/test_%.py, \
+	cli init launch launched_jobs replace run)
+PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
+
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
-	@timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest $(ARGS)
+ifeq ($(ARGS),)
+	@$(PYTEST) --numprocesses 2 --dist loadfile $(SIDE_BY_SIDE)
+	@$(PYTEST) $(SIDE_BY_SIDE:%=--ignore=%)
+else
+	@$(PYTEST) $(ARGS)
+endif
 
 conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
 	$(call section,PyTorch's own suite)
