@@ -140,3 +140,24 @@ def test_any_exception_can_fail_a_future(error: BaseException) -> None:
         with pytest.raises(type(error)) as caught:
             call()
         assert caught.value.args == error.args
+
+
+def works_that_nobody_holds() -> list[bool]:
+    """Whether works that are over and let go are still there, without the garbage collector."""
+    gc.disable()
+    left = []
+    for chained in (False, True):
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        future = work.get_future()
+        kept = future.then(lambda done: 1) if chained else None
+        future.wait()
+        dist.all_reduce(torch.ones(3), async_op=True).wait()  # the thread has let go of the first
+        there = weakref.ref(work)
+        del work, future
+        left.append(there() is not None)
+        del kept
+    return left
+
+
+def test_a_future_does_not_keep_its_work(ranks: RankServer) -> None:
+    assert ranks.run(2, works_that_nobody_holds) == [[False, False]] * 2

@@ -34,9 +34,15 @@ class WorkFuture(Future[Any]):
 
     def wait(self) -> Any:
         """Block until it has ended; its value, or raise what went wrong."""
-        if self._until_over is not None:
-            self._until_over()
+        until_over = self._until_over
+        if until_over is not None:
+            until_over()
         return super().wait()
+
+    def set_result(self, result: Any) -> None:
+        """End it with a value."""
+        super().set_result(result)
+        self._until_over = None  # which holds the work, and so its tensors and this future
 
     def fail(self, error: BaseException) -> None:
         """End it: `wait` and `value` raise an exception like `error`."""
