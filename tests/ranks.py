@@ -19,6 +19,8 @@ import torch.distributed as dist
 from phalanx.testing import processes
 from phalanx.testing.fork_server import Outcome, Task
 
+# Which host each rank is on, a letter for each, over and over: to run tests of one host on many.
+HOSTS = os.environ.get("PHALANX_TEST_HOSTS", "")
 # Seconds that the ranks of a test may take, unless it says otherwise: a hang is a failure.
 LIMIT = 60.0
 
@@ -105,12 +107,15 @@ class RankServer:
         function: Callable[..., object],
         *arguments: object,
         timeout: float | None = 20.0,
+        hosts: str = "",
     ) -> Run:
         """Start `size` ranks that run `function(*arguments)`.
 
         Each is in a group of all of them, of the backend "phalanx" with this `timeout`; with None
         for a timeout there is no group. `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh folder that they
         share, are in their environment.
+
+        `hosts` has a letter for the host of each rank: they take themselves for different ones.
         """
         folder = str(self._folders.mktemp("ranks"))
         if timeout is not None:
@@ -119,6 +124,8 @@ class RankServer:
         tasks = []
         for rank in range(size):
             place = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
+            if hosts := hosts or HOSTS:
+                place["PHALANX_HOST_ID"] = hosts[rank % len(hosts)]
             # The end of an interpreter costs more than most tests. It is the subject of those that
             # form their own group.
             tasks.append(Task(call, folder, rank, place, brief=timeout is not None))
@@ -131,12 +138,14 @@ class RankServer:
         *arguments: object,
         timeout: float | None = 20.0,
         limit: float = LIMIT,
+        hosts: str = "",
     ) -> list[Any]:
         """Start ranks as `start` does, and return what `function` returned, by rank.
 
         A rank that raises, dies or hangs fails the test.
         """
-        ended = self.start(size, function, *arguments, timeout=timeout).join(limit)
+        run = self.start(size, function, *arguments, timeout=timeout, hosts=hosts)
+        ended = run.join(limit)
         if failed := [rank for rank in ended if rank.code != 0]:
             pytest.fail("\n".join(rank.report() for rank in failed))
         return [rank.value for rank in ended]

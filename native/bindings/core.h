@@ -81,6 +81,7 @@ void bind_reduce(nb::module_& module);
 void bind_arena(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);
 void bind_collectives(nb::class_<PyGroup>& group);
+void bind_compose(nb::class_<PyGroup>& group);
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group);
 
 }  // namespace phalanx::bindings

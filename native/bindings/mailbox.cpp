@@ -57,6 +57,12 @@ bool py_test(const PyGroup& self, Message& message) {
   return core->mailbox.test(message);
 }
 
+bool py_withdraw(const PyGroup& self, Message& message, int name) {
+  const auto core = self.held();
+  const nb::gil_scoped_release release;
+  return core->mailbox.withdraw(message, static_cast<std::int16_t>(name));
+}
+
 std::vector<MessagePtr> py_serve(const PyGroup& self) {
   const auto core = self.held();
   const nb::gil_scoped_release release;
@@ -96,6 +102,15 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
            nb::arg("source"), nb::arg("tag"))
       .def("wait", &py_wait, nb::arg("message"), nb::arg("timeout"))
       .def("test", &py_test, nb::arg("message"))
+      .def("withdraw", &py_withdraw, nb::arg("message"), nb::arg("name"))
+      .def(
+          "expect_foreign",
+          [](const PyGroup& self, bool may_come) {
+            const auto core = self.held();
+            const nb::gil_scoped_release release;
+            core->mailbox.expect_foreign(may_come);
+          },
+          nb::arg("may_come"))
       .def("serve", &py_serve)
       .def("stop", &py_stop)
       .def("watch", &py_watch, nb::arg("message"), nb::arg("timeout"))

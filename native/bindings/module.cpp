@@ -12,5 +12,6 @@ NB_MODULE(_native, module) {
   bind_arena(module);
   auto group = bind_group(module);
   bind_collectives(group);
+  bind_compose(group);
   bind_mailbox(module, group);
 }

@@ -28,6 +28,14 @@ nb::dict numbers_of(const Names& names) {
   return numbers;
 }
 
+void combine(Address output, const std::vector<Address>& sources, std::size_t count, int dtype,
+             int op, double divisor) {
+  static_assert(sizeof(Address) == sizeof(void*));
+  const nb::gil_scoped_release release;
+  reduce(pointer(output), reinterpret_cast<const void* const*>(sources.data()), sources.size(),
+         count, static_cast<DType>(dtype), static_cast<ReduceOp>(op), divisor);
+}
+
 }  // namespace
 
 const char* name_of(DType dtype) { return name_in(kDTypes, dtype); }
@@ -43,6 +51,8 @@ void bind_reduce(nb::module_& module) {
       },
       nb::arg("dtype"), nb::arg("op"));
   module.def("instruction_set", &instruction_set);
+  module.def("reduce", &combine, nb::arg("output"), nb::arg("sources"), nb::arg("count"),
+             nb::arg("dtype"), nb::arg("op"), nb::arg("divisor"));
 }
 
 }  // namespace phalanx::bindings

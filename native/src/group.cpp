@@ -78,12 +78,10 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
   if (const Status status = broken(); !status.ok()) {
     return refuse(own, bounds, status);
   }
-  own.sequence = sequence() + 1;
-  sequence_.store(own.sequence, std::memory_order_relaxed);
-  current_ = own;
-  begin_record(own, bounds);
+  own.sequence = begin(own, bounds);
+  ++meetings_;
   PHALANX_STEP("meet: publish the fingerprint");
-  segment_->control(rank_).fingerprints[own.sequence & 1].store(own);
+  segment_->control(rank_).fingerprints[meetings_ & 1].store(own);
   advance();
   met_ = step_;
   for (int peer = 0; peer < ranks(); ++peer) {
@@ -94,7 +92,7 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
       return status;
     }
     PHALANX_STEP("meet: compare");
-    const Fingerprint theirs = segment_->control(peer).fingerprints[own.sequence & 1].load();
+    const Fingerprint theirs = segment_->control(peer).fingerprints[meetings_ & 1].load();
     if (theirs != own) {
       return fails(Status{
           .code = Code::mismatch, .peer = peer, .reporter = rank_, .mine = own, .theirs = theirs});

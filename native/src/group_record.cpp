@@ -1,6 +1,7 @@
 // The part of a group that takes turns and keeps the black box: what its collectives are, when they
 // began and ended, and whom they waited for.
 #include <algorithm>
+#include <utility>
 
 #include "phalanx/call_site.h"
 #include "phalanx/group.h"
@@ -81,7 +82,54 @@ void Group::begin_record(const Fingerprint& own, const Bounds& bounds) {
   recording_ = true;
 }
 
+void Group::set_names(std::vector<std::int16_t> names, std::uint64_t identity) {
+  names_ = std::move(names);
+  if (note_ != nullptr) {
+    note_->identity.store(identity, std::memory_order_release);  // as in the constructor
+  }
+}
+
+std::uint64_t Group::begin(Fingerprint own, const Bounds& bounds) {
+  if (!composed_) {
+    own.sequence = sequence() + 1;
+    sequence_.store(own.sequence, std::memory_order_relaxed);
+    current_ = own;
+    begin_record(own, bounds);
+  }
+  return sequence();
+}
+
+Status Group::compose(const Fingerprint& own, const Bounds& bounds) {
+  const Turn turn(*this, bounds);
+  if (!turn.status().ok()) {
+    return turn.status();
+  }
+  const Status status = meet(own, bounds);
+  composed_ = status.ok();
+  return status;
+}
+
+void Group::compose_end(Code outcome) {
+  const std::lock_guard turn(turn_);
+  composed_ = false;
+  record_.outcome = outcome;
+  end_record();
+}
+
+void Group::compose_waits(std::int16_t name) {
+  const std::lock_guard turn(turn_);
+  show_name(name);
+}
+
+void Group::compose_waited(std::int16_t name, Clock::duration waited) {
+  const std::lock_guard turn(turn_);
+  note_name(name, waited);
+}
+
 Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& why) {
+  if (composed_) {
+    return outcome(why);
+  }
   own.sequence = sequence() + 1;
   sequence_.store(own.sequence, std::memory_order_relaxed);
   if (!refused_) {
@@ -91,21 +139,25 @@ Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& why) {
   return outcome(why);
 }
 
-void Group::show_wait(int peer) {
+void Group::show_wait(int peer) { show_name(name_of(peer)); }
+
+void Group::show_name(std::int16_t name) {
   if (recording_ && place_ >= 0) {
-    record_.waiting_for = static_cast<std::int16_t>(peer);
+    record_.waiting_for = name;
     box_->waiting_for(place_, record_);
   }
 }
 
-void Group::note_wait(int peer, Clock::duration waited) {
+void Group::note_wait(int peer, Clock::duration waited) { note_name(name_of(peer), waited); }
+
+void Group::note_name(std::int16_t name, Clock::duration waited) {
   if (!recording_) {
     return;
   }
   record_.waited += static_cast<std::uint64_t>(std::chrono::nanoseconds(waited).count());
   if (waited >= longest_wait_) {
     longest_wait_ = waited;
-    longest_peer_ = static_cast<std::int16_t>(peer);
+    longest_peer_ = name;
   }
   record_.waiting_for = -1;
   if (place_ >= 0) {
@@ -114,7 +166,7 @@ void Group::note_wait(int peer, Clock::duration waited) {
 }
 
 void Group::end_record() {
-  if (!recording_) {
+  if (!recording_ || composed_) {
     return;
   }
   recording_ = false;

@@ -108,6 +108,25 @@ bool Mailbox::test(Message& message) {
   return message.done();
 }
 
+bool Mailbox::withdraw(Message& message, std::int16_t name) {
+  const Hold hold(*this);
+  if (message.done()) {
+    return false;
+  }
+  const MessagePtr taken = matching_.withdraw(message);
+  if (!taken) {
+    return false;
+  }
+  taken->name_ = name;
+  finish(taken, {});
+  return true;
+}
+
+void Mailbox::expect_foreign(bool may_come) {
+  const Hold hold(*this);
+  foreign_ = may_come;
+}
+
 void Mailbox::close() {
   const Hold hold(*this);
   const int rank = group_.rank();
@@ -273,7 +292,7 @@ Status Mailbox::trouble_from_any() const {
     ++left;
     last = status;
   }
-  return left + 1 == group_.ranks() && !to_itself_ ? last : Status{};
+  return left + 1 == group_.ranks() && !to_itself_ && !foreign_ ? last : Status{};
 }
 
 Status Mailbox::trouble() {

@@ -7,6 +7,7 @@ void Mailbox::begin_record(Message& message) {
   // Of what a broken group refuses the first is enough; see Group::refuse.
   if (group_.box_ != nullptr && failed_.ok()) {
     message.record_ = group_.record_of(message.fingerprint(), {});
+    message.record_.peer = group_.name_of(message.peer_);
     message.place_ = group_.box_->begin(message.record_);
   }
 }
@@ -16,7 +17,7 @@ void Mailbox::show_wait(Message& message) {
     return;
   }
   message.wait_began_ = nanoseconds(Clock::now());
-  message.record_.waiting_for = static_cast<std::int16_t>(message.peer_);
+  message.record_.waiting_for = group_.name_of(message.peer_);
   if (message.place_ >= 0) {
     group_.box_->waiting_for(message.place_, message.record_);
   }
@@ -29,7 +30,7 @@ void Mailbox::end_record(Message& message) {
   }
   record.end = nanoseconds(Clock::now());
   record.outcome = message.status_.code;
-  record.peer = static_cast<std::int16_t>(message.peer_);
+  record.peer = message.name_ >= 0 ? message.name_ : group_.name_of(message.peer_);
   if (message.wait_began_ != 0) {
     record.waited = record.end - message.wait_began_;
     record.waiting_for = record.peer;

@@ -1,5 +1,8 @@
 #include "phalanx/message.h"
 
+#include <algorithm>
+#include <utility>
+
 namespace phalanx {
 
 void Matching::expect(MessagePtr recv) {
@@ -38,6 +41,26 @@ MessagePtr Matching::example(int source) const {
     }
   }
   return nullptr;
+}
+
+MessagePtr Matching::withdraw(const Message& recv) {
+  const auto found = recvs_.find(key(recv.peer_, recv.tag_));
+  if (found == recvs_.end()) {
+    return nullptr;
+  }
+  auto& queue = found->second;
+  const auto place = std::find_if(queue.begin(), queue.end(),
+                                  [&](const MessagePtr& each) { return each.get() == &recv; });
+  if (place == queue.end()) {
+    return nullptr;
+  }
+  MessagePtr taken = std::move(*place);
+  queue.erase(place);
+  if (queue.empty()) {
+    recvs_.erase(found);
+  }
+  --waiting(recv.peer_);
+  return taken;
 }
 
 std::vector<MessagePtr> Matching::forsake() {

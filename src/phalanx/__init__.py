@@ -28,6 +28,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from phalanx.backend.abort import abort as abort
+    from phalanx.backend.options import Options as Options
     from phalanx.backend.shared import empty_shared as empty_shared
     from phalanx.errors import Aborted as Aborted
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
@@ -46,6 +47,7 @@ _HOMES = {
     "CollectiveMismatch": "phalanx.errors",
     "CollectiveTimeout": "phalanx.errors",
     "LaunchError": "phalanx.errors",
+    "Options": "phalanx.backend.options",
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
     "Session": "phalanx.launch.session",
@@ -61,6 +63,7 @@ __all__ = [
     "CollectiveMismatch",
     "CollectiveTimeout",
     "LaunchError",
+    "Options",
     "PeerLost",
     "PhalanxError",
     "Session",

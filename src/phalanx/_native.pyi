@@ -20,6 +20,14 @@ RING_BYTES: int
 def supports(dtype: int, op: int) -> bool:
     """Whether a reduction operator has a meaning for a dtype."""
 
+def reduce(
+    output: int, sources: Sequence[int], count: int, dtype: int, op: int, divisor: float
+) -> None:
+    """Combine the buffers at `sources`, in this order, into `output`, which may be one of them.
+
+    For "avg" their sum is divided by `divisor`.
+    """
+
 def instruction_set() -> str:
     """What the reduction kernels run on: "baseline", "avx2" or "avx512"."""
 
@@ -210,6 +218,22 @@ class Group:
     def black_box(self, rank: int, history: int) -> dict[str, Any] | None:
         """A rank's black box as `read_black_box` gives it; None if it can't be read."""
 
+    def set_names(self, names: Sequence[int], identity: int) -> None:
+        """Say what the black box calls this group and its ranks here: it has others elsewhere."""
+
+    def compose(
+        self, kind: str, count: int, dtype: int, op: int, root: int, timeout: float
+    ) -> Status | None:
+        """Begin a collective that is composed of others, up to `compose_end`, with a meeting.
+
+        Those have no number and no record of their own. No other thread may be in operations.
+        """
+
+    def compose_end(self, outcome: str) -> None: ...
+    def compose_waits(self, rank: int) -> None:
+        """While it lasts: show that this rank waits for one of another host, by its name."""
+
+    def compose_waited(self, rank: int, seconds: float) -> None: ...
     def close(self) -> None:
         """Leave the group and let the segment go, once calls in other threads have returned."""
 
@@ -275,6 +299,15 @@ class Group:
 
     def watch(self, message: Message, timeout: float) -> None:
         """Have `serve` return the message when it is done, in so many seconds at most."""
+
+    def withdraw(self, message: Message, name: int) -> bool:
+        """Take back a recv of any source, since one has come from rank `name` of another host.
+
+        Whether it could be: False if a message of this host has come, or begun to. It is done then.
+        """
+
+    def expect_foreign(self, may_come: bool) -> None:
+        """Say whether messages of any source may come from other hosts too."""
 
     def serve(self) -> list[Message]:
         """Drive messages that nobody waits for, until one that is watched is done or `stop`."""

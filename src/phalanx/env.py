@@ -19,7 +19,10 @@ __all__ = [
     "Place",
     "Variable",
     "backend_names",
+    "engine",
+    "host_id",
     "integer",
+    "interface",
     "job",
     "jobs_directory",
     "jobs_kept",
@@ -85,6 +88,23 @@ VARIABLES = (
         "PHALANX_JOBS_KEPT_MIB",
         "How many MiB ended jobs may take together, 0 or more; half a MiB per rank is usual. The "
         "oldest go first. Unset: 256.",
+    ),
+    Variable(
+        "PHALANX_HOST_ID",
+        "Which host this process is to take itself for, any text: ranks with different ones don't "
+        "share memory and talk through an engine, as if they were on different machines. To "
+        "rehearse many hosts on one; `phalanx run --simulate-hosts` sets it for every rank. Ranks "
+        "with the same one share memory only if they can. Unset: all that can share memory do.",
+    ),
+    Variable(
+        "PHALANX_ENGINE",
+        "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: `gloo`. Set "
+        "it to the same on all ranks. Without a second host it changes nothing. Unset: `gloo`.",
+    ),
+    Variable(
+        "PHALANX_INTERFACE",
+        "Where this rank listens for ranks of other hosts: the name of a network interface, or an "
+        "address of one. Unset: the address from which this machine reaches the rendezvous.",
     ),
     Variable(
         "RANK",
@@ -301,6 +321,33 @@ def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     count = integer("PHALANX_JOBS_KEPT", minimum=0, environ=environ)
     mebibytes = integer("PHALANX_JOBS_KEPT_MIB", minimum=0, environ=environ)
     return 20 if count is None else count, (256 if mebibytes is None else mebibytes) * 2**20
+
+
+def host_id(environ: Mapping[str, str] | None = None) -> str:
+    """The host that `PHALANX_HOST_ID` names; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
+
+
+def engine(environ: Mapping[str, str] | None = None) -> str:
+    """The engine that `PHALANX_ENGINE` names, in any case; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_ENGINE", "").strip().lower()
+
+
+def interface(environ: Mapping[str, str] | None = None) -> str:
+    """The interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout
 from phalanx.observe.members import ranks_of
-from phalanx.topology.join import ranges
+from phalanx.topology.layout import ranges
 from tests.ranks import RankServer
 
 # A ring is looked for after a second, and confirmed half a second later.

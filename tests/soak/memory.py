@@ -48,7 +48,11 @@ class Pool:
         if dtype in cases.COMPLEX:
             return self._pool("float32" if dtype == "complex64" else "float64").view(kind)
         if dtype in cases.FLOATS:
-            normal = torch.randn(_BYTES // kind.itemsize, generator=random).to(kind)
+            count = _BYTES // kind.itemsize
+            if cases.between_hosts():
+                whole = torch.randint(1, 3, (count,), generator=random).to(kind)
+                return whole * (torch.randint(0, 2, (count,), generator=random) * 2 - 1).to(kind)
+            normal = torch.randn(count, generator=random).to(kind)
             return normal.where(normal != 0, 1.0)  # which zero is the minimum of 0 and -0?
         if dtype == "uint8":
             return torch.randint(0, 256, (_BYTES,), dtype=kind, generator=random)

@@ -41,8 +41,17 @@ class Group {
   int ranks() const { return segment_->ranks(); }
   int pid(int rank) const { return segment_->control(rank).pid.load(std::memory_order_relaxed); }
   Segment& segment() const { return *segment_; }
-  // How many collectives this rank has begun, refused ones included; any thread may ask.
+  // How many collectives this rank has begun, refused ones included; any thread may ask. One that
+  // is composed of others counts once.
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+
+  // What black boxes call the ranks of this host, by rank here, and the group itself, where it has
+  // ranks on other hosts too. Before the first operation.
+  void set_names(std::vector<std::int16_t> names, std::uint64_t identity);
+  std::int16_t name_of(int rank) const {
+    return names_.empty() || rank < 0 ? static_cast<std::int16_t>(rank)
+                                      : names_[static_cast<std::size_t>(rank)];
+  }
 
   // Enters the next collective: publishes `own` (its sequence is filled in), waits for all peers to
   // enter theirs, and compares. Everything this rank wrote before is visible to peers after it.
@@ -51,10 +60,18 @@ class Group {
   // broken group: a peer that was left behind may still read there. With `staging`, the own staging
   // area is backed by pages when this returns ok.
   Status prepare(const Fingerprint& own, const Bounds& bounds, bool staging);
+  // From a meeting for `own` on the operations of this rank are parts of a collective that is
+  // composed of them, and of what is done between hosts: they are no records of their own, and have
+  // its number. Until `compose_end`; who composes sees to it that no other thread is in operations.
+  Status compose(const Fingerprint& own, const Bounds& bounds);
+  void compose_end(Code outcome);
+  // While it lasts: that it waits for a rank of another host, and that it did; by its name.
+  void compose_waits(std::int16_t name);
+  void compose_waited(std::int16_t name, Clock::duration waited);
   // Own inline buffer for the next collective, to be filled before the meeting.
-  std::byte* next_inline_buffer() const { return inline_buffer(rank_, sequence() + 1); }
+  std::byte* next_inline_buffer() const { return inline_buffer(rank_, meetings_ + 1); }
   // A rank's inline buffer of the collective that has been met for.
-  std::byte* met_inline_buffer(int rank) const { return inline_buffer(rank, sequence()); }
+  std::byte* met_inline_buffer(int rank) const { return inline_buffer(rank, meetings_); }
 
   // What lies at a place in the arena of `owner`, as this process sees it. Maps the arena when it
   // is first named; null and a broken group when that fails. The caller holds the turn.
@@ -110,6 +127,8 @@ class Group {
   // Whether `peer` is dead, or dying, without having left.
   bool lost(int peer) const;
   Record record_of(const Fingerprint& own, const Bounds& bounds) const;
+  // The number of the collective that begins; of a part of a composed one, that one's.
+  std::uint64_t begin(Fingerprint own, const Bounds& bounds);
   // Whoever does a collective: what the black box says of it.
   void begin_record(const Fingerprint& own, const Bounds& bounds);
   // Refuses a collective, since the group is broken. Noted the first time alone: who tries for ever
@@ -117,6 +136,8 @@ class Group {
   Status refuse(Fingerprint own, const Bounds& bounds, const Status& why);
   void show_wait(int peer);
   void note_wait(int peer, Clock::duration waited);
+  void show_name(std::int16_t name);
+  void note_name(std::int16_t name, Clock::duration waited);
   // Notes how the collective ends, which may be well in a group that another one breaks meanwhile.
   Status outcome(const Status& status) {
     record_.outcome = status.code;
@@ -125,14 +146,17 @@ class Group {
   void end_record();
   void announce(Presence presence, bool wake);
 
-  std::byte* inline_buffer(int rank, std::uint64_t sequence) const {
-    return segment_->inline_buffer(rank, sequence);
+  std::byte* inline_buffer(int rank, std::uint64_t meeting) const {
+    return segment_->inline_buffer(rank, meeting);
   }
 
   std::unique_ptr<Segment> segment_;
   int rank_;
   Fingerprint current_;
   std::atomic<std::uint64_t> sequence_ = 0;  // writer: who holds the turn
+  std::uint64_t meetings_ = 0;  // that this rank has come to, parts of composed ones included
+  bool composed_ = false;
+  std::vector<std::int16_t> names_;
   std::uint64_t step_ = 0;
   std::uint64_t met_ = 0;  // the step of the last meeting
   int next_other_ = 0;     // whom trouble_while_awaiting looks at next

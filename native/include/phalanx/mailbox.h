@@ -43,6 +43,13 @@ class Mailbox {
   Status wait(Message& message, const Bounds& bounds);
   // Moves what can be moved now; whether the message is done.
   bool test(Message& message);
+  // Takes back a recv of any source, for which a message has come from another host: whether it
+  // could, because none of this host had. It is done then; `name`: what the black box calls the
+  // rank that sent it.
+  bool withdraw(Message& message, std::int16_t name);
+  // Says whether messages may come from other hosts: those of any source are waited for then even
+  // if all ranks of this one have left.
+  void expect_foreign(bool may_come);
 
   // Drives the operations that nobody waits for. Returns messages that are watched and done; none
   // once stop() was called. Sleeps while there is nothing to do.
@@ -124,6 +131,7 @@ class Mailbox {
   std::vector<MessagePtr> watched_;  // those that are done go when somebody looks for trouble
   Patience patience_;
   std::thread::id poster_;  // who posted first
+  bool foreign_ = false;
   bool to_itself_ = false;  // whether this rank may send to itself while it waits
   Status failed_;  // why the group is broken, or left: channels may end in the middle of a message
 

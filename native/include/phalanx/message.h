@@ -65,6 +65,7 @@ class Message {
   DType dtype_;
   int peer_;
   std::int32_t tag_;
+  std::int16_t name_ = -1;  // of a rank of another host, which it came from
   std::size_t moved_ = 0;  // of a send: bytes of envelope, payload and padding in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
@@ -102,6 +103,8 @@ class Matching {
   }
   // One of those. Looks through all of them.
   MessagePtr example(int source) const;
+  // Takes out one that is still there; null if it isn't.
+  MessagePtr withdraw(const Message& recv);
   // Takes out all recvs.
   std::vector<MessagePtr> forsake();
 

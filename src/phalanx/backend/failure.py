@@ -6,9 +6,10 @@ import os
 import signal
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from phalanx.backend import witness
+from phalanx.backend.call_site import brief
 from phalanx.backend.dtypes import NAMES, OP_NAMES
 from phalanx.errors import (
     Aborted,
@@ -17,8 +18,13 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
+from phalanx.hosts import HostsGroup
+from phalanx.hosts.story import Told
+from phalanx.observe.escape import escape
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx import _native
 
 
@@ -30,8 +36,38 @@ _ENDED = ("", "Z", "X")
 """What the kernel says of a process that is gone."""
 
 
+_KINDS = {
+    "peer_lost": PeerLost,
+    "mismatch": CollectiveMismatch,
+    "ring": CollectiveMismatch,
+    "left": CollectiveMismatch,
+    "timeout": CollectiveTimeout,
+    "aborted": Aborted,
+    "interrupted": Aborted,
+}
+
+
+class HostsWords:
+    """How a group that spans hosts speaks of what happens (see `hosts.failing`)."""
+
+    def __init__(self, group: Callable[[], _native.Group]) -> None:
+        self._group = group
+
+    def explained(self, status: Any, timeout: float) -> str:
+        """Why an operation failed, as an error has it."""
+        return _explain(status, self._group(), timeout)[1]
+
+    def operation(self, fingerprint: Any, site: str) -> str:
+        """An operation and where it was called."""
+        return _operation(fingerprint) + self.ending(site)
+
+    def ending(self, site: str) -> str:
+        """Text such as " at train.py:77", or nothing."""
+        return f" at {escape(brief(site))}" if site else ""
+
+
 def error_for(
-    status: _native.Status,
+    status: _native.Status | Told,
     group: _native.Group,
     place: str,
     operation: str,
@@ -46,7 +82,10 @@ def error_for(
         operation: The operation of this rank with its call site, in words.
         timeout: The seconds that this operation had.
     """
-    kind, text = _explain(status, group, timeout)
+    if isinstance(status, Told):  # by a rank of this host or of another one
+        kind, text = _KINDS.get(status.code, PhalanxError), status.words
+    else:
+        kind, text = _explain(status, group, timeout)
     return kind(f"[{place} on {socket.gethostname()}] {operation}: {text}")
 
 
@@ -80,7 +119,7 @@ def left_behind(place: str, what: str) -> Aborted:
     )
 
 
-def absence(world: _native.Group | None, member: int, holder: str) -> str:
+def absence(world: Any, member: int, holder: str) -> str:
     """What is known of a rank that doesn't come to where a group is formed: without its subject.
 
     Args:
@@ -88,6 +127,9 @@ def absence(world: _native.Group | None, member: int, holder: str) -> str:
         member: Its number there.
         holder: The process that has claimed the rank's place, as in "pid 812 on node-a", or empty.
     """
+    host = world.host(member) if isinstance(world, HostsGroup) else ""
+    if host:
+        return f"(pid {world.pid(member)} on {host}) has given no sign yet"
     if world is not None:
         ended = witness.state_of(world.pid(member)) in _ENDED
         words = _ending(world, member) if ended else witness.whereabouts(world, member)

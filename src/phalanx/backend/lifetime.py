@@ -13,11 +13,12 @@ import contextlib
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx import _native
 from phalanx.backend import ring
 from phalanx.errors import UsageError
+from phalanx.hosts import HostsGroup
 from phalanx.observe import last_words, recording
 
 if TYPE_CHECKING:
@@ -65,6 +66,9 @@ def _at_exit() -> None:
     for group in list(_groups):
         if not group._native.closed:
             group.quiesce(patience)
+            native: Any = group._native
+            if isinstance(native, HostsGroup):
+                native.disconnect(abrupt=patience is not None)
     recording.close()
 
 

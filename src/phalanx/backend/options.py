@@ -6,11 +6,46 @@ directly the option that matters (root, operator) or nothing.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from phalanx import engines, env
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a group of the backend "phalanx" can be told, as `pg_options`.
+
+    Attributes:
+        engine: What carries bytes between hosts, one of `phalanx.engines.NAMES`; empty for what
+            `PHALANX_ENGINE` says, else the default group's, else "gloo".
+    """
+
+    engine: str = ""
+
+
+def engine_of(options: object, world: object) -> str:
+    """The engine of a new group.
+
+    Args:
+        options: The `Options` that it was given. Others are those of a backend in whose place the
+            group is.
+        world: The default group, if there is one.
+
+    Raises:
+        UsageError: There is no such engine.
+    """
+    given = options.engine if isinstance(options, Options) else ""
+    name = given or env.engine() or getattr(world, "engine", "") or engines.DEFAULT
+    if name not in engines.NAMES:
+        where = "" if given else "PHALANX_ENGINE in the environment: "
+        raise UsageError(f"{where}engine is {name!r}, expected {' or '.join(engines.NAMES)}")
+    return name
 
 
 def options_of(

@@ -15,31 +15,59 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import topology
+from phalanx import engines, topology
 from phalanx.backend import edges
 from phalanx.backend.collectives import Collectives
 from phalanx.backend.cuda import handing_over
 from phalanx.backend.dtypes import code_of, reduction
-from phalanx.backend.failure import absence
+from phalanx.backend.failure import HostsWords, absence
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import dense, label, same_kind, same_pair
+from phalanx.backend.options import engine_of
 from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
-from phalanx.errors import UsageError
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.hosts import HostsGroup
 from phalanx.observe import recording
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def create(options: Any, _backend_options: object = None) -> ProcessGroup:
+def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """The creator that PyTorch calls for "phalanx", with its `_DistributedBackendOptions`."""
+    engine = engine_of(backend_options, dist.group.WORLD if dist.is_initialized() else None)
     rank, size, name = options.group_rank, options.group_size, options.group_id
     members, store = options.global_ranks_in_group, _own_store(options.store)
     recording.open_for_group(store, rank, size)
     where = partial(_known_of, members)
-    native = topology.join(store, rank, size, options.timeout, name, members, where)
+    layout, places, local = topology.join(
+        store, rank, size, options.timeout, name, members, where, engine
+    )
+    native = local
+    if len(layout.hosts) > 1:
+        native = _spanning(local, layout, places, store, engine)
     edges.smooth()
-    return ProcessGroup(native, store, rank, size, name, options.timeout)
+    group = ProcessGroup(native, store, rank, size, name, options.timeout)
+    group.engine = engine
+    return group
+
+
+def _spanning(
+    local: Any, layout: topology.Layout, places: list[topology.Place], store: Any, engine: str
+) -> Any:
+    """A group of several hosts, in the place of the native one of this host."""
+    address = topology.own_address(store, places)
+
+    def opened(purpose: str) -> engines.Engine:
+        where = dist.PrefixStore(f"phalanx/engine/{purpose}", store)  # type: ignore[attr-defined]
+        try:
+            return engines.open_engine(engine, where, layout.rank, layout.size, address)
+        except engines.EngineError as error:
+            place = f"rank {layout.rank}/{layout.size}"
+            raise PhalanxError(f"[{place}] the engine {engine} can't be had: {error}") from None
+
+    group: Any = HostsGroup(local, layout, places, store, opened, HostsWords(lambda: group))
+    return group
 
 
 def _known_of(members: Sequence[int], rank: int, holder: str) -> str:

@@ -10,6 +10,8 @@ import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from phalanx.hosts.messages import RemoteMessage
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -101,8 +103,13 @@ class MessageThread:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
 
-    def watch(self, message: _native.Message, timeout: float, report: Callable[[], None]) -> None:
+    def watch(
+        self, message: _native.Message | RemoteMessage, timeout: float, report: Callable[[], None]
+    ) -> None:
         """Call `report` in the thread when the message is done, after `timeout` seconds at most."""
+        if isinstance(message, RemoteMessage):
+            message.watch(timeout, report)
+            return
         with self._lock:
             self._watchers[message.id] = report
         self._group.watch(message, timeout)

@@ -112,7 +112,7 @@ def _in_vain(own: Box, group: _native.Group, boxes: dict[int, Box | None]) -> in
         if peer == group.rank:
             continue
         pid = group.pid(peer)
-        if pid not in boxes:
+        if boxes.get(pid) is None:  # that of another host's can't be read
             boxes[pid] = group.black_box(peer, _HISTORY)
         box = boxes[pid]
         wait = _wait(box) if box else None

@@ -71,6 +71,15 @@ def command(
             "on CPU), without a change to it. Rank 0 says what was replaced.",
         ),
     ] = None,
+    simulate_hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="Rehearse on this machine: its ranks take themselves for those of N hosts, in "
+            "order, and talk between these through an engine.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(

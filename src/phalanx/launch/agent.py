@@ -239,7 +239,7 @@ def _spec(job: Job) -> WorkerSpec:
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-I", "-S", child.__file__, str(os.getpid()), *job.command),
+        args=("-I", "-S", child.__file__, str(os.getpid()), str(job.hosts), *job.command),
         rdzv_handler=get_rendezvous_handler(rendezvous),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,

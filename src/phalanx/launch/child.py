@@ -1,8 +1,8 @@
 """Tie a process's life to its parent's, then become the program that was asked for.
 
-`phalanx run` starts each rank as `python -I -S child.py PARENT PROGRAM ARG...`: the file is run by
-its path and imports only the standard library, so that it costs some milliseconds. What it sets
-survives exec, so the script runs as its own process, with nothing of ours in it.
+`phalanx run` starts each rank as `python -I -S child.py PARENT HOSTS PROGRAM ARG...`: the file is
+run by its path and imports only the standard library, so that it costs some milliseconds. What it
+sets survives exec, so the script runs as its own process, with nothing of ours in it.
 """
 
 import ctypes
@@ -33,10 +33,22 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def take_place(hosts: int) -> None:
+    """Have this rank take itself for one of a simulated host: they get equally many, in order.
+
+    Args:
+        hosts: how many there are; 0 for none that is simulated.
+    """
+    if hosts:
+        rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        os.environ["PHALANX_HOST_ID"] = f"simulated-{rank * hosts // ranks}"
+
+
 def main() -> None:
     """Guard this process, then replace it by the program on the command line."""
-    parent, *command = sys.argv[1:]
+    parent, hosts, *command = sys.argv[1:]
     die_with_parent(int(parent))
+    take_place(int(hosts))
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -33,6 +33,8 @@ class Job:
     command: list[str]
     files: LogsSpecs | None
     shown: set[int] | None
+    hosts: int
+    """How many this machine is to be taken for; 0: for itself."""
 
 
 class _Parser(ArgumentParser):
@@ -50,12 +52,14 @@ def parse(argv: Sequence[str]) -> Job:
     if "PET_NPROC_PER_NODE" not in os.environ:
         parser.set_defaults(nproc_per_node="auto")
     parser.add_argument("--replace")
+    parser.add_argument("--simulate-hosts")
     args = parser.parse_args(list(argv))
     args.nproc_per_node = str(_nproc(args.nproc_per_node))
     _check_script(args)
     _check_port(args)
     _replace_backends(args.replace)
     nnodes = _nnodes(args.nnodes)
+    args.simulate_hosts = _simulated(args.simulate_hosts, int(args.nproc_per_node), nnodes)
     if args.standalone or (_unplaced(args) and nnodes == 1):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = uuid.uuid4().hex
@@ -87,7 +91,7 @@ def _job(args: Namespace) -> Job:
             files = DefaultLogsSpecs(directory, redirects, tee, shown)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:  # what torchrun raises
         raise UsageError(str(error)) from error
-    return Job(config, [str(program), *arguments], files, shown)
+    return Job(config, [str(program), *arguments], files, shown, args.simulate_hosts)
 
 
 def _nproc(text: str) -> int:
@@ -116,6 +120,21 @@ def _nnodes(text: str) -> int:
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes is {text!r}: expected 1 <= MIN <= MAX")
     return int(most)
+
+
+def _simulated(text: str | None, ranks: int, nodes: int) -> int:
+    if text is None:
+        return 0
+    expected = f"expected an integer from 1 to {ranks}, the ranks that there are"
+    try:
+        hosts = int(text)
+    except ValueError:
+        raise UsageError(f"--simulate-hosts is {text!r}: {expected}") from None
+    if not 1 <= hosts <= ranks:
+        raise UsageError(f"--simulate-hosts is {text}: {expected}")
+    if nodes > 1:
+        raise UsageError("--simulate-hosts makes hosts of one machine: leave --nnodes out")
+    return hosts
 
 
 def _replace_backends(text: str | None) -> None:

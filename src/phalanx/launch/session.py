@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import phalanx
 from phalanx.env import Place, place
 from phalanx.errors import UsageError
 
@@ -80,6 +81,7 @@ def init(
     *,
     timeout: float | timedelta | None = None,
     device: str | int | torch.device | None = None,
+    engine: str = "",
 ) -> Session:
     """Form the group of this job, whoever started this process.
 
@@ -98,6 +100,8 @@ def init(
             backend's default.
         device: where to work, "cpu", "cuda" or "cuda:1"; None is the GPU numbered `local_rank`
             modulo the GPUs there are, or the CPU if there is none. A GPU is made the current one.
+        engine: what carries bytes between hosts, for the backend "phalanx": "gloo"; empty for what
+            `PHALANX_ENGINE` says, else "gloo". The same on all ranks.
 
     Returns:
         A Session. Use it as a context manager, or call `close()` at the end.
@@ -117,7 +121,7 @@ def init(
     where = _existing_place() if joined else _place()
     chosen = _device(device, where.local_rank if where else 0)
     if not joined:
-        _form(backend, span, where)
+        _form(backend, span, where, engine)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     where = where or Place(0, 1, 0, 1)
@@ -153,7 +157,7 @@ def _existing_place() -> Place:
     return Place(rank, world_size, rank, world_size)
 
 
-def _form(backend: str, timeout: timedelta | None, where: Place | None) -> None:
+def _form(backend: str, timeout: timedelta | None, where: Place | None, engine: str) -> None:
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     for name in names:
         if not dist.is_backend_available(name):
@@ -163,6 +167,8 @@ def _form(backend: str, timeout: timedelta | None, where: Place | None) -> None:
     # optimizer, say), and would keep it, with its threads, beyond destroy_process_group().
     importlib.import_module("torch.distributed.nn.functional")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if engine:
+        options["pg_options"] = phalanx.Options(engine)
     if where is None:
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)

@@ -1,0 +1,38 @@
+"""Which engine a group uses."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+
+    from phalanx.engines.interface import Engine
+
+__all__ = ["DEFAULT", "NAMES", "open_engine"]
+
+DEFAULT = "gloo"
+NAMES = ("gloo",)
+
+
+def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> Engine:
+    """Make this rank's end of an engine; connections come into being when they are first used.
+
+    Args:
+        name: One of `NAMES`.
+        store: Where the ranks find each other; its keys are this engine's own.
+        rank: This rank in the group.
+        size: World size of the group.
+        address: Where this rank listens: an address of an interface that the others reach.
+
+    Raises:
+        UsageError: There is no such engine.
+        EngineError: It can't be had here.
+    """
+    if name == "gloo":
+        from phalanx.engines.gloo import GlooEngine
+
+        return GlooEngine(store, rank, size, address)
+    raise UsageError(f"engine is {name!r}: expected one of {', '.join(NAMES)}")

@@ -1,0 +1,372 @@
+"""What the backend holds in the place of a native group, where ranks are on several hosts."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from phalanx import _native
+from phalanx.hosts import movements, reductions
+from phalanx.hosts.failing import Failing
+from phalanx.hosts.fingerprint import Fingerprint, Header
+from phalanx.hosts.links import Broken, Gone, Late
+from phalanx.hosts.messages import HostsMessages
+from phalanx.hosts.run import Elements, Refused, Run
+from phalanx.hosts.sizes import BYTES
+from phalanx.hosts.story import Story, Told
+from phalanx.hosts.watch import watch
+from phalanx.observe.escape import escape
+from phalanx.observe.last_words import SESSION_ENDED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+
+    from phalanx.engines import Engine
+    from phalanx.hosts.failing import Words
+    from phalanx.topology import Layout, Place
+
+    Answer = Told | None
+
+_MOST_WORDS = 640
+
+__all__ = ["HostsGroup"]
+
+_UINT8 = _native.DTYPES["uint8"]
+
+
+class HostsGroup(HostsMessages):
+    """A rank's view of a group that spans hosts, with the methods of `_native.Group`.
+
+    All ranks that are given or named are those of the group. An operation that fails returns what
+    was `Told`, the same on all ranks, and the group is broken then.
+
+    Args:
+        native: The group of this host.
+        layout: Who is on which host.
+        places: Where each rank of the group is.
+        store: The group's store.
+        engine: Makes this rank's end of an engine, which has connections of its own: for
+            "collectives", and for "messages" when the first one is sent to or awaited from another
+            host.
+        words: How the backend speaks of what happens.
+    """
+
+    def __init__(
+        self,
+        native: _native.Group,
+        layout: Layout,
+        places: list[Place],
+        store: Store,
+        engine: Callable[[str], Engine],
+        words: Words,
+    ) -> None:
+        native.set_names(layout.ranks, places[0].nonce)
+        story = Story(store)
+        failing = Failing(native, layout, places, story, words)
+        super().__init__(native, layout, failing, partial(engine, "messages"))
+        self._places = places
+        self._story = story
+        self._words = words
+        self._turn = threading.Lock()
+        self._watching = False
+        self._collectives = engine("collectives")
+        failing.watch_over(self._collectives)
+
+    # Who is in it, and what becomes of it.
+
+    @property
+    def rank(self) -> int:
+        return self._layout.rank
+
+    @property
+    def sequence(self) -> int:
+        return self._native.sequence
+
+    @property
+    def closed(self) -> bool:
+        return self._native.closed
+
+    @property
+    def identity(self) -> int:
+        return self._places[0].nonce  # the same on all hosts
+
+    def pid(self, rank: int) -> int:
+        return self._places[rank].pid
+
+    def host(self, rank: int) -> str:
+        """The name of a rank's host, for people; empty for this rank's own."""
+        return "" if rank in self._layout.ranks else self._places[rank].host
+
+    def wait_status(self, rank: int) -> int | None:
+        local = self._local(rank)
+        return None if local is None else self._native.wait_status(local)
+
+    def failing(self, rank: int) -> bool:
+        local = self._local(rank)
+        return local is not None and self._native.failing(local)
+
+    def black_box(self, rank: int, history: int) -> dict[str, Any] | None:
+        local = self._local(rank)
+        return None if local is None else self._native.black_box(local, history)
+
+    def behind(self, rank: int) -> list[int]:
+        """Ranks of this host that have not come as far as `rank`."""
+        local = self._local(rank)
+        late = [] if local is None else self._native.behind(local)
+        return [self._layout.ranks[other] for other in late]
+
+    def broken(self) -> Answer:
+        if self._failing.told is None and (status := self._native.broken()) is not None:
+            return self._failing.seen(status, 0.0)
+        return self._failing.told
+
+    def abort(self, why: str) -> Answer:
+        site = self._words.ending(_site())
+        words = f"the group was aborted by rank {self.rank}{site}{': ' + why if why else ''}"
+        return self._failing.tell(Told("aborted", words, self.rank))
+
+    def abort_ring(self, peer: int, why: str) -> Answer:
+        return self._failing.tell(Told("ring", why, self.rank, peer))
+
+    def fail(self, wake: bool, why: str = "") -> None:
+        """Say that an exception ends this rank's part: for its peers it is lost from now on."""
+        if wake and self._failing.told is None:
+            box = self._native.black_box(self._layout.local_rank, 0)
+            last = why.removeprefix(SESSION_ENDED) or escape(
+                box["last_words"] if box else "", _MOST_WORDS
+            )
+            ending = f"failed with {last or 'an exception that nobody caught'}"
+            words = f"{self._failing.name(self.rank)} {ending}"
+            self._story.tell(Told("peer_lost", words, self.rank, self.rank))
+        self._native.fail(wake, why)
+        if wake:
+            self._collectives.abort()
+
+    def close(self) -> None:
+        if not self._native.closed:
+            if self._failing.told is None:
+                self._story.leave(self.rank, _site())
+            self._native.close()
+            self.disconnect(abrupt=False)
+
+    def disconnect(self, *, abrupt: bool) -> None:
+        """Close the connections to other hosts, at the end of the process if not before.
+
+        Args:
+            abrupt: Don't wait until peers have what was sent to them.
+        """
+        self._failing.closing = True
+        for engine in (self._collectives, self.messages_engine):
+            if engine is not None:
+                if abrupt:
+                    engine.abort()
+                engine.close()
+
+    # Collectives, as `_native.Group` has them.
+
+    def barrier(self, timeout: float) -> Answer:
+        return self._composed("barrier", 0, _UINT8, 0, -1, timeout, movements.barrier)
+
+    def broadcast(self, data: int, count: int, dtype: int, root: int, timeout: float) -> Answer:
+        body = partial(_broadcast, data, count, _elements(dtype), root)
+        return self._composed("broadcast", count, dtype, 0, root, timeout, body)
+
+    def all_reduce(self, data: int, count: int, dtype: int, op: int, timeout: float) -> Answer:
+        elements = self._combined(dtype, op)
+        return self._composed(
+            "all_reduce", count, dtype, op, -1, timeout,
+            lambda run: reductions.all_reduce(run, data, count, elements),
+        )  # fmt: skip
+
+    def reduce(
+        self, data: int, count: int, dtype: int, op: int, root: int, timeout: float
+    ) -> Answer:
+        elements = self._combined(dtype, op)
+        return self._composed(
+            "reduce", count, dtype, op, root, timeout,
+            lambda run: reductions.reduce(run, data, count, elements, root),
+        )  # fmt: skip
+
+    def gather(
+        self, input: int, outputs: Sequence[int], count: int, dtype: int, root: int, timeout: float
+    ) -> Answer:
+        return self._composed(
+            "gather", count, dtype, 0, root, timeout,
+            lambda run: movements.gather(run, input, outputs, count, _elements(dtype), root),
+        )  # fmt: skip
+
+    def scatter(
+        self, inputs: Sequence[int], output: int, count: int, dtype: int, root: int, timeout: float
+    ) -> Answer:
+        return self._composed(
+            "scatter", count, dtype, 0, root, timeout,
+            lambda run: movements.scatter(run, inputs, output, count, _elements(dtype), root),
+        )  # fmt: skip
+
+    def all_gather(
+        self, input: int, outputs: Sequence[int], count: int, dtype: int, timeout: float
+    ) -> Answer:
+        return self._composed(
+            "all_gather", count, dtype, 0, -1, timeout,
+            lambda run: movements.all_gather(run, input, outputs, count, _elements(dtype)),
+        )  # fmt: skip
+
+    def reduce_scatter(
+        self, inputs: Sequence[int], output: int, count: int, dtype: int, op: int, timeout: float
+    ) -> Answer:
+        elements = self._combined(dtype, op)
+        return self._composed(
+            "reduce_scatter", count, dtype, op, -1, timeout,
+            lambda run: reductions.reduce_scatter(run, inputs, output, count, elements),
+        )  # fmt: skip
+
+    def all_to_all(
+        self,
+        inputs: Sequence[int],
+        input_counts: Sequence[int],
+        outputs: Sequence[int],
+        output_counts: Sequence[int],
+        dtype: int,
+        timeout: float,
+    ) -> Answer:
+        return self._composed(
+            "all_to_all", 0, dtype, 0, -1, timeout,
+            lambda run: movements.all_to_all(
+                run, inputs, input_counts, outputs, output_counts, _elements(dtype)
+            ),
+        )  # fmt: skip
+
+    def all_gather_single(
+        self, input: int, output: int, count: int, dtype: int, timeout: float
+    ) -> Answer:
+        return self.all_gather(input, self._parts(output, count, dtype), count, dtype, timeout)
+
+    def reduce_scatter_single(
+        self, input: int, output: int, count: int, dtype: int, op: int, timeout: float
+    ) -> Answer:
+        inputs = self._parts(input, count, dtype)
+        return self.reduce_scatter(inputs, output, count, dtype, op, timeout)
+
+    def all_to_all_single(
+        self, input: int, output: int, count: int, dtype: int, timeout: float
+    ) -> Answer:
+        inputs, outputs = self._parts(input, count, dtype), self._parts(output, count, dtype)
+        counts = [count] * self._layout.size
+        return self.all_to_all(inputs, counts, outputs, counts, dtype, timeout)
+
+    # How they are run.
+
+    def _composed(
+        self,
+        kind: str,
+        count: int,
+        dtype: int,
+        op: int,
+        root: int,
+        timeout: float,
+        body: Callable[[Run], None],
+    ) -> Answer:
+        """Meet the ranks of this host, compare with another one's, and do what `body` does."""
+        deadline = time.monotonic() + timeout
+        if not self._turn.acquire(timeout=timeout):
+            words = (
+                f"rank {self.rank} waited for its own turn until the timeout of {timeout:g} s: "
+                "another thread of it is in an operation of this group"
+            )
+            return self._failing.tell(Told("timeout", words, self.rank, self.rank))
+        try:
+            own = Fingerprint(kind, self._native.sequence + 1, count, dtype, op, root)
+            try:
+                status = self._native.compose(kind, count, dtype, op, root, timeout)
+                if status is not None:
+                    return self._failing.seen(status, timeout)
+                answer = self._run(own, deadline, timeout, body)
+            except BaseException:
+                self._interrupted(own)
+                raise
+            self._native.compose_end(answer.code if answer else "ok")
+            return answer
+        finally:
+            self._turn.release()
+
+    def _run(
+        self, own: Fingerprint, deadline: float, timeout: float, body: Callable[[Run], None]
+    ) -> Answer:
+        if not self._watching:
+            self._watching = True
+            watch(self._layout, self._collectives, self._failing)
+        header = Header(own, _site())
+        doing = self._failing.operation(header)
+        run = Run(self._layout, self._native, self._collectives, deadline)
+        try:
+            differs = self._compare(run, header)
+            if differs is not None:
+                return differs
+            body(run)
+        except Refused as refused:
+            return self._failing.seen(refused.status, timeout)
+        except Broken:
+            return self.broken()
+        except Gone as gone:
+            return self._failing.gone(gone, doing)
+        except Late as late:
+            return self._failing.late(late, doing, timeout)
+        except movements.Uneven as uneven:
+            return self._failing.tell(self._uneven(own, uneven))
+        return None
+
+    def _interrupted(self, own: Fingerprint) -> None:
+        """Python's own doing has ended an operation: Ctrl-C, or memory that can't be had."""
+        words = f"rank {self.rank} was interrupted in {self._words.operation(own, _site())}"
+        self._failing.tell(Told("interrupted", words, self.rank))
+        self._native.compose_end("interrupted")
+
+    def _compare(self, run: Run, own: Header) -> Answer:
+        """Tell the next host what this one is in, and hear it of the one before."""
+        layout = self._layout
+        if layout.even:
+            ring: Sequence[int] = layout.rail
+        elif layout.local_rank == 0:
+            ring = layout.leaders
+        else:
+            return None
+        ahead, behind = ring[(layout.host + 1) % len(ring)], ring[layout.host - 1]
+        theirs = bytearray(Header.SIZE)
+        taken = run.recv(memoryview(theirs), behind)
+        given = run.send(memoryview(own.pack()), ahead)
+        run.wait(taken, given)
+        header = Header.parse(theirs)
+        if header.fingerprint == own.fingerprint:
+            return None
+        return self._failing.differs(own, behind, header)
+
+    def _uneven(self, own: Fingerprint, uneven: movements.Uneven) -> Told:
+        words = (
+            f"split sizes disagree in all_to_all #{own.sequence}: rank {uneven.peer} gives rank "
+            f"{self.rank} {uneven.given} elements, which expects {uneven.expected}"
+            f"{self._words.ending(_site())}"
+        )
+        return Told("mismatch", words, self.rank, uneven.peer)
+
+    def _combined(self, dtype: int, op: int) -> Elements:
+        return Elements(dtype, BYTES[dtype], op, self._layout.size)
+
+    def _parts(self, whole: int, count: int, dtype: int) -> list[int]:
+        size = count * BYTES[dtype]
+        return [whole + rank * size for rank in range(self._layout.size)]
+
+
+def _broadcast(data: int, count: int, elements: Elements, root: int, run: Run) -> None:
+    movements.broadcast(run, data, count, elements, root)
+
+
+def _elements(dtype: int) -> Elements:
+    return Elements(dtype, BYTES[dtype])
+
+
+def _site() -> str:
+    return _native.call_site_text(_native.call_site())

@@ -1,0 +1,240 @@
+"""What comes from other hosts, and the recvs that it is for.
+
+Every sender announces its messages to this rank one after another, with envelopes; one of each is
+awaited at any time, from the first recv on that may be for it. An envelope is given to the oldest
+recv that it fits, which then asks for the data; one that nobody waits for yet is kept, and its data
+stay with the sender. A recv of any source is posted in memory too; it is taken back from there when
+an envelope fits it, unless a message of this host has come first.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.engines import EngineError, Transfer
+from phalanx.hosts.fingerprint import Header
+from phalanx.hosts.links import Gone, bytes_at
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx import _native
+    from phalanx.engines import Engine
+    from phalanx.hosts.messages import RemoteMessage
+    from phalanx.topology import Layout
+
+__all__ = ["ENVELOPES", "Expected", "Inbox", "tag_of"]
+
+ENVELOPES = 0
+"""The engine's tag of all envelopes."""
+_MOST_NUMBERS = 2**30
+_LOOK = 0.0005
+"""Seconds between two looks for a message of this host, while others may come from elsewhere."""
+
+
+def tag_of(number: int) -> int:
+    """The engine's tag of the data of a sender's n-th message."""
+    return 1 + number % _MOST_NUMBERS
+
+
+class Expected(Transfer):
+    """A recv: what it waits for is known when its message is announced.
+
+    Args:
+        message: What the user waits for.
+        data: Where the data go.
+        size: Their bytes.
+        number: Grows in the order of the posts.
+    """
+
+    def __init__(self, message: RemoteMessage, data: int, size: int, number: int) -> None:
+        self.message, self.number = message, number
+        self._data, self._size = data, size
+        self._known = threading.Event()
+        self._deciding = threading.Lock()
+        self._transfer: Transfer | None = None
+        self._error: EngineError | None = None
+        self._group: _native.Group | None = None
+        self._local: _native.Message | None = None
+        self._ranks: tuple[int, ...] = ()
+
+    def post_here(self, group: _native.Group, ranks: tuple[int, ...]) -> None:
+        """Let a message of this host answer it as well."""
+        its = self.message.own.fingerprint
+        self._group, self._ranks = group, ranks
+        self._local = group.irecv(self._data, its.count, its.dtype, -1, its.sequence)
+
+    def claim(self, source: int) -> bool:
+        """Take it for a message of another host, unless one of this host has come."""
+        with self._deciding:
+            if self._local is not None and self._group is not None:
+                if not self._group.withdraw(self._local, source):
+                    return False
+                self._local = None
+            self.message.peer = source
+        return True
+
+    def ask(self, header: Header, engine: Engine) -> None:
+        """Ask for the data that were announced, if they are what is expected."""
+        self.message.match(header)
+        if not self.message.done and self._size:
+            data = bytes_at(self._data, self._size)
+            self._transfer = engine.recv(data, self.message.peer, tag_of(header.number))
+        self._known.set()
+
+    def fail(self, error: EngineError) -> None:
+        """It will never be answered."""
+        self._error = error
+        self._known.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Until the data are there, of whichever host."""
+        end = time.monotonic() + seconds
+        while not self._known.is_set():
+            if self._has_come():
+                return True
+            left = max(0.0, end - time.monotonic())
+            self._known.wait(min(left, _LOOK) if self._local is not None else left)
+            if not left:
+                break
+        if not self._known.is_set():
+            return False
+        if self._error is not None:
+            raise self._error
+        return self._transfer is None or self._transfer.wait(max(0.0, end - time.monotonic()))
+
+    def then(self, call: Callable[[], None]) -> None:
+        """Not offered: who waits for a message has no use for it."""
+        raise NotImplementedError
+
+    def _has_come(self) -> bool:
+        """Whether a message of this host has come."""
+        with self._deciding:
+            local, group = self._local, self._group
+            if local is None or group is None or not (local.done or group.test(local)):
+                return False
+            if local.status is not None:
+                raise EngineError(-1, "the group is broken")
+            self.message.peer = self._ranks[local.peer]
+        return True
+
+
+class _Early(NamedTuple):
+    """An envelope that nobody waits for yet."""
+
+    order: int
+    source: int
+    header: Header
+
+
+class Inbox:
+    """The recvs of a group that may be answered from other hosts.
+
+    Args:
+        native: The group of this host.
+        layout: Who is on which host.
+        engine: Gives the engine for messages.
+        lost: Told of a rank whose connection is closed; whether it has left in good order.
+    """
+
+    def __init__(
+        self,
+        native: _native.Group,
+        layout: Layout,
+        engine: Callable[[], Engine],
+        lost: Callable[[Gone], bool],
+    ) -> None:
+        self._native = native
+        self._layout = layout
+        self._engine = engine
+        self._lost = lost
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._waiting: dict[tuple[int, int], deque[Expected]] = {}
+        self._early: dict[tuple[int, int], deque[_Early]] = {}
+        self._senders: set[int] = set()
+        self._gone: dict[int, EngineError] = {}
+        self.to_itself = False
+        """Whether this rank has sent anything to itself, and so may do so again."""
+        self._elsewhere = [rank for rank in range(layout.size) if rank not in layout.ranks]
+
+    def expect(self, message: RemoteMessage, data: int, size: int) -> None:
+        """Add a recv, which its message waits for from now on."""
+        source, tag = message.peer, message.own.fingerprint.sequence
+        with self._lock:
+            expected = Expected(message, data, size, next(self._numbers))
+            message.transfers.append(expected)
+            early = self._take_early(source, tag)
+            if early is not None:
+                expected.claim(early.source)
+                expected.ask(early.header, self._engine())
+                return
+            if source in self._gone:
+                expected.fail(self._gone[source])
+                return
+            if source < 0:  # also where this rank is alone: it may send to itself
+                expected.post_here(self._native, self._layout.ranks)
+            self._waiting.setdefault((source, tag), deque()).append(expected)
+            for sender in self._elsewhere if source < 0 else [source]:
+                if sender not in self._senders:
+                    self._senders.add(sender)
+                    self._await(sender)
+            self._give_up()
+
+    def _await(self, sender: int) -> None:
+        """Await the next envelope of a rank."""
+        data = bytearray(Header.SIZE)
+        transfer = self._engine().recv(memoryview(data), sender, ENVELOPES)
+        transfer.then(lambda: self._arrived(sender, data, transfer))
+
+    def _arrived(self, sender: int, data: bytearray, transfer: Transfer) -> None:
+        try:
+            transfer.wait(0)
+            with self._lock:
+                self._match(sender, Header.parse(data))
+                self._await(sender)
+        except EngineError as error:
+            left = self._lost(Gone(sender, str(error)))
+            with self._lock:
+                self._gone[sender] = error
+                self._give_up(everything=not left)
+
+    def _match(self, sender: int, header: Header) -> None:
+        """Give an envelope to the recv that it is for, or keep it."""
+        tag = header.fingerprint.sequence
+        while (expected := self._oldest(sender, tag)) is not None:
+            if expected.claim(sender):
+                expected.ask(header, self._engine())
+                return
+            # Else a message of this host was first.
+        early = _Early(next(self._numbers), sender, header)
+        self._early.setdefault((sender, tag), deque()).append(early)
+
+    def _oldest(self, sender: int, tag: int) -> Expected | None:
+        queues = [self._waiting.get((source, tag)) for source in (sender, -1)]
+        found = min((queue for queue in queues if queue), key=lambda q: q[0].number, default=None)
+        return found.popleft() if found else None
+
+    def _take_early(self, source: int, tag: int) -> _Early | None:
+        sources = self._elsewhere if source < 0 else [source]
+        queues = [self._early.get((each, tag)) for each in sources]
+        found = min((queue for queue in queues if queue), key=lambda q: q[0].order, default=None)
+        return found.popleft() if found else None
+
+    def _give_up(self, *, everything: bool = False) -> None:
+        """Fail the recvs for which nothing can come any more."""
+        if not self._gone:
+            return
+        nobody = len(self._gone) == len(self._elsewhere)
+        if nobody:
+            self._native.expect_foreign(False)
+        alone = nobody and len(self._layout.ranks) == 1 and not self.to_itself
+        for (source, _), queue in self._waiting.items():
+            if everything or source in self._gone or (source < 0 and alone):
+                error = self._gone.get(source, next(iter(self._gone.values())))
+                while queue:
+                    queue.popleft().fail(error)

@@ -1,0 +1,108 @@
+"""Sends and receives between hosts, with the limits that every wait has.
+
+A wait ends with its transfer; at the deadline; when the group is broken, which a rank of the same
+host may have found; or when a connection is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from phalanx.engines import EngineError
+
+if TYPE_CHECKING:
+    from phalanx import _native
+    from phalanx.engines import Engine, Transfer
+
+__all__ = ["Broken", "Gone", "Late", "Links", "Posted", "bytes_at"]
+
+_SLICE = 0.02
+"""Seconds after which a wait looks whether the group is broken."""
+
+
+class Broken(Exception):  # noqa: N818 - not an error yet: what ends an operation early
+    """The native group of this host is broken: its status says why."""
+
+
+class Gone(Exception):  # noqa: N818
+    """The connection to a rank is closed."""
+
+    def __init__(self, peer: int, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
+class Late(Exception):  # noqa: N818
+    """The deadline has come before a rank."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(peer)
+        self.peer = peer
+
+
+class Posted(NamedTuple):
+    """A transfer, and the rank that it is for or from."""
+
+    transfer: Transfer
+    peer: int
+
+
+class Links:
+    """What one operation sends to and receives from other hosts.
+
+    Args:
+        native: The group of this host.
+        engine: What carries the bytes.
+        deadline: When the operation is late, in monotonic seconds.
+    """
+
+    def __init__(self, native: _native.Group, engine: Engine, deadline: float) -> None:
+        self._native = native
+        self._engine = engine
+        self.deadline = deadline
+
+    @property
+    def remaining(self) -> float:
+        """Seconds to the deadline, for what has a timeout of its own."""
+        return max(1e-3, self.deadline - time.monotonic())
+
+    def send(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
+        """Post a send of at least one byte to a rank of the group."""
+        try:
+            return Posted(self._engine.send(data, peer, tag), peer)
+        except EngineError as error:
+            raise Gone(peer, str(error)) from None
+
+    def recv(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
+        """Post a receive of at least one byte from a rank of the group."""
+        try:
+            return Posted(self._engine.recv(data, peer, tag), peer)
+        except EngineError as error:
+            raise Gone(peer, str(error)) from None
+
+    def wait(self, *posted: Posted) -> None:
+        """Block until all of them have ended."""
+        for transfer, peer in posted:
+            self._wait(transfer, peer)
+
+    def _wait(self, transfer: Transfer, peer: int) -> None:
+        try:
+            if transfer.wait(0):
+                return
+            began = time.monotonic()
+            self._native.compose_waits(peer)
+            while not transfer.wait(_SLICE):
+                if self._native.broken() is not None:
+                    raise Broken
+                if time.monotonic() >= self.deadline:
+                    raise Late(peer)
+            self._native.compose_waited(peer, time.monotonic() - began)
+        except EngineError as error:
+            raise Gone(peer, str(error)) from None
+
+
+def bytes_at(address: int, size: int) -> memoryview:
+    """Memory that somebody keeps alive, as bytes that can be written."""
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

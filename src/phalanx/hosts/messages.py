@@ -1,0 +1,293 @@
+"""Send and recv of a group that spans hosts.
+
+Between ranks of a host the native group moves messages. One to another host is two transfers: an
+envelope, which says what comes, and the data. The receiver asks for the data when the envelope has
+come and says what was expected: engines answer a wrong size with the end of the connection, or of
+the process. See `inbox` for who gets what.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from phalanx import _native
+from phalanx.engines import EngineError
+from phalanx.hosts.fingerprint import Fingerprint, Header
+from phalanx.hosts.inbox import ENVELOPES, Inbox, tag_of
+from phalanx.hosts.links import Gone, Late, bytes_at
+from phalanx.hosts.sizes import BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.engines import Engine, Transfer
+    from phalanx.hosts.failing import Failing
+    from phalanx.hosts.story import Told
+    from phalanx.topology import Layout
+
+    Answer = Told | None
+
+__all__ = ["HostsMessages", "LocalMessage", "RemoteMessage"]
+
+_SLICE = 0.02
+"""Seconds after which a wait looks whether the group is broken."""
+_numbers = itertools.count(-1, -1)  # those of native messages are positive
+
+
+class LocalMessage:
+    """A native message, with ranks of the whole group."""
+
+    def __init__(self, native: _native.Message, group: HostsMessages) -> None:
+        self.native = native
+        self.id = native.id
+        self._group = group
+
+    @property
+    def done(self) -> bool:
+        return self.native.done
+
+    @property
+    def status(self) -> Answer:
+        return self._group.seen(self.native.status)
+
+    @property
+    def peer(self) -> int:
+        return self._group.rank_of(self.native.peer)
+
+
+class RemoteMessage:
+    """A message to or from another host: its transfers, one of which may be yet to come.
+
+    Args:
+        group: Which it is of.
+        own: What this rank says of it.
+        peer: To whom or from whom; -1: from whomever.
+        transfers: What must end, in this order.
+    """
+
+    def __init__(
+        self,
+        group: HostsMessages,
+        own: Header,
+        peer: int,
+        transfers: list[Transfer],
+    ) -> None:
+        self.id = next(_numbers)
+        self.peer = peer
+        self.done = False
+        self.status: Answer = None
+        self.own = own
+        self.transfers = transfers
+        self._group = group
+        self._lock = threading.Lock()
+
+    def advance(self, seconds: float) -> bool:
+        """Wait so long at most; whether it is done. Raises `Gone`."""
+        end = time.monotonic() + seconds
+        with self._lock:
+            try:
+                while not self.done and self.transfers:
+                    if not self.transfers[0].wait(max(0.0, end - time.monotonic())):
+                        return False
+                    self.transfers.pop(0)
+            except EngineError as error:
+                raise Gone(self.peer if error.peer < 0 else error.peer, str(error)) from None
+            self.done = True
+        return True
+
+    def match(self, theirs: Header) -> None:
+        """Fail if what comes isn't what this recv asks for."""
+        self._group.compare(self, theirs)
+
+    def watch(self, timeout: float, report: Callable[[], None]) -> None:
+        """Call `report` in a thread of its own when it is done, after `timeout` at most."""
+
+        def wait() -> None:
+            self._group.wait(self, timeout)
+            report()
+
+        threading.Thread(target=wait, name="phalanx-message", daemon=True).start()
+
+    def end(self, status: Answer) -> None:
+        """It has failed."""
+        self.status = status
+        self.done = True
+
+
+class HostsMessages:
+    """The half of a group that spans hosts which sends and receives.
+
+    Args:
+        native: The group of this host.
+        layout: Who is on which host.
+        failing: What breaks the group.
+        engine: Makes this rank's end of the engine for messages; called when first needed.
+    """
+
+    def __init__(
+        self,
+        native: _native.Group,
+        layout: Layout,
+        failing: Failing,
+        engine: Callable[[], Engine],
+    ) -> None:
+        self._native = native
+        self._layout = layout
+        self._failing = failing
+        self._make_engine = engine
+        self._engine: Engine | None = None
+        self._posting = threading.Lock()
+        self._inbox = Inbox(native, layout, self._messages_engine, failing.lost)
+        self._sent = [0] * layout.size
+        native.expect_foreign(True)
+
+    @property
+    def outstanding(self) -> int:
+        return self._native.outstanding
+
+    @property
+    def early_peak(self) -> int:
+        return self._native.early_peak
+
+    def send(
+        self, data: int, count: int, dtype: int, destination: int, tag: int, timeout: float
+    ) -> Answer:
+        self._inbox.to_itself |= destination == self._layout.rank
+        local = self._local(destination)
+        if local is not None:
+            return self.seen(self._native.send(data, count, dtype, local, tag, timeout), timeout)
+        return self.wait(self.isend(data, count, dtype, destination, tag), timeout)
+
+    def recv(
+        self, data: int, count: int, dtype: int, source: int, tag: int, timeout: float
+    ) -> int | Told:
+        local = self._local(source)
+        if local is None:
+            message = self.irecv(data, count, dtype, source, tag)
+            answer = self.wait(message, timeout)
+            return message.peer if answer is None else answer
+        status = self._native.recv(data, count, dtype, local, tag, timeout)
+        if isinstance(status, int):
+            return self._layout.ranks[status]
+        return self._failing.seen(status, timeout)
+
+    def isend(
+        self, data: int, count: int, dtype: int, destination: int, tag: int
+    ) -> LocalMessage | RemoteMessage:
+        self._inbox.to_itself |= destination == self._layout.rank
+        local = self._local(destination)
+        if local is not None:
+            return LocalMessage(self._native.isend(data, count, dtype, local, tag), self)
+        own = _header("send", count, dtype, destination, tag)
+        message = RemoteMessage(self, own, destination, [])
+        try:
+            engine = self._messages_engine()
+            with self._posting:  # envelopes come in the order of the sends
+                number = self._sent[destination]
+                self._sent[destination] += 1
+                envelope = memoryview(replace(own, number=number).pack())
+                message.transfers.append(engine.send(envelope, destination, ENVELOPES))
+                if size := count * BYTES[dtype]:
+                    payload = engine.send(bytes_at(data, size), destination, tag_of(number))
+                    message.transfers.append(payload)
+        except EngineError as error:
+            self._fail(message, Gone(destination, str(error)))
+        return message
+
+    def irecv(
+        self, data: int, count: int, dtype: int, source: int, tag: int
+    ) -> LocalMessage | RemoteMessage:
+        local = self._local(source)
+        if local is not None:
+            return LocalMessage(self._native.irecv(data, count, dtype, local, tag), self)
+        message = RemoteMessage(self, _header("recv", count, dtype, source, tag), source, [])
+        try:
+            self._inbox.expect(message, data, BYTES[dtype] * count)
+        except EngineError as error:
+            self._fail(message, Gone(source, str(error)))
+        return message
+
+    def wait(self, message: LocalMessage | RemoteMessage, timeout: float) -> Answer:
+        if isinstance(message, LocalMessage):
+            return self.seen(self._native.wait(message.native, timeout), timeout)
+        deadline = time.monotonic() + timeout
+        try:
+            while not message.done and not message.advance(_SLICE):
+                if self._failing.told is not None or self._native.broken() is not None:
+                    message.end(self.broken())
+                elif time.monotonic() >= deadline:
+                    late = Late(message.peer)
+                    message.end(self._failing.late(late, self._doing(message), timeout))
+        except Gone as gone:
+            self._fail(message, gone)
+        return message.status
+
+    def test(self, message: LocalMessage | RemoteMessage) -> bool:
+        if isinstance(message, LocalMessage):
+            return self._native.test(message.native)
+        try:
+            return message.done or message.advance(0)
+        except Gone as gone:
+            self._fail(message, gone)
+            return True
+
+    def watch(self, message: LocalMessage, timeout: float) -> None:
+        self._native.watch(message.native, timeout)
+
+    def serve(self) -> list[_native.Message]:
+        return self._native.serve()
+
+    def stop(self) -> None:
+        self._native.stop()
+
+    # For messages, and the other half.
+
+    def broken(self) -> Answer:
+        raise NotImplementedError
+
+    def seen(self, status: _native.Status | None, timeout: float = 0.0) -> Answer:
+        """What a native status says, to all ranks."""
+        return None if status is None else self._failing.seen(status, timeout)
+
+    def rank_of(self, local: int) -> int:
+        """A rank of this host, in the group; any source stays any."""
+        return self._layout.ranks[local] if local >= 0 else local
+
+    def compare(self, message: RemoteMessage, theirs: Header) -> None:
+        """Break the group if what comes isn't what a recv asks for."""
+        mine, given = message.own.fingerprint, theirs.fingerprint
+        if (mine.count, mine.dtype) != (given.count, given.dtype):
+            message.end(self._failing.differs(message.own, message.peer, theirs))
+
+    @property
+    def messages_engine(self) -> Engine | None:
+        """The engine for messages, if it was needed."""
+        return self._engine
+
+    def _local(self, rank: int) -> int | None:
+        return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
+
+    def _fail(self, message: RemoteMessage, gone: Gone) -> None:
+        if self._failing.told is not None or self._native.broken() is not None:
+            message.end(self.broken())
+        else:
+            message.end(self._failing.gone(gone, self._doing(message)))
+
+    def _doing(self, message: RemoteMessage) -> str:
+        return self._failing.operation(message.own)
+
+    def _messages_engine(self) -> Engine:
+        with self._posting:
+            if self._engine is None:
+                self._engine = self._make_engine()
+                self._failing.watch_over(self._engine)
+            return self._engine
+
+
+def _header(kind: str, count: int, dtype: int, peer: int, tag: int) -> Header:
+    site = _native.call_site_text(_native.call_site())
+    return Header(Fingerprint(kind, tag, count, dtype, 0, peer), site)

@@ -1,0 +1,83 @@
+"""At which address of this machine other hosts reach it."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from typing import TYPE_CHECKING
+
+import psutil
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from phalanx import env
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from phalanx.topology.place import Place
+
+__all__ = ["own_address"]
+
+_DISCARD = 9
+
+
+def own_address(store: Store, places: Sequence[Place]) -> str:
+    """The address to listen on, for other hosts.
+
+    That of the interface that `PHALANX_INTERFACE` names; else the one from which this machine
+    reaches the host of the store, which is where the other hosts are; where that can't be told (a
+    store in a file), the loopback interface's.
+
+    Args:
+        store: The group's.
+        places: Where all ranks are.
+
+    Raises:
+        UsageError: The variable names no interface or address of this machine; or the address would
+            be that of the loopback interface, where ranks are on other machines.
+    """
+    given = env.interface()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    way = store.host if isinstance(store, TCPStore) else ""
+    address = _checked(given) if given else (_towards(way) if way else "") or "127.0.0.1"
+    if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
+        raise UsageError(
+            f"ranks on other machines can't reach this one at {address}, which is where its way to "
+            f"the rendezvous at {way or 'a file'} begins: give the rendezvous an address that all "
+            "machines reach, or set PHALANX_INTERFACE"
+        )
+    return address
+
+
+def _checked(given: str) -> str:
+    interfaces = psutil.net_if_addrs()
+    kinds = (socket.AF_INET, socket.AF_INET6)
+    addresses = {
+        name: [each.address.partition("%")[0] for each in found if each.family in kinds]
+        for name, found in interfaces.items()
+    }
+    if addresses.get(given):
+        return addresses[given][0]
+    if any(given in found for found in addresses.values()):
+        return given
+    known = ", ".join(f"{name} ({', '.join(found)})" for name, found in addresses.items() if found)
+    raise UsageError(
+        f"PHALANX_INTERFACE={given!r} in the environment: this machine has no such interface or "
+        f"address; it has {known}"
+    )
+
+
+def _towards(host: str) -> str:
+    """The address that packets to a host come from; empty if there is no way to it."""
+    try:
+        kind, _, _, _, where = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # sends nothing
+            address: str = probe.getsockname()[0]
+            return address
+    except OSError:
+        return ""

@@ -1,0 +1,99 @@
+"""Which ranks of a group share a host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence, Set
+
+__all__ = ["Layout", "sorted_into_hosts"]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks of a group by host, as one of them sees it.
+
+    Attributes:
+        rank: This rank, in the group.
+        hosts: The ranks of each host in ascending order; the hosts in order of their lowest rank.
+    """
+
+    rank: int
+    hosts: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return self.host_of(self.rank)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's host: by local rank."""
+        return self.hosts[self.host]
+
+    @cached_property
+    def local_rank(self) -> int:
+        """This rank's number among those of its host."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def size(self) -> int:
+        """World size of the group."""
+        return sum(map(len, self.hosts))
+
+    @cached_property
+    def even(self) -> bool:
+        """Whether all hosts have equally many ranks, so that each local rank has a rail."""
+        return len({len(ranks) for ranks in self.hosts}) == 1
+
+    @property
+    def rail(self) -> tuple[int, ...]:
+        """The ranks with this local rank on all hosts, by host; only where hosts are even."""
+        return tuple(ranks[self.local_rank] for ranks in self.hosts)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The lowest rank of each host."""
+        return tuple(ranks[0] for ranks in self.hosts)
+
+    def host_of(self, rank: int) -> int:
+        """The number of a rank's host."""
+        return next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
+
+
+def sorted_into_hosts(rank: int, opened: Mapping[int, Set[int]]) -> Layout:
+    """The layout that follows from whose memory each rank can open.
+
+    Two ranks share a host if each can open the other's memory. A rank belongs to the host of the
+    lowest rank with which it does so; all ranks come to the same.
+
+    Args:
+        rank: Whose layout it is.
+        opened: By rank, the ranks whose memory it can open.
+    """
+    hosts: list[list[int]] = []
+    for one in sorted(opened):
+        home = next((ranks for ranks in hosts if _mutual(one, ranks[0], opened)), None)
+        if home is None:
+            hosts.append([one])
+        else:
+            home.append(one)
+    return Layout(rank, tuple(map(tuple, hosts)))
+
+
+def _mutual(one: int, other: int, opened: Mapping[int, Set[int]]) -> bool:
+    return one in opened[other] and other in opened[one]
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Ranks in the order given, runs of them as ranges: "0-3,6"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

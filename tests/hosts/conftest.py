@@ -1,0 +1,5 @@
+"""Makes the fixture `ranks` known to the tests of this folder."""
+
+from tests.ranks import ranks
+
+__all__ = ["ranks"]

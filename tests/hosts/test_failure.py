@@ -1,0 +1,290 @@
+"""What goes wrong on one host is named on all: hosts are simulated, processes and signals real."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from tests.ranks import Ended, RankServer, Run
+
+HERE = os.path.basename(__file__)
+
+
+def told(name: str) -> Path:
+    return Path(os.environ["FOLDER"], name)
+
+
+def wait_for(name: str, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not told(name).exists():
+        assert time.monotonic() < end, f"{name} didn't come"
+        time.sleep(0.002)
+
+
+def all_reduce(rank: int) -> None:
+    dist.all_reduce(torch.ones(5))
+
+
+def large(rank: int) -> None:
+    dist.all_reduce(torch.ones(2_000_000))
+
+
+def works(rank: int) -> None:
+    dist.all_reduce(torch.ones(5), async_op=True).wait()
+
+
+def futures(rank: int) -> None:
+    dist.all_reduce(torch.ones(5), async_op=True).get_future().wait()
+
+
+def messages(rank: int) -> None:
+    """From the victim, who is rank 3, to its counterpart, and from somebody else to the others."""
+    dist.recv(torch.ones(5), 3 if rank == 1 else (rank + 1) % 3)
+
+
+def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[str, float]:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == victim:
+        told("dead").write_text(repr(time.monotonic()))
+        if how == "exit":
+            os._exit(7)
+        if how == "raise":
+            raise RuntimeError("the test's")
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(phalanx.PeerLost) as caught:  # at the latest in the second
+        _ = [operation(rank) for _ in range(2)]
+    end = time.monotonic()
+    dist.destroy_process_group()
+    return str(caught.value), end - float(told("dead").read_text())
+
+
+def survivors(ended: list[Ended], victim: int) -> list[tuple[str, float]]:
+    return [rank.value for number, rank in enumerate(ended) if number != victim]
+
+
+@pytest.mark.parametrize("hosts", ("aabb", "abab", "aaab"))
+@pytest.mark.parametrize("operation", (all_reduce, large, works, futures))
+def test_a_killed_rank(ranks: RankServer, hosts: str, operation: Callable[[int], None]) -> None:
+    ended = ranks.start(4, survive, 3, "kill", operation, hosts=hosts).join()
+    pid = ended[3].pid
+    for text, seconds in survivors(ended, 3):
+        assert re.search(rf": rank 3 \(pid {pid}[^)]*\) (was killed|has died)", text), text
+        assert seconds < 2
+
+
+@pytest.mark.parametrize(
+    ("how", "words"), [("exit", "exited with code 7"), ("raise", "failed with RuntimeError")]
+)
+def test_how_it_ended_is_known_elsewhere_too(ranks: RankServer, how: str, words: str) -> None:
+    """Ranks of its host can see it, and tell it to the others; or it does so itself."""
+    ended = ranks.start(4, survive, 3, how, all_reduce, hosts="aabb").join()
+    texts = [text for text, _ in survivors(ended, 3)]
+    assert len({text.partition(": ")[2] for text in texts}) == 1
+    assert words in texts[0] or "has died" in texts[0], texts
+
+
+def test_messages_from_a_dead_rank(ranks: RankServer) -> None:
+    ended = ranks.start(4, survive, 3, "kill", messages, hosts="aabb").join()
+    for text, seconds in survivors(ended, 3):
+        assert re.search(r": rank 3 \(pid \d+[^)]*\) (was killed|has died)", text), text
+        assert seconds < 2
+
+
+def a_whole_host(victims: tuple[int, ...]) -> tuple[str, float]:
+    dist.all_reduce(torch.ones(3))
+    if dist.get_rank() in victims:
+        told("dead").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(phalanx.PeerLost) as caught:
+        _ = [dist.all_reduce(torch.ones(5)) for _ in range(3)]
+    return str(caught.value), time.monotonic() - float(told("dead").read_text())
+
+
+@pytest.mark.parametrize("hosts", ("aabb", "aabbcc"))
+def test_a_killed_host(ranks: RankServer, hosts: str) -> None:
+    ended = ranks.start(len(hosts), a_whole_host, (2, 3), hosts=hosts).join()
+    for rank, end in enumerate(ended):
+        if rank not in (2, 3):
+            text, seconds = end.value
+            assert re.search(r": rank [23] \(pid \d+[^)]*\) (was killed|has died)", text), text
+            assert seconds < 3
+
+
+def in_its_own_code() -> str:
+    """Rank 0 waits in memory for rank 1, which computes, when rank 3 dies on another host."""
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == 3:
+        wait_for("waiting")
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        wait_for("heard", 15)
+        return ""
+    told("waiting").touch()
+    with pytest.raises(phalanx.PeerLost) as caught:
+        dist.all_reduce(torch.ones(5))
+    told("heard").touch()
+    return str(caught.value)
+
+
+def test_who_waits_for_another_one_hears_it_too(ranks: RankServer) -> None:
+    ended = ranks.start(4, in_its_own_code, hosts="aabb").join(30)
+    assert "rank 3 (pid" in ended[0].value
+    assert ended[1].code == 0
+
+
+def differ(kind: str, rank: int) -> None:
+    tensor = torch.ones(4 if kind == "size" and rank >= 2 else 5)
+    if kind == "operation" and rank >= 2:
+        dist.broadcast(tensor, 0)
+    elif kind == "dtype" and rank >= 2:
+        dist.all_reduce(tensor.double())
+    elif kind == "message":
+        if rank == 1:
+            dist.send(torch.ones(7), 2)
+        elif rank == 2:
+            dist.recv(torch.ones(6), 1)
+        dist.barrier()
+    elif kind == "left" and rank == 2:
+        dist.destroy_process_group()
+        raise phalanx.CollectiveMismatch("left the group")
+    else:
+        dist.all_reduce(tensor)
+
+
+def disagree(kind: str) -> str:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    with pytest.raises(phalanx.CollectiveMismatch) as caught:
+        differ(kind, rank)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ("operation", "size", "dtype", "message", "left"))
+def test_ranks_that_disagree(ranks: RankServer, kind: str) -> None:
+    texts = ranks.run(4, disagree, kind, hosts="aabb")
+    if kind == "left":
+        texts.pop(2)
+        assert all("rank 2 (pid " in text and "has left the group" in text for text in texts), texts
+        return
+    reasons = {text.partition(": ")[2] for text in texts}
+    assert len(reasons) == 1, reasons
+    (reason,) = reasons
+    assert reason.startswith("ranks disagree: rank ")
+    assert reason.count(f" at {HERE}:") == 2, reason
+
+
+def too_late(limit: float) -> str:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == 3:
+        wait_for("over", 30)
+        return ""
+    with pytest.raises(phalanx.CollectiveTimeout) as caught:
+        dist.all_reduce(torch.ones(5))
+    told("over").touch()
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_come(ranks: RankServer) -> None:
+    """Whoever shares its host knows where it is, and all say the same."""
+    texts = ranks.run(4, too_late, 2.0, timeout=2.0, hosts="aabb")[:3]
+    for text in texts:
+        assert "rank 3 (pid" in text, texts
+        assert "until the timeout of 2 s" in text, texts
+
+
+def stopped() -> str:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    with pytest.raises(phalanx.CollectiveTimeout) as caught:
+        dist.all_reduce(torch.ones(5))
+    return str(caught.value)
+
+
+def test_a_stopped_rank(ranks: RankServer) -> None:
+    run: Run = ranks.start(4, stopped, timeout=2.0, hosts="aabb")
+    assert not run.wait(30, [0, 1, 2])
+    ended = run.collect()
+    for rank in range(3):
+        assert "rank 3 (pid" in ended[rank].value
+        assert "is stopped by a signal" in ended[rank].value
+
+
+def aborts() -> str:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == 2:
+        phalanx.abort(reason="the loss is NaN")
+        return "the loss is NaN by rank 2"
+    with pytest.raises(phalanx.Aborted) as caught:
+        dist.all_reduce(torch.ones(5))
+    return str(caught.value)
+
+
+def test_abort(ranks: RankServer) -> None:
+    for text in ranks.run(4, aborts, hosts="aabb"):
+        assert "by rank 2" in text
+        assert "the loss is NaN" in text
+
+
+def interrupted() -> str:
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == 1:
+        wait_for("heard")
+        return ""
+    if rank == 2:
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            dist.all_reduce(torch.ones(5))
+        return "interrupted"
+    with pytest.raises(phalanx.Aborted) as caught:
+        dist.all_reduce(torch.ones(5))
+    if rank == 0:
+        told("heard").touch()
+    return str(caught.value)
+
+
+def test_ctrl_c(ranks: RankServer) -> None:
+    texts = ranks.run(4, interrupted, hosts="aabb")
+    assert texts[2] == "interrupted"
+    assert "rank 2 was interrupted in all_reduce" in texts[0]
+    assert "rank 2 was interrupted in all_reduce" in texts[3]
+
+
+def again() -> None:
+    """After a failure the survivors form another group."""
+    rank = dist.get_rank()
+    dist.all_reduce(torch.ones(3))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(phalanx.PeerLost):
+        _ = [dist.all_reduce(torch.ones(5)) for _ in range(2)]
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "phalanx", init_method=f"file://{os.environ['FOLDER']}/again", rank=rank, world_size=3
+    )
+    tensor = torch.ones(7)
+    dist.all_reduce(tensor)
+    assert (tensor == 3).all()
+
+
+def test_survivors_form_another_group(ranks: RankServer) -> None:
+    ended = ranks.start(4, again, hosts="aabb").join()
+    assert [rank.code for rank in ended] == [0, 0, 0, -signal.SIGKILL], ended[0].report()

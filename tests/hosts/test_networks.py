@@ -1,0 +1,138 @@
+"""Real networks: hosts are namespaces that share neither memory nor the loopback interface."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.networks import Network
+
+MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
+LIMIT = 100
+PHALANX = str(Path(sys.executable).with_name("phalanx"))
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    if MISSING or os.geteuid() != 0:
+        # CI has them: there they must not be left out.
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
+    with Network(2) as made:
+        yield made
+
+
+SCRIPT = """
+import os, signal, sys, time
+import psutil, torch, torch.distributed as dist
+import phalanx
+
+what = sys.argv[1]
+with phalanx.init(timeout=8 if what == "cut" else 30) as session:
+    tensor = torch.full((300_000,), float(session.rank + 1))
+    dist.all_reduce(tensor)
+    total = sum(range(1, session.world_size + 1))
+    assert (tensor == total).all()
+    listens = {c.laddr.ip for c in psutil.Process().net_connections() if c.status == "LISTEN"}
+    kind = type(dist.group.WORLD._native).__name__
+    print("sum", total, "group", kind, "listens", *listens, flush=True)
+    if what == "fine":
+        sys.exit()
+    try:
+        print("ready", flush=True)
+        while True:
+            dist.all_reduce(tensor)
+            time.sleep(0.01)
+    except phalanx.PhalanxError as error:
+        print("caught", type(error).__name__, error, flush=True)
+        os._exit(3)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+class Job:
+    """`phalanx run` on both hosts; its output as it comes."""
+
+    def __init__(self, network: Network, script: Path, what: str, port: int) -> None:
+        self.outputs = [script.with_name(f"{what}-{host}") for host in range(2)]
+        self.processes = []
+        for host, path in enumerate(self.outputs):
+            options = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", "2"]
+            options += ["--master-addr", network.addresses[0], "--master-port", str(port)]
+            command = [PHALANX, "run", *options, str(script), what]
+            environment = {"PHALANX_JOBS_DIR": str(script.parent / f"jobs-{host}")}
+            with path.open("w") as file:
+                self.processes.append(network.start(host, command, environment, file))
+
+    def text(self, host: int) -> str:
+        return self.outputs[host].read_text()
+
+    def wait_for(self, words: str, times: int) -> None:
+        end = time.monotonic() + LIMIT
+        while sum(self.text(host).count(words) for host in range(2)) < times:
+            assert time.monotonic() < end, f"{words!r} didn't come:\n{self.text(0)}{self.text(1)}"
+            time.sleep(0.02)
+
+    def end(self, *hosts: int) -> list[int]:
+        try:
+            return [self.processes[host].wait(LIMIT) for host in hosts]
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"it hangs:\n{self.text(0)}{self.text(1)}")
+        finally:
+            for process in self.processes:
+                process.kill()
+                process.wait()
+
+
+def test_two_hosts(network: Network, script: Path) -> None:
+    """Who shares a host is found out; only the address that the others reach is listened on."""
+    job = Job(network, script, "fine", 29511)
+    assert job.end(0, 1) == [0, 0], job.text(0) + job.text(1)
+    for host, address in enumerate(network.addresses):
+        found = re.findall(r"sum 10 group HostsGroup listens (.*)", job.text(host))
+        assert len(found) == 2
+        assert {each for line in found for each in line.split()} <= {address, "0.0.0.0", "::"}
+
+
+def test_a_host_that_dies(network: Network, script: Path) -> None:
+    job = Job(network, script, "dies", 29512)
+    job.wait_for("ready", 4)
+    job.processes[1].send_signal(signal.SIGKILL)
+    start = time.monotonic()
+    job.wait_for("caught", 2)
+    assert time.monotonic() - start < 10
+    job.end(0)
+    caught = re.findall(
+        r"caught PeerLost .*: rank ([23]) \(pid \d+ on (\S+)\) has died", job.text(0)
+    )
+    assert len(caught) == 2, job.text(0)
+
+
+def test_a_cut_link(script: Path) -> None:
+    """Nobody hears anything: by the deadline all ranks know whom they wait for."""
+    if MISSING or os.geteuid() != 0:
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
+    with Network(2) as network:
+        job = Job(network, script, "cut", 29513)
+        job.wait_for("ready", 4)
+        network.cut(1)
+        job.wait_for("caught", 4)
+        job.end(0, 1)
+        for host in range(2):
+            caught = re.findall(r"caught (CollectiveTimeout|PeerLost) ", job.text(host))
+            assert len(caught) == 2, job.text(host)

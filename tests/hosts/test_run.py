@@ -1,0 +1,98 @@
+"""Hosts from the command line, and engines that are chosen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import phalanx
+from tests.ranks import RankServer
+
+PHALANX = str(Path(sys.executable).with_name("phalanx"))
+SCRIPT = """
+import os, torch, torch.distributed as dist, phalanx
+with phalanx.init(engine="gloo") as session:
+    tensor = torch.ones(4)
+    dist.all_reduce(tensor)
+    print(os.environ["PHALANX_HOST_ID"], type(dist.group.WORLD._native).__name__, tensor.tolist())
+"""
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PHALANX, "run", *arguments], capture_output=True, text=True, timeout=100)
+
+
+def test_simulated_hosts(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    ended = run("--nproc-per-node", "3", "--simulate-hosts", "2", str(script))
+    assert ended.returncode == 0, ended.stderr
+    lines = sorted(ended.stdout.splitlines())
+    hosts = ("simulated-0", "simulated-0", "simulated-1")
+    assert lines == [
+        f"[rank {rank}] {host} HostsGroup [3.0, 3.0, 3.0, 3.0]" for rank, host in enumerate(hosts)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--simulate-hosts", "3"), "--simulate-hosts is 3: expected an integer from 1 to 2"),
+        (("--simulate-hosts", "two"), "--simulate-hosts is 'two': expected an integer"),
+        (("--simulate-hosts", "2", "--nnodes", "2"), "makes hosts of one machine"),
+    ],
+)
+def test_what_cannot_be_simulated(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    ended = run("--nproc-per-node", "2", *options, str(script))
+    assert ended.returncode == 2
+    assert words in " ".join(ended.stderr.split())
+
+
+def wrong_engine() -> str:
+    os.environ["PHALANX_ENGINE"] = "pigeons"
+    with pytest.raises(phalanx.UsageError) as caught:
+        dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    del os.environ["PHALANX_ENGINE"]
+    with pytest.raises(phalanx.UsageError, match=r"^engine is 'carrots', expected gloo"):
+        phalanx.init(engine="carrots")
+    return str(caught.value)
+
+
+def test_no_such_engine(ranks: RankServer) -> None:
+    text = ranks.run(1, wrong_engine, timeout=None)[0]
+    assert text == "PHALANX_ENGINE in the environment: engine is 'pigeons', expected gloo"
+
+
+def different() -> str:
+    rank = int(os.environ["RANK"])
+    with pytest.raises(phalanx.PhalanxError) as caught:
+        dist.init_process_group(
+            "phalanx",
+            init_method=f"file://{os.environ['FOLDER']}/store",
+            rank=rank,
+            world_size=2,
+            pg_options=phalanx.Options("gloo"),
+        )
+    return str(caught.value)
+
+
+def test_ranks_of_different_versions(ranks: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them says that its torch is another one: there is only one here."""
+
+    def pretends() -> str:
+        if os.environ["RANK"] == "1":
+            torch.__version__ = "2.99.0"
+        return different()
+
+    first, second = ranks.run(2, pretends, timeout=None, hosts="ab")
+    assert "this rank (pid" in second
+    assert "2.99.0: install the same version everywhere" in second
+    assert "rank 1 could not join: rank 0 (pid" in first

@@ -1,0 +1,114 @@
+"""Hosts of one machine: network and pid namespaces joined by a switch, with links of a given speed.
+
+What runs in one of them shares no memory with the others that it could prove, and reaches them by
+its link alone. Needs root, and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+__all__ = ["Network"]
+
+_LIMIT = 30
+
+
+class Network:
+    """Some hosts behind a switch; a context manager that takes them down again.
+
+    Args:
+        hosts: How many.
+        rate: Of each link in each direction, as `tc` has it ("1gbit"); None for no limit.
+    """
+
+    def __init__(self, hosts: int, rate: str | None = None) -> None:
+        self.names = [f"phx{os.getpid()}-{number}" for number in range(hosts)]
+        self.addresses = [f"10.93.0.{number + 1}" for number in range(hosts)]
+        self._switch = f"phx{os.getpid()}-switch"
+        self._rate = rate
+
+    def __enter__(self) -> Network:
+        try:
+            self._build()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._remove()
+
+    def start(
+        self,
+        host: int,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        output: IO[Any] | int | None = None,
+    ) -> subprocess.Popen[str]:
+        """Start a command on a host, in pid, mount and host name namespaces of its own.
+
+        When it ends, or is killed, all that it started is killed with it.
+        """
+        inside = f'hostname {self.names[host]} && exec "$@"'
+        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.names[host], *apart, "sh", "-c", inside, "sh", *command],
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def cut(self, host: int) -> None:
+        """Take a host's link down, at the switch: nobody is told."""
+        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
+
+    def _build(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            port = f"port{number}"
+            _run("ip", "netns", "add", name)
+            _run(
+                *("ip", "-n", self._switch, "link", "add", port, "type", "veth"),
+                *("peer", "name", "eth0", "netns", name),
+            )
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            for where, device in ((name, "eth0"), (self._switch, port)):
+                self._shape(where, device)
+
+    def _shape(self, namespace: str, device: str) -> None:
+        if self._rate is not None:
+            # A burst is what may pass at once: one packet of the kernel's own size, or two.
+            _run(
+                *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf"),
+                *("rate", self._rate, "burst", "128kb", "latency", "20ms"),
+            )
+
+    def _remove(self) -> None:
+        for name in (*self.names, self._switch):
+            if Path("/run/netns", name).exists():
+                with contextlib.suppress(subprocess.SubprocessError):
+                    _run("ip", "netns", "delete", name)
+
+
+def _run(*command: str) -> None:
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
+    if ended.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {ended.stderr.strip()}")

@@ -1,0 +1,89 @@
+"""Who shares a host, and what follows from it."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.hosts.watch import counterparts
+from phalanx.topology.layout import Layout, sorted_into_hosts
+from phalanx.topology.place import Place, Probe
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
+def test_ranks_that_can_open_each_other_share_a_host(hosts: list[int]) -> None:
+    opened = {
+        rank: {other for other, its in enumerate(hosts) if its == host}
+        for rank, host in enumerate(hosts)
+    }
+    layouts = [sorted_into_hosts(rank, opened) for rank in opened]
+    assert len({layout.hosts for layout in layouts}) == 1
+    for layout in layouts:
+        assert {hosts[rank] for rank in layout.ranks} == {hosts[layout.rank]}
+        assert len(layout.hosts) == len(set(hosts))
+        assert layout.ranks[layout.local_rank] == layout.rank
+        assert [ranks[0] for ranks in layout.hosts] == sorted(layout.leaders)
+        assert layout.size == len(hosts)
+        assert layout.even == (len({hosts.count(host) for host in hosts}) == 1)
+
+
+def test_what_one_can_open_and_the_other_cannot_is_not_shared() -> None:
+    """As a rank of root, and one of somebody else."""
+    opened = {0: {0, 1, 2}, 1: {1}, 2: {0, 2}}
+    assert sorted_into_hosts(0, opened).hosts == ((0, 2), (1,))
+
+
+def test_rails() -> None:
+    layout = Layout(3, ((0, 2), (1, 3), (4, 5)))
+    assert (layout.host, layout.local_rank, layout.even) == (1, 1, True)
+    assert layout.rail == (2, 3, 5)
+    assert layout.leaders == (0, 1, 4)
+    assert not Layout(0, ((0, 1), (2,))).even
+
+
+@given(st.lists(st.integers(1, 4), min_size=2, max_size=5))
+def test_every_rank_is_watched_from_each_neighbouring_host(sizes: list[int]) -> None:
+    ends = list(itertools.accumulate(sizes))
+    hosts = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+    watches = {rank: counterparts(Layout(rank, hosts)) for rank in range(ends[-1])}
+    for rank, peers in watches.items():
+        assert all(rank in watches[peer] for peer in peers), "it is mutual"
+        host = Layout(rank, hosts).host
+        seen_from = {Layout(peer, hosts).host for peer in peers}
+        assert seen_from == {(host + 1) % len(hosts), (host - 1) % len(hosts)}
+
+
+def test_a_probe_is_found_by_its_nonce() -> None:
+    with Probe() as probe, Probe() as other:
+        place = Place.of_this_process(2, "gloo", probe)
+        assert Place.parse(place.text) == place
+        assert place.opens()
+        wrong = Place.parse(Place.of_this_process(2, "gloo", other).text)
+        assert not Place(**{**vars(wrong), "nonce": probe.nonce}).opens()
+        assert not Place(**{**vars(place), "pid": 2**22 - 1}).opens()
+    assert not place.opens()
+
+
+def test_other_processes_can_open_a_probe() -> None:
+    with Probe() as probe:
+        place = Place.of_this_process(2, "gloo", probe)
+        code = (
+            f"from phalanx.topology.place import Place; print(Place.parse({place.text!r}).opens())"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
+        )
+    assert ended.stdout == "True\n", ended.stderr
+
+
+@pytest.mark.parametrize("variable", ("one", ""))
+def test_the_host_that_a_variable_names(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Probe() as probe:
+        before = Place.of_this_process(2, "gloo", probe).machine
+        monkeypatch.setenv("PHALANX_HOST_ID", variable)
+        assert (Place.of_this_process(2, "gloo", probe).machine == before) == (not variable)
