@@ -58,14 +58,12 @@ def _spanning(
     """A group of several hosts, in the place of the native one of this host."""
     address = topology.own_address(store, places)
 
-    def opened(purpose: str) -> engines.Engine:
-        where = dist.PrefixStore(f"phalanx/engine/{purpose}", store)  # type: ignore[attr-defined]
-        try:
-            return engines.open_engine(engine, where, layout.rank, layout.size, address)
-        except engines.EngineError as error:
-            place = f"rank {layout.rank}/{layout.size}"
-            raise PhalanxError(f"[{place}] the engine {engine} can't be had: {error}") from None
-
+    where = dist.PrefixStore("phalanx/engine", store)  # type: ignore[attr-defined]
+    try:
+        opened = engines.open_engine(engine, where, layout.rank, layout.size, address)
+    except engines.EngineError as error:
+        place = f"rank {layout.rank}/{layout.size}"
+        raise PhalanxError(f"[{place}] the engine {engine} can't be had: {error}") from None
     group: Any = HostsGroup(local, layout, places, store, opened, HostsWords(lambda: group))
     return group
 

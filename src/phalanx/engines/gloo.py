@@ -41,6 +41,10 @@ _ABORT_TAG = 2**31 - 1
 _PARTING_TAG = 2**31 - 3
 _LEAVES, _GOES = 1, 2
 _PARTING_SECONDS = 2.0
+_HERE = "here/{}"
+"""Set in the store by a rank whose address can be read there."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+"""Seconds between two looks for a peer that isn't here yet."""
 _ABORTED = "this rank has closed its connections"
 
 
@@ -175,6 +179,8 @@ class GlooEngine(Engine):
             self._group: Any = _gloo(store, rank, size, options)
         except RuntimeError as error:
             raise EngineError(-1, f"Gloo can't listen on {address}: {_reason(error)}") from None
+        self._store = store
+        store.set(_HERE.format(rank), "")
         self._waiters = _Waiters()
         self._posts = [_Posts() for _ in range(size)]
         self._said: list[object] = []  # which Gloo reads yet
@@ -196,9 +202,10 @@ class GlooEngine(Engine):
                 self._group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
         for posts in self._posts:
             with posts.lock:
-                for _, transfer in posts.waiting:
-                    transfer.fail(EngineError(-1, _ABORTED))
+                waiting = list(posts.waiting)
                 posts.waiting.clear()
+            for _, transfer in waiting:
+                transfer.fail(EngineError(-1, _ABORTED))
 
     def close(self) -> None:
         if not self._aborted:
@@ -224,6 +231,11 @@ class GlooEngine(Engine):
 
     def _connect(self, posts: _Posts, peer: int) -> None:
         """Post what waits for a connection, which the first of it makes."""
+        # Gloo would wait for the peer in the store, and let nobody else use either meanwhile.
+        pause = _FIRST_PAUSE
+        while not self._aborted and not self._store.check([_HERE.format(peer)]):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
         while True:
             with posts.lock:
                 if not posts.waiting:

@@ -58,6 +58,7 @@ class Failing:
         layout: Who is on which host.
         places: Where each rank of the group is.
         story: What ranks tell each other.
+        engine: What carries bytes between hosts.
         words: How the backend says it.
     """
 
@@ -67,6 +68,7 @@ class Failing:
         layout: Layout,
         places: list[Place],
         story: Story,
+        engine: Engine,
         words: Words,
     ) -> None:
         self._native = native
@@ -74,20 +76,12 @@ class Failing:
         self._places = places
         self._story = story
         self._words = words
-        self._engines: list[Engine] = []
+        self._engine = engine
         self._lock = threading.Lock()
         self._left: dict[int, str] = {}
         self.closing = False
         """Whether this rank is leaving: its own closed connections are no news."""
         self.told: Told | None = None
-
-    def watch_over(self, engine: Engine) -> None:
-        """Have an engine aborted when the group breaks; now, if it is broken."""
-        with self._lock:
-            self._engines.append(engine)
-            broken = self.told is not None
-        if broken:
-            engine.abort()
 
     def seen(self, status: _native.Status, timeout: float) -> Told:
         """The native group of this host is broken."""
@@ -190,10 +184,8 @@ class Failing:
     def _break(self, told: Told) -> Told:
         with self._lock:
             first, self.told = self.told is None, self.told or told
-            engines = list(self._engines)
         if first:
             if not self._native.closed and self._native.broken() is None:
                 self._native.abort(told.words[:_MOST_WHY])
-            for engine in engines:
-                engine.abort()
+            self._engine.abort()
         return self.told

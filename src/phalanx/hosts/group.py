@@ -49,9 +49,7 @@ class HostsGroup(HostsMessages):
         layout: Who is on which host.
         places: Where each rank of the group is.
         store: The group's store.
-        engine: Makes this rank's end of an engine, which has connections of its own: for
-            "collectives", and for "messages" when the first one is sent to or awaited from another
-            host.
+        engine: This rank's end of what carries bytes between hosts.
         words: How the backend speaks of what happens.
     """
 
@@ -61,20 +59,18 @@ class HostsGroup(HostsMessages):
         layout: Layout,
         places: list[Place],
         store: Store,
-        engine: Callable[[str], Engine],
+        engine: Engine,
         words: Words,
     ) -> None:
         native.set_names(layout.ranks, places[0].nonce)
         story = Story(store)
-        failing = Failing(native, layout, places, story, words)
-        super().__init__(native, layout, failing, partial(engine, "messages"))
+        failing = Failing(native, layout, places, story, engine, words)
+        super().__init__(native, layout, failing, engine)
         self._places = places
         self._story = story
         self._words = words
         self._turn = threading.Lock()
         self._watching = False
-        self._collectives = engine("collectives")
-        failing.watch_over(self._collectives)
 
     # Who is in it, and what becomes of it.
 
@@ -144,12 +140,13 @@ class HostsGroup(HostsMessages):
             self._story.tell(Told("peer_lost", words, self.rank, self.rank))
         self._native.fail(wake, why)
         if wake:
-            self._collectives.abort()
+            self._engine.abort()
 
     def close(self) -> None:
         if not self._native.closed:
             if self._failing.told is None:
                 self._story.leave(self.rank, _site())
+            self._inbox.close()
             self._native.close()
             self.disconnect(abrupt=False)
 
@@ -160,11 +157,9 @@ class HostsGroup(HostsMessages):
             abrupt: Don't wait until peers have what was sent to them.
         """
         self._failing.closing = True
-        for engine in (self._collectives, self.messages_engine):
-            if engine is not None:
-                if abrupt:
-                    engine.abort()
-                engine.close()
+        if abrupt:
+            self._engine.abort()
+        self._engine.close()
 
     # Collectives, as `_native.Group` has them.
 
@@ -298,10 +293,10 @@ class HostsGroup(HostsMessages):
     ) -> Answer:
         if not self._watching:
             self._watching = True
-            watch(self._layout, self._collectives, self._failing)
+            watch(self._layout, self._engine, self._failing)
         header = Header(own, _site())
         doing = self._failing.operation(header)
-        run = Run(self._layout, self._native, self._collectives, deadline)
+        run = Run(self._layout, self._native, self._engine, deadline)
         try:
             differs = self._compare(run, header)
             if differs is not None:

@@ -16,6 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.engines import EngineError, Transfer
+from phalanx.hosts import tags
 from phalanx.hosts.fingerprint import Header
 from phalanx.hosts.links import Gone, bytes_at
 
@@ -27,18 +28,10 @@ if TYPE_CHECKING:
     from phalanx.hosts.messages import RemoteMessage
     from phalanx.topology import Layout
 
-__all__ = ["ENVELOPES", "Expected", "Inbox", "tag_of"]
+__all__ = ["Expected", "Inbox"]
 
-ENVELOPES = 0
-"""The engine's tag of all envelopes."""
-_MOST_NUMBERS = 2**30
 _LOOK = 0.0005
 """Seconds between two looks for a message of this host, while others may come from elsewhere."""
-
-
-def tag_of(number: int) -> int:
-    """The engine's tag of the data of a sender's n-th message."""
-    return 1 + number % _MOST_NUMBERS
 
 
 class Expected(Transfer):
@@ -83,7 +76,7 @@ class Expected(Transfer):
         self.message.match(header)
         if not self.message.done and self._size:
             data = bytes_at(self._data, self._size)
-            self._transfer = engine.recv(data, self.message.peer, tag_of(header.number))
+            self._transfer = engine.recv(data, self.message.peer, tags.of_data(header.number))
         self._known.set()
 
     def fail(self, error: EngineError) -> None:
@@ -137,7 +130,7 @@ class Inbox:
     Args:
         native: The group of this host.
         layout: Who is on which host.
-        engine: Gives the engine for messages.
+        engine: What carries bytes between hosts.
         lost: Told of a rank whose connection is closed; whether it has left in good order.
     """
 
@@ -145,7 +138,7 @@ class Inbox:
         self,
         native: _native.Group,
         layout: Layout,
-        engine: Callable[[], Engine],
+        engine: Engine,
         lost: Callable[[Gone], bool],
     ) -> None:
         self._native = native
@@ -158,6 +151,7 @@ class Inbox:
         self._early: dict[tuple[int, int], deque[_Early]] = {}
         self._senders: set[int] = set()
         self._gone: dict[int, EngineError] = {}
+        self._closed = False
         self.to_itself = False
         """Whether this rank has sent anything to itself, and so may do so again."""
         self._elsewhere = [rank for rank in range(layout.size) if rank not in layout.ranks]
@@ -171,7 +165,7 @@ class Inbox:
             early = self._take_early(source, tag)
             if early is not None:
                 expected.claim(early.source)
-                expected.ask(early.header, self._engine())
+                expected.ask(early.header, self._engine)
                 return
             if source in self._gone:
                 expected.fail(self._gone[source])
@@ -185,30 +179,37 @@ class Inbox:
                     self._await(sender)
             self._give_up()
 
+    def close(self) -> None:
+        """Hear nothing any more: the native group is about to be closed."""
+        with self._lock:
+            self._closed = True
+
     def _await(self, sender: int) -> None:
         """Await the next envelope of a rank."""
         data = bytearray(Header.SIZE)
-        transfer = self._engine().recv(memoryview(data), sender, ENVELOPES)
+        transfer = self._engine.recv(memoryview(data), sender, tags.ENVELOPES)
         transfer.then(lambda: self._arrived(sender, data, transfer))
 
     def _arrived(self, sender: int, data: bytearray, transfer: Transfer) -> None:
         try:
             transfer.wait(0)
             with self._lock:
-                self._match(sender, Header.parse(data))
-                self._await(sender)
+                if not self._closed:
+                    self._match(sender, Header.parse(data))
+                    self._await(sender)
         except EngineError as error:
             left = self._lost(Gone(sender, str(error)))
             with self._lock:
-                self._gone[sender] = error
-                self._give_up(everything=not left)
+                if not self._closed:
+                    self._gone[sender] = error
+                    self._give_up(everything=not left)
 
     def _match(self, sender: int, header: Header) -> None:
         """Give an envelope to the recv that it is for, or keep it."""
         tag = header.fingerprint.sequence
         while (expected := self._oldest(sender, tag)) is not None:
             if expected.claim(sender):
-                expected.ask(header, self._engine())
+                expected.ask(header, self._engine)
                 return
             # Else a message of this host was first.
         early = _Early(next(self._numbers), sender, header)

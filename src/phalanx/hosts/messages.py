@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 
 from phalanx import _native
 from phalanx.engines import EngineError
+from phalanx.hosts import tags
 from phalanx.hosts.fingerprint import Fingerprint, Header
-from phalanx.hosts.inbox import ENVELOPES, Inbox, tag_of
+from phalanx.hosts.inbox import Inbox
 from phalanx.hosts.links import Gone, Late, bytes_at
 from phalanx.hosts.sizes import BYTES
 
@@ -125,7 +126,7 @@ class HostsMessages:
         native: The group of this host.
         layout: Who is on which host.
         failing: What breaks the group.
-        engine: Makes this rank's end of the engine for messages; called when first needed.
+        engine: What carries bytes between hosts.
     """
 
     def __init__(
@@ -133,15 +134,14 @@ class HostsMessages:
         native: _native.Group,
         layout: Layout,
         failing: Failing,
-        engine: Callable[[], Engine],
+        engine: Engine,
     ) -> None:
         self._native = native
         self._layout = layout
         self._failing = failing
-        self._make_engine = engine
-        self._engine: Engine | None = None
+        self._engine = engine
         self._posting = threading.Lock()
-        self._inbox = Inbox(native, layout, self._messages_engine, failing.lost)
+        self._inbox = Inbox(native, layout, engine, failing.lost)
         self._sent = [0] * layout.size
         native.expect_foreign(True)
 
@@ -185,14 +185,14 @@ class HostsMessages:
         own = _header("send", count, dtype, destination, tag)
         message = RemoteMessage(self, own, destination, [])
         try:
-            engine = self._messages_engine()
             with self._posting:  # envelopes come in the order of the sends
                 number = self._sent[destination]
                 self._sent[destination] += 1
                 envelope = memoryview(replace(own, number=number).pack())
-                message.transfers.append(engine.send(envelope, destination, ENVELOPES))
+                message.transfers.append(self._engine.send(envelope, destination, tags.ENVELOPES))
                 if size := count * BYTES[dtype]:
-                    payload = engine.send(bytes_at(data, size), destination, tag_of(number))
+                    tag = tags.of_data(number)
+                    payload = self._engine.send(bytes_at(data, size), destination, tag)
                     message.transfers.append(payload)
         except EngineError as error:
             self._fail(message, Gone(destination, str(error)))
@@ -263,11 +263,6 @@ class HostsMessages:
         if (mine.count, mine.dtype) != (given.count, given.dtype):
             message.end(self._failing.differs(message.own, message.peer, theirs))
 
-    @property
-    def messages_engine(self) -> Engine | None:
-        """The engine for messages, if it was needed."""
-        return self._engine
-
     def _local(self, rank: int) -> int | None:
         return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
 
@@ -279,13 +274,6 @@ class HostsMessages:
 
     def _doing(self, message: RemoteMessage) -> str:
         return self._failing.operation(message.own)
-
-    def _messages_engine(self) -> Engine:
-        with self._posting:
-            if self._engine is None:
-                self._engine = self._make_engine()
-                self._failing.watch_over(self._engine)
-            return self._engine
 
 
 def _header(kind: str, count: int, dtype: int, peer: int, tag: int) -> Header:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from phalanx import _native
+from phalanx.hosts import tags
 from phalanx.hosts.links import Links, Posted, bytes_at
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def chunks(count: int, most: int) -> Iterator[Chunk]:
     most = max(1, most)
     for number in range(max(1, -(-count // most))):
         begin = number * most
-        yield Chunk(begin, min(most, count - begin), 1 + number % 4096)
+        yield Chunk(begin, min(most, count - begin), tags.of_chunk(number))
 
 
 def pipelined(run: Run, steps: Iterable[Generator[list[Posted], None, None]]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.engines import EngineError
+from phalanx.hosts import tags
 from phalanx.hosts.links import Gone
 
 if TYPE_CHECKING:
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from phalanx.topology import Layout
 
 __all__ = ["counterparts", "watch"]
-
-TAG = 2**31 - 2
 
 
 def watch(layout: Layout, engine: Engine, failing: Failing) -> None:
@@ -49,7 +48,7 @@ def _await(peer: int, engine: Engine, failing: Failing) -> None:
             failing.lost(Gone(peer, str(error)))
 
     try:
-        transfer: Transfer = engine.recv(memoryview(bytearray(1)), peer, TAG)
+        transfer: Transfer = engine.recv(memoryview(bytearray(1)), peer, tags.WATCH)
     except EngineError as error:
         failing.lost(Gone(peer, str(error)))
     else:
