@@ -7,6 +7,7 @@ its link alone. Needs root, and iproute2.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import IO, Any
 __all__ = ["Network"]
 
 _LIMIT = 30
+_networks = itertools.count()
 
 
 class Network:
@@ -28,9 +30,10 @@ class Network:
     """
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
-        self.names = [f"phx{os.getpid()}-{number}" for number in range(hosts)]
+        name = f"phx{os.getpid()}-{next(_networks)}"
+        self.names = [f"{name}-{number}" for number in range(hosts)]
         self.addresses = [f"10.93.0.{number + 1}" for number in range(hosts)]
-        self._switch = f"phx{os.getpid()}-switch"
+        self._switch = f"{name}-switch"
         self._rate = rate
 
     def __enter__(self) -> Network:

@@ -61,14 +61,14 @@ def wrong_engine() -> str:
     with pytest.raises(phalanx.UsageError) as caught:
         dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     del os.environ["PHALANX_ENGINE"]
-    with pytest.raises(phalanx.UsageError, match=r"^engine is 'carrots', expected gloo"):
+    with pytest.raises(phalanx.UsageError, match=r"^engine is 'carrots': expected gloo"):
         phalanx.init(engine="carrots")
     return str(caught.value)
 
 
 def test_no_such_engine(ranks: RankServer) -> None:
     text = ranks.run(1, wrong_engine, timeout=None)[0]
-    assert text == "PHALANX_ENGINE in the environment: engine is 'pigeons', expected gloo"
+    assert text == "PHALANX_ENGINE in the environment: engine is 'pigeons': expected gloo"
 
 
 def different() -> str:

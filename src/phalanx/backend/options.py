@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from phalanx import engines, env
-from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,9 +41,7 @@ def engine_of(options: object, world: object) -> str:
     """
     given = options.engine if isinstance(options, Options) else ""
     name = given or env.engine() or getattr(world, "engine", "") or engines.DEFAULT
-    if name not in engines.NAMES:
-        where = "" if given else "PHALANX_ENGINE in the environment: "
-        raise UsageError(f"{where}engine is {name!r}, expected {' or '.join(engines.NAMES)}")
+    engines.check_name(name, "" if given else "PHALANX_ENGINE in the environment: ")
     return name
 
 

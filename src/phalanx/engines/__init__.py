@@ -5,7 +5,7 @@ tag, in the order of their posting. There is a module for each engine. Nothing h
 collectives or of shared memory; engines don't know each other.
 """
 
-from phalanx.engines.choice import DEFAULT, NAMES, open_engine
+from phalanx.engines.choice import DEFAULT, NAMES, check_name, open_engine
 from phalanx.engines.interface import Engine, EngineError, Transfer
 
-__all__ = ["DEFAULT", "NAMES", "Engine", "EngineError", "Transfer", "open_engine"]
+__all__ = ["DEFAULT", "NAMES", "Engine", "EngineError", "Transfer", "check_name", "open_engine"]

@@ -11,10 +11,21 @@ if TYPE_CHECKING:
 
     from phalanx.engines.interface import Engine
 
-__all__ = ["DEFAULT", "NAMES", "open_engine"]
+__all__ = ["DEFAULT", "NAMES", "check_name", "open_engine"]
 
 DEFAULT = "gloo"
 NAMES = ("gloo",)
+
+
+def check_name(name: object, where: str = "") -> None:
+    """Raise `UsageError` if there is no such engine.
+
+    Args:
+        name: What was given.
+        where: Text before the message, such as where it was given.
+    """
+    if name not in NAMES:
+        raise UsageError(f"{where}engine is {name!r}: expected {' or '.join(NAMES)}")
 
 
 def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> Engine:
@@ -31,8 +42,7 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> 
         UsageError: There is no such engine.
         EngineError: It can't be had here.
     """
-    if name == "gloo":
-        from phalanx.engines.gloo import GlooEngine
+    check_name(name)
+    from phalanx.engines.gloo import GlooEngine
 
-        return GlooEngine(store, rank, size, address)
-    raise UsageError(f"engine is {name!r}: expected one of {', '.join(NAMES)}")
+    return GlooEngine(store, rank, size, address)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx import engines
 from phalanx.env import Place, place
 from phalanx.errors import UsageError
 
@@ -107,8 +108,8 @@ def init(
         A Session. Use it as a context manager, or call `close()` at the end.
 
     Raises:
-        UsageError: the environment is there in part or contradicts itself; no such backend or
-            device; a timeout that isn't positive.
+        UsageError: the environment is there in part or contradicts itself; no such backend, engine
+            or device; a timeout that isn't positive.
         torch.distributed.DistError: the group wasn't formed in time.
 
     Example:
@@ -116,6 +117,8 @@ def init(
         ...     tensor = torch.ones(4, device=session.device)
         ...     torch.distributed.all_reduce(tensor)
     """
+    if engine:
+        engines.check_name(engine)
     joined = dist.is_initialized()
     span = _timeout(timeout)
     where = _existing_place() if joined else _place()
