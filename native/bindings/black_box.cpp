@@ -40,16 +40,6 @@ Ending ending_of(std::string_view name) {
   throw nb::value_error("no such ending");
 }
 
-// How forming a group can end.
-Code outcome_of(std::string_view name) {
-  for (const Code code : {Code::ok, Code::timeout, Code::interrupted, Code::system}) {
-    if (name == bindings::name_of(code)) {
-      return code;
-    }
-  }
-  throw nb::value_error("no such outcome");
-}
-
 nb::dict group_to_python(const BoxGroup& group) {
   nb::dict to;
   to["identity"] = group.identity;
@@ -186,7 +176,7 @@ class Joining {
 
   // A second call does nothing.
   void end(std::string_view outcome) {
-    const Code code = outcome_of(outcome);
+    const Code code = code_of(outcome);
     if (box_ == nullptr || record_.end != 0) {
       return;
     }

@@ -1,30 +1,11 @@
 #include <nanobind/stl/string_view.h>
 
 #include <algorithm>
-#include <string_view>
 
 #include "core.h"
 
 namespace phalanx::bindings {
 namespace {
-
-Kind kind_of(std::string_view name) {
-  for (int number = 0; number <= static_cast<int>(Kind::join); ++number) {
-    if (name == name_of(static_cast<Kind>(number))) {
-      return static_cast<Kind>(number);
-    }
-  }
-  throw nb::value_error("no such operation");
-}
-
-Code code_of(std::string_view name) {
-  for (int number = 0; number <= static_cast<int>(Code::ring); ++number) {
-    if (name == name_of(static_cast<Code>(number))) {
-      return static_cast<Code>(number);
-    }
-  }
-  throw nb::value_error("no such outcome");
-}
 
 nb::object compose(const PyGroup& self, std::string_view kind, std::size_t count, int dtype, int op,
                    int root, double timeout) {

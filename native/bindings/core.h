@@ -8,6 +8,7 @@
 
 #include <chrono>
 #include <memory>
+#include <string_view>
 #include <utility>
 
 #include "phalanx/collectives.h"
@@ -43,6 +44,9 @@ struct PyGroup {
 
 const char* name_of(Code code);
 const char* name_of(Kind kind);
+// Raise ValueError for a name of nothing.
+Code code_of(std::string_view name);
+Kind kind_of(std::string_view name);
 const char* name_of(DType dtype);
 const char* name_of(ReduceOp op);
 

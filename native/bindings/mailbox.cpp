@@ -1,5 +1,7 @@
 #include "phalanx/mailbox.h"
 
+#include <nanobind/stl/string_view.h>
+
 #include "core.h"
 
 namespace phalanx::bindings {
@@ -63,6 +65,31 @@ bool py_withdraw(const PyGroup& self, Message& message, int name) {
   return core->mailbox.withdraw(message, static_cast<std::int16_t>(name));
 }
 
+MessagePtr py_begin_foreign(const PyGroup& self, std::string_view kind, std::size_t count,
+                            int dtype, int name, int tag) {
+  const auto core = self.held();
+  mark_call_site();
+  const nb::gil_scoped_release release;
+  return core->mailbox.begin_foreign(kind_of(kind), count, static_cast<DType>(dtype),
+                                     static_cast<std::int16_t>(name), tag);
+}
+
+// These two do nothing once the group is closed: the end of a message may be seen after it.
+void py_foreign_waits(const PyGroup& self, Message& message) {
+  if (const auto core = self.core) {
+    const nb::gil_scoped_release release;
+    core->mailbox.foreign_waits(message);
+  }
+}
+
+void py_end_foreign(const PyGroup& self, Message& message, std::string_view outcome, int name) {
+  const Code code = code_of(outcome);
+  if (const auto core = self.core) {
+    const nb::gil_scoped_release release;
+    core->mailbox.end_foreign(message, code, static_cast<std::int16_t>(name));
+  }
+}
+
 std::vector<MessagePtr> py_serve(const PyGroup& self) {
   const auto core = self.held();
   const nb::gil_scoped_release release;
@@ -111,6 +138,10 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
             core->mailbox.expect_foreign(may_come);
           },
           nb::arg("may_come"))
+      .def("begin_foreign", &py_begin_foreign, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("name"), nb::arg("tag"))
+      .def("foreign_waits", &py_foreign_waits, nb::arg("message"))
+      .def("end_foreign", &py_end_foreign, nb::arg("message"), nb::arg("outcome"), nb::arg("name"))
       .def("serve", &py_serve)
       .def("stop", &py_stop)
       .def("watch", &py_watch, nb::arg("message"), nb::arg("timeout"))

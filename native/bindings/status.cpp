@@ -37,6 +37,24 @@ const char* name_of(Kind kind) {
   return "unknown";
 }
 
+Kind kind_of(std::string_view name) {
+  for (int number = 0; number <= static_cast<int>(Kind::join); ++number) {
+    if (name == name_of(static_cast<Kind>(number))) {
+      return static_cast<Kind>(number);
+    }
+  }
+  throw nb::value_error("no such operation");
+}
+
+Code code_of(std::string_view name) {
+  for (int number = 0; number <= static_cast<int>(Code::ring); ++number) {
+    if (name == name_of(static_cast<Code>(number))) {
+      return static_cast<Code>(number);
+    }
+  }
+  throw nb::value_error("no such outcome");
+}
+
 namespace {
 
 // Who is called in a thread that has waited for long; see set_watcher. Guarded by the GIL.

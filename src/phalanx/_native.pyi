@@ -309,6 +309,15 @@ class Group:
     def expect_foreign(self, may_come: bool) -> None:
         """Say whether messages of any source may come from other hosts too."""
 
+    def begin_foreign(self, kind: str, count: int, dtype: int, name: int, tag: int) -> Message:
+        """Show the black box a send or recv that others move, to or from rank `name`; -1: any."""
+
+    def foreign_waits(self, message: Message) -> None:
+        """Show that it is waited for; nothing once the group is closed, as the next."""
+
+    def end_foreign(self, message: Message, outcome: str, name: int) -> None:
+        """Show how it has ended, to or from rank `name`; the second time does nothing."""
+
     def serve(self) -> list[Message]:
         """Drive messages that nobody waits for, until one that is watched is done or `stop`."""
 

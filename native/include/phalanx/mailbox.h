@@ -50,6 +50,13 @@ class Mailbox {
   // Says whether messages may come from other hosts: those of any source are waited for then even
   // if all ranks of this one have left.
   void expect_foreign(bool may_come);
+  // What the black box says of a message that others move, to or from a rank of another host: it
+  // begins, is waited for, and has ended with an outcome, to or from that rank. `name`: of the
+  // rank, -1 for any. Nothing else of the message is ever used.
+  MessagePtr begin_foreign(Kind kind, std::size_t count, DType dtype, std::int16_t name,
+                           std::int32_t tag);
+  void foreign_waits(Message& message);
+  void end_foreign(Message& message, Code outcome, std::int16_t name);
 
   // Drives the operations that nobody waits for. Returns messages that are watched and done; none
   // once stop() was called. Sleeps while there is nothing to do.
@@ -111,6 +118,7 @@ class Mailbox {
   void prefault(int peer);
   void note_poster(const Message& message);
   void finish(const MessagePtr& message, const Status& status);
+  std::int16_t name_of(const Message& message) const;
   void begin_record(Message& message);
   void show_wait(Message& message);
   void end_record(Message& message);

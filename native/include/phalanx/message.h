@@ -65,8 +65,8 @@ class Message {
   DType dtype_;
   int peer_;
   std::int32_t tag_;
-  std::int16_t name_ = -1;  // of a rank of another host, which it came from
-  std::size_t moved_ = 0;  // of a send: bytes of envelope, payload and padding in the channel
+  std::int16_t name_ = -1;  // of a rank of another host, which it is from or for
+  std::size_t moved_ = 0;   // of a send: bytes of envelope, payload and padding in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Status status_;

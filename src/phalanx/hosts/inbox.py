@@ -165,6 +165,8 @@ class Inbox:
             early = self._take_early(source, tag)
             if early is not None:
                 expected.claim(early.source)
+                if source < 0:
+                    message.begin()
                 expected.ask(early.header, self._engine)
                 return
             if source in self._gone:

@@ -84,7 +84,20 @@ class RemoteMessage:
         self.own = own
         self.transfers = transfers
         self._group = group
+        self._record: _native.Message | None = None
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Show it to the black box. Not for a recv that is posted in memory too, which is seen."""
+        its = self.own.fingerprint
+        self._record = self._group.native.begin_foreign(
+            its.kind, its.count, its.dtype, self.peer, its.sequence
+        )
+
+    def show_wait(self) -> None:
+        """Somebody waits for it."""
+        if self._record is not None:
+            self._group.native.foreign_waits(self._record)
 
     def advance(self, seconds: float) -> bool:
         """Wait so long at most; whether it is done. Raises `Gone`."""
@@ -97,7 +110,7 @@ class RemoteMessage:
                     self.transfers.pop(0)
             except EngineError as error:
                 raise Gone(self.peer if error.peer < 0 else error.peer, str(error)) from None
-            self.done = True
+            self.end(None)
         return True
 
     def match(self, theirs: Header) -> None:
@@ -114,9 +127,12 @@ class RemoteMessage:
         threading.Thread(target=wait, name="phalanx-message", daemon=True).start()
 
     def end(self, status: Answer) -> None:
-        """It has failed."""
+        """It is over: well, or for a reason."""
         self.status = status
         self.done = True
+        if self._record is not None:
+            outcome = "ok" if status is None else status.code
+            self._group.native.end_foreign(self._record, outcome, self.peer)
 
 
 class HostsMessages:
@@ -184,6 +200,7 @@ class HostsMessages:
             return LocalMessage(self._native.isend(data, count, dtype, local, tag), self)
         own = _header("send", count, dtype, destination, tag)
         message = RemoteMessage(self, own, destination, [])
+        message.begin()
         try:
             with self._posting:  # envelopes come in the order of the sends
                 number = self._sent[destination]
@@ -205,6 +222,8 @@ class HostsMessages:
         if local is not None:
             return LocalMessage(self._native.irecv(data, count, dtype, local, tag), self)
         message = RemoteMessage(self, _header("recv", count, dtype, source, tag), source, [])
+        if source >= 0:
+            message.begin()
         try:
             self._inbox.expect(message, data, BYTES[dtype] * count)
         except EngineError as error:
@@ -215,6 +234,7 @@ class HostsMessages:
         if isinstance(message, LocalMessage):
             return self.seen(self._native.wait(message.native, timeout), timeout)
         deadline = time.monotonic() + timeout
+        message.show_wait()
         try:
             while not message.done and not message.advance(_SLICE):
                 if self._failing.told is not None or self._native.broken() is not None:
@@ -245,6 +265,11 @@ class HostsMessages:
         self._native.stop()
 
     # For messages, and the other half.
+
+    @property
+    def native(self) -> _native.Group:
+        """The group of this host."""
+        return self._native
 
     def broken(self) -> Answer:
         raise NotImplementedError
