@@ -98,8 +98,9 @@ VARIABLES = (
     ),
     Variable(
         "PHALANX_ENGINE",
-        "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: `gloo`. Set "
-        "it to the same on all ranks. Without a second host it changes nothing. Unset: `gloo`.",
+        "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: "
+        "`gloo`, or `nccl`, with which CUDA tensors must go to NCCL. Set it to the same on all "
+        "ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import DistError, HashStore
 
 from phalanx.backend import cuda
+from phalanx.errors import UsageError
 
 
 class Made:
@@ -63,6 +64,24 @@ def test_a_device_for_each_rank_means_nccl() -> None:
 @pytest.mark.parametrize("numbers", [[0, 0], [0, 1, 0], [0, 9], [9, 9]])
 def test_a_shared_device_or_no_nccl_means_memory(numbers: list[int]) -> None:
     assert ask(numbers) == [None] * len(numbers)
+
+
+@pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([0, 1, 0], r"rank 1/3: engine is 'nccl', but ranks 0, 2 use one GPU \(0\): give each"),
+        ([0, 9, 1], "rank 1/3: engine is 'nccl', but rank 1 has no NCCL: install"),
+    ],
+)
+def test_whoever_asked_for_nccl_gets_no_memory(numbers: list[int], words: str) -> None:
+    store = HashStore()
+    for rank in (0, 2):
+        store.set(f"phalanx/cuda/{rank}", str(numbers[rank]))
+    child = cuda.NcclChild(store, 1, 3, timedelta(seconds=5), Made)
+    child.required = True
+    with pytest.raises(UsageError, match=words):
+        child.group_for(torch.device("cuda", numbers[1]))
 
 
 @pytest.mark.usefixtures("devices")

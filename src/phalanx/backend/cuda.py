@@ -3,7 +3,8 @@
 NCCL refuses two ranks on one device. Whether that is so can't be known when the group is made, as
 scripts pick their device later; so a rank publishes the device of its first CUDA tensor in the
 group's store, and those who communicate compare. A build of torch without CUDA pays nothing: the
-methods are wrapped only where CUDA is built in.
+methods are wrapped only where CUDA is built in. Where the group's engine is "nccl", host memory is
+an error.
 
 This has been written against PyTorch's `ProcessGroupNCCL`, and run only with stand-ins for devices
 and for NCCL: the tests run where there is no GPU.
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,6 +59,8 @@ class NcclChild:
         self._published: str | None = None
         self._devices: dict[int, str] = {}
         self._group: Any = None
+        self.required = False
+        """Whether host memory is no way either: the group's engine is "nccl"."""
 
     def group_for(self, device: torch.device, peer: int | None = None) -> Any:
         """The NCCL group, or None if host memory is the way.
@@ -69,11 +74,14 @@ class NcclChild:
 
         Raises:
             torch.distributed.DistStoreError: A peer's device was not published in time.
+            UsageError: The group's engine is "nccl", and ranks share a device or have no NCCL.
         """
         with self._lock:
             self._publish(identity(device))
             others = range(self._size) if peer is None else (self._rank, peer)
             if not self._apart(others):
+                if self.required:
+                    raise UsageError(self._why_not(others))
                 return None
             if self._group is None:
                 self._group = self._make(self._store, self._rank, self._size, self._timeout)
@@ -93,6 +101,20 @@ class NcclChild:
         if self._published is None:
             self._published = own
             self._store.set(f"phalanx/cuda/{self._rank}", own)
+
+    def _why_not(self, ranks: Iterable[int]) -> str:
+        by_device: dict[str, list[int]] = {}
+        for rank in ranks:
+            by_device.setdefault(self._devices[rank], []).append(rank)
+        if without := by_device.get(""):
+            why = f"rank {without[0]} has no NCCL: install a build of torch for CUDA there"
+        else:
+            device, sharing = max(by_device.items(), key=lambda item: len(item[1]))
+            why = (
+                f"ranks {', '.join(map(str, sharing))} use one GPU ({device}): give each rank one "
+                "of its own, `tensor.to(f'cuda:{local_rank}')`"
+            )
+        return f"rank {self._rank}/{self._size}: engine is 'nccl', but {why}; or choose 'gloo'"
 
     def _apart(self, ranks: Iterable[int]) -> bool:
         """Whether these ranks have a device each, and NCCL to use it."""

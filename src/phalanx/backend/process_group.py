@@ -49,6 +49,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     edges.smooth()
     group = ProcessGroup(native, store, rank, size, name, options.timeout)
     group.engine = engine
+    group._nccl.required = engine == "nccl"
     return group
 
 

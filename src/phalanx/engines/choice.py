@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -14,18 +17,24 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "NAMES", "check_name", "open_engine"]
 
 DEFAULT = "gloo"
-NAMES = ("gloo",)
+NAMES = ("gloo", "nccl")
+"""With "nccl", CUDA tensors must go to NCCL (`phalanx.backend.cuda`); others go as with "gloo"."""
 
 
 def check_name(name: object, where: str = "") -> None:
-    """Raise `UsageError` if there is no such engine.
+    """Raise `UsageError` if there is no such engine, or none here.
 
     Args:
         name: What was given.
         where: Text before the message, such as where it was given.
     """
     if name not in NAMES:
-        raise UsageError(f"{where}engine is {name!r}: expected {' or '.join(NAMES)}")
+        raise UsageError(f"{where}engine is {name!r}: expected one of {', '.join(NAMES)}")
+    if name == "nccl" and not dist.is_nccl_available():
+        raise UsageError(
+            f"{where}engine is 'nccl', but this torch ({torch.__version__}) has no NCCL: install a "
+            "build of torch for CUDA, or choose 'gloo'"
+        )
 
 
 def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> Engine:
