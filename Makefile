@@ -15,6 +15,8 @@ PYTHON ?= python3
 JOBS ?= $(shell nproc)
 # Options for the program that a target runs: make pytest ARGS="-k barrier -x"
 ARGS ?=
+# Which simulated host each rank is on, a letter for each, over and over.
+HOSTS ?= aab
 # Seconds that a run of pytest may take.
 PYTEST_LIMIT ?= 1500
 
@@ -35,7 +37,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest conformance soak drill bench tidy clean distclean
+	native-tsan kills model mutants pytest hosts conformance soak drill bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -196,6 +198,10 @@ ifeq ($(ARGS),)
 else
 	@$(PYTEST) $(ARGS)
 endif
+
+hosts: setup-dev ## the tests of one host's groups, on simulated hosts (HOSTS=aab: a letter per rank)
+	$(call section,Conformance between hosts)
+	@PHALANX_TEST_HOSTS=$(HOSTS) $(PYTEST) tests/conformance $(ARGS)
 
 conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
 	$(call section,PyTorch's own suite)
