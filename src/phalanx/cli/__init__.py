@@ -18,13 +18,13 @@ import typer
 
 __all__ = ["main"]
 
-_COMMANDS = ("run", "jobs", "explain", "watch", "trace", "test", "bench")
+_COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "bench")
 
 
 def _app() -> typer.Typer:
     app = typer.Typer(
         help="Distributed PyTorch in shared memory: start ranks, look at jobs that run, hang or "
-        "have died, check and measure a machine.",
+        "have died, check and measure a machine and its network.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["threads_per_rank", "usable_cores"]
+__all__ = ["limits", "threads_per_rank", "usable_cores"]
 
 
 def usable_cores(root: str | Path = "/") -> int:
@@ -17,8 +17,8 @@ def usable_cores(root: str | Path = "/") -> int:
         root: where `/proc` and `/sys` are, for tests.
     """
     cores = len(os.sched_getaffinity(0))
-    quota = _quota(Path(root))
-    return cores if quota is None else max(1, min(cores, int(quota)))
+    quota = min(limits("cpu", _version2, _version1, root), default=cores)
+    return max(1, min(cores, int(quota)))
 
 
 def threads_per_rank(nprocs: int) -> int:
@@ -26,21 +26,34 @@ def threads_per_rank(nprocs: int) -> int:
     return max(1, usable_cores() // nprocs)
 
 
-def _quota(root: Path) -> float | None:
-    """The least CPU quota of this process's control groups, in cores; None if there is none."""
+def limits(
+    controller: str,
+    version2: Callable[[Path], float | None],
+    version1: Callable[[Path], float | None],
+    root: str | Path = "/",
+) -> list[float]:
+    """What limits the control groups of this process, and those above them, set.
+
+    Args:
+        controller: "cpu" or "memory".
+        version2: reads the limit of a control group's folder, version 2; None: it sets none.
+        version1: the same for version 1.
+        root: where `/proc` and `/sys` are, for tests.
+    """
+    root = Path(root)
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no control groups on this machine
-        return None
-    quotas = []
+        return []
+    found = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            quotas += _climb(root / "sys/fs/cgroup", path, _version2)
-        elif "cpu" in controllers.split(","):
-            quotas += _climb(root / "sys/fs/cgroup" / controllers, path, _version1)
-            quotas += _climb(root / "sys/fs/cgroup/cpu", path, _version1)
-    return min(quotas, default=None)
+            found += _climb(root / "sys/fs/cgroup", path, version2)
+        elif controller in controllers.split(","):
+            for mount in {controllers, controller}:
+                found += _climb(root / "sys/fs/cgroup" / mount, path, version1)
+    return found
 
 
 def _climb(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:
@@ -48,11 +61,11 @@ def _climb(mount: Path, path: str, read: Callable[[Path], float | None]) -> list
     found = []
     for folder in (group, *group.parents):
         try:
-            quota = read(folder)
+            limit = read(folder)
         except (OSError, ValueError):  # inside a container, the path can be the host's
-            quota = None
-        if quota is not None:
-            found.append(quota)
+            limit = None
+        if limit is not None:
+            found.append(limit)
         if folder == mount:
             break
     return found

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx.topology.place import Place
 
-__all__ = ["own_address"]
+__all__ = ["address_towards", "own_address"]
 
 _DISCARD = 9
 
@@ -43,7 +43,7 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     way = store.host if isinstance(store, TCPStore) else ""
-    address = _checked(given) if given else (_towards(way) if way else "") or "127.0.0.1"
+    address = _checked(given) if given else (address_towards(way) if way else "") or "127.0.0.1"
     if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
         raise UsageError(
             f"ranks on other machines can't reach this one at {address}, which is where its way to "
@@ -71,7 +71,7 @@ def _checked(given: str) -> str:
     )
 
 
-def _towards(host: str) -> str:
+def address_towards(host: str) -> str:
     """The address that packets to a host come from; empty if there is no way to it."""
     try:
         kind, _, _, _, where = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]

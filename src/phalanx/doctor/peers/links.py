@@ -1,0 +1,189 @@
+"""What came out between hosts, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.doctor.finding import Finding, Says
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Host", "Link", "Network"]
+
+_says = Says("hosts")
+_SLOW = 0.5
+"""Of the best bandwidth: below it a link is worth a look."""
+_LATE = 3.0
+"""Times the best latency, and at least `_LATE_SECONDS` more."""
+_LATE_SECONDS = 200e-6
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host as it described itself."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Of the job; none where there is no job."""
+    address: str
+    port: int
+    error: str
+    findings: list[Finding]
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way, from a host to another, or between two ranks of one.
+
+    Attributes:
+        source: Number of the host that sends.
+        target: Number of the host that receives.
+        via: What is between them.
+        ranks: Who sends and who receives, where that is memory.
+        latency: Round trip in seconds; None if it wasn't measured.
+        bandwidth: In bytes per second; None if it wasn't measured.
+        error: Why not.
+    """
+
+    source: int
+    target: int
+    via: Literal["network", "memory"]
+    ranks: tuple[int, int] | None = None
+    latency: float | None = None
+    bandwidth: float | None = None
+    error: str = ""
+
+
+@dataclass
+class Network:
+    """All hosts, and all ways between them."""
+
+    hosts: list[Host]
+    links: list[Link] = field(default_factory=list)
+
+    def link(self, source: int, target: int) -> Link | None:
+        """The way from a host to another one; within a host, the slowest of its pairs."""
+        found = [link for link in self.links if (link.source, link.target) == (source, target)]
+        return min(found, key=lambda link: link.bandwidth or 0.0, default=None)
+
+    def slow(self, link: Link) -> bool:
+        """Whether its bandwidth is far below that of the best way through the network."""
+        best = max(self._network("bandwidth"), default=0.0)
+        return link.via == "network" and (link.bandwidth or best) < _SLOW * best
+
+    def late(self, link: Link) -> bool:
+        """Whether its latency is far above the best of the network."""
+        best = min(self._network("latency"), default=0.0)
+        limit = max(_LATE * best, best + _LATE_SECONDS)
+        return link.via == "network" and (link.latency or 0.0) > limit
+
+    def findings(self) -> list[Finding]:
+        """What is wrong, and on which hosts; nothing if all is well."""
+        return [
+            *self._absent(),
+            *self._differences(),
+            *self._blocked(),
+            *self._outliers(),
+            *self._elsewhere(),
+        ]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it; docs/doctor.md describes the form."""
+        hosts = []
+        for host in self.hosts:
+            found = [finding.as_json() for finding in host.findings]
+            hosts.append({**dataclasses.asdict(host), "findings": found})
+        links = [
+            {**dataclasses.asdict(link), "slow": self.slow(link), "late": self.late(link)}
+            for link in self.links
+        ]
+        return {"hosts": hosts, "links": links}
+
+    def _network(self, what: str) -> Iterator[float]:
+        for link in self.links:
+            value = getattr(link, what)
+            if link.via == "network" and value is not None:
+                yield value
+
+    def _absent(self) -> Iterator[Finding]:
+        for host in self.hosts:
+            if host.error:
+                words, _, advice = host.error.partition("\n")
+                advice = advice or "Look at that machine; the others were measured without it."
+                yield _says.problem("absent", f"{host.name}: {words}", advice, host=host.name)
+
+    def _differences(self) -> Iterator[Finding]:
+        for name in ("torch", "phalanx"):
+            versions: dict[str, list[str]] = {}
+            for host in self.hosts:
+                for finding in host.findings:
+                    if (finding.area, finding.name) == ("versions", name):
+                        versions.setdefault(finding.values["version"], []).append(host.name)
+            if len(versions) > 1:
+                words = "; ".join(f"{name} {v} on {', '.join(on)}" for v, on in versions.items())
+                advice = "Install the same version everywhere: ranks refuse to join otherwise."
+                yield _says.problem("versions", words, advice, versions=versions)
+
+    def _blocked(self) -> Iterator[Finding]:
+        for link in self.links:
+            if not link.error:
+                continue
+            source, target = self.hosts[link.source], self.hosts[link.target]
+            values = {"from": source.name, "to": target.name, "ranks": link.ranks}
+            if link.ranks is not None:
+                one, two = link.ranks
+                words = f"rank {one} gets nothing to rank {two} on {source.name}: {link.error}"
+                yield _says.problem("memory", words, "Run `phalanx test` there.", **values)
+                continue
+            back = self.link(link.target, link.source)
+            other = f"; {target.name} does reach {source.name}" if back and not back.error else ""
+            yield _says.problem(
+                "blocked",
+                f"{source.name} can't reach {target.name}: {link.error}{other}",
+                f"Look at the firewall of {target.name}, which must let in ports that the kernel "
+                f"picks, and at the way there: `ip route get {target.address}` on {source.name}. "
+                "If that address is the wrong one, set PHALANX_INTERFACE there.",
+                **values,
+            )
+
+    def _outliers(self) -> Iterator[Finding]:
+        for link in self.links:
+            words = []
+            if link.bandwidth and self.slow(link):
+                words.append(f"{rate(link)}, less than half of the best")
+            if link.latency and self.late(link):
+                words.append(f"a round trip of {trip(link)}, more than {_LATE:g} times the best")
+            if words:
+                source, target = self.hosts[link.source].name, self.hosts[link.target].name
+                yield _says.note(
+                    "outlier",
+                    f"{source} to {target}: {' and '.join(words)}",
+                    "A group is as slow as its slowest link: look at its cable, its port at the "
+                    "switch (`ethtool`), and who else uses it.",
+                    **{"from": source, "to": target},
+                )
+
+    def _elsewhere(self) -> Iterator[Finding]:
+        for number, host in enumerate(self.hosts):
+            for finding in host.findings:
+                if number > 0 and finding.level != "ok":
+                    words = f"{host.name}: {finding.words}"
+                    yield dataclasses.replace(finding, area="hosts", words=words)
+
+
+def rate(link: Link) -> str:
+    """Its bandwidth with a unit: bits for a network, bytes for memory, as is usual."""
+    value = link.bandwidth or 0.0
+    if link.via == "memory":
+        return f"{value / 1e9:.1f} GB/s"
+    bits = 8 * value
+    return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
+
+
+def trip(link: Link) -> str:
+    """Its round trip with a unit."""
+    value = link.latency or 0.0
+    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

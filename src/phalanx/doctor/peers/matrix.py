@@ -1,0 +1,74 @@
+"""The matrix of all ways between hosts, for people."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.doctor.peers.links import rate, trip
+from phalanx.observe.escape import escape
+from phalanx.topology.layout import ranges
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from phalanx.doctor.peers.links import Host, Link, Network
+
+__all__ = ["show_matrix"]
+
+_MOST_COLUMNS = 12
+
+
+def show_matrix(network: Network, console: Console) -> None:
+    """Print a row for each host that sends, and a column for each that receives.
+
+    Args:
+        network: What came out.
+        console: Where to.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    hosts = network.hosts
+    console.print(
+        Text("between hosts", style="bold").append(
+            ": round trip of 64 bytes, and bandwidth of one connection", style="not bold"
+        )
+    )
+    if len(hosts) > _MOST_COLUMNS:
+        console.print(f"  {len(hosts)} hosts are too many for a table: --json has all pairs")
+        return
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("from \\ to", no_wrap=True)
+    for host in hosts:
+        table.add_column(Text(escape(host.name)), justify="right")
+    for source, host in enumerate(hosts):
+        cells = [_cell(network, source, target) for target in range(len(hosts))]
+        table.add_row(Text(_label(host)), *cells)
+    console.print(table)
+
+
+def _label(host: Host) -> str:
+    if not host.ranks:
+        return escape(host.name)
+    several = "ranks" if len(host.ranks) > 1 else "rank"
+    return f"{escape(host.name)} ({several} {ranges(host.ranks)})"
+
+
+def _cell(network: Network, source: int, target: int) -> Text:
+    from rich.text import Text
+
+    if network.hosts[source].error or network.hosts[target].error:
+        return Text("absent", style="red" if source != target else "dim")
+    link: Link | None = network.link(source, target)
+    if link is None:
+        return Text("-", style="dim")
+    if link.error:
+        return Text("blocked" if link.via == "network" else "broken", style="red")
+    cell = Text(trip(link), style="yellow" if network.late(link) else "")
+    cell.append("\n")
+    cell.append(rate(link), style="yellow" if network.slow(link) else "")
+    if link.via == "memory":
+        cell.append("\nmemory", style="dim")
+    return cell

@@ -1,0 +1,142 @@
+"""Under a launcher: the ranks of a job are asked through the job's store."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import phalanx
+from phalanx import env, topology
+from phalanx.doctor.peers.agents import Agent, LocalAgent
+from phalanx.doctor.peers.tournament import explore
+from phalanx.doctor.peers.worker import Worker
+from phalanx.errors import PhalanxError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from phalanx.doctor.peers.links import Network
+
+__all__ = ["rank_in_a_job", "through_the_job"]
+
+_IDLE_SECONDS = 900.0
+"""A rank that is asked nothing for so long ends: rank 0 is gone."""
+
+
+def rank_in_a_job() -> int | None:
+    """This process's rank, where a launcher has started it as one of several; else None.
+
+    Raises:
+        UsageError: What it has set contradicts itself.
+    """
+    try:
+        place = env.place()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return place.rank if place is not None and place.world_size > 1 else None
+
+
+def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None) -> Network | None:
+    """Measure between the ranks of this job, all of which call this.
+
+    Blocks until it is done; some seconds for each host.
+
+    Args:
+        timeout: Seconds that ranks have to come.
+        told: Is told what goes on.
+
+    Returns:
+        What came out, on rank 0; None on the others.
+
+    Raises:
+        PhalanxError: A rank didn't come, has another version, or is lost.
+        UsageError: This machine has no address that the others could reach.
+    """
+    # Gloo makes no connection before an operation needs one: two ranks that can't reach each other
+    # don't keep the group from being formed.
+    try:
+        session = phalanx.init(timeout=timeout, device="cpu", engine="gloo")
+    except (PhalanxError, UsageError):
+        raise
+    except dist.DistError as error:
+        words = str(error).partition("\n")[0]
+        raise PhalanxError(
+            f"the ranks didn't meet within {timeout:g} s: {words}. Is the rendezvous's machine "
+            "reachable from here, and were all ranks started?"
+        ) from None
+    with session:
+        world: Any = dist.distributed_c10d._get_default_store()
+        store = dist.PrefixStore("phalanx-doctor", world)  # type: ignore[attr-defined]
+        span = timedelta(seconds=timeout)
+        layout, places, group = topology.join(store, session.rank, session.world_size, span)
+        group.close()
+        worker = Worker(lambda: topology.own_address(store, places))
+        if session.rank > 0:
+            _obey(_Mailbox(store, session.rank), worker)
+            return None
+        others = {rank: _StoreAgent(store, rank) for rank in range(1, session.world_size)}
+        agents: dict[int, Agent] = {0: LocalAgent(worker), **others}
+        try:
+            return explore(agents, layout.hosts, told=told)
+        finally:
+            for agent in agents.values():
+                agent.close()
+
+
+class _Mailbox:
+    """What rank 0 and another one say to each other in the store, number by number."""
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._number = {"command": 0, "answer": 0}
+
+    def put(self, what: str, said: Mapping[str, Any]) -> None:
+        self._store.set(self._key(what), json.dumps(said))
+        self._number[what] += 1
+
+    def get(self, what: str, seconds: float) -> dict[str, Any] | None:
+        """What comes within that time; None if nothing does."""
+        key, end, pause = self._key(what), time.monotonic() + seconds, 0.001
+        while not self._store.check([key]):  # a blocking wait would not hear Ctrl-C
+            if time.monotonic() > end:
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        self._number[what] += 1
+        said: dict[str, Any] = json.loads(self._store.get(key))
+        return said
+
+    def _key(self, what: str) -> str:
+        return f"{what}/{self._rank}/{self._number[what]}"
+
+
+class _StoreAgent(Agent):
+    def __init__(self, store: Any, rank: int) -> None:
+        self._rank = rank
+        self._mailbox = _Mailbox(store, rank)
+
+    def start(self, command: Mapping[str, Any]) -> None:
+        self._mailbox.put("command", command)
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        said = self._mailbox.get("answer", seconds)
+        return said or {"error": f"rank {self._rank} gave no answer within {seconds:g} s"}
+
+    def close(self) -> None:
+        self._mailbox.put("command", {"do": "close"})
+
+
+def _obey(mailbox: _Mailbox, worker: Worker) -> None:
+    while True:
+        command = mailbox.get("command", _IDLE_SECONDS)
+        if command is None:
+            raise PhalanxError(f"rank 0 has asked nothing for {_IDLE_SECONDS:g} s")
+        if command["do"] == "close":
+            worker.close()
+            return
+        mailbox.put("answer", worker.do(command))

@@ -1,0 +1,189 @@
+"""Other machines over ssh: each runs `phalanx doctor --answer` and is asked through its pipes.
+
+ssh never asks for anything (`BatchMode`): where it would, that host is named with what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.doctor.network import listening_address
+from phalanx.doctor.peers.agents import Agent, LocalAgent
+from phalanx.doctor.peers.tournament import explore
+from phalanx.doctor.peers.worker import Worker
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from phalanx.doctor.peers.links import Network
+
+__all__ = ["answer_on_stdin", "over_ssh", "peer_names"]
+
+_NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
+_MARK = "phalanx-doctor "
+"""What shells print when they start is no answer."""
+_CONNECT_SECONDS = 10
+_END_SECONDS = 3.0
+
+# What ssh says, and what it means; the first that fits.
+_REASONS = (
+    (
+        "Permission denied",
+        "ssh would ask for a password, or its key isn't accepted",
+        "Let this user in with a key: `ssh-copy-id {host}`; then `ssh {host} true` asks nothing.",
+    ),
+    (
+        "Host key verification failed",
+        "ssh doesn't know that machine's key, or it has changed",
+        "Run `ssh {host}` once by hand, and compare the key that it shows.",
+    ),
+    (
+        "Could not resolve hostname",
+        "there is no such host",
+        "Look at the name's spelling, at /etc/hosts and at ~/.ssh/config.",
+    ),
+    (
+        "Connection refused",
+        "nothing listens for ssh there",
+        "Start sshd there, or give its port in ~/.ssh/config.",
+    ),
+    (
+        "timed out|No route to host|Network is unreachable",
+        "it can't be reached",
+        "Is it running, and is there a way to it? `ping {host}`, `ip route get ADDRESS`.",
+    ),
+    (
+        "not found|No such file",
+        "Phalanx isn't on the PATH that ssh gives there",
+        "Say where it is: --remote /path/to/phalanx, as `which phalanx` says there.",
+    ),
+)
+
+
+def peer_names(text: str) -> list[str]:
+    """The hosts in "node-a,user@node-b".
+
+    Raises:
+        UsageError: One is empty, is no name that ssh takes, or comes twice.
+    """
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"--peers is {text!r}: {name!r} is no name of a host; expected names or addresses "
+                "that ssh takes, separated by commas"
+            )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--peers is {text!r}: {twice[0]} is there twice")
+    return names
+
+
+def over_ssh(peers: Sequence[str], remote: str, told: Callable[[str], None]) -> Network:
+    """Measure between this machine and others, every pair; blocks some seconds for each.
+
+    Args:
+        peers: The others, as ssh takes them.
+        remote: What starts Phalanx there.
+        told: Is told what goes on.
+    """
+    way = peers[0].rpartition("@")[2]
+    agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: listening_address(way)))}
+    with contextlib.ExitStack() as stack:
+        stack.callback(agents[0].close)
+        for number, name in enumerate(peers, 1):
+            agents[number] = _SshAgent(name, remote)
+            stack.callback(agents[number].close)
+        return explore(agents, [(number,) for number in agents], ("here", *peers), told)
+
+
+def answer_on_stdin() -> None:
+    """Do what comes as lines on stdin, until that ends; answers go to stdout."""
+    # The address at which ssh has reached this machine: others may reach it there too.
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    came = connection[2] if len(connection) == 4 else ""
+    given = os.environ.get("PHALANX_INTERFACE", "")
+    worker = Worker(lambda: came if came and not given else listening_address())
+    for line in sys.stdin:
+        sys.stdout.write(f"{_MARK}{json.dumps(worker.do(json.loads(line)))}\n")
+        sys.stdout.flush()
+    worker.close()
+
+
+class _SshAgent(Agent):
+    def __init__(self, host: str, remote: str) -> None:
+        self._host = host
+        options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._process = subprocess.Popen(
+            ["ssh", *options, "--", host, f"{remote} doctor --answer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+        )
+        self._read = b""
+
+    def start(self, command: Mapping[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # then it doesn't answer either
+            stdin: Any = self._process.stdin
+            stdin.write(json.dumps(command).encode() + b"\n")
+            stdin.flush()
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        end = time.monotonic() + seconds
+        while True:
+            line = self._line(end - time.monotonic())
+            if line is None:
+                return {"error": f"no answer over ssh within {seconds:g} s"}
+            if not line:
+                return {"error": self._why()}
+            if line.startswith(_MARK):
+                answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
+                return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            stdin: Any = self._process.stdin
+            stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._process.kill()
+        self._process.wait()
+        stdout: Any = self._process.stdout
+        stdout.close()
+        self._errors.close()
+
+    def _line(self, seconds: float) -> str | None:
+        """The next line; empty if there will be none, None if none comes in time."""
+        end = time.monotonic() + seconds
+        stdout: Any = self._process.stdout
+        while b"\n" not in self._read:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+                return None
+            if not (part := os.read(stdout.fileno(), 1 << 16)):
+                return ""
+            self._read += part
+        line, _, self._read = self._read.partition(b"\n")
+        return f"{line.decode(errors='replace')}\n"
+
+    def _why(self) -> str:
+        """Why there is no answer: a reason, a line end, and what to do."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_SECONDS)
+        self._errors.seek(0)
+        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        last = lines[-1].strip() if lines else f"exit code {self._process.returncode}"
+        for pattern, reason, advice in _REASONS:
+            if any(re.search(pattern, line) for line in lines):
+                return f"{reason} (ssh: {last})\n{advice.format(host=self._host)}"
+        return f"ssh ended: {last}\nTry `ssh {self._host} phalanx doctor` by hand."

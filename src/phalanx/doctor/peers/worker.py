@@ -1,0 +1,61 @@
+"""What a host does for the examination: it answers the others, and measures when it is asked."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING, Any
+
+from phalanx import env
+from phalanx.doctor.examination import examine
+from phalanx.doctor.peers.wire import Answering, Unreached, measure
+from phalanx.errors import PhalanxError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["Worker"]
+
+
+class Worker:
+    """Does one command after the other; what goes wrong is an answer too, under "error".
+
+    Args:
+        address: Says where to listen for other hosts.
+    """
+
+    def __init__(self, address: Callable[[], str]) -> None:
+        self._address = address
+        self._token = b""
+        self._answering: Answering | None = None
+
+    def do(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what `agents` describes."""
+        try:
+            return self._do(command)
+        except (OSError, Unreached, PhalanxError, UsageError) as error:
+            return {"error": str(error)}
+
+    def close(self) -> None:
+        """Answer nobody any more."""
+        if self._answering is not None:
+            self._answering.close()
+            self._answering = None
+
+    def _do(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        if command["do"] == "open":
+            return self._open(bytes.fromhex(command["token"]))
+        if command["do"] == "measure":
+            return measure(command["address"], command["port"], self._token)._asdict()
+        from phalanx.doctor.peers.memory import exchange
+
+        return exchange(command["peer"], first=command["first"])._asdict()
+
+    def _open(self, token: bytes) -> dict[str, Any]:
+        findings = [finding.as_json() for finding in examine()]
+        said: dict[str, Any] = {"name": env.host_id() or socket.gethostname(), "findings": findings}
+        address = self._address()
+        if not address:
+            return {**said, "error": "it has no address but its own loopback interface's"}
+        self._token = token
+        self._answering = Answering(address, token)
+        return {**said, "address": address, "port": self._answering.port}

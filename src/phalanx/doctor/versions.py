@@ -1,0 +1,53 @@
+"""What is installed: Python, torch, Phalanx and its core."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import torch.distributed as dist
+
+from phalanx.doctor.finding import Finding, Says
+
+__all__ = ["check"]
+
+_says = Says("versions")
+
+
+def check() -> list[Finding]:
+    """Versions, and whether the core can be loaded."""
+    python = platform.python_version()
+    return [_says.ok("python", f"Python {python}", version=python), _torch(), _core()]
+
+
+def _torch() -> Finding:
+    version = metadata.version("torch")
+    if not dist.is_available():
+        return _says.problem(
+            "torch",
+            f"torch {version} was built without torch.distributed",
+            "Install one of PyTorch's own builds: pip install torch.",
+            version=version,
+        )
+    return _says.ok("torch", f"torch {version}", version=version)
+
+
+def _core() -> Finding:
+    version = metadata.version("phalanx")
+    try:
+        from phalanx import _native
+    except ImportError as error:
+        return _says.problem(
+            "phalanx",
+            f"Phalanx {version}, whose core can't be loaded: {error}",
+            "Install it again with the Python that you use: pip install --force-reinstall phalanx.",
+            version=version,
+        )
+    kernels = _native.instruction_set()
+    return _says.ok(
+        "phalanx",
+        f"Phalanx {version}, kernels for {kernels}",
+        version=version,
+        layout=_native.LAYOUT_VERSION,
+        instruction_set=kernels,
+    )
