@@ -43,7 +43,8 @@ def _usable() -> Finding:
     if not dist.is_nccl_available():
         advice = "Tensors on GPUs go through the memory of the host; a torch with NCCL avoids that."
         return _says.note("gpus", f"{words}, no NCCL", advice, **values)
-    version = ".".join(map(str, torch.cuda.nccl.version()  # type: ignore[no-untyped-call]))
+    numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    version = ".".join(map(str, numbers))
     return _says.ok("gpus", f"{words}, NCCL {version}", **values)
 
 
