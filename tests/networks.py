@@ -58,6 +58,7 @@ class Network:
         command: Sequence[str],
         environment: Mapping[str, str] | None = None,
         output: IO[Any] | int | None = None,
+        errors: IO[Any] | int = subprocess.STDOUT,
     ) -> subprocess.Popen[str]:
         """Start a command on a host, in pid, mount and host name namespaces of its own.
 
@@ -70,13 +71,22 @@ class Network:
             env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
-            stderr=subprocess.STDOUT,
+            stderr=errors,
             text=True,
         )
 
     def cut(self, host: int) -> None:
         """Take a host's link down, at the switch: nobody is told."""
         _run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
+
+    def shape(self, host: int, rate: str, burst: str = "128kb") -> None:
+        """Give a host's link another rate, in both directions; larger packets than `burst` drop."""
+        self._shape(self.names[host], "eth0", rate, burst)
+        self._shape(self._switch, f"port{host}", rate, burst)
+
+    def block(self, host: int, other: int) -> None:
+        """Have a host drop what it sends to another one; who waits for it is told nothing."""
+        _run("ip", "-n", self.names[host], "route", "add", "blackhole", self.addresses[other])
 
     def _build(self) -> None:
         _run("ip", "netns", "add", self._switch)
@@ -94,15 +104,15 @@ class Network:
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
             for where, device in ((name, "eth0"), (self._switch, port)):
-                self._shape(where, device)
+                if self._rate is not None:
+                    self._shape(where, device, self._rate)
 
-    def _shape(self, namespace: str, device: str) -> None:
-        if self._rate is not None:
-            # A burst is what may pass at once: one packet of the kernel's own size, or two.
-            _run(
-                *("tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf"),
-                *("rate", self._rate, "burst", "128kb", "latency", "20ms"),
-            )
+    def _shape(self, namespace: str, device: str, rate: str, burst: str = "128kb") -> None:
+        # A burst is what may pass at once: one packet of the kernel's own size, or two.
+        _run(
+            *("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"),
+            *("rate", rate, "burst", burst, "latency", "20ms"),
+        )
 
     def _remove(self) -> None:
         for name in (*self.names, self._switch):

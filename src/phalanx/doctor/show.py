@@ -33,7 +33,10 @@ def show(findings: Sequence[Finding], console: Console) -> None:
             console.print(line, soft_wrap=True)
             if finding.advice:
                 advice = Text(escape(finding.advice, _MOST), style="dim")
-                console.print(Padding(advice, (0, 0, 0, 10), expand=False))
+                if console.is_terminal:
+                    console.print(Padding(advice, (0, 0, 0, 10), expand=False))
+                else:
+                    console.print(Text(" " * 10).append(advice), soft_wrap=True)
 
 
 def verdict(findings: Sequence[Finding], console: Console) -> None:

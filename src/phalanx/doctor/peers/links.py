@@ -167,11 +167,18 @@ class Network:
                 )
 
     def _elsewhere(self) -> Iterator[Finding]:
-        for number, host in enumerate(self.hosts):
+        """What the other hosts have found on themselves, once for all of which it is true."""
+        told: dict[tuple[str, str], list[tuple[str, Finding]]] = {}
+        for host in self.hosts[1:]:
             for finding in host.findings:
-                if number > 0 and finding.level != "ok":
-                    words = f"{host.name}: {finding.words}"
-                    yield dataclasses.replace(finding, area="hosts", words=words)
+                # How a host calls itself matters on host 0 alone.
+                if finding.level != "ok" and finding.name != "host_name":
+                    key = finding.name, finding.words
+                    told.setdefault(key, []).append((host.name, finding))
+        for found in told.values():
+            names, (finding, *_) = zip(*found, strict=True)
+            words = f"{', '.join(names)}: {finding.words}"
+            yield dataclasses.replace(finding, area="hosts", words=words)
 
 
 def rate(link: Link) -> str:

@@ -96,14 +96,26 @@ def over_ssh(peers: Sequence[str], remote: str, told: Callable[[str], None]) -> 
         remote: What starts Phalanx there.
         told: Is told what goes on.
     """
-    way = peers[0].rpartition("@")[2]
-    agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: listening_address(way)))}
+    agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: _own_address(peers)))}
     with contextlib.ExitStack() as stack:
         stack.callback(agents[0].close)
         for number, name in enumerate(peers, 1):
             agents[number] = _SshAgent(name, remote)
             stack.callback(agents[number].close)
         return explore(agents, [(number,) for number in agents], ("here", *peers), told)
+
+
+def _own_address(peers: Sequence[str]) -> str:
+    """Where this machine listens: at the beginning of the way to the first peer to which one is."""
+    for name in peers:
+        # What ssh makes of the name by its own configuration; it connects to nothing.
+        asked = subprocess.run(
+            ["ssh", "-G", "--", name], capture_output=True, text=True, check=False
+        )
+        host = re.search(r"^hostname (\S+)$", asked.stdout, re.MULTILINE)
+        if host and (address := listening_address(host[1])):
+            return address
+    return listening_address()
 
 
 def answer_on_stdin() -> None:

@@ -1,0 +1,177 @@
+"""The doctor between hosts: namespaces, one of them behind a slow link, two that don't meet."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.networks import Network
+
+MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
+LIMIT = 100
+PHALANX = str(Path(sys.executable).with_name("phalanx"))
+RATE = 50e6 / 8
+"""Bytes per second of the slow link."""
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Host 2 is behind a slow link, and nothing gets from 1 to 2."""
+    if MISSING or os.geteuid() != 0:
+        # CI has them: there they must not be left out.
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
+    with Network(3) as made:
+        made.shape(2, "50mbit")
+        made.block(1, 2)
+        yield made
+
+
+def check(network: Network, found: dict[str, Any], names: list[str]) -> None:
+    """What must have been found, whoever asked."""
+    assert found["fit"] is False
+    assert [host["name"] for host in found["network"]["hosts"]] == names
+    links = {
+        (link["source"], link["target"]): link
+        for link in found["network"]["links"]
+        if link["via"] == "network"
+    }
+    assert len(links) == 6  # of the three that are there
+    for way in ((1, 2), (2, 1)):
+        assert links[way]["error"]
+        assert links[way]["bandwidth"] is None
+    for way in ((0, 2), (2, 0)):
+        assert 0.6 * RATE < links[way]["bandwidth"] < 1.05 * RATE
+        assert links[way]["slow"]
+    for way in ((0, 1), (1, 0)):
+        assert links[way]["bandwidth"] > 2 * RATE
+        assert not links[way]["slow"]
+        assert 0 < links[way]["latency"] < 0.1
+    blocked = [each["values"] for each in found["findings"] if each["name"] == "blocked"]
+    assert {(each["from"], each["to"]) for each in blocked} == {
+        (names[1], names[2]),
+        (names[2], names[1]),
+    }
+    assert {each["level"] for each in found["findings"] if each["name"] == "outlier"} == {"note"}
+
+
+def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
+    """Three hosts, the first with two ranks, started as a job would be."""
+    processes, outputs = [], [tmp_path / f"output-{host}" for host in range(3)]
+    for host, path in enumerate(outputs):
+        options = ["--nnodes", "3", "--node-rank", str(host), "--nproc-per-node", "2"]
+        options += ["--master-addr", network.addresses[0], "--master-port", "29514"]
+        doctor = ["-m", "phalanx", "doctor", "--save", str(tmp_path / "found.json")]
+        environment = {"PHALANX_JOBS_DIR": str(tmp_path / f"jobs-{host}")}
+        with path.open("w") as file:
+            command = [PHALANX, "run", *options, *doctor]
+            processes.append(network.start(host, command, environment, file))
+    try:
+        codes = [process.wait(LIMIT) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    text = outputs[0].read_text()
+    print(text, outputs[1].read_text(), outputs[2].read_text())
+    assert codes[0] == 1, text
+    found = json.loads((tmp_path / "found.json").read_text())
+    check(network, found, network.names)
+    memory = [link for link in found["network"]["links"] if link["via"] == "memory"]
+    assert {(link["source"], *link["ranks"]) for link in memory} == {
+        (host, *pair)
+        for host in range(3)
+        for pair in ((2 * host, 2 * host + 1), (2 * host + 1, 2 * host))
+    }
+    assert all(link["bandwidth"] > 0 and link["latency"] > 0 for link in memory)
+    assert f"{network.names[1]} can't reach {network.names[2]}: " in text
+    assert "blocked" in text
+    assert "not fit: " in text
+
+
+# Takes ssh's arguments and runs the command on the host of that name, with what sshd would set. The
+# tests of the launcher have a real one.
+SSH = """#!/bin/sh
+[ "$1" = -G ] && asked=yes
+while [ "$1" != -- ]; do shift; done
+host=$2; shift 2
+[ -n "$asked" ] && echo "hostname 10.93.0.$((${host##*-} + 1))" && exit
+case $host in
+  gone) echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255;;
+esac
+number=${host##*-}
+echo "Welcome to $host"
+SSH_CONNECTION="10.93.0.1 999 10.93.0.$((number + 1)) 22" exec ip netns exec "$host" \\
+  unshare --pid --fork --kill-child --mount-proc --uts sh -c "$*"
+"""
+
+
+def test_peers_over_ssh(network: Network, tmp_path: Path) -> None:
+    """One of the peers isn't there: it is named, and the others are measured."""
+    stand_in = tmp_path / "ssh"
+    stand_in.write_text(SSH)
+    stand_in.chmod(0o755)
+    peers = ",".join([*network.names[1:], "gone"])
+    command = [PHALANX, "doctor", "--json", "--peers", peers, "--remote", PHALANX]
+    path = tmp_path / "found.json"
+    errors = tmp_path / "errors"
+    with path.open("w") as file, errors.open("w") as said:
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        process = network.start(0, command, environment, file, errors=said)
+        try:
+            code = process.wait(LIMIT)
+        finally:
+            process.kill()
+            process.wait()
+    assert code == 1, errors.read_text()
+    found = json.loads(path.read_text())
+    names = ["here", *network.names[1:], "gone"]
+    check(network, found, names)
+    absent = [each for each in found["findings"] if each["name"] == "absent"]
+    assert [each["values"]["host"] for each in absent] == ["gone"]
+    assert "it can't be reached (ssh: " in absent[0]["words"]
+    assert "No route to host" in absent[0]["words"]
+
+
+WIRE = """
+import sys
+from phalanx.doctor.peers.wire import Answering, Unreached, measure
+address, what = sys.argv[1:3]
+if what == "answer":
+    answering = Answering(address, b"t" * 32)
+    print(answering.port, flush=True)
+    sys.stdin.read()
+else:
+    try:
+        print(measure(address, int(what), b"t" * 32))
+    except Unreached as error:
+        print(error)
+"""
+
+
+def test_a_network_that_drops_large_packets() -> None:
+    """As where a tunnel carries less than the MTU of the interfaces says, and nobody is told."""
+    if MISSING or os.geteuid() != 0:
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
+    with Network(2) as network:
+        # A token bucket never lets through a packet that is larger than itself.
+        network.shape(0, "100mbit", burst="1000b")
+        command = [sys.executable, "-c", WIRE, network.addresses[1]]
+        inside = [["ip", "netns", "exec", name, *command] for name in network.names]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([*inside[1], "answer"], **pipes) as answering:
+            port = answering.stdout.readline().strip()
+            ended = subprocess.run(
+                [*inside[0], port], capture_output=True, text=True, timeout=LIMIT
+            )
+            answering.communicate(timeout=LIMIT)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("small packets pass, large ones don't: "), ended.stdout
