@@ -7,12 +7,11 @@ import os
 import socket
 
 import psutil
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from phalanx import env
 from phalanx.doctor.finding import Finding, Says
 from phalanx.errors import UsageError
-from phalanx.topology import address_towards, own_address
+from phalanx.topology import address_towards
 
 __all__ = ["check", "listening_address"]
 
@@ -35,8 +34,6 @@ def listening_address(towards: str = "") -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
-    if env.interface():
-        return own_address(HashStore(), [])
     return address_towards(towards or _ELSEWHERE)
 
 
