@@ -10,6 +10,7 @@ General layout, from the bottom up (dependencies point downward only):
 - `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
   public API alone, so they run on any backend.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
+- `doctor`: whether a machine is fit, and the network between several.
 - `cli`: the command `phalanx`.
 - `launch`: starts processes and finds a process's place among them; beside `backend`, using none
   of the above.

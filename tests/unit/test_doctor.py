@@ -18,10 +18,10 @@ from phalanx.doctor.finding import Finding
 from phalanx.doctor.machine import _version1, _version2
 from phalanx.doctor.peers.links import Host, Link, Network
 from phalanx.doctor.peers.matrix import show_matrix
-from phalanx.doctor.peers.tournament import rounds
-from phalanx.doctor.peers.wire import Answering, Unreached, measure
 from phalanx.doctor.peers.ranks import rank_in_a_job
 from phalanx.doctor.peers.ssh import peer_names
+from phalanx.doctor.peers.tournament import rounds
+from phalanx.doctor.peers.wire import Answering, Unreached, measure
 from phalanx.errors import UsageError
 from phalanx.launch.cores import limits
 

@@ -1,6 +1,7 @@
 """`phalanx doctor`: is this machine fit, and the network between machines?"""
 
 import json
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -73,6 +74,8 @@ def command(
     ] = False,
 ) -> None:
     """Look at this machine and its peers."""
+    # Connections that fail are what this is about: PyTorch's own stack traces of them say no more.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from phalanx.doctor.peers import ranks, ssh
     from phalanx.errors import UsageError
 

@@ -63,7 +63,7 @@ def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None
     except (PhalanxError, UsageError):
         raise
     except dist.DistError as error:
-        words = str(error).partition("\n")[0]
+        words = str(error).partition("\n")[0].rstrip(".")
         raise PhalanxError(
             f"the ranks didn't meet within {timeout:g} s: {words}. Is the rendezvous's machine "
             "reachable from here, and were all ranks started?"
