@@ -26,6 +26,7 @@ __all__ = [
     "job",
     "jobs_directory",
     "jobs_kept",
+    "key",
     "place",
     "replaced_backends",
 ]
@@ -106,6 +107,17 @@ VARIABLES = (
         "PHALANX_INTERFACE",
         "Where this rank listens for ranks of other hosts: the name of a network interface, or an "
         "address of one. Unset: the address from which this machine reaches the rendezvous.",
+    ),
+    Variable(
+        "PHALANX_KEY_FD",
+        "An open descriptor of memory with the job's key. `phalanx run` makes it and sets this for "
+        "every rank; processes that a rank starts have it only if they inherit open files.",
+    ),
+    Variable(
+        "PHALANX_KEY_FILE",
+        "A file with the job's key, which belongs to you and which nobody else can read (mode "
+        "0600); `phalanx key PATH` makes one. Read by `phalanx run --nnodes` unless it is given "
+        "`--key-file` or `--key-fd`, and by ranks that other launchers have started.",
     ),
     Variable(
         "RANK",
@@ -349,6 +361,20 @@ def interface(environ: Mapping[str, str] | None = None) -> str:
         environ: where to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
+
+
+def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+    """Where the job's key is: a descriptor, if one was inherited, and the path of a file.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: `PHALANX_KEY_FD` is no descriptor.
+    """
+    environ = os.environ if environ is None else environ
+    descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
+    return descriptor, environ.get("PHALANX_KEY_FILE", "")
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousPara
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from phalanx import key as keys
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import child
 from phalanx.launch.defaults import rank_defaults
@@ -77,8 +78,8 @@ def run(argv: Sequence[str]) -> Ended:
     with Notes(job.config.nproc_per_node * hosts, hosts=hosts) as notes:
         os.environ.update(notes.environment())
         relay = Relay()
-        with _forwarding(relay):
-            code, failures = _supervise(job, relay, notes)
+        with _forwarding(relay), _readable(job.key) as key:
+            code, failures = _supervise(job, relay, notes, key)
             relay.settle(_SETTLE_SECONDS)
         kept = notes.finish(code)
     if failures:
@@ -114,10 +115,21 @@ def _forwarding(relay: Relay) -> Iterator[None]:
         relay.close()
 
 
+@contextlib.contextmanager
+def _readable(key: bytes | None) -> Iterator[int]:
+    """A descriptor from which ranks read the job's key; -1 if there is none."""
+    descriptor = -1 if key is None else keys.sealed(key)
+    try:
+        yield descriptor
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 class _Agent(LocalElasticAgent):
     """PyTorch's agent for one host, which tells causes from consequences when ranks fail."""
 
-    def __init__(self, job: Job, relay: Relay, notes: Notes) -> None:
+    def __init__(self, job: Job, relay: Relay, notes: Notes, key: int) -> None:
         self.failures: list[Failure] = []
         self._relay = relay
         self._relay.on_exit = self._note_end
@@ -130,7 +142,7 @@ class _Agent(LocalElasticAgent):
         limit = getattr(job.config, "shutdown_timeout", None)
         self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
         super().__init__(
-            _spec(job),
+            _spec(job, key),
             self._output,
             job.config.start_method,
             log_line_prefix_template=job.config.log_line_prefix_template,
@@ -221,8 +233,9 @@ class _Agent(LocalElasticAgent):
         self._shutdown(**self._limit)
 
 
-def _spec(job: Job) -> WorkerSpec:
+def _spec(job: Job, key: int) -> WorkerSpec:
     config = job.config
+    ours = (str(os.getpid()), str(job.hosts), str(key))
     rendezvous = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -239,7 +252,7 @@ def _spec(job: Job) -> WorkerSpec:
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-I", "-S", child.__file__, str(os.getpid()), str(job.hosts), *job.command),
+        args=("-I", "-S", child.__file__, *ours, *job.command),
         rdzv_handler=get_rendezvous_handler(rendezvous),
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
@@ -254,10 +267,10 @@ def _spec(job: Job) -> WorkerSpec:
     )
 
 
-def _supervise(job: Job, relay: Relay, notes: Notes) -> tuple[int, list[Failure]]:
+def _supervise(job: Job, relay: Relay, notes: Notes, key: int) -> tuple[int, list[Failure]]:
     """Run the job to its end; the exit code, and how ranks failed."""
     try:
-        agent = _Agent(job, relay, notes)
+        agent = _Agent(job, relay, notes, key)
         result = agent.run()
     except SignalException as caught:
         _say(f"phalanx run: stopped by {caught.sigval.name}")
