@@ -20,6 +20,7 @@ __all__ = [
     "Variable",
     "backend_names",
     "engine",
+    "gate",
     "host_id",
     "integer",
     "interface",
@@ -107,6 +108,18 @@ VARIABLES = (
         "PHALANX_INTERFACE",
         "Where this rank listens for ranks of other hosts: the name of a network interface, or an "
         "address of one. Unset: the address from which this machine reaches the rendezvous.",
+    ),
+    Variable(
+        "PHALANX_GATE",
+        "The host at whose gate the hosts of the job meet, while `MASTER_ADDR` leads there by the "
+        "loopback interface. Set by `phalanx run` for the ranks of a job on several hosts, which "
+        "listen where they face that host.",
+    ),
+    Variable(
+        "PHALANX_RELAY",
+        "Where this host has the engine `relay`: `listen:PATH` on the host of the gate, "
+        "`connect:PATH` on others, with the path of a socket. Set by `phalanx run` for the ranks "
+        "of a job on several hosts. Unset: rank 0 listens on an address of its own.",
     ),
     Variable(
         "PHALANX_KEY_FD",
@@ -361,6 +374,15 @@ def interface(environ: Mapping[str, str] | None = None) -> str:
         environ: where to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
+
+
+def gate(environ: Mapping[str, str] | None = None) -> str:
+    """The host that `PHALANX_GATE` names; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_GATE", "")
 
 
 def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx.topology.place import Place
 
-__all__ = ["own_address"]
+__all__ = ["address_towards", "own_address"]
 
 _DISCARD = 9
 
@@ -39,11 +39,10 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
         UsageError: The variable names no interface or address of this machine; or the address would
             be that of the loopback interface, where ranks are on other machines.
     """
-    given = env.interface()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    way = store.host if isinstance(store, TCPStore) else ""
-    address = _checked(given) if given else (_towards(way) if way else "") or "127.0.0.1"
+    way = env.gate() or (store.host if isinstance(store, TCPStore) else "")
+    address = address_towards(way) or "127.0.0.1"
     if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
         raise UsageError(
             f"ranks on other machines can't reach this one at {address}, which is where its way to "
@@ -51,6 +50,21 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
             "machines reach, or set PHALANX_INTERFACE"
         )
     return address
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine that faces a host; empty if there is no way to it.
+
+    Args:
+        host: A name or an address; empty for none.
+
+    Raises:
+        UsageError: `PHALANX_INTERFACE`, which decides if it is set, names nothing of this machine.
+    """
+    given = env.interface()
+    if given:
+        return _checked(given)
+    return _towards(host) if host else ""
 
 
 def _checked(given: str) -> str:
