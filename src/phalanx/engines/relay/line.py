@@ -121,6 +121,8 @@ class Line:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * _PARTING_MILLISECONDS / 1000)
+        if not self._threads[0].is_alive():
+            self._wake.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -139,7 +141,6 @@ class Line:
         self._socket.disable_monitor()
         linger = 0 if self._reason else _PARTING_MILLISECONDS
         self._context.destroy(linger)  # which waits until all is sent
-        self._wake.close()
 
     def _speak(self) -> None:
         while self._words:

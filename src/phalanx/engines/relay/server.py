@@ -93,6 +93,7 @@ class Server:
             self._closed = True
             self._wake.up()
             self._thread.join()
+            self._wake.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -106,7 +107,6 @@ class Server:
                 self._look_at_connections()
             elif self._socket in ready:
                 self._pass_on()
-        self._wake.close()
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
