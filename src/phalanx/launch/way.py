@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 import time
 from typing import TYPE_CHECKING, Any
@@ -77,7 +78,7 @@ class Way:
             except Refused as refused:
                 raise LaunchError(f"{self._place} doesn't let this host in: {refused}") from None
             except (OSError, EOFError, asyncio.TimeoutError) as error:
-                reason = getattr(error, "strerror", None) or "it doesn't answer"
+                reason = _reason(error)
             if time.monotonic() > end:
                 raise LaunchError(
                     f"{self._place} can't be reached for {seconds:g} s ({reason}): is `phalanx "
@@ -120,3 +121,11 @@ class Way:
             drop(writer)
             raise
         return reader, writer
+
+
+def _reason(error: Exception) -> str:
+    """Why nobody can be reached, in the system's words; those of asyncio are for programmers."""
+    number = getattr(error, "errno", None) or 0
+    if number > 0:
+        return os.strerror(number)
+    return getattr(error, "strerror", None) or "it doesn't answer"
