@@ -1,7 +1,7 @@
 """Hosts behind NATs: each has a router of its own, and all have the same private address.
 
-What the routers have in common is a network in the middle, the switch of `tests.networks`. A router
-lets connections out, and in only those to one port. Needs root, iproute2 and nftables.
+What the routers have in common is a network in the middle, the switch of `tests.networks`. Routers
+let connections out; that of host 0 also lets in those to one port. Needs root, iproute2, nftables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ table ip nat {{
   }}
   chain in {{
     type nat hook prerouting priority -100
-    iifname "eth0" tcp dport {port} dnat to {private}
+    {open}
   }}
 }}
 table ip filter {{
@@ -66,7 +66,8 @@ class Nats(Network):
             run("ip", "-n", home, "route", "add", "default", "via", INSIDE)
             forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
             run("ip", "netns", "exec", router, "sh", "-c", forward)
-            rules = _RULES.format(port=self._port if number == 0 else 9, private=PRIVATE)
+            opened = f'iifname "eth0" tcp dport {self._port} dnat to {PRIVATE}'
+            rules = _RULES.format(open="" if number else opened)
             nft = ["ip", "netns", "exec", router, "nft", "--file", "-"]
             ended = subprocess.run(nft, input=rules, capture_output=True, text=True, timeout=30)
             if ended.returncode != 0:

@@ -1,9 +1,9 @@
 """Every environment variable that Phalanx reads or sets, and how it is read.
 
-`VARIABLES` is the documentation; the functions below are the only way in which Phalanx's Python
-code reads a variable that can be malformed. They raise `ValueError` with a message that names the
-variable, its value and what was expected; callers turn it into `phalanx.errors.UsageError`. This
-module imports nothing of the package, and not torch.
+`VARIABLES` is the documentation; the functions below, and those of `env_hosts`, are the only way in
+which Phalanx's Python code reads a variable that can be malformed. They raise `ValueError` with a
+message that names the variable, its value and what was expected; callers turn it into
+`phalanx.errors.UsageError`. This module imports nothing of the package, and not torch.
 """
 
 import os
@@ -12,36 +12,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
-    "ADDRESS",
     "JOB_NAME",
     "NO_JOB",
     "REPLACEABLE",
     "VARIABLES",
     "Place",
     "Variable",
-    "advertised",
     "backend_names",
     "engine",
-    "gate",
     "host_id",
     "integer",
     "interface",
     "job",
     "jobs_directory",
     "jobs_kept",
-    "key",
     "place",
-    "relay",
     "replaced_backends",
 ]
 
 JOB_NAME = re.compile(r"[0-9]{8}-[0-9]{4}-[a-z0-9]{6}", re.ASCII)
 """What the name of a job looks like: when it started, and something random."""
-
-ADDRESS = re.compile(
-    r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
-)
-"""A host, a name or an address, and maybe a port; an IPv6 address is in brackets."""
 
 NO_JOB = "none"
 """In the place of a job's name: black boxes are kept in memory only."""
@@ -121,7 +111,8 @@ VARIABLES = (
         "PHALANX_ADVERTISE_ADDR",
         "Where other hosts reach rank 0, if that isn't where it listens, as behind the NAT of a "
         "cloud: HOST or HOST:PORT. With a port, rank 0 listens on that one. For the engine "
-        "`relay` in jobs that `phalanx run` didn't start; there `--master-addr` says it.",
+        "`relay`; `gloo` can't use it. Not needed in jobs that `phalanx run` has started on their "
+        "hosts: there the relay is where the hosts meet, at `--master-addr`.",
     ),
     Variable(
         "PHALANX_GATE",
@@ -388,68 +379,6 @@ def interface(environ: Mapping[str, str] | None = None) -> str:
         environ: where to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
-
-
-def gate(environ: Mapping[str, str] | None = None) -> str:
-    """The host that `PHALANX_GATE` names; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_GATE", "")
-
-
-def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """What `PHALANX_RELAY` says: "listen" or "connect", and a path; both empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-
-    Raises:
-        ValueError: it says something else.
-    """
-    text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
-    how, _, path = text.partition(":")
-    if text and (how not in ("listen", "connect") or not os.path.isabs(path)):
-        raise ValueError(
-            f"PHALANX_RELAY={text!r} in the environment: expected listen:PATH or connect:PATH, as "
-            "`phalanx run` sets it for its ranks; unset it"
-        )
-    return how, path
-
-
-def advertised(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """What `PHALANX_ADVERTISE_ADDR` says: a host, empty if it is unset, and a port, or 0.
-
-    Args:
-        environ: where to read; default `os.environ`.
-
-    Raises:
-        ValueError: it is neither HOST nor HOST:PORT.
-    """
-    text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
-    found = ADDRESS.fullmatch(text)
-    port = int(found["port"] or 0) if found else 0
-    if text and (not found or port > 65535 or found["port"] == "0"):
-        raise ValueError(
-            f"PHALANX_ADVERTISE_ADDR={text!r} in the environment: expected HOST or HOST:PORT, with "
-            "an IPv6 address in brackets"
-        )
-    return (found["six"] or found["host"], port) if text and found else ("", 0)
-
-
-def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-    """Where the job's key is: a descriptor, if one was inherited, and the path of a file.
-
-    Args:
-        environ: where to read; default `os.environ`.
-
-    Raises:
-        ValueError: `PHALANX_KEY_FD` is no descriptor.
-    """
-    environ = os.environ if environ is None else environ
-    descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
-    return descriptor, environ.get("PHALANX_KEY_FILE", "")
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import re
 import secrets
 import stat
 
-from phalanx import env
+from phalanx import env_hosts
 from phalanx.errors import UsageError
 
 __all__ = ["SIZE", "derived", "from_descriptor", "from_file", "inherited", "new_file", "sealed"]
@@ -123,7 +123,7 @@ def inherited() -> bytes | None:
         UsageError: A variable is malformed, or there is no key where it says.
     """
     try:
-        descriptor, path = env.key()
+        descriptor, path = env_hosts.key()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if descriptor is not None:

@@ -16,7 +16,7 @@ import traceback
 import torch.distributed as dist
 
 from phalanx import engines
-from phalanx.env import gate
+from phalanx.env_hosts import gate
 from phalanx.topology import address_towards
 from tests.hosts import test_engines as suite
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import socket
 from datetime import timedelta
 from functools import partial
@@ -136,8 +137,8 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
         if error.errno == errno.EADDRINUSE and not sure:
             return None  # another agent of this machine has it
         raise UsageError(
-            f"port {port} of {address} can't be had ({error.strerror}): give another one on all "
-            "hosts, with --master-port or --rdzv-endpoint"
+            f"{address}:{port} {_why(error)}: give another port on all hosts, with --master-port or "
+            "--rdzv-endpoint"
         ) from None
     if ipaddress.ip_address(address).is_loopback:
         tell(f"the hosts are to meet at {host}, which only this machine reaches: {address}")
@@ -221,6 +222,13 @@ def _endpoint(config: LaunchConfig) -> tuple[str, int]:
     return str(host), int(port)
 
 
+def _why(error: OSError) -> str:
+    """Why nobody can listen there."""
+    if error.errno == errno.EADDRINUSE:
+        return "is in use on this machine"
+    return f"can't be listened on ({os.strerror(error.errno or 0)})"
+
+
 def _parameters(config: LaunchConfig) -> RendezvousParameters:
     return RendezvousParameters(
         backend=config.rdzv_backend,
@@ -250,8 +258,8 @@ class _Stores:
             self._store = host_store(self._wanted)
         except OSError as error:
             raise UsageError(
-                f"port {self._wanted} of this machine can't be had ({error.strerror}): give "
-                "another one with --master-port, or, on one host, none: then a free one is found"
+                f"{HOST}:{self._wanted} {_why(error)}: give another port with --master-port, or, on "
+                "one host, none: then a free one is found"
             ) from None
         port: int = self._store.port
         return port

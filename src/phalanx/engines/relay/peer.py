@@ -108,7 +108,7 @@ class Peer:
         transfer = _RelayTransfer(data, self._line.call)
         size = len(data)
         with self._lock:
-            self._seek()
+            self._check()
             if size <= _SMALL and self._small + size <= _MOST_SMALL:
                 self._small += size
                 self._say(Kind.SMALL, tag, data=bytes(data))
@@ -126,6 +126,7 @@ class Peer:
             if (message := _first(self._arrived, tag)) is not None:
                 self._match(transfer, message)
             else:
+                self._check()
                 self._seek()
                 self._awaited.setdefault(tag, deque()).append(transfer)
         return transfer
@@ -172,10 +173,12 @@ class Peer:
         for transfer in lost:
             transfer.end(error)
 
-    def _seek(self) -> None:
-        """Have the relay say whether it is there, before something is meant for it."""
+    def _check(self) -> None:
         if self._gone is not None:
             raise EngineError(self._gone.peer, str(self._gone))
+
+    def _seek(self) -> None:
+        """Have the relay say whether it is there, and when it is gone."""
         if not self._sought:
             self._sought = True
             self._line.say(Word(Kind.SEEK, self._channel, self._rank))
@@ -184,9 +187,10 @@ class Peer:
         self, kind: Kind, tag: int = 0, number: int = 0, value: int = 0, data: bytes = b""
     ) -> None:
         word = Word(kind, self._channel, self._rank, tag, number, value)
+        self._seek()
         if self._there:
             self._line.say(word, data)
-        else:
+        elif self._gone is None:
             self._unsaid.append((word, data))
 
     def _came(self, tag: int, message: _Message) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from phalanx import env, key
+from phalanx import env_hosts, key
 from phalanx.engines.interface import EngineError
 from phalanx.engines.relay.line import Line
 from phalanx.engines.relay.server import Server
@@ -76,7 +76,7 @@ def find(store: Store, rank: int, address: str) -> Place:
     """
     secret = key.inherited()
     try:
-        env.relay(), env.advertised()
+        env_hosts.relay(), env_hosts.advertised()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if secret is None:
@@ -84,18 +84,18 @@ def find(store: Store, rank: int, address: str) -> Place:
             "the engine relay needs the job's key: start the job with `phalanx run`, on several "
             "hosts with --key-file, or set PHALANX_KEY_FILE; `phalanx key PATH` makes one"
         )
+    told = {} if rank == 0 else _hear(store)
     with _lock:
         mine = _mine()
-        told = _tell(mine, store, secret, address) if rank == 0 else _hear(store)
+        told = told or _tell(mine, store, secret, address)
         if "wrong" in told:
             raise EngineError(0, f"rank 0 can't start the relay: {told['wrong']}")
         where = _address(told)
-        line = mine.lines.get(where)
-        if line is None:
-            line = mine.lines[where] = Line(where, secret)
+        if where not in mine.lines:
+            mine.lines[where] = Line(where, secret)
+        line = mine.lines[where]
         mine.told = {name: told[name] for name in ("far", "near", "network")}
-    host = 0 if told["has"] else -1
-    return Place(bytes.fromhex(told["channel"]), line, host, mine.server)
+        return Place(bytes.fromhex(told["channel"]), line, 0 if told["has"] else -1, mine.server)
 
 
 def leave(place: Place, rank: int) -> None:
@@ -152,11 +152,11 @@ def _hear(store: Store) -> dict[str, str]:
 
 
 def _serve(secret: bytes, address: str) -> Server:
-    how, path = env.relay()
+    how, path = env_hosts.relay()
     if how == "listen":
         server = Server(secret, f"ipc://{path}")
     else:
-        _, port = env.advertised()
+        _, port = env_hosts.advertised()
         server = Server(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
     atexit.register(_part, server)
     return server
@@ -173,16 +173,16 @@ def _part(server: Server) -> None:
 
 def _places(server: Server, address: str) -> dict[str, str]:
     """Where it is for other hosts, for this one, and which this one is."""
-    if env.relay()[0] == "listen":
+    if env_hosts.relay()[0] == "listen":
         return {"far": _GATE, "near": server.where, "network": ""}
-    host, _ = env.advertised()
+    host, _ = env_hosts.advertised()
     port = server.where.rpartition(":")[2]
     far = f"tcp://{_bracketed(host or address)}:{port}"
     return {"far": far, "near": server.where, "network": _network()}
 
 
 def _address(told: dict[str, str]) -> str:
-    how, path = env.relay()
+    how, path = env_hosts.relay()
     if told["far"] == _GATE:
         if not how:
             raise EngineError(
