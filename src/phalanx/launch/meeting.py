@@ -137,8 +137,8 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
         if error.errno == errno.EADDRINUSE and not sure:
             return None  # another agent of this machine has it
         raise UsageError(
-            f"{address}:{port} {_why(error)}: give another port on all hosts, with --master-port or "
-            "--rdzv-endpoint"
+            f"{address}:{port} {_why(error)}: give another port on all hosts, with --master-port "
+            "or --rdzv-endpoint"
         ) from None
     if ipaddress.ip_address(address).is_loopback:
         tell(f"the hosts are to meet at {host}, which only this machine reaches: {address}")
@@ -258,8 +258,8 @@ class _Stores:
             self._store = host_store(self._wanted)
         except OSError as error:
             raise UsageError(
-                f"{HOST}:{self._wanted} {_why(error)}: give another port with --master-port, or, on "
-                "one host, none: then a free one is found"
+                f"{HOST}:{self._wanted} {_why(error)}: give another port with --master-port, or, "
+                "on one host, none: then a free one is found"
             ) from None
         port: int = self._store.port
         return port
