@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-__all__ = ["Network"]
+__all__ = ["Network", "run"]
 
 _LIMIT = 30
 _networks = itertools.count()
@@ -77,7 +77,7 @@ class Network:
 
     def cut(self, host: int) -> None:
         """Take a host's link down, at the switch: nobody is told."""
-        _run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
+        run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
     def shape(self, host: int, rate: str, burst: str = "128kb") -> None:
         """Give a host's link another rate, in both directions; larger packets than `burst` drop."""
@@ -86,30 +86,30 @@ class Network:
 
     def block(self, host: int, other: int) -> None:
         """Have a host drop what it sends to another one; who waits for it is told nothing."""
-        _run("ip", "-n", self.names[host], "route", "add", "blackhole", self.addresses[other])
+        run("ip", "-n", self.names[host], "route", "add", "blackhole", self.addresses[other])
 
     def _build(self) -> None:
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", self._switch, "link", "set", "bridge", "up")
+        run("ip", "netns", "add", self._switch)
+        run("ip", "-n", self._switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", self._switch, "link", "set", "bridge", "up")
         for number, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             port = f"port{number}"
-            _run("ip", "netns", "add", name)
-            _run(
+            run("ip", "netns", "add", name)
+            run(
                 *("ip", "-n", self._switch, "link", "add", port, "type", "veth"),
                 *("peer", "name", "eth0", "netns", name),
             )
-            _run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
-            _run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
-            _run("ip", "-n", name, "link", "set", "lo", "up")
-            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            run("ip", "-n", self._switch, "link", "set", port, "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            run("ip", "-n", name, "link", "set", "lo", "up")
+            run("ip", "-n", name, "link", "set", "eth0", "up")
             for where, device in ((name, "eth0"), (self._switch, port)):
                 if self._rate is not None:
                     self._shape(where, device, self._rate)
 
     def _shape(self, namespace: str, device: str, rate: str, burst: str = "128kb") -> None:
         # A burst is what may pass at once: one packet of the kernel's own size, or two.
-        _run(
+        run(
             *("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"),
             *("rate", rate, "burst", burst, "latency", "20ms"),
         )
@@ -118,10 +118,11 @@ class Network:
         for name in (*self.names, self._switch):
             if Path("/run/netns", name).exists():
                 with contextlib.suppress(subprocess.SubprocessError):
-                    _run("ip", "netns", "delete", name)
+                    run("ip", "netns", "delete", name)
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command to its end; an `OSError` with its words if it fails."""
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
     if ended.returncode != 0:
         raise OSError(f"{' '.join(command)}: {ended.stderr.strip()}")

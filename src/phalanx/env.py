@@ -1,9 +1,9 @@
 """Every environment variable that Phalanx reads or sets, and how it is read.
 
-`VARIABLES` is the documentation; the functions below are the only way in which Phalanx's Python
-code reads a variable that can be malformed. They raise `ValueError` with a message that names the
-variable, its value and what was expected; callers turn it into `phalanx.errors.UsageError`. This
-module imports nothing of the package, and not torch.
+`VARIABLES` is the documentation; the functions below, and those of `env_hosts`, are the only way in
+which Phalanx's Python code reads a variable that can be malformed. They raise `ValueError` with a
+message that names the variable, its value and what was expected; callers turn it into
+`phalanx.errors.UsageError`. This module imports nothing of the package, and not torch.
 """
 
 import os
@@ -106,6 +106,36 @@ VARIABLES = (
         "PHALANX_INTERFACE",
         "Where this rank listens for ranks of other hosts: the name of a network interface, or an "
         "address of one. Unset: the address from which this machine reaches the rendezvous.",
+    ),
+    Variable(
+        "PHALANX_ADVERTISE_ADDR",
+        "Where other hosts reach rank 0, if that isn't where it listens, as behind the NAT of a "
+        "cloud: HOST or HOST:PORT. With a port, rank 0 listens on that one. For the engine "
+        "`relay`; `gloo` can't use it. Not needed in jobs that `phalanx run` has started on their "
+        "hosts: there the relay is where the hosts meet, at `--master-addr`.",
+    ),
+    Variable(
+        "PHALANX_GATE",
+        "The host at whose gate the hosts of the job meet, while `MASTER_ADDR` leads there by the "
+        "loopback interface. Set by `phalanx run` for the ranks of a job on several hosts, which "
+        "listen where they face that host.",
+    ),
+    Variable(
+        "PHALANX_RELAY",
+        "Where this host has the engine `relay`: `listen:PATH` on the host of the gate, "
+        "`connect:PATH` on others, with the path of a socket. Set by `phalanx run` for the ranks "
+        "of a job on several hosts. Unset: rank 0 listens on an address of its own.",
+    ),
+    Variable(
+        "PHALANX_KEY_FD",
+        "An open descriptor of memory with the job's key. `phalanx run` makes it and sets this for "
+        "every rank; processes that a rank starts have it only if they inherit open files.",
+    ),
+    Variable(
+        "PHALANX_KEY_FILE",
+        "A file with the job's key, which belongs to you and which nobody else can read (mode "
+        "0600); `phalanx key PATH` makes one. Read by `phalanx run --nnodes` unless it is given "
+        "`--key-file` or `--key-fd`, and by ranks that other launchers have started.",
     ),
     Variable(
         "RANK",

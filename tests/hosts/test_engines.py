@@ -11,7 +11,7 @@ from random import Random
 import pytest
 import torch.distributed as dist
 
-from phalanx import engines
+from phalanx import engines, key
 from phalanx.engines import Engine, EngineError, Transfer
 from tests.conformance.cases import fresh_seed
 from tests.ranks import RankServer
@@ -22,6 +22,7 @@ LIMIT = 20.0
 def opened(name: str) -> tuple[Engine, int, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['FOLDER']}/engine", size)  # type: ignore[attr-defined]
+    os.environ["PHALANX_KEY_FD"] = str(key.sealed(bytes(key.SIZE)))
     return engines.open_engine(name, store, rank, size, "127.0.0.1"), rank, size
 
 
@@ -180,9 +181,12 @@ def test_an_engine(
 def dies(name: str) -> str:
     engine, rank, _ = opened(name)
     if rank == 1:
+        # A send that has ended needn't have left the process: an answer has.
         done(engine.send(memoryview(bytearray(b"x")), 0, 1))
+        done(engine.recv(memoryview(bytearray(1)), 0, 1))
         os.kill(os.getpid(), signal.SIGKILL)
     done(engine.recv(memoryview(bytearray(1)), 1, 1))
+    done(engine.send(memoryview(bytearray(b"y")), 1, 1))
     with pytest.raises(EngineError) as caught:
         engine.recv(memoryview(bytearray(8)), 1, 2).wait(LIMIT)
     assert caught.value.peer == 1

@@ -18,7 +18,7 @@ import typer
 
 __all__ = ["main"]
 
-_COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "bench")
+_COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "bench", "key")
 
 
 def _app() -> typer.Typer:

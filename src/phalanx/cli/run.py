@@ -114,6 +114,23 @@ def command(
             rich_help_panel=_HOSTS,
         ),
     ] = None,
+    key_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="The job's key, the same on all hosts: `phalanx key PATH` makes one. Without it "
+            "whoever reaches the rendezvous can join the job.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
+    key_fd: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="An open descriptor to read the job's key from, one line.",
+            rich_help_panel=_HOSTS,
+        ),
+    ] = None,
     max_restarts: Annotated[
         str | None,
         typer.Option(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "NAMES", "check_name", "open_engine"]
 
 DEFAULT = "gloo"
-NAMES = ("gloo", "nccl")
+NAMES = ("gloo", "relay", "nccl")
 """With "nccl", CUDA tensors must go to NCCL (`phalanx.backend.cuda`); others go as with "gloo"."""
 
 
@@ -34,6 +35,11 @@ def check_name(name: object, where: str = "") -> None:
         raise UsageError(
             f"{where}engine is 'nccl', but this torch ({torch.__version__}) has no NCCL: install a "
             "build of torch for CUDA, or choose 'gloo'"
+        )
+    if name == "relay" and importlib.util.find_spec("zmq") is None:
+        raise UsageError(
+            f"{where}engine is 'relay', but pyzmq isn't installed: pip install 'phalanx[relay]', "
+            "or choose 'gloo'"
         )
 
 
@@ -52,6 +58,10 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> 
         EngineError: It can't be had here.
     """
     check_name(name)
+    if name == "relay":
+        from phalanx.engines.relay import RelayEngine
+
+        return RelayEngine(store, rank, size, address)
     from phalanx.engines.gloo import GlooEngine
 
     return GlooEngine(store, rank, size, address)

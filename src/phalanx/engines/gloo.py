@@ -24,7 +24,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ProcessGroupGloo
 
+from phalanx import env_hosts
 from phalanx.engines.interface import Engine, EngineError, Transfer
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -170,6 +172,7 @@ class GlooEngine(Engine):
     """One rank's end: see `open_engine` for the arguments."""
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
+        _check_advertised()
         options = _gloo._Options()
         options._timeout = _FOR_EVER
         options._threads = 1
@@ -283,6 +286,19 @@ class GlooEngine(Engine):
             transfer.begin(post())
         except RuntimeError as error:
             transfer.fail(EngineError(transfer.peer, _reason(error)))
+
+
+def _check_advertised() -> None:
+    """Gloo tells peers the address on which it listens, and by these decides who connects."""
+    try:
+        host, _ = env_hosts.advertised()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if host:
+        raise UsageError(
+            "PHALANX_ADVERTISE_ADDR is set, but gloo is for hosts that reach each other at their "
+            "own addresses: use the engine relay (PHALANX_ENGINE=relay), or unset it"
+        )
 
 
 def _reason(error: Exception) -> str:

@@ -24,18 +24,17 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
-from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+from torch.distributed.elastic.rendezvous import RendezvousError
 
-from phalanx.errors import LaunchError, UsageError
+from phalanx import key as keys
+from phalanx.errors import LaunchError
 from phalanx.launch import child
 from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
+from phalanx.launch.meeting import Meeting, meeting
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
 from phalanx.launch.relay import Exit, Relay
-from phalanx.launch.store import HOST, host_store
 from phalanx.observe.notes import Notes
 
 __all__ = ["Ended", "run"]
@@ -77,8 +76,9 @@ def run(argv: Sequence[str]) -> Ended:
     with Notes(job.config.nproc_per_node * hosts, hosts=hosts) as notes:
         os.environ.update(notes.environment())
         relay = Relay()
-        with _forwarding(relay):
-            code, failures = _supervise(job, relay, notes)
+        with _forwarding(relay), _readable(job.key) as key, _met(job) as met:
+            os.environ.update(met.environment)
+            code, failures = _supervise(job, met, relay, notes, key)
             relay.settle(_SETTLE_SECONDS)
         kept = notes.finish(code)
     if failures:
@@ -114,10 +114,25 @@ def _forwarding(relay: Relay) -> Iterator[None]:
         relay.close()
 
 
+@contextlib.contextmanager
+def _readable(key: bytes | None) -> Iterator[int]:
+    """A descriptor from which ranks read the job's key; -1 if there is none."""
+    descriptor = -1 if key is None else keys.sealed(key)
+    try:
+        yield descriptor
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _met(job: Job) -> contextlib.AbstractContextManager[Meeting]:
+    return meeting(job, lambda text: _say(f"phalanx run: {text}"))
+
+
 class _Agent(LocalElasticAgent):
     """PyTorch's agent for one host, which tells causes from consequences when ranks fail."""
 
-    def __init__(self, job: Job, relay: Relay, notes: Notes) -> None:
+    def __init__(self, job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> None:
         self.failures: list[Failure] = []
         self._relay = relay
         self._relay.on_exit = self._note_end
@@ -125,12 +140,12 @@ class _Agent(LocalElasticAgent):
         self._started: dict[int, tuple[int, int]] = {}
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
-        self._host_store: Any = None
+        self._meeting = met
         # None where torchrun has no such option (torch 2.11).
         limit = getattr(job.config, "shutdown_timeout", None)
         self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
         super().__init__(
-            _spec(job),
+            _spec(job, met, key),
             self._output,
             job.config.start_method,
             log_line_prefix_template=job.config.log_line_prefix_template,
@@ -141,11 +156,8 @@ class _Agent(LocalElasticAgent):
         self._relay.reset()
         self._stop_time = float("inf")
         group: Any = worker_group
-        if group.group_world_size == 1 and group.spec.master_port is None:
-            # A new one for each attempt: in the agent's own, ranks that are started again would
-            # find what the last attempt left, and try to connect to the dead.
-            self._host_store = host_store()
-            group.master_addr, group.master_port = HOST, self._host_store.port
+        if (place := self._meeting.place()) is not None:
+            group.master_addr, group.master_port = place
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
@@ -221,30 +233,17 @@ class _Agent(LocalElasticAgent):
         self._shutdown(**self._limit)
 
 
-def _spec(job: Job) -> WorkerSpec:
+def _spec(job: Job, met: Meeting, key: int) -> WorkerSpec:
     config = job.config
-    rendezvous = RendezvousParameters(
-        backend=config.rdzv_backend,
-        endpoint=config.rdzv_endpoint,
-        run_id=config.run_id,
-        min_nodes=config.min_nodes,
-        max_nodes=config.max_nodes,
-        local_addr=config.local_addr,
-        **config.rdzv_configs,
-    )
-    address, port = None, None
-    if config.rdzv_backend == "static":
-        address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=29500)
+    ours = (str(os.getpid()), str(job.hosts), str(key))
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-I", "-S", child.__file__, str(os.getpid()), str(job.hosts), *job.command),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
+        args=("-I", "-S", child.__file__, *ours, *job.command),
+        rdzv_handler=met.handler,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
-        master_addr=address,
-        master_port=port,
         local_addr=config.local_addr,
         event_log_handler=config.event_log_handler,
         numa_options=config.numa_options,
@@ -254,30 +253,23 @@ def _spec(job: Job) -> WorkerSpec:
     )
 
 
-def _supervise(job: Job, relay: Relay, notes: Notes) -> tuple[int, list[Failure]]:
+def _supervise(
+    job: Job, met: Meeting, relay: Relay, notes: Notes, key: int
+) -> tuple[int, list[Failure]]:
     """Run the job to its end; the exit code, and how ranks failed."""
     try:
-        agent = _Agent(job, relay, notes)
+        agent = _Agent(job, met, relay, notes, key)
         result = agent.run()
     except SignalException as caught:
         _say(f"phalanx run: stopped by {caught.sigval.name}")
         return 128 + caught.sigval, []
     except (RendezvousError, dist.DistError, RuntimeError) as error:
-        raise _explained(job, error) from error
+        endpoint = job.config.rdzv_endpoint
+        raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error
     agent.get_worker_group().spec.rdzv_handler.shutdown()
     if not agent.failures:  # a result that says failed without naming a rank: stuck in the kernel
         return int(result is not None and result.is_failed()), []
     return first_cause(agent.failures).exit_code, agent.failures
-
-
-def _explained(job: Job, error: Exception) -> Exception:
-    endpoint = job.config.rdzv_endpoint
-    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-        return UsageError(
-            f"the port of {endpoint} is in use on this machine: give another one with "
-            "--master-port, or, on one host, none: then a free one is found"
-        )
-    return LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}")
 
 
 def _report(failures: Sequence[Failure]) -> str:

@@ -1,8 +1,8 @@
 """Tie a process's life to its parent's, then become the program that was asked for.
 
-`phalanx run` starts each rank as `python -I -S child.py PARENT HOSTS PROGRAM ARG...`: the file is
-run by its path and imports only the standard library, so that it costs some milliseconds. What it
-sets survives exec, so the script runs as its own process, with nothing of ours in it.
+`phalanx run` starts each rank as `python -I -S child.py PARENT HOSTS KEY PROGRAM ARG...`: the file
+is run by its path and imports only the standard library, so that it costs some milliseconds. What
+it sets survives exec, so the script runs as its own process, with nothing of ours in it.
 """
 
 import ctypes
@@ -44,11 +44,29 @@ def take_place(hosts: int) -> None:
         os.environ["PHALANX_HOST_ID"] = f"simulated-{rank * hosts // ranks}"
 
 
+def take_key(parent: int, descriptor: int) -> None:
+    """Open the job's key, which the parent has in memory; the program inherits it.
+
+    Args:
+        parent: The parent's pid.
+        descriptor: The number under which the parent has it; -1 if there is none.
+
+    Raises:
+        OSError: It can't be opened.
+    """
+    os.environ.pop("PHALANX_KEY_FD", None)
+    if descriptor >= 0:
+        own = os.open(f"/proc/{parent}/fd/{descriptor}", os.O_RDONLY)
+        os.set_inheritable(own, True)
+        os.environ["PHALANX_KEY_FD"] = str(own)
+
+
 def main() -> None:
     """Guard this process, then replace it by the program on the command line."""
-    parent, hosts, *command = sys.argv[1:]
+    parent, hosts, key, *command = sys.argv[1:]
     die_with_parent(int(parent))
     take_place(int(hosts))
+    take_key(int(parent), int(key))
     try:
         os.execvp(command[0], command)
     except OSError as error:

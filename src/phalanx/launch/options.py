@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import os
+import secrets
 import shutil
 import sys
 import uuid
@@ -16,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.launcher.api import LaunchConfig
 
 from phalanx import env
+from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launch.cores import usable_cores
 
@@ -35,6 +37,8 @@ class Job:
     shown: set[int] | None
     hosts: int
     """How many this machine is to be taken for; 0: for itself."""
+    key: bytes | None
+    """The job's; None: hosts that were given none."""
 
 
 class _Parser(ArgumentParser):
@@ -53,6 +57,8 @@ def parse(argv: Sequence[str]) -> Job:
         parser.set_defaults(nproc_per_node="auto")
     parser.add_argument("--replace")
     parser.add_argument("--simulate-hosts")
+    parser.add_argument("--key-file")
+    parser.add_argument("--key-fd")
     args = parser.parse_args(list(argv))
     args.nproc_per_node = str(_nproc(args.nproc_per_node))
     _check_script(args)
@@ -70,10 +76,10 @@ def parse(argv: Sequence[str]) -> Job:
     given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
     if not given and getattr(args, "shutdown_timeout", STOP_TIMEOUT) is None:
         args.shutdown_timeout = STOP_TIMEOUT
-    return _job(args)
+    return _job(args, _key(args, nnodes))
 
 
-def _job(args: Namespace) -> Job:
+def _job(args: Namespace, key: bytes | None) -> Job:
     # torchrun always makes a log directory, in /tmp; here only if somebody asked for the files.
     wants_files = args.log_dir is not None or (args.redirects, args.tee) != ("0", "0")
     directory = args.log_dir
@@ -91,7 +97,7 @@ def _job(args: Namespace) -> Job:
             files = DefaultLogsSpecs(directory, redirects, tee, shown)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:  # what torchrun raises
         raise UsageError(str(error)) from error
-    return Job(config, [str(program), *arguments], files, shown, args.simulate_hosts)
+    return Job(config, [str(program), *arguments], files, shown, args.simulate_hosts, key)
 
 
 def _nproc(text: str) -> int:
@@ -120,6 +126,19 @@ def _nnodes(text: str) -> int:
     if not 1 <= least <= most:
         raise UsageError(f"--nnodes is {text!r}: expected 1 <= MIN <= MAX")
     return int(most)
+
+
+def _key(args: Namespace, nodes: int) -> bytes | None:
+    """The job's key: the one given, or on one host a new one."""
+    if args.key_fd is not None:
+        if args.key_file is not None:
+            raise UsageError("--key-file and --key-fd are both given: leave one out")
+        if not args.key_fd.isdecimal():
+            raise UsageError(f"--key-fd is {args.key_fd!r}: expected the number of an open file")
+        return keys.from_descriptor(int(args.key_fd))
+    if args.key_file is not None:
+        return keys.from_file(args.key_file)
+    return keys.inherited() if nodes > 1 else secrets.token_bytes(keys.SIZE)
 
 
 def _simulated(text: str | None, ranks: int, nodes: int) -> int:

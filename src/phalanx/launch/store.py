@@ -10,15 +10,18 @@ __all__ = ["HOST", "host_store"]
 HOST = "127.0.0.1"
 
 
-def host_store() -> Any:
-    """Host a `TCPStore` on the loopback interface, at a free port; it lives as long as the object.
+def host_store(port: int = 0) -> Any:
+    """Host a `TCPStore` on the loopback interface; it lives as long as the object.
 
-    The port is bound before its number is told to anyone, so nobody can take it in between.
+    A free port is bound before its number is told to anyone, so nobody can take it in between.
+
+    Args:
+        port: which one; 0 for a free one.
 
     Raises:
-        OSError: no port can be had.
+        OSError: the port can't be had.
     """
-    listener = socket.create_server((HOST, 0), backlog=512)
+    listener = socket.create_server((HOST, port), backlog=512)
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store takes it over
     return dist.TCPStore(  # type: ignore[attr-defined] # exported at run time

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from phalanx import env
+from phalanx import env, env_hosts
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    way = store.host if isinstance(store, TCPStore) else ""
+    way = env_hosts.gate() or (store.host if isinstance(store, TCPStore) else "")
     address = address_towards(way) or "127.0.0.1"
     if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
         raise UsageError(

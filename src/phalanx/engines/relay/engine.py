@@ -1,0 +1,78 @@
+"""A group's end of the relay."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from phalanx.engines.interface import Engine, EngineError, Transfer
+from phalanx.engines.relay import place
+from phalanx.engines.relay.peer import Peer
+from phalanx.engines.relay.words import Ending, Kind, Word
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+
+__all__ = ["RelayEngine"]
+
+_PARTING_SECONDS = 2.0
+_LOOK = 0.001
+_ABORTED = "this rank has closed its connections"
+_ENDINGS = {
+    Ending.DIED: "its connection to the relay is gone",
+    Ending.CLOSED: "it has closed its connection",
+    Ending.ABORTED: "it has closed its connections",
+}
+
+
+class RelayEngine(Engine):
+    """One rank's end: see `open_engine` for the arguments."""
+
+    def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
+        self._rank = rank
+        self._place = place.find(store, rank, address)
+        self._line, channel = self._place.line, self._place.channel
+        self._channel = channel
+        self._peers = [Peer(peer, channel, self._line) for peer in range(size)]
+        self._left = False
+        self._line.say(Word(Kind.ENTER, channel, rank))
+        self._line.add(channel, self)
+
+    def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
+        return self._peers[peer].send(data, tag)
+
+    def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
+        return self._peers[peer].recv(data, tag)
+
+    def abort(self) -> None:
+        self._leave(Ending.ABORTED)
+
+    def close(self) -> None:
+        end = time.monotonic() + _PARTING_SECONDS
+        while not all(peer.idle for peer in self._peers) and time.monotonic() < end:
+            time.sleep(_LOOK)
+        self._leave(Ending.CLOSED)
+        place.leave(self._place, self._rank)
+
+    def heard(self, word: Word, data: memoryview) -> None:
+        """Something was said in the group's channel; called in the line's thread."""
+        if not 0 <= word.peer < len(self._peers):
+            return
+        if word.kind is Kind.GONE:
+            reason = _ENDINGS[Ending(word.value)]
+            self._peers[word.peer].lose(EngineError(word.peer, reason))
+        else:
+            self._peers[word.peer].heard(word, data)
+
+    def cut(self, reason: str) -> None:
+        """The relay is gone, and with it all peers."""
+        for peer in self._peers:
+            peer.lose(EngineError(self._place.host, f"the relay: {reason}"))
+
+    def _leave(self, how: Ending) -> None:
+        if self._left:
+            return
+        self._left = True
+        self._line.say(Word(Kind.LEAVE, self._channel, self._rank, value=how))
+        for peer in self._peers:
+            peer.lose(EngineError(-1, _ABORTED))

@@ -1,0 +1,187 @@
+"""A process's connection to the relay, which all of its groups share."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Protocol
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from phalanx.engines.interface import EngineError
+from phalanx.engines.relay import keys
+from phalanx.engines.relay.sockets import Wake, harden
+from phalanx.engines.relay.words import Word
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Line", "Listener"]
+
+_CONNECT_SECONDS = 20.0
+_PARTING_MILLISECONDS = 2_000
+_AT_ONCE = 256
+_REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED | _ENDED
+
+
+class Listener(Protocol):
+    """One group's end, which hears what is said in its channel."""
+
+    def heard(self, word: Word, data: memoryview) -> None:
+        """A word has come, with data or none; called in the line's thread, in order."""
+
+    def cut(self, reason: str) -> None:
+        """Nothing will come any more."""
+
+
+class Line:
+    """A connection, and the threads that speak, listen and call back; use `open`.
+
+    Args:
+        where: The relay's ZeroMQ address.
+        key: The job's.
+
+    Raises:
+        EngineError: The relay can't be reached, or doesn't have the same key.
+    """
+
+    def __init__(self, where: str, key: bytes) -> None:
+        self._where = where
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        own = keys.of_client(key)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(key).public)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay has forgotten this process
+        harden(self._socket, where)
+        self._monitor = self._socket.get_monitor_socket(_EVENTS)
+        self._listeners: dict[bytes, Listener] = {}
+        self._words: deque[tuple[bytes, bytes]] = deque()
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake = Wake()
+        self._lock = threading.Lock()
+        self._connected = threading.Event()
+        self._reason = ""
+        self._closed = False
+        self._socket.connect(where)
+        self._threads = [
+            threading.Thread(target=work, name=f"phalanx-relay-{name}", daemon=True)
+            for name, work in (("line", self._run), ("calls", self._call))
+        ]
+        for thread in self._threads:
+            thread.start()
+        if not self._connected.wait(_CONNECT_SECONDS):
+            self._lose(f"it hasn't answered for {_CONNECT_SECONDS:g} s")
+        if self._reason:
+            self.close()
+            raise EngineError(-1, f"no connection to the relay at {where}: {self._reason}")
+
+    def add(self, channel: bytes, listener: Listener) -> None:
+        """Have a listener hear what is said in a channel; at once that the line is cut, if so."""
+        with self._lock:
+            self._listeners[channel] = listener
+            reason = self._reason
+        if reason:
+            listener.cut(reason)
+
+    def remove(self, channel: bytes) -> bool:
+        """Have nobody hear it any more; whether that was the last channel."""
+        with self._lock:
+            self._listeners.pop(channel, None)
+            return not self._listeners
+
+    def say(self, word: Word, data: bytes = b"") -> None:
+        """Have a word sent, behind all others; returns at once. Does nothing on a cut line."""
+        with self._lock:
+            if self._closed or self._reason:
+                return
+            self._words.append((word.pack(), data))
+            self._wake.up()
+
+    def call(self, call: Callable[[], None]) -> None:
+        """Have something called in a thread that may block; one call after another."""
+        self._calls.put(call)
+
+    def close(self) -> None:
+        """Send what was said, then end; blocks for two seconds at most."""
+        with self._lock:
+            self._closed = True
+            self._wake.up()
+        self._calls.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(2 * _PARTING_MILLISECONDS / 1000)
+        if not self._threads[0].is_alive():
+            self._wake.close()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._socket, self._monitor, self._wake):
+            poller.register(source, zmq.POLLIN)
+        while not self._closed:
+            ready = dict(poller.poll())
+            if self._wake.fileno() in ready:
+                self._wake.clear()
+            self._speak()
+            if self._socket in ready:
+                self._listen()
+            if self._monitor in ready:
+                self._look_at_connection()
+        self._speak()
+        self._socket.disable_monitor()
+        linger = 0 if self._reason else _PARTING_MILLISECONDS
+        self._context.destroy(linger)  # which waits until all is sent
+
+    def _speak(self) -> None:
+        while self._words:
+            frames = [frame for frame in self._words.popleft() if frame]
+            self._socket.send_multipart(frames)
+
+    def _listen(self) -> bool:
+        """Take what has come, some of it; whether there was anything."""
+        for number in range(_AT_ONCE):
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return number > 0
+            with contextlib.suppress(ValueError):  # the relay passes on words alone
+                word = Word.parse(frames[0].bytes)
+                listener = self._listeners.get(word.channel)
+                if listener is not None:
+                    listener.heard(word, frames[1].buffer if len(frames) > 1 else memoryview(b""))
+        return True
+
+    def _look_at_connection(self) -> None:
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected.set()
+            elif event & _REFUSED:
+                self._lose("it refuses this process: do both have the same key of the job?")
+            elif not self._reason:
+                while self._listen():
+                    pass
+                self._lose("the connection is gone")
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            self._reason = self._reason or reason
+            listeners = list(self._listeners.values())
+        self._connected.set()
+        for listener in listeners:
+            listener.cut(reason)
+
+    def _call(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call

@@ -1,0 +1,83 @@
+"""How the environment variables are read by which the hosts of a job meet; `env` documents them.
+
+As there, what is malformed raises a `ValueError` that callers turn into `UsageError`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING
+
+from phalanx.env import integer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["advertised", "gate", "key", "relay"]
+
+_ADDRESS = re.compile(
+    r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
+
+
+def gate(environ: Mapping[str, str] | None = None) -> str:
+    """The host that `PHALANX_GATE` names; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_GATE", "")
+
+
+def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """What `PHALANX_RELAY` says: "listen" or "connect", and a path; both empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: it says something else.
+    """
+    text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
+    how, _, path = text.partition(":")
+    if text and (how not in ("listen", "connect") or not os.path.isabs(path)):
+        raise ValueError(
+            f"PHALANX_RELAY={text!r} in the environment: expected listen:PATH or connect:PATH, as "
+            "`phalanx run` sets it for its ranks; unset it"
+        )
+    return how, path
+
+
+def advertised(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """What `PHALANX_ADVERTISE_ADDR` says: a host, empty if it is unset, and a port, or 0.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: it is neither HOST nor HOST:PORT.
+    """
+    text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
+    found = _ADDRESS.fullmatch(text)
+    port = int(found["port"] or 0) if found else 0
+    if text and (not found or port > 65535 or found["port"] == "0"):
+        raise ValueError(
+            f"PHALANX_ADVERTISE_ADDR={text!r} in the environment: expected HOST or HOST:PORT, with "
+            "an IPv6 address in brackets"
+        )
+    return (found["six"] or found["host"], port) if text and found else ("", 0)
+
+
+def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+    """Where the job's key is: a descriptor, if one was inherited, and the path of a file.
+
+    Args:
+        environ: where to read; default `os.environ`.
+
+    Raises:
+        ValueError: `PHALANX_KEY_FD` is no descriptor.
+    """
+    environ = os.environ if environ is None else environ
+    descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
+    return descriptor, environ.get("PHALANX_KEY_FILE", "")

@@ -1,0 +1,152 @@
+"""The job's key: what its processes know and strangers don't.
+
+32 random bytes, written as 64 hexadecimal digits and the end of a line. It guards the rendezvous
+between hosts and the engine `relay`. A process gets it as an open descriptor or as a file that only
+its user can read; never on a command line or as the value of an environment variable, which others
+on the machine can see.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+
+from phalanx import env_hosts
+from phalanx.errors import UsageError
+
+__all__ = ["SIZE", "derived", "from_descriptor", "from_file", "inherited", "new_file", "sealed"]
+
+SIZE = 32
+"""Bytes of a key."""
+
+_TEXT = re.compile(rb"[0-9a-fA-F]{64}\n?")
+_LENGTH = 2 * SIZE + 1
+_SEALS = (
+    fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # of a memfd
+)
+_EXPECTED = "expected 64 hexadecimal digits, as `phalanx key PATH` makes them"
+
+
+def derived(key: bytes, purpose: str) -> bytes:
+    """32 bytes that follow from a key and what they are for; they tell nothing of the key."""
+    return hmac.digest(key, purpose.encode(), hashlib.sha256)
+
+
+def new_file(path: str) -> None:
+    """Make a file with a new key, that its user alone can read.
+
+    Raises:
+        UsageError: There is a file already, or it can't be made.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise UsageError(
+            f"{path} exists already: give another name, or remove it if no job uses it"
+        ) from None
+    except OSError as error:
+        raise UsageError(f"{path} can't be made: {error.strerror}") from None
+    with open(descriptor, "wb") as file:
+        file.write(_written(secrets.token_bytes(SIZE)))
+
+
+def from_file(path: str, what: str = "--key-file") -> bytes:
+    """Read a key from a file that belongs to this user, whom alone it lets in.
+
+    Args:
+        path: The file.
+        what: Where its name was given, for the message.
+
+    Raises:
+        UsageError: It can't be read, others can read it, or it holds no key.
+    """
+    try:
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"{what} is {path}, which is no file: {_EXPECTED}")
+            text = file.read(_LENGTH + 1)
+    except OSError as error:
+        raise UsageError(
+            f"{what} is {path}, which can't be read: {error.strerror}; `phalanx key {path}` makes "
+            "a new one, to be copied to each host"
+        ) from None
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UsageError(
+            f"{what} is {path}, of user {status.st_uid} with mode {status.st_mode & 0o777:04o}: "
+            f"expected a file of user {os.geteuid()} alone; chmod 600 it, and if others could read "
+            "it, make a new one"
+        )
+    return _parsed(text, f"{what} is {path}")
+
+
+def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
+    """Read a key from a pipe or file that was inherited, up to the end of its line; may block.
+
+    Args:
+        descriptor: Its number; it stays open, and what follows the key stays unread.
+        what: Where the number was given, for the message.
+
+    Raises:
+        UsageError: It isn't open, or what it holds is no key.
+    """
+    text = b""
+    try:
+        while len(text) < _LENGTH and not text.endswith(b"\n"):
+            part = os.read(descriptor, _LENGTH - len(text))
+            if not part:
+                break
+            text += part
+    except OSError as error:
+        raise UsageError(f"{what} is {descriptor}, which can't be read: {error.strerror}") from None
+    return _parsed(text, f"{what} is {descriptor}")
+
+
+def sealed(key: bytes) -> int:
+    """A descriptor of memory with the key in it, which nobody can change: to be inherited."""
+    descriptor = os.memfd_create("phalanx-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.fchmod(descriptor, 0o400)
+    os.write(descriptor, _written(key))
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def inherited() -> bytes | None:
+    """The key of the job of this process, by what its environment says; None if it has none.
+
+    Raises:
+        UsageError: A variable is malformed, or there is no key where it says.
+    """
+    try:
+        descriptor, path = env_hosts.key()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if descriptor is not None:
+        what = "PHALANX_KEY_FD in the environment"
+        # A process that didn't inherit it may have something else under that number.
+        try:
+            known = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _SEALS
+        except OSError:
+            known = False
+        if not known:
+            raise UsageError(
+                f"{what} is {descriptor}, which isn't the key that the launcher gave its ranks: "
+                "was this process started by a rank, without its open files? Set PHALANX_KEY_FILE"
+            )
+        return _parsed(os.pread(descriptor, _LENGTH, 0), f"{what} is {descriptor}")
+    return from_file(path, "PHALANX_KEY_FILE in the environment") if path else None
+
+
+def _written(key: bytes) -> bytes:
+    return key.hex().encode() + b"\n"
+
+
+def _parsed(text: bytes, what: str) -> bytes:
+    if not _TEXT.fullmatch(text):
+        raise UsageError(f"{what}, where there is no key: {_EXPECTED}")
+    return bytes.fromhex(text.decode())

@@ -1,0 +1,300 @@
+"""Where the hosts and the ranks of a job meet.
+
+PyTorch's rendezvous decides which host gets which ranks; here is decided where its store is. On one
+host there is nobody to meet: the agent keeps its notes in its own memory, and the ranks' store is
+on the loopback interface. On several, the store is on the loopback interface of one of them, which
+has a gate (`gate`), and the others have a way to it (`way`), so that PyTorch finds a store at
+127.0.0.1 on every host. Rendezvous of other kinds, as etcd, are left to PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from functools import partial
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    parse_rendezvous_endpoint,
+)
+
+from phalanx import topology
+from phalanx.errors import UsageError
+from phalanx.launch.gate import Gate
+from phalanx.launch.store import HOST, host_store
+from phalanx.launch.way import Way
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from phalanx.launch.options import Job
+
+__all__ = ["Meeting", "meeting"]
+
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
+_READ_SECONDS = 60
+
+
+class Meeting:
+    """How the agent and the ranks of this host find the others.
+
+    Attributes:
+        handler: The agent's rendezvous.
+        environment: Variables for the ranks.
+    """
+
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        environment: dict[str, str],
+        port: Callable[[], int] | None = None,
+    ) -> None:
+        self.handler = handler
+        self.environment = environment
+        self._port = port
+
+    def place(self) -> tuple[str, int] | None:
+        """Where the ranks of the next attempt find their store; None where PyTorch says it."""
+        return None if self._port is None else (HOST, self._port())
+
+
+@contextlib.contextmanager
+def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
+    """Open what this host needs to meet the others; blocks until the one with the gate is there.
+
+    Args:
+        job: What is to be run.
+        tell: Is given a sentence for the user: who was turned away, who is waited for.
+
+    Raises:
+        UsageError: A port is in use, or an interface isn't there.
+        LaunchError: This host isn't let in, or nobody answers.
+    """
+    config = job.config
+    if config.rdzv_backend not in _DEFAULT_PORTS or "store_type" in config.rdzv_configs:
+        yield Meeting(get_rendezvous_handler(_parameters(config)), {})
+    elif config.max_nodes == 1:
+        stores = _Stores(_endpoint(config)[1])
+        yield Meeting(_Known(config, dist.HashStore()), {}, stores.next)  # type: ignore[attr-defined]
+    else:
+        if job.key is None:
+            tell(
+                "this job has no key: whoever reaches its rendezvous can join it. `phalanx key "
+                "PATH` makes one, to be given to all hosts by --key-file"
+            )
+        end = _gate(job, tell) or _way(job, tell)
+        try:
+            yield Meeting(_handler(config, end), end.environment, lambda: end.port)
+        finally:
+            end.close()
+
+
+class _End(NamedTuple):
+    """This host's end of what leads to the store of many hosts."""
+
+    store: Any
+    port: int
+    environment: dict[str, str]
+    close: Callable[[], None]
+
+
+def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
+    """The host's that has the store; None on another one."""
+    config = job.config
+    host, port = _endpoint(config)
+    here, sure = _has_gate(config, host)
+    if not here:
+        return None
+    address = topology.address_towards(host)
+    if not address:
+        raise UsageError(
+            f"there is no way from this machine to {host}, where the hosts are to meet"
+        )
+    own = _hello(config)
+    store = host_store()
+    try:
+        gate = Gate(address, port, job.key or b"", store.port, partial(_differs, own), tell)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and not sure:
+            return None  # another agent of this machine has it
+        raise UsageError(
+            f"{address}:{port} {_why(error)}: give another port on all hosts, with --master-port "
+            "or --rdzv-endpoint"
+        ) from None
+    if ipaddress.ip_address(address).is_loopback:
+        tell(f"the hosts are to meet at {host}, which only this machine reaches: {address}")
+    environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
+    return _End(store, store.port, environment, gate.close)
+
+
+def _way(job: Job, tell: Callable[[str], None]) -> _End:
+    """The other hosts'."""
+    config = job.config
+    host, port = _endpoint(config)
+    seconds = int(
+        config.rdzv_configs["timeout"]
+        if config.rdzv_backend == "static"
+        else config.rdzv_configs.get("read_timeout", _READ_SECONDS)
+    )
+    way = Way(host, port, job.key or b"", _hello(config), tell)
+    try:
+        way.enter(seconds)
+        limit = timedelta(seconds=seconds)
+        store = dist.TCPStore(HOST, way.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    except BaseException:
+        way.close()
+        raise
+    environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"connect:{way.relay}"}
+    return _End(store, way.port, environment, way.close)
+
+
+def _has_gate(config: LaunchConfig, host: str) -> tuple[bool, bool]:
+    """Whether this host has the gate, and whether that was said, not guessed."""
+    if config.rdzv_backend == "static":
+        return config.rdzv_configs.get("rank") == 0, True
+    said = _parameters(config).get_as_bool("is_host")
+    return (_matches_machine_hostname(host), False) if said is None else (said, True)
+
+
+def _handler(config: LaunchConfig, end: _End) -> RendezvousHandler:
+    if config.rdzv_backend == "static":
+        return _Known(config, end.store)
+    handler = create_handler(
+        end.store, C10dRendezvousBackend(end.store, config.run_id), _parameters(config)
+    )
+    # It would open another one for the ranks, to which every host can connect.
+    handler._create_tcp_store_server = lambda *_: end.store  # type: ignore[method-assign]
+    return handler
+
+
+def _hello(config: LaunchConfig) -> dict[str, Any]:
+    """What this host says of itself, and the gate's host compares."""
+    return {
+        "name": socket.gethostname(),
+        "number": config.rdzv_configs.get("rank", -1),
+        "Phalanx": metadata.version("phalanx"),
+        "torch": torch.__version__,
+        "nnodes": f"{config.min_nodes}:{config.max_nodes}",
+        "rdzv-id": config.run_id,
+    }
+
+
+def _differs(own: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """What is wrong with another host, in words that fit both; empty if nothing is."""
+    name, here = theirs.get("name"), own["name"]
+    for what in ("Phalanx", "torch"):
+        if theirs.get(what) != own[what]:
+            return (
+                f"{name} has {what} {theirs.get(what)}, {here} {own[what]}: install the same "
+                "version on all hosts"
+            )
+    for what in ("nnodes", "rdzv-id"):
+        if theirs.get(what) != own[what]:
+            return (
+                f"{name} was given --{what} {theirs.get(what)}, {here} {own[what]}: give all hosts "
+                "the same"
+            )
+    return ""
+
+
+def _endpoint(config: LaunchConfig) -> tuple[str, int]:
+    default = _DEFAULT_PORTS[config.rdzv_backend]
+    host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=default)
+    return str(host), int(port)
+
+
+def _why(error: OSError) -> str:
+    """Why nobody can listen there."""
+    if error.errno == errno.EADDRINUSE:
+        return "is in use on this machine"
+    return f"can't be listened on ({os.strerror(error.errno or 0)})"
+
+
+def _parameters(config: LaunchConfig) -> RendezvousParameters:
+    return RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+
+
+class _Stores:
+    """The stores of one host's ranks, one after another.
+
+    A new one for each attempt: in the last one's, ranks that are started again would find what the
+    dead have left, and try to connect to them.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._wanted = port
+        self._store: Any = None
+
+    def next(self) -> int:
+        self._store = None  # its port is free then
+        try:
+            self._store = host_store(self._wanted)
+        except OSError as error:
+            raise UsageError(
+                f"{HOST}:{self._wanted} {_why(error)}: give another port with --master-port, or, "
+                "on one host, none: then a free one is found"
+            ) from None
+        port: int = self._store.port
+        return port
+
+
+class _Known(RendezvousHandler):
+    """The rendezvous of hosts that know their numbers."""
+
+    def __init__(self, config: LaunchConfig, store: Any) -> None:
+        self._config = config
+        self._store = store
+
+    def get_backend(self) -> str:
+        return "static"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = dist.PrefixStore(self.get_run_id(), self._store)  # type: ignore[attr-defined]
+        rank = int(self._config.rdzv_configs.get("rank", 0)) if self._config.max_nodes > 1 else 0
+        return RendezvousInfo(store, rank, self._config.max_nodes, RendezvousStoreInfo(HOST, 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._config.run_id
+
+    def shutdown(self) -> bool:
+        return True

@@ -1,0 +1,131 @@
+"""The way from this host through the gate of another one.
+
+What connects to it on this host, the ranks to the store and to the relay, is led to the service of
+that name behind the gate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import time
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import LaunchError
+from phalanx.launch.connections import BUFFER, Connections, drop, keep_alive, splice
+from phalanx.launch.handshake import Refused, as_guest
+from phalanx.launch.store import HOST
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+__all__ = ["Way"]
+
+_HANDSHAKE_SECONDS = 10.0
+_AGAIN_SECONDS = 0.25
+_TELL_SECONDS = 5.0
+_SETTLE_SECONDS = 0.3
+
+
+class Way:
+    """Leads from this host through the gate of another one.
+
+    Args:
+        host: The gate's.
+        port: The gate's.
+        key: The job's; empty if it has none.
+        hello: What this host says of itself.
+        tell: Is given a sentence for the user, if the gate isn't there for long.
+    """
+
+    def __init__(
+        self, host: str, port: int, key: bytes, hello: dict[str, Any], tell: Callable[[str], None]
+    ) -> None:
+        self._host, self._port, self._key, self._hello = host, port, key, hello
+        self._tell = tell
+        self._joined: asyncio.StreamWriter | None = None
+        self.port = 0
+        """Where the store is, on this host's loopback interface."""
+        self._connections = Connections("phalanx-way", _SETTLE_SECONDS)
+        self.relay = self._connections.relay
+        """Where ranks of this host connect to the relay."""
+
+    def enter(self, seconds: float) -> None:
+        """Join the job, and lead others from now on; blocks until the gate is there.
+
+        Raises:
+            LaunchError: It didn't come in time, or doesn't let this host in.
+        """
+        self._connections.call(self._enter(seconds))
+
+    def close(self) -> None:
+        """Stop listening, and end all connections."""
+        if self._joined is not None:
+            self._connections.call(self._leave(self._joined))
+        self._connections.close()
+
+    async def _leave(self, joined: asyncio.StreamWriter) -> None:
+        drop(joined)
+
+    async def _enter(self, seconds: float) -> None:
+        end, tell = time.monotonic() + seconds, time.monotonic() + _TELL_SECONDS
+        while True:
+            try:
+                _, self._joined = await self._through("join")
+                break
+            except Refused as refused:
+                raise LaunchError(f"{self._place} doesn't let this host in: {refused}") from None
+            except (OSError, EOFError, asyncio.TimeoutError) as error:
+                reason = _reason(error)
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"{self._place} can't be reached for {seconds:g} s ({reason}): is `phalanx "
+                    "run` of host 0 running there, and does a firewall let this host in?"
+                )
+            if time.monotonic() > tell:
+                tell = float("inf")
+                self._tell(f"waiting for {self._place} ({reason})")
+            await asyncio.sleep(_AGAIN_SECONDS)
+        store = socket.create_server((HOST, 0), backlog=512)
+        self.port = store.getsockname()[1]
+        relay = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        relay.bind(self.relay)
+        for listener, service in ((store, "store"), (relay, "relay")):
+            await self._connections.serve(listener, self._leading(service))
+
+    @property
+    def _place(self) -> str:
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    def _leading(
+        self, service: str
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(Refused):  # the gate tells its user, and this end is closed
+                await splice((reader, writer), await self._through(service))
+
+        return lead
+
+    async def _through(self, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A connection to a service behind the gate."""
+        connecting = asyncio.open_connection(self._host, self._port, limit=BUFFER)
+        reader, writer = await asyncio.wait_for(connecting, _HANDSHAKE_SECONDS)
+        try:
+            keep_alive(writer)
+            hello = {**self._hello, "service": service}
+            greeting = as_guest(reader, writer, self._key, hello)
+            await asyncio.wait_for(greeting, _HANDSHAKE_SECONDS)
+        except BaseException:
+            drop(writer)
+            raise
+        return reader, writer
+
+
+def _reason(error: Exception) -> str:
+    """Why nobody can be reached, in the system's words; those of asyncio are for programmers."""
+    number = getattr(error, "errno", None) or 0
+    if number > 0:
+        return os.strerror(number)
+    return getattr(error, "strerror", None) or "it doesn't answer"

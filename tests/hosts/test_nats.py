@@ -1,0 +1,108 @@
+"""Two hosts behind two NATs, with the same private address; one port of one of them is open."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from phalanx import key
+from tests.nats import Nats
+
+PORT = 29540
+LIMIT = 110
+PHALANX = str(Path(sys.executable).with_name("phalanx"))
+MISSING = [what for what in ("ip", "nft", "unshare") if shutil.which(what) is None]
+CONNECT = """
+import socket, sys
+for port in sys.argv[2:]:
+    try:
+        socket.create_connection((sys.argv[1], int(port)), timeout=5).close()
+        print("reached")
+    except OSError as error:
+        print(error)
+"""
+LISTEN = """
+import socket, sys, time
+listeners = [socket.create_server(("0.0.0.0", int(port))) for port in sys.argv[1:]]
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(scope="module")
+def nats() -> Iterator[Nats]:
+    if MISSING or os.geteuid() != 0:
+        reason = f"needs root, iproute2, nftables, util-linux (missing: {MISSING})"
+        # CI has them: there they must not be left out.
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
+    with Nats(2, PORT) as made:
+        yield made
+
+
+def run_on_both(nats: Nats, folder: Path, *script: str) -> str:
+    """Run a script on both hosts, two ranks each, over the relay; what both have written."""
+    key.new_file(str(folder / "key"))
+    root = Path(__file__).parents[2]
+    outputs, processes = [folder / "host-0", folder / "host-1"], []
+    for host, output in enumerate(outputs):
+        options = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", "2"]
+        options += ["--master-addr", nats.addresses[0], "--master-port", str(PORT)]
+        command = [PHALANX, "run", *options, "--key-file", str(folder / "key"), *script]
+        jobs = str(folder / f"jobs-{host}")
+        environment = {"PHALANX_JOBS_DIR": jobs, "PHALANX_ENGINE": "relay", "PYTHONPATH": str(root)}
+        with output.open("w") as file:
+            processes.append(nats.start(host, command, environment, file))
+    try:
+        codes = [process.wait(LIMIT) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [None, None]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    text = "".join(output.read_text() for output in outputs)
+    assert codes == [0, 0], text
+    return text
+
+
+def reached(nats: Nats, *ports: int) -> list[bool]:
+    """Which ports of host 0 somebody on host 1 can connect to, while host 0 listens on all."""
+    numbers = [str(port) for port in ports]
+    listening = nats.start(0, [sys.executable, "-c", LISTEN, *numbers], output=subprocess.PIPE)
+    assert listening.stdout is not None
+    assert listening.stdout.readline() == "ready\n"
+    command = [sys.executable, "-c", CONNECT, nats.addresses[0], *numbers]
+    connecting = nats.start(1, command, output=subprocess.PIPE)
+    text = connecting.communicate(timeout=30)[0]
+    listening.kill()
+    listening.communicate()
+    return [line == "reached" for line in text.splitlines()]
+
+
+def test_the_conformance_suite(nats: Nats, tmp_path: Path) -> None:
+    assert reached(nats, PORT, PORT + 1) == [True, False]
+    suite = Path(__file__).with_name("engine_suite.py")
+    text = run_on_both(nats, tmp_path, str(suite), "relay")
+    # Seven cases for a rank of each host, one for all four.
+    assert text.count(" 2 is fine") == 2 * 7, text
+    assert text.count("all_pairs 4 is fine") == 4, text
+
+
+def test_the_example_trains(nats: Nats, repository: Path, tmp_path: Path) -> None:
+    """The losses are those of one host."""
+    script = str(repository / "examples" / "train_digits.py")
+    options = ["--no-dropout", "--epochs", "1"]
+    apart, together = tmp_path / "apart.json", tmp_path / "together.json"
+    text = run_on_both(nats, tmp_path, script, *options, "--losses", str(apart))
+    assert "4 ranks on phalanx" in text
+    command = [PHALANX, "run", "--nproc-per-node", "4", script, *options]
+    subprocess.run([*command, "--losses", str(together)], check=True, timeout=LIMIT)
+    losses = [json.loads(path.read_text())["losses"] for path in (apart, together)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -1,0 +1,335 @@
+"""What the relay does besides what every engine does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from random import Random
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+import zmq
+
+import phalanx
+from phalanx import engines, key
+from phalanx.engines import EngineError
+from phalanx.engines.relay import keys
+from phalanx.engines.relay.line import Line
+from phalanx.engines.relay.server import Server
+from phalanx.engines.relay.words import Kind, Word
+from tests.ranks import RankServer
+
+LIMIT = 20.0
+KEY = b"k" * key.SIZE
+CHANNEL = b"c" * 16
+
+
+class Heard:
+    """What was said in a channel."""
+
+    def __init__(self) -> None:
+        self.words: list[tuple[Kind, int, bytes]] = []
+        self.reason = ""
+        self._change = threading.Condition()
+
+    def heard(self, word: Word, data: memoryview) -> None:
+        with self._change:
+            self.words.append((word.kind, word.peer, bytes(data)))
+            self._change.notify()
+
+    def cut(self, reason: str) -> None:
+        with self._change:
+            self.reason = reason
+            self._change.notify()
+
+    def wait_for(self, count: int) -> list[tuple[Kind, int, bytes]]:
+        with self._change:
+            assert self._change.wait_for(lambda: len(self.words) >= count, LIMIT), self.words
+            return self.words
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server(KEY, "tcp://127.0.0.1:*")
+    yield made
+    made.close()
+
+
+def joined(server: Server, rank: int) -> tuple[Line, Heard]:
+    line, heard = Line(server.where, KEY), Heard()
+    line.say(Word(Kind.ENTER, CHANNEL, rank))
+    line.add(CHANNEL, heard)
+    return line, heard
+
+
+def talk(server: Server) -> None:
+    """Two ranks find each other and say something."""
+    (first, one), (second, two) = joined(server, 0), joined(server, 1)
+    first.say(Word(Kind.SEEK, CHANNEL, 1))
+    assert one.wait_for(1) == [(Kind.THERE, 1, b"")]
+    first.say(Word(Kind.SMALL, CHANNEL, 1), b"text")
+    assert two.wait_for(1) == [(Kind.SMALL, 0, b"text")]
+    second.close()
+    assert one.wait_for(2)[1:] == [(Kind.GONE, 1, b"")]
+    first.close()
+
+
+def test_another_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        for _ in range(2):
+            with pytest.raises(EngineError, match="do both have the same key of the job"):
+                Line(server.where, b"another" * 4 + b"key.")
+        talk(server)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "somebody without the job's key was refused" in said[0]
+
+
+def test_only_the_public_key_of_the_relay(server: Server) -> None:
+    """Its public key isn't enough: a client shows that it has its own."""
+    public, secret = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 0)
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(KEY).public)
+        stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+        stranger.connect(server.where)
+        assert monitor.poll(LIMIT * 1000)
+        stranger.disable_monitor()
+
+
+def test_strangers_change_nothing(server: Server) -> None:
+    host, _, port = server.where.removeprefix("tcp://").rpartition(":")
+    silent = [socket.create_connection((host, int(port)), LIMIT) for _ in range(20)]
+    garbage = [socket.create_connection((host, int(port)), LIMIT) for _ in range(3)]
+    for number, connection in enumerate(garbage):
+        connection.sendall(Random(number).randbytes(10_000))
+    talk(server)
+    for connection in (*silent, *garbage):
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"text"],
+        [bytes(42)],
+        [Word(Kind.SMALL, CHANNEL, 0).pack(), b"a", b"b"],
+        [Word(Kind.GONE, CHANNEL, 0).pack()],
+        [Word(Kind.LEAVE, CHANNEL, 0).pack()],
+        [Word(Kind.SMALL, CHANNEL, -7).pack(), b"data"],
+        [Word(Kind.ENTER, CHANNEL, 5).pack(), b"data"],
+    ],
+)
+def test_words_that_nobody_says(server: Server, frames: list[bytes]) -> None:
+    """From a process that has the key."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as other:
+        other.setsockopt(zmq.LINGER, 0)
+        pair = keys.of_client(KEY)
+        other.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(KEY).public)
+        other.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
+        other.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
+        other.connect(server.where)
+        for _ in range(3):
+            other.send_multipart(frames)
+        talk(server)
+
+
+def test_a_relay_that_ends(server: Server) -> None:
+    line, heard = joined(server, 0)
+    line.say(Word(Kind.SEEK, CHANNEL, 0))
+    heard.wait_for(1)
+    server.close()
+    with heard._change:
+        assert heard._change.wait_for(lambda: heard.reason, LIMIT)
+    assert heard.reason == "the connection is gone"
+    line.close()
+
+
+def opened(name: str = "relay") -> tuple[engines.Engine, int]:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
+    store = dist.FileStore(f"{os.environ['FOLDER']}/engine", size)  # type: ignore[attr-defined]
+    return engines.open_engine(name, store, rank, size, "127.0.0.1"), rank
+
+
+def text(number: int, size: int) -> bytearray:
+    return bytearray(Random(number).randbytes(size))
+
+
+def nobody_receives() -> int:
+    """Data stay with the sender until somebody asks for them; how much memory that took."""
+    engine, rank = opened()
+    count, size = 24, 4_000_000
+    if rank == 0:
+        sends = [engine.send(memoryview(text(n, size)), 1, n) for n in range(count)]
+        before = psutil.Process().memory_info().rss
+        last = engine.send(memoryview(text(count, 8)), 1, count)
+        assert all(send.wait(LIMIT) for send in (last, *sends))
+        grown = psutil.Process().memory_info().rss - before
+    else:
+        before = psutil.Process().memory_info().rss
+        # It was sent behind all others.
+        place = bytearray(8)
+        assert engine.recv(memoryview(place), 0, count).wait(LIMIT)
+        grown = psutil.Process().memory_info().rss - before
+        for number in reversed(range(count)):
+            place = bytearray(size)
+            assert engine.recv(memoryview(place), 0, number).wait(LIMIT)
+            assert place == text(number, size)
+    engine.close()
+    return grown
+
+
+def test_a_receiver_that_takes_its_time(ranks: RankServer) -> None:
+    sender, receiver = ranks.run(2, nobody_receives, timeout=None)
+    assert receiver < 10_000_000
+    assert sender < 40_000_000  # the relay is in this process
+
+
+def many_small() -> None:
+    """More than may wait at a receiver: the rest waits at the sender, and the order is kept."""
+    engine, rank = opened()
+    count, size = 300, 20_000
+    if rank == 0:
+        sends = [engine.send(memoryview(text(n, size)), 1, 1) for n in range(count)]
+        assert not sends[-1].wait(0)
+        assert engine.send(memoryview(bytearray(b"x")), 1, 2).wait(LIMIT)
+        assert all(send.wait(LIMIT) for send in sends)
+    else:
+        assert engine.recv(memoryview(bytearray(1)), 0, 2).wait(LIMIT)
+        for number in range(count):
+            place = bytearray(size)
+            assert engine.recv(memoryview(place), 0, 1).wait(LIMIT)
+            assert place == text(number, size)
+    engine.close()
+
+
+def test_many_small_ones(ranks: RankServer) -> None:
+    ranks.run(2, many_small, timeout=None)
+
+
+def other_sizes() -> list[str]:
+    engine, rank = opened()
+    errors = []
+    for tag, (sent, expected) in enumerate([(10, 11), (1_000_000, 999_999)]):
+        data = memoryview(bytearray(sent if rank == 0 else expected))
+        transfer = engine.send(data, 1, tag) if rank == 0 else engine.recv(data, 0, tag)
+        try:
+            assert transfer.wait(LIMIT)
+        except EngineError as error:
+            errors.append(str(error))
+    engine.close()
+    return errors
+
+
+def test_a_receive_of_another_size(ranks: RankServer) -> None:
+    sender, receiver = ranks.run(2, other_sizes, timeout=None)
+    assert sender == ["it expects another size than was sent"]
+    assert receiver == [
+        "it has sent 10 bytes, where 11 are expected",
+        "it has sent 1000000 bytes, where 999999 are expected",
+    ]
+
+
+def vanishes() -> float:
+    engine, rank = opened()
+    if rank == 0:
+        assert engine.recv(memoryview(bytearray(1)), 1, 1).wait(LIMIT)
+    assert engine.send(memoryview(bytearray(b"x")), 1 - rank, 1).wait(LIMIT)
+    if rank == 1:
+        assert engine.recv(memoryview(bytearray(1)), 0, 1).wait(LIMIT)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="its connection to the relay is gone") as caught:
+        engine.recv(memoryview(bytearray(8)), 1, 2).wait(60)
+    assert caught.value.peer == 1
+    return time.monotonic() - start
+
+
+def test_a_peer_that_vanishes_without_a_word(ranks: RankServer) -> None:
+    """Its connection stays open, but nothing comes: as with a link that was cut."""
+    run = ranks.start(2, vanishes, timeout=None)
+    assert run.wait(40) == [1]
+    first, _ = run.collect([1])
+    assert 1 < first.value < 25
+
+
+def several_groups() -> int:
+    """All groups share one connection to one port, whoever is in them; how many listen here."""
+    rank = int(os.environ["RANK"])
+    os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
+    url = f"file://{os.environ['FOLDER']}/store"
+    options = phalanx.Options("relay")
+    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=4, pg_options=options)
+    groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3], [1, 2, 3])]
+    for group in (None, *groups):
+        if group is None or dist.get_rank(group) >= 0:
+            tensor = torch.ones(100_000)
+            dist.all_reduce(tensor, group=group)
+            assert (tensor == dist.get_world_size(group)).all()
+    process = psutil.Process()
+    listening = sum(each.status == "LISTEN" for each in process.net_connections())
+    threads = [thread.name for thread in threading.enumerate()]
+    assert threads.count("phalanx-relay-line") == 1
+    dist.barrier()
+    dist.destroy_process_group()
+    assert [t.name for t in threading.enumerate() if t.name.startswith("phalanx-relay-")] == []
+    return listening
+
+
+def test_one_port_for_all_groups(ranks: RankServer) -> None:
+    assert ranks.run(4, several_groups, timeout=None, hosts="aabb") == [1, 0, 0, 0]
+
+
+def advertised(port: int) -> list[int]:
+    os.environ["PHALANX_ADVERTISE_ADDR"] = f"localhost:{port}"
+    engine, rank = opened()
+    transfer = (engine.recv if rank else engine.send)(memoryview(bytearray(8)), 1 - rank, 1)
+    assert transfer.wait(LIMIT)
+    found = [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
+    engine.close()
+    return found
+
+
+def test_an_address_that_was_given(ranks: RankServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert ranks.run(2, advertised, port, timeout=None) == [[port], []]
+
+
+def refused(name: str, variables: dict[str, str], words: str) -> None:
+    os.environ.update(variables)
+    if "PHALANX_KEY_FILE" in variables:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        with pytest.raises(phalanx.UsageError, match=words):
+            engines.open_engine(name, store, 0, 1, "127.0.0.1")
+        return
+    with pytest.raises(phalanx.UsageError, match=words):
+        opened(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "variables", "words"),
+    [
+        ("relay", {"PHALANX_KEY_FILE": ""}, "needs the job's key: .* --key-file"),
+        ("relay", {"PHALANX_ADVERTISE_ADDR": "a:b"}, "expected HOST or HOST:PORT"),
+        ("relay", {"PHALANX_ADVERTISE_ADDR": "a:99999"}, "expected HOST or HOST:PORT"),
+        ("relay", {"PHALANX_RELAY": "/tmp/relay"}, "expected listen:PATH or connect:PATH"),
+        ("gloo", {"PHALANX_ADVERTISE_ADDR": "a:1"}, "use the engine relay"),
+        ("gloo", {"PHALANX_ADVERTISE_ADDR": "::1"}, "an IPv6 address in brackets"),
+    ],
+)
+def test_what_is_refused(
+    ranks: RankServer, name: str, variables: dict[str, str], words: str
+) -> None:
+    ranks.run(1, refused, name, variables, words, timeout=None)
