@@ -2,9 +2,12 @@
 # ruff: noqa: ARG001 - the options are handed on to torchrun's parser, from the context
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Line ends are kept as they are, so a paragraph is one line.
 _HELP = "\n\n".join(
@@ -25,8 +28,10 @@ _HELP = "\n\n".join(
         "  a module\n"
         "[bold]phalanx run --replace gloo script.py[/]\n"
         '  a script that says init_process_group("gloo"), on Phalanx\n'
+        "[bold]phalanx run --hosts node-a:2,node-b:2 train.py[/]\n"
+        "  two ranks on each of two hosts, started from here over ssh\n"
         "[bold]phalanx run --nnodes 2 --node-rank 0 --master-addr node-a train.py[/]\n"
-        "  two hosts; --node-rank 1 on the other",
+        "  two hosts, each from a shell of its own; --node-rank 1 on the other",
     )
 )
 
@@ -43,6 +48,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 _HOSTS = "Several hosts"
+_SSH = "Several hosts from one shell, over ssh"
 _FAILURE = "When a rank fails"
 _OUTPUT = "Output"
 
@@ -131,6 +137,41 @@ def command(
             rich_help_panel=_HOSTS,
         ),
     ] = None,
+    hosts: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST[:N],...|@FILE",
+            help="Start N ranks on each of these hosts, in the directory of the same name as this "
+            "one, and show what they write here. ssh must get there without a password. The first "
+            "must be reachable for the others; by which address: --master-addr.",
+            rich_help_panel=_SSH,
+        ),
+    ] = None,
+    export: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=VALUE]",
+            help="Give this environment variable to the ranks, beside those whose names begin with "
+            "PHALANX_. May be repeated.",
+            rich_help_panel=_SSH,
+        ),
+    ] = None,
+    remote_python: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="Python on the hosts; the path of this one if not given.",
+            rich_help_panel=_SSH,
+        ),
+    ] = None,
+    ssh: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="In place of `ssh`, as in --ssh 'ssh -p 2222 -i key'.",
+            rich_help_panel=_SSH,
+        ),
+    ] = None,
     max_restarts: Annotated[
         str | None,
         typer.Option(
@@ -173,40 +214,81 @@ def command(
     ] = None,
 ) -> None:
     """Run a Python script on several ranks; the arguments are read from `context`."""
+    from phalanx.errors import UsageError
+
     options = []
     for name, value in context.params.items():
-        if value not in (None, False):
-            options += [f"--{name.replace('_', '-')}", *([] if value is True else [value])]
-
-    from phalanx.errors import UsageError
-    from phalanx.launch.agent import run
-
+        if hosts is not None and name in ("hosts", "export", "ssh", "remote_python"):
+            continue
+        for one in value if isinstance(value, list) else [value]:
+            if one not in (None, False):
+                options += [f"--{name.replace('_', '-')}", *([] if one is True else [one])]
     if not context.args:
         raise UsageError("no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`")
+    if hosts is not None:
+        _run_on_hosts(context, hosts, options)
+
+    from phalanx.launch.agent import run
+
     ended = run([*options, *context.args])
+    if ended.report:
+        sys.stderr.write(f"phalanx run: {ended.report}\n")
     if ended.job:
         _explain(ended.job)
     raise typer.Exit(ended.code)
 
 
-def _explain(job: str) -> None:
-    """Say on stderr why a job failed, as `phalanx explain` does, and how to see that again."""
-    from rich.console import Console
+def _run_on_hosts(context: typer.Context, hosts: str, options: list[str]) -> NoReturn:
+    from phalanx.launch.ssh.job import run_on_hosts
+    from phalanx.launch.ssh.plan import make_plan
 
+    given = context.params
+    plan = make_plan(
+        hosts,
+        given,
+        options,
+        context.args,
+        export=given["export"] or (),
+        ssh=given["ssh"],
+        python=given["remote_python"],
+    )
+    outcome = run_on_hosts(plan)
+    if outcome.report:
+        sys.stderr.write(f"phalanx run: {outcome.report}\n{outcome.explanation}")
+    raise typer.Exit(outcome.code)
+
+
+def explanation(job: str, encoding: str, host: str = "", console: "Console | None" = None) -> str:
+    """Why a job failed, as `phalanx explain` says it, and how to see that again.
+
+    Args:
+        job: its name.
+        encoding: what the text must fit into.
+        host: where it can be seen again, if that isn't here.
+        console: where it will be shown in colours, if it will.
+    """
     from phalanx.errors import UsageError
     from phalanx.observe.escape import escape
     from phalanx.observe.explain import as_text, explain
     from phalanx.observe.reading import read
 
-    sys.stderr.write("\n")
     try:
         read_job = read(job)
-        if sys.stderr.isatty():
-            Console(stderr=True, highlight=False).print(explain(read_job))
+        if console is None:
+            text = as_text(read_job, encoding)
         else:
-            sys.stderr.write(as_text(read_job, sys.stderr.encoding or "utf-8"))
+            with console.capture() as captured:
+                console.print(explain(read_job))
+            text = captured.get()
     except Exception as error:  # noqa: BLE001 - the job's own exit code matters more
         kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "
-        sys.stderr.write(f"phalanx run: can't explain it: {kind}{escape(str(error), 300)}\n")
-        return
-    sys.stderr.write(f"To see this again: phalanx explain {job}\n")
+        return f"\nphalanx run: can't explain it: {kind}{escape(str(error), 300)}\n"
+    where = f", on {host}" if host else ""
+    return f"\n{text}To see this again{where}: phalanx explain {job}\n"
+
+
+def _explain(job: str) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
+    sys.stderr.write(explanation(job, sys.stderr.encoding or "utf-8", console=console))

@@ -30,7 +30,7 @@ from phalanx import key as keys
 from phalanx.errors import LaunchError
 from phalanx.launch import child
 from phalanx.launch.defaults import rank_defaults
-from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
+from phalanx.launch.failure import GRACE, STOPPED, Failure, excerpt, first_cause
 from phalanx.launch.meeting import Meeting, meeting
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
@@ -45,14 +45,18 @@ _SETTLE_SECONDS = 1.0
 
 
 class Ended(NamedTuple):
-    """How a job ended.
+    """How a job ended, as far as this host is concerned.
 
     `code` is 0, that of the rank that failed first, or 128 + N if that rank or this process was
     ended by signal N. `job` is the name of a job of which the black boxes say more, else empty.
+    `report` says who failed and why, for people; empty if nobody did. `distance` says how far that
+    is from the cause, as `Failure.distance` does: other hosts may know more.
     """
 
     code: int
     job: str
+    report: str = ""
+    distance: int = 0
 
 
 def run(argv: Sequence[str]) -> Ended:
@@ -78,12 +82,10 @@ def run(argv: Sequence[str]) -> Ended:
         relay = Relay()
         with _forwarding(relay), _readable(job.key) as key, _met(job) as met:
             os.environ.update(met.environment)
-            code, failures = _supervise(job, met, relay, notes, key)
+            ended = _supervise(job, met, relay, notes, key)
             relay.settle(_SETTLE_SECONDS)
-        kept = notes.finish(code)
-    if failures:
-        _say(_report(failures))
-    return Ended(code, notes.name if kept else "")
+        kept = notes.finish(ended.code)
+    return ended._replace(job=notes.name if kept else "")
 
 
 def _quieten() -> None:
@@ -194,7 +196,7 @@ class _Agent(LocalElasticAgent):
             self._stop_time = min(self._stop_time, before)
             self.failures = self._all_failures(worker_group, result)
             if self._remaining_restarts and self.failures:
-                _say(f"{_report(self.failures)}\n  starting all ranks again")
+                _say(f"phalanx run: {_report(self.failures)}\n  starting all ranks again")
                 self.failures = []
         return result
 
@@ -253,29 +255,27 @@ def _spec(job: Job, met: Meeting, key: int) -> WorkerSpec:
     )
 
 
-def _supervise(
-    job: Job, met: Meeting, relay: Relay, notes: Notes, key: int
-) -> tuple[int, list[Failure]]:
-    """Run the job to its end; the exit code, and how ranks failed."""
+def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> Ended:
+    """Run the job to its end."""
     try:
         agent = _Agent(job, met, relay, notes, key)
         result = agent.run()
     except SignalException as caught:
-        _say(f"phalanx run: stopped by {caught.sigval.name}")
-        return 128 + caught.sigval, []
+        return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
     except (RendezvousError, dist.DistError, RuntimeError) as error:
         endpoint = job.config.rdzv_endpoint
         raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error
     agent.get_worker_group().spec.rdzv_handler.shutdown()
     if not agent.failures:  # a result that says failed without naming a rank: stuck in the kernel
-        return int(result is not None and result.is_failed()), []
-    return first_cause(agent.failures).exit_code, agent.failures
+        return Ended(int(result is not None and result.is_failed()), "")
+    cause = first_cause(agent.failures)
+    return Ended(cause.exit_code, "", _report(agent.failures), cause.distance)
 
 
 def _report(failures: Sequence[Failure]) -> str:
     cause = first_cause(failures)
     others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
-    lines = [f"phalanx run: {cause.headline}"]
+    lines = [cause.headline]
     if cause.text:
         lines[0] += "; the end of its stderr:"
         lines += [f"    | {line}" for line in cause.text.splitlines()]

@@ -9,10 +9,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["GRACE", "Failure", "excerpt", "first_cause", "signal_name"]
+__all__ = ["GRACE", "STOPPED", "Failure", "excerpt", "first_cause", "signal_name"]
 
 GRACE = 3.0
 """Seconds for which ranks may go on after a consequence was seen, so that its cause can show."""
+
+STOPPED = 3
+"""The distance of an end that the launcher itself brought about."""
 
 _LOST = re.compile(
     r"^(phalanx\.errors\.|RuntimeError: [^:\n]*: )"
@@ -49,7 +52,7 @@ class Failure:
     def distance(self) -> int:
         """How far from the cause: 0 for a real error, more for what it brought about."""
         if self.stopped:
-            return 3
+            return STOPPED
         if self.code < 0 and self.code != -signal.SIGABRT:
             return 0
         if _LOST.search(self.text):

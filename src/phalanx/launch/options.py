@@ -20,6 +20,7 @@ from phalanx import env
 from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launch.cores import usable_cores
+from phalanx.launch.ssh.plan import OPTIONS as HOST_OPTIONS
 
 __all__ = ["Job", "parse"]
 
@@ -59,7 +60,10 @@ def parse(argv: Sequence[str]) -> Job:
     parser.add_argument("--simulate-hosts")
     parser.add_argument("--key-file")
     parser.add_argument("--key-fd")
+    for name in HOST_OPTIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}")
     args = parser.parse_args(list(argv))
+    _check_host_options(args)
     args.nproc_per_node = str(_nproc(args.nproc_per_node))
     _check_script(args)
     _check_port(args)
@@ -169,6 +173,17 @@ def _replace_backends(text: str | None) -> None:
         )
     if text is not None:
         os.environ["PHALANX_REPLACE"] = ",".join(names)
+
+
+def _check_host_options(args: Namespace) -> None:
+    """Refuse what is for `--hosts`, which the command line takes out before it comes here."""
+    if args.hosts is not None:
+        raise UsageError("--hosts comes too late: give it first, before torchrun's other options")
+    for name in HOST_OPTIONS:
+        if getattr(args, name) is not None:
+            raise UsageError(
+                f"--{name.replace('_', '-')} says how to start hosts: give --hosts too"
+            )
 
 
 def _unplaced(args: Namespace) -> bool:

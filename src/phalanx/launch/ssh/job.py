@@ -1,0 +1,269 @@
+"""A job over many hosts, from one shell: start, gather, stop, and tell whose failure was first."""
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import phalanx
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launch.failure import GRACE, STOPPED
+from phalanx.launch.relay import Sink
+from phalanx.launch.ssh.connection import Connection, address_of
+from phalanx.launch.ssh.places import HostPlace
+from phalanx.launch.ssh.plan import Plan
+from phalanx.launch.ssh.wire import BEAT
+
+__all__ = ["Outcome", "run_on_hosts"]
+
+_TICK = 0.1
+_START_LIMIT = 60.0
+"""Seconds that a host may take from ssh's start to its first word."""
+_STOP_MARGIN = 15.0
+"""Seconds beyond the ranks' own time to end, after which a host is let go."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How it ended: the exit code, and, for people, why and what its host can explain."""
+
+    code: int
+    report: str = ""
+    explanation: str = ""
+
+
+def run_on_hosts(plan: Plan) -> Outcome:
+    """Run a script on many hosts over ssh; blocks until all have ended.
+
+    Must be called in the main thread: it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT by stopping
+    the ranks on all hosts, and a second one by leaving the hosts to do that by themselves.
+
+    Raises:
+        UsageError: hosts that can't form a job, or no ssh here.
+        LaunchError: a host that can't be reached, asks for a password, lacks Phalanx, or has
+            another version of it or of torch.
+    """
+    where = plan.master_addr or _first_address(plan)
+    job = _Job(plan)
+    try:
+        with _signals(job):
+            job.greet()
+            job.start(where)
+            return job.gather()
+    finally:
+        job.close()
+
+
+def _first_address(plan: Plan) -> str:
+    if len(plan.places) == 1:
+        return ""
+    address = address_of(plan.places[0], plan.ssh)
+    if address == "localhost" or address.startswith("127.") or address == "::1":
+        raise UsageError(
+            f"--hosts begins with {plan.places[0].name}, where the ranks of all hosts meet, and "
+            f"{address} is another machine for each of them: give the address that they reach, "
+            "there or with --master-addr"
+        )
+    return address
+
+
+@contextlib.contextmanager
+def _signals(job: "_Job") -> Iterator[None]:
+    before = {number: signal.signal(number, job.note_signal) for number in _SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Job:
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._sinks = {"stdout": Sink("stdout"), "stderr": Sink("stderr")}
+        self._selector = selectors.DefaultSelector()
+        self._hosts: list[Connection] = []
+        self._signals: list[int] = []
+        self._beat = 0.0
+        self._deadline = float("inf")
+        self._lost: dict[Connection, LaunchError] = {}
+        try:
+            for place in plan.places:
+                self._connect(place)
+        except BaseException:
+            self.close()
+            raise
+
+    def _connect(self, place: HostPlace) -> None:
+        host = Connection(place, self._plan.ssh, self._plan.python)
+        self._hosts.append(host)
+        for descriptor in host.descriptors:
+            self._selector.register(descriptor, selectors.EVENT_READ, host)
+
+    def note_signal(self, number: int, _: FrameType | None) -> None:
+        """Remember a signal, to act on it between two reads."""
+        self._signals.append(number)
+
+    def greet(self) -> None:
+        """Wait until all hosts have said what they are, and see that they fit together.
+
+        Raises:
+            LaunchError: one doesn't answer in time, or differs.
+        """
+        deadline = time.monotonic() + _START_LIMIT
+        while late := [host for host in self._hosts if host.hello is None]:
+            self._step(show=False)
+            for error in self._lost.values():
+                raise error
+            if self._signals:
+                raise KeyboardInterrupt
+            if time.monotonic() > deadline:
+                raise LaunchError(
+                    f"{late[0].place.name} didn't answer within {_START_LIMIT:g} s of starting "
+                    f"ssh: see how long `ssh {late[0].place.target} true` takes"
+                )
+        first = self._hosts[0]
+        for host in self._hosts:
+            _compare(host, first)
+
+    def start(self, where: str) -> None:
+        """Have every host start its ranks."""
+        first: Any = self._hosts[0].hello
+        token = secrets.token_hex(8)
+        for number, host in enumerate(self._hosts):
+            options = list(self._plan.options)
+            if host.place.ranks is not None:
+                options += ["--nproc-per-node", str(host.place.ranks)]
+            if where:
+                port = self._plan.master_port or str(first["port"])
+                options += ["--nnodes", str(len(self._hosts)), "--node-rank", str(number)]
+                options += ["--master-addr", where, "--master-port", port, "--rdzv-id", token]
+            host.send(
+                "start",
+                arguments=[*options, *self._plan.command],
+                directory=os.getcwd(),
+                environment=dict(self._plan.environment),
+                name=host.place.name,
+                patience=self._plan.stop_limit + _STOP_MARGIN,
+            )
+
+    def gather(self) -> Outcome:
+        """Show what the hosts write until all have ended."""
+        while running := [host for host in self._hosts if not host.ended]:
+            self._step(show=True)
+            if len(self._signals) > 1 or time.monotonic() > self._deadline:
+                break
+            if self._signals or self._is_time_to_stop():
+                self._stop(running)
+        return self._outcome()
+
+    def close(self) -> None:
+        """Let go of all hosts: those that still run something end it now."""
+        for host in self._hosts:
+            host.close(1.0 if host.ended else 0.0)
+        self._selector.close()
+
+    def _step(self, *, show: bool) -> None:
+        if time.monotonic() > self._beat:
+            self._beat = time.monotonic() + BEAT
+            for host in self._hosts:
+                host.send()
+        for key, _ in self._selector.select(_TICK):
+            messages = key.data.read(key.fd)
+            if messages is None:
+                self._selector.unregister(key.fd)
+                self._note_loss(key.data)
+                continue
+            for message in messages:
+                if show:
+                    self._show(key.data, message)
+
+    def _note_loss(self, host: Connection) -> None:
+        open_ones = self._selector.get_map()
+        if not host.ended and not any(fd in open_ones for fd in host.descriptors):
+            self._lost[host] = host.trouble()
+            host.ended = time.monotonic()
+
+    def _show(self, host: Connection, message: dict[str, Any]) -> None:
+        try:
+            if message["kind"] == "output":
+                text = message["text"].encode(errors="surrogateescape")
+                self._sinks[message["stream"]].write(host, b"", text)
+            elif message["kind"] == "said":
+                line = f"[{host.place.name}] {message['line']}\n"
+                self._sinks["stderr"].write(host, b"", line.encode())
+        except OSError:  # nobody reads any more, as in `phalanx run ... | head`
+            self._signals.append(signal.SIGPIPE)
+
+    def _is_time_to_stop(self) -> bool:
+        """Whether a host has failed, and, if that followed from something, its cause had time."""
+        bad = [host for host in self._hosts if host.ended and _code(host)]
+        if not bad:
+            return False
+        cause = min(_distance(host) for host in bad)
+        return not cause or time.monotonic() > min(host.ended for host in bad) + GRACE
+
+    def _stop(self, hosts: Sequence[Connection]) -> None:
+        if self._deadline == float("inf"):
+            self._deadline = time.monotonic() + self._plan.stop_limit + _STOP_MARGIN
+            number = self._signals[0] if self._signals else signal.SIGTERM
+            for host in hosts:
+                host.send("stop", signal=int(number))
+
+    def _outcome(self) -> Outcome:
+        if self._signals:
+            name = signal.Signals(self._signals[0]).name
+            return Outcome(128 + self._signals[0], f"stopped by {name}")
+        bad = [host for host in self._hosts if not host.ended or _code(host)]
+        if not bad:
+            return Outcome(0)
+        cause = min(bad, key=lambda host: (_distance(host), host.ended))
+        end: Any = cause.end
+        if end is None:
+            words = self._lost.get(cause) or f"{cause.place.name} didn't end its ranks in time"
+            return Outcome(1, "\n".join((str(words), *_others(cause, bad))))
+        report = "\n".join((f"on {cause.place.name}: {end['report']}", *_others(cause, bad)))
+        return Outcome(end["code"], report, end["explanation"])
+
+
+def _code(host: Connection) -> int:
+    return 1 if host.end is None else int(host.end["code"])
+
+
+def _distance(host: Connection) -> int:
+    return 0 if host.end is None else int(host.end["distance"])
+
+
+def _others(cause: Connection, bad: Sequence[Connection]) -> Iterator[str]:
+    stopped = [host.place.name for host in bad if host.ended and _distance(host) >= STOPPED]
+    for host in bad:
+        if host is not cause and host.place.name not in stopped:
+            report = host.end["report"] if host.end else "the connection is gone"
+            yield f"  after it, on {host.place.name}: {report.partition(chr(10))[0]}"[:200]
+    if stopped:
+        yield f"  stopped because of it: {', '.join(stopped)}"
+
+
+def _compare(host: Connection, first: Connection) -> None:
+    hello: Any = host.hello
+    expected: Any = first.hello
+    name = host.place.name
+    if hello["phalanx"] != phalanx.__version__:
+        raise LaunchError(
+            f"{name} has Phalanx {hello['phalanx']}, this machine {phalanx.__version__}: install "
+            "the same version everywhere, or name another Python with --remote-python"
+        )
+    if hello["torch"] is None:
+        raise LaunchError(f"{hello['python']} on {name} has no torch: install it there")
+    if hello["torch"] != expected["torch"]:
+        raise LaunchError(
+            f"{name} has torch {hello['torch']}, {first.place.name} {expected['torch']}: install "
+            "the same version everywhere"
+        )
