@@ -41,10 +41,11 @@ _CLIENT = """\
 Host node-*
     Port {port}
     User root
-    IdentityFile {folder}/user
     IdentitiesOnly yes
     UserKnownHostsFile {folder}/known
     LogLevel ERROR
+Host node-* !node-locked
+    IdentityFile {folder}/user
 """
 
 
@@ -52,9 +53,8 @@ class SshHosts:
     """Starts an sshd on each host of a network; a context manager that ends them.
 
     The hosts are `node-0`, `node-1`, ... to `config`, which is for `ssh -F`, and have a few nodes
-    that go wrong beside them: `node-locked` lets nobody in without a password, `node-stranger` has a
-    host key that isn't known, `node-closed` has no sshd, `node-gone` isn't there. All are the first
-    host, but the last.
+    that go wrong beside them: `node-locked` lets nobody in without a password, `node-stranger` has
+    a host key that isn't known, `node-closed` has no sshd, `node-gone` isn't there.
 
     Args:
         network: whose hosts.

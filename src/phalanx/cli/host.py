@@ -5,6 +5,7 @@ pipe to the shell instead. It ends its ranks when the shell says so, and when th
 """
 
 import contextlib
+import importlib
 import io
 import os
 import select
@@ -149,8 +150,16 @@ def _run(start: dict[str, Any]) -> dict[str, Any]:
 
 
 def _settle(start: dict[str, Any]) -> None:
-    os.environ.update(start["environment"])
+    """Go where the ranks are to be; load torch so that it keeps to itself what isn't an error."""
     os.chdir(start["directory"])
+    os.environ.update(start["environment"])
+    level = "TORCH_CPP_LOG_LEVEL"
+    mine = level not in os.environ
+    if mine:
+        os.environ[level] = "ERROR"
+    importlib.import_module("torch")
+    if mine:  # the ranks are to say what they always say
+        del os.environ[level]
 
 
 def _end(code: int, report: str, distance: int = 0, text: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shlex
+import signal
 import subprocess
 import time
 from collections import deque
@@ -124,15 +125,16 @@ class Connection:
     def trouble(self) -> LaunchError:
         """Why the connection is gone: what to do about it, and what ssh said. Waits for its end."""
         code = self.process.wait(CONNECT_LIMIT)
-        text = "\n".join(self._said)
-        last = next((line for line in reversed(self._said) if line.strip()), "nothing")
+        last = next((line for line in reversed(self._said) if line.strip()), "")
+        name = self.place.name
         if self.hello is None:
-            words = _advice(self.place, self._python, code, text)
-        elif code == _SSH_FAILED:
-            words = f"the connection to {self.place.name} is gone"
+            words = _advice(self.place, self._python, code, "\n".join(self._said))
+        elif code in (_SSH_FAILED, -signal.SIGKILL):
+            words = f"the connection to {name}, or the launcher there, is gone"
         else:
-            words = f"the launcher on {self.place.name} ended with code {code} before its ranks did"
-        return LaunchError(f"{words} ({'ssh' if code == _SSH_FAILED else 'it'} said: {last})")
+            words = f"the launcher on {name} ended with code {code} before its ranks did"
+        who = "ssh" if code == _SSH_FAILED else "it"
+        return LaunchError(f"{words} ({who} said: {last})" if last else words)
 
 
 def _advice(place: HostPlace, python: str, code: int, text: str) -> str:
