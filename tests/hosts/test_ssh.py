@@ -266,7 +266,8 @@ def test_what_a_host_lacks(shell: Shell) -> None:
     }
     code, out, err = ended(lacking["directory"])
     assert (code, out) == (2, "")
-    assert own(err).startswith(f"phalanx run: on node-1: No such file or directory: {hidden}"), err
+    words = f"phalanx run: on node-1: can't work in {hidden}: No such file or directory"
+    assert own(err).startswith(words), err
     code, out, err = ended(lacking["script"])
     assert (code, out) == (2, "")
     assert re.match(r"phalanx run: on node-[01]: there is no script 'nothing.py'", own(err)), err

@@ -131,28 +131,32 @@ def _obey(wire: _Wire, patience: float) -> None:
 def _run(start: dict[str, Any]) -> dict[str, Any]:
     """`phalanx run` as it was asked for; what the shell is told of its end."""
     try:
-        _settle(start)
-        from phalanx.cli.run import explanation
-        from phalanx.errors import PhalanxError, UsageError
-        from phalanx.launch.agent import run
+        os.chdir(start["directory"])
     except OSError as error:
-        return _end(2, f"{error.strerror}: {error.filename}")
+        return _end(2, f"can't work in {start['directory']}: {error.strerror}; make it there too")
+    _load(start["environment"])
+    from phalanx import key as keys
+    from phalanx.cli.run import explanation
+    from phalanx.errors import PhalanxError, UsageError
+    from phalanx.launch.agent import run
+
+    key = keys.sealed(bytes.fromhex(start["key"]))
+    os.lseek(key, 0, os.SEEK_SET)
     try:
-        ended = run(start["arguments"])
-    except (PhalanxError, UsageError) as error:
-        # Where the ranks didn't meet, another host may know why.
-        usage = isinstance(error, UsageError)
-        return _end(2 if usage else 1, str(error), 0 if usage else 1)
+        ended = run(["--key-fd", str(key), *start["arguments"]])
+    except UsageError as error:
+        return _end(2, str(error))
+    except PhalanxError as error:  # hosts that didn't meet: another one may know why
+        return _end(1, str(error), distance=1)
     except KeyboardInterrupt:
-        return _end(128 + signal.SIGINT, "stopped by SIGINT", 3)
+        return _end(128 + signal.SIGINT, "stopped by SIGINT", distance=3)
     text = explanation(ended.job, "utf-8", start["name"]) if ended.job else ""
     return _end(ended.code, ended.report, ended.distance, text)
 
 
-def _settle(start: dict[str, Any]) -> None:
-    """Go where the ranks are to be; load torch so that it keeps to itself what isn't an error."""
-    os.chdir(start["directory"])
-    os.environ.update(start["environment"])
+def _load(environment: dict[str, str]) -> None:
+    """Take the environment, and load torch so that it keeps to itself what isn't an error."""
+    os.environ.update(environment)
     level = "TORCH_CPP_LOG_LEVEL"
     mine = level not in os.environ
     if mine:

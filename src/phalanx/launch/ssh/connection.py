@@ -38,6 +38,7 @@ class Connection:
         hello: what it said of itself; None until then.
         end: how its part of the job ended, as it says; None until then.
         ended: monotonic seconds when it said so, or when the connection was found gone.
+        stopped: whether it was told to stop before that.
     """
 
     def __init__(self, place: HostPlace, ssh: Sequence[str], python: str) -> None:
@@ -50,6 +51,7 @@ class Connection:
         self.hello: dict[str, Any] | None = None
         self.end: dict[str, Any] | None = None
         self.ended = 0.0
+        self.stopped = False
         self._python = python
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         remote = shlex.join([python, "-m", "phalanx.cli.host"])
@@ -106,6 +108,11 @@ class Connection:
         """Send a message, or a sign of life; a connection that is gone is found by reading."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._input.fileno(), pack(kind, **content) if kind else b"\n")
+
+    def stop(self, number: int) -> None:
+        """Have it stop its ranks, as if it had got this signal."""
+        self.stopped = True
+        self.send("stop", signal=number)
 
     def close(self, patience: float) -> None:
         """Let go of the host, which then ends what it started; ssh itself ends here.

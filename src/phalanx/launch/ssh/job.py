@@ -25,6 +25,8 @@ __all__ = ["Outcome", "run_on_hosts"]
 _TICK = 0.1
 _START_LIMIT = 60.0
 """Seconds that a host may take from ssh's start to its first word."""
+_MEET_SECONDS = 120
+"""Seconds that a host may wait for the first one, once all have been reached."""
 _STOP_MARGIN = 15.0
 """Seconds beyond the ranks' own time to end, after which a host is let go."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -145,9 +147,12 @@ class _Job:
                 port = self._plan.master_port or str(first["port"])
                 options += ["--nnodes", str(len(self._hosts)), "--node-rank", str(number)]
                 options += ["--master-addr", where, "--master-port", port, "--rdzv-id", token]
+                # They start together. What the user says about it comes later, and counts.
+                options += ["--rdzv-conf", f"timeout={_MEET_SECONDS}"]
             host.send(
                 "start",
                 arguments=[*options, *self._plan.command],
+                key=self._plan.key.hex(),
                 directory=os.getcwd(),
                 environment=dict(self._plan.environment),
                 name=host.place.name,
@@ -156,12 +161,12 @@ class _Job:
 
     def gather(self) -> Outcome:
         """Show what the hosts write until all have ended."""
-        while running := [host for host in self._hosts if not host.ended]:
+        while not all(host.ended for host in self._hosts):
             self._step(show=True)
             if len(self._signals) > 1 or time.monotonic() > self._deadline:
                 break
             if self._signals or self._is_time_to_stop():
-                self._stop(running)
+                self._stop()
         return self._outcome()
 
     def close(self) -> None:
@@ -210,12 +215,13 @@ class _Job:
         cause = min(_distance(host) for host in bad)
         return not cause or time.monotonic() > min(host.ended for host in bad) + GRACE
 
-    def _stop(self, hosts: Sequence[Connection]) -> None:
+    def _stop(self) -> None:
         if self._deadline == float("inf"):
             self._deadline = time.monotonic() + self._plan.stop_limit + _STOP_MARGIN
             number = self._signals[0] if self._signals else signal.SIGTERM
-            for host in hosts:
-                host.send("stop", signal=int(number))
+            for host in self._hosts:
+                if not host.ended:
+                    host.stop(int(number))
 
     def _outcome(self) -> Outcome:
         if self._signals:
@@ -238,7 +244,9 @@ def _code(host: Connection) -> int:
 
 
 def _distance(host: Connection) -> int:
-    return 0 if host.end is None else int(host.end["distance"])
+    if host.end is None:
+        return STOPPED if host.stopped else 0
+    return int(host.end["distance"])
 
 
 def _others(cause: Connection, bad: Sequence[Connection]) -> Iterator[str]:

@@ -1,12 +1,14 @@
 """What `phalanx run --hosts` is to do, from its options."""
 
 import os
+import secrets
 import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launch.ssh.places import HostPlace, parse_hosts
 
@@ -15,7 +17,7 @@ __all__ = ["OPTIONS", "Plan", "make_plan"]
 OPTIONS = ("hosts", "export", "ssh", "remote_python")
 """The options that are for this alone."""
 
-_OURS = ("nnodes", "node_rank", "rdzv_endpoint", "master_addr", "master_port")
+_OURS = ("master_addr", "master_port", "key_file", "key_fd")
 _STOP_LIMIT = 10.0
 # What holds for one machine, or for one process.
 _NOT_FORWARDED = {
@@ -41,6 +43,7 @@ class Plan:
         master_addr: where the ranks meet; empty for the first host's address.
         master_port: the port there; empty for a free one.
         stop_limit: seconds that ranks may take to end when they are stopped.
+        key: the job's.
     """
 
     places: Sequence[HostPlace]
@@ -52,6 +55,7 @@ class Plan:
     master_addr: str
     master_port: str
     stop_limit: float
+    key: bytes = field(repr=False)
 
 
 def make_plan(
@@ -92,6 +96,7 @@ def make_plan(
         given.get("master_addr") or "",
         given.get("master_port") or "",
         _seconds(given.get("shutdown_timeout")),
+        _key(given),
     )
 
 
@@ -136,6 +141,13 @@ def _ssh(text: str) -> list[str]:
             "openssh-client or openssh-clients), or name another one with --ssh"
         )
     return words
+
+
+def _key(given: Mapping[str, str | None]) -> bytes:
+    if given.get("key_fd") is not None:
+        raise UsageError("--hosts brings the job's key to the hosts by itself: leave --key-fd out")
+    path = given.get("key_file")
+    return secrets.token_bytes(keys.SIZE) if path is None else keys.from_file(path)
 
 
 def _seconds(text: str | None) -> float:
