@@ -220,7 +220,7 @@ def command(
     for name, value in context.params.items():
         if hosts is not None and name in ("hosts", "export", "ssh", "remote_python"):
             continue
-        for one in value if isinstance(value, list) else [value]:
+        for one in value if isinstance(value, list | tuple) else [value]:
             if one not in (None, False):
                 options += [f"--{name.replace('_', '-')}", *([] if one is True else [one])]
     if not context.args:
