@@ -37,7 +37,7 @@ import psutil, torch, torch.distributed as dist
 import phalanx
 
 what = sys.argv[1]
-with phalanx.init(timeout=8 if what == "cut" else 30) as session:
+with phalanx.init(timeout=8 if what in ("cut", "slow") else 30) as session:
     tensor = torch.full((300_000,), float(session.rank + 1))
     dist.all_reduce(tensor)
     total = sum(range(1, session.world_size + 1))
@@ -53,10 +53,15 @@ with phalanx.init(timeout=8 if what == "cut" else 30) as session:
     try:
         print("ready", flush=True)
         while True:
+            start = time.monotonic()
             dist.all_reduce(tensor)
             time.sleep(0.01)
     except phalanx.PhalanxError as error:
-        print("caught", type(error).__name__, error, flush=True)
+        late = f"after {time.monotonic() - start:.1f} s"
+        print("caught", type(error).__name__, error, late, flush=True)
+        # The first that ends would have the launcher end the others of its host.
+        while not os.path.exists(os.path.join(os.path.dirname(__file__), "over")):
+            time.sleep(0.01)
         os._exit(3)
 """
 
@@ -92,6 +97,7 @@ class Job:
             time.sleep(0.02)
 
     def end(self, *hosts: int) -> list[int]:
+        self.outputs[0].with_name("over").touch()
         try:
             return [self.processes[host].wait(LIMIT) for host in hosts]
         except subprocess.TimeoutExpired:
@@ -142,4 +148,22 @@ def test_a_cut_link(script: Path) -> None:
         job.end(0, 1)
         for host in range(2):
             caught = re.findall(r"caught (CollectiveTimeout|PeerLost) ", job.text(host))
+            assert len(caught) == 2, job.text(host)
+
+
+def test_a_link_that_is_too_slow(script: Path) -> None:
+    """Bytes still come, but not in time: by the deadline all ranks know whom they wait for."""
+    if MISSING or os.geteuid() != 0:
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
+    with Network(2) as network:
+        job = Job(network, script, "slow", 29514)
+        job.wait_for("ready", 4)
+        network.slow(1, "64kbit")
+        start = time.monotonic()
+        job.wait_for("caught", 4)
+        assert time.monotonic() - start < 40
+        job.end(0, 1)
+        for host in range(2):
+            named = r"caught (?:CollectiveTimeout|PeerLost) .*: .*\brank \d \(pid \d+ on \S+\)"
+            caught = re.findall(named, job.text(host))
             assert len(caught) == 2, job.text(host)

@@ -5,7 +5,6 @@ pipe to the shell instead. It ends its ranks when the shell says so, and when th
 """
 
 import contextlib
-import importlib
 import io
 import os
 import select
@@ -18,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from phalanx import __version__
+from phalanx.launch.quiet import load_torch_quietly
 from phalanx.launch.ssh.wire import SILENCE, Lines, pack, unpack
 
 __all__ = ["main"]
@@ -134,7 +134,8 @@ def _run(start: dict[str, Any]) -> dict[str, Any]:
         os.chdir(start["directory"])
     except OSError as error:
         return _end(2, f"can't work in {start['directory']}: {error.strerror}; make it there too")
-    _load(start["environment"])
+    os.environ.update(start["environment"])
+    load_torch_quietly()
     from phalanx import key as keys
     from phalanx.cli.run import explanation
     from phalanx.errors import PhalanxError, UsageError
@@ -152,18 +153,6 @@ def _run(start: dict[str, Any]) -> dict[str, Any]:
         return _end(128 + signal.SIGINT, "stopped by SIGINT", distance=3)
     text = explanation(ended.job, "utf-8", start["name"]) if ended.job else ""
     return _end(ended.code, ended.report, ended.distance, text)
-
-
-def _load(environment: dict[str, str]) -> None:
-    """Take the environment, and load torch so that it keeps to itself what isn't an error."""
-    os.environ.update(environment)
-    level = "TORCH_CPP_LOG_LEVEL"
-    mine = level not in os.environ
-    if mine:
-        os.environ[level] = "ERROR"
-    importlib.import_module("torch")
-    if mine:  # the ranks are to say what they always say
-        del os.environ[level]
 
 
 def _end(code: int, report: str, distance: int = 0, text: str = "") -> dict[str, Any]:

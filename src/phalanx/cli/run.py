@@ -214,6 +214,9 @@ def command(
     ] = None,
 ) -> None:
     """Run a Python script on several ranks; the arguments are read from `context`."""
+    from phalanx.launch.quiet import load_torch_quietly
+
+    load_torch_quietly()
     from phalanx.errors import UsageError
 
     options = []
@@ -233,7 +236,9 @@ def command(
     ended = run([*options, *context.args])
     if ended.report:
         sys.stderr.write(f"phalanx run: {ended.report}\n")
-    if ended.job:
+    if ended.elsewhere and ended.job:
+        sys.stderr.write(f"What the ranks of this host did: phalanx explain {ended.job}\n")
+    elif ended.job:
         _explain(ended.job)
     raise typer.Exit(ended.code)
 

@@ -30,8 +30,9 @@ from phalanx import key as keys
 from phalanx.errors import LaunchError
 from phalanx.launch import child
 from phalanx.launch.defaults import rank_defaults
-from phalanx.launch.failure import GRACE, STOPPED, Failure, excerpt, first_cause
+from phalanx.launch.failure import CONSEQUENCE, GRACE, STOPPED, Failure, excerpt, first_cause
 from phalanx.launch.meeting import Meeting, meeting
+from phalanx.launch.news import Heard, News
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
 from phalanx.launch.relay import Exit, Relay
@@ -50,13 +51,15 @@ class Ended(NamedTuple):
     `code` is 0, that of the rank that failed first, or 128 + N if that rank or this process was
     ended by signal N. `job` is the name of a job of which the black boxes say more, else empty.
     `report` says who failed and why, for people; empty if nobody did. `distance` says how far that
-    is from the cause, as `Failure.distance` does: other hosts may know more.
+    is from the cause, as `Failure.distance` does: other hosts may know more. `elsewhere` says that
+    the report is about another host, which has explained it there.
     """
 
     code: int
     job: str
     report: str = ""
     distance: int = 0
+    elsewhere: bool = False
 
 
 def run(argv: Sequence[str]) -> Ended:
@@ -143,6 +146,7 @@ class _Agent(LocalElasticAgent):
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
         self._meeting = met
+        self.news: News | None = None
         # None where torchrun has no such option (torch 2.11).
         limit = getattr(job.config, "shutdown_timeout", None)
         self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
@@ -170,6 +174,8 @@ class _Agent(LocalElasticAgent):
             self._notes.start(worker.global_rank, pid, attempt, worker.world_size)
             self._started[local_rank] = worker.global_rank, pid
             self._relay.add_process(local_rank, pid)
+        if self._meeting.store is not None and not worker_group.spec.max_restarts:
+            self.news = News(self._meeting.store, group.group_rank, group.group_world_size)
         return pids
 
     def _note_end(self, local_rank: int, end: Exit) -> None:
@@ -184,11 +190,9 @@ class _Agent(LocalElasticAgent):
         # Now, before the agent looks: it would stop the others without asking who was first.
         self._relay.step(0)
         failures = self._failures_so_far(worker_group)
-        if failures:
-            cause = first_cause(failures)
-            alone = len(self._relay.exits()) < worker_group.spec.local_world_size
-            if cause.distance and alone and time.monotonic() < cause.time + GRACE:
-                return RunResult(state=WorkerState.HEALTHY)  # the cause may show yet
+        if failures or self.heard:
+            if not self.heard and self._may_have_a_cause(worker_group, failures):
+                return RunResult(state=WorkerState.HEALTHY)
             self._stop(failures)
         before = time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
@@ -198,7 +202,27 @@ class _Agent(LocalElasticAgent):
             if self._remaining_restarts and self.failures:
                 _say(f"phalanx run: {_report(self.failures)}\n  starting all ranks again")
                 self.failures = []
+            elif self.news is not None and self.failures:
+                cause = first_cause(self.failures)
+                self.news.tell(cause.headline, cause.exit_code)
         return result
+
+    @property
+    def heard(self) -> Heard | None:
+        """How the job failed on another host, as far as is known."""
+        return None if self.news is None else self.news.heard
+
+    def _exit_barrier(self) -> None:
+        if self.news is None:
+            super()._exit_barrier()  # type: ignore[no-untyped-call]
+        else:
+            self.news.leave(self._exit_barrier_timeout)
+
+    def _may_have_a_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
+        """Whether what failed here followed from something that may show yet, here or elsewhere."""
+        cause = first_cause(failures)
+        others = self.news or len(self._relay.exits()) < group.spec.local_world_size
+        return bool(cause.distance and others and time.monotonic() < cause.time + GRACE)
 
     def _failures_so_far(self, worker_group: WorkerGroup) -> list[Failure]:
         return [
@@ -257,26 +281,39 @@ def _spec(job: Job, met: Meeting, key: int) -> WorkerSpec:
 
 def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> Ended:
     """Run the job to its end."""
+    agent = _Agent(job, met, relay, notes, key)
     try:
-        agent = _Agent(job, met, relay, notes, key)
         result = agent.run()
     except SignalException as caught:
-        return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+        text, code = f"stopped by {caught.sigval.name}", 128 + caught.sigval
+        if agent.news is not None:
+            agent.news.tell(text, code)
+        return Ended(code, "", text, STOPPED)
     except (RendezvousError, dist.DistError, RuntimeError) as error:
         endpoint = job.config.rdzv_endpoint
         raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error
+    finally:
+        if agent.news is not None:
+            agent.news.close()
     agent.get_worker_group().spec.rdzv_handler.shutdown()
-    if not agent.failures:  # a result that says failed without naming a rank: stuck in the kernel
-        return Ended(int(result is not None and result.is_failed()), "")
-    cause = first_cause(agent.failures)
-    return Ended(cause.exit_code, "", _report(agent.failures), cause.distance)
+    return _ended(agent.failures, agent.heard, int(result is not None and result.is_failed()))
 
 
-def _report(failures: Sequence[Failure]) -> str:
-    cause = first_cause(failures)
+def _ended(failures: Sequence[Failure], heard: Heard | None, code: int) -> Ended:
+    cause = first_cause(failures) if failures else None
+    if heard is not None and (cause is None or cause.distance):
+        report = _report(failures, heard)
+        return Ended(heard.code, "", report, CONSEQUENCE, elsewhere=True)
+    if cause is None:  # a result that says failed without naming a rank: stuck in the kernel
+        return Ended(code, "")
+    return Ended(cause.exit_code, "", _report(failures), cause.distance)
+
+
+def _report(failures: Sequence[Failure], heard: Heard | None = None) -> str:
+    cause = None if heard else first_cause(failures)
     others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
-    lines = [cause.headline]
-    if cause.text:
+    lines = [cause.headline if cause else heard.text if heard else ""]
+    if cause and cause.text:
         lines[0] += "; the end of its stderr:"
         lines += [f"    | {line}" for line in cause.text.splitlines()]
     for failure in others:

@@ -9,11 +9,13 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["GRACE", "STOPPED", "Failure", "excerpt", "first_cause", "signal_name"]
+__all__ = ["CONSEQUENCE", "GRACE", "STOPPED", "Failure", "excerpt", "first_cause", "signal_name"]
 
 GRACE = 3.0
 """Seconds for which ranks may go on after a consequence was seen, so that its cause can show."""
 
+CONSEQUENCE = 2
+"""The distance of an end that says itself what it followed from."""
 STOPPED = 3
 """The distance of an end that the launcher itself brought about."""
 
@@ -56,7 +58,7 @@ class Failure:
         if self.code < 0 and self.code != -signal.SIGABRT:
             return 0
         if _LOST.search(self.text):
-            return 2
+            return CONSEQUENCE
         return 1 if _CONNECTION.search(self.text) else 0
 
     @property

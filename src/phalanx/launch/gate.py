@@ -61,6 +61,8 @@ class Gate:
         self._check = check
         self._tell = tell
         self._told: set[str] = set()
+        self.wrong = ""
+        """What was wrong with the last host that had the key and didn't fit."""
         self._pending: dict[asyncio.Task[Any], None] = {}
         self._hosts: dict[int, str] = {}
         self._connections = Connections("phalanx-gate", _SETTLE_SECONDS)
@@ -87,6 +89,7 @@ class Gate:
         finally:
             self._pending.pop(greeting, None)
         if wrong := self._check(hello):
+            self.wrong = wrong
             self._turn_away(who, wrong)
             answer(writer, wrong)
             return

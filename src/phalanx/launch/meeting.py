@@ -38,6 +38,7 @@ from torch.distributed.elastic.rendezvous.utils import (
 from phalanx import topology
 from phalanx.errors import UsageError
 from phalanx.launch.gate import Gate
+from phalanx.launch.news import meet
 from phalanx.launch.store import HOST, host_store
 from phalanx.launch.way import Way
 
@@ -60,6 +61,7 @@ class Meeting:
     Attributes:
         handler: The agent's rendezvous.
         environment: Variables for the ranks.
+        store: What the launchers of several hosts share; None on one host.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class Meeting:
         handler: RendezvousHandler,
         environment: dict[str, str],
         port: Callable[[], int] | None = None,
+        store: Any = None,
     ) -> None:
         self.handler = handler
         self.environment = environment
+        self.store = store
         self._port = port
 
     def place(self) -> tuple[str, int] | None:
@@ -103,7 +107,8 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
             )
         end = _gate(job, tell) or _way(job, tell)
         try:
-            yield Meeting(_handler(config, end), end.environment, lambda: end.port)
+            handler = _handler(config, end, tell)
+            yield Meeting(handler, end.environment, lambda: end.port, end.store)
         finally:
             end.close()
 
@@ -115,6 +120,8 @@ class _End(NamedTuple):
     port: int
     environment: dict[str, str]
     close: Callable[[], None]
+    wrong: Callable[[], str]
+    """What is wrong with a host that wanted to join."""
 
 
 def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
@@ -143,18 +150,14 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
     if ipaddress.ip_address(address).is_loopback:
         tell(f"the hosts are to meet at {host}, which only this machine reaches: {address}")
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
-    return _End(store, store.port, environment, gate.close)
+    return _End(store, store.port, environment, gate.close, lambda: gate.wrong)
 
 
 def _way(job: Job, tell: Callable[[str], None]) -> _End:
     """The other hosts'."""
     config = job.config
     host, port = _endpoint(config)
-    seconds = int(
-        config.rdzv_configs["timeout"]
-        if config.rdzv_backend == "static"
-        else config.rdzv_configs.get("read_timeout", _READ_SECONDS)
-    )
+    seconds = _patience(config)
     way = Way(host, port, job.key or b"", _hello(config), tell)
     try:
         way.enter(seconds)
@@ -164,7 +167,14 @@ def _way(job: Job, tell: Callable[[str], None]) -> _End:
         way.close()
         raise
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"connect:{way.relay}"}
-    return _End(store, way.port, environment, way.close)
+    return _End(store, way.port, environment, way.close, str)
+
+
+def _patience(config: LaunchConfig) -> int:
+    """Seconds that hosts wait for each other."""
+    if config.rdzv_backend == "static":
+        return int(config.rdzv_configs["timeout"])
+    return int(config.rdzv_configs.get("read_timeout", _READ_SECONDS))
 
 
 def _has_gate(config: LaunchConfig, host: str) -> tuple[bool, bool]:
@@ -175,9 +185,11 @@ def _has_gate(config: LaunchConfig, host: str) -> tuple[bool, bool]:
     return (_matches_machine_hostname(host), False) if said is None else (said, True)
 
 
-def _handler(config: LaunchConfig, end: _End) -> RendezvousHandler:
+def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> RendezvousHandler:
     if config.rdzv_backend == "static":
-        return _Known(config, end.store)
+        number, seconds = int(config.rdzv_configs["rank"]), _patience(config)
+        own = (end.store, number, config.max_nodes, seconds, tell, end.wrong)
+        return _Known(config, end.store, partial(meet, *own))
     handler = create_handler(
         end.store, C10dRendezvousBackend(end.store, config.run_id), _parameters(config)
     )
@@ -268,9 +280,12 @@ class _Stores:
 class _Known(RendezvousHandler):
     """The rendezvous of hosts that know their numbers."""
 
-    def __init__(self, config: LaunchConfig, store: Any) -> None:
+    def __init__(
+        self, config: LaunchConfig, store: Any, meet_others: Callable[[], None] | None = None
+    ) -> None:
         self._config = config
         self._store = store
+        self._meet_others = meet_others
 
     def get_backend(self) -> str:
         return "static"
@@ -280,6 +295,8 @@ class _Known(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._meet_others is not None:
+            self._meet_others()
         store = dist.PrefixStore(self.get_run_id(), self._store)  # type: ignore[attr-defined]
         rank = int(self._config.rdzv_configs.get("rank", 0)) if self._config.max_nodes > 1 else 0
         return RendezvousInfo(store, rank, self._config.max_nodes, RendezvousStoreInfo(HOST, 0))
