@@ -158,7 +158,7 @@ def test_a_link_that_is_too_slow(script: Path) -> None:
     with Network(2) as network:
         job = Job(network, script, "slow", 29514)
         job.wait_for("ready", 4)
-        network.slow(1, "64kbit")
+        network.shape(1, "64kbit", "4kb")
         start = time.monotonic()
         job.wait_for("caught", 4)
         assert time.monotonic() - start < 40
