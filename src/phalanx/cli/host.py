@@ -17,6 +17,7 @@ from importlib import metadata
 from typing import Any
 
 from phalanx import __version__
+from phalanx.launch.failure import STOPPED
 from phalanx.launch.quiet import load_torch_quietly
 from phalanx.launch.ssh.wire import SILENCE, Lines, pack, unpack
 
@@ -135,6 +136,7 @@ def _run(start: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         return _end(2, f"can't work in {start['directory']}: {error.strerror}; make it there too")
     os.environ.update(start["environment"])
+    sys.argv = ["phalanx", "run", *start["arguments"]]  # as the job is called in lists
     load_torch_quietly()
     from phalanx import key as keys
     from phalanx.cli.run import explanation
@@ -150,7 +152,9 @@ def _run(start: dict[str, Any]) -> dict[str, Any]:
     except PhalanxError as error:  # hosts that didn't meet: another one may know why
         return _end(1, str(error), distance=1)
     except KeyboardInterrupt:
-        return _end(128 + signal.SIGINT, "stopped by SIGINT", distance=3)
+        return _end(128 + signal.SIGINT, "stopped by SIGINT", distance=STOPPED)
+    if ended.elsewhere:
+        return _end(ended.code, ended.report, distance=STOPPED)
     text = explanation(ended.job, "utf-8", start["name"]) if ended.job else ""
     return _end(ended.code, ended.report, ended.distance, text)
 

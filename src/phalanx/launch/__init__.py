@@ -2,9 +2,11 @@
 
 `function` starts a function on several ranks of this machine and returns their results, `worker`
 is what each of those processes runs. `agent` is `phalanx run`, on PyTorch's elastic agent; `child`
-ties a process's life to its parent's. `relay` brings the ranks' output and deaths to the caller,
-`failure` finds the first real error among what several ranks report, `cores` counts the cores,
-`defaults` is what a rank's environment gets besides its place.
+ties a process's life to its parent's. With several hosts, `meeting` decides where they find each
+other, `news` is what their launchers tell each other, `ssh` starts them from one shell.
+`relay` brings the ranks' output and deaths to the caller, `failure` finds the first real error
+among what several ranks report, `cores` counts the cores, `defaults` is what a rank's environment
+gets besides its place.
 `session` forms the group in a process that any of them, or nobody, has started.
 
 The package is also the function: `phalanx.launch(fn, 2)` calls `phalanx.launch.function.launch`.

@@ -38,7 +38,8 @@ class Connection:
         hello: what it said of itself; None until then.
         end: how its part of the job ended, as it says; None until then.
         ended: monotonic seconds when it said so, or when the connection was found gone.
-        stopped: whether it was told to stop before that.
+        started: whether it was told to start its ranks.
+        stopped: whether it was told to stop before its end.
     """
 
     def __init__(self, place: HostPlace, ssh: Sequence[str], python: str) -> None:
@@ -51,7 +52,7 @@ class Connection:
         self.hello: dict[str, Any] | None = None
         self.end: dict[str, Any] | None = None
         self.ended = 0.0
-        self.stopped = False
+        self.started = self.stopped = False
         self._python = python
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         remote = shlex.join([python, "-m", "phalanx.cli.host"])
@@ -109,6 +110,11 @@ class Connection:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._input.fileno(), pack(kind, **content) if kind else b"\n")
 
+    def start(self, **content: Any) -> None:
+        """Have it start its ranks."""
+        self.started = True
+        self.send("start", **content)
+
     def stop(self, number: int) -> None:
         """Have it stop its ranks, as if it had got this signal."""
         self.stopped = True
@@ -130,8 +136,8 @@ class Connection:
         self._errors.close()
 
     def trouble(self) -> LaunchError:
-        """Why the connection is gone: what to do about it, and what ssh said. Waits for its end."""
-        code = self.process.wait(CONNECT_LIMIT)
+        """Why the connection is gone: what to do about it, and what ssh said, which has ended."""
+        code = self.process.returncode
         last = next((line for line in reversed(self._said) if line.strip()), "")
         name = self.place.name
         if self.hello is None:

@@ -56,8 +56,8 @@ def run_on_hosts(plan: Plan) -> Outcome:
     job = _Job(plan)
     try:
         with _signals(job):
-            job.greet()
-            job.start(where)
+            if job.greet():
+                job.start(where)
             return job.gather()
     finally:
         job.close()
@@ -113,8 +113,11 @@ class _Job:
         """Remember a signal, to act on it between two reads."""
         self._signals.append(number)
 
-    def greet(self) -> None:
+    def greet(self) -> bool:
         """Wait until all hosts have said what they are, and see that they fit together.
+
+        Returns:
+            Whether they have; False after a signal.
 
         Raises:
             LaunchError: one doesn't answer in time, or differs.
@@ -125,7 +128,7 @@ class _Job:
             for error in self._lost.values():
                 raise error
             if self._signals:
-                raise KeyboardInterrupt
+                return False
             if time.monotonic() > deadline:
                 raise LaunchError(
                     f"{late[0].place.name} didn't answer within {_START_LIMIT:g} s of starting "
@@ -134,6 +137,7 @@ class _Job:
         first = self._hosts[0]
         for host in self._hosts:
             _compare(host, first)
+        return True
 
     def start(self, where: str) -> None:
         """Have every host start its ranks."""
@@ -149,8 +153,7 @@ class _Job:
                 options += ["--master-addr", where, "--master-port", port, "--rdzv-id", token]
                 # They start together. What the user says about it comes later, and counts.
                 options += ["--rdzv-conf", f"timeout={_MEET_SECONDS}"]
-            host.send(
-                "start",
+            host.start(
                 arguments=[*options, *self._plan.command],
                 key=self._plan.key.hex(),
                 directory=os.getcwd(),
@@ -161,7 +164,7 @@ class _Job:
 
     def gather(self) -> Outcome:
         """Show what the hosts write until all have ended."""
-        while not all(host.ended for host in self._hosts):
+        while any(host.started and not host.ended for host in self._hosts):
             self._step(show=True)
             if len(self._signals) > 1 or time.monotonic() > self._deadline:
                 break
@@ -180,21 +183,22 @@ class _Job:
             self._beat = time.monotonic() + BEAT
             for host in self._hosts:
                 host.send()
-        for key, _ in self._selector.select(_TICK):
+        events = self._selector.select(_TICK)
+        for key, _ in events:
             messages = key.data.read(key.fd)
             if messages is None:
                 self._selector.unregister(key.fd)
-                self._note_loss(key.data)
                 continue
             for message in messages:
                 if show:
                     self._show(key.data, message)
-
-    def _note_loss(self, host: Connection) -> None:
-        open_ones = self._selector.get_map()
-        if not host.ended and not any(fd in open_ones for fd in host.descriptors):
-            self._lost[host] = host.trouble()
-            host.ended = time.monotonic()
+        ready = {key.fd for key, _ in events}
+        for host in self._hosts:
+            # stderr may stay open, where ssh leaves a process behind to share its connection.
+            quiet = not ready.intersection(host.descriptors)
+            if quiet and not host.ended and host.process.poll() is not None:
+                self._lost[host] = host.trouble()
+                host.ended = time.monotonic()
 
     def _show(self, host: Connection, message: dict[str, Any]) -> None:
         try:
@@ -224,6 +228,7 @@ class _Job:
                     host.stop(int(number))
 
     def _outcome(self) -> Outcome:
+        """What to tell the user, once there is nothing more to hear."""
         if self._signals:
             name = signal.Signals(self._signals[0]).name
             return Outcome(128 + self._signals[0], f"stopped by {name}")
