@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 
 import pytest
@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx import engines
 from phalanx.engines import Engine, EngineError, Transfer
+from tests import mpi
 from tests.conformance.cases import fresh_seed
 from tests.ranks import RankServer
 
@@ -158,23 +159,35 @@ def closed_after_sending(name: str, seed: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("name", engines.NAMES)
-@pytest.mark.parametrize(
-    ("size", "function"),
-    [
-        (2, all_pairs),
-        (4, all_pairs),
-        (2, in_order),
-        (2, nothing_comes),
-        (2, told_when_done),
-        (2, aborted),
-        (2, closed_after_sending),
-    ],
+CASES = (
+    (2, all_pairs),
+    (4, all_pairs),
+    (2, in_order),
+    (2, nothing_comes),
+    (2, told_when_done),
+    (2, aborted),
+    (2, closed_after_sending),
 )
-def test_an_engine(
-    ranks: RankServer, name: str, size: int, function: Callable[[str, int], object]
+
+
+@pytest.mark.parametrize(("size", "function"), CASES)
+def test_gloo(ranks: RankServer, size: int, function: Callable[[str, int], object]) -> None:
+    ranks.run(size, function, "gloo", fresh_seed(), timeout=None)
+
+
+@pytest.fixture(scope="module", params=mpi.LIBRARIES)
+def under_mpirun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[mpi.MpiRanks]:
+    with mpi.MpiRanks(request.param, 4, tmp_path_factory) as started:
+        yield started
+
+
+@pytest.mark.parametrize(("size", "function"), CASES)
+def test_mpi(
+    under_mpirun: mpi.MpiRanks, size: int, function: Callable[[str, int], object]
 ) -> None:
-    ranks.run(size, function, name, fresh_seed(), timeout=None)
+    under_mpirun.run(size, function, "mpi", fresh_seed())
 
 
 def dies(name: str) -> str:
@@ -189,9 +202,8 @@ def dies(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", engines.NAMES)
-def test_a_dead_peer(ranks: RankServer, name: str) -> None:
-    first, second = ranks.start(2, dies, name, timeout=None).join()
+def test_a_dead_peer(ranks: RankServer) -> None:
+    first, second = ranks.start(2, dies, "gloo", timeout=None).join()
     assert first.value
     assert second.code == -signal.SIGKILL
 
