@@ -27,7 +27,6 @@ __all__ = [
     "jobs_directory",
     "jobs_kept",
     "launcher",
-    "local_place",
     "mpi_launcher",
     "place",
     "replaced_backends",
@@ -320,32 +319,6 @@ def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
     if "MPI_LOCALNRANKS" in environ:
         return "MPICH"
     return "MPI" if {"PMI_SIZE", "PMIX_RANK"} & environ.keys() else ""
-
-
-def local_place(
-    rank: int, world_size: int, environ: Mapping[str, str] | None = None
-) -> tuple[int, int]:
-    """This process's local rank, and the ranks of its host, as `mpirun` says; else rank and size.
-
-    Args:
-        rank: its number among all.
-        world_size: how many there are.
-        environ: where to read; default `os.environ`.
-
-    Raises:
-        ValueError: a variable is no integer, or out of range.
-    """
-    names = (
-        ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    )
-    for of_rank, of_size in names:
-        size = integer(of_size, minimum=1, maximum=world_size, environ=environ)
-        if size is not None:
-            local = integer(of_rank, minimum=0, maximum=size - 1, environ=environ)
-            if local is not None:
-                return local, size
-    return rank, world_size
 
 
 def job(environ: Mapping[str, str] | None = None) -> str | None:

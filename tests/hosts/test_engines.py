@@ -184,9 +184,7 @@ def under_mpirun(
 
 
 @pytest.mark.parametrize(("size", "function"), CASES)
-def test_mpi(
-    under_mpirun: mpi.MpiRanks, size: int, function: Callable[[str, int], object]
-) -> None:
+def test_mpi(under_mpirun: mpi.MpiRanks, size: int, function: Callable[[str, int], object]) -> None:
     under_mpirun.run(size, function, "mpi", fresh_seed())
 
 

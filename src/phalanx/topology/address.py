@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx.topology.place import Place
 
-__all__ = ["own_address"]
+__all__ = ["interface_address", "own_address"]
 
 _DISCARD = 9
 
@@ -43,7 +43,7 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     way = store.host if isinstance(store, TCPStore) else ""
-    address = _checked(given) if given else (_towards(way) if way else "") or "127.0.0.1"
+    address = interface_address(given) if given else (_towards(way) if way else "") or "127.0.0.1"
     if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
         raise UsageError(
             f"ranks on other machines can't reach this one at {address}, which is where its way to "
@@ -53,7 +53,12 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
     return address
 
 
-def _checked(given: str) -> str:
+def interface_address(given: str) -> str:
+    """The address that `PHALANX_INTERFACE` means.
+
+    Raises:
+        UsageError: This machine has no such interface or address.
+    """
     interfaces = psutil.net_if_addrs()
     kinds = (socket.AF_INET, socket.AF_INET6)
     addresses = {

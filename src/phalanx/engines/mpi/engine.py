@@ -112,7 +112,8 @@ class MpiEngine(Engine):
 
     def settle(self) -> bool:
         """Wait for data on their way: MPI gives no memory back before."""
-        if not all([peer.settle() for peer in self._peers]):
+        settled = [peer.settle() for peer in self._peers]  # all of them are to tell their ends
+        if not all(settled):
             if time.monotonic() > self._deadline:
                 self._world.stop(
                     "data from or to another rank never came to their end, so this process can't "

@@ -1,7 +1,7 @@
 """All processes that `mpirun` has started, and the one thread of this process that calls MPI.
 
-One thread is right at whatever level of threads a library was built for, and with whatever it locks.
-It can't sleep in MPI and hear of new work as well, so it looks again and again, with growing pauses.
+One thread is right whatever a library locks, and for however many threads it was built. It can't
+sleep in MPI and hear of new work as well: it looks again and again, with growing pauses.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class World:
             if time.monotonic() > deadline:
                 raise EngineError(
                     -1,
-                    f"not all {self.size} processes that mpirun has started came in time: the first "
-                    "group must have them all",
+                    f"not all {self.size} processes that mpirun has started came in time: the "
+                    "first group must have them all",
                 )
             time.sleep(_LONGEST)
 
