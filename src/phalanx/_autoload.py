@@ -40,7 +40,7 @@ def _register_meeting(scheme: str, meet: Callable[..., Iterator[tuple[Any, int, 
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     with contextlib.suppress(RuntimeError):  # where another package has its own, that stands
-        register_rendezvous_handler(scheme, meet)
+        register_rendezvous_handler(scheme, meet)  # type: ignore[no-untyped-call]
 
 
 def _meet_by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
