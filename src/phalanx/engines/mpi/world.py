@@ -6,6 +6,7 @@ sleep in MPI and hear of new work as well: it looks again and again, with growin
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import secrets
@@ -31,8 +32,10 @@ _PIECE = 2**28
 """Bytes that MPI moves at once: older libraries count in 32 bits."""
 _SHORTEST, _LONGEST, _IDLE = 2e-5, 1e-3, 2e-2
 """Seconds between two looks at MPI: after something has happened; at most; without an engine."""
-_END_SECONDS = 3.0
-"""How long the end of MPI may take in a process in which something has failed."""
+_SETTLING_SECONDS = 3.0
+"""How long what MPI has in its hands may take at the end of the process."""
+_RAISED_SECONDS, _TROUBLED_SECONDS = 3.0, 30.0
+"""How long it is then waited for all others: after an exception; where a group has failed."""
 _OWN = 0
 """The engine to which belongs what `World.share` tells."""
 
@@ -92,7 +95,8 @@ class World:
         self._early: dict[int, list[tuple[Message, int]]] = {}
         self._movements: list[_Movement] = []
         self._received = 0
-        self._over = False
+        self._over = self._finished = False
+        self._limit = 0.0
         self.stopped = ""
         self.troubled = False
         self._begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -127,16 +131,23 @@ class World:
             raise EngineError(0, f"nothing came from rank 0 within {seconds:g} s") from None
 
     def finish(self) -> None:
-        """End MPI, with all other processes; without it where that could never be.
+        """End MPI at the end of this process, when all others are at theirs.
 
-        In a process in which something has failed, others may be dead, and it is waited for with a
-        limit only.
+        It can't be ended without them. In a process in which something has failed they may be dead,
+        and are waited for with a limit. One that ends by an exception has `mpirun` end them all, if
+        they don't by themselves; any other leaves MPI as it is.
         """
-        if self.stopped or os.getpid() != self._pid:
+        if self._finished or os.getpid() != self._pid:
             return
-        self.do(self._finish)
-        unwell = self.troubled or hasattr(sys, "last_value")
-        self._thread.join(_END_SECONDS if unwell else None)
+        raised = hasattr(sys, "last_value")
+        limit = _RAISED_SECONDS if raised else _TROUBLED_SECONDS if self.troubled else None
+        if not self.stopped:
+            self.do(partial(self._finish, limit))
+            self._thread.join()
+        if raised and not self._finished:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            self._mpi.COMM_WORLD.Abort(1)
 
     # For the thread of MPI.
 
@@ -199,7 +210,7 @@ class World:
             self._begun.put(error)
             return
         self._begun.put(None)
-        reason = "the thread that calls MPI has ended"
+        reason = "MPI has ended in this process"
         try:
             self._serve()
             reason = self.stopped or reason
@@ -303,21 +314,41 @@ class World:
             movement.done(not status.Is_cancelled())
         return True
 
-    def _finish(self) -> None:
+    def _finish(self, limit: float | None) -> None:
         self._over = True
+        self._limit = math.inf if limit is None else limit
 
     def _leave(self) -> None:
         """End MPI, if it was begun here and nothing is in its hands."""
-        end = time.monotonic() + _END_SECONDS
+        end = time.monotonic() + _SETTLING_SECONDS
         while (self._ending or self._movements) and time.monotonic() < end:
             self._look()
             time.sleep(_SHORTEST)
         if self._movements or self.stopped:
             return
-        self._heard.Cancel()
-        self._heard.Wait()
         if self._ours:
+            if not self._all_leave():
+                return
+            self._heard.Cancel()
+            self._heard.Wait()
             self._mpi.Finalize()
+        else:
+            self._heard.Cancel()
+            self._heard.Wait()
+        self._finished = True
+
+    def _all_leave(self) -> bool:
+        """Whether all processes are at their end; MPI's own way of asking can't be given up."""
+        end = time.monotonic() + self._limit
+        barrier = self._talk.Ibarrier()
+        pause = _SHORTEST
+        while not barrier.Test():
+            if time.monotonic() > end:
+                return False
+            busy = self._look()
+            time.sleep(pause)
+            pause = _SHORTEST if busy else min(2 * pause, _IDLE)
+        return True
 
 
 def _nothing(carried: bool) -> None:
