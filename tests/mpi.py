@@ -113,14 +113,23 @@ class MpiRanks:
             except subprocess.TimeoutExpired:
                 end(self._process)
 
-    def run(self, size: int, function: Callable[..., object], *arguments: object) -> list[Any]:
-        """Run a function on the first ranks, and return what it returned, by rank."""
+    def run(
+        self, size: int, function: Callable[..., object], *arguments: object, hosts: str = ""
+    ) -> list[Any]:
+        """Run a function on the first ranks, and return what it returned, by rank.
+
+        `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh folder that they share, are in their environment.
+        With `hosts`, a letter for the host of each rank, their groups run over the engine.
+        """
         if self._process is None:
             pytest.fail("a test before this one has lost the ranks")
         call = cloudpickle.dumps((function, arguments))
         folder = str(self._folders.mktemp("ranks"))
         for rank in range(size):
-            self._connections[rank].send((call, size, folder))
+            place = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
+            if hosts:
+                place |= {"PHALANX_HOST_ID": hosts[rank], "PHALANX_ENGINE": "mpi"}
+            self._connections[rank].send((call, place))
         values = []
         for rank in range(size):
             connection = self._connections[rank]
@@ -161,15 +170,17 @@ def serve(address: str) -> None:
     connection.send(rank)
     while True:
         try:
-            call, size, folder = connection.recv()
+            call, place = connection.recv()
         except EOFError:
             return
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
+        os.environ |= place
         function, arguments = cloudpickle.loads(call)
         try:
             answer = function(*arguments), ""
         except BaseException:
             answer = None, traceback.format_exc()
+        for name in place:
+            del os.environ[name]
         connection.send(answer)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from random import Random
 
 import pytest
@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from phalanx import engines
 from phalanx.engines import Engine, EngineError, Transfer
-from tests import mpi
 from tests.conformance.cases import fresh_seed
+from tests.mpi import MpiRanks
 from tests.ranks import RankServer
 
 LIMIT = 20.0
@@ -175,16 +175,8 @@ def test_gloo(ranks: RankServer, size: int, function: Callable[[str, int], objec
     ranks.run(size, function, "gloo", fresh_seed(), timeout=None)
 
 
-@pytest.fixture(scope="module", params=mpi.LIBRARIES)
-def under_mpirun(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[mpi.MpiRanks]:
-    with mpi.MpiRanks(request.param, 4, tmp_path_factory) as started:
-        yield started
-
-
 @pytest.mark.parametrize(("size", "function"), CASES)
-def test_mpi(under_mpirun: mpi.MpiRanks, size: int, function: Callable[[str, int], object]) -> None:
+def test_mpi(under_mpirun: MpiRanks, size: int, function: Callable[[str, int], object]) -> None:
     under_mpirun.run(size, function, "mpi", fresh_seed())
 
 

@@ -94,7 +94,7 @@ class World:
         self._ending: list[Member] = []
         self._early: dict[int, list[tuple[Message, int]]] = {}
         self._movements: list[_Movement] = []
-        self._received = 0
+        self._received = self._ended = 0
         self._over = self._finished = False
         self._limit = 0.0
         self.stopped = ""
@@ -159,6 +159,7 @@ class World:
 
     def end(self, member: Member) -> None:
         """Have an engine end; it gets its messages until the end of the process."""
+        self._ended += 1
         self._ending.append(member)
 
     def tell(self, rank: int, message: Message) -> None:
@@ -255,7 +256,8 @@ class World:
         while not self._over and not self.stopped:
             busy = self._look()
             busy |= self._call(0 if busy else pause)
-            longest = _LONGEST if self._members or self._movements else _IDLE
+            used = len(self._members) > self._ended or self._movements
+            longest = _LONGEST if used else _IDLE
             pause = _SHORTEST if busy else min(2 * pause, longest)
         if self._over:
             self._leave()
