@@ -16,7 +16,7 @@ from torch.distributed import default_pg_timeout
 from phalanx import env, topology
 from phalanx.engines import EngineError
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launch.store import HOST, host_store, join_store, meeting
+from phalanx.launch.store import HOST, check_given, host_store, join_store, met
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -49,6 +49,7 @@ def meet(
         PhalanxError: somebody didn't come in time.
     """
     world = _world(timeout)
+    check_given(url, world.rank, world.size)
     text = None
     if world.rank == 0:
         try:
@@ -65,7 +66,7 @@ def meet(
         raise PhalanxError(f"[rank {world.rank}/{world.size}] rank 0 can't host the store: {port}")
     if world.rank:
         store = join_store(host, int(port), timeout)
-    return meeting(url, store, world.rank, world.size)
+    return met(store, world.rank, world.size)
 
 
 def place(seconds: float) -> env.Place:

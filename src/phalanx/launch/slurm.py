@@ -18,16 +18,17 @@ from torch.distributed import default_pg_timeout
 
 from phalanx import env
 from phalanx.errors import UsageError
-from phalanx.launch.store import HOST, host_store, join_store, meeting
+from phalanx.launch.store import HOST, check_given, host_store, join_store, met
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = ["Step", "meet"]
 
-# Below the ports that kernels pick by themselves; those of neighbouring jobs and steps differ.
+# Below the ports that kernels pick by themselves. Those of neighbouring jobs follow each other, those
+# of a job's steps lie far apart: multiples of the golden section do.
 _FIRST_PORT, _PORTS = 15000, 15000
-_STEPS_APART = 4999
+_STEPS_APART = 9271
 _ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
 _NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
@@ -93,8 +94,9 @@ def meet(
     except ValueError as error:
         raise UsageError(f"slurm://: {error}") from None
     place = step.place
+    check_given(url, place.rank, place.world_size)
     store = join_store(step.host, step.port, timeout) if place.rank else _hosted(step, timeout)
-    return meeting(url, store, place.rank, place.world_size)
+    return met(store, place.rank, place.world_size)
 
 
 def _hosted(step: Step, timeout: timedelta) -> Any:

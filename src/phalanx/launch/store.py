@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 
-__all__ = ["HOST", "host_store", "join_store", "meeting"]
+__all__ = ["HOST", "check_given", "host_store", "join_store", "met"]
 
 HOST = "127.0.0.1"
 
@@ -51,11 +51,13 @@ def join_store(host: str, port: int, timeout: timedelta) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
-def meeting(url: str, store: Any, rank: int, size: int) -> Iterator[tuple[Any, int, int]]:
-    """What PyTorch asks of a way to meet.
+def check_given(url: str, rank: int, size: int) -> None:
+    """Raise `UsageError` if a script gave another rank or world size than it has.
 
-    Raises:
-        UsageError: the script gave another rank or world size.
+    Args:
+        url: the way to meet, with what the script gave behind it, as PyTorch puts it there.
+        rank: of this process.
+        size: the world size.
     """
     given = parse_qs(urlparse(url).query)
     for name, value in (("rank", rank), ("world_size", size)):
@@ -65,5 +67,9 @@ def meeting(url: str, store: Any, rank: int, size: int) -> Iterator[tuple[Any, i
                 f"{name} is {given[name][0]}, but {value} by {scheme}://, which knows it: leave it "
                 "out of init_process_group"
             )
+
+
+def met(store: Any, rank: int, size: int) -> Iterator[tuple[Any, int, int]]:
+    """What PyTorch asks of a way to meet."""
     yield store, rank, size
     raise RuntimeError("ranks that have met can't do so again: destroy the process group first")
