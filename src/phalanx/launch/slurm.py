@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "meet"]
 
-# Below the ports that kernels pick by themselves. Those of neighbouring jobs follow each other, those
-# of a job's steps lie far apart: multiples of the golden section do.
+# Below the ports that kernels pick by themselves. Those of neighbouring jobs follow each other,
+# those of a job's steps lie far apart: multiples of the golden section do.
 _FIRST_PORT, _PORTS = 15000, 15000
 _STEPS_APART = 9271
 _ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
@@ -105,7 +105,7 @@ def _hosted(step: Step, timeout: timedelta) -> Any:
     except OSError as error:
         raise UsageError(
             f"slurm://: rank 0 can't listen on port {step.port} of {step.host} "
-            f"({error.strerror}): set MASTER_PORT to a port that is free there, for all tasks"
+            f"({os.strerror(error.errno or 0)}): set MASTER_PORT to a port that is free there, for all tasks"
         ) from None
 
 
