@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from phalanx import env
+from phalanx.errors import UsageError
+from phalanx.launch.options import parse
 from phalanx.launch.slurm import Step
 
 SCRIPT = """
@@ -165,9 +167,42 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert words in err.splitlines()[-1]
 
 
+def test_a_step_of_one_task_needs_no_network(tmp_path: Path) -> None:
+    """As in the shell of an allocation, where a script may be run twice at once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import phalanx\nwith phalanx.init() as session: print(session.rank, session.world_size)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        given = {**variables(0, (1,), "n1"), "MASTER_PORT": str(other.getsockname()[1])}
+        ((code, out, err),) = run(script, [given])
+    assert (code, out) == (0, "0 1\n"), err
+
+
 def test_no_step(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     alone, batch = run(script, [{}, {"SLURM_JOB_ID": "41712", "SLURM_PROCID": "0"}])
     assert "slurm://: this process was not started by srun: start" in alone[2].splitlines()[-1]
     assert "by srun (a batch script is no step): start" in batch[2].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
+        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, "mpirun"),
+        (variables(0, (2, 2), "n[1-2]"), "srun"),
+    ],
+)
+def test_phalanx_run_under_another_launcher(
+    given: dict[str, str], other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    words = f"^{other} has started 4 of `phalanx run`.*`{other} ... python SCRIPT`"
+    with pytest.raises(UsageError, match=words):
+        parse([str(script)])
+    assert parse(["--nnodes", "2", "--master-addr", "n1", str(script)])

@@ -156,7 +156,8 @@ def _place(timeout: timedelta | None) -> Place | None:
         if launcher == "slurm":
             from phalanx.launch.slurm import Step
 
-            return Step.of().place
+            here = Step.of().place
+            return here if here.world_size > 1 else None  # a shell's, say: it needs no network
         return place()
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -105,7 +105,8 @@ def _hosted(step: Step, timeout: timedelta) -> Any:
     except OSError as error:
         raise UsageError(
             f"slurm://: rank 0 can't listen on port {step.port} of {step.host} "
-            f"({os.strerror(error.errno or 0)}): set MASTER_PORT to a port that is free there, for all tasks"
+            f"({os.strerror(error.errno or 0)}): set MASTER_PORT to a port that is free there, for "
+            "all tasks"
         ) from None
 
 
