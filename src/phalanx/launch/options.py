@@ -161,7 +161,7 @@ def _check_launcher() -> None:
     count = next((text for name in counts if (text := os.environ.get(name, ""))), "1")
     if other and count != "1":
         raise UsageError(
-            f"{other} has started {count} of `phalanx run`, which starts ranks by itself: start the "
+            f"{other} has started {count} of `phalanx run`, which starts ranks itself: start the "
             f"script with `{other} ... python SCRIPT`, and with PHALANX_REPLACE=mpi in the "
             "environment for --replace mpi; or give --nnodes, for one `phalanx run` per host"
         )
