@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ from phalanx.engines import Engine, EngineError
 from tests import mpi
 from tests.conformance import cases
 from tests.mpi import MpiRanks
+from tests.networks import Network
 from tests.ranks import RankServer, in_a_group
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
@@ -234,24 +237,62 @@ def test_meeting(library: str, tmp_path: Path) -> None:
     assert "runs in place of mpi (PHALANX_REPLACE)" in ended.stderr
 
 
-def test_training(repository: Path, tmp_path: Path) -> None:
-    """On two simulated hosts of two ranks, with the losses of one rank."""
+SSH = """#!/bin/sh
+# In the place of ssh: "HOST PROGRAM ..." runs on another host of the test's network.
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1
+shift
+case $host in
+NAMES
+*) exit 255 ;;
+esac
+exec ip netns exec $name unshare --pid --fork --kill-child --mount-proc --uts \\
+  sh -c 'hostname $0 && eval "$@"' $name "$@"
+"""
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    missing = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+    if missing or os.geteuid() != 0:
+        # CI has them: there they must not be left out.
+        away = pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip
+        away(f"needs root, iproute2 and util-linux (missing: {missing}, user {os.geteuid()})")
+    with Network(2) as made:
+        yield made
+
+
+def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Path) -> None:
+    """Two real hosts of two ranks, started by one mpirun, have the losses of one rank."""
+    ssh = tmp_path / "ssh"
+    pairs = zip(network.addresses, network.names, strict=True)
+    ssh.write_text(SSH.replace("NAMES", "\n".join(f"{at}) name={name} ;;" for at, name in pairs)))
+    ssh.chmod(0o755)
     script = str(repository / "examples" / "train_digits.py")
-    losses = {}
     options = ("--no-dropout", "--epochs", "1", "--losses")
-    hosted = (
-        "import os, runpy, sys; from phalanx.engines.mpi import the_world; del sys.argv[0]; "
-        "os.environ['PHALANX_HOST_ID'] = 'ab'[the_world(60).rank // 2]; "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    command, env = mpi.mpirun(
+        "mpich",
+        4,
+        [sys.executable, script, *options, str(tmp_path / "mpi")],
+        {"PHALANX_ENGINE": "mpi", "PHALANX_INTERFACE": "eth0"},
     )
-    command = [sys.executable, "-c", hosted, script, *options, str(tmp_path / "mpi")]
-    ended = mpi.run("mpich", 4, command, {"PHALANX_ENGINE": "mpi"}, 100)
-    assert ended.returncode == 0, ended.stderr
+    hosts = ("-hosts", ",".join(network.addresses), "-ppn", "2", "-iface", "eth0")
+    command[1:1] = ["-launcher", "ssh", "-launcher-exec", str(ssh), *hosts]
+    with (tmp_path / "output").open("w") as output:
+        process = network.start(0, command, env, output)
+    try:
+        code = process.wait(100)
+    except subprocess.TimeoutExpired:
+        code = -1
+    finally:
+        process.kill()  # and all that it has started
+        process.wait()
+    assert code == 0, (tmp_path / "output").read_text()
+    assert "4 ranks on phalanx" in (tmp_path / "output").read_text()
     command = [sys.executable, script, "--nproc", "1", *options, str(tmp_path / "memory")]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
-    for name in ("mpi", "memory"):
-        losses[name] = json.loads((tmp_path / name).read_text())["losses"]
-    assert losses["mpi"] == pytest.approx(losses["memory"], rel=1e-5)
+    losses = [json.loads((tmp_path / name).read_text())["losses"] for name in ("mpi", "memory")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 # Without mpirun.
