@@ -3,6 +3,7 @@
     python examples/train_digits.py                       # scikit-learn's digits, two ranks
     python examples/train_digits.py --nproc 4 --data DIR  # MNIST's IDX files, four ranks
     phalanx run --nproc-per-node 2 examples/train_digits.py
+    mpirun -n 2 python examples/train_digits.py           # or srun
 
 Every rank has the same network. In each step it takes its share of the global batch, and the ranks
 average their gradients: all make the same step, and their networks stay the same.
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx
+from phalanx import env
 from phalanx.data import DataPartitioner, GlobalBatchSampler, Partition, load_mnist
 from phalanx.parallel import average_gradients, average_gradients_per_parameter
 
@@ -200,7 +202,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     try:
-        if "RANK" in os.environ:  # started by phalanx run or torchrun
+        if "RANK" in os.environ or env.launcher():  # started by phalanx run, torchrun, mpirun, srun
             train(options)
         else:
             phalanx.launch(train, options.nproc, (options,))

@@ -1,4 +1,4 @@
-"""What runs at `import torch`: one name is registered, nothing else is imported.
+"""What runs at `import torch`: three names are registered, nothing else is imported.
 
 Only with `PHALANX_REPLACE` in the environment there is more to do, for `phalanx.backend.replace`.
 
@@ -6,14 +6,23 @@ PyTorch calls `register` through the `torch.backends` entry point. An exception 
 `import torch` itself, and time spent here is spent by every user of torch.
 """
 
+from __future__ import annotations
+
+import contextlib
 import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 def register() -> None:
-    """Make `torch.distributed.init_process_group("phalanx")` known."""
+    """Make the backend "phalanx" known, and the ways to meet `mpi://` and `slurm://`."""
     from torch.distributed import Backend, is_available
 
     if is_available() and "PHALANX" not in Backend._plugins:
+        _register_meeting("mpi", _meet_by_mpi)
+        _register_meeting("slurm", _meet_by_slurm)
         Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu", "cuda"])
         if os.environ.get("PHALANX_REPLACE"):
             from phalanx.backend.replace import install
@@ -25,3 +34,22 @@ def _create(options: object, backend_options: object = None) -> object:
     from phalanx.backend.process_group import create
 
     return create(options, backend_options)
+
+
+def _register_meeting(scheme: str, meet: Callable[..., Iterator[tuple[Any, int, int]]]) -> None:
+    from torch.distributed.rendezvous import register_rendezvous_handler
+
+    with contextlib.suppress(RuntimeError):  # where another package has its own, that stands
+        register_rendezvous_handler(scheme, meet)  # type: ignore[no-untyped-call]
+
+
+def _meet_by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    from phalanx.launch.mpi import meet
+
+    return meet(url, **options)
+
+
+def _meet_by_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    from phalanx.launch.slurm import meet
+
+    return meet(url, **options)

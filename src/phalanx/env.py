@@ -26,6 +26,8 @@ __all__ = [
     "job",
     "jobs_directory",
     "jobs_kept",
+    "launcher",
+    "mpi_launcher",
     "place",
     "replaced_backends",
 ]
@@ -136,6 +138,24 @@ VARIABLES = (
         "A file with the job's key, which belongs to you and which nobody else can read (mode "
         "0600); `phalanx key PATH` makes one. Read by `phalanx run --nnodes` unless it is given "
         "`--key-file` or `--key-fd`, and by ranks that other launchers have started.",
+    ),
+    Variable(
+        "OMPI_COMM_WORLD_SIZE",
+        "Set by the `mpirun` of Open MPI, with `OMPI_COMM_WORLD_LOCAL_RANK` and "
+        "`OMPI_COMM_WORLD_LOCAL_SIZE`: `phalanx.init` sees by it that MPI knows the place of this "
+        "process, and asks MPI; the local rank and size it takes from the other two.",
+    ),
+    Variable(
+        "MPI_LOCALNRANKS",
+        "Set by the `mpirun` of MPICH and its relatives, with `MPI_LOCALRANKID`; read as "
+        "`OMPI_COMM_WORLD_SIZE` is. So are `PMI_SIZE` and `PMIX_RANK`, which other launchers of "
+        "MPI set, in a process that Slurm hasn't started.",
+    ),
+    Variable(
+        "SLURM_STEP_ID",
+        "Set by `srun`, with `SLURM_JOB_ID`, `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, "
+        "`SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE`, `SLURM_NODEID` and `SLURM_LOCALID`, "
+        "which say the place of this process: to `phalanx.init`, and to `slurm://`.",
     ),
     Variable(
         "RANK",
@@ -298,6 +318,37 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     local_size = world_size if local_size is None else local_size
     local_rank = integer("LOCAL_RANK", minimum=0, maximum=local_size - 1, environ=environ)
     return Place(rank, world_size, rank if local_rank is None else local_rank, local_size)
+
+
+def launcher(environ: Mapping[str, str] | None = None) -> str:
+    """Who else than a launcher of PyTorch's kind has started this process: "mpi", "slurm" or "".
+
+    A process that `mpirun` has started inside of Slurm has variables of both, of which those of
+    Slurm are about `mpirun`'s own processes; one that `srun` has started may have some of MPI's.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    environ = os.environ if environ is None else environ
+    if "OMPI_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
+        return "mpi"
+    if "SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ:
+        return "slurm"
+    return "mpi" if mpi_launcher(environ) else ""
+
+
+def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
+    """Whose `mpirun` has started this process: "Open MPI", "MPICH", "MPI"; empty for none.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    environ = os.environ if environ is None else environ
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return "Open MPI"
+    if "MPI_LOCALNRANKS" in environ:
+        return "MPICH"
+    return "MPI" if {"PMI_SIZE", "PMIX_RANK"} & environ.keys() else ""
 
 
 def job(environ: Mapping[str, str] | None = None) -> str | None:

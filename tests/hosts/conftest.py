@@ -1,5 +1,21 @@
-"""Makes the fixture `ranks` known to the tests of this folder."""
+"""Makes ranks known to the tests of this folder: forked ones, and those that `mpirun` starts."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests import mpi
 from tests.ranks import ranks
 
 __all__ = ["ranks"]
+
+
+@pytest.fixture(scope="package", params=mpi.LIBRARIES)
+def under_mpirun(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[mpi.MpiRanks]:
+    """Four ranks under the `mpirun` of each library: `under_mpirun.run(2, function, argument)`."""
+    with mpi.MpiRanks(request.param, 4, tmp_path_factory) as started:
+        yield started

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from phalanx import engines, key
 from phalanx.engines import Engine, EngineError, Transfer
 from tests.conformance.cases import fresh_seed
+from tests.mpi import MpiRanks
 from tests.ranks import RankServer
 
 LIMIT = 20.0
@@ -159,23 +160,25 @@ def closed_after_sending(name: str, seed: int) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("name", engines.NAMES)
-@pytest.mark.parametrize(
-    ("size", "function"),
-    [
-        (2, all_pairs),
-        (4, all_pairs),
-        (2, in_order),
-        (2, nothing_comes),
-        (2, told_when_done),
-        (2, aborted),
-        (2, closed_after_sending),
-    ],
+CASES = (
+    (2, all_pairs),
+    (4, all_pairs),
+    (2, in_order),
+    (2, nothing_comes),
+    (2, told_when_done),
+    (2, aborted),
+    (2, closed_after_sending),
 )
-def test_an_engine(
-    ranks: RankServer, name: str, size: int, function: Callable[[str, int], object]
-) -> None:
-    ranks.run(size, function, name, fresh_seed(), timeout=None)
+
+
+@pytest.mark.parametrize(("size", "function"), CASES)
+def test_gloo(ranks: RankServer, size: int, function: Callable[[str, int], object]) -> None:
+    ranks.run(size, function, "gloo", fresh_seed(), timeout=None)
+
+
+@pytest.mark.parametrize(("size", "function"), CASES)
+def test_mpi(under_mpirun: MpiRanks, size: int, function: Callable[[str, int], object]) -> None:
+    under_mpirun.run(size, function, "mpi", fresh_seed())
 
 
 def dies(name: str) -> str:
@@ -193,9 +196,8 @@ def dies(name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", engines.NAMES)
-def test_a_dead_peer(ranks: RankServer, name: str) -> None:
-    first, second = ranks.start(2, dies, name, timeout=None).join()
+def test_a_dead_peer(ranks: RankServer) -> None:
+    first, second = ranks.start(2, dies, "gloo", timeout=None).join()
     assert first.value
     assert second.code == -signal.SIGKILL
 

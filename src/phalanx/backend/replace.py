@@ -10,6 +10,7 @@ left alone: `ProcessGroupGloo`, made directly, is still Gloo.
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -123,17 +124,18 @@ def _replaced_name(
 def _find_place(arguments: dict[str, Any]) -> None:
     """Fill in what MPI's runtime would say: this process's rank, the world size, and a store."""
     try:
-        place = env.place()
+        launcher = "" if os.environ.get("RANK", "").strip() else env.launcher()
+        place = None if launcher else env.place()
     except ValueError as error:
         raise _usage_error(str(error)) from None
-    if place is None:
+    if place is None and not launcher:
         raise _usage_error(
             'the backend "mpi" is replaced by Phalanx (PHALANX_REPLACE), which takes rank and '
             "world size from the environment, and it has none: start the script with "
-            "`phalanx run --replace mpi`"
+            "`phalanx run --replace mpi`, or with `PHALANX_REPLACE=mpi mpirun -n 4 python`"
         )
     timeout = arguments["timeout"]
-    store, rank, size = next(rendezvous("env://", timeout=timeout))
+    store, rank, size = next(rendezvous(f"{launcher or 'env'}://", timeout=timeout))
     store.set_timeout(timeout)
     store = PrefixStore("default_pg", store)
     arguments.update(store=store, group_rank=rank, group_size=size)

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT", "NAMES", "check_name", "open_engine"]
 
 DEFAULT = "gloo"
-NAMES = ("gloo", "relay", "nccl")
+NAMES = ("gloo", "mpi", "relay", "nccl")
 """With "nccl", CUDA tensors must go to NCCL (`phalanx.backend.cuda`); others go as with "gloo"."""
+_MPI_SECONDS = 60.0
+"""How long the processes that mpirun has started wait for each other, before the first group."""
 
 
 def check_name(name: object, where: str = "") -> None:
@@ -54,10 +56,14 @@ def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> 
         address: Where this rank listens: an address of an interface that the others reach.
 
     Raises:
-        UsageError: There is no such engine.
+        UsageError: There is no such engine, or it isn't installed.
         EngineError: It can't be had here.
     """
     check_name(name)
+    if name == "mpi":
+        from phalanx.engines.mpi import MpiEngine, the_world
+
+        return MpiEngine(the_world(_MPI_SECONDS), store, rank, size)
     if name == "relay":
         from phalanx.engines.relay import RelayEngine
 

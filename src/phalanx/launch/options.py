@@ -69,6 +69,8 @@ def parse(argv: Sequence[str]) -> Job:
     _check_port(args)
     _replace_backends(args.replace)
     nnodes = _nnodes(args.nnodes)
+    if nnodes == 1:
+        _check_launcher()
     args.simulate_hosts = _simulated(args.simulate_hosts, int(args.nproc_per_node), nnodes)
     if args.standalone or (_unplaced(args) and nnodes == 1):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
@@ -184,6 +186,19 @@ def _check_host_options(args: Namespace) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} says how to start hosts: give --hosts too"
             )
+
+
+def _check_launcher() -> None:
+    """Where another launcher has started several of these, each would start all ranks."""
+    other = {"mpi": "mpirun", "slurm": "srun"}.get(env.launcher(), "")
+    counts = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
+    count = next((text for name in counts if (text := os.environ.get(name, ""))), "1")
+    if other and count != "1":
+        raise UsageError(
+            f"{other} has started {count} of `phalanx run`, which starts ranks itself: start the "
+            f"script with `{other} ... python SCRIPT`, and with PHALANX_REPLACE=mpi in the "
+            "environment for --replace mpi; or give --nnodes, for one `phalanx run` per host"
+        )
 
 
 def _unplaced(args: Namespace) -> bool:

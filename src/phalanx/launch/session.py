@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import default_pg_timeout
 
 import phalanx
-from phalanx import engines
+from phalanx import engines, env
 from phalanx.env import Place, place
 from phalanx.errors import UsageError
 
@@ -88,8 +89,9 @@ def init(
 
     The place is taken from the environment that `phalanx run`, `phalanx.launch` and torchrun set
     (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; `LOCAL_RANK` and `LOCAL_WORLD_SIZE` if
-    given). With none of them this process is alone: rank 0 of 1, no network. So the same script
-    runs by itself and on many ranks. Blocks until every rank has called it, up to `timeout`.
+    given); without `RANK`, from MPI where `mpirun` has started this process, from Slurm where
+    `srun` has. With none of them it is alone: rank 0 of 1, no network. So the same script runs by
+    itself and on many ranks. Blocks until every rank has called it, up to `timeout`.
 
     If `torch.distributed` is initialised already, its default group is joined: `backend` and
     `timeout` are not applied (the session names the backend that it found), and leaving the
@@ -101,8 +103,8 @@ def init(
             backend's default.
         device: where to work, "cpu", "cuda" or "cuda:1"; None is the GPU numbered `local_rank`
             modulo the GPUs there are, or the CPU if there is none. A GPU is made the current one.
-        engine: what carries bytes between hosts, for the backend "phalanx": "gloo"; empty for what
-            `PHALANX_ENGINE` says, else "gloo". The same on all ranks.
+        engine: what carries bytes between hosts, for the backend "phalanx": "gloo" or "mpi"; empty
+            for what `PHALANX_ENGINE` says, else "gloo". The same on all ranks.
 
     Returns:
         A Session. Use it as a context manager, or call `close()` at the end.
@@ -121,7 +123,7 @@ def init(
         engines.check_name(engine)
     joined = dist.is_initialized()
     span = _timeout(timeout)
-    where = _existing_place() if joined else _place()
+    where = _existing_place() if joined else _place(span)
     chosen = _device(device, where.local_rank if where else 0)
     if not joined:
         _form(backend, span, where, engine)
@@ -144,19 +146,39 @@ def _is_ours(group: dist.ProcessGroup) -> bool:
     return type(group).__module__.startswith("phalanx.")
 
 
-def _place() -> Place | None:
+def _place(timeout: timedelta | None) -> Place | None:
     try:
+        launcher = _launcher()
+        if launcher == "mpi":
+            from phalanx.launch import mpi
+
+            return mpi.place((timeout or default_pg_timeout).total_seconds())
+        if launcher == "slurm":
+            from phalanx.launch.slurm import Step
+
+            here = Step.of().place
+            return here if here.world_size > 1 else None  # a shell's, say: it needs no network
         return place()
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
+def _launcher() -> str:
+    """Who has started this process, if none of PyTorch's kind."""
+    return "" if os.environ.get("RANK", "").strip() else env.launcher()
+
+
 def _existing_place() -> Place:
     """The place in the group that exists; what is local comes from the environment, if it fits."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    given = _place() if "RANK" in os.environ else None
+    # MPI isn't begun for this: the group may have been formed without it.
+    given = _place(None) if "RANK" in os.environ or _launcher() == "slurm" else None
     if given is not None and (given.rank, given.world_size) == (rank, world_size):
         return given
+    if _launcher() == "mpi":
+        from phalanx.launch import mpi
+
+        return Place(rank, world_size, *mpi.local_place(rank, world_size))
     return Place(rank, world_size, rank, world_size)
 
 
@@ -176,7 +198,8 @@ def _form(backend: str, timeout: timedelta | None, where: Place | None, engine: 
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
     else:
-        dist.init_process_group(backend, init_method="env://", **options)
+        method = f"{_launcher() or 'env'}://"
+        dist.init_process_group(backend, init_method=method, **options)
 
 
 def _timeout(timeout: object) -> timedelta | None:

@@ -6,9 +6,9 @@ proved, not assumed: each opens a piece of the other's memory and finds a nonce 
 other hosts reach this one at `own_address`.
 """
 
-from phalanx.topology.address import address_towards, own_address
+from phalanx.topology.address import address_towards, interface_address, own_address
 from phalanx.topology.join import join
 from phalanx.topology.layout import Layout
 from phalanx.topology.place import Place
 
-__all__ = ["Layout", "Place", "address_towards", "join", "own_address"]
+__all__ = ["Layout", "Place", "address_towards", "interface_address", "join", "own_address"]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from phalanx.topology.place import Place
 
-__all__ = ["address_towards", "own_address"]
+__all__ = ["address_towards", "interface_address", "own_address"]
 
 _DISCARD = 9
 
@@ -63,11 +63,16 @@ def address_towards(host: str) -> str:
     """
     given = env.interface()
     if given:
-        return _checked(given)
+        return interface_address(given)
     return _towards(host) if host else ""
 
 
-def _checked(given: str) -> str:
+def interface_address(given: str) -> str:
+    """The address that `PHALANX_INTERFACE` means.
+
+    Raises:
+        UsageError: This machine has no such interface or address.
+    """
     interfaces = psutil.net_if_addrs()
     kinds = (socket.AF_INET, socket.AF_INET6)
     addresses = {

@@ -1,0 +1,191 @@
+"""One group's engine over MPI.
+
+What is under way is kept by the thread of MPI (see `world`), which everybody else tells what to do:
+nothing here needs a lock. MPI knows nothing of ends. A rank that leaves or aborts says so to all
+that it knows; one that dies says nothing, and `mpirun` ends the others.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch.distributed import DistError
+
+from phalanx.engines.interface import Engine, EngineError, Transfer
+from phalanx.engines.mpi.peer import Peer
+from phalanx.engines.mpi.transfer import Calls, MpiTransfer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from phalanx.engines.mpi.protocol import Message
+    from phalanx.engines.mpi.world import World
+
+__all__ = ["MpiEngine"]
+
+_PARTING_SECONDS = 2.0
+"""How long who leaves waits for others to take what it has sent."""
+_SETTLING_SECONDS = 2.0
+"""How long data that are on their way have to arrive, at the end."""
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
+"""Seconds between two looks into the store for where a rank is."""
+_ENDED = "this rank has ended its connections"
+
+
+class MpiEngine(Engine):
+    """One rank's end: see `open_engine` for the arguments.
+
+    Raises:
+        EngineError: The group has ranks that `mpirun` hasn't started.
+    """
+
+    def __init__(self, world: World, store: Store, rank: int, size: int) -> None:
+        _check(world.size, size)
+        self._world, self._store = world, store
+        name = int(store.compare_set("name", "", secrets.token_hex(7)), 16)
+        store.set(_key(rank), f"{world.name} {world.rank}")
+        self._calls = Calls()
+        self._peers = [Peer(world, name, rank, partial(self._find, peer)) for peer in range(size)]
+        self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._finder: threading.Thread | None = None
+        self._over = False
+        self._deadline = 0.0
+        self._settled = threading.Event()
+        world.do(partial(world.join, name, self))
+
+    def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
+        return self._post(self._peers[peer].send, data, peer, tag)
+
+    def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
+        return self._post(self._peers[peer].recv, data, peer, tag)
+
+    def abort(self) -> None:
+        if not self._over:
+            self._world.troubled = True
+            self._end()
+
+    def close(self) -> None:
+        if not self._over:
+            self._part()
+            self._end()
+        self._settled.wait(2 * _SETTLING_SECONDS)
+        self._wanted.put(None)
+        self._calls.stop(_PARTING_SECONDS)
+
+    def _post(
+        self, how: Callable[[MpiTransfer], None], data: memoryview, peer: int, tag: int
+    ) -> Transfer:
+        if self._over or self._world.stopped:
+            raise EngineError(peer, self._world.stopped or _ENDED)
+        transfer = MpiTransfer(data, peer, tag, self._calls)
+        self._world.do(partial(how, transfer))
+        return transfer
+
+    def _part(self) -> None:
+        """Let peers take what was sent to them."""
+        end = time.monotonic() + _PARTING_SECONDS
+        answer: queue.SimpleQueue[list[MpiTransfer]] = queue.SimpleQueue()
+        self._world.do(lambda: answer.put([each for peer in self._peers for each in peer.sends]))
+        try:
+            for transfer in answer.get(timeout=_PARTING_SECONDS):
+                transfer.wait(max(0.0, end - time.monotonic()))
+        except (EngineError, queue.Empty):
+            return  # somebody will never take it
+
+    def _end(self) -> None:
+        self._over = True
+        self._deadline = time.monotonic() + _SETTLING_SECONDS
+        self._world.do(self._begin_to_end)
+
+    # What the thread of MPI calls.
+
+    def take(self, message: Message, source: int) -> None:
+        """Take a message for this engine."""
+        self._peers[message.rank].take(message, source)
+
+    def settle(self) -> bool:
+        """Wait for data on their way: MPI gives no memory back before."""
+        settled = [peer.settle() for peer in self._peers]  # all of them are to tell their ends
+        if not all(settled):
+            if time.monotonic() > self._deadline:
+                self._world.stop(
+                    "data from or to another rank never came to their end, so this process can't "
+                    "use MPI any more"
+                )
+            return False
+        self._settled.set()
+        return True
+
+    def fail(self, reason: str) -> None:
+        """MPI carries nothing any more."""
+        for peer in self._peers:
+            peer.fail(reason)
+        self._settled.set()
+
+    def _begin_to_end(self) -> None:
+        for peer in self._peers:
+            peer.end(_ENDED)
+        self._world.end(self)
+
+    # Where the other ranks are: each says so in the store, when it opens its end.
+
+    def _find(self, peer: int) -> None:
+        self._wanted.put(peer)
+        if self._finder is None:
+            self._finder = threading.Thread(
+                target=self._look_for_peers, name="phalanx-mpi-finder", daemon=True
+            )
+            self._finder.start()
+
+    def _look_for_peers(self) -> None:
+        missing: list[int] = []
+        pause = _SHORTEST_PAUSE
+        while not self._over:
+            try:
+                peer = self._wanted.get(timeout=pause if missing else None)
+                if peer is None:
+                    return
+                missing.append(peer)
+                pause = _SHORTEST_PAUSE
+            except queue.Empty:
+                pause = min(2 * pause, _LONGEST_PAUSE)
+            missing = [each for each in missing if not self._looked_for(each)]
+
+    def _looked_for(self, rank: int) -> bool:
+        """Whether it is known by now where a rank is, or that it never will be."""
+        peer = self._peers[rank]
+        try:
+            if not self._store.check([_key(rank)]):
+                return False
+            name, place = self._store.get(_key(rank)).decode().split()
+        except (DistError, RuntimeError) as error:
+            reason = f"the store can't say where it is: {str(error).partition(chr(10))[0]}"
+            self._world.do(partial(peer.lose, reason))
+            return True
+        if name == self._world.name:
+            self._world.do(partial(peer.found, int(place)))
+        else:
+            reason = "it was started by another mpirun than this rank: start all with one"
+            self._world.do(partial(peer.lose, reason))
+        return True
+
+
+def _check(processes: int, ranks: int) -> None:
+    if processes < ranks:
+        raise EngineError(
+            -1,
+            f"the group has {ranks} ranks, but MPI knows of {processes} "
+            f"process{'es' * (processes > 1)}: start all ranks with one mpirun, as in "
+            f"`mpirun -n {ranks} python script.py`",
+        )
+
+
+def _key(rank: int) -> str:
+    return f"rank/{rank}"

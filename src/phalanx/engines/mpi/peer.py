@@ -1,0 +1,197 @@
+"""What is under way between this rank and one other of its group. For the thread of MPI alone."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from functools import partial
+from typing import TYPE_CHECKING
+
+from phalanx.engines.mpi.protocol import MOST_TEXT, Kind, Message
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from phalanx.engines.mpi.transfer import MpiTransfer
+    from phalanx.engines.mpi.world import World
+
+__all__ = ["Peer"]
+
+_GONE = "it has ended its connections"
+_NOWHERE = -1
+
+
+class Peer:
+    """One rank of the group.
+
+    Args:
+        world: Carries what is said.
+        engine: What all ranks call the engine.
+        rank: This rank in the group.
+        find: Called when it must be known where the other one is; once.
+    """
+
+    def __init__(self, world: World, engine: int, rank: int, find: Callable[[], None]) -> None:
+        self._world, self._engine, self._rank = world, engine, rank
+        self._find: Callable[[], None] | None = find
+        self._place = _NOWHERE  # in the world
+        self._over = self._gone = ""
+        self._told = False
+        self._waiting: deque[MpiTransfer] = deque()  # to be sent, once its place is known
+        self._offers = 0
+        self._offered: dict[int, MpiTransfer] = {}
+        self._posted: defaultdict[int, deque[MpiTransfer]] = defaultdict(deque)
+        self._arrived: defaultdict[int, deque[Message]] = defaultdict(deque)
+        self._sending: list[MpiTransfer] = []  # in MPI's hands, as those below
+        self._receiving: list[MpiTransfer] = []
+
+    @property
+    def sends(self) -> list[MpiTransfer]:
+        """What was sent and hasn't been taken yet."""
+        return [*self._waiting, *self._offered.values(), *self._sending]
+
+    def send(self, transfer: MpiTransfer) -> None:
+        """Begin to send, after what was sent before."""
+        if reason := self._over or self._gone:
+            transfer.end(reason)
+        elif self._place == _NOWHERE:
+            self._waiting.append(transfer)
+            self._look()
+        elif transfer.data.nbytes <= MOST_TEXT:
+            self._tell(Kind.TEXT, transfer.tag, text=bytes(transfer.data))
+            transfer.end()
+        else:
+            self._offers += 1
+            self._offered[self._offers] = transfer
+            self._tell(Kind.OFFER, transfer.tag, self._offers, transfer.data.nbytes)
+
+    def recv(self, transfer: MpiTransfer) -> None:
+        """Begin to receive, after what was posted before."""
+        if self._over:
+            transfer.end(self._over)
+            return
+        self._posted[transfer.tag].append(transfer)
+        self._match(transfer.tag)
+        if self._gone:
+            self._give_up(self._gone)
+        elif self._place == _NOWHERE:
+            self._look()
+
+    def found(self, place: int) -> None:
+        """It is known where the other rank is."""
+        if self._place == _NOWHERE:
+            self._place = place
+            self._tell(Kind.HELLO)
+            self._go_on()
+
+    def take(self, message: Message, source: int) -> None:
+        """Take what the other rank says."""
+        if self._place == _NOWHERE:
+            self._place = source
+            self._go_on()
+        if message.kind is Kind.ASK:
+            self._give(message)
+        elif message.kind is Kind.REFUSED:
+            self._world.cancel(self._place, message.tag)
+        elif self._over:
+            self.settle()  # it has heard of this rank too late to be told before
+        elif message.kind is Kind.GONE:
+            self.lose(_GONE)
+        elif message.kind is not Kind.HELLO:
+            self._arrived[message.tag].append(message)
+            self._match(message.tag)
+
+    def lose(self, reason: str) -> None:
+        """Nothing comes from the other rank any more, but what is in MPI's hands."""
+        self._gone = reason
+        for tag, messages in list(self._arrived.items()):
+            self._arrived[tag] = deque(each for each in messages if each.kind is Kind.TEXT)
+        self._give_up(reason)
+
+    def end(self, reason: str) -> None:
+        """This rank's engine ends."""
+        self._over = reason
+        self._arrived.clear()
+        self._give_up(reason)
+
+    def settle(self) -> bool:
+        """Tell the other rank of the end, after what it has asked for; whether all has arrived."""
+        if self._place != _NOWHERE and not self._told and not self._sending:
+            self._told = True
+            self._tell(Kind.GONE)
+        return not self._sending and not self._receiving
+
+    def fail(self, reason: str) -> None:
+        """MPI carries nothing any more."""
+        self._over = self._over or reason
+        self._give_up(reason)
+        for transfer in (*self._sending, *self._receiving):
+            transfer.end(reason)
+        self._sending, self._receiving = [], []
+
+    def _look(self) -> None:
+        if self._find is not None:
+            self._find()
+            self._find = None
+
+    def _go_on(self) -> None:
+        waiting, self._waiting = self._waiting, deque()
+        for transfer in waiting:
+            self.send(transfer)
+
+    def _match(self, tag: int) -> None:
+        """Give what has arrived to the oldest that waits for it."""
+        posted, arrived = self._posted[tag], self._arrived[tag]
+        while posted and arrived:
+            transfer, message = posted.popleft(), arrived.popleft()
+            size = message.size or len(message.text)
+            if size != transfer.data.nbytes:
+                transfer.end(f"it sends {size} B, but {transfer.data.nbytes} B are expected")
+            elif message.kind is Kind.TEXT:
+                transfer.data[:] = message.text
+                transfer.end()
+            else:
+                self._ask(transfer, message)
+        if not posted:
+            del self._posted[tag]
+        if not arrived:
+            del self._arrived[tag]
+
+    def _ask(self, transfer: MpiTransfer, offer: Message) -> None:
+        """Have the data of an offer come, straight to where they belong."""
+        self._receiving.append(transfer)
+        done = partial(self._received, transfer)
+        tag = self._world.receive(self._place, transfer.data, done)
+        self._tell(Kind.ASK, tag, offer.number)
+
+    def _received(self, transfer: MpiTransfer, carried: bool) -> None:
+        self._receiving.remove(transfer)
+        transfer.end("" if carried else self._gone or _GONE)
+
+    def _give(self, asked: Message) -> None:
+        """Send what was offered; or say that it doesn't come, since it was taken back."""
+        transfer = self._offered.pop(asked.number, None)
+        if transfer is None:
+            self._tell(Kind.REFUSED, asked.tag)
+            return
+        self._sending.append(transfer)
+        done = partial(self._sent, transfer)
+        self._world.send(self._place, transfer.data, asked.tag, done)
+
+    def _sent(self, transfer: MpiTransfer, carried: bool) -> None:
+        self._sending.remove(transfer)
+        transfer.end("" if carried else self._gone or _GONE)
+
+    def _give_up(self, reason: str) -> None:
+        """End all that MPI has no part in yet."""
+        posted = [transfer for each in self._posted.values() for transfer in each]
+        for transfer in (*self._waiting, *self._offered.values(), *posted):
+            transfer.end(reason)
+        self._waiting.clear()
+        self._offered.clear()
+        self._posted.clear()
+
+    def _tell(
+        self, kind: Kind, tag: int = 0, number: int = 0, size: int = 0, text: bytes = b""
+    ) -> None:
+        message = Message(self._engine, kind, self._rank, tag, number, size, text)
+        self._world.tell(self._place, message)

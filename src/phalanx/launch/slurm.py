@@ -1,0 +1,163 @@
+"""Ranks that `srun` has started: `init_method="slurm://"`, from the variables that it sets.
+
+Rank 0 runs on the first node of the step. It hosts the store there, at a port that follows from the
+numbers of job and step; `MASTER_ADDR` and `MASTER_PORT` say something else where they are set.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import default_pg_timeout
+
+from phalanx import env
+from phalanx.errors import UsageError
+from phalanx.launch.store import HOST, check_given, host_store, join_store, met
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Step", "meet"]
+
+# Below the ports that kernels pick by themselves. Those of neighbouring jobs follow each other,
+# those of a job's steps lie far apart: multiples of the golden section do.
+_FIRST_PORT, _PORTS = 15000, 15000
+_STEPS_APART = 9271
+_ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
+_NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+@dataclass(frozen=True)
+class Step:
+    """This task's place in its step, and where rank 0 is."""
+
+    place: env.Place
+    host: str
+    port: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] | None = None) -> Step:
+        """Read what `srun` has set.
+
+        Args:
+            environ: where to read; default `os.environ`.
+
+        Raises:
+            ValueError: a variable is missing, or isn't as `srun` sets it.
+        """
+        environ = os.environ if environ is None else environ
+        tasks = _needed(environ, "SLURM_STEP_NUM_TASKS", 1)
+        rank = _needed(environ, "SLURM_PROCID", 0, tasks - 1)
+        counts = _counts(environ, tasks)
+        node = _needed(environ, "SLURM_NODEID", 0, len(counts) - 1)
+        local = _needed(environ, "SLURM_LOCALID", 0, counts[node] - 1)
+        host = HOST if len(counts) == 1 else _first_node(environ)
+        return cls(
+            env.Place(rank, tasks, local, counts[node]),
+            environ.get("MASTER_ADDR", "").strip() or host,
+            _port(environ),
+        )
+
+
+def meet(
+    url: str, timeout: timedelta = default_pg_timeout, **_options: Any
+) -> Iterator[tuple[Any, int, int]]:
+    """Meet the other tasks of the step; PyTorch calls it for `slurm://`.
+
+    Blocks until rank 0 has come.
+
+    Args:
+        url: as the script gave it, with rank and world size if it gave them.
+        timeout: how long the wait may take.
+
+    Raises:
+        UsageError: `srun` hasn't started this process; the script gave another rank or world size;
+            the port is taken.
+        torch.distributed.DistError: rank 0 didn't come in time.
+    """
+    if "SLURM_STEP_ID" not in os.environ:
+        where = " (a batch script is no step)" if "SLURM_JOB_ID" in os.environ else ""
+        raise UsageError(
+            f"slurm://: this process was not started by srun{where}: start the script with "
+            "`srun python script.py`, or with `phalanx run` and without slurm://"
+        )
+    try:
+        step = Step.of()
+    except ValueError as error:
+        raise UsageError(f"slurm://: {error}") from None
+    place = step.place
+    check_given(url, place.rank, place.world_size)
+    store = join_store(step.host, step.port, timeout) if place.rank else _hosted(step, timeout)
+    return met(store, place.rank, place.world_size)
+
+
+def _hosted(step: Step, timeout: timedelta) -> Any:
+    try:
+        return host_store(step.port, host=step.host, bind=_bound(step.host), timeout=timeout)
+    except OSError as error:
+        raise UsageError(
+            f"slurm://: rank 0 can't listen on port {step.port} of {step.host} "
+            f"({os.strerror(error.errno or 0)}): set MASTER_PORT to a port that is free there, for "
+            "all tasks"
+        ) from None
+
+
+def _bound(host: str) -> str:
+    """Where to listen, to be reached by a name; everywhere if this machine has it on loopback."""
+    if host == HOST:
+        return host
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+    return "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+
+
+def _needed(environ: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
+    value = env.integer(name, minimum=minimum, maximum=maximum, environ=environ)
+    if value is None:
+        raise ValueError(f"{name} is missing in the environment: srun sets it")
+    return value
+
+
+def _counts(environ: Mapping[str, str], tasks: int) -> list[int]:
+    """The tasks of each node: "2(x3),1" is 2, 2, 2 and 1."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
+    parts = [_TASKS.fullmatch(part) for part in text.split(",")]
+    found = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if not all(parts) or sum(found) != tasks:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: expected numbers of tasks as "
+            f"in '2(x3),1', {tasks} together, as SLURM_STEP_NUM_TASKS says"
+        )
+    return found
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    """The first of "node[01-03,7],other": node01."""
+    text = environ.get("SLURM_STEP_NODELIST", "").strip()
+    first = _ONE_NODE.match(text)
+    name = _NUMBERS.sub(r"\1", first[0]) if first else ""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={text!r} in the environment: expected names of nodes, as in "
+            "'node[01-03,7],other'"
+        )
+    return name
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    given = env.integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
+    if given is not None:
+        return given
+    job = _needed(environ, "SLURM_JOB_ID", 0)
+    step = _needed(environ, "SLURM_STEP_ID", 0)
+    return _FIRST_PORT + (job + _STEPS_APART * step) % _PORTS

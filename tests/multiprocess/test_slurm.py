@@ -1,0 +1,208 @@
+"""Ranks that find their place in what `srun` sets; nothing here is Slurm's but its variables."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from phalanx import env
+from phalanx.errors import UsageError
+from phalanx.launch.options import parse
+from phalanx.launch.slurm import Step
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+
+def check():
+    tensor = torch.full((5,), float(dist.get_rank()))
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [sum(range(dist.get_world_size()))] * 5
+
+dist.init_process_group("phalanx", init_method="slurm://")
+check()
+dist.destroy_process_group()
+import phalanx
+with phalanx.init() as session:
+    check()
+    print("place", session.rank, session.world_size, session.local_rank, session.local_world_size)
+"""
+LIMIT = 100
+
+
+def variables(rank: int, per_node: tuple[int, ...], nodes: str, text: str = "") -> dict[str, str]:
+    """What srun sets, as far as it is about a task's place; and a batch script's, which stay."""
+    node = next(node for node in range(len(per_node)) if rank < sum(per_node[: node + 1]))
+    return {
+        "SLURM_JOB_ID": "41712",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_NTASKS": str(sum(per_node)),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_NUM_NODES": str(len(per_node)),
+        "SLURM_STEP_NUM_TASKS": str(sum(per_node)),
+        "SLURM_STEP_TASKS_PER_NODE": text or ",".join(map(str, per_node)),
+        "SLURM_PROCID": str(rank),
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": str(rank - sum(per_node[:node])),
+        "SLURM_SRUN_COMM_HOST": "192.0.2.1",
+        "SLURM_LAUNCH_NODE_IPADDR": "192.0.2.1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node[01-03,7],other", "node01"),
+        ("other,node[01-03]", "other"),
+        ("rack[0-1]-node[12,15-16].cluster,x", "rack0-node12.cluster"),
+        ("a1,b2", "a1"),
+    ],
+)
+def test_the_first_node(nodes: str, first: str) -> None:
+    assert Step.of(variables(0, (2, 1), nodes)).host == first
+
+
+def test_a_place() -> None:
+    given = variables(5, (2, 2, 2, 1), "n[1-4]", "2(x3),1")
+    assert Step.of(given).place == env.Place(5, 7, 1, 2)
+    assert Step.of(variables(6, (2, 2, 2, 1), "n[1-4]")).place == env.Place(6, 7, 0, 1)
+    assert Step.of(variables(1, (3,), "n1")).host == "127.0.0.1"
+    chosen = {"MASTER_ADDR": "n1.cluster", "MASTER_PORT": "4711"}
+    step = Step.of({**given, **chosen})
+    assert (step.host, step.port) == ("n1.cluster", 4711)
+
+
+def test_ports_of_neighbours_differ() -> None:
+    given = variables(0, (2,), "n1")
+    ports = {
+        Step.of({**given, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        for job in range(41700, 41750)
+        for step in range(10)
+    }
+    assert len(ports) == 500
+    assert min(ports) >= 15000
+    assert max(ports) < 30000
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' in the environment: expected an integer"),
+        ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 in the environment: .* from 0 to 2"),
+        ({"SLURM_LOCALID": ""}, "SLURM_LOCALID is missing in the environment: srun sets it"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2,2"}, "PER_NODE='2,2' .*, 3 together, as SLURM_STEP_NUM"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2x1"}, "PER_NODE='2x1' in the environment: expected"),
+        ({"SLURM_STEP_NODELIST": "[1-2"}, r"SLURM_STEP_NODELIST='\[1-2' in the environment"),
+    ],
+)
+def test_malformed(changed: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Step.of({**variables(1, (2, 1), "n[1-2]"), **changed})
+
+
+@pytest.mark.parametrize(
+    ("names", "launcher"),
+    [
+        ((), ""),
+        (("SLURM_JOB_ID", "SLURM_PROCID"), ""),  # a batch script
+        (("SLURM_STEP_ID", "SLURM_PROCID"), "slurm"),
+        (("SLURM_STEP_ID", "SLURM_PROCID", "PMI_SIZE", "PMIX_RANK"), "slurm"),
+        # mpirun has had srun start its own processes.
+        (("SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"), "mpi"),
+        (("SLURM_STEP_ID", "SLURM_PROCID", "MPI_LOCALNRANKS", "PMI_SIZE"), "mpi"),
+        (("PMIX_RANK",), "mpi"),
+    ],
+)
+def test_who_has_started_it(names: tuple[str, ...], launcher: str) -> None:
+    assert env.launcher(dict.fromkeys(names, "1")) == launcher
+
+
+def run(script: Path, environments: list[dict[str, str]]) -> list[tuple[int, str, str]]:
+    # The tests may themselves run in a job.
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env={**clean, "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for environment in environments
+    ]
+    try:
+        return [(process.wait(LIMIT), *process.communicate()) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def test_meeting(tmp_path: Path) -> None:
+    """Two nodes: both this one, by addresses in the place of names."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    given = [variables(rank, (2, 1), "127.0.0.[1-2]") for rank in range(3)]
+    ended = run(script, given)
+    assert [code for code, _, _ in ended] == [0, 0, 0], ended
+    places = [out.strip() for _, out, _ in ended]
+    assert places == ["place 0 3 0 2", "place 1 3 1 2", "place 2 3 0 1"]
+
+
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        given = {**variables(0, (2,), "n1"), "MASTER_PORT": str(port)}
+        ((code, _, err),) = run(script, [given])
+    assert code == 1
+    words = f"rank 0 can't listen on port {port} of 127.0.0.1 (Address already in use): set MASTER"
+    assert words in err.splitlines()[-1]
+
+
+def test_a_step_of_one_task_needs_no_network(tmp_path: Path) -> None:
+    """As in the shell of an allocation, where a script may be run twice at once."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import phalanx\nwith phalanx.init() as session: print(session.rank, session.world_size)"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        given = {**variables(0, (1,), "n1"), "MASTER_PORT": str(other.getsockname()[1])}
+        ((code, out, err),) = run(script, [given])
+    assert (code, out) == (0, "0 1\n"), err
+
+
+def test_no_step(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    alone, batch = run(script, [{}, {"SLURM_JOB_ID": "41712", "SLURM_PROCID": "0"}])
+    assert "slurm://: this process was not started by srun: start" in alone[2].splitlines()[-1]
+    assert "by srun (a batch script is no step): start" in batch[2].splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "other"),
+    [
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
+        ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, "mpirun"),
+        (variables(0, (2, 2), "n[1-2]"), "srun"),
+    ],
+)
+def test_phalanx_run_under_another_launcher(
+    given: dict[str, str], other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("")
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    words = f"^{other} has started 4 of `phalanx run`.*`{other} ... python SCRIPT`"
+    with pytest.raises(UsageError, match=words):
+        parse([str(script)])
+    assert parse(["--nnodes", "2", "--master-addr", "n1", str(script)])
