@@ -53,8 +53,7 @@ class Meeting:
         keys = [key(name, rank) for rank in range(self.size)]
         first = 0
         for _ in self.tries(lambda: self._missing(keys)):
-            while first < self.size and self.store.check(keys[first : first + 1]):
-                first += 1
+            first = self._first_missing(keys, first)
             if first == self.size:
                 break
             self.joining.waiting_for(first)
@@ -102,6 +101,22 @@ class Meeting:
         if self.store.check(["phalanx/failed"]):
             reason = self.store.get("phalanx/failed").decode()
             raise PhalanxError(f"[rank {self.rank}/{self.size}] {reason}")
+
+    def _first_missing(self, keys: Sequence[str], first: int) -> int:
+        """The first of these keys, from `first` on, that isn't there; their number if all are.
+
+        In some log2(keys) questions, of ever more keys and then of ever fewer: one for each key
+        would be the square of the world size in all, and all go to one process.
+        """
+        step = 1
+        while first < len(keys) and self.store.check(keys[first : first + step]):
+            first = min(first + step, len(keys))
+            step *= 2
+        while first < len(keys) and step > 1:
+            step //= 2
+            if self.store.check(keys[first : first + step]):
+                first = min(first + step, len(keys))
+        return first
 
     def _missing(self, keys: Sequence[str]) -> list[int]:
         return [rank for rank, each in enumerate(keys) if not self.store.check([each])]
