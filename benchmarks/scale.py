@@ -269,7 +269,8 @@ def main() -> None:
     )
     print(
         f"\npredicted for {options.gbit:g} Gbit/s and {options.latency:g} us, "
-        f"{there.step * 1e6:.0f} us for a step, {options.copying:g} GB/s through memory by a rank, {options.bus:g} by all"
+        f"{there.step * 1e6:.0f} us for a step, {options.copying:g} GB/s through memory by a rank, "
+        f"{options.bus:g} by all"
     )
     print("   ranks  a host  hosts      size  way                 ms  of the link")
     for ranks in (64, 1024, 10_000):
