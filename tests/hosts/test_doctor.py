@@ -120,7 +120,7 @@ def test_peers_over_ssh(network: Network, tmp_path: Path) -> None:
     stand_in.write_text(SSH)
     stand_in.chmod(0o755)
     peers = ",".join([*network.names[1:], "gone"])
-    command = [PHALANX, "doctor", "--json", "--peers", peers, "--remote", PHALANX]
+    command = [PHALANX, "doctor", "--json", "--peers", peers]
     path = tmp_path / "found.json"
     errors = tmp_path / "errors"
     with path.open("w") as file, errors.open("w") as said:

@@ -141,8 +141,8 @@ def test_peers_that_ssh_does_not_reach(tmp_path: Path) -> None:
         "Let this user in with a key: `ssh-copy-id locked`",
         "new: ssh doesn't know that machine's key",
         "typo: there is no such host",
-        "bare: Phalanx isn't on the PATH that ssh gives there",
-        "--remote /path/to/phalanx",
+        "bare: there is no Phalanx at the place where it is here",
+        "--remote-python PATH",
         "shut: nothing listens for ssh there",
     ):
         assert words in ended.stdout, ended.stdout

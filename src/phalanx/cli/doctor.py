@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,12 +55,17 @@ def command(
             help="Other machines, as ssh takes them. ssh must get in without asking.",
         ),
     ] = None,
-    remote: Annotated[
+    remote_python: Annotated[
         str,
         typer.Option(
-            metavar="COMMAND", help="What starts Phalanx on the peers, if it isn't on the PATH."
+            metavar="PATH",
+            help="Python on the peers; the path of this one if not given.",
+            show_default=False,
         ),
-    ] = "phalanx",
+    ] = sys.executable,
+    ssh: Annotated[
+        str, typer.Option(metavar="COMMAND", help="In place of ssh, as in --ssh 'ssh -p 2222'.")
+    ] = "ssh",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON; docs/doctor.md says what.")
     ] = False,
@@ -76,16 +82,18 @@ def command(
     """Look at this machine and its peers."""
     # Connections that fail are what this is about: PyTorch's own stack traces of them say no more.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from phalanx.doctor.peers import ranks, ssh
+    from phalanx.doctor.peers import ranks
+    from phalanx.doctor.peers.ssh import answer_on_stdin, over_ssh, peer_names
     from phalanx.errors import UsageError
+    from phalanx.launch.ssh.plan import ssh_command
 
     if answer:
-        ssh.answer_on_stdin()
+        answer_on_stdin()
         return
     rank = ranks.rank_in_a_job()
     if rank is not None and peers is not None:
         raise UsageError("--peers is given, but this is a rank of a job: its hosts are the peers")
-    names = ssh.peer_names(peers) if peers is not None else []
+    names = peer_names(peers) if peers is not None else []
     if rank:
         ranks.through_the_job(timeout)
         return
@@ -95,7 +103,7 @@ def command(
     if rank == 0:
         ask = partial(ranks.through_the_job, timeout)
     elif names:
-        ask = partial(ssh.over_ssh, names, remote)
+        ask = partial(over_ssh, names, ssh_command(ssh), remote_python)
     _examine(ask, as_json, save)
 
 

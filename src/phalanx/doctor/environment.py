@@ -5,13 +5,23 @@ from __future__ import annotations
 import difflib
 import os
 
-from phalanx import engines, env
+from phalanx import engines, env, env_hosts
 from phalanx.doctor.finding import Finding, Says
+from phalanx.errors import UsageError
 
 __all__ = ["check"]
 
 _says = Says("environment")
-_READERS = (env.place, env.job, env.jobs_directory, env.jobs_kept, env.replaced_backends)
+_READERS = (
+    env.place,
+    env.job,
+    env.jobs_directory,
+    env.jobs_kept,
+    env.replaced_backends,
+    env_hosts.advertised,
+    env_hosts.key,
+    env_hosts.relay,
+)
 _KERNELS = ("baseline", "avx2", "avx512")
 
 
@@ -59,6 +69,13 @@ def _choices() -> list[Finding]:
         if given and given not in expected:
             advice = f"Set it to one of {', '.join(expected)}, or unset it."
             found.append(_says.problem(name, f"{name}={given!r}", advice))
+    if env.engine() in engines.NAMES:
+        try:
+            engines.check_name(env.engine())
+        except UsageError as error:
+            words, _, advice = str(error).partition(": ")
+            advice = f"{advice[:1].upper()}{advice[1:]}."
+            found.append(_says.problem("PHALANX_ENGINE", f"PHALANX_ENGINE: {words}", advice))
     return found
 
 

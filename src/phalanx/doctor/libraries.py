@@ -102,7 +102,7 @@ def _zeromq() -> Finding:
     return _says.note(
         "zeromq",
         "pyzmq isn't installed",
-        "Only if hosts can't reach each other directly (the engine relay): pip install pyzmq.",
+        "Only if hosts can't reach each other, for the engine relay: pip install 'phalanx[relay]'.",
         version=None,
     )
 

@@ -102,7 +102,7 @@ class Meeting:
             reason = self.store.get("phalanx/failed").decode()
             raise PhalanxError(f"[rank {self.rank}/{self.size}] {reason}")
 
-    def _first_missing(self, keys: Sequence[str], first: int) -> int:
+    def _first_missing(self, keys: list[str], first: int) -> int:
         """The first of these keys, from `first` on, that isn't there; their number if all are.
 
         In some log2(keys) questions, of ever more keys and then of ever fewer: one for each key

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from phalanx import env
 from phalanx.doctor.finding import Finding, Says
 
 if TYPE_CHECKING:
@@ -140,12 +141,14 @@ class Network:
                 continue
             back = self.link(link.target, link.source)
             other = f"; {target.name} does reach {source.name}" if back and not back.error else ""
-            yield _says.problem(
+            relayed = env.engine() == "relay"  # then hosts needn't reach each other
+            yield (_says.note if relayed else _says.problem)(
                 "blocked",
                 f"{source.name} can't reach {target.name}: {link.error}{other}",
                 f"Look at the firewall of {target.name}, which must let in ports that the kernel "
                 f"picks, and at the way there: `ip route get {target.address}` on {source.name}. "
-                "If that address is the wrong one, set PHALANX_INTERFACE there.",
+                "If that address is the wrong one, set PHALANX_INTERFACE there. If there can't be a "
+                "way (NAT), use the engine relay: PHALANX_ENGINE=relay.",
                 **values,
             )
 

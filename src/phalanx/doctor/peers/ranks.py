@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["rank_in_a_job", "through_the_job"]
 
+_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Where mpirun and srun say a process's number; mpirun first, which may run inside of srun."""
+_LEAVE_SECONDS = 5.0
 _IDLE_SECONDS = 900.0
 """A rank that is asked nothing for so long ends: rank 0 is gone."""
 
@@ -35,8 +38,11 @@ def rank_in_a_job() -> int | None:
     """
     try:
         place = env.place()
+        numbers = [env.integer(name, minimum=0) for name in _NUMBERS]
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if place is None and env.launcher():
+        return next((number for number in numbers if number is not None), None)
     return place.rank if place is not None and place.world_size > 1 else None
 
 
@@ -56,10 +62,10 @@ def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None
         PhalanxError: A rank didn't come, has another version, or is lost.
         UsageError: This machine has no address that the others could reach.
     """
-    # Gloo makes no connection before an operation needs one: two ranks that can't reach each other
-    # don't keep the group from being formed.
+    # Engines make no connection between two ranks before an operation needs it: those that can't
+    # reach each other don't keep the group from being formed.
     try:
-        session = phalanx.init(timeout=timeout, device="cpu", engine="gloo")
+        session = phalanx.init(timeout=timeout, device="cpu")
     except (PhalanxError, UsageError):
         raise
     except dist.DistError as error:
@@ -129,6 +135,7 @@ class _StoreAgent(Agent):
 
     def close(self) -> None:
         self._mailbox.put("command", {"do": "close"})
+        self._mailbox.get("answer", _LEAVE_SECONDS)  # the store may be this process's own
 
 
 def _obey(mailbox: _Mailbox, worker: Worker) -> None:
@@ -138,5 +145,6 @@ def _obey(mailbox: _Mailbox, worker: Worker) -> None:
             raise PhalanxError(f"rank 0 has asked nothing for {_IDLE_SECONDS:g} s")
         if command["do"] == "close":
             worker.close()
+            mailbox.put("answer", {})
             return
         mailbox.put("answer", worker.do(command))

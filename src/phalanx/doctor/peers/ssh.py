@@ -10,6 +10,7 @@ import json
 import os
 import re
 import select
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,8 @@ from phalanx.doctor.peers.agents import Agent, LocalAgent
 from phalanx.doctor.peers.tournament import explore
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import UsageError
+from phalanx.launch.ssh.connection import address_of
+from phalanx.launch.ssh.places import HostPlace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -63,9 +66,9 @@ _REASONS = (
         "Is it running, and is there a way to it? `ping {host}`, `ip route get ADDRESS`.",
     ),
     (
-        "not found|No such file",
-        "Phalanx isn't on the PATH that ssh gives there",
-        "Say where it is: --remote /path/to/phalanx, as `which phalanx` says there.",
+        "No module named|not found|No such file",
+        "there is no Phalanx at the place where it is here",
+        "Install the version that is here, or say which Python has it: --remote-python PATH.",
     ),
 )
 
@@ -88,32 +91,30 @@ def peer_names(text: str) -> list[str]:
     return names
 
 
-def over_ssh(peers: Sequence[str], remote: str, told: Callable[[str], None]) -> Network:
+def over_ssh(
+    peers: Sequence[str], ssh: Sequence[str], python: str, told: Callable[[str], None]
+) -> Network:
     """Measure between this machine and others, every pair; blocks some seconds for each.
 
     Args:
         peers: The others, as ssh takes them.
-        remote: What starts Phalanx there.
+        ssh: The program and its options.
+        python: The Python there, that has Phalanx.
         told: Is told what goes on.
     """
-    agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: _own_address(peers)))}
+    agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: _own_address(peers, ssh)))}
     with contextlib.ExitStack() as stack:
         stack.callback(agents[0].close)
         for number, name in enumerate(peers, 1):
-            agents[number] = _SshAgent(name, remote)
+            agents[number] = _SshAgent(name, ssh, python)
             stack.callback(agents[number].close)
         return explore(agents, [(number,) for number in agents], ("here", *peers), told)
 
 
-def _own_address(peers: Sequence[str]) -> str:
+def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
     """Where this machine listens: at the beginning of the way to the first peer to which one is."""
     for name in peers:
-        # What ssh makes of the name by its own configuration; it connects to nothing.
-        asked = subprocess.run(
-            ["ssh", "-G", "--", name], capture_output=True, text=True, check=False
-        )
-        host = re.search(r"^hostname (\S+)$", asked.stdout, re.MULTILINE)
-        if host and (address := listening_address(host[1])):
+        if address := listening_address(address_of(HostPlace(name, None), ssh)):
             return address
     return listening_address()
 
@@ -132,12 +133,13 @@ def answer_on_stdin() -> None:
 
 
 class _SshAgent(Agent):
-    def __init__(self, host: str, remote: str) -> None:
+    def __init__(self, host: str, ssh: Sequence[str], python: str) -> None:
         self._host = host
         options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
+        remote = shlex.join([python, "-m", "phalanx", "doctor", "--answer"])
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self._process = subprocess.Popen(
-            ["ssh", *options, "--", host, f"{remote} doctor --answer"],
+            [*ssh, *options, "--", host, remote],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -198,4 +200,4 @@ class _SshAgent(Agent):
         for pattern, reason, advice in _REASONS:
             if any(re.search(pattern, line) for line in lines):
                 return f"{reason} (ssh: {last})\n{advice.format(host=self._host)}"
-        return f"ssh ended: {last}\nTry `ssh {self._host} phalanx doctor` by hand."
+        return f"ssh ended: {last}\nTry `phalanx doctor` on {self._host} by hand."

@@ -91,7 +91,7 @@ def make_plan(
         _without_ours(options),
         command,
         _environment(export, os.environ),
-        _ssh(ssh or "ssh"),
+        ssh_command(ssh or "ssh"),
         python or sys.executable,
         given.get("master_addr") or "",
         given.get("master_port") or "",
@@ -129,7 +129,7 @@ def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return found
 
 
-def _ssh(text: str) -> list[str]:
+def ssh_command(text: str) -> list[str]:
     try:
         words = shlex.split(text)
     except ValueError as error:
