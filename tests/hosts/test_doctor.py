@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import mpi
 from tests.networks import Network
 
 MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
@@ -95,6 +96,18 @@ def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     assert f"{network.names[1]} can't reach {network.names[2]}: " in text
     assert "blocked" in text
     assert "not fit: " in text
+
+
+@pytest.mark.parametrize("library", mpi.LIBRARIES)
+def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
+    """MPI says who they are; the store of rank 0 outlives what the others have to say."""
+    path = tmp_path / "found.json"
+    ended = mpi.run(library, 3, [PHALANX, "doctor", "--save", str(path)])
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    network = json.loads(path.read_text())["network"]
+    assert [host["ranks"] for host in network["hosts"]] == [[0, 1, 2]]
+    assert len(network["links"]) == 6
+    assert all(link["bandwidth"] > 0 for link in network["links"])
 
 
 # Takes ssh's arguments and runs the command on the host of that name, with what sshd would set. The

@@ -147,7 +147,7 @@ class Network:
                 f"{source.name} can't reach {target.name}: {link.error}{other}",
                 f"Look at the firewall of {target.name}, which must let in ports that the kernel "
                 f"picks, and at the way there: `ip route get {target.address}` on {source.name}. "
-                "If that address is the wrong one, set PHALANX_INTERFACE there. If there can't be a "
+                "If that address is wrong, set PHALANX_INTERFACE there. If there can't be a "
                 "way (NAT), use the engine relay: PHALANX_ENGINE=relay.",
                 **values,
             )

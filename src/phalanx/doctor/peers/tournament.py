@@ -57,7 +57,7 @@ def explore(
     """
     leaders = [agents[ranks[0]] for ranks in hosts]
     token = secrets.token_bytes(TOKEN_BYTES).hex()
-    told(f"asking {len(hosts)} hosts")
+    told("asking the hosts what they are")
     opened = _ask([(leader, {"do": "open", "token": token}) for leader in leaders], _OPEN_SECONDS)
     if names:
         described = [_host(said, (), name) for said, name in zip(opened, names, strict=True)]
