@@ -219,3 +219,22 @@ def test_a_place_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     with pytest.raises(UsageError, match="lacks WORLD_SIZE, MASTER_ADDR, MASTER_PORT"):
         rank_in_a_job()
+
+
+@pytest.mark.parametrize(
+    ("given", "rank"),
+    [
+        ({"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}, 3),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, None),  # a shell in Slurm
+        ({"SLURM_PROCID": "0", "PMI_RANK": "1", "PMI_SIZE": "2"}, 1),  # mpirun there
+        ({}, None),
+    ],
+)
+def test_the_number_that_another_launcher_gave(
+    given: dict[str, str], rank: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**given, "SLURM_STEP_ID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert rank_in_a_job() == rank

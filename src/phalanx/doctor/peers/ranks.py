@@ -23,8 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["rank_in_a_job", "through_the_job"]
 
-_NUMBERS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Where mpirun and srun say a process's number; mpirun first, which may run inside of srun."""
+_NUMBERS = {
+    "OMPI_COMM_WORLD_RANK": "OMPI_COMM_WORLD_SIZE",
+    "PMI_RANK": "PMI_SIZE",
+    "PMIX_RANK": "PMIX_SIZE",
+    "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
+}
+"""Where mpirun and srun say a rank and the world size; mpirun first, which may run inside of srun."""
 _LEAVE_SECONDS = 5.0
 _IDLE_SECONDS = 900.0
 """A rank that is asked nothing for so long ends: rank 0 is gone."""
@@ -38,12 +43,20 @@ def rank_in_a_job() -> int | None:
     """
     try:
         place = env.place()
-        numbers = [env.integer(name, minimum=0) for name in _NUMBERS]
+        if place is None and env.launcher():
+            return _number()
     except ValueError as error:
         raise UsageError(str(error)) from None
-    if place is None and env.launcher():
-        return next((number for number in numbers if number is not None), None)
     return place.rank if place is not None and place.world_size > 1 else None
+
+
+def _number() -> int | None:
+    for rank, size in _NUMBERS.items():
+        number = env.integer(rank, minimum=0)
+        if number is not None:
+            # A shell inside of Slurm is a step of one task.
+            return None if env.integer(size, minimum=1) == 1 else number
+    return None
 
 
 def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None) -> Network | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env
@@ -32,7 +33,7 @@ class Worker:
         """Do what `agents` describes."""
         try:
             return self._do(command)
-        except (OSError, Unreached, PhalanxError, UsageError) as error:
+        except (OSError, SubprocessError, Unreached, PhalanxError, UsageError) as error:
             return {"error": str(error)}
 
     def close(self) -> None:
