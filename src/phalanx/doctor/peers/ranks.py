@@ -29,7 +29,7 @@ _NUMBERS = {
     "PMIX_RANK": "PMIX_SIZE",
     "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
 }
-"""Where mpirun and srun say a rank and the world size; mpirun first, which may run inside of srun."""
+"""Where mpirun and srun say rank and world size; mpirun first, which may run inside of srun."""
 _LEAVE_SECONDS = 5.0
 _IDLE_SECONDS = 900.0
 """A rank that is asked nothing for so long ends: rank 0 is gone."""
