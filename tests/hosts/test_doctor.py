@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests import mpi
+from tests import mpi, ssh_hosts
 from tests.networks import Network
 
 MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
@@ -36,7 +36,7 @@ def network() -> Iterator[Network]:
         yield made
 
 
-def check(network: Network, found: dict[str, Any], names: list[str]) -> None:
+def check(found: dict[str, Any], names: list[str]) -> None:
     """What must have been found, whoever asked."""
     assert found["fit"] is False
     assert [host["name"] for host in found["network"]["hosts"]] == names
@@ -85,7 +85,7 @@ def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
     print(text, outputs[1].read_text(), outputs[2].read_text())
     assert codes[0] == 1, text
     found = json.loads((tmp_path / "found.json").read_text())
-    check(network, found, network.names)
+    check(found, network.names)
     memory = [link for link in found["network"]["links"] if link["via"] == "memory"]
     assert {(link["source"], *link["ranks"]) for link in memory} == {
         (host, *pair)
@@ -110,48 +110,37 @@ def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
     assert all(link["bandwidth"] > 0 for link in network["links"])
 
 
-# Takes ssh's arguments and runs the command on the host of that name, with what sshd would set. The
-# tests of the launcher have a real one.
-SSH = """#!/bin/sh
-[ "$1" = -G ] && asked=yes
-while [ "$1" != -- ]; do shift; done
-host=$2; shift 2
-[ -n "$asked" ] && echo "hostname 10.93.0.$((${host##*-} + 1))" && exit
-case $host in
-  gone) echo "ssh: connect to host gone port 22: No route to host" >&2; exit 255;;
-esac
-number=${host##*-}
-echo "Welcome to $host"
-SSH_CONNECTION="10.93.0.1 999 10.93.0.$((number + 1)) 22" exec ip netns exec "$host" \\
-  unshare --pid --fork --kill-child --mount-proc --uts sh -c "$*"
-"""
-
-
-def test_peers_over_ssh(network: Network, tmp_path: Path) -> None:
-    """One of the peers isn't there: it is named, and the others are measured."""
-    stand_in = tmp_path / "ssh"
-    stand_in.write_text(SSH)
-    stand_in.chmod(0o755)
-    peers = ",".join([*network.names[1:], "gone"])
-    command = [PHALANX, "doctor", "--json", "--peers", peers]
+def test_peers_over_ssh(tmp_path: Path) -> None:
+    """Two that are there, and three that ssh doesn't get into, each for a reason of its own."""
+    if MISSING or ssh_hosts.MISSING or os.geteuid() != 0:
+        reason = f"{REASON}, and OpenSSH ({ssh_hosts.MISSING})"
+        (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
     path = tmp_path / "found.json"
-    errors = tmp_path / "errors"
-    with path.open("w") as file, errors.open("w") as said:
-        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-        process = network.start(0, command, environment, file, errors=said)
-        try:
-            code = process.wait(LIMIT)
-        finally:
-            process.kill()
-            process.wait()
-    assert code == 1, errors.read_text()
+    with Network(3) as network, ssh_hosts.SshHosts(network, tmp_path, 2, hidden) as hosts:
+        network.shape(1, "50mbit")
+        network.block(0, 1)
+        absent = ["node-locked", "node-stranger", "node-closed"]
+        command = [PHALANX, "doctor", "--ssh", hosts.ssh, "--save", str(path), "--peers"]
+        command.append(",".join(["node-0", "node-1", *absent]))
+        ended = subprocess.run(
+            ["ip", "netns", "exec", network.names[2], *command],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            env={**os.environ, "PHALANX_JOBS_DIR": str(tmp_path / "jobs")},
+        )
+        assert hosts.processes("--answer") == []
+    assert ended.returncode == 1, ended.stdout + ended.stderr
     found = json.loads(path.read_text())
-    names = ["here", *network.names[1:], "gone"]
-    check(network, found, names)
-    absent = [each for each in found["findings"] if each["name"] == "absent"]
-    assert [each["values"]["host"] for each in absent] == ["gone"]
-    assert "it can't be reached (ssh: " in absent[0]["words"]
-    assert "No route to host" in absent[0]["words"]
+    check(found, ["here", "node-0", "node-1", *absent])
+    words = [each["words"] for each in found["findings"] if each["name"] == "absent"]
+    assert [each.partition(" (ssh: ")[0] for each in words] == [
+        "node-locked: ssh would ask for a password, or its key isn't accepted",
+        "node-stranger: ssh doesn't know that machine's key, or it has changed",
+        "node-closed: nothing listens for ssh there",
+    ]
 
 
 WIRE = """
