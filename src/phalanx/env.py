@@ -238,6 +238,11 @@ VARIABLES = (
         "`${local_rank}` and `${role_name}`. Set to `[rank ${rank}] ` unless set already.",
     ),
     Variable(
+        "TORCH_CPP_LOG_LEVEL",
+        "Read by PyTorch. `phalanx run` sets it to `ERROR` while it loads PyTorch for itself, not "
+        "for ranks, unless this or `LOGLEVEL` is set.",
+    ),
+    Variable(
         "LOGLEVEL",
         "Python log level of PyTorch's elastic agent, for example `INFO`. Unset, `phalanx run` "
         "keeps the agent quiet and prints one report when a rank fails.",

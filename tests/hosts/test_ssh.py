@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -161,7 +162,20 @@ def waiting(shell: Shell) -> subprocess.Popen[str]:
     return process
 
 
+def check_key(shell: Shell) -> None:
+    """All ranks have the job's key, and nobody sees it in a list of processes."""
+    ranks = 0
+    for process in shell.hosts.processes(""):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            environment = process.environ()
+            ranks += "PHALANX_KEY_FD" in environment
+            seen = " ".join((*process.cmdline(), *environment.values()))
+            assert not re.search("[0-9a-f]{64}", seen), seen
+    assert ranks == 3
+
+
 def interrupt(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, str]:
+    check_key(shell)
     process.send_signal(signal.SIGINT)
     return 128 + signal.SIGINT, "phalanx run: stopped by SIGINT"
 

@@ -175,6 +175,8 @@ class _Agent(LocalElasticAgent):
             self._started[local_rank] = worker.global_rank, pid
             self._relay.add_process(local_rank, pid)
         if self._meeting.store is not None and not worker_group.spec.max_restarts:
+            if self.news is not None:  # a host came, and all start again
+                self.news.close()
             self.news = News(self._meeting.store, group.group_rank, group.group_world_size)
         return pids
 

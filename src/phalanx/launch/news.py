@@ -130,13 +130,19 @@ class News:
         self._told.wait(_TELL_SECONDS)
 
     def leave(self, seconds: float) -> None:
-        """Wait until the ranks of all hosts have ended, or the job has failed on one of them."""
+        """Wait until the ranks of all hosts have ended, or the job has failed on one of them.
+
+        Args:
+            seconds: How long. Then host 0, whose store goes, tells the others to mind themselves.
+        """
         self._leaving = True
         self._wake.set()
         end = time.monotonic() + seconds
         while self.heard is None and time.monotonic() < end:
             if self._all_ended.wait(_POLL_SECONDS):
                 return
+        if self.heard is None and self._number == 0:
+            self.tell("ended well", 0)
 
     def close(self) -> None:
         """Stop listening."""
@@ -165,7 +171,9 @@ class News:
 
     def _hear(self, news: dict[str, Any]) -> None:
         self._told.set()
-        if news["host"] != self._number:
+        if news["code"] == 0:
+            self._all_ended.set()
+        elif news["host"] != self._number:
             self.heard = Heard(news["text"], news["code"])
 
     def _lose(self) -> None:

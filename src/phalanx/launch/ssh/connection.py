@@ -108,7 +108,8 @@ class Connection:
     def send(self, kind: str = "", **content: Any) -> None:
         """Send a message, or a sign of life; a connection that is gone is found by reading."""
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._input.fileno(), pack(kind, **content) if kind else b"\n")
+            self._input.write(pack(kind, **content) if kind else b"\n")
+            self._input.flush()
 
     def start(self, **content: Any) -> None:
         """Have it start its ranks."""

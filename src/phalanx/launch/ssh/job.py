@@ -78,7 +78,9 @@ def _first_address(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _signals(job: "_Job") -> Iterator[None]:
-    before = {number: signal.signal(number, job.note_signal) for number in _SIGNALS}
+    # What is ignored stays so: nohup, and jobs in the background of a script.
+    heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, job.note_signal) for number in heard}
     try:
         yield
     finally:
