@@ -109,8 +109,8 @@ class Wire:
         """The messages that have come, each with the process that it is from."""
         messages: list[tuple[Message, int]] = []
         status = self._mpi.Status()
-        # Looked for, not waited for: with a receive from anybody that was posted before, one in some
-        # ten jobs on two hosts missed a message (MPICH 5.0.2).
+        # Looked for, not waited for: with a receive from anybody that was posted before, jobs on
+        # two hosts now and then missed a message for ever (MPICH 5.0.2).
         while self._hearing or self._hear():
             if not self._hearing.Test(status):
                 break
