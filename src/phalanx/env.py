@@ -64,8 +64,8 @@ VARIABLES = (
         "of them, or name none where Gloo is the default, then run on Phalanx, and are told the "
         "name that they asked for. For `mpi` the rank and the world size come from `RANK` and "
         "`WORLD_SIZE`, else from `mpirun` or `srun`. In the place of `cpu:gloo,cuda:nccl` Phalanx "
-        "hands CUDA tensors to NCCL; it leaves that as it is where NCCL is given options of its own, and whatever names other "
-        "backends besides. Unset: nothing is replaced.",
+        "hands CUDA tensors to NCCL; it leaves that as it is where NCCL is given options of its "
+        "own, and whatever names other backends besides. Unset: nothing is replaced.",
     ),
     Variable(
         "PHALANX_JOB",
