@@ -6,6 +6,7 @@ each other rank, a `transfer` for all that is under way.
 """
 
 from phalanx.engines.mpi.engine import MpiEngine
+from phalanx.engines.mpi.protocol import MOST_TEXT
 from phalanx.engines.mpi.world import World, the_world
 
-__all__ = ["MpiEngine", "World", "the_world"]
+__all__ = ["MOST_TEXT", "MpiEngine", "World", "the_world"]

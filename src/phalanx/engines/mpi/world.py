@@ -96,6 +96,8 @@ class World:
     def share(self, text: bytes | None, seconds: float) -> bytes:
         """What rank 0 tells all; it gives the text, the others None. All must call it.
 
+        The text may have `MOST_TEXT` bytes.
+
         Raises:
             EngineError: It hasn't come within so many seconds.
         """
