@@ -186,7 +186,7 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 # at a time leave no core idle. The others have the machine for themselves, since what they do has as
 # many ranks as there are cores, or more.
 SIDE_BY_SIDE := tests/unit tests/examples tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
-	cli doctor init launch launched_jobs replace run)
+	cli doctor init launch launched_jobs replace run slurm)
 # The outer limit is for what pytest's own limit per test can't end.
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 

@@ -54,19 +54,23 @@ def run(
     ranks: int,
     command: Sequence[str],
     environment: Mapping[str, str] | None = None,
-    limit: float = LIMIT,
+    options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on ranks and wait for it; one that hangs fails the test."""
+    """Run a command on ranks and wait for it; one that hangs fails the test.
+
+    `options` are for the launcher.
+    """
     arguments, env = mpirun(library, ranks, command, environment)
+    arguments[1:1] = options
     with subprocess.Popen(
         arguments, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as process:
         try:
-            out, err = process.communicate(timeout=limit)
+            out, err = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             end(process)
             out, err = process.communicate()
-            pytest.fail(f"still running after {limit:g} s:\n{out}\n{err}")
+            pytest.fail(f"still running after {LIMIT:g} s:\n{out}\n{err}")
     return subprocess.CompletedProcess(arguments, process.returncode, out, err)
 
 

@@ -63,9 +63,9 @@ VARIABLES = (
         "for every rank by `phalanx run --replace`, read at `import torch`. Scripts that name one "
         "of them, or name none where Gloo is the default, then run on Phalanx, and are told the "
         "name that they asked for. For `mpi` the rank and the world size come from `RANK` and "
-        "`WORLD_SIZE`. In the place of `cpu:gloo,cuda:nccl` Phalanx hands CUDA tensors to NCCL; it "
-        "leaves that as it is where NCCL is given options of its own, and whatever names other "
-        "backends besides. Unset: nothing is replaced.",
+        "`WORLD_SIZE`, else from `mpirun` or `srun`. In the place of `cpu:gloo,cuda:nccl` Phalanx "
+        "hands CUDA tensors to NCCL; it leaves that as it is where NCCL is given options of its "
+        "own, and whatever names other backends besides. Unset: nothing is replaced.",
     ),
     Variable(
         "PHALANX_JOB",
@@ -101,8 +101,8 @@ VARIABLES = (
     Variable(
         "PHALANX_ENGINE",
         "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: "
-        "`gloo`, or `nccl`, with which CUDA tensors must go to NCCL. Set it to the same on all "
-        "ranks. Unset: `gloo`.",
+        "`gloo`; `mpi`, for ranks that `mpirun` has started; `nccl`, with which CUDA tensors must "
+        "go to NCCL. Set it to the same on all ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",

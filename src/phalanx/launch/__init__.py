@@ -7,7 +7,8 @@ other, `news` is what their launchers tell each other, `ssh` starts them from on
 `relay` brings the ranks' output and deaths to the caller, `failure` finds the first real error
 among what several ranks report, `cores` counts the cores, `defaults` is what a rank's environment
 gets besides its place.
-`session` forms the group in a process that any of them, or nobody, has started.
+`session` forms the group in a process that any of them, or nobody, has started; `mpi` and `slurm`
+are how ranks meet that `mpirun` or `srun` has started.
 
 The package is also the function: `phalanx.launch(fn, 2)` calls `phalanx.launch.function.launch`.
 See docs/design/launch.md for why. It imports neither torch nor the backend.

@@ -7,6 +7,7 @@ on is another matter: `mpi://` says how ranks meet, `PHALANX_ENGINE=mpi` what ca
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ from torch.distributed import default_pg_timeout
 
 from phalanx import env, topology
 from phalanx.engines import EngineError
+from phalanx.engines.mpi import MOST_TEXT, World, the_world
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch.store import HOST, check_given, host_store, join_store, met
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-
-    from phalanx.engines.mpi import World
 
 __all__ = ["local_place", "meet", "place"]
 
@@ -53,13 +53,15 @@ def meet(
     text = None
     if world.rank == 0:
         try:
-            store = host_store(host=_address_of_rank_0(world.size), timeout=timeout)
-        except (OSError, UsageError) as error:
-            world.share(f"{_REFUSED} {error}".encode(), 0)
+            store = _hosted(world.size, timeout)
+        except UsageError as error:
+            world.share(f"{_REFUSED} {error}".encode()[:MOST_TEXT], 0)
             raise
         text = f"{store.host} {store.port}".encode()
     try:
-        host, _, port = world.share(text, timeout.total_seconds()).decode().partition(" ")
+        host, _, port = (
+            world.share(text, timeout.total_seconds()).decode(errors="replace").partition(" ")
+        )
     except EngineError as error:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] mpi://: {error}") from None
     if host == _REFUSED:
@@ -109,12 +111,21 @@ def _world(timeout: timedelta) -> World:
             "this process was not started by mpirun, so there is no MPI to meet by: start the "
             "script with `mpirun -n 4 python script.py`, or with `phalanx run` and without mpi://"
         )
-    from phalanx.engines.mpi import the_world
-
     try:
         return the_world(timeout.total_seconds())
     except EngineError as error:
         raise PhalanxError(f"mpi://: {error}") from None
+
+
+def _hosted(size: int, timeout: timedelta) -> Any:
+    address = _address_of_rank_0(size)
+    try:
+        return host_store(host=address, timeout=timeout)
+    except OSError as error:
+        raise UsageError(
+            f"rank 0 can't listen on {address} ({os.strerror(error.errno or 0)}): set "
+            "PHALANX_INTERFACE to an interface or address of its machine"
+        ) from None
 
 
 def _address_of_rank_0(size: int) -> str:

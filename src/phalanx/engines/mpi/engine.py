@@ -50,9 +50,11 @@ class MpiEngine(Engine):
         _check(world.size, size)
         self._world, self._store = world, store
         name = int(store.compare_set("name", "", secrets.token_hex(7)), 16)
-        store.set(_key(rank), f"{world.name} {world.rank}")
+        store.set(_key(rank), f"{world.wire.name} {world.rank}")
         self._calls = Calls()
-        self._peers = [Peer(world, name, rank, partial(self._find, peer)) for peer in range(size)]
+        self._peers = [
+            Peer(world.wire, name, rank, partial(self._find, peer)) for peer in range(size)
+        ]
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._finder: threading.Thread | None = None
         self._over = False
@@ -169,7 +171,7 @@ class MpiEngine(Engine):
             reason = f"the store can't say where it is: {str(error).partition(chr(10))[0]}"
             self._world.do(partial(peer.lose, reason))
             return True
-        if name == self._world.name:
+        if name == self._world.wire.name:
             self._world.do(partial(peer.found, int(place)))
         else:
             reason = "it was started by another mpirun than this rank: start all with one"

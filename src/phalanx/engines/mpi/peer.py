@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.engines.mpi.transfer import MpiTransfer
-    from phalanx.engines.mpi.world import World
+    from phalanx.engines.mpi.wire import Wire
 
 __all__ = ["Peer"]
 
@@ -24,14 +24,14 @@ class Peer:
     """One rank of the group.
 
     Args:
-        world: Carries what is said.
+        wire: Carries what is said.
         engine: What all ranks call the engine.
         rank: This rank in the group.
         find: Called when it must be known where the other one is; once.
     """
 
-    def __init__(self, world: World, engine: int, rank: int, find: Callable[[], None]) -> None:
-        self._world, self._engine, self._rank = world, engine, rank
+    def __init__(self, wire: Wire, engine: int, rank: int, find: Callable[[], None]) -> None:
+        self._wire, self._engine, self._rank = wire, engine, rank
         self._find: Callable[[], None] | None = find
         self._place = _NOWHERE  # in the world
         self._over = self._gone = ""
@@ -91,7 +91,7 @@ class Peer:
         if message.kind is Kind.ASK:
             self._give(message)
         elif message.kind is Kind.REFUSED:
-            self._world.cancel(self._place, message.tag)
+            self._wire.cancel(self._place, message.tag)
         elif self._over:
             self.settle()  # it has heard of this rank too late to be told before
         elif message.kind is Kind.GONE:
@@ -160,7 +160,7 @@ class Peer:
         """Have the data of an offer come, straight to where they belong."""
         self._receiving.append(transfer)
         done = partial(self._received, transfer)
-        tag = self._world.receive(self._place, transfer.data, done)
+        tag = self._wire.receive(self._place, transfer.data, done)
         self._tell(Kind.ASK, tag, offer.number)
 
     def _received(self, transfer: MpiTransfer, carried: bool) -> None:
@@ -175,7 +175,7 @@ class Peer:
             return
         self._sending.append(transfer)
         done = partial(self._sent, transfer)
-        self._world.send(self._place, transfer.data, asked.tag, done)
+        self._wire.send(self._place, transfer.data, asked.tag, done)
 
     def _sent(self, transfer: MpiTransfer, carried: bool) -> None:
         self._sending.remove(transfer)
@@ -194,4 +194,4 @@ class Peer:
         self, kind: Kind, tag: int = 0, number: int = 0, size: int = 0, text: bytes = b""
     ) -> None:
         message = Message(self._engine, kind, self._rank, tag, number, size, text)
-        self._world.tell(self._place, message)
+        self._wire.tell(self._place, message)

@@ -14,8 +14,9 @@ from typing import NamedTuple
 __all__ = ["MOST_BYTES", "MOST_TEXT", "Kind", "Message"]
 
 _LAYOUT = struct.Struct("<QBiiQQ")
-MOST_TEXT = 4096
-"""Bytes of a transfer that goes as a text: MPI libraries send so much without asking."""
+MOST_TEXT = 4000
+"""Bytes of a transfer that goes as a text: with what is before it, less than the 4 KiB that MPI
+libraries send without asking."""
 MOST_BYTES = _LAYOUT.size + MOST_TEXT
 """Of a message."""
 

@@ -1,4 +1,4 @@
-"""All processes that `mpirun` has started, and the one thread of this process that calls MPI.
+"""The one thread of this process that calls MPI, and the engines that it serves.
 
 One thread is right whatever a library locks, and for however many threads it was built. It can't
 sleep in MPI and hear of new work as well: it looks again and again, with growing pauses.
@@ -9,29 +9,26 @@ from __future__ import annotations
 import math
 import os
 import queue
-import secrets
 import sys
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.engines.ending import at_the_end
 from phalanx.engines.interface import EngineError
 from phalanx.engines.mpi import library
-from phalanx.engines.mpi.protocol import MOST_BYTES, Kind, Message
+from phalanx.engines.mpi.protocol import Kind, Message
+from phalanx.engines.mpi.wire import Wire, late
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Member", "World", "the_world"]
 
-_TALK = 0
-"""MPI's tag of messages; data have tags above it."""
-_PIECE = 2**28
-"""Bytes that MPI moves at once: older libraries count in 32 bits."""
 _SHORTEST, _LONGEST, _IDLE = 2e-5, 1e-3, 2e-2
 """Seconds between two looks at MPI: after something has happened; at most; without an engine."""
+_MARGIN = 1.0
 _SETTLING_SECONDS = 3.0
 """How long what MPI has in its hands may take at the end of the process."""
 _RAISED_SECONDS, _TROUBLED_SECONDS = 3.0, 30.0
@@ -53,63 +50,44 @@ class Member(Protocol):
         """Nothing can be carried any more."""
 
 
-class _Movement(NamedTuple):
-    """A request of MPI; whether it was carried out is told to `done`."""
-
-    request: Any
-    done: Callable[[bool], None]
-    rank: int
-    tag: int
-
-
-class _Pieces:
-    """What tells of several pieces at once."""
-
-    def __init__(self, count: int, done: Callable[[bool], None]) -> None:
-        self._left, self._done = count, done
-        self._carried = True
-
-    def __call__(self, carried: bool) -> None:
-        self._left -= 1
-        self._carried &= carried
-        if not self._left:
-            self._done(self._carried)
-
-
 class World:
     """This process among all that `mpirun` has started; made by `the_world`.
 
     Attributes:
-        rank: Of this process among all.
-        size: How many processes there are.
-        name: The same for all of them, and for no others.
+        wire: What is said and carried; for the thread of MPI.
         stopped: Why no call of MPI is made any more; empty while they are.
+        troubled: Whether a group has failed, so that others may never come to their end.
     """
+
+    wire: Wire
 
     def __init__(self, seconds: float) -> None:
         self._mpi: Any = library.load()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._shared: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._members: dict[int, Member] = {}
-        self._ending: list[Member] = []
         self._early: dict[int, list[tuple[Message, int]]] = {}
-        self._movements: list[_Movement] = []
-        self._received = self._ended = 0
-        self._over = self._finished = False
-        self._limit = 0.0
+        self._ending: list[Member] = []
+        self._ended = 0
+        self._limit: float | None = None
+        self._finished = False
         self.stopped = ""
         self.troubled = False
-        self._begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, args=(time.monotonic() + seconds,), name="phalanx-mpi", daemon=True
-        )
-        self._thread.start()
-        if (error := self._begun.get()) is not None:
-            raise error
         self._pid = os.getpid()
+        self._begin(seconds)
         at_the_end(self.finish)
 
     # For any thread.
+
+    @property
+    def rank(self) -> int:
+        """Of this process among all."""
+        return self.wire.rank
+
+    @property
+    def size(self) -> int:
+        """How many processes there are."""
+        return self.wire.size
 
     def do(self, call: Callable[[], None]) -> None:
         """Have something called in the thread of MPI, after what was given before."""
@@ -118,12 +96,15 @@ class World:
     def share(self, text: bytes | None, seconds: float) -> bytes:
         """What rank 0 tells all; it gives the text, the others None. All must call it.
 
+        The text may have `MOST_TEXT` bytes.
+
         Raises:
             EngineError: It hasn't come within so many seconds.
         """
         if text is not None:
+            message = Message(_OWN, Kind.TEXT, 0, text=text)
             for rank in range(1, self.size):
-                self.do(partial(self.tell, rank, Message(_OWN, Kind.TEXT, 0, text=text)))
+                self.do(partial(self.wire.tell, rank, message))
             return text
         try:
             return self._shared.get(timeout=seconds)
@@ -140,7 +121,7 @@ class World:
         if self._finished or os.getpid() != self._pid:
             return
         raised = hasattr(sys, "last_value")
-        limit = _RAISED_SECONDS if raised else _TROUBLED_SECONDS if self.troubled else None
+        limit = _RAISED_SECONDS if raised else _TROUBLED_SECONDS if self.troubled else math.inf
         if not self.stopped:
             self.do(partial(self._finish, limit))
             self._thread.join()
@@ -162,55 +143,35 @@ class World:
         self._ended += 1
         self._ending.append(member)
 
-    def tell(self, rank: int, message: Message) -> None:
-        """Send a message to a process."""
-        request = self._talk.Isend([message.pack(), self._mpi.BYTE], rank, _TALK)
-        self._movements.append(_Movement(request, _nothing, rank, _TALK))
-
-    def send(self, rank: int, data: memoryview, tag: int, done: Callable[[bool], None]) -> None:
-        """Send bytes that were asked for, under the tag with which they were."""
-        self._move(self._talk.Isend, rank, data, tag, done)
-
-    def receive(self, rank: int, data: memoryview, done: Callable[[bool], None]) -> int:
-        """Receive bytes: under which tag, to be asked for with it."""
-        tag = _TALK + 1 + self._received % self._most_tags
-        self._received += 1
-        self._move(self._talk.Irecv, rank, data, tag, done)
-        return tag
-
-    def cancel(self, rank: int, tag: int) -> None:
-        """Give up to receive what doesn't come: `done` is told."""
-        for movement in self._movements:
-            if (movement.rank, movement.tag) == (rank, tag):
-                movement.request.Cancel()
-
     def stop(self, reason: str) -> None:
         """Make no call of MPI any more: it holds memory that isn't its own for longer."""
         self.stopped = reason
 
-    def _move(
-        self,
-        how: Callable[..., Any],
-        rank: int,
-        data: memoryview,
-        tag: int,
-        done: Callable[[bool], None],
-    ) -> None:
-        pieces = [data[start : start + _PIECE] for start in range(0, data.nbytes, _PIECE)]
-        one_done = _Pieces(len(pieces), done)
-        for piece in pieces:
-            request = how([piece, self._mpi.BYTE], rank, tag)
-            self._movements.append(_Movement(request, one_done, rank, tag))
-
     # How it runs.
 
-    def _run(self, deadline: float) -> None:
+    def _begin(self, seconds: float) -> None:
+        begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(
+            target=self._run,
+            args=(begun, time.monotonic() + seconds),
+            name="phalanx-mpi",
+            daemon=True,
+        )
+        self._thread.start()
         try:
-            self._begin(deadline)
+            error = begun.get(timeout=seconds + _MARGIN)
+        except queue.Empty:
+            raise EngineError(-1, late()) from None  # MPI itself waits for them
+        if error is not None:
+            raise error
+
+    def _run(self, begun: queue.SimpleQueue[Exception | None], deadline: float) -> None:
+        try:
+            self.wire = Wire(self._mpi, deadline)
         except Exception as error:  # noqa: BLE001 - who waits for this thread raises it
-            self._begun.put(error)
+            begun.put(error)
             return
-        self._begun.put(None)
+        begun.put(None)
         reason = "MPI has ended in this process"
         try:
             self._serve()
@@ -223,44 +184,15 @@ class World:
             for member in list(self._members.values()):
                 member.fail(reason)
 
-    def _begin(self, deadline: float) -> None:
-        self._ours = not self._mpi.Is_initialized()
-        library.begin(self._mpi)
-        everybody = self._mpi.COMM_WORLD
-        self.rank, self.size = everybody.Get_rank(), everybody.Get_size()
-        # What others send in the world of all must not meet what is sent here.
-        self._talk, request = everybody.Idup()
-        self._wait(request, deadline)
-        name = bytearray(secrets.token_bytes(8))
-        self._wait(self._talk.Ibcast([name, self._mpi.BYTE], 0), deadline)
-        self.name = name.hex()
-        self._most_tags = int(self._talk.Get_attr(self._mpi.TAG_UB)) - _TALK - 1
-        self._buffer = bytearray(MOST_BYTES)
-        self._listen()
-
-    def _wait(self, request: Any, deadline: float) -> None:
-        while not request.Test():
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    -1,
-                    f"not all {self.size} processes that mpirun has started came in time: the "
-                    "first group must have them all",
-                )
-            time.sleep(_LONGEST)
-
-    def _listen(self) -> None:
-        self._heard = self._talk.Irecv([self._buffer, self._mpi.BYTE], self._mpi.ANY_SOURCE, _TALK)
-
     def _serve(self) -> None:
         pause = _SHORTEST
-        while not self._over and not self.stopped:
+        while self._limit is None and not self.stopped:
             busy = self._look()
             busy |= self._call(0 if busy else pause)
-            used = len(self._members) > self._ended or self._movements
-            longest = _LONGEST if used else _IDLE
-            pause = _SHORTEST if busy else min(2 * pause, longest)
-        if self._over:
-            self._leave()
+            used = len(self._members) > self._ended or self.wire.busy
+            pause = _SHORTEST if busy else min(2 * pause, _LONGEST if used else _IDLE)
+        if not self.stopped:
+            self._leave(self._limit or 0.0)
 
     def _call(self, seconds: float) -> bool:
         """Do what was asked for, or wait for something to do."""
@@ -275,20 +207,11 @@ class World:
 
     def _look(self) -> bool:
         """Whether MPI has carried anything since the last look."""
-        busy = self._hear() | self._complete()
+        messages = self.wire.heard()
+        for message, source in messages:
+            self._give(message, source)
+        busy = self.wire.complete() or bool(messages)
         self._ending = [each for each in self._ending if not each.settle()]
-        return busy
-
-    def _hear(self) -> bool:
-        """Take the messages that have come."""
-        status = self._mpi.Status()
-        busy = False
-        while self._heard.Test(status):
-            busy = True
-            size = status.Get_count(self._mpi.BYTE)
-            message = Message.parse(memoryview(self._buffer)[:size])
-            self._listen()
-            self._give(message, status.Get_source())
         return busy
 
     def _give(self, message: Message, source: int) -> None:
@@ -299,62 +222,19 @@ class World:
         else:
             self._early.setdefault(message.engine, []).append((message, source))
 
-    def _complete(self) -> bool:
-        """Tell what has become of the movements that have ended."""
-        if not self._movements:
-            return False
-        requests = [movement.request for movement in self._movements]
-        statuses: list[Any] = []
-        ended = self._mpi.Request.Testsome(requests, statuses)
-        if not ended:
-            return False
-        gone = dict(zip(ended, statuses, strict=True))
-        now = [(self._movements[index], gone[index]) for index in sorted(gone)]
-        left = enumerate(self._movements)
-        self._movements = [movement for index, movement in left if index not in gone]
-        for movement, status in now:
-            movement.done(not status.Is_cancelled())
-        return True
+    def _finish(self, limit: float) -> None:
+        self._limit = limit
 
-    def _finish(self, limit: float | None) -> None:
-        self._over = True
-        self._limit = math.inf if limit is None else limit
-
-    def _leave(self) -> None:
-        """End MPI, if it was begun here and nothing is in its hands."""
+    def _leave(self, limit: float) -> None:
+        """End MPI, once nothing is in its hands."""
         end = time.monotonic() + _SETTLING_SECONDS
-        while (self._ending or self._movements) and time.monotonic() < end:
+        while (self._ending or self.wire.busy) and not self.stopped:
+            if time.monotonic() > end:
+                return
             self._look()
             time.sleep(_SHORTEST)
-        if self._movements or self.stopped:
-            return
-        if self._ours:
-            if not self._all_leave():
-                return
-            self._heard.Cancel()
-            self._heard.Wait()
-            self._mpi.Finalize()
-        else:
-            self._heard.Cancel()
-            self._heard.Wait()
-        self._finished = True
-
-    def _all_leave(self) -> bool:
-        """Whether all processes are at their end; MPI's own way of asking can't be given up."""
-        end = time.monotonic() + self._limit
-        barrier = self._talk.Ibarrier()
-        pause = _SHORTEST
-        while not barrier.Test():
-            if time.monotonic() > end:
-                return False
-            busy = self._look()
-            time.sleep(pause)
-            pause = _SHORTEST if busy else min(2 * pause, _IDLE)
-        return True
-
-
-def _nothing(carried: bool) -> None:
-    """Nobody waits for it."""
+        if not self.stopped:
+            self._finished = self.wire.end(time.monotonic() + limit, self._look)
 
 
 _lock = threading.Lock()
