@@ -101,13 +101,13 @@ VARIABLES = (
     Variable(
         "PHALANX_ENGINE",
         "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: "
-        "`gloo`, or `nccl`, with which CUDA tensors must go to NCCL. Set it to the same on all "
-        "ranks. Unset: `gloo`.",
+        "`gloo`; `relay`, for hosts that can't reach each other; or `nccl`, with which CUDA tensors "
+        "must go to NCCL. Set it to the same on all ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",
-        "Where this rank listens for ranks of other hosts: the name of a network interface, or an "
-        "address of one. Unset: the address from which this machine reaches the rendezvous.",
+        "Where this rank listens for ranks of other hosts, and `phalanx run` for other hosts: the "
+        "name of a network interface, or an address of one. Unset: the address from which this machine reaches the rendezvous.",
     ),
     Variable(
         "PHALANX_ADVERTISE_ADDR",
