@@ -101,13 +101,14 @@ VARIABLES = (
     Variable(
         "PHALANX_ENGINE",
         "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: "
-        "`gloo`; `relay`, for hosts that can't reach each other; or `nccl`, with which CUDA tensors "
-        "must go to NCCL. Set it to the same on all ranks. Unset: `gloo`.",
+        "`gloo`; `relay`, for hosts that can't reach each other; or `nccl`, with which CUDA "
+        "tensors must go to NCCL. Set it to the same on all ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",
         "Where this rank listens for ranks of other hosts, and `phalanx run` for other hosts: the "
-        "name of a network interface, or an address of one. Unset: the address from which this machine reaches the rendezvous.",
+        "name of a network interface, or an address of one. Unset: the address from which this "
+        "machine reaches the rendezvous.",
     ),
     Variable(
         "PHALANX_ADVERTISE_ADDR",
@@ -124,9 +125,9 @@ VARIABLES = (
     ),
     Variable(
         "PHALANX_RELAY",
-        "Where this host has the engine `relay`: `listen:PATH` on the host of the gate, "
-        "`connect:PATH` on others, with the path of a socket. Set by `phalanx run` for the ranks "
-        "of a job on several hosts. Unset: rank 0 listens on an address of its own.",
+        "Where this host has the engine `relay`: `listen:SOCKET` on the host of the gate, "
+        "`connect:SOCKET` on others, with the name of a Unix socket. Set by `phalanx run` for the "
+        "ranks of a job on several hosts. Unset: rank 0 listens on an address of its own.",
     ),
     Variable(
         "PHALANX_KEY_FD",

@@ -31,7 +31,7 @@ def gate(environ: Mapping[str, str] | None = None) -> str:
 
 
 def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """What `PHALANX_RELAY` says: "listen" or "connect", and a path; both empty if it is unset.
+    """What `PHALANX_RELAY` says: "listen" or "connect", and a socket; both empty if it is unset.
 
     Args:
         environ: where to read; default `os.environ`.
@@ -41,10 +41,10 @@ def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     """
     text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
     how, _, path = text.partition(":")
-    if text and (how not in ("listen", "connect") or not os.path.isabs(path)):
+    if text and (how not in ("listen", "connect") or not path):
         raise ValueError(
-            f"PHALANX_RELAY={text!r} in the environment: expected listen:PATH or connect:PATH, as "
-            "`phalanx run` sets it for its ranks; unset it"
+            f"PHALANX_RELAY={text!r} in the environment: expected listen:SOCKET or connect:SOCKET, "
+            "as `phalanx run` sets it for its ranks; unset it"
         )
     return how, path
 

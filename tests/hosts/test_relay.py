@@ -324,7 +324,7 @@ def refused(name: str, variables: dict[str, str], words: str) -> None:
         ("relay", {"PHALANX_KEY_FILE": ""}, "needs the job's key: .* --key-file"),
         ("relay", {"PHALANX_ADVERTISE_ADDR": "a:b"}, "expected HOST or HOST:PORT"),
         ("relay", {"PHALANX_ADVERTISE_ADDR": "a:99999"}, "expected HOST or HOST:PORT"),
-        ("relay", {"PHALANX_RELAY": "/tmp/relay"}, "expected listen:PATH or connect:PATH"),
+        ("relay", {"PHALANX_RELAY": "/tmp/relay"}, "expected listen:SOCKET or connect:SOCKET"),
         ("gloo", {"PHALANX_ADVERTISE_ADDR": "a:1"}, "use the engine relay"),
         ("gloo", {"PHALANX_ADVERTISE_ADDR": "::1"}, "an IPv6 address in brackets"),
     ],

@@ -148,7 +148,7 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
             "or --rdzv-endpoint"
         ) from None
     if ipaddress.ip_address(address).is_loopback:
-        tell(f"the hosts are to meet at {host}, which only this machine reaches: {address}")
+        tell(f"the hosts are to meet at {host} ({address}), which only this machine reaches")
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
     return _End(store, store.port, environment, gate.close, lambda: gate.wrong)
 
