@@ -19,10 +19,7 @@ __all__ = [
     "Place",
     "Variable",
     "backend_names",
-    "engine",
-    "host_id",
     "integer",
-    "interface",
     "job",
     "jobs_directory",
     "jobs_kept",
@@ -404,33 +401,6 @@ def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     count = integer("PHALANX_JOBS_KEPT", minimum=0, environ=environ)
     mebibytes = integer("PHALANX_JOBS_KEPT_MIB", minimum=0, environ=environ)
     return 20 if count is None else count, (256 if mebibytes is None else mebibytes) * 2**20
-
-
-def host_id(environ: Mapping[str, str] | None = None) -> str:
-    """The host that `PHALANX_HOST_ID` names; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
-
-
-def engine(environ: Mapping[str, str] | None = None) -> str:
-    """The engine that `PHALANX_ENGINE` names, in any case; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_ENGINE", "").strip().lower()
-
-
-def interface(environ: Mapping[str, str] | None = None) -> str:
-    """The interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:

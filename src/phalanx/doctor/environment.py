@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
-from phalanx import engines, env
+from phalanx import engines, env, env_hosts
 from phalanx.doctor.finding import Finding, Says
 
 __all__ = ["check"]
@@ -52,7 +52,7 @@ def _malformed() -> list[Finding]:
 def _choices() -> list[Finding]:
     found = []
     choices = {
-        "PHALANX_ENGINE": (env.engine(), engines.NAMES),
+        "PHALANX_ENGINE": (env_hosts.engine(), engines.NAMES),
         "PHALANX_ISA": (os.environ.get("PHALANX_ISA", ""), _KERNELS),
     }
     for name, (given, expected) in choices.items():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, topology
+from phalanx import env, env_hosts, topology
 from phalanx.engines import EngineError
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launch.store import HOST, check_given, host_store, join_store, met
@@ -119,7 +119,7 @@ def _world(timeout: timedelta) -> World:
 
 def _address_of_rank_0(size: int) -> str:
     """Where others reach this process; the loopback interface's if they are all on its host."""
-    if given := env.interface():
+    if given := env_hosts.interface():
         return topology.interface_address(given)
     if local_place(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST
