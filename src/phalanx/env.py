@@ -19,10 +19,7 @@ __all__ = [
     "Place",
     "Variable",
     "backend_names",
-    "engine",
-    "host_id",
     "integer",
-    "interface",
     "job",
     "jobs_directory",
     "jobs_kept",
@@ -101,13 +98,15 @@ VARIABLES = (
     Variable(
         "PHALANX_ENGINE",
         "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: "
-        "`gloo`; `mpi`, for ranks that `mpirun` has started; `nccl`, with which CUDA tensors must "
-        "go to NCCL. Set it to the same on all ranks. Unset: `gloo`.",
+        "`gloo`; `mpi`, for ranks that `mpirun` has started; `relay`, for hosts that can't reach "
+        "each other; `nccl`, with which CUDA tensors must go to NCCL. Set it to the same on all "
+        "ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",
-        "Where this rank listens for ranks of other hosts: the name of a network interface, or an "
-        "address of one. Unset: the address from which this machine reaches the rendezvous.",
+        "Where this rank listens for ranks of other hosts, and `phalanx run` for other hosts: the "
+        "name of a network interface, or an address of one. Unset: the address from which this "
+        "machine reaches the rendezvous.",
     ),
     Variable(
         "PHALANX_ADVERTISE_ADDR",
@@ -124,9 +123,9 @@ VARIABLES = (
     ),
     Variable(
         "PHALANX_RELAY",
-        "Where this host has the engine `relay`: `listen:PATH` on the host of the gate, "
-        "`connect:PATH` on others, with the path of a socket. Set by `phalanx run` for the ranks "
-        "of a job on several hosts. Unset: rank 0 listens on an address of its own.",
+        "Where this host has the engine `relay`: `listen:SOCKET` on the host of the gate, "
+        "`connect:SOCKET` on others, with the name of a Unix socket. Set by `phalanx run` for the "
+        "ranks of a job on several hosts. Unset: rank 0 listens on an address of its own.",
     ),
     Variable(
         "PHALANX_KEY_FD",
@@ -408,33 +407,6 @@ def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     count = integer("PHALANX_JOBS_KEPT", minimum=0, environ=environ)
     mebibytes = integer("PHALANX_JOBS_KEPT_MIB", minimum=0, environ=environ)
     return 20 if count is None else count, (256 if mebibytes is None else mebibytes) * 2**20
-
-
-def host_id(environ: Mapping[str, str] | None = None) -> str:
-    """The host that `PHALANX_HOST_ID` names; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
-
-
-def engine(environ: Mapping[str, str] | None = None) -> str:
-    """The engine that `PHALANX_ENGINE` names, in any case; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_ENGINE", "").strip().lower()
-
-
-def interface(environ: Mapping[str, str] | None = None) -> str:
-    """The interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
-
-    Args:
-        environ: where to read; default `os.environ`.
-    """
-    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from phalanx.env import integer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["advertised", "gate", "key", "relay"]
+__all__ = ["advertised", "engine", "gate", "host_id", "interface", "key", "relay"]
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
@@ -31,7 +31,7 @@ def gate(environ: Mapping[str, str] | None = None) -> str:
 
 
 def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """What `PHALANX_RELAY` says: "listen" or "connect", and a path; both empty if it is unset.
+    """What `PHALANX_RELAY` says: "listen" or "connect", and a socket; both empty if it is unset.
 
     Args:
         environ: where to read; default `os.environ`.
@@ -41,10 +41,10 @@ def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
     """
     text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
     how, _, path = text.partition(":")
-    if text and (how not in ("listen", "connect") or not os.path.isabs(path)):
+    if text and (how not in ("listen", "connect") or not path):
         raise ValueError(
-            f"PHALANX_RELAY={text!r} in the environment: expected listen:PATH or connect:PATH, as "
-            "`phalanx run` sets it for its ranks; unset it"
+            f"PHALANX_RELAY={text!r} in the environment: expected listen:SOCKET or connect:SOCKET, "
+            "as `phalanx run` sets it for its ranks; unset it"
         )
     return how, path
 
@@ -81,3 +81,30 @@ def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
     environ = os.environ if environ is None else environ
     descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
     return descriptor, environ.get("PHALANX_KEY_FILE", "")
+
+
+def host_id(environ: Mapping[str, str] | None = None) -> str:
+    """The host that `PHALANX_HOST_ID` names; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
+
+
+def engine(environ: Mapping[str, str] | None = None) -> str:
+    """The engine that `PHALANX_ENGINE` names, in any case; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_ENGINE", "").strip().lower()
+
+
+def interface(environ: Mapping[str, str] | None = None) -> str:
+    """The interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
+
+    Args:
+        environ: where to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()

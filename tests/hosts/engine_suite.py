@@ -21,19 +21,7 @@ from phalanx.topology import address_towards
 from tests.hosts import test_engines as suite
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CASES = [
-    (size, case)
-    for size, case in [
-        (2, suite.all_pairs),
-        (4, suite.all_pairs),
-        (2, suite.in_order),
-        (2, suite.nothing_comes),
-        (2, suite.told_when_done),
-        (2, suite.aborted),
-        (2, suite.closed_after_sending),
-        (2, suite.dies),
-    ]
-]
+CASES = (*suite.CASES, (2, suite.dies))
 
 
 def job_store(name: str) -> dist.Store:  # type: ignore[name-defined]

@@ -171,9 +171,12 @@ CASES = (
 )
 
 
+@pytest.mark.parametrize("name", ("gloo", "relay"))
 @pytest.mark.parametrize(("size", "function"), CASES)
-def test_gloo(ranks: RankServer, size: int, function: Callable[[str, int], object]) -> None:
-    ranks.run(size, function, "gloo", fresh_seed(), timeout=None)
+def test_gloo_and_relay(
+    ranks: RankServer, size: int, function: Callable[[str, int], object], name: str
+) -> None:
+    ranks.run(size, function, name, fresh_seed(), timeout=None)
 
 
 @pytest.mark.parametrize(("size", "function"), CASES)
@@ -196,8 +199,9 @@ def dies(name: str) -> str:
     return str(caught.value)
 
 
-def test_a_dead_peer(ranks: RankServer) -> None:
-    first, second = ranks.start(2, dies, "gloo", timeout=None).join()
+@pytest.mark.parametrize("name", ("gloo", "relay"))
+def test_a_dead_peer(ranks: RankServer, name: str) -> None:
+    first, second = ranks.start(2, dies, name, timeout=None).join()
     assert first.value
     assert second.code == -signal.SIGKILL
 

@@ -16,7 +16,7 @@ from phalanx import key
 from tests.nats import Nats
 
 PORT = 29540
-LIMIT = 110
+LIMIT = 200
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 MISSING = [what for what in ("ip", "nft", "unshare") if shutil.which(what) is None]
 CONNECT = """
@@ -86,6 +86,7 @@ def reached(nats: Nats, *ports: int) -> list[bool]:
     return [line == "reached" for line in text.splitlines()]
 
 
+@pytest.mark.timeout(LIMIT + 40)
 def test_the_conformance_suite(nats: Nats, tmp_path: Path) -> None:
     assert reached(nats, PORT, PORT + 1) == [True, False]
     suite = Path(__file__).with_name("engine_suite.py")
@@ -95,6 +96,7 @@ def test_the_conformance_suite(nats: Nats, tmp_path: Path) -> None:
     assert text.count("all_pairs 4 is fine") == 4, text
 
 
+@pytest.mark.timeout(2 * LIMIT)
 def test_the_example_trains(nats: Nats, repository: Path, tmp_path: Path) -> None:
     """The losses are those of one host."""
     script = str(repository / "examples" / "train_digits.py")
@@ -102,7 +104,7 @@ def test_the_example_trains(nats: Nats, repository: Path, tmp_path: Path) -> Non
     apart, together = tmp_path / "apart.json", tmp_path / "together.json"
     text = run_on_both(nats, tmp_path, script, *options, "--losses", str(apart))
     assert "4 ranks on phalanx" in text
-    command = [PHALANX, "run", "--nproc-per-node", "4", script, *options]
+    command = [PHALANX, "run", "--nproc-per-node", "2", script, *options]
     subprocess.run([*command, "--losses", str(together)], check=True, timeout=LIMIT)
     losses = [json.loads(path.read_text())["losses"] for path in (apart, together)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

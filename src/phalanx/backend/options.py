@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx import engines, env
+from phalanx import engines, env_hosts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ def engine_of(options: object, world: object) -> str:
         UsageError: There is no such engine.
     """
     given = options.engine if isinstance(options, Options) else ""
-    name = given or env.engine() or getattr(world, "engine", "") or engines.DEFAULT
+    name = given or env_hosts.engine() or getattr(world, "engine", "") or engines.DEFAULT
     engines.check_name(name, "" if given else "PHALANX_ENGINE in the environment: ")
     return name
 

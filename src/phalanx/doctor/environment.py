@@ -62,7 +62,7 @@ def _malformed() -> list[Finding]:
 def _choices() -> list[Finding]:
     found = []
     choices = {
-        "PHALANX_ENGINE": (env.engine(), engines.NAMES),
+        "PHALANX_ENGINE": (env_hosts.engine(), engines.NAMES),
         "PHALANX_ISA": (os.environ.get("PHALANX_ISA", ""), _KERNELS),
     }
     for name, (given, expected) in choices.items():

@@ -8,7 +8,7 @@ import socket
 
 import psutil
 
-from phalanx import env
+from phalanx import env_hosts
 from phalanx.doctor.finding import Finding, Says
 from phalanx.errors import UsageError
 from phalanx.topology import address_towards
@@ -80,7 +80,7 @@ def _chosen() -> Finding:
             "(`ip address`, `ip route`).",
             address=None,
         )
-    because = "PHALANX_INTERFACE" if env.interface() else f"the way to {way or 'other hosts'}"
+    because = "PHALANX_INTERFACE" if env_hosts.interface() else f"the way to {way or 'other hosts'}"
     words = f"other hosts would be listened for at {address} ({because})"
     if ipaddress.ip_address(address).is_loopback and way:
         words = f"ranks of this machine only: the rendezvous, {way}, is at {address}"

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import shutil
+import secrets
 import socket
-import tempfile
 import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-__all__ = ["BUFFER", "Connections", "drop", "keep_alive", "splice"]
+__all__ = ["BUFFER", "Connections", "drop", "keep_alive", "relay_name", "splice"]
 
 BUFFER = 2**20
 """Bytes that are read ahead, at most, on each connection."""
+
+
+def relay_name() -> str:
+    """A name for the socket of this host's relay.
+
+    It is an abstract one ("@" stands for the byte 0): there is no file that could be left behind.
+    Others on this host may connect, which the relay doesn't mind more than on a network.
+    """
+    return f"@phalanx-relay-{secrets.token_hex(16)}"
 
 
 class Connections:
@@ -29,8 +36,6 @@ class Connections:
 
     def __init__(self, name: str, settle: float) -> None:
         self._settle = settle
-        self.folder = tempfile.mkdtemp(prefix="phalanx-", dir="/tmp")  # a socket's path is short
-        self.relay = os.path.join(self.folder, "relay")
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
         self._servers: list[asyncio.base_events.Server] = []
@@ -38,8 +43,13 @@ class Connections:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run it there, and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        """Run it there, and wait for it; Ctrl-C ends it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def close(self) -> None:
         """Let connections end that are about to, then end all."""
@@ -47,7 +57,6 @@ class Connections:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     async def serve(
         self,

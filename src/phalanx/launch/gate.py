@@ -1,7 +1,7 @@
 """The one port of a job that other hosts reach: strangers stay outside.
 
 What the hosts share listens where only the gate's own machine reaches it: the store on the loopback
-interface, the relay of the ranks on a socket in a folder that belongs to the user. The gate listens
+interface, the relay of the ranks on a Unix socket. The gate listens
 on the interface that faces the other hosts, has each guest prove that it has the job's key
 (`handshake`), and only then connects it to what it asks for. On the other hosts a `Way` is the
 other end.
@@ -13,7 +13,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.connections import BUFFER, Connections, keep_alive, splice
+from phalanx.launch.connections import BUFFER, Connections, keep_alive, relay_name, splice
 from phalanx.launch.handshake import Stranger, answer, as_gate
 from phalanx.launch.store import HOST
 
@@ -66,7 +66,7 @@ class Gate:
         self._pending: dict[asyncio.Task[Any], None] = {}
         self._hosts: dict[int, str] = {}
         self._connections = Connections("phalanx-gate", _SETTLE_SECONDS)
-        self.relay = self._connections.relay
+        self.relay = relay_name()
         """Where the ranks' relay has to listen."""
         self._connections.call(self._connections.serve(listener, self._serve))
 
@@ -110,7 +110,7 @@ class Gate:
             answer(writer, "")
             await splice((reader, writer), there)
         elif service == "relay":
-            there = await asyncio.open_unix_connection(self.relay, limit=BUFFER)
+            there = await asyncio.open_unix_connection(self.relay.replace("@", "\0"), limit=BUFFER)
             answer(writer, "")
             await splice((reader, writer), there)
         else:

@@ -53,6 +53,8 @@ __all__ = ["Meeting", "meeting"]
 
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 _READ_SECONDS = 60
+# This may be a job that a rank of another one has started.
+_NO_GATE = {"PHALANX_GATE": "", "PHALANX_RELAY": ""}
 
 
 class Meeting:
@@ -95,10 +97,10 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
     """
     config = job.config
     if config.rdzv_backend not in _DEFAULT_PORTS or "store_type" in config.rdzv_configs:
-        yield Meeting(get_rendezvous_handler(_parameters(config)), {})
+        yield Meeting(get_rendezvous_handler(_parameters(config)), _NO_GATE)
     elif config.max_nodes == 1:
         stores = _Stores(_endpoint(config)[1])
-        yield Meeting(_Known(config, dist.HashStore()), {}, stores.next)  # type: ignore[attr-defined]
+        yield Meeting(_Known(config, dist.HashStore()), _NO_GATE, stores.next)  # type: ignore[attr-defined]
     else:
         if job.key is None:
             tell(
@@ -148,7 +150,7 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
             "or --rdzv-endpoint"
         ) from None
     if ipaddress.ip_address(address).is_loopback:
-        tell(f"the hosts are to meet at {host}, which only this machine reaches: {address}")
+        tell(f"the hosts are to meet at {host} ({address}), which only this machine reaches")
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
     return _End(store, store.port, environment, gate.close, lambda: gate.wrong)
 

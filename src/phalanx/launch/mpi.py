@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, topology
+from phalanx import env, env_hosts, topology
 from phalanx.engines import EngineError
 from phalanx.engines.mpi import MOST_TEXT, World, the_world
 from phalanx.errors import PhalanxError, UsageError
@@ -130,7 +130,7 @@ def _hosted(size: int, timeout: timedelta) -> Any:
 
 def _address_of_rank_0(size: int) -> str:
     """Where others reach this process; the loopback interface's if they are all on its host."""
-    if given := env.interface():
+    if given := env_hosts.interface():
         return topology.interface_address(given)
     if local_place(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST

@@ -71,6 +71,8 @@ def parse(argv: Sequence[str]) -> Job:
     nnodes = _nnodes(args.nnodes)
     if nnodes == 1:
         _check_launcher()
+    if args.rdzv_backend == "static" and not 0 <= args.node_rank < nnodes:
+        raise UsageError(f"--node-rank is {args.node_rank}: expected 0 to {nnodes - 1}")
     args.simulate_hosts = _simulated(args.simulate_hosts, int(args.nproc_per_node), nnodes)
     if args.standalone or (_unplaced(args) and nnodes == 1):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"

@@ -103,8 +103,8 @@ def init(
             backend's default.
         device: where to work, "cpu", "cuda" or "cuda:1"; None is the GPU numbered `local_rank`
             modulo the GPUs there are, or the CPU if there is none. A GPU is made the current one.
-        engine: what carries bytes between hosts, for the backend "phalanx": "gloo" or "mpi"; empty
-            for what `PHALANX_ENGINE` says, else "gloo". The same on all ranks.
+        engine: what carries bytes between hosts, for the backend "phalanx": "gloo", "mpi" or
+            "relay"; empty for what `PHALANX_ENGINE` says, else "gloo". The same on all ranks.
 
     Returns:
         A Session. Use it as a context manager, or call `close()` at the end.

@@ -14,7 +14,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.connections import BUFFER, Connections, drop, keep_alive, splice
+from phalanx.launch.connections import BUFFER, Connections, drop, keep_alive, relay_name, splice
 from phalanx.launch.handshake import Refused, as_guest
 from phalanx.launch.store import HOST
 
@@ -49,7 +49,7 @@ class Way:
         self.port = 0
         """Where the store is, on this host's loopback interface."""
         self._connections = Connections("phalanx-way", _SETTLE_SECONDS)
-        self.relay = self._connections.relay
+        self.relay = relay_name()
         """Where ranks of this host connect to the relay."""
 
     def enter(self, seconds: float) -> None:
@@ -91,7 +91,7 @@ class Way:
         store = socket.create_server((HOST, 0), backlog=512)
         self.port = store.getsockname()[1]
         relay = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        relay.bind(self.relay)
+        relay.bind(self.relay.replace("@", "\0"))
         for listener, service in ((store, "store"), (relay, "relay")):
             await self._connections.serve(listener, self._leading(service))
 

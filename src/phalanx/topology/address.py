@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from phalanx import env, env_hosts
+from phalanx import env_hosts
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def address_towards(host: str) -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE`, which decides if it is set, names nothing of this machine.
     """
-    given = env.interface()
+    given = env_hosts.interface()
     if given:
         return interface_address(given)
     return _towards(host) if host else ""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx import _native, env
+from phalanx import _native, env_hosts
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -132,4 +132,4 @@ def _boot() -> str:
 
 
 def _machine() -> str:
-    return f"{_boot()} {os.stat('/proc/self/ns/pid').st_ino} {env.host_id()}"
+    return f"{_boot()} {os.stat('/proc/self/ns/pid').st_ino} {env_hosts.host_id()}"

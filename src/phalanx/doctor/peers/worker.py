@@ -6,7 +6,7 @@ import socket
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from phalanx import env
+from phalanx import env_hosts
 from phalanx.doctor.examination import examine
 from phalanx.doctor.peers.wire import Answering, Unreached, measure
 from phalanx.errors import PhalanxError, UsageError
@@ -53,7 +53,10 @@ class Worker:
 
     def _open(self, token: bytes) -> dict[str, Any]:
         findings = [finding.as_json() for finding in examine()]
-        said: dict[str, Any] = {"name": env.host_id() or socket.gethostname(), "findings": findings}
+        said: dict[str, Any] = {
+            "name": env_hosts.host_id() or socket.gethostname(),
+            "findings": findings,
+        }
         address = self._address()
         if not address:
             return {**said, "error": "it has no address but its own loopback interface's"}
