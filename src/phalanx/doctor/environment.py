@@ -69,9 +69,9 @@ def _choices() -> list[Finding]:
         if given and given not in expected:
             advice = f"Set it to one of {', '.join(expected)}, or unset it."
             found.append(_says.problem(name, f"{name}={given!r}", advice))
-    if env.engine() in engines.NAMES:
+    if env_hosts.engine() in engines.NAMES:
         try:
-            engines.check_name(env.engine())
+            engines.check_name(env_hosts.engine())
         except UsageError as error:
             words, _, advice = str(error).partition(": ")
             advice = f"{advice[:1].upper()}{advice[1:]}."

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx import env
+from phalanx import env_hosts
 from phalanx.doctor.finding import Finding, Says
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class Network:
                 continue
             back = self.link(link.target, link.source)
             other = f"; {target.name} does reach {source.name}" if back and not back.error else ""
-            relayed = env.engine() == "relay"  # then hosts needn't reach each other
+            relayed = env_hosts.engine() == "relay"  # then hosts needn't reach each other
             yield (_says.note if relayed else _says.problem)(
                 "blocked",
                 f"{source.name} can't reach {target.name}: {link.error}{other}",
