@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Story", "Told"]
 
 _BROKEN = "phalanx/broken"
-_LIMIT = 2.0
+_LIMIT = 1.0
 """Seconds that the store has for an answer."""
+_SILENCE = 5.0
+"""Seconds in which nothing more is asked of a store that gave none: it may be behind a cut link."""
 _GRACE = 0.25
 """Seconds in which who closes a connection has told why, if anybody has."""
 _PAUSE = 0.005
@@ -50,6 +52,7 @@ class Story:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._told: Told | None = None
+        self._ask_from = 0.0
 
     def tell(self, told: Told) -> Told:
         """Say why the group is broken; what was told first."""
@@ -84,6 +87,8 @@ class Story:
 
     def _ask(self, question: Callable[[], Any]) -> Any:
         """The store's answer; None if it has none in time."""
+        if time.monotonic() < self._ask_from:
+            return None
         answer: list[Any] = []
 
         def ask() -> None:
@@ -95,7 +100,10 @@ class Story:
         thread = threading.Thread(target=ask, name="phalanx-story", daemon=True)
         thread.start()
         thread.join(_LIMIT)
-        return answer[0] if answer else None
+        if not answer:
+            self._ask_from = time.monotonic() + _SILENCE
+            return None
+        return answer[0]
 
 
 def _left(rank: int) -> str:
