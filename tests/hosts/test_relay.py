@@ -293,6 +293,35 @@ def test_one_port_for_all_groups(ranks: RankServer) -> None:
     assert ranks.run(4, several_groups, timeout=None, hosts="aabb") == [1, 0, 0, 0]
 
 
+def first_dies() -> str:
+    rank = int(os.environ["RANK"])
+    os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
+    url = f"file://{os.environ['FOLDER']}/store"
+    options = phalanx.Options("relay")
+    dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=5, pg_options=options)
+    for _ in range(3):
+        dist.all_reduce(torch.ones(100_000))
+    dist.barrier()
+    if rank == 0:
+        for other in (1, 2, 3, 4):
+            dist.recv(torch.empty(1), other)
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.send(torch.ones(1), 0)
+    with pytest.raises(phalanx.PeerLost) as caught:
+        # Rank 0 has no part in this but that it has the relay.
+        dist.recv(torch.empty(1), 5 - rank)
+    return str(caught.value)
+
+
+def test_the_rank_with_the_relay_dies(ranks: RankServer) -> None:
+    """It is named, not the one that somebody waited for."""
+    run = ranks.start(5, first_dies, timeout=None, hosts="abcde")
+    first, *others = run.join()
+    assert first.code == -signal.SIGKILL
+    for other in others:
+        assert f"rank 0 (pid {first.pid} on " in other.value
+
+
 def advertised(port: int) -> list[int]:
     os.environ["PHALANX_ADVERTISE_ADDR"] = f"localhost:{port}"
     engine, rank = opened()

@@ -200,7 +200,7 @@ class Inbox:
                     self._match(sender, Header.parse(data))
                     self._await(sender)
         except EngineError as error:
-            left = self._lost(Gone(sender, str(error)))
+            left = self._lost(Gone(sender, error))
             with self._lock:
                 if not self._closed:
                     self._gone[sender] = error

@@ -27,11 +27,17 @@ class Broken(Exception):  # noqa: N818 - not an error yet: what ends an operatio
 
 
 class Gone(Exception):  # noqa: N818
-    """The connection to a rank is closed."""
+    """The connection to a rank is closed.
 
-    def __init__(self, peer: int, reason: str) -> None:
-        super().__init__(reason)
-        self.peer = peer
+    Args:
+        peer: Whom an operation needs.
+        error: What the engine says; it may know that somebody else is to blame, through whom its
+            connections lead.
+    """
+
+    def __init__(self, peer: int, error: EngineError) -> None:
+        super().__init__(str(error))
+        self.peer = peer if error.peer < 0 else error.peer
 
 
 class Late(Exception):  # noqa: N818
@@ -73,14 +79,14 @@ class Links:
         try:
             return Posted(self._engine.send(data, peer, tag), peer)
         except EngineError as error:
-            raise Gone(peer, str(error)) from None
+            raise Gone(peer, error) from None
 
     def recv(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
         """Post a receive of at least one byte from a rank of the group."""
         try:
             return Posted(self._engine.recv(data, peer, tag), peer)
         except EngineError as error:
-            raise Gone(peer, str(error)) from None
+            raise Gone(peer, error) from None
 
     def wait(self, *posted: Posted) -> None:
         """Block until all of them have ended."""
@@ -100,7 +106,7 @@ class Links:
                     raise Late(peer)
             self._native.compose_waited(peer, time.monotonic() - began)
         except EngineError as error:
-            raise Gone(peer, str(error)) from None
+            raise Gone(peer, error) from None
 
 
 def bytes_at(address: int, size: int) -> memoryview:

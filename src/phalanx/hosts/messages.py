@@ -109,7 +109,7 @@ class RemoteMessage:
                         return False
                     self.transfers.pop(0)
             except EngineError as error:
-                raise Gone(self.peer if error.peer < 0 else error.peer, str(error)) from None
+                raise Gone(self.peer, error) from None
             self.end(None)
         return True
 
@@ -212,7 +212,7 @@ class HostsMessages:
                     payload = self._engine.send(bytes_at(data, size), destination, tag)
                     message.transfers.append(payload)
         except EngineError as error:
-            self._fail(message, Gone(destination, str(error)))
+            self._fail(message, Gone(destination, error))
         return message
 
     def irecv(
@@ -227,7 +227,7 @@ class HostsMessages:
         try:
             self._inbox.expect(message, data, BYTES[dtype] * count)
         except EngineError as error:
-            self._fail(message, Gone(source, str(error)))
+            self._fail(message, Gone(source, error))
         return message
 
     def wait(self, message: LocalMessage | RemoteMessage, timeout: float) -> Answer:

@@ -45,11 +45,11 @@ def _await(peer: int, engine: Engine, failing: Failing) -> None:
         try:
             transfer.wait(0)
         except EngineError as error:
-            failing.lost(Gone(peer, str(error)))
+            failing.lost(Gone(peer, error))
 
     try:
         transfer: Transfer = engine.recv(memoryview(bytearray(1)), peer, tags.WATCH)
     except EngineError as error:
-        failing.lost(Gone(peer, str(error)))
+        failing.lost(Gone(peer, error))
     else:
         transfer.then(ended)
