@@ -112,7 +112,7 @@ def test_strangers_change_nothing(guarded: Guarded, way: Callable[..., Way]) -> 
         assert time.monotonic() - start < 5
         assert guarded.store.num_keys() == keys + 1  # what `use` has set
         # The first of the silent ones had to go for those who came after them.
-        assert len(until_closed(silent[0])) == len("phalanx gate 1\n") + 32
+        assert len(until_closed(silent[0])) <= len("phalanx gate 1\n") + 32
 
 
 def test_an_answer_cannot_be_used_again(guarded: Guarded, way: Callable[..., Way]) -> None:
