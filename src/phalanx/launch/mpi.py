@@ -59,11 +59,10 @@ def meet(
             raise
         text = f"{store.host} {store.port}".encode()
     try:
-        host, _, port = (
-            world.share(text, timeout.total_seconds()).decode(errors="replace").partition(" ")
-        )
+        shared = world.share(text, timeout.total_seconds()).decode(errors="replace")
     except EngineError as error:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] mpi://: {error}") from None
+    host, _, port = shared.partition(" ")
     if host == _REFUSED:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] rank 0 can't host the store: {port}")
     if world.rank:

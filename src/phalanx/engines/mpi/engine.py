@@ -18,6 +18,7 @@ from torch.distributed import DistError
 
 from phalanx.engines.interface import Engine, EngineError, Transfer
 from phalanx.engines.mpi.peer import Peer
+from phalanx.engines.mpi.protocol import Kind, Message
 from phalanx.engines.mpi.transfer import Calls, MpiTransfer
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.engines.mpi.protocol import Message
+    from phalanx.engines.mpi.wire import Wire
     from phalanx.engines.mpi.world import World
 
 __all__ = ["MpiEngine"]
@@ -48,9 +49,10 @@ class MpiEngine(Engine):
 
     def __init__(self, world: World, store: Store, rank: int, size: int) -> None:
         _check(world.size, size)
-        self._world, self._store = world, store
+        self._world, self._store, self._rank = world, store, rank
         name = int(store.compare_set("name", "", secrets.token_hex(7)), 16)
         store.set(_key(rank), f"{world.wire.name} {world.rank}")
+        self._name = name
         self._calls = Calls()
         self._peers = [
             Peer(world.wire, name, rank, partial(self._find, peer)) for peer in range(size)
@@ -123,6 +125,7 @@ class MpiEngine(Engine):
                 )
             return False
         self._settled.set()
+        self._world.join(self._name, _Past(self._world.wire, self._name, self._rank))
         return True
 
     def fail(self, reason: str) -> None:
@@ -177,6 +180,24 @@ class MpiEngine(Engine):
             reason = "it was started by another mpirun than this rank: start all with one"
             self._world.do(partial(peer.lose, reason))
         return True
+
+
+class _Past:
+    """Stands where an engine was, and answers ranks that know nothing of its end."""
+
+    def __init__(self, wire: Wire, name: int, rank: int) -> None:
+        self._wire, self._name, self._rank = wire, name, rank
+
+    def take(self, message: Message, source: int) -> None:
+        kind = {Kind.HELLO: Kind.GONE, Kind.ASK: Kind.REFUSED}.get(message.kind)
+        if kind is not None:
+            self._wire.tell(source, Message(self._name, kind, self._rank, message.tag))
+
+    def settle(self) -> bool:
+        return True
+
+    def fail(self, reason: str) -> None:
+        pass
 
 
 def _check(processes: int, ranks: int) -> None:
