@@ -132,7 +132,7 @@ def _find_place(arguments: dict[str, Any]) -> None:
         raise _usage_error(
             'the backend "mpi" is replaced by Phalanx (PHALANX_REPLACE), which takes rank and '
             "world size from the environment, and it has none: start the script with "
-            "`phalanx run --replace mpi`, or with `PHALANX_REPLACE=mpi mpirun -n 4 python`"
+            "`phalanx run --replace mpi`, or with `mpirun -n 4 phalanx run --replace mpi`"
         )
     timeout = arguments["timeout"]
     store, rank, size = next(rendezvous(f"{launcher or 'env'}://", timeout=timeout))

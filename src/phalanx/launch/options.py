@@ -69,8 +69,8 @@ def parse(argv: Sequence[str]) -> Job:
     _check_port(args)
     _replace_backends(args.replace)
     nnodes = _nnodes(args.nnodes)
-    if nnodes == 1:
-        _check_launcher()
+    if nnodes == 1 and (other := _other_launcher()):
+        _run_as_its_rank(args, other)
     if args.rdzv_backend == "static" and not 0 <= args.node_rank < nnodes:
         raise UsageError(f"--node-rank is {args.node_rank}: expected 0 to {nnodes - 1}")
     args.simulate_hosts = _simulated(args.simulate_hosts, int(args.nproc_per_node), nnodes)
@@ -190,17 +190,29 @@ def _check_host_options(args: Namespace) -> None:
             )
 
 
-def _check_launcher() -> None:
-    """Where another launcher has started several of these, each would start all ranks."""
+def _other_launcher() -> str:
+    """The program that has started several of these; empty if none has."""
     other = {"mpi": "mpirun", "slurm": "srun"}.get(env.launcher(), "")
     counts = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
     count = next((text for name in counts if (text := os.environ.get(name, ""))), "1")
-    if other and count != "1":
+    return other if count != "1" else ""
+
+
+def _run_as_its_rank(args: Namespace, other: str) -> NoReturn:
+    """Become the script, if there is anything to do for that: each of them would start all ranks.
+
+    Raises:
+        UsageError: There isn't, or ranks were asked for.
+    """
+    if args.replace is None or args.simulate_hosts is not None:
         raise UsageError(
-            f"{other} has started {count} of `phalanx run`, which starts ranks itself: start the "
-            f"script with `{other} ... python SCRIPT`, and with PHALANX_REPLACE=mpi in the "
-            "environment for --replace mpi; or give --nnodes, for one `phalanx run` per host"
+            f"{other} has started several of `phalanx run`, which starts ranks itself: start the "
+            f"script with `{other} ... python SCRIPT`; or give --nnodes, for one `phalanx run` per "
+            "host"
         )
+    program = [] if args.no_python else [sys.executable, *(["-m"] if args.module else [])]
+    program += [args.training_script, *args.training_script_args]
+    os.execvp(program[0], program)
 
 
 def _unplaced(args: Namespace) -> bool:
