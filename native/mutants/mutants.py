@@ -175,10 +175,10 @@ MEETING = [
         "plain:test_group",
         (
             (
-                "  segment_->control(rank_).fingerprints[own.sequence & 1].store(own);\n"
+                "  segment_->control(rank_).fingerprints[meetings_ & 1].store(own);\n"
                 "  advance();\n",
                 "  advance();\n"
-                "  segment_->control(rank_).fingerprints[own.sequence & 1].store(own);\n",
+                "  segment_->control(rank_).fingerprints[meetings_ & 1].store(own);\n",
             ),
         ),
     ),
@@ -186,12 +186,30 @@ MEETING = [
         "nothing compared", GROUP, "plain:test_group", (("if (theirs != own) {", "if (false) {"),)
     ),
     Mutant(
+        "parts of a composed operation count",
+        "src/group_record.cpp",
+        "plain:test_compose",
+        (("  composed_ = status.ok();\n", "  composed_ = false;\n"),),
+    ),
+    Mutant(
+        "a recv is not taken back",
+        "src/mailbox.cpp",
+        "plain:test_compose",
+        (("matching_.withdraw(message);", "matching_.withdraw(message), nullptr;"),),
+    ),
+    Mutant(
+        "no message comes from elsewhere",
+        "src/mailbox.cpp",
+        "plain:test_compose",
+        ((" && !foreign_ ? last", " ? last"),),
+    ),
+    Mutant(
         "one fingerprint",
         GROUP,
         "plain:test_collectives",
         (
-            ("fingerprints[own.sequence & 1].store", "fingerprints[0].store"),
-            ("fingerprints[own.sequence & 1].load", "fingerprints[0].load"),
+            ("fingerprints[meetings_ & 1].store", "fingerprints[0].store"),
+            ("fingerprints[meetings_ & 1].load", "fingerprints[0].load"),
         ),
     ),
     Mutant(
