@@ -39,7 +39,10 @@ void bind_compose(nb::class_<PyGroup>& group) {
       .def(
           "compose_end",
           [](const PyGroup& self, std::string_view outcome) {
-            self.held()->group.compose_end(code_of(outcome));
+            const Code code = code_of(outcome);
+            if (const auto core = self.core) {  // the group may have been closed meanwhile
+              core->group.compose_end(code);
+            }
           },
           nb::arg("outcome"))
       .def(

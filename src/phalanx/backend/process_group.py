@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx import engines, topology
+from phalanx import topology
 from phalanx.backend import edges
 from phalanx.backend.collectives import Collectives
 from phalanx.backend.cuda import handing_over
 from phalanx.backend.dtypes import code_of, reduction
-from phalanx.backend.failure import HostsWords, absence
+from phalanx.backend.failure import absence
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import dense, label, same_kind, same_pair
 from phalanx.backend.options import engine_of
 from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
-from phalanx.errors import PhalanxError, UsageError
-from phalanx.hosts import HostsGroup
+from phalanx.backend.spanning import spanning
+from phalanx.errors import UsageError
 from phalanx.observe import recording
 
 if TYPE_CHECKING:
@@ -45,27 +45,11 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     )
     native = local
     if len(layout.hosts) > 1:
-        native = _spanning(local, layout, places, store, engine)
+        native = spanning(local, layout, places, store, engine, options.timeout)
     edges.smooth()
     group = ProcessGroup(native, store, rank, size, name, options.timeout)
     group.engine = engine
     group._nccl.required = engine == "nccl"
-    return group
-
-
-def _spanning(
-    local: Any, layout: topology.Layout, places: list[topology.Place], store: Any, engine: str
-) -> Any:
-    """A group of several hosts, in the place of the native one of this host."""
-    address = topology.own_address(store, places)
-
-    where = dist.PrefixStore("phalanx/engine", store)  # type: ignore[attr-defined]
-    try:
-        opened = engines.open_engine(engine, where, layout.rank, layout.size, address)
-    except engines.EngineError as error:
-        place = f"rank {layout.rank}/{layout.size}"
-        raise PhalanxError(f"[{place}] the engine {engine} can't be had: {error}") from None
-    group: Any = HostsGroup(local, layout, places, store, opened, HostsWords(lambda: group))
     return group
 
 

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import ProcessGroupGloo
+from torch.distributed import DistError, ProcessGroupGloo
 
 from phalanx import env_hosts
 from phalanx.engines.interface import Engine, EngineError, Transfer
@@ -164,6 +164,8 @@ class _Posts:
         self.lock = threading.Lock()
         self.connected = self.connecting = False
         self.waiting: deque[tuple[Callable[[], Any], _GlooTransfer]] = deque()
+        self.lost = ""
+        """Why there will be no connection."""
         self.may_go = threading.Event()
         """The peer has all that was sent to it, or is gone."""
 
@@ -190,10 +192,10 @@ class GlooEngine(Engine):
         self._aborted = False
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
-        return self._post(self._group.send, data, peer, tag)
+        return self._post("send", data, peer, tag)
 
     def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
-        return self._post(self._group.recv, data, peer, tag)
+        return self._post("recv", data, peer, tag)
 
     def abort(self) -> None:
         if self._aborted:
@@ -217,12 +219,16 @@ class GlooEngine(Engine):
         self._waiters.stop(_PARTING_SECONDS)
         self._group = None
 
-    def _post(self, how: Callable[..., Any], data: memoryview, peer: int, tag: int) -> Transfer:
-        if self._aborted:
+    def _post(self, name: str, data: memoryview, peer: int, tag: int) -> Transfer:
+        group = self._group
+        if self._aborted or group is None:
             raise EngineError(peer, _ABORTED)
+        how = getattr(group, name)
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         transfer, posts = _GlooTransfer(peer, self._waiters), self._posts[peer]
         with posts.lock:
+            if posts.lost:
+                raise EngineError(peer, posts.lost)
             if posts.connected:
                 self._begin(partial(how, [tensor], peer, tag), transfer)
             else:
@@ -235,10 +241,11 @@ class GlooEngine(Engine):
     def _connect(self, posts: _Posts, peer: int) -> None:
         """Post what waits for a connection, which the first of it makes."""
         # Gloo would wait for the peer in the store, and let nobody else use either meanwhile.
-        pause = _FIRST_PAUSE
-        while not self._aborted and not self._store.check([_HERE.format(peer)]):
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        try:
+            self._await(peer)
+        except (DistError, RuntimeError) as error:
+            self._lose(posts, f"the store can't say where it is: {_reason(error)}")
+            return
         while True:
             with posts.lock:
                 if not posts.waiting:
@@ -252,6 +259,21 @@ class GlooEngine(Engine):
             with posts.lock:
                 if posts.waiting:  # else it was aborted meanwhile
                     posts.waiting.popleft()
+
+    def _await(self, peer: int) -> None:
+        pause = _FIRST_PAUSE
+        while not self._aborted and not self._store.check([_HERE.format(peer)]):
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    @staticmethod
+    def _lose(posts: _Posts, reason: str) -> None:
+        with posts.lock:
+            posts.lost = reason
+            waiting = list(posts.waiting)
+            posts.waiting.clear()
+        for _, transfer in waiting:
+            transfer.fail(EngineError(transfer.peer, reason))
 
     def _part(self) -> None:
         """Let all peers have what was sent to them."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.hosts.fingerprint import Fingerprint
-from phalanx.hosts.story import Story, Told
+from phalanx.hosts.story import ENDED, Story, Told
 
 if TYPE_CHECKING:
     from phalanx import _native
@@ -118,6 +118,9 @@ class Failing:
                 words = "this rank has left the group before the operation ended"
                 return Told("aborted", words, self._layout.rank)
             rank, site = self._layout.rank, self._left.get(gone.peer, "")
+            if site == ENDED:
+                words = f"{self.name(gone.peer)} has ended while rank {rank} is in {doing}"
+                return self.tell(Told("peer_lost", words, rank, gone.peer))
             words = (
                 f"{self.name(gone.peer)} has left the group (destroy_process_group)"
                 f"{self._words.ending(site)} while rank {rank} is in {doing}"

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     Answer = Told | None
 
 _MOST_WORDS = 640
+_LEADER_FIRST = 1.0
+"""Seconds that a leader has for saying why it didn't let its host go on."""
 
 __all__ = ["HostsGroup"]
 
@@ -116,8 +118,13 @@ class HostsGroup(HostsMessages):
         return [self._layout.ranks[other] for other in late]
 
     def broken(self) -> Answer:
-        if self._failing.told is None and (status := self._native.broken()) is not None:
-            return self._failing.seen(status, 0.0)
+        if self._failing.told is None:
+            try:
+                status = self._native.broken()
+            except ValueError:  # closed
+                return Told("left", f"rank {self.rank} has left the group", self.rank, self.rank)
+            if status is not None:
+                return self._failing.seen(status, 0.0)
         return self._failing.told
 
     def abort(self, why: str) -> Answer:
@@ -157,6 +164,8 @@ class HostsGroup(HostsMessages):
             abrupt: Don't wait until peers have what was sent to them.
         """
         self._failing.closing = True
+        if not abrupt and not self._native.closed and self._failing.told is None:
+            self._story.end(self.rank)
         if abrupt:
             self._engine.abort()
         self._engine.close()
@@ -267,7 +276,7 @@ class HostsGroup(HostsMessages):
     ) -> Answer:
         """Meet the ranks of this host, compare with another one's, and do what `body` does."""
         deadline = time.monotonic() + timeout
-        if not self._turn.acquire(timeout=timeout):
+        if not self._turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
             words = (
                 f"rank {self.rank} waited for its own turn until the timeout of {timeout:g} s: "
                 "another thread of it is in an operation of this group"
@@ -275,28 +284,32 @@ class HostsGroup(HostsMessages):
             return self._failing.tell(Told("timeout", words, self.rank, self.rank))
         try:
             own = Fingerprint(kind, self._native.sequence + 1, count, dtype, op, root)
+            run = Run(self._layout, self._native, self._engine, deadline)
             try:
                 status = self._native.compose(kind, count, dtype, op, root, timeout)
                 if status is not None:
                     return self._failing.seen(status, timeout)
-                answer = self._run(own, deadline, timeout, body)
+                answer = self._run(run, own, timeout, body)
             except BaseException:
+                if self._native.closed:  # another thread has left the group meanwhile
+                    return self.broken()
                 self._interrupted(own)
                 raise
+            finally:
+                run.settle()
             self._native.compose_end(answer.code if answer else "ok")
             return answer
         finally:
             self._turn.release()
 
     def _run(
-        self, own: Fingerprint, deadline: float, timeout: float, body: Callable[[Run], None]
+        self, run: Run, own: Fingerprint, timeout: float, body: Callable[[Run], None]
     ) -> Answer:
         if not self._watching:
             self._watching = True
             watch(self._layout, self._engine, self._failing)
         header = Header(own, _site())
         doing = self._failing.operation(header)
-        run = Run(self._layout, self._native, self._engine, deadline)
         try:
             differs = self._compare(run, header)
             if differs is not None:
@@ -321,23 +334,30 @@ class HostsGroup(HostsMessages):
         self._native.compose_end("interrupted")
 
     def _compare(self, run: Run, own: Header) -> Answer:
-        """Tell the next host what this one is in, and hear it of the one before."""
+        """See that all hosts are in the same operation, before any data go between them.
+
+        The ranks of a host have compared already, so their leaders do it: in the rounds of a
+        dissemination barrier (Hensgen, Finkel and Manber 1988), each of which doubles the hosts
+        that a leader knows to be alike. Then it lets the others of its host go on.
+        """
         layout = self._layout
-        if layout.even:
-            ring: Sequence[int] = layout.rail
-        elif layout.local_rank == 0:
-            ring = layout.leaders
-        else:
-            return None
-        ahead, behind = ring[(layout.host + 1) % len(ring)], ring[layout.host - 1]
-        theirs = bytearray(Header.SIZE)
-        taken = run.recv(memoryview(theirs), behind)
-        given = run.send(memoryview(own.pack()), ahead)
-        run.wait(taken, given)
-        header = Header.parse(theirs)
-        if header.fingerprint == own.fingerprint:
-            return None
-        return self._failing.differs(own, behind, header)
+        if layout.local_rank == 0:
+            hosts, distance = len(layout.hosts), 1
+            while distance < hosts:
+                ahead = layout.leaders[(layout.host + distance) % hosts]
+                behind = layout.leaders[layout.host - distance]
+                theirs = bytearray(Header.SIZE)
+                taken = run.recv(memoryview(theirs), behind)
+                given = run.send(memoryview(own.pack()), ahead)
+                run.wait(taken, given)
+                header = Header.parse(theirs)
+                if header.fingerprint != own.fingerprint:
+                    return self._failing.differs(own, behind, header)
+                distance *= 2
+        if len(layout.ranks) > 1:
+            # The leader's time is up first: it knows whom it waits for.
+            run.local("barrier", extra=_LEADER_FIRST)
+        return None
 
     def _uneven(self, own: Fingerprint, uneven: movements.Uneven) -> Told:
         words = (

@@ -13,7 +13,7 @@ import itertools
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from phalanx.engines import EngineError, Transfer
 from phalanx.hosts import tags
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Expected", "Inbox"]
 
+_T = TypeVar("_T")
+
 _LOOK = 0.0005
 """Seconds between two looks for a message of this host, while others may come from elsewhere."""
 
@@ -42,10 +44,19 @@ class Expected(Transfer):
         data: Where the data go.
         size: Their bytes.
         number: Grows in the order of the posts.
+        forget: Told when a message of this host has answered it.
     """
 
-    def __init__(self, message: RemoteMessage, data: int, size: int, number: int) -> None:
+    def __init__(
+        self,
+        message: RemoteMessage,
+        data: int,
+        size: int,
+        number: int,
+        forget: Callable[[Expected], None],
+    ) -> None:
         self.message, self.number = message, number
+        self._forget = forget
         self._data, self._size = data, size
         self._known = threading.Event()
         self._deciding = threading.Lock()
@@ -89,6 +100,7 @@ class Expected(Transfer):
         end = time.monotonic() + seconds
         while not self._known.is_set():
             if self._has_come():
+                self._forget(self)
                 return True
             left = max(0.0, end - time.monotonic())
             self._known.wait(min(left, _LOOK) if self._local is not None else left)
@@ -160,7 +172,7 @@ class Inbox:
         """Add a recv, which its message waits for from now on."""
         source, tag = message.peer, message.own.fingerprint.sequence
         with self._lock:
-            expected = Expected(message, data, size, next(self._numbers))
+            expected = Expected(message, data, size, next(self._numbers), self._forget)
             message.transfers.append(expected)
             early = self._take_early(source, tag)
             if early is not None:
@@ -211,22 +223,36 @@ class Inbox:
         tag = header.fingerprint.sequence
         while (expected := self._oldest(sender, tag)) is not None:
             if expected.claim(sender):
-                expected.ask(header, self._engine)
+                try:
+                    expected.ask(header, self._engine)
+                except EngineError as error:
+                    expected.fail(error)
+                    raise
                 return
             # Else a message of this host was first.
         early = _Early(next(self._numbers), sender, header)
         self._early.setdefault((sender, tag), deque()).append(early)
 
     def _oldest(self, sender: int, tag: int) -> Expected | None:
-        queues = [self._waiting.get((source, tag)) for source in (sender, -1)]
-        found = min((queue for queue in queues if queue), key=lambda q: q[0].number, default=None)
-        return found.popleft() if found else None
+        keys = [key for key in ((sender, tag), (-1, tag)) if key in self._waiting]
+        first = min(keys, key=lambda key: self._waiting[key][0].number, default=None)
+        return None if first is None else _taken(self._waiting, first)
 
     def _take_early(self, source: int, tag: int) -> _Early | None:
         sources = self._elsewhere if source < 0 else [source]
-        queues = [self._early.get((each, tag)) for each in sources]
-        found = min((queue for queue in queues if queue), key=lambda q: q[0].order, default=None)
-        return found.popleft() if found else None
+        keys = [(each, tag) for each in sources if (each, tag) in self._early]
+        first = min(keys, key=lambda key: self._early[key][0].order, default=None)
+        return None if first is None else _taken(self._early, first)
+
+    def _forget(self, expected: Expected) -> None:
+        """No longer look for a message that is for a recv of any source."""
+        key = (-1, expected.message.own.fingerprint.sequence)
+        with self._lock:
+            queue = self._waiting.get(key, deque())
+            if expected in queue:
+                queue.remove(expected)
+            if not queue:
+                self._waiting.pop(key, None)
 
     def _give_up(self, *, everything: bool = False) -> None:
         """Fail the recvs for which nothing can come any more."""
@@ -236,8 +262,16 @@ class Inbox:
         if nobody:
             self._native.expect_foreign(False)
         alone = nobody and len(self._layout.ranks) == 1 and not self.to_itself
-        for (source, _), queue in self._waiting.items():
+        for source, tag in list(self._waiting):
             if everything or source in self._gone or (source < 0 and alone):
                 error = self._gone.get(source, next(iter(self._gone.values())))
-                while queue:
-                    queue.popleft().fail(error)
+                for expected in self._waiting.pop((source, tag)):
+                    expected.fail(error)
+
+
+def _taken(queues: dict[tuple[int, int], deque[_T]], key: tuple[int, int]) -> _T:
+    """The first of a queue; an empty one isn't kept."""
+    first = queues[key].popleft()
+    if not queues[key]:
+        del queues[key]
+    return first

@@ -6,6 +6,7 @@ host may have found; or when a connection is closed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +21,8 @@ __all__ = ["Broken", "Gone", "Late", "Links", "Posted", "bytes_at"]
 
 _SLICE = 0.02
 """Seconds after which a wait looks whether the group is broken."""
+_SETTLE = 5.0
+"""Seconds that an engine has for ending what is under way when it was aborted."""
 
 
 class Broken(Exception):  # noqa: N818 - not an error yet: what ends an operation early
@@ -68,6 +71,7 @@ class Links:
         self._native = native
         self._engine = engine
         self.deadline = deadline
+        self._posted: dict[int, Posted] = {}
 
     @property
     def remaining(self) -> float:
@@ -77,14 +81,14 @@ class Links:
     def send(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
         """Post a send of at least one byte to a rank of the group."""
         try:
-            return Posted(self._engine.send(data, peer, tag), peer)
+            return self._noted(Posted(self._engine.send(data, peer, tag), peer))
         except EngineError as error:
             raise Gone(peer, error) from None
 
     def recv(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
         """Post a receive of at least one byte from a rank of the group."""
         try:
-            return Posted(self._engine.recv(data, peer, tag), peer)
+            return self._noted(Posted(self._engine.recv(data, peer, tag), peer))
         except EngineError as error:
             raise Gone(peer, error) from None
 
@@ -92,6 +96,22 @@ class Links:
         """Block until all of them have ended."""
         for transfer, peer in posted:
             self._wait(transfer, peer)
+            self._posted.pop(id(transfer), None)
+
+    def settle(self) -> None:
+        """After a failure: have nothing use memory any more that belongs to others from now on.
+
+        Blocks until the engine has ended all that is under way, for some seconds at most.
+        """
+        end = time.monotonic() + _SETTLE
+        for transfer, _ in self._posted.values():
+            with contextlib.suppress(EngineError):
+                transfer.wait(max(0.0, end - time.monotonic()))
+        self._posted.clear()
+
+    def _noted(self, posted: Posted) -> Posted:
+        self._posted[id(posted.transfer)] = posted
+        return posted
 
     def _wait(self, transfer: Transfer, peer: int) -> None:
         try:

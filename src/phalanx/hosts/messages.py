@@ -21,13 +21,13 @@ from phalanx.hosts.fingerprint import Fingerprint, Header
 from phalanx.hosts.inbox import Inbox
 from phalanx.hosts.links import Gone, Late, bytes_at
 from phalanx.hosts.sizes import BYTES
+from phalanx.hosts.story import Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.engines import Engine, Transfer
     from phalanx.hosts.failing import Failing
-    from phalanx.hosts.story import Told
     from phalanx.topology import Layout
 
     Answer = Told | None
@@ -86,6 +86,7 @@ class RemoteMessage:
         self._group = group
         self._record: _native.Message | None = None
         self._lock = threading.Lock()
+        self._ending = threading.Lock()
 
     def begin(self) -> None:
         """Show it to the black box. Not for a recv that is posted in memory too, which is seen."""
@@ -127,9 +128,12 @@ class RemoteMessage:
         threading.Thread(target=wait, name="phalanx-message", daemon=True).start()
 
     def end(self, status: Answer) -> None:
-        """It is over: well, or for a reason."""
-        self.status = status
-        self.done = True
+        """It is over: well, or for a reason. Only the first time counts."""
+        with self._ending:
+            if self.done:
+                return
+            self.status = status
+            self.done = True
         if self._record is not None:
             outcome = "ok" if status is None else status.code
             self._group.native.end_foreign(self._record, outcome, self.peer)
@@ -237,13 +241,17 @@ class HostsMessages:
         message.show_wait()
         try:
             while not message.done and not message.advance(_SLICE):
-                if self._failing.told is not None or self._native.broken() is not None:
-                    message.end(self.broken())
+                if (broken := self.broken()) is not None:
+                    message.end(broken)
                 elif time.monotonic() >= deadline:
                     late = Late(message.peer)
                     message.end(self._failing.late(late, self._doing(message), timeout))
         except Gone as gone:
             self._fail(message, gone)
+        except BaseException:  # Ctrl-C: nobody keeps the tensor of the message alive from now on
+            words = f"rank {self._layout.rank} was interrupted in {self._doing(message)}"
+            message.end(self._failing.tell(Told("interrupted", words, self._layout.rank)))
+            raise
         return message.status
 
     def test(self, message: LocalMessage | RemoteMessage) -> bool:
@@ -292,8 +300,8 @@ class HostsMessages:
         return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
 
     def _fail(self, message: RemoteMessage, gone: Gone) -> None:
-        if self._failing.told is not None or self._native.broken() is not None:
-            message.end(self.broken())
+        if (broken := self.broken()) is not None:
+            message.end(broken)
         else:
             message.end(self._failing.gone(gone, self._doing(message)))
 

@@ -97,21 +97,24 @@ def _spread_by_rails(run: Run, data: int, chunk: Chunk, elements: Elements, root
     slice_count = -(-chunk.count // ranks)
     size = slice_count * elements.bytes
     place, before, after = _chain(run, root)
+    padded = chunk.count % ranks != 0
+    # The root's tensor is only read: it may be memory that can't be written.
     whole: int = at
-    if chunk.count % ranks:
+    if padded or layout.rank == root:
         whole = Scratch.of(slice_count * ranks * elements.bytes)
     mine = Scratch.of(size)
     if place == 0:
         inputs: list[int] = []
         if layout.rank == root:
-            if whole != at:
+            source = at
+            if padded:
                 ctypes.memmove(whole, at, chunk.count * elements.bytes)
-            inputs = [whole + rank * size for rank in range(ranks)]
+                source = whole
+            inputs = [source + rank * size for rank in range(ranks)]
         run.local("scatter", inputs, mine, slice_count, elements.dtype, layout.ranks.index(root))
     else:
         yield run.take(mine, size, layout.rail[before], chunk.tag)
     sent = run.give(mine, size, layout.rail[after], chunk.tag) if _goes_on(run, place) else []
-    # (The root's own tensor is overwritten with what is in it.)
     run.local("all_gather_single", mine, whole, slice_count, elements.dtype)
     if whole != at and layout.rank != root:
         ctypes.memmove(at, whole, chunk.count * elements.bytes)

@@ -88,9 +88,9 @@ class Run(Links):
         super().__init__(native, engine, deadline)
         self.layout = layout
 
-    def local(self, name: str, *arguments: object) -> None:
-        """Do an operation in the memory of this host."""
-        status = getattr(self._native, name)(*arguments, self.remaining)
+    def local(self, name: str, *arguments: object, extra: float = 0.0) -> None:
+        """Do an operation in the memory of this host, with so many seconds beyond the deadline."""
+        status = getattr(self._native, name)(*arguments, self.remaining + extra)
         if status is not None:
             raise Refused(status)
 

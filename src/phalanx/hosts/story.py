@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-__all__ = ["Story", "Told"]
+__all__ = ["ENDED", "Story", "Told"]
 
 _BROKEN = "phalanx/broken"
 _LIMIT = 1.0
@@ -29,6 +29,8 @@ _SILENCE = 5.0
 _GRACE = 0.25
 """Seconds in which who closes a connection has told why, if anybody has."""
 _PAUSE = 0.005
+ENDED = "*"
+"""In the place of where a rank left: its process has ended."""
 
 
 class Told(NamedTuple):
@@ -77,8 +79,15 @@ class Story:
         """Say that a rank leaves the group in good order, and where it called for that."""
         self._ask(lambda: self._store.set(_left(rank), site or "-"))
 
+    def end(self, rank: int) -> None:
+        """Say that a rank's process ends in good order, without having left the group."""
+        self._ask(lambda: self._store.set(_left(rank), ENDED))
+
     def left(self, rank: int) -> str | None:
-        """Where a rank left the group; None if it hasn't, empty if that isn't known."""
+        """Where a rank left the group; None if it hasn't, empty if that isn't known.
+
+        `ENDED` if its process has ended.
+        """
         if not self._ask(lambda: self._store.check([_left(rank)])):
             return None
         answer = self._ask(lambda: self._store.get(_left(rank)))

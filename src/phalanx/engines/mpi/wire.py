@@ -29,6 +29,7 @@ class _Movement(NamedTuple):
     done: Callable[[bool], None]
     rank: int
     tag: int
+    receives: bool = False
 
 
 class _Pieces:
@@ -96,13 +97,13 @@ class Wire:
         """Receive bytes: under which tag, to be asked for with it."""
         tag = _TALK + 1 + self._received % self._most_tags
         self._received += 1
-        self._move(self._talk.Irecv, rank, data, tag, done)
+        self._move(self._talk.Irecv, rank, data, tag, done, receives=True)
         return tag
 
     def cancel(self, rank: int, tag: int) -> None:
         """Give up to receive what doesn't come: `done` is told."""
         for movement in self._movements:
-            if (movement.rank, movement.tag) == (rank, tag):
+            if movement.receives and (movement.rank, movement.tag) == (rank, tag):
                 movement.request.Cancel()
 
     def heard(self) -> list[tuple[Message, int]]:
@@ -178,12 +179,14 @@ class Wire:
         data: memoryview,
         tag: int,
         done: Callable[[bool], None],
+        *,
+        receives: bool = False,
     ) -> None:
         pieces = [data[start : start + _PIECE] for start in range(0, data.nbytes, _PIECE)]
         one_done = _Pieces(len(pieces), done)
         for piece in pieces:
             request = how([piece, self._mpi.BYTE], rank, tag)
-            self._movements.append(_Movement(request, one_done, rank, tag))
+            self._movements.append(_Movement(request, one_done, rank, tag, receives))
 
 
 def late(size: int = 0) -> str:

@@ -145,7 +145,13 @@ class Line:
     def _speak(self) -> None:
         while self._words:
             frames = [frame for frame in self._words.popleft() if frame]
-            self._socket.send_multipart(frames)
+            try:
+                self._socket.send_multipart(frames, zmq.DONTWAIT)
+            except zmq.Again:  # there is no limit to what waits, so there is no connection
+                self._words.clear()
+                while self._listen():
+                    pass
+                self._lose("the connection is gone")
 
     def _listen(self) -> bool:
         """Take what has come, some of it; whether there was anything."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import secrets
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import zmq
 
 from phalanx import env_hosts, key
+from phalanx.engines.ending import at_the_end
 from phalanx.engines.interface import EngineError
 from phalanx.engines.relay.line import Line
 from phalanx.engines.relay.server import Server
@@ -158,13 +158,13 @@ def _serve(secret: bytes, address: str) -> Server:
     else:
         _, port = env_hosts.advertised()
         server = Server(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
-    atexit.register(_part, server)
     return server
 
 
-def _part(server: Server) -> None:
+def _part() -> None:
     """At the end of this process, let others finish what they do with its relay."""
-    if _process.pid == os.getpid():
+    server = _process.server
+    if server is not None and _process.pid == os.getpid():
         end = time.monotonic() + _PARTING_SECONDS
         while server.anybody and time.monotonic() < end:
             time.sleep(_FIRST_PAUSE)
@@ -200,3 +200,6 @@ def _network() -> str:
 
 def _bracketed(address: str) -> str:
     return f"[{address}]" if ":" in address else address
+
+
+at_the_end(_part)
