@@ -11,6 +11,8 @@ from phalanx.hosts.fingerprint import Fingerprint
 from phalanx.hosts.story import ENDED, Story, Told
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx import _native
     from phalanx.engines import Engine
     from phalanx.hosts.fingerprint import Header
@@ -21,6 +23,8 @@ __all__ = ["Failing", "Seen", "Words"]
 
 _MOST_WHY = 600
 """Characters of a reason that go to the black box."""
+_FIRST_LOOK, _LONGEST_LOOK = 0.25, 8.0
+"""Seconds between two looks at what others have told, in a wait that goes on."""
 _OTHERS_FIRST = 0.5
 """Seconds that a rank whose time is up has for hearing what others know of the one that is late."""
 
@@ -164,6 +168,25 @@ class Failing:
             f"{timeout:g} s on this rank; nothing is known of what that rank does"
         )
         return self.tell(Told("timeout", words, rank, late.peer))
+
+    def looking(self) -> Callable[[], None]:
+        """For one wait, to be called again and again: asks now and then what others have told.
+
+        Where there is no connection yet, none that is closed brings the news.
+        """
+        pause = _FIRST_LOOK
+        due = time.monotonic() + pause
+
+        def look() -> None:
+            nonlocal pause, due
+            if self.told is None and time.monotonic() >= due:
+                pause = min(2 * pause, _LONGEST_LOOK)
+                heard = self._story.peek()
+                due = time.monotonic() + pause
+                if heard is not None:
+                    self._break(heard)
+
+        return look
 
     def differs(self, own: Header, peer: int, theirs: Header) -> Told:
         """A rank of another host is in another operation."""

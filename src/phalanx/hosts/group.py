@@ -284,7 +284,8 @@ class HostsGroup(HostsMessages):
             return self._failing.tell(Told("timeout", words, self.rank, self.rank))
         try:
             own = Fingerprint(kind, self._native.sequence + 1, count, dtype, op, root)
-            run = Run(self._layout, self._native, self._engine, deadline)
+            looking = self._failing.looking
+            run = Run(self._layout, self._native, self._engine, deadline, looking)
             try:
                 status = self._native.compose(kind, count, dtype, op, root, timeout)
                 if status is not None:

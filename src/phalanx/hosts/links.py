@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.engines import EngineError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from phalanx import _native
     from phalanx.engines import Engine, Transfer
 
@@ -65,10 +67,18 @@ class Links:
         native: The group of this host.
         engine: What carries the bytes.
         deadline: When the operation is late, in monotonic seconds.
+        looking: Gives a wait what it calls to hear what others have told; see `Failing`.
     """
 
-    def __init__(self, native: _native.Group, engine: Engine, deadline: float) -> None:
+    def __init__(
+        self,
+        native: _native.Group,
+        engine: Engine,
+        deadline: float,
+        looking: Callable[[], Callable[[], None]],
+    ) -> None:
         self._native = native
+        self._looking = looking
         self._engine = engine
         self.deadline = deadline
         self._posted: dict[int, Posted] = {}
@@ -119,7 +129,9 @@ class Links:
                 return
             began = time.monotonic()
             self._native.compose_waits(peer)
+            look = self._looking()
             while not transfer.wait(_SLICE):
+                look()
                 if self._native.broken() is not None:
                     raise Broken
                 if time.monotonic() >= self.deadline:

@@ -239,8 +239,10 @@ class HostsMessages:
             return self.seen(self._native.wait(message.native, timeout), timeout)
         deadline = time.monotonic() + timeout
         message.show_wait()
+        look = self._failing.looking()
         try:
             while not message.done and not message.advance(_SLICE):
+                look()
                 if (broken := self.broken()) is not None:
                     message.end(broken)
                 elif time.monotonic() >= deadline:

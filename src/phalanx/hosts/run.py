@@ -13,7 +13,7 @@ from phalanx.hosts import tags
 from phalanx.hosts.links import Links, Posted, bytes_at
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 
     from phalanx.engines import Engine
     from phalanx.topology import Layout
@@ -80,12 +80,18 @@ class Run(Links):
         native: The group of this host.
         engine: What carries bytes between hosts.
         deadline: In monotonic seconds.
+        looking: As for `Links`.
     """
 
     def __init__(
-        self, layout: Layout, native: _native.Group, engine: Engine, deadline: float
+        self,
+        layout: Layout,
+        native: _native.Group,
+        engine: Engine,
+        deadline: float,
+        looking: Callable[[], Callable[[], None]],
     ) -> None:
-        super().__init__(native, engine, deadline)
+        super().__init__(native, engine, deadline, looking)
         self.layout = layout
 
     def local(self, name: str, *arguments: object, extra: float = 0.0) -> None:

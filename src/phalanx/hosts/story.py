@@ -75,6 +75,12 @@ class Story:
             time.sleep(_PAUSE)
         return self._told
 
+    def peek(self) -> Told | None:
+        """Why the group is broken, if somebody has told it; asked once."""
+        if self._told is None and self._ask(lambda: self._store.check([_BROKEN])):
+            self._told = _parsed(self._ask(lambda: self._store.get(_BROKEN)))
+        return self._told
+
     def leave(self, rank: int, site: str) -> None:
         """Say that a rank leaves the group in good order, and where it called for that."""
         self._ask(lambda: self._store.set(_left(rank), site or "-"))
