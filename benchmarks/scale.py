@@ -1,6 +1,6 @@
 """How an all-reduce over many hosts scales: a simulation of what `src/phalanx/hosts` does.
 
-    python benchmarks/scale.py benchmarks/hosts_*_preliminary.json --plot docs/scale.png
+    python benchmarks/scale.py benchmarks/hosts_[23]_block.json --plot docs/scale.png
 
 Fits the costs of a step and of memory to what `benchmarks/hosts.py --json` has measured, says how
 far off the fit is, and predicts up to 10,000 ranks on links of another speed, each rank with a core
