@@ -183,17 +183,18 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 	@python native/mutants/run.py $(ARGS)
 
 # Most of what these take is the start of Python and torch, in one process after another: two of them
-# at a time leave no core idle. The others have the machine for themselves, since what they do has as
-# many ranks as there are cores, or more.
-SIDE_BY_SIDE := tests/unit tests/examples tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
-	cli doctor init launch launched_jobs replace run slurm)
+# at a time leave no core idle. Files that take long come first, so that both end together. The others
+# have the machine for themselves, since what they do has as many ranks as there are cores, or more.
+SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
+	cli doctor init job_life launch launched_jobs meeting replace run slurm) \
+	$(patsubst %,tests/fault/test_%.py,explain job_places unformed) tests/examples tests/unit
 # The outer limit is for what pytest's own limit per test can't end.
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 ifeq ($(ARGS),)
-	@$(PYTEST) --numprocesses 2 --dist loadfile $(SIDE_BY_SIDE)
+	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
 	@$(PYTEST) $(SIDE_BY_SIDE:%=--ignore=%)
 else
 	@$(PYTEST) $(ARGS)

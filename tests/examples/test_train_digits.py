@@ -87,6 +87,10 @@ def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> Non
         run = train(script, tmp_path, *options, "--nproc", str(world_size))
         assert len(run.losses) == 2 * STEPS_PER_EPOCH
         assert run.losses[:20] == pytest.approx(expected, rel=1e-4), f"world size {world_size}"
+    # Two hosts with two ranks each, which talk through Gloo. Over MPI and the relay: tests/hosts.
+    phalanx_run = str(Path(sys.executable).with_name("phalanx")), "run", "--nproc-per-node", "4"
+    run = train(script, tmp_path, *options, launcher=(*phalanx_run, "--simulate-hosts", "2"))
+    assert run.losses[:20] == pytest.approx(expected, rel=1e-4)
 
 
 def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path) -> None:

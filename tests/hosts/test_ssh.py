@@ -72,8 +72,12 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def own(err: str) -> str:
-    """What the shell's command says itself, in one line: not the ranks, nor what explains it."""
-    lines = [line for line in err.partition("\n\n")[0].splitlines() if not line.startswith("[")]
+    """What the shell's command says itself, in one line: not the ranks, nor what explains it.
+
+    Whom it waits for isn't in it either: it says so where a host takes its time.
+    """
+    others = ("[", "phalanx run: waiting for ")
+    lines = [line for line in err.partition("\n\n")[0].splitlines() if not line.startswith(others)]
     return " ".join(line.strip() for line in lines)
 
 
