@@ -85,6 +85,16 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.key.hex() not in repr(made)
 
 
+@pytest.mark.parametrize(
+    ("given", "forwarded"), [("eth1", True), ("192.0.2.1", False), ("fd00::1", False)]
+)
+def test_an_interface_has_the_same_name_elsewhere_but_another_address(
+    given: str, forwarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_INTERFACE", given)
+    assert ("PHALANX_INTERFACE" in plan().environment) is forwarded
+
+
 def test_a_key_that_is_given(tmp_path: Path) -> None:
     path = str(tmp_path / "key")
     keys.new_file(path)

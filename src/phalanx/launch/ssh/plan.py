@@ -1,5 +1,6 @@
 """What `phalanx run --hosts` is to do, from its options."""
 
+import ipaddress
 import os
 import secrets
 import shlex
@@ -117,6 +118,8 @@ def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str,
         for name, value in environ.items()
         if name.startswith("PHALANX_") and name not in _NOT_FORWARDED
     }
+    if _is_address(found.get("PHALANX_INTERFACE", "")):  # of this machine
+        del found["PHALANX_INTERFACE"]
     for text in export:
         name, given, value = text.partition("=")
         if not name or any(letter.isspace() for letter in name):
@@ -127,6 +130,14 @@ def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str,
             )
         found[name] = value if given else environ[name]
     return found
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip())
+    except ValueError:
+        return False
+    return True
 
 
 def ssh_command(text: str) -> list[str]:
