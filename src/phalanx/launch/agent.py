@@ -177,7 +177,12 @@ class _Agent(LocalElasticAgent):
         if self._meeting.store is not None and not worker_group.spec.max_restarts:
             if self.news is not None:  # a host came, and all start again
                 self.news.close()
-            self.news = News(self._meeting.store, group.group_rank, group.group_world_size)
+            self.news = News(
+                self._meeting.store,
+                group.group_rank,
+                group.group_world_size,
+                has_store=self._meeting.has_store,
+            )
         return pids
 
     def _note_end(self, local_rank: int, end: Exit) -> None:
