@@ -135,7 +135,7 @@ def test_options_in_the_wrong_place(arguments: str, words: str) -> None:
 
 def test_messages_among_what_a_shell_prints() -> None:
     content = {"text": "é\n\udcff", "number": 1}
-    data = b"Welcome!\nno end" + b"\n" + pack("hello", **content) + b"\x1ephalanx [1]\nrest"
+    data = b"Welcome!\nno end" + pack("hello", **content) + b"\x1ephalanx [1]\nrest"
     lines = Lines()
     found = [
         line for start in range(0, len(data), 7) for line in lines.feed(data[start : start + 7])

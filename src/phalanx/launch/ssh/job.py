@@ -224,7 +224,8 @@ class _Job:
     def _stop(self) -> None:
         if self._deadline == float("inf"):
             self._deadline = time.monotonic() + self._plan.stop_limit + _STOP_MARGIN
-            number = self._signals[0] if self._signals else signal.SIGTERM
+            # SIGPIPE, which is told as one, is nothing that a launcher would end from.
+            number = next((each for each in self._signals if each in _SIGNALS), signal.SIGTERM)
             for host in self._hosts:
                 if not host.ended:
                     host.stop(int(number))

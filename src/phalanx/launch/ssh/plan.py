@@ -140,7 +140,16 @@ def _is_address(text: str) -> bool:
     return True
 
 
-def ssh_command(text: str) -> list[str]:
+def ssh_command(text: str, option: str = "--hosts") -> list[str]:
+    """The words of `--ssh`.
+
+    Args:
+        text: as a shell would read it.
+        option: what needs it, for the message.
+
+    Raises:
+        UsageError: there is no such program.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -148,7 +157,7 @@ def ssh_command(text: str) -> list[str]:
     if not words or shutil.which(words[0]) is None:
         program = words[0] if words else ""
         raise UsageError(
-            f"there is no program {program!r}: --hosts needs OpenSSH's client (the package "
+            f"there is no program {program!r}: {option} needs OpenSSH's client (the package "
             "openssh-client or openssh-clients), or name another one with --ssh"
         )
     return words
