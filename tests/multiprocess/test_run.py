@@ -298,6 +298,20 @@ def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
         parse(arguments.split())
 
 
+def test_a_signal_while_the_job_ends(script, tmp_path):
+    """At a moment when no rank is left to be stopped."""
+    code = (
+        "import os, signal; from phalanx.launch.relay import Relay; "
+        "Relay.settle = lambda *_: os.kill(os.getpid(), signal.SIGTERM); "
+    )
+    command = [sys.executable, "-c", code + PHALANX[-1], "run", "--nproc-per-node", "1"]
+    command.append(script("sys.exit(3)"))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stderr.endswith("phalanx run: stopped by SIGTERM\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_place_with_a_blank(tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
