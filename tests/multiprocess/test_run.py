@@ -319,6 +319,18 @@ def test_a_place_with_a_blank(tmp_path, monkeypatch):
         parse(["--nnodes", "2", "--master-addr", "node a", "x.py"])
 
 
+@pytest.mark.parametrize("number", ("0", "1"))
+def test_an_interface_that_is_not_there(number, tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_INTERFACE", "eth77")
+    own = ["--nnodes", "2", "--node-rank", number, "--master-addr", "127.0.0.1"]
+    job = parse([*own, "--rdzv-conf", "timeout=1", "x.py"])
+    expected = pytest.raises(UsageError, match="PHALANX_INTERFACE='eth77' in the environment: this")
+    with expected, meeting(job, print):
+        pass
+
+
 @pytest.mark.parametrize(
     ("options", "seconds"), [("", 600), ("--rdzv-conf timeout=7", 7), (f"{C10D} a", 600)]
 )

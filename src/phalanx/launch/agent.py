@@ -121,7 +121,8 @@ def _own_handlers(names: str) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # None: not Python's
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
