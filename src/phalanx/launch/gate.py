@@ -153,7 +153,9 @@ class Gate:
     def _make_room(self) -> None:
         """Who sends many strangers loses them first, not the hosts of the job."""
         worst = Counter(self._pending.values()).most_common(1)[0][0]
-        next(task for task, who in self._pending.items() if who == worst).cancel()
+        oldest = next(task for task, who in self._pending.items() if who == worst)
+        del self._pending[oldest]  # now: more may come before it has ended
+        oldest.cancel()
 
     def _turn_away(self, who: str, why: str) -> None:
         if len(self._told) < _MOST_TOLD and who not in self._told:
