@@ -211,7 +211,8 @@ class _Job:
                 line = f"[{host.place.name}] {message['line']}\n"
                 self._sinks["stderr"].write(host, b"", line.encode())
         except OSError:  # nobody reads any more, as in `phalanx run ... | head`
-            self._signals.append(signal.SIGPIPE)
+            if signal.SIGPIPE not in self._signals:  # the next line is no second signal
+                self._signals.append(signal.SIGPIPE)
 
     def _is_time_to_stop(self) -> bool:
         """Whether a host has failed, and, if that followed from something, its cause had time."""
