@@ -8,6 +8,7 @@ on the machine can see.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import hmac
@@ -29,6 +30,7 @@ _LENGTH = 2 * SIZE + 1
 _SEALS = (
     fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # of a memfd
 )
+_MFD_NOEXEC_SEAL = 8  # Python 3.10 has no name for it; some systems demand it
 _EXPECTED = "expected 64 hexadecimal digits, as `phalanx key PATH` makes them"
 
 
@@ -102,6 +104,8 @@ def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
             if not part:
                 break
             text += part
+    except OverflowError:
+        raise UsageError(f"{what} is {descriptor}, which is no number of an open file") from None
     except OSError as error:
         raise UsageError(f"{what} is {descriptor}, which can't be read: {error.strerror}") from None
     return _parsed(text, f"{what} is {descriptor}")
@@ -109,7 +113,13 @@ def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
 
 def sealed(key: bytes) -> int:
     """A descriptor of memory with the key in it, which nobody can change: to be inherited."""
-    descriptor = os.memfd_create("phalanx-key", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        descriptor = os.memfd_create("phalanx-key", flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:  # Linux before 6.3
+        if error.errno != errno.EINVAL:
+            raise
+        descriptor = os.memfd_create("phalanx-key", flags)
     os.fchmod(descriptor, 0o400)
     os.write(descriptor, _written(key))
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
@@ -130,8 +140,8 @@ def inherited() -> bytes | None:
         what = "PHALANX_KEY_FD in the environment"
         # A process that didn't inherit it may have something else under that number.
         try:
-            known = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) == _SEALS
-        except OSError:
+            known = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        except (OSError, OverflowError):
             known = False
         if not known:
             raise UsageError(

@@ -216,6 +216,20 @@ def test_nothing_is_left(
     shell.nothing_left()
 
 
+def test_nobody_reads_any_more(shell: Shell) -> None:
+    """As in `phalanx run ... | head`: that is no signal that would end a launcher."""
+    name = shell.script("while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n")
+    process = shell.start("--hosts", "node-0:1,node-1:1", name)
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    start = time.monotonic()
+    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert time.monotonic() - start < 20, "the hosts had to be let go"
+    process.stdout = None
+    shell.nothing_left()
+
+
 WRONG = {
     "node-locked": "node-locked doesn't let ssh in without a password: `ssh-copy-id node-locked`",
     "node-stranger": "ssh doesn't know the host key of node-stranger: connect once by hand",

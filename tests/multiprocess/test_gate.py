@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError
+from phalanx.launch import gate, handshake
 from phalanx.launch.gate import Gate
 from phalanx.launch.store import HOST, host_store
 from phalanx.launch.way import Way
@@ -94,8 +95,11 @@ def test_another_key(guarded: Guarded, way: Callable[..., Way]) -> None:
     use(way(guarded.port))
 
 
-def test_strangers_change_nothing(guarded: Guarded, way: Callable[..., Way]) -> None:
+def test_strangers_change_nothing(
+    guarded: Guarded, way: Callable[..., Way], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those who say nothing, too: more of them than may be in their handshake at once."""
+    monkeypatch.setattr(gate, "_MOST_PENDING", 64)
     guarded.store.set("own", "value")
     keys = guarded.store.num_keys()
     with contextlib.ExitStack() as stack:
@@ -113,6 +117,49 @@ def test_strangers_change_nothing(guarded: Guarded, way: Callable[..., Way]) -> 
         assert guarded.store.num_keys() == keys + 1  # what `use` has set
         # The first of the silent ones had to go for those who came after them.
         assert len(until_closed(silent[0])) <= len("phalanx gate 1\n") + 32
+
+
+def test_many_strangers_leave_others_their_time(
+    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "_MOST_PENDING", 8)
+    with contextlib.ExitStack() as stack:
+        slow = socket.create_connection((HOST, guarded.port), LIMIT, ("127.0.0.2", 0))
+        stack.enter_context(slow)
+        slow.recv(15 + 32, socket.MSG_WAITALL)
+        silent = [stack.enter_context(guarded.connect()) for _ in range(12)]
+        for each in silent[:4]:
+            until_closed(each)
+        slow.sendall(bytes(64))
+        assert until_closed(slow) == b"\0", "it was heard"
+
+
+@pytest.mark.parametrize("hello", (b"[" * 4000, b"[]", b"{", bytes(9)))
+def test_a_hello_that_makes_no_sense(guarded: Guarded, hello: bytes) -> None:
+    with guarded.connect() as guest:
+        theirs = guest.recv(15 + 32, socket.MSG_WAITALL)[15:]
+        own = bytes(32)
+        guest.sendall(own + handshake._proof(KEY, "guest", theirs, own))
+        guest.sendall(len(hello).to_bytes(4, "big") + hello)
+        assert len(until_closed(guest)) == 1 + 32
+    assert guarded.told
+    assert "its hello" in guarded.told[0]
+
+
+def test_silence_has_a_limit_but_for_the_relay(guarded: Guarded, way: Callable[..., Way]) -> None:
+    with socket.socket(socket.AF_UNIX) as relay:
+        relay.bind(guarded.gate.relay.replace("@", "\0"))
+        relay.listen()
+        entered = way(guarded.port)
+        entered.enter(LIMIT)
+        limits = {}
+        for service in ("join", "store", "relay"):
+            entered._hello["number"] = 7  # another host's, as far as the gate knows
+            _, writer = entered._connections.call(entered._through(service))
+            connection = writer.get_extra_info("socket")
+            limits[service] = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            entered._connections.call(entered._leave(writer))
+    assert limits == {"join": 30_000, "store": 30_000, "relay": 0}
 
 
 def test_an_answer_cannot_be_used_again(guarded: Guarded, way: Callable[..., Way]) -> None:
@@ -166,6 +213,8 @@ def test_nobody_there(guarded: Guarded, way: Callable[..., Way]) -> None:
         way(port).enter(1)
     with pytest.raises(LaunchError, match="can't be reached for 1 s"):
         Way("no-such-host.invalid", port, KEY, {}, lambda _: None).enter(1)
+    with pytest.raises(LaunchError, match=r"'a..b' is no name"):
+        Way("a..b", port, KEY, {}, lambda _: None).enter(1)
 
 
 def test_somebody_else_there(way: Callable[..., Way]) -> None:

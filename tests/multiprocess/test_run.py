@@ -12,6 +12,8 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
+from phalanx.launch.endpoint import patience
+from phalanx.launch.meeting import meeting
 from phalanx.launch.options import parse
 
 BACKEND = "phalanx"
@@ -19,6 +21,7 @@ LIMIT = 60
 """Seconds that a command of these tests may take, at most."""
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
+C10D = "--rdzv-backend c10d --rdzv-id x --rdzv-endpoint"
 VARIABLES = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PET_NPROC_PER_NODE")
 
 
@@ -274,6 +277,17 @@ def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
         ("--local-ranks-filter x x.py", "comma-separated list of integers"),
         ("--max-restarts -1 x.py", "max_restarts must be >= 0"),
         ("--rdzv-conf a x.py", "must have a value"),
+        ("--nnodes 2 --rdzv-conf timeout=abc x.py", "timeout=abc: expected an integer from 1 to"),
+        ("--nnodes 2 --rdzv-conf timeout=2.5 x.py", "timeout=2.5: expected an integer"),
+        (f"--nnodes 2 {C10D} a --rdzv-conf read_timeout=x x.py", "read_timeout=x: expected"),
+        (f"--nnodes 2 {C10D} a --rdzv-conf join_timeout=0 x.py", "join_timeout=0: expected"),
+        (f"--nnodes 2 {C10D} a --rdzv-conf is_host=maybe x.py", "is_host=maybe: expected true"),
+        (f"--nnodes 2 {C10D} node-a:99999 x.py", "'node-a:99999'.*expected HOST:PORT.*65535"),
+        (f"--nnodes 2 {C10D} node-a:abc x.py", "'node-a:abc', by --rdzv-endpoint"),
+        (f"--nnodes 2 {C10D} node-a:0 x.py", "a port from 1 to 65535"),
+        ("--nnodes 2 --master-addr fe80::1%eth0 x.py", "or --master-addr: expected"),
+        ("--nnodes 2 --master-addr a..b x.py", "'a..b:29500'.*expected HOST:PORT"),
+        ("--key-fd 99999999999999999999 x.py", "which is no number of an open file"),
         ("", "training_script"),
     ],
 )
@@ -282,6 +296,57 @@ def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
         parse(arguments.split())
+
+
+def test_a_signal_while_the_job_ends(script, tmp_path):
+    """At a moment when no rank is left to be stopped."""
+    code = (
+        "import os, signal; from phalanx.launch.relay import Relay; "
+        "Relay.settle = lambda *_: os.kill(os.getpid(), signal.SIGTERM); "
+    )
+    command = [sys.executable, "-c", code + PHALANX[-1], "run", "--nproc-per-node", "1"]
+    command.append(script("sys.exit(3)"))
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=LIMIT)
+    assert done.returncode == 128 + signal.SIGTERM, done.stderr
+    assert done.stderr.endswith("phalanx run: stopped by SIGTERM\n"), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_place_with_a_blank(tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"'node a:29500'.*without blanks"):
+        parse(["--nnodes", "2", "--master-addr", "node a", "x.py"])
+
+
+@pytest.mark.parametrize("number", ("0", "1"))
+def test_an_interface_that_is_not_there(number, tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PHALANX_INTERFACE", "eth77")
+    own = ["--nnodes", "2", "--node-rank", number, "--master-addr", "127.0.0.1"]
+    job = parse([*own, "--rdzv-conf", "timeout=1", "x.py"])
+    expected = pytest.raises(UsageError, match="PHALANX_INTERFACE='eth77' in the environment: this")
+    with expected, meeting(job, print):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [("", 600), ("--rdzv-conf timeout=7", 7), (f"{C10D} a", 600)]
+)
+def test_how_long_hosts_wait(options, seconds, tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    assert patience(parse(f"--nnodes 2 {options} x.py".split()).config) == seconds
+
+
+def test_a_rendezvous_that_is_not_there(tmp_path, monkeypatch):
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    job = parse(["--rdzv-backend", "nosuch", "x.py"])
+    expected = pytest.raises(UsageError, match=r"--rdzv-backend nosuch .* expected static, c10d")
+    with expected, meeting(job, print):
+        pass
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launch.options import parse
-from phalanx.launch.slurm import Step
+from phalanx.launch.slurm import Step, _bound
 
 SCRIPT = """
 import sys
@@ -56,16 +57,31 @@ def variables(rank: int, per_node: tuple[int, ...], nodes: str, text: str = "") 
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
+    ("nodes", "first", "last"),
     [
-        ("node[01-03,7],other", "node01"),
-        ("other,node[01-03]", "other"),
-        ("rack[0-1]-node[12,15-16].cluster,x", "rack0-node12.cluster"),
-        ("a1,b2", "a1"),
+        ("node[01-03,7],other", "node01", "other"),
+        ("other,node[01-03]", "other", "node03"),
+        ("rack[0-1]-node[12,15-16].cluster,x", "rack0-node12.cluster", "x"),
+        ("a1,rack[0-1]-node[12,15].cluster", "a1", "rack1-node15.cluster"),
+        ("a[1]", "a1", "a1"),
+        ("a1,b2", "a1", "b2"),
     ],
 )
-def test_the_first_node(nodes: str, first: str) -> None:
-    assert Step.of(variables(0, (2, 1), nodes)).host == first
+def test_the_first_and_the_last_node(nodes: str, first: str, last: str) -> None:
+    step = Step.of(variables(0, (2, 1), nodes))
+    assert (step.host, step.other) == (first, last)
+
+
+@pytest.mark.parametrize("interface", ("", "127.0.0.1"))
+def test_a_name_that_leads_to_loopback(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many systems' /etc/hosts has it: others come elsewhere, and not to all interfaces."""
+    monkeypatch.setenv("PHALANX_INTERFACE", interface)
+    step = Step.of({**variables(0, (1, 1), "localhost,x"), "MASTER_ADDR": "localhost"})
+    assert _bound(replace(step, other="127.0.0.9")) == "127.0.0.1"
+    if not interface:
+        with pytest.raises(UsageError, match="the name localhost leads to no address that other"):
+            _bound(replace(step, other="no-such-node.invalid"))
+    assert _bound(replace(step, host="192.0.2.7")) == "192.0.2.7"
 
 
 def test_a_place() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.topology import Place, own_address
+from phalanx.topology import Place, address_towards, own_address
 from phalanx.topology.place import Probe
 
 
@@ -38,6 +39,25 @@ def test_no_such_interface(here: Place, given: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     with pytest.raises(UsageError, match=f"PHALANX_INTERFACE='{given}'.*it has lo \\(127.0.0.1"):
         own_address(dist.HashStore(), [here])  # type: ignore[attr-defined]
+
+
+def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a distribution's /etc/hosts has it: the machine's own name on loopback, too."""
+    monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
+    found = [
+        (socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 9))
+        for address in ("127.0.1.1", "169.254.1.1", "0.0.0.0")
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    connected = []
+    monkeypatch.setattr(socket.socket, "connect", lambda _, where: connected.append(where))
+    address_towards("node-a")
+    assert connected == [("0.0.0.0", 9)]
+
+
+def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
+    assert address_towards("a..b") == ""
 
 
 def test_loopback_is_no_way_to_another_machine(

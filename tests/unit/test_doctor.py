@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -19,11 +22,13 @@ from phalanx.doctor.machine import _version1, _version2
 from phalanx.doctor.peers.links import Host, Link, Network
 from phalanx.doctor.peers.matrix import show_matrix
 from phalanx.doctor.peers.ranks import rank_in_a_job
-from phalanx.doctor.peers.ssh import peer_names
+from phalanx.doctor.peers.ssh import _SshAgent, peer_names
 from phalanx.doctor.peers.tournament import rounds
 from phalanx.doctor.peers.wire import Answering, Unreached, measure
-from phalanx.errors import UsageError
+from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.cores import limits
+from phalanx.launch.ssh import connection
+from phalanx.launch.ssh.places import HostPlace
 
 
 @given(st.integers(0, 40))
@@ -238,3 +243,52 @@ def test_the_number_that_another_launcher_gave(
     for name, value in {**given, "SLURM_STEP_ID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert rank_in_a_job() == rank
+
+
+def ssh_of(tmp_path: Path, text: str) -> list[str]:
+    """A program in ssh's place."""
+    path = tmp_path / "ssh"
+    path.write_text(f"#!{sys.executable}\n{text}")
+    path.chmod(0o755)
+    return [str(path)]
+
+
+LATE = """
+import json, sys, time
+print("welcome", end="", flush=True)
+asked = [json.loads(sys.stdin.readline())["number"]]
+asked.append(json.loads(sys.stdin.readline())["number"])
+for number in asked:
+    answer = {"name": f"answer {number}", "number": number}
+    print("\\nphalanx-doctor " + json.dumps(answer), flush=True)
+"""
+
+
+def test_an_answer_that_comes_late_is_not_the_next_one(tmp_path: Path) -> None:
+    agent = _SshAgent("node-a", ssh_of(tmp_path, LATE), "python")
+    try:
+        agent.start({"do": "open"})
+        assert "no answer over ssh within" in agent.answer(0.2)["error"]
+        agent.start({"do": "measure"})
+        assert agent.answer(60) == {"name": "answer 2"}
+    finally:
+        agent.close()
+
+
+def test_who_answers_over_ssh_keeps_the_number() -> None:
+    command = [sys.executable, "-m", "phalanx", "doctor", "--answer"]
+    asked = json.dumps({"do": "measure", "address": "", "port": "none", "number": 7}) + "\n"
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=100)
+    first, line = done.stdout.splitlines()
+    assert first == ""
+    assert json.loads(line.removeprefix("phalanx-doctor "))["number"] == 7
+
+
+def test_a_configuration_of_ssh_that_takes_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "CONFIGURATION_LIMIT", 0.2)
+    with pytest.raises(LaunchError, match=r"-G -- node-a` didn't end within 0.2 s: see what ssh's"):
+        connection.address_of(
+            HostPlace("node-a", None), ssh_of(tmp_path, "import time; time.sleep(60)")
+        )

@@ -85,6 +85,8 @@ def test_a_pipe_that_stays_open() -> None:
             UsageError, match=f"--key-fd is {reader}, which can't be read: Bad file"
         ):
             key.from_descriptor(reader)
+        with pytest.raises(UsageError, match="no number of an open file"):
+            key.from_descriptor(10**20)
     finally:
         os.close(writer)
 

@@ -23,7 +23,7 @@ def store() -> Any:
 
 @pytest.fixture
 def news(store: Any) -> Iterator[list[News]]:
-    made = [News(store, number, 3) for number in range(3)]
+    made = [News(store, number, 3, has_store=number == 0) for number in range(3)]
     yield made
     for each in made:
         each.close()
@@ -84,6 +84,19 @@ def test_host_0_leaves_first(news: list[News]) -> None:
     news[1].leave(LIMIT)
     assert time.monotonic() - start < LIMIT
     assert news[1].heard is None
+
+
+def test_the_host_with_the_store_may_have_any_number(store: Any) -> None:
+    with_it, other = News(store, 1, 2, has_store=True), News(store, 0, 2, has_store=False)
+    try:
+        with_it.leave(0.2)
+        start = time.monotonic()
+        other.leave(LIMIT)
+        assert time.monotonic() - start < LIMIT
+        assert other.heard is None
+    finally:
+        with_it.close()
+        other.close()
 
 
 def test_who_leaves_hears_of_a_failure(news: list[News]) -> None:

@@ -85,6 +85,16 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.key.hex() not in repr(made)
 
 
+@pytest.mark.parametrize(
+    ("given", "forwarded"), [("eth1", True), ("192.0.2.1", False), ("fd00::1", False)]
+)
+def test_an_interface_has_the_same_name_elsewhere_but_another_address(
+    given: str, forwarded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_INTERFACE", given)
+    assert ("PHALANX_INTERFACE" in plan().environment) is forwarded
+
+
 def test_a_key_that_is_given(tmp_path: Path) -> None:
     path = str(tmp_path / "key")
     keys.new_file(path)
@@ -125,7 +135,7 @@ def test_options_in_the_wrong_place(arguments: str, words: str) -> None:
 
 def test_messages_among_what_a_shell_prints() -> None:
     content = {"text": "é\n\udcff", "number": 1}
-    data = b"Welcome!\nno end" + b"\n" + pack("hello", **content) + b"\x1ephalanx [1]\nrest"
+    data = b"Welcome!\nno end" + pack("hello", **content) + b"\x1ephalanx [1]\nrest"
     lines = Lines()
     found = [
         line for start in range(0, len(data), 7) for line in lines.feed(data[start : start + 7])

@@ -103,7 +103,7 @@ def command(
     if rank == 0:
         ask = partial(ranks.through_the_job, timeout)
     elif names:
-        ask = partial(over_ssh, names, ssh_command(ssh), remote_python)
+        ask = partial(over_ssh, names, ssh_command(ssh, "--peers"), remote_python)
     _examine(ask, as_json, save)
 
 

@@ -83,13 +83,14 @@ def main() -> None:
     start = _start(wire)
     if start is None:  # another host can't go on, and the shell has said why
         return
-    threading.Thread(target=_obey, args=(wire, start["patience"]), daemon=True).start()
+    ended = threading.Event()
+    threading.Thread(target=_obey, args=(wire, start["patience"], ended), daemon=True).start()
     for stream in ("stdout", "stderr"):
         output: Any = _Output(wire, stream)
         setattr(
             sys, stream, io.TextIOWrapper(output, errors="backslashreplace", write_through=True)
         )
-    end = _run(start)
+    end = _run(start, ended)
     with contextlib.suppress(BrokenPipeError):  # then nobody wants to know
         wire.send("end", **end)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
@@ -117,11 +118,11 @@ def _start(wire: _Wire) -> dict[str, Any] | None:
     return None
 
 
-def _obey(wire: _Wire, patience: float) -> None:
+def _obey(wire: _Wire, patience: float, ended: threading.Event) -> None:
     """Stop the ranks when the shell says so or is gone; the launcher's main thread does it."""
     while (messages := wire.receive()) is not None:
         for message in messages:
-            if message["kind"] == "stop":
+            if message["kind"] == "stop" and not ended.is_set():
                 os.kill(os.getpid(), message["signal"])
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(patience)
@@ -129,7 +130,7 @@ def _obey(wire: _Wire, patience: float) -> None:
     os._exit(1)
 
 
-def _run(start: dict[str, Any]) -> dict[str, Any]:
+def _run(start: dict[str, Any], over: threading.Event) -> dict[str, Any]:
     """`phalanx run` as it was asked for; what the shell is told of its end."""
     try:
         os.chdir(start["directory"])
@@ -153,6 +154,8 @@ def _run(start: dict[str, Any]) -> dict[str, Any]:
         return _end(1, str(error), distance=1)
     except KeyboardInterrupt:
         return _end(128 + signal.SIGINT, "stopped by SIGINT", distance=STOPPED)
+    finally:
+        over.set()  # from here on there is nothing to stop
     if ended.elsewhere:
         return _end(ended.code, ended.report, distance=STOPPED)
     text = explanation(ended.job, "utf-8", start["name"]) if ended.job else ""

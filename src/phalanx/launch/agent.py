@@ -77,6 +77,14 @@ def run(argv: Sequence[str]) -> Ended:
     """
     _quieten()
     job = parse(argv)
+    with _own_handlers(job.config.signals_to_handle):
+        try:
+            return _run(job)
+        except SignalException as caught:  # another one, while the job was ending
+            return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+
+
+def _run(job: Job) -> Ended:
     os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
     hosts = job.config.max_nodes
@@ -99,6 +107,22 @@ def _quieten() -> None:
         logger = logging.getLogger(f"torch.distributed.{name}")
         logger.addHandler(logging.NullHandler())
         logger.propagate = False
+
+
+@contextlib.contextmanager
+def _own_handlers(names: str) -> Iterator[None]:
+    """Take back the agent's handlers of signals at the end: it leaves them behind."""
+    before = {
+        number: signal.getsignal(number)
+        for name in names.split(",")
+        if (number := getattr(signal, name.strip(), None)) is not None
+    }
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # None: not Python's
+                signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -177,7 +201,12 @@ class _Agent(LocalElasticAgent):
         if self._meeting.store is not None and not worker_group.spec.max_restarts:
             if self.news is not None:  # a host came, and all start again
                 self.news.close()
-            self.news = News(self._meeting.store, group.group_rank, group.group_world_size)
+            self.news = News(
+                self._meeting.store,
+                group.group_rank,
+                group.group_world_size,
+                has_store=self._meeting.has_store,
+            )
         return pids
 
     def _note_end(self, local_rank: int, end: Exit) -> None:
@@ -186,6 +215,8 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._stop_time = min(self._stop_time, time.monotonic())
+        if args and self.news is not None:  # a signal: the ranks elsewhere will miss those here
+            self.news.tell(f"stopped by {args[0].name}", 128 + args[0])
         super()._shutdown(*args, **options)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -287,10 +318,7 @@ def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> 
     try:
         result = agent.run()
     except SignalException as caught:
-        text, code = f"stopped by {caught.sigval.name}", 128 + caught.sigval
-        if agent.news is not None:
-            agent.news.tell(text, code)
-        return Ended(code, "", text, STOPPED)
+        return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
     except (RendezvousError, dist.DistError, RuntimeError) as error:
         endpoint = job.config.rdzv_endpoint
         raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
-__all__ = ["BUFFER", "Connections", "drop", "keep_alive", "relay_name", "splice"]
+__all__ = ["BUFFER", "Connections", "drop", "keep_alive", "limit_silence", "relay_name", "splice"]
 
+_SILENCE_MILLISECONDS = 30_000
 BUFFER = 2**20
 """Bytes that are read ahead, at most, on each connection."""
 
@@ -124,3 +125,13 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def limit_silence(writer: asyncio.StreamWriter) -> None:
+    """Have a vanished other end found in half a minute also while it owes an acknowledgement.
+
+    Keep-alive rests then, and the kernel would try again for a quarter of an hour. For connections
+    whose ends always read: this ends one whose reader pauses for longer, too.
+    """
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)

@@ -11,9 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.connections import BUFFER, Connections, keep_alive, relay_name, splice
+from phalanx.launch.connections import (
+    BUFFER,
+    Connections,
+    keep_alive,
+    limit_silence,
+    relay_name,
+    splice,
+)
 from phalanx.launch.handshake import Stranger, answer, as_gate
 from phalanx.launch.store import HOST
 
@@ -23,8 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["Gate"]
 
 _HANDSHAKE_SECONDS = 10.0
-_MOST_PENDING = 64
-"""So many may be in their handshake at once. When another one comes, the oldest has to go."""
+_MOST_PENDING = 512
+"""So many may be in their handshake at once. When another one comes, one has to go: the oldest from
+the address that has the most."""
 _MOST_TOLD = 16
 _SETTLE_SECONDS = 2.0
 """Other hosts may need the store, until they have ended as well."""
@@ -63,7 +72,7 @@ class Gate:
         self._told: set[str] = set()
         self.wrong = ""
         """What was wrong with the last host that had the key and didn't fit."""
-        self._pending: dict[asyncio.Task[Any], None] = {}
+        self._pending: dict[asyncio.Task[Any], str] = {}
         self._hosts: dict[int, str] = {}
         self._connections = Connections("phalanx-gate", _SETTLE_SECONDS)
         self.relay = relay_name()
@@ -78,9 +87,9 @@ class Gate:
         keep_alive(writer)
         who = str(writer.get_extra_info("peername", ("?",))[0])
         greeting = asyncio.ensure_future(as_gate(reader, writer, self._key))
-        self._pending[greeting] = None
+        self._pending[greeting] = who
         if len(self._pending) > _MOST_PENDING:
-            next(iter(self._pending)).cancel()
+            self._make_room()
         try:
             hello = await asyncio.wait_for(greeting, _HANDSHAKE_SECONDS)
         except Stranger as stranger:
@@ -103,6 +112,8 @@ class Gate:
         hello: dict[str, Any],
     ) -> None:
         service = hello.get("service")
+        if service in ("join", "store"):  # behind the relay somebody may well pause
+            limit_silence(writer)
         if service == "join":
             await self._join(reader, writer, who, hello.get("number"))
         elif service == "store":
@@ -138,6 +149,13 @@ class Gate:
             await reader.read()
         finally:
             del self._hosts[number]
+
+    def _make_room(self) -> None:
+        """Who sends many strangers loses them first, not the hosts of the job."""
+        worst = Counter(self._pending.values()).most_common(1)[0][0]
+        oldest = next(task for task, who in self._pending.items() if who == worst)
+        del self._pending[oldest]  # now: more may come before it has ended
+        oldest.cancel()
 
     def _turn_away(self, who: str, why: str) -> None:
         if len(self._told) < _MOST_TOLD and who not in self._told:

@@ -107,7 +107,7 @@ async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
         raise Stranger(f"its hello has {size} bytes")
     try:
         said = json.loads(await reader.readexactly(size))
-    except ValueError:
+    except (ValueError, RecursionError):  # "[[[[..." is as good as no JSON
         raise Stranger("its hello can't be read") from None
     if not isinstance(said, dict):
         raise Stranger("its hello says nothing")

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -30,13 +31,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-from torch.distributed.elastic.rendezvous.utils import (
-    _matches_machine_hostname,
-    parse_rendezvous_endpoint,
-)
 
 from phalanx import topology
 from phalanx.errors import UsageError
+from phalanx.launch import endpoint
 from phalanx.launch.gate import Gate
 from phalanx.launch.news import meet
 from phalanx.launch.store import HOST, host_store
@@ -51,8 +49,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting", "meeting"]
 
-_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
-_READ_SECONDS = 60
 # This may be a job that a rank of another one has started.
 _NO_GATE = {"PHALANX_GATE": "", "PHALANX_RELAY": ""}
 
@@ -64,6 +60,7 @@ class Meeting:
         handler: The agent's rendezvous.
         environment: Variables for the ranks.
         store: What the launchers of several hosts share; None on one host.
+        has_store: Whether it is this host's.
     """
 
     def __init__(
@@ -72,10 +69,13 @@ class Meeting:
         environment: dict[str, str],
         port: Callable[[], int] | None = None,
         store: Any = None,
+        *,
+        has_store: bool = False,
     ) -> None:
         self.handler = handler
         self.environment = environment
         self.store = store
+        self.has_store = has_store
         self._port = port
 
     def place(self) -> tuple[str, int] | None:
@@ -96,10 +96,10 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
         LaunchError: This host isn't let in, or nobody answers.
     """
     config = job.config
-    if config.rdzv_backend not in _DEFAULT_PORTS or "store_type" in config.rdzv_configs:
-        yield Meeting(get_rendezvous_handler(_parameters(config)), _NO_GATE)
+    if not endpoint.is_ours(config):
+        yield Meeting(_others_handler(config), _NO_GATE)
     elif config.max_nodes == 1:
-        stores = _Stores(_endpoint(config)[1])
+        stores = _Stores(endpoint.endpoint(config)[1])
         yield Meeting(_Known(config, dist.HashStore()), _NO_GATE, stores.next)  # type: ignore[attr-defined]
     else:
         if job.key is None:
@@ -110,7 +110,9 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
         end = _gate(job, tell) or _way(job, tell)
         try:
             handler = _handler(config, end, tell)
-            yield Meeting(handler, end.environment, lambda: end.port, end.store)
+            yield Meeting(
+                handler, end.environment, lambda: end.port, end.store, has_store=end.has_store
+            )
         finally:
             end.close()
 
@@ -124,13 +126,14 @@ class _End(NamedTuple):
     close: Callable[[], None]
     wrong: Callable[[], str]
     """What is wrong with a host that wanted to join."""
+    has_store: bool
 
 
 def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
     """The host's that has the store; None on another one."""
     config = job.config
-    host, port = _endpoint(config)
-    here, sure = _has_gate(config, host)
+    host, port = endpoint.endpoint(config)
+    here, sure = endpoint.has_gate(config, host)
     if not here:
         return None
     address = topology.address_towards(host)
@@ -152,44 +155,29 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
     if ipaddress.ip_address(address).is_loopback:
         tell(f"the hosts are to meet at {host} ({address}), which only this machine reaches")
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
-    return _End(store, store.port, environment, gate.close, lambda: gate.wrong)
+    return _End(store, store.port, environment, gate.close, lambda: gate.wrong, has_store=True)
 
 
 def _way(job: Job, tell: Callable[[str], None]) -> _End:
     """The other hosts'."""
     config = job.config
-    host, port = _endpoint(config)
-    seconds = _patience(config)
+    host, port = endpoint.endpoint(config)
+    topology.address_towards(host)  # for PHALANX_INTERFACE, of which each rank would complain
     way = Way(host, port, job.key or b"", _hello(config), tell)
     try:
-        way.enter(seconds)
-        limit = timedelta(seconds=seconds)
+        way.enter(endpoint.patience(config))
+        limit = timedelta(seconds=endpoint.read_limit(config))
         store = dist.TCPStore(HOST, way.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     except BaseException:
         way.close()
         raise
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"connect:{way.relay}"}
-    return _End(store, way.port, environment, way.close, str)
-
-
-def _patience(config: LaunchConfig) -> int:
-    """Seconds that hosts wait for each other."""
-    if config.rdzv_backend == "static":
-        return int(config.rdzv_configs["timeout"])
-    return int(config.rdzv_configs.get("read_timeout", _READ_SECONDS))
-
-
-def _has_gate(config: LaunchConfig, host: str) -> tuple[bool, bool]:
-    """Whether this host has the gate, and whether that was said, not guessed."""
-    if config.rdzv_backend == "static":
-        return config.rdzv_configs.get("rank") == 0, True
-    said = _parameters(config).get_as_bool("is_host")
-    return (_matches_machine_hostname(host), False) if said is None else (said, True)
+    return _End(store, way.port, environment, way.close, str, has_store=False)
 
 
 def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> RendezvousHandler:
     if config.rdzv_backend == "static":
-        number, seconds = int(config.rdzv_configs["rank"]), _patience(config)
+        number, seconds = int(config.rdzv_configs["rank"]), endpoint.patience(config)
         own = (end.store, number, config.max_nodes, seconds, tell, end.wrong)
         return _Known(config, end.store, partial(meet, *own))
     handler = create_handler(
@@ -198,6 +186,16 @@ def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> Re
     # It would open another one for the ranks, to which every host can connect.
     handler._create_tcp_store_server = lambda *_: end.store  # type: ignore[method-assign]
     return handler
+
+
+def _others_handler(config: LaunchConfig) -> RendezvousHandler:
+    try:
+        return get_rendezvous_handler(_parameters(config))
+    except (ImportError, KeyError, RendezvousError, ValueError) as error:
+        raise UsageError(
+            f"--rdzv-backend {config.rdzv_backend} at {config.rdzv_endpoint!r} can't be had: "
+            f"{error}; expected static, c10d, or one that is installed and runs"
+        ) from error
 
 
 def _hello(config: LaunchConfig) -> dict[str, Any]:
@@ -228,12 +226,6 @@ def _differs(own: dict[str, Any], theirs: dict[str, Any]) -> str:
                 "the same"
             )
     return ""
-
-
-def _endpoint(config: LaunchConfig) -> tuple[str, int]:
-    default = _DEFAULT_PORTS[config.rdzv_backend]
-    host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=default)
-    return str(host), int(port)
 
 
 def _why(error: OSError) -> str:

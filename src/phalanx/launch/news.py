@@ -101,17 +101,19 @@ class News:
         heard: How the job failed on another host; None as long as nothing is known.
     """
 
-    def __init__(self, store: Any, number: int, count: int) -> None:
+    def __init__(self, store: Any, number: int, count: int, *, has_store: bool) -> None:
         """Begin to listen.
 
         Args:
             store: The job's.
             number: This host's.
             count: How many there are.
+            has_store: Whether the store is this host's, which need not be number 0.
         """
         self.heard: Heard | None = None
         self._store = store.clone()
         self._number, self._count = number, count
+        self._has_store = has_store
         self._failure = ""
         self._leaving = self._closed = False
         self._wake, self._told, self._all_ended = (threading.Event() for _ in range(3))
@@ -133,7 +135,7 @@ class News:
         """Wait until the ranks of all hosts have ended, or the job has failed on one of them.
 
         Args:
-            seconds: How long. Then host 0, whose store goes, tells the others to mind themselves.
+            seconds: How long. Then the host whose store goes tells the others to mind themselves.
         """
         self._leaving = True
         self._wake.set()
@@ -141,7 +143,7 @@ class News:
         while self.heard is None and time.monotonic() < end:
             if self._all_ended.wait(_POLL_SECONDS):
                 return
-        if self.heard is None and self._number == 0:
+        if self.heard is None and self._has_store:
             self.tell("ended well", 0)
 
     def close(self) -> None:
@@ -177,7 +179,7 @@ class News:
             self.heard = Heard(news["text"], news["code"])
 
     def _lose(self) -> None:
-        """Host 0 has the store, and is there until all have ended."""
+        """The host with the store is there until all have ended."""
         self._told.set()
         if self._leaving:
             self._all_ended.set()

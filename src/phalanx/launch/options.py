@@ -2,6 +2,7 @@
 
 import importlib.machinery
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -19,6 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from phalanx import env
 from phalanx import key as keys
 from phalanx.errors import UsageError
+from phalanx.launch import endpoint
 from phalanx.launch.cores import usable_cores
 from phalanx.launch.ssh.plan import OPTIONS as HOST_OPTIONS
 
@@ -89,6 +91,8 @@ def parse(argv: Sequence[str]) -> Job:
 
 def _job(args: Namespace, key: bytes | None) -> Job:
     # torchrun always makes a log directory, in /tmp; here only if somebody asked for the files.
+    if not re.search(r"(^|,)\s*timeout\s*=", args.rdzv_conf):
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"timeout={endpoint.PATIENCE}")))
     wants_files = args.log_dir is not None or (args.redirects, args.tee) != ("0", "0")
     directory = args.log_dir
     if args.logs_specs is None:
@@ -105,6 +109,7 @@ def _job(args: Namespace, key: bytes | None) -> Job:
             files = DefaultLogsSpecs(directory, redirects, tee, shown)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:  # what torchrun raises
         raise UsageError(str(error)) from error
+    endpoint.check(config)
     return Job(config, [str(program), *arguments], files, shown, args.simulate_hosts, key)
 
 

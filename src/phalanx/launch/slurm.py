@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env
+from phalanx import env, topology
 from phalanx.errors import UsageError
 from phalanx.launch.store import HOST, check_given, host_store, join_store, met
 
@@ -30,7 +30,8 @@ __all__ = ["Step", "meet"]
 _FIRST_PORT, _PORTS = 15000, 15000
 _STEPS_APART = 9271
 _ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
-_NUMBERS = re.compile(r"\[(\d+)[^\]]*\]")
+_FIRST_NUMBER = re.compile(r"\[(\d+)[^\]]*\]")
+_LAST_NUMBER = re.compile(r"\[(?:[^\]]*[^\]\d])?(\d+)\]")
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -42,6 +43,10 @@ class Step:
     place: env.Place
     host: str
     port: int
+    node: int
+    """This task's, in the order of the step."""
+    other: str
+    """The last node, to which the first one has a way; empty if there is one only."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> Step:
@@ -64,6 +69,8 @@ class Step:
             env.Place(rank, tasks, local, counts[node]),
             environ.get("MASTER_ADDR", "").strip() or host,
             _port(environ),
+            node,
+            "" if len(counts) == 1 else _last_node(environ),
         )
 
 
@@ -95,13 +102,15 @@ def meet(
         raise UsageError(f"slurm://: {error}") from None
     place = step.place
     check_given(url, place.rank, place.world_size)
-    store = join_store(step.host, step.port, timeout) if place.rank else _hosted(step, timeout)
+    # On the first node its name may lead to the loopback interface, where nobody listens.
+    host = step.host if step.node else _bound(step)
+    store = join_store(host, step.port, timeout) if place.rank else _hosted(step, host, timeout)
     return met(store, place.rank, place.world_size)
 
 
-def _hosted(step: Step, timeout: timedelta) -> Any:
+def _hosted(step: Step, address: str, timeout: timedelta) -> Any:
     try:
-        return host_store(step.port, host=step.host, bind=_bound(step.host), timeout=timeout)
+        return host_store(step.port, host=address, timeout=timeout)
     except OSError as error:
         raise UsageError(
             f"slurm://: rank 0 can't listen on port {step.port} of {step.host} "
@@ -110,15 +119,31 @@ def _hosted(step: Step, timeout: timedelta) -> Any:
         ) from None
 
 
-def _bound(host: str) -> str:
-    """Where to listen, to be reached by a name; everywhere if this machine has it on loopback."""
-    if host == HOST:
-        return host
+def _bound(step: Step) -> str:
+    """Where rank 0 listens: where others come, by its node's name; never on all interfaces.
+
+    On the node itself the name may lead to the loopback interface, or nowhere. Then it is where the
+    way to another node begins, or what `PHALANX_INTERFACE` says.
+    """
+    if step.host == HOST:
+        return HOST
     try:
-        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return ""
-    return "" if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+        found = socket.getaddrinfo(step.host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    for _, _, _, _, where in found:
+        if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
+            return str(where[0])
+    address = topology.address_towards(step.other)
+    if found and not step.other:  # all of one node may well meet on its loopback interface
+        return address or str(found[0][4][0])
+    if not address:
+        raise UsageError(
+            f"slurm://: the name {step.host} leads to no address that other nodes reach, and there "
+            f"is no way to {step.other or 'others'}: set MASTER_ADDR to such an address, for all "
+            "tasks"
+        )
+    return address
 
 
 def _needed(environ: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
@@ -143,9 +168,18 @@ def _counts(environ: Mapping[str, str], tasks: int) -> list[int]:
 
 def _first_node(environ: Mapping[str, str]) -> str:
     """The first of "node[01-03,7],other": node01."""
+    return _node(environ, 0, _FIRST_NUMBER)
+
+
+def _last_node(environ: Mapping[str, str]) -> str:
+    """The last of "other,node[01-03,7]": node7."""
+    return _node(environ, -1, _LAST_NUMBER)
+
+
+def _node(environ: Mapping[str, str], which: int, number: re.Pattern[str]) -> str:
     text = environ.get("SLURM_STEP_NODELIST", "").strip()
-    first = _ONE_NODE.match(text)
-    name = _NUMBERS.sub(r"\1", first[0]) if first else ""
+    names = _ONE_NODE.findall(text)
+    name = number.sub(r"\1", names[which]) if names and ",".join(names) == text else ""
     if not _NAME.fullmatch(name):
         raise ValueError(
             f"SLURM_STEP_NODELIST={text!r} in the environment: expected names of nodes, as in "

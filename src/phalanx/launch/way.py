@@ -14,7 +14,15 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
-from phalanx.launch.connections import BUFFER, Connections, drop, keep_alive, relay_name, splice
+from phalanx.launch.connections import (
+    BUFFER,
+    Connections,
+    drop,
+    keep_alive,
+    limit_silence,
+    relay_name,
+    splice,
+)
 from phalanx.launch.handshake import Refused, as_guest
 from phalanx.launch.store import HOST
 
@@ -25,8 +33,11 @@ __all__ = ["Way"]
 
 _HANDSHAKE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.25
+_NEXT_ADDRESS_SECONDS = 0.25
+"""So long is one address of a name tried alone."""
 _TELL_SECONDS = 5.0
 _SETTLE_SECONDS = 0.3
+_TRIES = 4
 
 
 class Way:
@@ -77,6 +88,8 @@ class Way:
                 break
             except Refused as refused:
                 raise LaunchError(f"{self._place} doesn't let this host in: {refused}") from None
+            except UnicodeError:
+                raise LaunchError(f"{self._place} is no place: {self._host!r} is no name") from None
             except (OSError, EOFError, asyncio.TimeoutError) as error:
                 reason = _reason(error)
             if time.monotonic() > end:
@@ -104,16 +117,33 @@ class Way:
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(Refused):  # the gate tells its user, and this end is closed
-                await splice((reader, writer), await self._through(service))
+                await splice((reader, writer), await self._through_again(service))
 
         return lead
 
+    async def _through_again(
+        self, service: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The gate knows this host: if it lets go of a handshake, it has too many under way."""
+        for _ in range(_TRIES - 1):
+            try:
+                return await self._through(service)
+            except asyncio.TimeoutError:  # was long enough
+                raise
+            except (OSError, EOFError):
+                await asyncio.sleep(_AGAIN_SECONDS)
+        return await self._through(service)
+
     async def _through(self, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection to a service behind the gate."""
-        connecting = asyncio.open_connection(self._host, self._port, limit=BUFFER)
+        connecting = asyncio.open_connection(
+            self._host, self._port, limit=BUFFER, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
+        )
         reader, writer = await asyncio.wait_for(connecting, _HANDSHAKE_SECONDS)
         try:
             keep_alive(writer)
+            if service != "relay":  # where somebody may well pause
+                limit_silence(writer)
             hello = {**self._hello, "service": service}
             greeting = as_guest(reader, writer, self._key, hello)
             await asyncio.wait_for(greeting, _HANDSHAKE_SECONDS)

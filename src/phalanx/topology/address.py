@@ -93,10 +93,17 @@ def interface_address(given: str) -> str:
 def _towards(host: str) -> str:
     """The address that packets to a host come from; empty if there is no way to it."""
     try:
-        kind, _, _, _, where = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+        kind, _, _, _, where = min(found, key=lambda each: _is_near(str(each[4][0])))
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(where)  # sends nothing
             address: str = probe.getsockname()[0]
             return address
-    except OSError:
+    except (OSError, UnicodeError):  # the latter for a name like "a..b"
         return ""
+
+
+def _is_near(address: str) -> bool:
+    """Whether an address leads to this machine or the next cable only."""
+    known = ipaddress.ip_address(address.partition("%")[0])
+    return known.is_loopback or known.is_link_local

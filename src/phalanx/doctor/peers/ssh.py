@@ -22,8 +22,9 @@ from phalanx.doctor.peers.agents import Agent, LocalAgent
 from phalanx.doctor.peers.tournament import explore
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import UsageError
-from phalanx.launch.ssh.connection import address_of
+from phalanx.launch.ssh.connection import OPTIONS, address_of
 from phalanx.launch.ssh.places import HostPlace
+from phalanx.launch.ssh.wire import Lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +36,8 @@ __all__ = ["answer_on_stdin", "over_ssh", "peer_names"]
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
 _MARK = "phalanx-doctor "
 """What shells print when they start is no answer."""
-_CONNECT_SECONDS = 10
+_IDLE_SECONDS = 900.0
+"""So long a host waits for the next question."""
 _END_SECONDS = 3.0
 
 # What ssh says, and what it means; the first that fits.
@@ -120,36 +122,48 @@ def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
 
 
 def answer_on_stdin() -> None:
-    """Do what comes as lines on stdin, until that ends; answers go to stdout."""
+    """Do what comes as lines on stdin, until that ends or is silent; answers go to stdout.
+
+    An answer has the number of its question.
+    """
     # The address at which ssh has reached this machine: others may reach it there too.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     came = connection[2] if len(connection) == 4 else ""
     given = os.environ.get("PHALANX_INTERFACE", "")
     worker = Worker(lambda: came if came and not given else listening_address())
-    for line in sys.stdin:
-        sys.stdout.write(f"{_MARK}{json.dumps(worker.do(json.loads(line)))}\n")
-        sys.stdout.flush()
+    lines, stdin = Lines(), sys.stdin.fileno()
+    while select.select([stdin], [], [], _IDLE_SECONDS)[0] and (data := os.read(stdin, 1 << 16)):
+        for line in lines.feed(data):
+            command = json.loads(line)
+            answer = {**worker.do(command), "number": command["number"]}
+            # What a shell prints at login may lack its line end.
+            sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
+            sys.stdout.flush()
     worker.close()
 
 
 class _SshAgent(Agent):
     def __init__(self, host: str, ssh: Sequence[str], python: str) -> None:
         self._host = host
-        options = ["-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={_CONNECT_SECONDS}"]
         remote = shlex.join([python, "-m", "phalanx", "doctor", "--answer"])
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        # A session of its own: Ctrl-C at the terminal is for us, and we close it.
         self._process = subprocess.Popen(
-            [*ssh, *options, "--", host, remote],
+            [*ssh, *OPTIONS, "--", host, remote],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
+            start_new_session=True,
         )
+        self._number = 0
         self._read = b""
 
     def start(self, command: Mapping[str, Any]) -> None:
+        self._number += 1
+        question = {**command, "number": self._number}
         with contextlib.suppress(BrokenPipeError):  # then it doesn't answer either
             stdin: Any = self._process.stdin
-            stdin.write(json.dumps(command).encode() + b"\n")
+            stdin.write(json.dumps(question).encode() + b"\n")
             stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any]:
@@ -162,7 +176,8 @@ class _SshAgent(Agent):
                 return {"error": self._why()}
             if line.startswith(_MARK):
                 answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-                return answer
+                if answer.pop("number") == self._number:  # not late, of an earlier question
+                    return answer
 
     def close(self) -> None:
         with contextlib.suppress(BrokenPipeError):

@@ -14,12 +14,15 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.ssh.places import HostPlace
 from phalanx.launch.ssh.wire import Lines, pack, unpack
 
-__all__ = ["Connection", "address_of"]
+__all__ = ["OPTIONS", "Connection", "address_of"]
 
 CONNECT_LIMIT = 10
 """Seconds that ssh may take to reach a host."""
 
-_OPTIONS = (
+CONFIGURATION_LIMIT = 10
+"""Seconds that ssh may take to read its configuration."""
+
+OPTIONS = (
     "-T",  # no terminal: nobody could type there
     *("-o", "BatchMode=yes"),  # a question becomes an error
     *("-o", f"ConnectTimeout={CONNECT_LIMIT}"),
@@ -59,7 +62,7 @@ class Connection:
         try:
             # A session of its own: Ctrl-C at the terminal is for us, and we tell the hosts.
             self.process = subprocess.Popen(
-                [*ssh, *_OPTIONS, "--", place.target, remote],
+                [*ssh, *OPTIONS, "--", place.target, remote],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -94,6 +97,8 @@ class Connection:
 
     def _messages(self, lines: list[bytes], *, from_launcher: bool) -> Iterator[dict[str, Any]]:
         for line in lines:
+            if self.hello is None and not line.strip():  # what stands before a hello
+                continue
             message = unpack(line) if from_launcher else None
             if message is None:
                 text = line.decode(errors="replace").rstrip()
@@ -184,10 +189,20 @@ def address_of(place: HostPlace, ssh: Sequence[str]) -> str:
     """The address of a host as ssh's configuration has it: a name there may be a nickname.
 
     Runs `ssh -G`, which connects to nobody.
+
+    Raises:
+        LaunchError: it doesn't end.
     """
-    found = subprocess.run(
-        [*ssh, "-G", "--", place.target], capture_output=True, text=True, timeout=10, check=False
-    )
+    command = [*ssh, "-G", "--", place.target]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=CONFIGURATION_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"`{shlex.join(command)}` didn't end within {CONFIGURATION_LIMIT} s: see what ssh's "
+            "configuration has it do (Match exec), or whether its files can be read"
+        ) from None
     for line in found.stdout.splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname":

@@ -211,7 +211,8 @@ class _Job:
                 line = f"[{host.place.name}] {message['line']}\n"
                 self._sinks["stderr"].write(host, b"", line.encode())
         except OSError:  # nobody reads any more, as in `phalanx run ... | head`
-            self._signals.append(signal.SIGPIPE)
+            if signal.SIGPIPE not in self._signals:  # the next line is no second signal
+                self._signals.append(signal.SIGPIPE)
 
     def _is_time_to_stop(self) -> bool:
         """Whether a host has failed, and, if that followed from something, its cause had time."""
@@ -224,7 +225,8 @@ class _Job:
     def _stop(self) -> None:
         if self._deadline == float("inf"):
             self._deadline = time.monotonic() + self._plan.stop_limit + _STOP_MARGIN
-            number = self._signals[0] if self._signals else signal.SIGTERM
+            # SIGPIPE, which is told as one, is nothing that a launcher would end from.
+            number = next((each for each in self._signals if each in _SIGNALS), signal.SIGTERM)
             for host in self._hosts:
                 if not host.ended:
                     host.stop(int(number))

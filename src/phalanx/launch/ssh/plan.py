@@ -1,5 +1,6 @@
 """What `phalanx run --hosts` is to do, from its options."""
 
+import ipaddress
 import os
 import secrets
 import shlex
@@ -117,6 +118,8 @@ def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str,
         for name, value in environ.items()
         if name.startswith("PHALANX_") and name not in _NOT_FORWARDED
     }
+    if _is_address(found.get("PHALANX_INTERFACE", "")):  # of this machine
+        del found["PHALANX_INTERFACE"]
     for text in export:
         name, given, value = text.partition("=")
         if not name or any(letter.isspace() for letter in name):
@@ -129,7 +132,24 @@ def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     return found
 
 
-def ssh_command(text: str) -> list[str]:
+def _is_address(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text.strip())
+    except ValueError:
+        return False
+    return True
+
+
+def ssh_command(text: str, option: str = "--hosts") -> list[str]:
+    """The words of `--ssh`.
+
+    Args:
+        text: as a shell would read it.
+        option: what needs it, for the message.
+
+    Raises:
+        UsageError: there is no such program.
+    """
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -137,7 +157,7 @@ def ssh_command(text: str) -> list[str]:
     if not words or shutil.which(words[0]) is None:
         program = words[0] if words else ""
         raise UsageError(
-            f"there is no program {program!r}: --hosts needs OpenSSH's client (the package "
+            f"there is no program {program!r}: {option} needs OpenSSH's client (the package "
             "openssh-client or openssh-clients), or name another one with --ssh"
         )
     return words

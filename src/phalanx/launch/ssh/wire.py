@@ -21,7 +21,13 @@ _MARK = b"\x1ephalanx "
 
 def pack(kind: str, **content: Any) -> bytes:
     """A message as a line."""
-    return _MARK + json.dumps({"kind": kind, **content}).encode() + b"\n"
+    # The first comes behind what a shell prints at login, which may lack its line end.
+    return (
+        (b"\n" if kind == "hello" else b"")
+        + _MARK
+        + json.dumps({"kind": kind, **content}).encode()
+        + b"\n"
+    )
 
 
 def unpack(line: bytes) -> dict[str, Any] | None:
