@@ -97,7 +97,8 @@ def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
     own = broken.black_box(broken.rank, _HISTORY)
     if own is None or _has_others(own):
         return
-    why = witness.reason(broken, status.reporter)
+    # What has been told to all hosts has words; on one host they stand with who found the ring.
+    why = getattr(status, "words", "") or witness.reason(broken, status.reporter)
     boxes: dict[int, Box | None] = {}
     for group in groups:
         peer = None if group.broken() else _in_vain(own, group, boxes)
