@@ -1,10 +1,12 @@
-"""Phalanx: distributed PyTorch in shared memory.
+"""Phalanx: distributed PyTorch, in shared memory inside a host, through an engine between hosts.
 
 General layout, from the bottom up (dependencies point downward only):
 
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
   collectives and messages. It knows nothing of Python objects or torch.
 - `topology`: who shares a host; how the ranks of a group come to share a segment.
+- `engines`: what carries bytes between hosts: Gloo, MPI, the relay.
+- `hosts`: groups that span hosts, of both: memory inside of each, an engine between them.
 - `observe`: the black box of each rank, in its job's directory, and what reads it.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
 - `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
@@ -14,7 +16,9 @@ General layout, from the bottom up (dependencies point downward only):
 - `cli`: the command `phalanx`.
 - `launch`: starts processes and finds a process's place among them; beside `backend`, using none
   of the above.
-- `errors`, `env`: every exception and every environment variable; they import nothing of these.
+- `key`: the job's key, which keeps strangers out.
+- `errors`, `env`, `env_hosts`: every exception and every environment variable; they import nothing
+  of these.
 
 The names below are loaded when first used: `import torch` imports this package through the
 `torch.backends` entry point, and must not pay for more than a name.

@@ -310,7 +310,6 @@ class HostsGroup(HostsMessages):
             self._watching = True
             watch(self._layout, self._engine, self._failing)
         header = Header(own, _site())
-        doing = self._failing.operation(header)
         try:
             differs = self._compare(run, header)
             if differs is not None:
@@ -321,9 +320,9 @@ class HostsGroup(HostsMessages):
         except Broken:
             return self.broken()
         except Gone as gone:
-            return self._failing.gone(gone, doing)
+            return self._failing.gone(gone, self._failing.operation(header))
         except Late as late:
-            return self._failing.late(late, doing, timeout)
+            return self._failing.late(late, self._failing.operation(header), timeout)
         except movements.Uneven as uneven:
             return self._failing.tell(self._uneven(own, uneven))
         return None

@@ -52,13 +52,13 @@ class Peer:
     def send(self, transfer: MpiTransfer) -> None:
         """Begin to send, after what was sent before."""
         if reason := self._over or self._gone:
-            transfer.end(reason)
+            transfer.finish(reason)
         elif self._place == _NOWHERE:
             self._waiting.append(transfer)
             self._look()
         elif transfer.data.nbytes <= MOST_TEXT:
             self._tell(Kind.TEXT, transfer.tag, text=bytes(transfer.data))
-            transfer.end()
+            transfer.finish()
         else:
             self._offers += 1
             self._offered[self._offers] = transfer
@@ -67,7 +67,7 @@ class Peer:
     def recv(self, transfer: MpiTransfer) -> None:
         """Begin to receive, after what was posted before."""
         if self._over:
-            transfer.end(self._over)
+            transfer.finish(self._over)
             return
         self._posted[transfer.tag].append(transfer)
         self._match(transfer.tag)
@@ -125,7 +125,7 @@ class Peer:
         self._over = self._over or reason
         self._give_up(reason)
         for transfer in (*self._sending, *self._receiving):
-            transfer.end(reason)
+            transfer.finish(reason)
         self._sending, self._receiving = [], []
 
     def _look(self) -> None:
@@ -145,10 +145,10 @@ class Peer:
             transfer, message = posted.popleft(), arrived.popleft()
             size = message.size or len(message.text)
             if size != transfer.data.nbytes:
-                transfer.end(f"it sends {size} B, but {transfer.data.nbytes} B are expected")
+                transfer.finish(f"it sends {size} B, but {transfer.data.nbytes} B are expected")
             elif message.kind is Kind.TEXT:
                 transfer.data[:] = message.text
-                transfer.end()
+                transfer.finish()
             else:
                 self._ask(transfer, message)
         if not posted:
@@ -165,7 +165,7 @@ class Peer:
 
     def _received(self, transfer: MpiTransfer, carried: bool) -> None:
         self._receiving.remove(transfer)
-        transfer.end("" if carried else self._gone or _GONE)
+        transfer.finish("" if carried else self._gone or _GONE)
 
     def _give(self, asked: Message) -> None:
         """Send what was offered; or say that it doesn't come, since it was taken back."""
@@ -179,13 +179,13 @@ class Peer:
 
     def _sent(self, transfer: MpiTransfer, carried: bool) -> None:
         self._sending.remove(transfer)
-        transfer.end("" if carried else self._gone or _GONE)
+        transfer.finish("" if carried else self._gone or _GONE)
 
     def _give_up(self, reason: str) -> None:
         """End all that MPI has no part in yet."""
         posted = [transfer for each in self._posted.values() for transfer in each]
         for transfer in (*self._waiting, *self._offered.values(), *posted):
-            transfer.end(reason)
+            transfer.finish(reason)
         self._waiting.clear()
         self._offered.clear()
         self._posted.clear()

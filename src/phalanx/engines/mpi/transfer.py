@@ -6,7 +6,8 @@ import queue
 import threading
 from typing import TYPE_CHECKING
 
-from phalanx.engines.interface import EngineError, Transfer
+from phalanx.engines.announced import Announced
+from phalanx.engines.interface import EngineError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,39 +45,13 @@ class Calls:
             call()
 
 
-class MpiTransfer(Transfer):
+class MpiTransfer(Announced):
     """Bytes for or from a rank, under a tag; the thread of MPI says when it has ended."""
 
     def __init__(self, data: memoryview, peer: int, tag: int, calls: Calls) -> None:
-        self.data, self.peer, self.tag = data, peer, tag
-        self._calls = calls
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._error: EngineError | None = None
-        self._call: Callable[[], None] | None = None
+        super().__init__(data, calls.put)
+        self.peer, self.tag = peer, tag
 
-    def end(self, reason: str = "") -> None:
+    def finish(self, reason: str = "") -> None:
         """It has ended: well, or for a reason."""
-        with self._lock:
-            if self._ended.is_set():
-                return
-            if reason:
-                self._error = EngineError(self.peer, reason)
-            self._ended.set()
-            call, self._call = self._call, None
-        if call is not None:
-            self._calls.put(call)
-
-    def wait(self, seconds: float) -> bool:
-        if not self._ended.wait(seconds):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def then(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._call = call
-                return
-        self._calls.put(call)
+        self.end(EngineError(self.peer, reason) if reason else None)

@@ -7,13 +7,15 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from phalanx.engines.interface import EngineError, Transfer
+from phalanx.engines.announced import Announced
+from phalanx.engines.interface import EngineError
 from phalanx.engines.relay.sockets import FRAME
 from phalanx.engines.relay.words import Kind, Word
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.engines.interface import Transfer
     from phalanx.engines.relay.line import Line
 
 __all__ = ["Peer"]
@@ -28,40 +30,12 @@ _MOST_GRANTED = 4 * 2**20
 """Bytes of others that may be on their way."""
 
 
-class _RelayTransfer(Transfer):
-    """Either side's; the bytes are those of the caller."""
+class _RelayTransfer(Announced):
+    """Either side's."""
 
     def __init__(self, data: memoryview, call: Callable[[Callable[[], None]], None]) -> None:
-        self.data = data
+        super().__init__(data, call)
         self.moved = self.granted = 0
-        self._later = call
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._error: EngineError | None = None
-        self._call: Callable[[], None] | None = None
-
-    def end(self, error: EngineError | None = None) -> None:
-        """It is over; with an error, if it can't be done."""
-        self._error = error
-        with self._lock:
-            self._ended.set()
-            call, self._call = self._call, None
-        if call is not None:
-            self._later(call)
-
-    def wait(self, seconds: float) -> bool:
-        if not self._ended.wait(seconds):
-            return False
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def then(self, call: Callable[[], None]) -> None:
-        with self._lock:
-            if not self._ended.is_set():
-                self._call = call
-                return
-        self._later(call)
 
 
 class _Message:
