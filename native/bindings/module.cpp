@@ -10,6 +10,7 @@ NB_MODULE(_native, module) {
   bind_call_site(module);
   bind_black_box(module);
   bind_arena(module);
+  bind_commons(module);
   auto group = bind_group(module);
   bind_collectives(group);
   bind_compose(group);

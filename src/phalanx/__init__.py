@@ -33,6 +33,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from phalanx.backend.abort import abort as abort
+    from phalanx.backend.hosts_of import host_ranks as host_ranks
     from phalanx.backend.options import Options as Options
     from phalanx.backend.shared import empty_shared as empty_shared
     from phalanx.errors import Aborted as Aborted
@@ -59,6 +60,7 @@ _HOMES = {
     "UsageError": "phalanx.errors",
     "abort": "phalanx.backend.abort",
     "empty_shared": "phalanx.backend.shared",
+    "host_ranks": "phalanx.backend.hosts_of",
     "init": "phalanx.launch.session",
     "report": "phalanx.observe.recording",
 }
@@ -76,6 +78,7 @@ __all__ = [
     "__version__",
     "abort",
     "empty_shared",
+    "host_ranks",
     "init",
     "launch",
     "report",

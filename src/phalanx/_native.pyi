@@ -16,6 +16,7 @@ MAX_RANKS: int
 INLINE_BYTES: int
 CHUNK_BYTES: int
 RING_BYTES: int
+PAGE_BYTES: int
 
 def supports(dtype: int, op: int) -> bool:
     """Whether a reduction operator has a meaning for a dtype."""
@@ -107,6 +108,39 @@ def shared_bytes(size: int) -> Any:
 
 def shared_bytes_in_use() -> int:
     """Bytes of the arena that are allocated, in whole pages."""
+
+class Commons:
+    """Memory that the ranks of a host hold once, and of which each can still change its own.
+
+    What is written to `common` all ranks see. `own` shows the same, until this process writes to
+    it: then the page is its own copy, until it is published or dropped. Nothing synchronises here.
+    """
+
+    @staticmethod
+    def create(bytes: int) -> Commons:
+        """Zeroed memory in whole pages. Raises OSError."""
+
+    @staticmethod
+    def open(pid: int, descriptor: int, bytes: int) -> Commons:
+        """What another process has made of `bytes`. Raises OSError (EPROTO: it is another)."""
+
+    @property
+    def descriptor(self) -> int: ...
+    def close_descriptor(self) -> None:
+        """Once all have opened it; the memory stays for as long as somebody has some of it."""
+
+    def common(self, offset: int, bytes: int) -> Any:
+        """A part of the memory: an array of uint8 with `__dlpack__`, a storage of its own."""
+
+    def own(self, offset: int, bytes: int) -> Any: ...
+    def publish(self, offset: int, bytes: int) -> int:
+        """Write the pages of a range that are this process's own to `common`, and drop them.
+
+        Ranges are of whole pages. Returns how many those were.
+        """
+
+    def drop(self, offset: int, bytes: int) -> int:
+        """Drop the pages of a range that are this process's own; returns how many those were."""
 
 def segment_bytes(ranks: int) -> int:
     """Size of the segment of a group; pages come into being when first used."""

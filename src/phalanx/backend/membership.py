@@ -52,6 +52,8 @@ class Membership(dist.ProcessGroup):
         self._name = name
         self._desc = ""
         self._answers_to = "phalanx"
+        self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
+        """The ranks of each host."""
         self.engine = ""
         """What carries bytes between hosts, where there are several."""
         self._timeout = timeout.total_seconds()

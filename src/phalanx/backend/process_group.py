@@ -48,6 +48,7 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
         native = spanning(local, layout, places, store, engine, options.timeout)
     edges.smooth()
     group = ProcessGroup(native, store, rank, size, name, options.timeout)
+    group.hosts = layout.hosts
     group.engine = engine
     group._nccl.required = engine == "nccl"
     return group

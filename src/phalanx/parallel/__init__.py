@@ -1,8 +1,15 @@
 """Data parallelism on plain `torch.distributed`: runs on any backend.
 
 `gradients` averages the gradients of all ranks after a backward pass: synchronous SGD in one call.
+`data_parallel` is what DDP is, for ranks that share memory: with one copy for all of them.
 """
 
+from phalanx.parallel.data_parallel import DataParallel, ShardedOptimizer
 from phalanx.parallel.gradients import average_gradients, average_gradients_per_parameter
 
-__all__ = ["average_gradients", "average_gradients_per_parameter"]
+__all__ = [
+    "DataParallel",
+    "ShardedOptimizer",
+    "average_gradients",
+    "average_gradients_per_parameter",
+]

@@ -1,0 +1,161 @@
+#include "phalanx/commons.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "phalanx/segment.h"
+
+namespace phalanx {
+namespace {
+
+// /proc/self/pagemap: a word for each page, of which these bits say what lies there.
+constexpr std::uint64_t kPresent = 1ULL << 63;
+constexpr std::uint64_t kSwapped = 1ULL << 62;
+constexpr std::uint64_t kOfFile = 1ULL << 61;
+
+Status system_error(int error) { return Status{.code = Code::system, .error = error}; }
+
+std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+// Calls `each(start, bytes)` for every run of pages in [base, base + bytes) that a private mapping
+// of a file has copies of. Where the kernel doesn't tell, that may be all of them.
+template <class Each>
+void for_copied(std::byte* base, std::size_t bytes, Each each) {
+  const int map = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  std::array<std::uint64_t, 512> words;
+  std::size_t run = 0;
+  std::size_t done = 0;
+  const auto first = reinterpret_cast<std::uintptr_t>(base) / kPage;
+  while (done < bytes) {
+    const std::size_t pages = std::min(words.size(), (bytes - done) / kPage);
+    const std::size_t wanted = pages * sizeof(std::uint64_t);
+    const auto place = static_cast<off_t>((first + done / kPage) * sizeof(std::uint64_t));
+    if (map < 0 || pread(map, words.data(), wanted, place) != static_cast<ssize_t>(wanted)) {
+      words.fill(kPresent);
+    }
+    for (std::size_t i = 0; i < pages; ++i, done += kPage) {
+      const bool copied =
+          (words[i] & kSwapped) != 0 || (words[i] & (kPresent | kOfFile)) == kPresent;
+      if (copied) {
+        run += kPage;
+      } else if (run != 0) {
+        each(base + done - run, run);
+        run = 0;
+      }
+    }
+  }
+  if (run != 0) {
+    each(base + done - run, run);
+  }
+  if (map >= 0) {
+    ::close(map);
+  }
+}
+
+}  // namespace
+
+Commons::Commons(std::byte* common, std::byte* own, std::size_t bytes, int fd)
+    : common_(common), own_(own), bytes_(bytes), fd_(fd) {}
+
+Commons::~Commons() {
+  munmap(common_, bytes_);
+  munmap(own_, bytes_);
+  close_descriptor();
+}
+
+void Commons::close_descriptor() {
+  if (fd_ >= 0) {
+    ::close(std::exchange(fd_, -1));
+  }
+}
+
+std::unique_ptr<Commons> Commons::map(int fd, std::size_t bytes, Status& status) {
+  void* common = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* own = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+  if (common == MAP_FAILED || own == MAP_FAILED) {
+    status = system_error(errno);
+    for (void* base : {common, own}) {
+      if (base != MAP_FAILED) {
+        munmap(base, bytes);
+      }
+    }
+    ::close(fd);
+    return nullptr;
+  }
+  return std::unique_ptr<Commons>(
+      new Commons(static_cast<std::byte*>(common), static_cast<std::byte*>(own), bytes, fd));
+}
+
+std::unique_ptr<Commons> Commons::create(std::size_t bytes, Status& status) {
+  const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
+  const int fd = memfd_create("phalanx-commons", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  if (fd < 0) {
+    status = system_error(errno);
+    return nullptr;
+  }
+  const int seals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
+  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(size)) != 0 ||
+      fcntl(fd, F_ADD_SEALS, seals) != 0) {
+    status = system_error(errno);
+    ::close(fd);
+    return nullptr;
+  }
+  auto made = map(fd, size, status);
+  if (made) {
+    status = Segment::prefault(made->common_, size);
+    if (!status.ok()) {
+      return nullptr;
+    }
+  }
+  return made;
+}
+
+std::unique_ptr<Commons> Commons::open(int pid, int descriptor, std::size_t bytes, Status& status) {
+  const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
+  const int fd = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+  if (fd < 0) {
+    status = system_error(errno);
+    return nullptr;
+  }
+  struct stat info{};
+  const int seals = fcntl(fd, F_GET_SEALS);
+  if (fstat(fd, &info) != 0 || seals < 0 || (seals & F_SEAL_SHRINK) == 0 ||
+      info.st_size != static_cast<off_t>(size)) {
+    status = system_error(EPROTO);
+    ::close(fd);
+    return nullptr;
+  }
+  return map(fd, size, status);
+}
+
+std::size_t Commons::publish(std::size_t offset, std::size_t bytes) {
+  std::size_t pages = 0;
+  for_copied(own_ + offset, bytes, [&](std::byte* start, std::size_t size) {
+    std::memcpy(common_ + (start - own_), start, size);
+    madvise(start, size, MADV_DONTNEED);
+    pages += size / kPage;
+  });
+  return pages;
+}
+
+std::size_t Commons::drop(std::size_t offset, std::size_t bytes) {
+  std::size_t pages = 0;
+  for_copied(own_ + offset, bytes, [&](std::byte* start, std::size_t size) {
+    madvise(start, size, MADV_DONTNEED);
+    pages += size / kPage;
+  });
+  return pages;
+}
+
+}  // namespace phalanx

@@ -1,0 +1,192 @@
+// Memory held in common: who writes to his own sees that, the others don't, until it is published.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "phalanx/commons.h"
+#include "ranks.h"
+
+using namespace phalanx;
+using ranks::Random;
+
+namespace {
+
+constexpr std::size_t kPages = 40;
+constexpr std::size_t kBytes = kPages * kPage;
+
+std::unique_ptr<Commons> create(std::size_t bytes = kBytes) {
+  Status status;
+  auto made = Commons::create(bytes, status);
+  CHECK(status.ok());
+  CHECK(made != nullptr);
+  return made;
+}
+
+std::unique_ptr<Commons> open(const Commons& other, std::size_t bytes = kBytes) {
+  Status status;
+  auto opened = Commons::open(getpid(), other.descriptor(), bytes, status);
+  CHECK(status.ok());
+  CHECK(opened != nullptr);
+  return opened;
+}
+
+// Resident memory of this process that is nobody else's, in bytes.
+std::size_t anonymous() {
+  std::ifstream file("/proc/self/smaps_rollup");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("Anonymous:")) {
+      std::size_t kilobytes = 0;
+      std::istringstream(line.substr(10)) >> kilobytes;
+      return kilobytes * 1024;
+    }
+  }
+  return 0;
+}
+
+}  // namespace
+
+TEST(what_is_common_all_see) {
+  const auto one = create();
+  const auto other = open(*one);
+  CHECK_EQ(one->bytes(), kBytes);
+  one->common()[5] = std::byte{7};
+  other->common()[kBytes - 1] = std::byte{8};
+  for (const Commons* rank : {one.get(), other.get()}) {
+    CHECK(rank->own()[5] == std::byte{7});
+    CHECK(rank->own()[kBytes - 1] == std::byte{8});
+    CHECK(rank->common()[5] == std::byte{7});
+  }
+}
+
+TEST(what_is_written_to_ones_own_only_one_sees) {
+  const auto one = create();
+  const auto other = open(*one);
+  one->own()[10] = std::byte{1};
+  CHECK(other->own()[10] == std::byte{0});
+  CHECK(one->common()[10] == std::byte{0});
+  CHECK_EQ(one->drop(0, kBytes), 1UL);
+  CHECK(one->own()[10] == std::byte{0});
+  CHECK_EQ(one->drop(0, kBytes), 0UL);
+}
+
+TEST(a_copied_page_follows_again_once_it_is_dropped) {
+  const auto one = create();
+  const auto other = open(*one);
+  one->own()[kPage] = std::byte{1};
+  other->common()[kPage + 1] = std::byte{2};
+  CHECK(one->own()[kPage + 1] == std::byte{0});
+  CHECK_EQ(one->drop(kPage, kPage), 1UL);
+  CHECK(one->own()[kPage + 1] == std::byte{2});
+}
+
+// Any writes by two ranks, published and dropped at random, against plain arrays.
+TEST(publishing_and_dropping_do_what_they_do_on_plain_memory) {
+  const auto one = create();
+  const auto other = open(*one);
+  Commons* all[] = {one.get(), other.get()};
+  std::vector<std::byte> common(kBytes);
+  std::vector<std::byte> own[2] = {common, common};
+  std::vector<bool> copied[2] = {std::vector<bool>(kPages), std::vector<bool>(kPages)};
+  Random random(3);
+  for (int round = 0; round < ranks::scaled(4000); ++round) {
+    const std::size_t who = random.below(2);
+    const std::size_t page = random.below(kPages);
+    const std::size_t pages = 1 + random.below(kPages - page);
+    if (!random.one_in(3)) {
+      const std::size_t at = page * kPage + random.below(kPage);
+      const auto value = static_cast<std::byte>(random.below(256));
+      all[who]->own()[at] = own[who][at] = value;
+      copied[who][page] = true;
+      continue;
+    }
+    const bool publish = random.one_in(2);
+    std::size_t expected = 0;
+    for (std::size_t i = page; i < page + pages; ++i) {
+      std::byte* mine = own[who].data() + i * kPage;
+      std::byte* shared = common.data() + i * kPage;
+      if (copied[who][i]) {
+        ++expected;
+        copied[who][i] = false;
+        std::memcpy(publish ? shared : mine, publish ? mine : shared, kPage);
+      }
+      for (int rank = 0; rank < 2; ++rank) {
+        if (!copied[rank][i]) {
+          std::memcpy(own[rank].data() + i * kPage, shared, kPage);
+        }
+      }
+    }
+    const auto call = publish ? &Commons::publish : &Commons::drop;
+    CHECK_EQ((all[who]->*call)(page * kPage, pages * kPage), expected);
+    for (int rank = 0; rank < 2; ++rank) {
+      CHECK(std::memcmp(all[rank]->own(), own[rank].data(), kBytes) == 0);
+      CHECK(std::memcmp(all[rank]->common(), common.data(), kBytes) == 0);
+    }
+  }
+}
+
+TEST(equal_replicas_cost_nothing) {
+  constexpr std::size_t kLarge = 64UL << 20;
+  const auto one = create(kLarge);
+  const auto other = open(*one, kLarge);
+  const std::size_t before = anonymous();
+  std::size_t sum = 0;
+  for (std::size_t at = 0; at < kLarge; at += kPage) {
+    sum += static_cast<std::size_t>(one->own()[at]) + static_cast<std::size_t>(other->own()[at]);
+  }
+  CHECK_EQ(sum, 0UL);
+  CHECK(anonymous() < before + kLarge / 8);
+}
+
+TEST(it_lives_as_long_as_somebody_maps_it) {
+  auto one = create();
+  const auto other = open(*one);
+  one->common()[1] = std::byte{9};
+  one->close_descriptor();
+  one->close_descriptor();
+  CHECK_EQ(one->descriptor(), -1);
+  one.reset();
+  CHECK(other->own()[1] == std::byte{9});
+}
+
+TEST(a_peer_sees_it_in_its_own_process) {
+  const auto one = create();
+  const pid_t child = fork();
+  if (child == 0) {
+    Status status;
+    const auto opened = Commons::open(getppid(), one->descriptor(), kBytes, status);
+    if (!opened) _exit(1);
+    opened->own()[3] = std::byte{4};
+    opened->own()[kPage] = std::byte{5};
+    _exit(opened->publish(0, kPage) == 1 ? 0 : 2);
+  }
+  int ending = -1;
+  CHECK_EQ(waitpid(child, &ending, 0), child);
+  CHECK_EQ(ending, 0);
+  CHECK(one->own()[3] == std::byte{4});
+  CHECK(one->own()[kPage] == std::byte{0});
+}
+
+TEST(what_is_something_else_is_refused) {
+  const auto one = create();
+  Status status;
+  CHECK(Commons::open(getpid(), one->descriptor(), kBytes + 1, status) == nullptr);
+  CHECK_EQ(status.error, EPROTO);
+  int ends[2];
+  CHECK_EQ(pipe(ends), 0);
+  CHECK(Commons::open(getpid(), ends[0], kBytes, status) == nullptr);
+  CHECK_EQ(status.error, EPROTO);
+  close(ends[0]);
+  close(ends[1]);
+  CHECK(Commons::open(getpid(), ends[0], kBytes, status) == nullptr);
+  CHECK_EQ(status.error, ENOENT);
+}
+
+TEST(more_than_the_machine_has_is_an_error) {
+  Status status;
+  CHECK(Commons::create(~std::size_t{0} / 4, status) == nullptr);
+  CHECK(!status.ok());
+}

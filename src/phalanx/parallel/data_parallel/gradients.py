@@ -1,0 +1,150 @@
+"""From the gradients that a backward pass makes to their averages, held once per host.
+
+As a gradient is made, it goes into the memory that the host shares, chunk by chunk in the order of
+the layout; a chunk that is full is reduced while the backward pass goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.parallel.data_parallel.layout import Layout
+from phalanx.parallel.data_parallel.memory import HostMemory
+from phalanx.parallel.data_parallel.places import Places
+from phalanx.parallel.data_parallel.reducing import reducer
+from phalanx.parallel.data_parallel.views import flat, shaped_like
+
+__all__ = ["Gradients"]
+
+
+class _Cut(NamedTuple):
+    """Elements `start` to `end` of a parameter, and where they go."""
+
+    chunk: int
+    start: int
+    end: int
+    room: Tensor
+
+
+class Gradients:
+    """The gradients of a model's parameters.
+
+    Args:
+        parameters: Of dtypes, shapes and strides that are the same on all ranks.
+        layout: Where they lie; their gradients lie in the same way.
+        places: Who is where.
+    """
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layout: Layout, places: Places
+    ) -> None:
+        self.memory = HostMemory(layout.bytes, places)
+        self._parameters = parameters
+        self._layout = layout
+        self._reducer = reducer(layout, self.memory, places)
+        self._cuts = _cuts(layout, self._reducer.room)
+        averages = [
+            self.memory.own(spot.start, spot.end, layout.dtype(number))
+            for number, spot in enumerate(layout.spots)
+        ]
+        self._averaged_marks = averages.pop()
+        self._averages = [
+            shaped_like(memory, parameter)
+            for memory, parameter in zip(averages, parameters, strict=True)
+        ]
+        self._begin()
+
+    def has(self, number: int) -> bool:
+        """Whether a parameter has a gradient."""
+        return self._parameters[number].grad is not None
+
+    def is_average(self, gradient: Tensor, number: int) -> bool:
+        """Whether that is the tensor of a parameter's averages, changed in place or not."""
+        return gradient.data_ptr() == self._averages[number].data_ptr()
+
+    def average(self, start: int, end: int, number: int) -> Tensor:
+        """What this rank sees of the averages of a parameter's elements, at these bytes."""
+        return self.memory.own(start, end, self._layout.dtype(number))
+
+    def _begin(self) -> None:
+        self.under_way = False
+        self._ready = [False] * len(self._parameters)
+        self._present = [False] * len(self._parameters)
+        self._cursor = 0  # in the layout's order
+        self._open = -1  # the chunk that is being written
+
+    def take(self, number: int) -> None:
+        """Take a parameter's gradient, which is complete on this rank, out of its `grad`."""
+        self.under_way = True
+        self._ready[number] = True
+        order = self._layout.order
+        while self._cursor < len(self._ready) and self._ready[order[self._cursor]]:
+            self._write(order[self._cursor])
+            self._cursor += 1
+
+    def finish(self) -> None:
+        """Reduce what there is, and put the averages into the parameters' `grad`.
+
+        A gradient that this rank lacks counts as zeros; one that all ranks lack stays None.
+        """
+        order = self._layout.order
+        for number in order[self._cursor : -1]:
+            self._write(number)
+        self._put(order[-1], torch.tensor(self._present, dtype=self._averaged_marks.dtype))
+        self._launch_open()
+        self._reducer.finish()
+        self.memory.drop()
+        marks = self._averaged_marks.tolist()
+        for parameter, average, mark in zip(self._parameters, self._averages, marks, strict=True):
+            if mark:
+                parameter.grad = average
+        self._begin()
+
+    def _write(self, number: int) -> None:
+        parameter = self._parameters[number]
+        gradient = parameter.grad
+        if gradient is None:
+            self._put(number, None)
+            return
+        self._present[number] = True
+        self._put(number, flat(gradient, parameter))
+        parameter.grad = None  # what it took is free for the next one
+
+    def _put(self, number: int, elements: Tensor | None) -> None:
+        for cut in self._cuts[number]:
+            if cut.chunk != self._open:
+                self._launch_open()
+                self._open = cut.chunk
+                self._reducer.wait_for_room(cut.chunk)
+            if elements is None:
+                cut.room.zero_()
+            else:
+                cut.room.copy_(elements[cut.start : cut.end])
+
+    def _launch_open(self) -> None:
+        if self._open >= 0:
+            self._reducer.launch(self._open)
+            self._open = -1
+
+
+def _cuts(layout: Layout, room: Callable[[int], Tensor]) -> list[list[_Cut]]:
+    """Which elements of each parameter go where."""
+    cuts: list[list[_Cut]] = [[] for _ in layout.spots]
+    chunk = 0
+    for number in layout.order:
+        spot, size = layout.spots[number], layout.dtype(number).itemsize
+        while chunk + 1 < len(layout.chunks) and layout.chunks[chunk][1] <= spot.start:
+            chunk += 1
+        for at in range(chunk, len(layout.chunks)):
+            start, end, _ = layout.chunks[at]
+            first, last = max(start, spot.start), min(end, spot.end)
+            if first >= last:
+                break
+            part = room(at)[(first - start) // size : (last - start) // size]
+            place = (first - spot.start) // size, (last - spot.start) // size
+            cuts[number].append(_Cut(at, *place, part))
+    return cuts

@@ -1,0 +1,228 @@
+"""An optimizer whose work and state is divided among the ranks of a host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn, optim
+
+from phalanx.errors import UsageError
+from phalanx.parallel.data_parallel import states
+from phalanx.parallel.data_parallel.layout import Piece
+from phalanx.parallel.data_parallel.states import NAMING
+from phalanx.parallel.data_parallel.views import flat
+
+if TYPE_CHECKING:
+    from phalanx.parallel.data_parallel.module import DataParallel
+
+__all__ = ["ELEMENTWISE", "ShardedOptimizer"]
+
+#: Optimizers of PyTorch that treat each element by itself.
+ELEMENTWISE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adagrad,
+    optim.Adadelta,
+    optim.Adamax,
+    optim.ASGD,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+)
+
+
+class ShardedOptimizer(optim.Optimizer):
+    """Updates on each rank a slice of the model's parameters, in the memory that all ranks share.
+
+    Made by `DataParallel.optimizer`. It is used like the optimizer that it divides: `param_groups`
+    are those of the whole model, so that schedulers work, and the step is bitwise the same. `state`
+    is empty: what a rank has of it are slices; `state_dict` has all.
+    """
+
+    def __init__(
+        self,
+        model: DataParallel,
+        kind: Callable[..., optim.Optimizer],
+        params: Iterable[Any] | None,
+        *,
+        elementwise: bool,
+        **options: Any,
+    ) -> None:
+        if not elementwise and kind not in ELEMENTWISE:
+            known = ", ".join(one.__name__ for one in ELEMENTWISE)
+            raise UsageError(
+                f"DataParallel.optimizer: {getattr(kind, '__name__', kind)} given, expected one "
+                f"that treats each element by itself ({known}): give elementwise=True if it does, "
+                "else make it yourself, with model.parameters(), as for DDP"
+            )
+        self._model = model
+        self._numbers = {id(owner): number for number, owner in enumerate(model._trained)}
+        self._sealed = False
+        # Its defaults, and its checks of the options, before anything is made of them.
+        defaults = kind([torch.zeros(1)], **options).defaults
+        super().__init__(list(model._trained if params is None else params), defaults)
+        self._sealed = True
+        self._pieces = self._cut()
+        self._inner = self._make(kind, options)
+        self._averages: list[tuple[nn.Parameter, Piece, Tensor]] = [
+            (owner, piece, model._gradients.average(piece.start, piece.end, piece.parameter))
+            for pieces in self._pieces
+            for owner, piece in pieces
+        ]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the base class has it, while this is being made."""
+        if self._sealed:
+            raise UsageError(
+                "add_param_group: the parameters are divided among the ranks already: make a new "
+                "optimizer with model.optimizer(...)"
+            )
+        super().add_param_group(param_group)
+        for owner in self.param_groups[-1]["params"]:
+            if id(owner) not in self._numbers:
+                raise UsageError(
+                    f"DataParallel.optimizer: a parameter {list(owner.shape)} given that isn't of "
+                    "this model, or doesn't require a gradient"
+                )
+
+    def _cut(self) -> list[list[tuple[nn.Parameter, Piece]]]:
+        """What this rank has of each group's parameters."""
+        model = self._model
+        group_of = {
+            self._numbers[id(owner)]: index
+            for index, group in enumerate(self.param_groups)
+            for owner in group["params"]
+        }
+        pieces: list[list[tuple[nn.Parameter, Piece]]] = [[] for _ in self.param_groups]
+        places, layout = model._places, model._layout
+        for piece in layout.pieces(places.local_rank) if places.owns else []:
+            if (index := group_of.get(piece.parameter)) is not None:
+                part = model._memory.common(piece.start, piece.end, layout.dtype(piece.parameter))
+                pieces[index].append((nn.Parameter(part), piece))
+        return pieces
+
+    def _make(self, kind: Callable[..., optim.Optimizer], options: dict[str, Any]) -> Any:
+        """The optimizer of this rank's pieces; None if it has none."""
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key not in NAMING},
+                "params": [owner for owner, _ in pieces],
+            }
+            for group, pieces in zip(self.param_groups, self._pieces, strict=True)
+        ]
+        return kind(groups, **options) if any(group["params"] for group in groups) else None
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update this rank's slices, with the gradients that it sees; blocks until all have.
+
+        All ranks of the host must call it.
+
+        Args:
+            closure: Computes the loss again; called once, before the update.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        model = self._model
+        model._places.meet()  # nobody reads the parameters any more
+        self._publish()
+        if self._inner is not None:
+            self._update()
+        model._places.meet()
+        model._memory.drop()
+        return loss
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+            inner.update({key: group[key] for key in inner if key != "params" and key in group})
+        trained = self._model._trained
+        for owner, piece, average in self._averages:
+            gradient = trained[piece.parameter].grad
+            if gradient is None:
+                owner.grad = None
+            elif self._model._gradients.is_average(gradient, piece.parameter):
+                owner.grad = average
+            else:  # the user has put another one there
+                owner.grad = self._part(flat(gradient, trained[piece.parameter]), piece)
+        self._inner.step()
+
+    def _part(self, elements: Tensor, piece: Piece) -> Tensor:
+        """A piece of a parameter's elements."""
+        layout = self._model._layout
+        start, size = layout.spots[piece.parameter].start, elements.element_size()
+        return elements[(piece.start - start) // size : (piece.end - start) // size]
+
+    def _publish(self) -> None:
+        """What the user has written to this rank's slices, in place, is where the step begins."""
+        model = self._model
+        if model._places.owns:
+            for start, end, _ in model._layout.slices(model._places.local_rank):
+                model._memory.publish(start, end)
+
+    # The state, as the optimizer that is divided would have it.
+
+    def _states(self) -> list[tuple[Piece, dict[str, Any]]]:
+        """The state of each piece of this rank."""
+        if self._inner is None:
+            return []
+        return [(piece, self._inner.state.get(owner, {})) for owner, piece, _ in self._averages]
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the whole model, in the format of the optimizer that is divided.
+
+        All ranks of a host must call it, and it blocks until they have. Each gets all of it; the
+        tensors are in memory that the host holds once.
+        """
+        packed = super().state_dict()
+        found = states.collect(self._states(), self._model._trained, self._model)
+        index = {number: i for i, number in enumerate(self._order())}
+        packed["state"] = {i: found[n] for n, i in index.items() if n in found}
+        return packed
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take this rank's slices of what `state_dict` of this, or of a plain optimizer, returned.
+
+        Each rank may do so by itself.
+
+        Raises:
+            UsageError: It is for other groups of parameters, or for parameters of other shapes.
+        """
+        states.check(state_dict, self.param_groups)
+        trained = self._model._trained
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: saved[key] for key in saved if key not in NAMING})
+        index = {number: i for i, number in enumerate(self._order())}
+        for owner, piece, _ in self._averages:
+            whole = state_dict["state"].get(index[piece.parameter])
+            if whole is None:
+                self._inner.state.pop(owner, None)
+                continue
+            parameter = trained[piece.parameter]
+            self._inner.state[owner] = {
+                key: self._own_part(key, value, parameter, piece) for key, value in whole.items()
+            }
+
+    def _own_part(self, key: str, value: Any, parameter: Tensor, piece: Piece) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0 and key == "step":
+            return value.clone()
+        value = value.to(parameter.dtype) if value.is_floating_point() else value
+        if value.dim() == 0 and parameter.dim():
+            return value.clone()
+        return self._part(flat(value, parameter), piece).clone()
+
+    def _order(self) -> list[int]:
+        """The numbers of the parameters, in the order of the groups."""
+        return [self._numbers[id(owner)] for group in self.param_groups for owner in group["params"]]

@@ -1,0 +1,90 @@
+"""The parameters of a model, moved into memory that the host holds once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.errors import UsageError
+from phalanx.parallel.data_parallel.layout import Layout
+from phalanx.parallel.data_parallel.memory import HostMemory
+from phalanx.parallel.data_parallel.places import Places
+from phalanx.parallel.data_parallel.views import flat, shaped_like
+
+__all__ = ["check", "check_same", "move"]
+
+
+def check(module: nn.Module) -> None:
+    """Raise UsageError for a module that can't be made data-parallel; asks no other rank."""
+    parameters = list(module.named_parameters())
+    if not any(parameter.requires_grad for _, parameter in parameters):
+        raise UsageError(
+            f"DataParallel: {type(module).__name__} has no parameter that requires a gradient: "
+            "use it as it is"
+        )
+    for name, parameter in parameters:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"DataParallel: parameter {name} has no shape yet: run a forward pass first"
+            )
+        if parameter.device.type != "cpu" or parameter.layout != torch.strided:
+            raise UsageError(
+                f"DataParallel: parameter {name} {list(parameter.shape)} is {parameter.layout} on "
+                f"{parameter.device}, expected a dense one on the CPU: use PyTorch's "
+                "DistributedDataParallel for others"
+            )
+
+
+def check_same(module: nn.Module, places: Places) -> None:
+    """Raise UsageError on all ranks if they have different models; blocks until all have come."""
+    own = [
+        (name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        for name, parameter in module.named_parameters()
+    ]
+    all_of: list[list[tuple[object, ...]]] = [[]] * places.world_size
+    dist.all_gather_object(all_of, own, group=places.group)
+    for rank, other in enumerate(all_of):
+        if other == all_of[0]:
+            continue
+        length = max(len(other), len(all_of[0]))
+        first, second = ([*found, *[None] * (length - len(found))] for found in (all_of[0], other))
+        index = next(i for i in range(length) if first[i] != second[i])
+        raise UsageError(
+            f"DataParallel: the ranks have different models: parameter {index} is "
+            f"{_words(first[index])} on rank 0, {_words(second[index])} on rank {rank} of the group"
+        )
+
+
+def _words(found: Sequence[object] | None) -> str:
+    if found is None:
+        return "missing"
+    name, shape, dtype, trainable = found
+    return f"{name} {shape} {dtype}" + ("" if trainable else " (frozen)")
+
+
+@torch.no_grad()
+def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> HostMemory:
+    """Move parameters into memory that the host holds once, with the values of the group's rank 0.
+
+    Each parameter stays the same object. Blocks until all ranks have come.
+    """
+    memory = HostMemory(layout.bytes, places)
+    views: Mapping[int, Tensor] = {
+        number: memory.common(spot.start, spot.end, layout.dtype(number))
+        for number, spot in enumerate(layout.spots[: len(parameters)])
+    }
+    if dist.get_rank(places.group) == 0:
+        for number, parameter in enumerate(parameters):
+            views[number].copy_(flat(parameter.detach(), parameter))
+    if places.rail is not None and places.local_rank == 0:
+        for start, end, dtype in layout.chunks:
+            dist.broadcast(memory.common(start, end, dtype), group=places.rail, group_src=0)
+    places.meet()
+    for number, parameter in enumerate(parameters):
+        spot = layout.spots[number]
+        own = memory.own(spot.start, spot.end, parameter.dtype)
+        parameter.data = shaped_like(own, parameter)
+    return memory

@@ -1,0 +1,64 @@
+"""Who shares memory with whom, and which rank owns which slices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+import phalanx
+
+__all__ = ["Places", "find_places"]
+
+
+@dataclass(frozen=True)
+class Places:
+    """This rank's place among those of a group.
+
+    Attributes:
+        group: All ranks.
+        host: The group of this rank's host; None if it is alone there.
+        rail: The group of the ranks with this local rank on all hosts, which own the same slices;
+            None if there is one host, or this rank owns nothing.
+        local_rank: This rank's number on its host.
+        local_size: Ranks on its host.
+        owners: Ranks of each host that own slices: as many as the smallest host has.
+        hosts: How many hosts there are.
+    """
+
+    group: dist.ProcessGroup
+    host: dist.ProcessGroup | None
+    rail: dist.ProcessGroup | None
+    local_rank: int
+    local_size: int
+    owners: int
+    hosts: int
+
+    @property
+    def world_size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def owns(self) -> bool:
+        """Whether this rank owns a slice of each chunk."""
+        return self.local_rank < self.owners
+
+    def meet(self) -> None:
+        """Wait until all ranks of this host have come."""
+        if self.host is not None:
+            dist.barrier(self.host)
+
+
+def find_places(group: dist.ProcessGroup | None) -> Places:
+    """Find this rank's place and form the groups that it needs; all ranks of the group call it."""
+    whole = group or dist.group.WORLD
+    hosts = phalanx.host_ranks(whole)
+    own = next(ranks for ranks in hosts if dist.get_rank() in ranks)
+    local_rank, owners = own.index(dist.get_rank()), min(map(len, hosts))
+    host = rail = None
+    if len(own) > 1:
+        host = dist.new_group(own, use_local_synchronization=True)
+    if len(hosts) > 1 and local_rank < owners:
+        members = [ranks[local_rank] for ranks in hosts]
+        rail = dist.new_group(members, use_local_synchronization=True)
+    return Places(whole, host, rail, local_rank, len(own), owners, len(hosts))

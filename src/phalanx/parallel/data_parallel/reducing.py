@@ -1,0 +1,148 @@
+"""How a chunk of gradients becomes the average over all ranks.
+
+`fill` is where a rank writes its chunk, `launch` begins to reduce it, and once `finish` returns the
+average is in the memory of the host. Every rank does the same with the same chunks, in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import phalanx
+from phalanx.parallel.data_parallel.layout import Layout
+from phalanx.parallel.data_parallel.memory import HostMemory
+from phalanx.parallel.data_parallel.places import Places
+
+__all__ = ["Reducer", "reducer"]
+
+# Chunks that a rank may have under way: what it has written and others haven't read yet.
+UNDER_WAY = 4
+
+
+class Reducer(Protocol):
+    """Reduces the chunks of a layout, one after another."""
+
+    def room(self, chunk: int) -> Tensor:
+        """Flat memory for this rank's part of a chunk, always the same."""
+        ...
+
+    def wait_for_room(self, chunk: int) -> None:
+        """Wait until that memory may be written again."""
+        ...
+
+    def launch(self, chunk: int) -> None:
+        """Begin to reduce a chunk that has been written."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all chunks are reduced, on all ranks of this host."""
+        ...
+
+
+def reducer(layout: Layout, memory: HostMemory, places: Places) -> Reducer:
+    """Choose by who shares memory with whom."""
+    if places.host is None:
+        return _Alone(layout, memory, places)
+    return _Together(layout, memory, places)
+
+
+class _Alone:
+    """This rank has a host of its own: it writes to where the average will be."""
+
+    def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
+        self._chunks = [memory.common(*chunk) for chunk in layout.chunks]
+        self._places = places
+        self._works: list[Any] = []
+
+    def room(self, chunk: int) -> Tensor:
+        return self._chunks[chunk]
+
+    def wait_for_room(self, chunk: int) -> None:
+        pass
+
+    def launch(self, chunk: int) -> None:
+        if self._places.rail is not None:
+            rail = self._places.rail
+            self._works.append(dist.all_reduce(self._chunks[chunk], group=rail, async_op=True))
+
+    def finish(self) -> None:
+        for work, chunk in zip(self._works, self._chunks, strict=False):
+            work.wait()
+            chunk.div_(self._places.world_size)
+        self._works.clear()
+
+
+class _Together:
+    """Ranks share memory: each owner combines its slice of what all have written.
+
+    The sum goes in the order of local ranks, then, where there are several hosts, through the
+    backend's all-reduce between the owners of the same slices.
+    """
+
+    def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
+        self._layout = layout
+        self._places = places
+        longest = max(end - start for start, end, _ in layout.chunks)
+        slots = [
+            phalanx.empty_shared(longest, dtype=torch.uint8)
+            for _ in range(min(UNDER_WAY, len(layout.chunks)))
+        ]
+        self._rooms = [
+            slots[number % len(slots)][: end - start].view(dtype)
+            for number, (start, end, dtype) in enumerate(layout.chunks)
+        ]
+        self._slots = len(slots)
+        self._mine: list[Tensor] = []
+        if places.owns:
+            self._mine = [memory.common(*cut) for cut in layout.slices(places.local_rank)]
+        self._local: deque[tuple[int, list[Any]]] = deque()
+        self._rails: deque[tuple[int, Any]] = deque()
+
+    def room(self, chunk: int) -> Tensor:
+        return self._rooms[chunk]
+
+    def wait_for_room(self, chunk: int) -> None:
+        while self._local and self._local[0][0] <= chunk - self._slots:
+            self._pass_on()
+
+    def launch(self, chunk: int) -> None:
+        places, room = self._places, self._rooms[chunk]
+        if places.local_size > places.owners:
+            works = [
+                dist.reduce(part, group=places.host, group_dst=owner, async_op=True)
+                for owner, part in enumerate(room.chunk(places.owners))
+            ]
+        else:
+            op = dist.ReduceOp.AVG if places.hosts == 1 else dist.ReduceOp.SUM
+            works = [
+                dist.reduce_scatter_tensor(
+                    self._mine[chunk], room, op=op, group=places.host, async_op=True
+                )
+            ]
+        self._local.append((chunk, works))
+
+    def finish(self) -> None:
+        while self._local:
+            self._pass_on()
+        while self._rails:
+            chunk, work = self._rails.popleft()
+            work.wait()
+            self._mine[chunk].div_(self._places.world_size)
+        self._places.meet()
+
+    def _pass_on(self) -> None:
+        """Wait for the oldest chunk of this host, and give it to the other hosts."""
+        places = self._places
+        chunk, works = self._local.popleft()
+        for work in works:
+            work.wait()
+        if places.local_size > places.owners and places.owns:
+            self._mine[chunk].copy_(self._rooms[chunk].chunk(places.owners)[places.local_rank])
+        if places.rail is not None:
+            work = dist.all_reduce(self._mine[chunk], group=places.rail, async_op=True)
+            self._rails.append((chunk, work))
