@@ -50,7 +50,7 @@ void bind_commons(nb::module_& module) {
             auto commons = Commons::create(bytes, status);
             return made(std::move(commons), status);
           },
-          nb::arg("bytes"))
+          nb::arg("size"))
       .def_static(
           "open",
           [](int pid, int descriptor, std::size_t bytes) {
@@ -58,7 +58,7 @@ void bind_commons(nb::module_& module) {
             auto commons = Commons::open(pid, descriptor, bytes, status);
             return made(std::move(commons), status);
           },
-          nb::arg("pid"), nb::arg("descriptor"), nb::arg("bytes"))
+          nb::arg("pid"), nb::arg("descriptor"), nb::arg("size"))
       .def_prop_ro("descriptor", &Commons::descriptor)
       .def("close_descriptor", &Commons::close_descriptor)
       .def(
@@ -66,13 +66,13 @@ void bind_commons(nb::module_& module) {
           [](const Held& self, std::size_t offset, std::size_t bytes) {
             return view(self, self->common(), offset, bytes);
           },
-          nb::arg("offset"), nb::arg("bytes"))
+          nb::arg("offset"), nb::arg("size"))
       .def(
           "own",
           [](const Held& self, std::size_t offset, std::size_t bytes) {
             return view(self, self->own(), offset, bytes);
           },
-          nb::arg("offset"), nb::arg("bytes"))
+          nb::arg("offset"), nb::arg("size"))
       .def(
           "publish",
           [](Commons& self, std::size_t offset, std::size_t bytes) {
@@ -80,7 +80,7 @@ void bind_commons(nb::module_& module) {
             const nb::gil_scoped_release release;
             return self.publish(offset, bytes);
           },
-          nb::arg("offset"), nb::arg("bytes"))
+          nb::arg("offset"), nb::arg("size"))
       .def(
           "drop",
           [](Commons& self, std::size_t offset, std::size_t bytes) {
@@ -88,7 +88,7 @@ void bind_commons(nb::module_& module) {
             const nb::gil_scoped_release release;
             return self.drop(offset, bytes);
           },
-          nb::arg("offset"), nb::arg("bytes"));
+          nb::arg("offset"), nb::arg("size"));
   module.attr("PAGE_BYTES") = kPage;
 }
 

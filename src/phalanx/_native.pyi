@@ -117,29 +117,29 @@ class Commons:
     """
 
     @staticmethod
-    def create(bytes: int) -> Commons:
+    def create(size: int) -> Commons:
         """Zeroed memory in whole pages. Raises OSError."""
 
     @staticmethod
-    def open(pid: int, descriptor: int, bytes: int) -> Commons:
-        """What another process has made of `bytes`. Raises OSError (EPROTO: it is another)."""
+    def open(pid: int, descriptor: int, size: int) -> Commons:
+        """What another process has made of `size` bytes. Raises OSError (EPROTO: it is another)."""
 
     @property
     def descriptor(self) -> int: ...
     def close_descriptor(self) -> None:
         """Once all have opened it; the memory stays for as long as somebody has some of it."""
 
-    def common(self, offset: int, bytes: int) -> Any:
+    def common(self, offset: int, size: int) -> Any:
         """A part of the memory: an array of uint8 with `__dlpack__`, a storage of its own."""
 
-    def own(self, offset: int, bytes: int) -> Any: ...
-    def publish(self, offset: int, bytes: int) -> int:
+    def own(self, offset: int, size: int) -> Any: ...
+    def publish(self, offset: int, size: int) -> int:
         """Write the pages of a range that are this process's own to `common`, and drop them.
 
         Ranges are of whole pages. Returns how many those were.
         """
 
-    def drop(self, offset: int, bytes: int) -> int:
+    def drop(self, offset: int, size: int) -> int:
         """Drop the pages of a range that are this process's own; returns how many those were."""
 
 def segment_bytes(ranks: int) -> int:

@@ -39,7 +39,8 @@ def clip(
     # As torch.nn.utils.clip_grad_norm_ has it; NaN becomes NaN everywhere.
     scale = min(max_norm / (float(norm) + 1e-6), 1.0) if not norm.isnan() else math.nan
     if scale != 1.0:
-        torch._foreach_mul_(mine, scale)
+        for part in mine:
+            part.mul_(scale)
     places.meet()
     memory.drop()
     return norm

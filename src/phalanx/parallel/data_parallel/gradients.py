@@ -39,9 +39,7 @@ class Gradients:
         places: Who is where.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], layout: Layout, places: Places
-    ) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> None:
         self.memory = HostMemory(layout.bytes, places)
         self._parameters = parameters
         self._layout = layout

@@ -31,6 +31,7 @@ class Spot:
 
     @property
     def end(self) -> int:
+        """Of its last byte, plus one."""
         return self.start + self.bytes
 
 
@@ -88,6 +89,7 @@ class Layout:
 
     @property
     def bytes(self) -> int:
+        """Of all of it."""
         return max((region.end for region in self.regions), default=0)
 
     def dtype(self, number: int) -> torch.dtype:

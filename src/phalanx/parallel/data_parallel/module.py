@@ -31,13 +31,13 @@ class DataParallel(nn.Module):
     `grad` is the average over all ranks. It is used as `DistributedDataParallel` is, and differs
     in where things are. Parameters and averaged gradients are in memory that the ranks of a host
     share, once; gradients go there as backward makes them, and are averaged meanwhile, in rank
-    order. An optimizer made by `optimizer` updates on each rank only a slice of all parameters, with
-    that slice's state. The result is bitwise that of every rank updating all (ZeRO-1, Rajbhandari
-    et al. 2020, without its all-gather).
+    order. An optimizer made by `optimizer` updates on each rank only a slice of all parameters,
+    with that slice's state. The result is bitwise that of every rank updating all (ZeRO-1,
+    Rajbhandari et al. 2020, without its all-gather).
 
-    Each rank still sees parameters and gradients of its own: what it writes to them in place (clips,
-    clamps, loads) it alone sees, as in DDP, at the price of the pages that it writes (copy on
-    write). An ordinary optimizer works too, and then each rank has its own parameters.
+    Each rank still sees parameters and gradients of its own: what it writes to them in place
+    (clips, clamps, loads) it alone sees, as in DDP, at the price of the pages that it writes (copy
+    on write). An ordinary optimizer works too, and then each rank has its own parameters.
 
     Between hosts only the slices of gradients travel. On other backends than "phalanx", each rank
     counts as a host, and nothing is shared.
@@ -50,8 +50,8 @@ class DataParallel(nn.Module):
         module: Its parameters are dense, on the CPU, of any floating-point or complex dtype.
             They and its buffers take the values of the group's rank 0.
         group: The ranks; the default group if None.
-        broadcast_buffers: Give all ranks the buffers of rank 0 (the running statistics of BatchNorm)
-            before every forward pass in training mode.
+        broadcast_buffers: Give all ranks the buffers of rank 0 (the running statistics of
+            BatchNorm) before every forward pass in training mode.
         chunk_bytes: How much is averaged at once. Each rank keeps four chunks for gradients that
             are under way.
 
@@ -102,7 +102,7 @@ class DataParallel(nn.Module):
         self._synchronizing = False
         self._share_buffers()
         for number, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(self._taker(number))
+            parameter.register_post_accumulate_grad_hook(self._taker(number))  # type: ignore[no-untyped-call]
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; in training, the next backward pass averages the gradients."""
@@ -185,7 +185,7 @@ class DataParallel(nn.Module):
             if not self._synchronizing:
                 return
             if not self._gradients.under_way:
-                Variable._execution_engine.queue_callback(self._finish)  # type: ignore[attr-defined]
+                Variable._execution_engine.queue_callback(self._finish)
             self._gradients.take(number)
 
         return take

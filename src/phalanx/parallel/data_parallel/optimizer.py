@@ -225,4 +225,6 @@ class ShardedOptimizer(optim.Optimizer):
 
     def _order(self) -> list[int]:
         """The numbers of the parameters, in the order of the groups."""
-        return [self._numbers[id(owner)] for group in self.param_groups for owner in group["params"]]
+        return [
+            self._numbers[id(owner)] for group in self.param_groups for owner in group["params"]
+        ]

@@ -36,6 +36,7 @@ class Places:
 
     @property
     def world_size(self) -> int:
+        """Ranks of the group."""
         return dist.get_world_size(self.group)
 
     @property
@@ -55,10 +56,11 @@ def find_places(group: dist.ProcessGroup | None) -> Places:
     hosts = phalanx.host_ranks(whole)
     own = next(ranks for ranks in hosts if dist.get_rank() in ranks)
     local_rank, owners = own.index(dist.get_rank()), min(map(len, hosts))
-    host = rail = None
-    if len(own) > 1:
-        host = dist.new_group(own, use_local_synchronization=True)
-    if len(hosts) > 1 and local_rank < owners:
-        members = [ranks[local_rank] for ranks in hosts]
-        rail = dist.new_group(members, use_local_synchronization=True)
-    return Places(whole, host, rail, local_rank, len(own), owners, len(hosts))
+    rail = [ranks[local_rank] for ranks in hosts] if local_rank < owners else [dist.get_rank()]
+    # Two for every rank, though one may be of itself alone: PyTorch names a group that only its
+    # members form by how many groups each of them has.
+    formed = [dist.new_group(ranks, use_local_synchronization=True) for ranks in (own, rail)]
+    host = formed[0] if len(own) > 1 else None
+    between = formed[1] if len(rail) > 1 else None
+    assert whole is not None  # there is a default group: host_ranks has looked
+    return Places(whole, host, between, local_rank, len(own), owners, len(hosts))

@@ -20,6 +20,9 @@ from phalanx.parallel.data_parallel.places import Places
 
 __all__ = ["Reducer", "reducer"]
 
+# PyTorch 2.13 renamed it, and warns at every call of the older name.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 # Chunks that a rank may have under way: what it has written and others haven't read yet.
 UNDER_WAY = 4
 
@@ -120,9 +123,7 @@ class _Together:
         else:
             op = dist.ReduceOp.AVG if places.hosts == 1 else dist.ReduceOp.SUM
             works = [
-                dist.reduce_scatter_tensor(
-                    self._mine[chunk], room, op=op, group=places.host, async_op=True
-                )
+                _reduce_scatter(self._mine[chunk], room, op=op, group=places.host, async_op=True)
             ]
         self._local.append((chunk, works))
 

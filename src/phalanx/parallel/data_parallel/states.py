@@ -67,9 +67,14 @@ def collect(
 
 
 def _summary(state: dict[str, Any]) -> _Summary:
-    tensors = {k: v.dtype for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
-    scalars = {k: v for k, v in state.items() if k not in tensors}
-    return _Summary(tensors, {k: v.clone() if isinstance(v, Tensor) else v for k, v in scalars.items()})
+    tensors: dict[str, torch.dtype] = {}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            tensors[key] = value.dtype
+        else:
+            scalars[key] = value.clone() if isinstance(value, Tensor) else value
+    return _Summary(tensors, scalars)
 
 
 def _exchange(own: dict[int, _Summary], model: DataParallel) -> dict[int, _Summary]:

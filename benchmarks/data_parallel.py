@@ -1,0 +1,214 @@
+"""The step of data-parallel training: DataParallel, DDP on Phalanx and Gloo, no communication.
+
+    python benchmarks/data_parallel.py --model mlp --ranks 2 --json FILE
+    python benchmarks/data_parallel.py --model mlp --ranks 4 --memory
+
+`mlp`: 25 million parameters, batches of 8 samples per rank, Adam: communication-bound. `gpt`: a GPT
+of 25 million parameters, a sequence of 32 tokens per rank. `convnet`: the ConvNet of
+examples/train_digits.py, global batch 128, SGD with momentum.
+
+All modes run in the same processes in one run, in turn, with fused optimizers; DDP has
+`gradient_as_bucket_view=True`. Given are medians over the rounds of the slowest rank's mean step,
+with the quartiles. With --memory each mode runs in processes of its own, and given is what the
+ranks hold after some steps (PSS), less what they hold after some steps of a tiny model.
+"""
+
+import argparse
+import gc
+import importlib.util
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everybody does
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import phalanx
+from phalanx.bench.figures import Timing
+from phalanx.bench.machine import machine, versions
+from phalanx.parallel import DataParallel
+
+MODES = ("data_parallel", "ddp_phalanx", "ddp_gloo", "alone")
+
+
+class GPT(nn.Module):
+    """A small GPT: 25 million parameters."""
+
+    def __init__(self, width: int = 512, layers: int = 7, words: int = 4096) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        layer = nn.TransformerEncoderLayer(
+            width, 8, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, words, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits of the next token at each place of `[batch, length]`."""
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
+        hidden = self.blocks(self.embed(tokens), mask=mask, is_causal=True)
+        return self.head(hidden)
+
+
+def convnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    path = Path(__file__).parents[1] / "examples" / "train_digits.py"
+    spec = importlib.util.spec_from_file_location("train_digits", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    batch = 128 // dist.get_world_size()
+    images, labels = torch.randn(batch, 1, 28, 28), torch.randint(10, (batch,))
+    return module.ConvNet(0.25), lambda model: F.nll_loss(model(images), labels)
+
+
+def mlp() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(2500, 2500), nn.ReLU()]
+    inputs, targets = torch.randn(8, 2500), torch.randn(8, 2500)
+    return nn.Sequential(*layers), lambda model: F.mse_loss(model(inputs), targets)
+
+
+def gpt() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+    tokens = torch.randint(4096, (1, 33))
+    return GPT(), lambda model: F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:])
+
+
+MODELS = {"convnet": convnet, "mlp": mlp, "gpt": gpt}
+
+
+class Step:
+    """One rank's model in one mode."""
+
+    def __init__(self, model: str, mode: str, group: dist.ProcessGroup | None) -> None:
+        torch.manual_seed(1)
+        module, self.loss = MODELS[model]()
+        # A rate of 0: what is computed never changes, denormal numbers never come.
+        kind: Any = torch.optim.SGD if model == "convnet" else torch.optim.Adam
+        options: dict[str, Any] = {"lr": 0.0, "fused": True}
+        if model == "convnet":
+            options["momentum"] = 0.9
+        self.model: nn.Module = module
+        if mode == "data_parallel":
+            wrapped = DataParallel(module, group)
+            self.model, self.optimizer = wrapped, wrapped.optimizer(kind, **options)
+            return
+        if mode != "alone":
+            self.model = DistributedDataParallel(
+                module, process_group=group, gradient_as_bucket_view=True
+            )
+        self.optimizer = kind(self.model.parameters(), **options)
+
+    def run(self, steps: int) -> float:
+        """Seconds of a step."""
+        dist.barrier()
+        gc.disable()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.loss(self.model).backward()
+            self.optimizer.step()
+        taken = (time.perf_counter() - start) / steps
+        gc.enable()
+        return taken
+
+
+def measure(model: str, modes: tuple[str, ...], rounds: int, steps: int) -> dict[str, list[float]]:
+    """Time every mode on this rank; seconds of the slowest rank, by mode, round by round."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    backends = {"data_parallel": "phalanx", "ddp_phalanx": "phalanx", "ddp_gloo": "gloo"}
+    groups = {mode: dist.new_group(backend=backends[mode]) for mode in modes if mode in backends}
+    ready = {mode: Step(model, mode, groups.get(mode)) for mode in modes}
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for number in range(-1, rounds):
+        for turn in range(len(modes)):
+            mode = modes[(number + turn) % len(modes)]
+            taken = torch.tensor(ready[mode].run(steps), dtype=torch.float64)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            if number >= 0:  # the first round warms up
+                seconds[mode].append(taken.item())
+    return seconds
+
+
+def pss() -> int:
+    """Bytes of this process, what it shares with others divided by their number."""
+    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("the kernel tells no Pss")
+
+
+def hold(model: str, mode: str) -> tuple[int, int]:
+    """Bytes that this rank holds: before there is a model, and after some steps."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if mode == "ddp_gloo" else "phalanx")
+    Step("convnet", mode, None).run(2)  # what libraries need at first use is no part of a model
+    gc.collect()
+    dist.barrier()
+    idle = pss()
+    dist.barrier()
+    step = Step(model, mode, None)
+    step.run(3)
+    gc.collect()
+    dist.barrier()
+    held = pss()
+    dist.barrier()
+    return idle, held
+
+
+def memory(model: str, ranks: int) -> dict[str, float]:
+    figures = {}
+    for mode in MODES[:3]:
+        held = phalanx.launch(hold, ranks, (model, mode))
+        figures[mode] = sum(after - before for before, after in held)
+        print(f"{mode:>14}  {figures[mode] / 2**20:7.1f} MiB", flush=True)
+    for mode in MODES[1:3]:
+        print(f"data_parallel / {mode}: {figures['data_parallel'] / figures[mode]:.1%}")
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, help="of each mode in a round")
+    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    options = parser.parse_args()
+    facts = {**machine(), **versions()}
+    print(f"{options.model}, {options.ranks} ranks; " + ", ".join(f"{k} {facts[k]}" for k in facts))
+    document = {"command": shlex.join(["python", *sys.argv]), "machine": facts}
+    if options.memory:
+        document["bytes"] = memory(options.model, options.ranks)
+    else:
+        modes = tuple(options.modes.split(","))
+        steps = options.steps or (40 if options.model == "convnet" else 3)
+        arguments = options.model, modes, options.rounds, steps
+        seconds = phalanx.launch(measure, options.ranks, arguments)[0]
+        timings = {mode: Timing.of(seconds[mode]) for mode in modes}
+        for mode, timing in timings.items():
+            ratio = timing.median / timings[modes[0]].median
+            print(
+                f"{mode:>14}  {timing.median * 1e3:8.2f} ms  ({timing.low * 1e3:.2f} - "
+                f"{timing.high * 1e3:.2f})  {ratio:5.2f} times {modes[0]}"
+            )
+        document["seconds"] = {mode: vars(timing) for mode, timing in timings.items()}
+    if options.json:
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
