@@ -11,6 +11,7 @@ from torch import Tensor, nn, optim
 from phalanx.errors import UsageError
 from phalanx.parallel.data_parallel import states
 from phalanx.parallel.data_parallel.layout import Piece
+from phalanx.parallel.data_parallel.parameters import give_back
 from phalanx.parallel.data_parallel.states import NAMING
 from phalanx.parallel.data_parallel.views import flat
 
@@ -153,7 +154,10 @@ class ShardedOptimizer(optim.Optimizer):
                 owner.grad = average
             else:  # the user has put another one there
                 owner.grad = self._part(flat(gradient, trained[piece.parameter]), piece)
+        begun = bool(self._inner.state)
         self._inner.step()
+        if not begun:  # its state is new, and lies in between what gradients have left
+            give_back()
 
     def _part(self, elements: Tensor, piece: Piece) -> Tensor:
         """A piece of a parameter's elements."""

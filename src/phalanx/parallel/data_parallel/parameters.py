@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -14,7 +15,7 @@ from phalanx.parallel.data_parallel.memory import HostMemory
 from phalanx.parallel.data_parallel.places import Places
 from phalanx.parallel.data_parallel.views import flat, shaped_like
 
-__all__ = ["check", "check_same", "move"]
+__all__ = ["check", "check_same", "give_back", "move"]
 
 
 def check(module: nn.Module) -> None:
@@ -87,4 +88,15 @@ def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> 
         spot = layout.spots[number]
         own = memory.own(spot.start, spot.end, parameter.dtype)
         parameter.data = shaped_like(own, parameter)
+    give_back()
     return memory
+
+
+def give_back() -> None:
+    """Have the allocator give back what has been freed.
+
+    glibc keeps what is freed in the middle of its heap, which may be a whole model, unless asked.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries don't have it
+    if trim is not None:
+        trim(0)

@@ -1,0 +1,162 @@
+"""BatchNorm over the batches of all ranks, on the CPU, where PyTorch's own refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.errors import UsageError
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """`torch.nn.SyncBatchNorm` that takes tensors on the CPU too, on any backend.
+
+    In training, mean and variance are those of the batches of all ranks together: one all-gather of
+    `2 * num_features + 1` elements in forward, one all-reduce of `2 * num_features` in backward.
+    Batches may differ in size, and be empty on some ranks. Results equal those of `BatchNorm` on
+    the whole batch, but for rounding: the ranks' means and sums of squares are combined in float64
+    (Chan, Golub and LeVeque 1979). Gradients of weight and bias are this rank's part, for whoever
+    averages gradients. In evaluation no rank waits for another.
+
+    Arguments are those of `torch.nn.SyncBatchNorm`; so is `convert_sync_batchnorm`, which replaces
+    every BatchNorm in a module:
+
+        >>> model = phalanx.parallel.SyncBatchNorm.convert_sync_batchnorm(model)
+
+    Raises (in forward):
+        UsageError: The batches of all ranks together have one value per channel, or none.
+        ValueError: The input has no channels, or another number of them.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize `[batch, channels, ...]`; in training all ranks call it, and wait."""
+        if input.device.type != "cpu" or not self._together():
+            plain: Tensor = super().forward(input)
+            return plain
+        self._check_input_dim(input)
+        if input.shape[1] != self.num_features:
+            raise ValueError(
+                f"SyncBatchNorm: input {list(input.shape)} given, expected {self.num_features} "
+                "channels in dimension 1"
+            )
+        group = self.process_group or dist.group.WORLD
+        results: tuple[Tensor, ...] = _Normalize.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.bias, self.eps, group
+        )
+        output, mean, variance, count = results
+        self._follow(mean, variance, int(count))
+        return output
+
+    def _together(self) -> bool:
+        batch = self.training or (self.running_mean is None and self.running_var is None)
+        group = self.process_group
+        return batch and dist.is_initialized() and dist.get_world_size(group) > 1
+
+    @torch.no_grad()
+    def _follow(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        """Update the running statistics, as BatchNorm does."""
+        if not self.training or not self.track_running_stats:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        share = self.momentum
+        if share is None:
+            share = 1.0 / float(self.num_batches_tracked)
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        unbiased = variance * (count / (count - 1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
+    ) -> nn.Module:
+        """Replace every BatchNorm in a module, itself included, by this class; returns the module.
+
+        Parameters and buffers stay the same objects.
+        """
+        convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
+        made: nn.Module = convert(module, process_group)
+        for part in made.modules():
+            if type(part) is nn.SyncBatchNorm:
+                part.__class__ = cls
+        return made
+
+
+class _Normalize(torch.autograd.Function):
+    """The normalization: mean, variance (float64) and count of all ranks come with it."""
+
+    @staticmethod
+    def forward(
+        context: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        epsilon: float,
+        group: dist.ProcessGroup,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mean, variance, count = _of_all_ranks(input, group)
+        invstd = (variance + epsilon).rsqrt()
+        exact = torch.promote_types(input.dtype, torch.float32)
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        scale = invstd if weight is None else invstd * weight.double()
+        shift = -mean * scale if bias is None else bias.double() - mean * scale
+        output = input * scale.to(exact).view(shape) + shift.to(exact).view(shape)
+        context.save_for_backward(input, weight, mean, invstd)
+        context.count, context.group, context.has_bias = count, group, bias is not None
+        context.mark_non_differentiable(mean, variance)
+        return output.to(input.dtype), mean, variance, torch.tensor(count)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight, mean, invstd = context.saved_tensors
+        channels = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        exact = torch.promote_types(input.dtype, torch.float32)
+        normal = (input - mean.to(exact).view(shape)) * invstd.to(exact).view(shape)
+        wide = gradient.to(exact)
+        total = wide.sum(channels).double()
+        product = (wide * normal).sum(channels).double()
+        sums = torch.cat([total, product])
+        dist.all_reduce(sums, group=context.group)
+        of_total, of_product = (sums / context.count).split(len(total))
+        scale = invstd if weight is None else invstd * weight.double()
+        spread = normal * of_product.to(exact).view(shape) + of_total.to(exact).view(shape)
+        by_input = ((wide - spread) * scale.to(exact).view(shape)).to(input.dtype)
+        by_weight = None if weight is None else product.to(weight.dtype)
+        by_bias = total.to(weight.dtype) if weight is not None and context.has_bias else None
+        return by_input, by_weight, by_bias, None, None
+
+
+def _of_all_ranks(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
+    """Mean and variance of each channel, in float64, and how many values one has, on all ranks."""
+    channels = input.shape[1]
+    values = input.detach().transpose(0, 1).reshape(channels, -1)
+    values = values.to(torch.promote_types(input.dtype, torch.float32))
+    own = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    count = values.shape[1]
+    if count:
+        mean = values.mean(1)
+        own[:channels] = mean
+        own[channels:-1] = (values - mean[:, None]).square().sum(1)
+        own[-1] = count
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, own, group=group)
+    found = torch.stack(every)
+    counts = found[:, -1:]
+    total = int(counts.sum())
+    if total < 2:
+        raise UsageError(
+            f"SyncBatchNorm: {total} values per channel on all ranks together, expected more than "
+            f"one in training; this rank's input is {list(input.shape)}"
+        )
+    means = found[:, :channels]
+    mean = (means * counts).sum(0) / total
+    squares = found[:, channels:-1].sum(0) + ((means - mean).square() * counts).sum(0)
+    return mean, squares / total, total
