@@ -54,10 +54,10 @@ def combination(op: object, dtype: torch.dtype, what: str) -> tuple[str, Combine
             f"{what}: op {op!r} given, expected a torch.distributed.ReduceOp; a group is given "
             "as group=..."
         )
-    for name in possible:
-        if op == getattr(ReduceOp, name):
-            return name, _function(name, dtype)
-    given = str(op).rpartition(".")[2]
+    operators = ReduceOp.RedOpType.__members__
+    given = next((name for name, each in operators.items() if op == each), str(op))
+    if given in possible:
+        return given, _function(given, dtype)
     raise UsageError(
         f"{what}: {given} has no meaning for {_label(dtype)} here; expected one of: "
         f"{', '.join(possible)}"
