@@ -111,7 +111,7 @@ def command(
             raise UsageError("--from draws stored figures: say where to, with --plot FILE.png")
         _draw_stored(stored, plot, algorithms)
         return
-    plans = _plans(op, sizes, ranks, dtype, systems, rounds, timeout, algorithms)
+    plans = plans_of(op, sizes, ranks, dtype, systems, rounds, timeout, algorithms=algorithms)
     for path in (json, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise UsageError(f"{path} given, but there is no folder {path.absolute().parent}")
@@ -155,7 +155,7 @@ def _keep(reports: "list[Report]", json: Path | None, plot: Path | None, algorit
             draw(reports[0], plot)
 
 
-def _plans(
+def plans_of(
     op: str,
     sizes: str,
     ranks: str,
@@ -163,6 +163,7 @@ def _plans(
     systems: str,
     rounds: int | None,
     timeout: float,
+    *,
     algorithms: bool,
 ) -> "list[Plan]":
     """What to measure: a plan, and with --algorithms one for each number of ranks."""

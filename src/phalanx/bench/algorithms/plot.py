@@ -56,8 +56,9 @@ def plot(reports: Sequence[Report], path: Path) -> None:
                 panels[line][column].set_title(title, loc="left", fontsize="medium")
         for line in panels:
             line[0].set_ylabel("us")
+        columns = 5 if len(reports) > 2 else 2
         handles, names = panels[0][0].get_legend_handles_labels()
-        picture.legend(handles, names, loc="outside upper center", ncols=5, frameon=False)
+        picture.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
         machine = reports[0].machine
         picture.supxlabel(
             f"size of the tensor · {machine['processor']}, {machine['cores']} cores",
