@@ -27,7 +27,7 @@ def halving_doubling_all_reduce(
     Source: R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004. (His
     ranks beyond q give half of their tensor away and reduce the other half, which takes a message
     more and spares time to combine.) It is the algorithm for all sizes where p is a power of two
-    and distant ranks are as near as neighbours.
+    from 8 on, each rank has a core, and distant ranks are as near as neighbours.
 
     Cost for p ranks and n bytes, with alpha seconds for a message, beta for a byte sent and gamma
     for a byte combined; q the largest power of two up to p:
