@@ -6,9 +6,7 @@ promise; all floats must be near the float64 result. The test compares the ranks
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
@@ -225,13 +223,6 @@ def wrong_arguments() -> None:
         assert tensor.tolist() == [dist.get_world_size()] * 3, name
 
 
-def without_a_rank(name: str) -> None:
-    if dist.get_rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(dist.DistBackendError, match=r"rank 2 .*was killed by SIGKILL"):
-        ALGORITHMS[name](torch.ones(1 << 20))
-
-
 # ---- the tests ----
 
 
@@ -242,7 +233,7 @@ def test_every_algorithm_is_public_and_has_an_oracle() -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_dtype_operator_and_size(ranks: RankServer, world_size: int) -> None:
-    results = ranks.run(world_size, every_case, cases.fresh_seed())
+    results = ranks.run(world_size, every_case, cases.fresh_seed(), limit=100.0)
     assert len(results[0]) > 400
     for others in results[1:]:
         assert [pair for pair in zip(results[0], others, strict=True) if pair[0] != pair[1]] == []
@@ -271,9 +262,3 @@ def test_without_a_group() -> None:
     for name, function in ALGORITHMS.items():
         with pytest.raises(UsageError, match=f"^{name}: no process group: call phalanx.init"):
             function(torch.ones(1))
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_death_is_named_on_every_rank(ranks: RankServer, name: str) -> None:
-    ended = ranks.start(4, without_a_rank, name).join()
-    assert [rank.code for rank in ended] == [0, 0, -signal.SIGKILL, 0], ended[0].report()

@@ -25,7 +25,7 @@ SETTINGS: dict[str, Any] = {
             "  how fast are half the bits?\n"
             "[bold]phalanx bench --algorithms[/]\n"
             "  rings, halving and doubling, and a tree, by messages, beside each backend's own "
-            "all_reduce,\n  on 2, 3 and 4 ranks: two minutes",
+            "all_reduce, on 2, 3 and 4 ranks: a few minutes",
             "[bold]phalanx bench --json out.json --plot out.png[/]\n  store and draw the figures\n"
             "[bold]phalanx bench --from out.json --plot out.svg[/]\n  draw stored figures again",
             "Operations: all_reduce, reduce, broadcast, gather, scatter, all_gather, "
