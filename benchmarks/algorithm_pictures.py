@@ -39,6 +39,7 @@ STEPS: dict[str, Steps] = {
 }
 PICTURES = (*((name, 4) for name in STEPS), ("halving_doubling_all_reduce", 3))
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+COUNT = 4  # elements of the tensor in a picture
 LIMIT = 30.0  # seconds for a message
 CELL, GAP, ROW = 0.34, 0.9, 0.62  # inches: a slice, between columns, from rank to rank
 
@@ -155,15 +156,19 @@ def held(messages: Sequence[Message], ranks: int, count: int) -> list[list[list[
     return states
 
 
+def words(messages: Sequence[Message]) -> str:
+    """The messages as text, which stands in a picture's file: "1: 0 to 2, 0-4" is one."""
+    return "; ".join(f"{m.step}: {m.source} to {m.to}, {m.start}-{m.end}" for m in messages)
+
+
 def draw(name: str, ranks: int, path: Path) -> None:
     """Draw an all-reduce of four elements."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    count = 4
-    messages = trace(name, ranks, count)
-    states = held(messages, ranks, count)
-    wide = count * CELL
+    messages = trace(name, ranks, COUNT)
+    states = held(messages, ranks, COUNT)
+    wide = COUNT * CELL
     width = len(states) * (wide + GAP) - GAP + 0.9
     height = ranks * ROW + 0.6
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}):
@@ -181,7 +186,7 @@ def draw(name: str, ranks: int, path: Path) -> None:
                 _draw_tensor(axes, left, rank * ROW, row, ranks)
         for message in messages:
             _draw_message(axes, message, wide)
-        picture.savefig(path, metadata={"Date": None})
+        picture.savefig(path, metadata={"Date": None, "Description": words(messages)})
 
 
 def _draw_tensor(axes: Axes, left: float, top: float, row: Sequence[int], ranks: int) -> None:
