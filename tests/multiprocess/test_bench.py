@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 
-from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.operations import ALGORITHMS, OPERATIONS
 from phalanx.cli import main
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT = 100
+WAYS = ("", *ALGORITHMS)
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 
 
@@ -103,6 +104,34 @@ def test_every_operation_gives_the_expected_result(tmp_path: Path) -> None:
         assert set(figure["timings"]) == {"phalanx", "gloo", "openmpi"}, figure
 
 
+def test_algorithms_are_measured_beside_the_backends_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = bench(
+        *("--algorithms", "--ranks", "2", "--sizes", "4,1KiB", "--rounds", "2"),
+        *("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")),
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    (report,) = json.loads((tmp_path / "out.json").read_text())["reports"]
+    assert report["settings"]["ranks"] == 2
+    assert report["wrong"] == report["notes"] == []
+    assert [figure["size"] for figure in report["figures"]] == [4, 1024]
+    for figure in report["figures"]:
+        ways = [f"{name} {way}".rstrip() for name in ("phalanx", "gloo") for way in WAYS]
+        assert list(figure["timings"]) == ways
+        for timing in figure["timings"].values():
+            assert timing["rounds"] == 2
+            assert 0 < timing["low"] <= timing["median"] <= timing["high"] < LIMIT
+    assert result.stdout.count("1 KiB") == 2
+    drawn = f"phalanx bench --algorithms --from {tmp_path}/out.json --plot {tmp_path}/again.png"
+    monkeypatch.setattr(sys, "argv", drawn.split())
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert not end.value.code
+    for name in ("out.png", "again.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
 def test_systems_that_die_or_hang_are_named_and_the_others_go_on() -> None:
     with running("--op", "all_reduce,barrier", "--sizes", "4,1KiB", "--timeout", "6") as process:
         assert process.stdout is not None
@@ -147,6 +176,11 @@ def test_no_rank_and_no_file_outlives_a_parent_that_is_killed(
         ("--json no/such/folder.json", "there is no folder"),
         ("--from none.json", "say where to, with --plot"),
         ("--from none.json --plot a.png", "can't read none.json"),
+        ("--ranks 2,3", "ranks '2,3' given, expected one number: several need --algorithms"),
+        ("--ranks 1", "ranks '1' given, expected a number from 2 to 64"),
+        ("--algorithms --op broadcast", "--op broadcast given, expected all_reduce"),
+        ("--algorithms --systems mpich", "system 'mpich' given, expected one or several of"),
+        ("--algorithms --from none.json --plot a.png", "can't read none.json"),
     ],
 )
 def test_bad_input_is_one_line(

@@ -7,6 +7,7 @@
 - `messages`, `process_set`: how the one parent talks to the processes of a system.
 - `measure`: the rounds: the systems take turns. `machine`: memory, caches, versions.
 - `figures`: the results and their JSON; `table` and `plot` show them.
+- `algorithms`: the same for `phalanx bench --algorithms`.
 
 Nothing here imports torch, MPI or matplotlib until it is needed.
 """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Figure", "Report", "Timing", "read", "write"]
+__all__ = ["Figure", "Report", "Timing", "document_of", "read", "report_of", "write"]
 
 _FORMAT = "phalanx bench 2"
 
@@ -128,17 +128,35 @@ def read(path: Path) -> Report:
     Raises:
         UsageError: the file can't be read, or holds something else.
     """
+    return report_of(document_of(path, _FORMAT, "phalanx bench --json"))
+
+
+def document_of(path: Path, wanted: str, command: str) -> dict[str, Any]:
+    """What a file holds besides the name of its format.
+
+    Args:
+        path: of the file.
+        wanted: the format that it must have.
+        command: what writes such files.
+
+    Raises:
+        UsageError: the file can't be read, or has another format.
+    """
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise UsageError(f"can't read {path}: {error}") from None
     found = document.get("format") if isinstance(document, dict) else None
-    if found != _FORMAT:
+    if found != wanted:
         raise UsageError(
-            f"{path} has the format {found!r}, expected {_FORMAT!r}: record it again with "
-            "phalanx bench --json"
+            f"{path} has the format {found!r}, expected {wanted!r}: record it again with {command}"
         )
     del document["format"], document["unit"]
+    return dict(document)
+
+
+def report_of(document: dict[str, Any]) -> Report:
+    """A report from its JSON."""
     figures = [_figure(entry) for entry in document.pop("figures")]
     return Report(**document, figures=figures)
 

@@ -23,7 +23,7 @@ from phalanx.bench.figures import Figure, Report, Timing
 from phalanx.bench.memory import METHODS
 from phalanx.bench.messages import Prepare, Stream, Turn
 from phalanx.bench.operations import OPERATIONS, Operation
-from phalanx.bench.plan import label_of
+from phalanx.bench.plan import Contender, label_of
 from phalanx.bench.process_set import LostError, ProcessSet
 from phalanx.bench.systems import AbsentError, settings
 from phalanx.errors import LaunchError
@@ -176,7 +176,10 @@ class _Run:
                 f"{1.5 * needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are available"
             )
             return
-        seconds = self._rounds(cell, Prepare(operation.name, cell.dtype, count, buffers, None))
+        prepare = Prepare(
+            operation.name, cell.dtype, count, buffers, None, tuple(self._plan.algorithms)
+        )
+        seconds = self._rounds(cell, prepare)
         traffic = operation.traffic(ranks, count) * cell.itemsize
         figure = Figure(
             operation=operation.name,
@@ -186,30 +189,30 @@ class _Run:
             traffic=traffic,
             cached=sum(used) * buffers < 2 * machine.cache_bytes(),
             limit=traffic / self._report.limit if operation.has_size else None,
-            timings={
-                name: Timing.of(seconds[name]) for name in self._plan.systems if name in seconds
-            },
+            timings={name: Timing.of(values) for name, values in seconds.items()},
         )
         self._report.figures.append(figure)
         self._audience.figure(figure)
         self._require_systems()
 
     def _rounds(self, cell: _Cell, prepare: Prepare) -> dict[str, list[float]]:
-        operations = {}
+        operations: dict[Contender, int] = {}
         for name in list(self._sets):
             with self._losing(name):
                 if self._prepare(name, cell, prepare):
-                    operations[name] = self._operations(name, cell)
-        seconds: dict[str, list[float]] = {name: [] for name in operations}
+                    ways = self._plan.contenders_of(name)
+                    operations.update({each: self._operations(each, cell) for each in ways})
+        seconds: dict[Contender, list[float]] = {each: [] for each in operations}
         start, number = time.monotonic(), 0
         while not self._enough(number, time.monotonic() - start):
-            names = [name for name in operations if name in self._sets]
-            for turn in range(len(names)):
-                name = names[(number + turn) % len(names)]
-                with self._losing(name):
-                    seconds[name].append(self._turn(name, cell, operations[name], number))
+            first = number % max(1, len(operations))
+            for each in [*operations, *operations][first : first + len(operations)]:
+                with self._losing(each.system):
+                    if each.system in self._sets:
+                        seconds[each].append(self._turn(each, cell, operations[each], number))
             number += 1
-        return {name: values for name, values in seconds.items() if name in self._sets}
+        there = {each: values for each, values in seconds.items() if each.system in self._sets}
+        return {each.label: values for each, values in there.items()}
 
     def _enough(self, rounds: int, seconds: float) -> bool:
         if self._plan.rounds is not None:
@@ -242,20 +245,21 @@ class _Run:
             return False
         return True
 
-    def _operations(self, name: str, cell: _Cell) -> int:
+    def _operations(self, each: Contender, cell: _Cell) -> int:
         """How many operations fit a turn, tried out."""
         operations = 1
         for _ in range(2):
-            taken = self._turn(name, cell, operations, 0) * cell.operation.ways
+            taken = self._turn(each, cell, operations, 0) * cell.operation.ways
             operations = max(1, min(_OPERATIONS_AT_MOST, int(_TURN_SECONDS / taken)))
         return operations
 
-    def _turn(self, name: str, cell: _Cell, operations: int, number: int) -> float:
-        turn = Turn(value=1 + number % 2, operations=operations, warm_ups=operations // 8)
-        replies = self._sets[name].ask(turn, cell.name)
+    def _turn(self, each: Contender, cell: _Cell, operations: int, number: int) -> float:
+        turn = Turn(1 + number % 2, operations, operations // 8, each.algorithm)
+        doing = f"{each.algorithm}, {cell.name}" if each.algorithm else cell.name
+        replies = self._sets[each.system].ask(turn, doing)
         for rank, reply in enumerate(replies):
             if reply.error:
-                raise LostError(f"rank {rank} failed in {cell.name}: {reply.error}")
+                raise LostError(f"rank {rank} failed in {doing}: {reply.error}")
         return max(reply.value for reply in replies)
 
     @contextlib.contextmanager

@@ -28,6 +28,7 @@ class Prepare:
         count: Elements of the operation.
         buffers: How many sets of buffers to take in turn.
         seed: Of the inputs for which one result is compared; None compares nothing.
+        algorithms: Of `phalanx.parallel`, that do the operation too, on the same buffers.
     """
 
     operation: str
@@ -35,15 +36,20 @@ class Prepare:
     count: int
     buffers: int
     seed: int | None
+    algorithms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Rewrite all buffers, then time `operations` after some that aren't timed: seconds of one."""
+    """Rewrite all buffers, then time `operations` after some that aren't timed: seconds of one.
+
+    They are done by an algorithm of those that were prepared; "" is the system's own way.
+    """
 
     value: int
     operations: int
     warm_ups: int
+    algorithm: str = ""
 
 
 @dataclass(frozen=True)

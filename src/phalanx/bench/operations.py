@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["OPERATIONS", "Operation"]
+__all__ = ["ALGORITHMS", "OPERATIONS", "Operation"]
 
 Portion = Literal["all", "part", "none"]
 
@@ -116,3 +116,11 @@ OPERATIONS = {
     )
 }
 """By name, in the order in which they are measured."""
+
+ALGORITHMS = (
+    "ring_all_reduce_simple",
+    "ring_all_reduce",
+    "halving_doubling_all_reduce",
+    "tree_all_reduce",
+)
+"""Functions of `phalanx.parallel` that do what the operation all_reduce does."""

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.bench.elements import STORAGE
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Plan", "label_of", "names_of", "sizes_of"]
+__all__ = ["Contender", "Plan", "label_of", "names_of", "ranks_of", "sizes_of"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -30,6 +30,7 @@ class Plan:
         rounds: How many for each figure; None for as many as fit `seconds`, at least 5.
         seconds: For all rounds of a figure, unless `rounds` is given.
         timeout: Seconds that a system's answer may take.
+        algorithms: Names in ALGORITHMS, to measure beside each system's own all_reduce.
     """
 
     operations: Sequence[str]
@@ -40,6 +41,29 @@ class Plan:
     rounds: int | None = None
     seconds: float = 1.5
     timeout: float = 60.0
+    algorithms: Sequence[str] = ()
+
+    def contenders_of(self, system: str) -> Iterator[Contender]:
+        """What takes turns on the processes of a system: its own way, and every algorithm."""
+        for algorithm in ("", *self.algorithms):
+            yield Contender(system, algorithm)
+
+
+class Contender(NamedTuple):
+    """What is timed in a turn.
+
+    Attributes:
+        system: Name in SYSTEMS.
+        algorithm: Name in ALGORITHMS; "" for the system's own way.
+    """
+
+    system: str
+    algorithm: str = ""
+
+    @property
+    def label(self) -> str:
+        """Its name in a figure: "gloo", or "gloo tree_all_reduce"."""
+        return f"{self.system} {self.algorithm}".rstrip()
 
 
 def names_of(text: str, what: str, known: Iterable[str]) -> list[str]:
@@ -80,6 +104,22 @@ def sizes_of(text: str, dtypes: Sequence[str]) -> list[int]:
             )
         sizes.add(size)
     return sorted(sizes)
+
+
+def ranks_of(text: str, *, several: bool) -> list[int]:
+    """Read "4", or "2,3,4" where there may be several; each once, in ascending order.
+
+    Raises:
+        UsageError: no numbers from 2 to 64, or several where there is one.
+    """
+    counts = set()
+    for part in text.split(","):
+        if not part.strip().isdecimal() or not 2 <= int(part) <= 64:
+            raise UsageError(f"ranks {text!r} given, expected a number from 2 to 64")
+        counts.add(int(part))
+    if len(counts) > 1 and not several:
+        raise UsageError(f"ranks {text!r} given, expected one number: several need --algorithms")
+    return sorted(counts)
 
 
 def label_of(size: int) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from phalanx.bench.figures import Figure, Report
 
-__all__ = ["check_plot", "plot"]
+__all__ = ["NAMES", "SETTINGS", "check_plot", "plot"]
 
 # Okabe and Ito's colours, which the colour-blind can tell apart, and a marker each.
 _STYLES = {
@@ -28,9 +28,9 @@ _STYLES = {
     "openmpi": ("#009E73", "^"),
     "mpich": ("#CC79A7", "D"),
 }
-_NAMES = {"phalanx": "Phalanx", "phalanx-shared": "Phalanx, shared tensors", "gloo": "Gloo"}
-_NAMES |= {"openmpi": "Open MPI", "mpich": "MPICH"}
-_SETTINGS: dict[Any, Any] = {
+NAMES = {"phalanx": "Phalanx", "phalanx-shared": "Phalanx, shared tensors", "gloo": "Gloo"}
+NAMES |= {"openmpi": "Open MPI", "mpich": "MPICH"}
+SETTINGS: dict[Any, Any] = {
     "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -79,7 +79,7 @@ def plot(report: Report, path: Path) -> None:
         raise UsageError("there is nothing to plot: no operation that has a size was measured")
     across = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // across)
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(SETTINGS):
         # Read at half its width in dots, the text is as large as a page's.
         picture = Picture(figsize=((4.5 if across == 1 else 3) * 2 * across, 2.5 * rows + 1))
         axes = picture.subplots(rows, 2 * across, squeeze=False)
@@ -114,7 +114,7 @@ def _draw_latency(axes: Axes, figures: list[Figure]) -> None:
                 [t.median * 1e6 for t in timings],
                 color=color,
                 marker=marker,
-                label=_NAMES[name],
+                label=NAMES[name],
             )
             axes.fill_between(
                 sizes,

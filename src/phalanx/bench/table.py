@@ -64,6 +64,14 @@ def header(systems: list[str]) -> list[str]:
 class Display:
     """Shows a run on the terminal; a context manager. It is the `Audience` of `measure`."""
 
+    legend = (
+        "the systems take turns\n"
+        "vs Gloo, vs MPI: how many times faster phalanx is than Gloo, than the better MPI\n"
+        "limit: the part of the memory's speed that phalanx reaches, in parentheses with "
+        f"shared tensors; {_ABSENT} for what fits the caches"
+    )
+    """The rest of the sentence that says how it is measured, and what the columns are."""
+
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
         """Show to `console`, by default stdout."""
         self._console = console or Console(highlight=False)
@@ -106,11 +114,8 @@ class Display:
         rounds, least = report.settings["rounds"], report.settings["rounds_at_least"]
         how = rounds or f"{least} or more, for {report.settings['seconds']:g} s,"
         self._print(
-            f"us: median ± half the distance of the quartiles, over {how} rounds in which the "
-            "systems take turns\n"
-            "vs Gloo, vs MPI: how many times faster phalanx is than Gloo, than the better MPI\n"
-            "limit: the part of the memory's speed that phalanx reaches, in parentheses with "
-            f"shared tensors; {_ABSENT} for what fits the caches"
+            f"us: median ± half the distance of the quartiles, over {how} rounds in which "
+            f"{self.legend}"
         )
         if machine["load"] > machine["cores"] / 4:
             self.note(f"the machine is busy (load {machine['load']}): don't trust these figures")
@@ -128,10 +133,10 @@ class Display:
         title = f"{name}, {self._ranks} ranks, us"
         if not self._console.is_terminal:
             self._print(f"\n{title}")
-            self._print(_line(header(self._systems), self._systems))
+            self._print(_line(self.header(), self.widths()))
             return
         self._table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
-        for heading in header(self._systems):
+        for heading in self.header():
             style = "bold" if heading == "phalanx" else None
             self._table.add_column(heading, justify="right", style=style, no_wrap=True)
 
@@ -139,9 +144,11 @@ class Display:
         """Add a row to the table."""
         self._progress.advance(self._task)
         if self._table is None:
-            self._print(_line(row(figure, self._systems), self._systems))
+            for cells in self.rows(figure, wide=True):
+                self._print(_line(cells, self.widths()))
             return
-        self._table.add_row(*row(figure, self._systems, wide=self._console.width >= _WIDE))
+        for cells in self.rows(figure, wide=self._console.width >= _WIDE):
+            self._table.add_row(*cells)
         self._refresh()
 
     def note(self, text: str) -> None:
@@ -151,6 +158,18 @@ class Display:
         else:
             self._notes.append(text)
             self._refresh()
+
+    def header(self) -> list[str]:
+        """The headings of the columns."""
+        return header(self._systems)
+
+    def widths(self) -> list[int]:
+        """How wide the columns are where there is no terminal."""
+        return [8, *(13 for _ in self._systems), 8, 8, 9]
+
+    def rows(self, figure: Figure, *, wide: bool) -> list[list[str]]:
+        """The cells that show a figure, in one line or in several."""
+        return [row(figure, self._systems, wide=wide)]
 
     def _refresh(self) -> None:
         shown: list[RenderableType] = [] if self._table is None else [self._table]
@@ -172,8 +191,7 @@ def _note(text: str) -> Text:
     return Text(f"note: {text}", style="yellow")
 
 
-def _line(cells: list[str], systems: list[str]) -> str:
-    widths = [8, *(13 for _ in systems), 8, 8, 9]
+def _line(cells: list[str], widths: list[int]) -> str:
     return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx._autoload import register
 from phalanx.bench.work import UnsupportedError
+from phalanx.parallel.algorithms import ALGORITHMS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +72,8 @@ class TorchSystem:
         dtype: str,  # noqa: ARG002 - a tensor knows it
     ) -> Callable[[], object]:
         """The call of `torch.distributed`."""
+        if operation in ALGORITHMS:
+            return partial(ALGORITHMS[operation], target)
         root = self.rank == 0
         calls: dict[str, Callable[[], Callable[[], object]]] = {
             "all_reduce": lambda: partial(dist.all_reduce, target),

@@ -49,7 +49,7 @@ class System(Protocol):
         """A buffer as the system wants it, and the same memory as a numpy array."""
 
     def bind(self, operation: str, source: Any, target: Any, dtype: str) -> Callable[[], object]:
-        """A call that runs the operation on these buffers and blocks until it is done.
+        """A call that does an operation, or an algorithm, on these buffers; it blocks.
 
         `source` and `target` are the same buffer where an operation works in place.
 
@@ -74,29 +74,18 @@ class Work:
         self._operation = OPERATIONS[command.operation]
         self._views: list[tuple[NDArray[Any], NDArray[Any]]] = []
         self._native: list[Any] = []
-        self._calls: list[Callable[[], object]] = []
+        self._calls: dict[str, list[Callable[[], object]]] = {
+            name: [] for name in ("", *command.algorithms)
+        }
         for _ in range(command.buffers):
             self._add_buffers()
 
     def check(self, seed: int) -> str:
-        """Run the operation once and compare; returns what is wrong, nothing if all is right."""
-        rank, ranks, count = self._system.rank, self._system.ranks, self._command.count
-        dtype, (source, target) = self._command.dtype, self._views[0]
-        target.view(np.uint8).fill(_POISON)
-        reads = self._operation.reads_of(rank, ranks, count)
-        source[:reads] = encode(given(seed, rank, reads), dtype)
-        self._system.barrier()
-        self._calls[0]()
-        wanted = expected(self._operation, seed, rank, ranks, count)
-        got = decode(target[: wanted.size], dtype)
-        wrong = np.flatnonzero(got != decode(encode(wanted, dtype), dtype))
-        if not wrong.size:
-            return ""
-        first = int(wrong[0])
-        return (
-            f"{wrong.size} of {wanted.size} elements are wrong on rank {rank}, the first at "
-            f"{first}: {got[first]:g} instead of {wanted[first]}"
-        )
+        """Run the operation once in each way and compare; returns what is wrong, or nothing."""
+        # All of them: a rank that left out one would keep the others waiting.
+        found = {algorithm: self._check(seed, algorithm) for algorithm in self._calls}
+        words = [f"{name}: {wrong}" if name else wrong for name, wrong in found.items() if wrong]
+        return "; ".join(words)
 
     def time(self, turn: Turn) -> float:
         """Rewrite the buffers, then time the calls: seconds of one operation, one way."""
@@ -105,8 +94,9 @@ class Work:
             source[...] = value
             if target is not source:
                 target[...] = value
-        warm_ups = list(islice(cycle(self._calls), turn.warm_ups))
-        calls = list(islice(cycle(self._calls), turn.operations))
+        ways = self._calls[turn.algorithm]
+        warm_ups = list(islice(cycle(ways), turn.warm_ups))
+        calls = list(islice(cycle(ways), turn.operations))
         gc.disable()
         try:
             self._system.barrier()
@@ -120,6 +110,25 @@ class Work:
         finally:
             gc.enable()
         return taken / turn.operations / self._operation.ways
+
+    def _check(self, seed: int, algorithm: str) -> str:
+        rank, ranks, count = self._system.rank, self._system.ranks, self._command.count
+        dtype, (source, target) = self._command.dtype, self._views[0]
+        target.view(np.uint8).fill(_POISON)
+        reads = self._operation.reads_of(rank, ranks, count)
+        source[:reads] = encode(given(seed, rank, reads), dtype)
+        self._system.barrier()
+        self._calls[algorithm][0]()
+        wanted = expected(self._operation, seed, rank, ranks, count)
+        got = decode(target[: wanted.size], dtype)
+        wrong = np.flatnonzero(got != decode(encode(wanted, dtype), dtype))
+        if not wrong.size:
+            return ""
+        first = int(wrong[0])
+        return (
+            f"{wrong.size} of {wanted.size} elements are wrong on rank {rank}, the first at "
+            f"{first}: {got[first]:g} instead of {wanted[first]}"
+        )
 
     def _add_buffers(self) -> None:
         """All ranks allocate the same, as memory that they share may ask for it."""
@@ -139,4 +148,6 @@ class Work:
             views = (source_view[:reads], target_view[:writes])
         self._native.append((source, target))
         self._views.append(views)
-        self._calls.append(system.bind(self._command.operation, source, target, dtype))
+        for algorithm, calls in self._calls.items():
+            operation = algorithm or self._command.operation
+            calls.append(system.bind(operation, source, target, dtype))

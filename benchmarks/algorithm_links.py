@@ -1,0 +1,124 @@
+"""The all-reduces of `phalanx.parallel` over links of 1 Gbit/s, one rank on each host, in turns.
+
+    python benchmarks/algorithm_links.py --hosts 3,4,5 --json benchmarks/algorithm_links.json
+
+Hosts are network namespaces of this machine (so it needs root), the backend is Gloo. Here bytes
+cost what they cost by the model, however busy the machine is: the links are slower than it. Prints
+per size the median of each, with half the distance of the quartiles, and the share that the link
+alone accounts for: the bytes of its path at 125 MB/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.algorithm_costs import cost
+from phalanx.bench.machine import machine, versions
+from phalanx.bench.plan import label_of
+from phalanx.parallel.algorithms import ALGORITHMS
+from tests.networks import Network
+
+SIZES = (8, 1 << 16, 1 << 20, 8 << 20)
+RATE = 1e9 / 8
+LIMIT = 600
+
+
+def rank_of(rounds: int) -> None:
+    """What each rank runs; rank 0 writes what came out."""
+    dist.init_process_group("gloo")
+    ways = {"own": dist.all_reduce, **ALGORITHMS}
+    results = []
+    for size in SIZES:
+        tensor = torch.empty(size // 4)
+        times: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(rounds + 1):
+            for name, way in ways.items():
+                tensor.fill_(number)
+                dist.barrier()
+                start = time.perf_counter()
+                way(tensor)
+                slowest = torch.tensor([time.perf_counter() - start])
+                dist.all_reduce(slowest, dist.ReduceOp.MAX)
+                if tensor[-1].item() != number * dist.get_world_size():
+                    raise SystemExit(f"{name} gave {tensor[-1].item()} in round {number}")
+                if number:  # the first one only warms up
+                    times[name].append(slowest.item())
+        results.append({"bytes": size, "seconds": times})
+    if dist.get_rank() == 0:
+        print(json.dumps(results), flush=True)
+    dist.destroy_process_group()
+
+
+def start(hosts: int, rounds: int) -> list[dict[str, object]]:
+    """Run it on so many hosts; what rank 0 wrote."""
+    command = [sys.executable, __file__, "--rank", "--rounds", str(rounds)]
+    with Network(hosts, "1gbit") as network:
+        place = {
+            "WORLD_SIZE": str(hosts),
+            "MASTER_ADDR": network.addresses[0],
+            "MASTER_PORT": "29500",
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+        }
+        ranks = [
+            network.start(rank, command, {**place, "RANK": str(rank)}, subprocess.PIPE)
+            for rank in range(hosts)
+        ]
+        outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
+    if any(rank.returncode for rank in ranks):
+        raise SystemExit("\n".join(outputs))
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def show(hosts: int, results: list[dict[str, object]]) -> None:
+    """Print a line for each size and way."""
+    print(f"\n{hosts} hosts, links of 1 Gbit/s, Gloo; ms")
+    for result in results:
+        size = result["bytes"]
+        for name, seconds in result["seconds"].items():
+            low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+            link = "" if name == "own" else cost(name, hosts).path_lengths * size / RATE
+            share = "" if name == "own" else f"link {link / median:4.0%}"
+            print(
+                f"{label_of(size):>8}  {name:28} {median * 1e3:8.2f} "
+                f"±{(high - low) / 2 * 1e3:.2f}  {share}"
+            )
+
+
+def main() -> None:
+    """Read the command line, run, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--hosts", default="4", help="how many, or several: 3,4,5")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank:
+        rank_of(options.rounds)
+        return
+    record = {
+        "command": " ".join(["python", "benchmarks/algorithm_links.py", *sys.argv[1:]]),
+        "machine": machine(),
+        "versions": versions(),
+        "hosts": {},
+    }
+    for hosts in map(int, options.hosts.split(",")):
+        record["hosts"][str(hosts)] = results = start(hosts, options.rounds)
+        show(hosts, results)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The figures on the terminal: a line for each size and system, a column for each algorithm."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.bench.algorithms.record import fastest
+from phalanx.bench.operations import ALGORITHMS
+from phalanx.bench.plan import Contender, label_of
+from phalanx.bench.table import Display, timing
+
+if TYPE_CHECKING:
+    from phalanx.bench.figures import Figure
+
+__all__ = ["SHORT", "AlgorithmsDisplay"]
+
+SHORT = {
+    "": "own",
+    "ring_all_reduce_simple": "ring, simple",
+    "ring_all_reduce": "ring",
+    "halving_doubling_all_reduce": "halving",
+    "tree_all_reduce": "tree",
+}
+"""What a way to do it is called in a table."""
+
+
+class AlgorithmsDisplay(Display):
+    """Shows a run of `--algorithms`, for one world size."""
+
+    legend = (
+        "all take turns\n"
+        "own: the backend's all_reduce; the others are those of phalanx.parallel, by messages\n"
+        "fastest: which of these is, on that system"
+    )
+
+    def header(self) -> list[str]:
+        """The headings of the columns."""
+        return ["size", "system", *SHORT.values(), "fastest"]
+
+    def widths(self) -> list[int]:
+        """How wide the columns are where there is no terminal."""
+        return [8, 14, *(13 for _ in SHORT), 12]
+
+    def rows(self, figure: Figure, *, wide: bool) -> list[list[str]]:
+        """A line for each system that has figures."""
+        lines = []
+        for system in self._systems:
+            labels = [Contender(system, name).label for name in ("", *ALGORITHMS)]
+            timings = [figure.timings.get(label) for label in labels]
+            if any(timings):
+                cells = [timing(each, wide=wide) for each in timings]
+                best = SHORT[fastest(figure, system) or ""]
+                lines.append([label_of(figure.size), system, *cells, best])
+        return lines

@@ -1,0 +1,101 @@
+"""What two tensors are combined with: an operator of `torch.distributed`, as a function."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from phalanx.errors import UsageError
+
+__all__ = ["Combine", "combination"]
+
+Combine = Callable[[Tensor, Tensor, Tensor], object]
+"""Combine the first tensor with the second, into the third, which may be one of them."""
+
+_SIGNED = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_COMPLEX = {torch.complex64, torch.complex128}
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "SUM": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "AVG": torch.add,  # divided at the end
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def combination(op: object, dtype: torch.dtype, what: str) -> tuple[str, Combine]:
+    """The operator's name, and the function that combines two tensors of a dtype.
+
+    Args:
+        op: One of `torch.distributed.ReduceOp`.
+        dtype: Of the tensors.
+        what: The call's name, for errors.
+
+    Raises:
+        UsageError: It is no operator, or has no meaning for the dtype.
+    """
+    possible = _meaningful(dtype)
+    if not possible:
+        known = ", ".join(sorted(map(_label, _INTEGERS | _FLOATS | _COMPLEX)))
+        raise UsageError(f"{what}: {_label(dtype)} is not supported; expected one of: {known}")
+    if not isinstance(op, ReduceOp | ReduceOp.RedOpType):
+        raise UsageError(
+            f"{what}: op {op!r} given, expected a torch.distributed.ReduceOp; a group is given "
+            "as group=..."
+        )
+    operators = ReduceOp.RedOpType.__members__
+    given = next((name for name, each in operators.items() if op == each), str(op))
+    if given in possible:
+        return given, _function(given, dtype)
+    raise UsageError(
+        f"{what}: {given} has no meaning for {_label(dtype)} here; expected one of: "
+        f"{', '.join(possible)}"
+    )
+
+
+def _meaningful(dtype: torch.dtype) -> tuple[str, ...]:
+    if dtype in _COMPLEX:
+        return ("SUM", "PRODUCT", "AVG")
+    if dtype in _FLOATS:
+        return ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
+    if dtype in _INTEGERS:
+        return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+    return ()
+
+
+def _function(name: str, dtype: torch.dtype) -> Combine:
+    function = _FUNCTIONS[name]
+
+    def combine(first: Tensor, second: Tensor, into: Tensor) -> None:
+        function(first, second, out=into)
+
+    if dtype not in _SIGNED:
+        return combine
+    signed = _SIGNED[dtype]
+    lowest = torch.iinfo(signed).min
+
+    # PyTorch can't calculate with wide unsigned integers. All but the order is the same with signs.
+    def combine_signed(first: Tensor, second: Tensor, into: Tensor) -> None:
+        function(first.view(signed), second.view(signed), out=into.view(signed))
+
+    # Turning the highest bit over makes the order of the signed that of the unsigned.
+    def compare_unsigned(first: Tensor, second: Tensor, into: Tensor) -> None:
+        chosen = function(first.view(signed) ^ lowest, second.view(signed) ^ lowest)
+        torch.bitwise_xor(chosen, lowest, out=into.view(signed))
+
+    return compare_unsigned if name in ("MIN", "MAX") else combine_signed
+
+
+def _label(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

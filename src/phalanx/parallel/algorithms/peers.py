@@ -1,0 +1,145 @@
+"""What the algorithms are made of: messages to and from the other ranks, and combining two tensors.
+
+`all_reduce_by` is the frame that they share: it checks the arguments before any message, and hands
+the steps one flat, contiguous tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.parallel.algorithms.operators import Combine, combination
+
+__all__ = ["Peers", "Steps", "all_reduce_by", "slices"]
+
+_LARGEST_TAG = 2**31 - 1
+
+
+class Peers:
+    """The other ranks of a group, for one all-reduce; ranks are numbered as in the group.
+
+    Every method blocks until its tensors may be used again, at most for the group's timeout. An
+    empty tensor is no message: both sides know its size.
+
+    Attributes:
+        rank: This process's.
+        size: How many ranks there are.
+        combine: Combines its first tensor with its second, into its third.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, tag: int, combine: Combine) -> None:
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.combine = combine
+        self._group, self._tag = group, tag
+
+    def send(self, outgoing: Tensor, to: int) -> None:
+        """Send a tensor to a rank."""
+        if outgoing.numel():
+            dist.send(outgoing, group=self._group, tag=self._tag, group_dst=to)
+
+    def receive(self, incoming: Tensor, source: int) -> None:
+        """Receive a tensor from a rank."""
+        if incoming.numel():
+            dist.recv(incoming, group=self._group, tag=self._tag, group_src=source)
+
+    def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
+        """Send one tensor and receive another, at the same time.
+
+        If all ranks of a ring sent first and received then, each could wait for the next for ever.
+        """
+        calls = [(dist.irecv, incoming, source), (dist.isend, outgoing, to)]
+        # Batched, because a backend that calls itself a stream of operations (NCCL) needs to know
+        # that the two belong together; on others they are just posted.
+        messages = [
+            dist.P2POp(call, tensor, group=self._group, tag=self._tag, group_peer=peer)
+            for call, tensor, peer in calls
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
+
+
+Steps = Callable[[Peers, Tensor], None]
+"""What one rank does: it leaves the reduction of everybody's tensor in its own, a flat one."""
+
+
+def slices(flat: Tensor, count: int) -> list[Tensor]:
+    """Views of a flat tensor, cut in `count` pieces, whose sizes differ by one element at most.
+
+    Where there are fewer elements than pieces, some are empty.
+    """
+    edges = [index * flat.numel() // count for index in range(count + 1)]
+    return [flat[start:end] for start, end in pairwise(edges)]
+
+
+# Neither autograd nor inference mode has a say in what a collective writes.
+@torch.inference_mode()
+def all_reduce_by(
+    steps: Steps,
+    what: str,
+    tensor: Tensor,
+    op: object,
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> None:
+    """Check the arguments, run the steps on a flat tensor, and leave the result in `tensor`.
+
+    Args:
+        steps: The algorithm.
+        what: Its name, for errors.
+        tensor: The argument of the algorithm, as are all that follow.
+        op: The operator.
+        group: The group.
+        tag: Of all messages.
+
+    Raises:
+        UsageError: A wrong argument, before any message.
+    """
+    _check_tensor(tensor, what)
+    name, combine = combination(op, tensor.dtype, what)
+    _check_place(group, tag, what)
+    peers = Peers(group, tag, combine)
+    if peers.size == 1 or tensor.numel() == 0:
+        return
+    # The bits of a conjugated view aren't its values; and only what is contiguous can be cut.
+    packed = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    flat = packed.view(-1)
+    steps(peers, flat)
+    if name == "AVG":
+        flat /= peers.size
+    if packed.data_ptr() != tensor.data_ptr():
+        tensor.copy_(packed)
+
+
+def _check_tensor(tensor: object, what: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{what}: {type(tensor).__name__} given, expected a torch.Tensor")
+    if tensor.layout is not torch.strided:
+        raise UsageError(
+            f"{what}: a tensor of layout {tensor.layout} given, expected a dense one: to_dense()"
+        )
+    if any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise UsageError(
+            f"{what}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} share memory (expand()?): pass a tensor of its own, as from clone()"
+        )
+
+
+def _check_place(group: dist.ProcessGroup | None, tag: object, what: str) -> None:
+    if not dist.is_initialized():
+        raise UsageError(
+            f"{what}: no process group: call phalanx.init() or "
+            "torch.distributed.init_process_group() first"
+        )
+    if dist.get_rank(group) < 0:
+        raise UsageError(f"{what}: this rank is not a member of the group given")
+    if not isinstance(tag, int) or not 0 <= tag <= _LARGEST_TAG:
+        raise UsageError(f"{what}: tag {tag!r} given, expected 0 to {_LARGEST_TAG}")
