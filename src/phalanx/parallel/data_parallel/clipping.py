@@ -28,10 +28,10 @@ def clip(
         )
     memory = gradients.memory
     if places.owns:
-        for start, end, _ in layout.slices(places.local_rank):
-            memory.publish(start, end)  # what this rank has changed itself
+        for cut in layout.slices(places.local_rank):
+            memory.publish(cut.start, cut.end)  # what this rank has changed itself
     mine = [
-        memory.common(piece.start, piece.end, layout.dtype(piece.parameter))
+        memory.common(piece.start, piece.end, layout.dtypes[piece.parameter])
         for piece in (layout.pieces(places.local_rank) if places.owns else [])
         if gradients.has(piece.parameter)
     ]

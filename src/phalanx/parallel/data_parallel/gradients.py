@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.parallel.data_parallel.layout import Layout
+from phalanx.parallel.data_parallel.linear import Product
 from phalanx.parallel.data_parallel.memory import HostMemory
 from phalanx.parallel.data_parallel.places import Places
 from phalanx.parallel.data_parallel.reducing import reducer
@@ -46,7 +47,7 @@ class Gradients:
         self._reducer = reducer(layout, self.memory, places)
         self._cuts = _cuts(layout, self._reducer.room)
         averages = [
-            self.memory.own(spot.start, spot.end, layout.dtype(number))
+            self.memory.own(spot.start, spot.end, layout.dtypes[number])
             for number, spot in enumerate(layout.spots)
         ]
         self._averaged_marks = averages.pop()
@@ -66,20 +67,27 @@ class Gradients:
 
     def average(self, start: int, end: int, number: int) -> Tensor:
         """What this rank sees of the averages of a parameter's elements, at these bytes."""
-        return self.memory.own(start, end, self._layout.dtype(number))
+        return self.memory.own(start, end, self._layout.dtypes[number])
 
     def _begin(self) -> None:
         self.under_way = False
         self._ready = [False] * len(self._parameters)
         self._present = [False] * len(self._parameters)
+        self._products: dict[int, list[Product]] = {}
         self._cursor = 0  # in the layout's order
         self._open = -1  # the chunk that is being written
+
+    def put_off(self, number: int, product: Product) -> None:
+        """Add a product to a parameter's gradient, when that is taken."""
+        self._products.setdefault(number, []).append(product)
 
     def take(self, number: int) -> None:
         """Take a parameter's gradient, which is complete on this rank, out of its `grad`."""
         self.under_way = True
         self._ready[number] = True
         order = self._layout.order
+        if number != order[self._cursor]:
+            self.settle(number)
         while self._cursor < len(self._ready) and self._ready[order[self._cursor]]:
             self._write(order[self._cursor])
             self._cursor += 1
@@ -104,6 +112,12 @@ class Gradients:
 
     def _write(self, number: int) -> None:
         parameter = self._parameters[number]
+        whole = len(self._cuts[number]) == 1
+        if whole and parameter.grad is None and len(self._products.get(number, ())) == 1:
+            self._present[number] = True
+            self._put(number, self._products.pop(number)[0])
+            return
+        self.settle(number)
         gradient = parameter.grad
         if gradient is None:
             self._put(number, None)
@@ -112,7 +126,18 @@ class Gradients:
         self._put(number, flat(gradient, parameter))
         parameter.grad = None  # what it took is free for the next one
 
-    def _put(self, number: int, elements: Tensor | None) -> None:
+    def settle(self, number: int) -> None:
+        """Add the products that were put off to `grad`."""
+        parameter = self._parameters[number]
+        for product in self._products.pop(number, ()):
+            if parameter.grad is None:
+                parameter.grad = product.make()
+            else:
+                parameter.grad.view(product.output.shape[1], -1).addmm_(
+                    product.output.t(), product.input
+                )
+
+    def _put(self, number: int, elements: Tensor | Product | None) -> None:
         for cut in self._cuts[number]:
             if cut.chunk != self._open:
                 self._launch_open()
@@ -120,6 +145,8 @@ class Gradients:
                 self._reducer.wait_for_room(cut.chunk)
             if elements is None:
                 cut.room.zero_()
+            elif isinstance(elements, Product):
+                elements.write(cut.room)
             else:
                 cut.room.copy_(elements[cut.start : cut.end])
 
@@ -134,11 +161,11 @@ def _cuts(layout: Layout, room: Callable[[int], Tensor]) -> list[list[_Cut]]:
     cuts: list[list[_Cut]] = [[] for _ in layout.spots]
     chunk = 0
     for number in layout.order:
-        spot, size = layout.spots[number], layout.dtype(number).itemsize
-        while chunk + 1 < len(layout.chunks) and layout.chunks[chunk][1] <= spot.start:
+        spot, size = layout.spots[number], layout.dtypes[number].itemsize
+        while chunk + 1 < len(layout.chunks) and layout.chunks[chunk].end <= spot.start:
             chunk += 1
         for at in range(chunk, len(layout.chunks)):
-            start, end, _ = layout.chunks[at]
+            start, end = layout.chunks[at].start, layout.chunks[at].end
             first, last = max(start, spot.start), min(end, spot.end)
             if first >= last:
                 break

@@ -1,25 +1,28 @@
 """Where each parameter lies in the memory of a model, and which rank owns what.
 
-Parameters of one dtype lie one after another in a region, in the reverse of the module's order,
-which is about that in which a backward pass makes their gradients. A region is cut into chunks,
-what is reduced at once, and each chunk into equal slices, one for each owner. Slices are whole
-pages, so that no page has two owners.
+Parameters of one dtype lie one after another, in the reverse of the module's order, which is about
+that in which a backward pass makes their gradients. They are cut into chunks, what is reduced at
+once, and each chunk into equal slices, one for each owner. Slices are whole pages, so that no page
+has two owners.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-__all__ = ["PAGE", "Layout", "Piece", "Region", "Spot", "lay_out"]
+from phalanx.parallel.data_parallel.linear import by_rows
+
+__all__ = ["PAGE", "Chunk", "Layout", "Piece", "Spot", "lay_out"]
 
 PAGE = 4096
 # Where a parameter begins: vector instructions then treat its elements as in a tensor of its own.
 _ALIGNED = 64
+# Up to this size a matrix isn't cut, so that a product can be written straight to its place.
+WHOLE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -45,27 +48,12 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Region:
-    """The memory of the parameters of one dtype.
+class Chunk:
+    """What is reduced at once: bytes `start` to `end`, of one dtype."""
 
-    Attributes:
-        dtype: Theirs.
-        start: In bytes, from the beginning of the memory, as are all places.
-        end: Where the last chunk ends.
-        chunk: Bytes of a chunk; the last one of a region may be smaller.
-        parameters: Their numbers, in the order in which they lie here.
-    """
-
-    dtype: torch.dtype
     start: int
     end: int
-    chunk: int
-    parameters: tuple[int, ...]
-
-    def chunks(self) -> Iterator[tuple[int, int]]:
-        """Where each chunk begins and ends."""
-        for start in range(self.start, self.end, self.chunk):
-            yield start, min(start + self.chunk, self.end)
+    dtype: torch.dtype
 
 
 class Layout:
@@ -73,82 +61,95 @@ class Layout:
 
     Args:
         spots: Of each parameter, by number, and of the marks: an element for each parameter.
-        regions: One for each dtype.
+        dtypes: Of each of these.
+        order: Their numbers, as they lie in memory; the marks come last.
+        chunks: All of it, one after another.
         owners: Among how many ranks each chunk is divided.
     """
 
-    def __init__(self, spots: Sequence[Spot], regions: Sequence[Region], owners: int) -> None:
+    def __init__(
+        self,
+        spots: Sequence[Spot],
+        dtypes: Sequence[torch.dtype],
+        order: Sequence[int],
+        chunks: Sequence[Chunk],
+        owners: int,
+    ) -> None:
         self.spots = tuple(spots)
-        self.regions = tuple(regions)
+        self.dtypes = tuple(dtypes)
+        self.order = tuple(order)
+        self.chunks = tuple(chunks)
         self.owners = owners
-
-    @cached_property
-    def order(self) -> tuple[int, ...]:
-        """The numbers of the parameters as they lie in memory; the marks come last."""
-        return tuple(number for region in self.regions for number in region.parameters)
 
     @property
     def bytes(self) -> int:
         """Of all of it."""
-        return max((region.end for region in self.regions), default=0)
+        return self.chunks[-1].end
 
-    def dtype(self, number: int) -> torch.dtype:
-        """Of a parameter, or the marks."""
-        return next(region.dtype for region in self.regions if number in region.parameters)
-
-    @cached_property
-    def chunks(self) -> tuple[tuple[int, int, torch.dtype], ...]:
-        """Beginning, end and dtype of all chunks, in the order in which gradients come."""
-        return tuple(
-            (start, end, region.dtype) for region in self.regions for start, end in region.chunks()
-        )
-
-    def slices(self, owner: int) -> Iterator[tuple[int, int, torch.dtype]]:
-        """Beginning, end and dtype of an owner's slice of each chunk."""
-        for start, end, dtype in self.chunks:
-            size = (end - start) // self.owners
-            yield start + owner * size, start + (owner + 1) * size, dtype
+    def slices(self, owner: int) -> Iterator[Chunk]:
+        """An owner's slice of each chunk."""
+        for chunk in self.chunks:
+            size = (chunk.end - chunk.start) // self.owners
+            start = chunk.start + owner * size
+            yield Chunk(start, start + size, chunk.dtype)
 
     def pieces(self, owner: int) -> list[Piece]:
         """What an owner has of each parameter: no piece crosses a parameter's end or a slice's."""
         order = self.order[:-1]
         made = []
         first = 0
-        for start, end, _ in self.slices(owner):
-            while first < len(order) and self.spots[order[first]].end <= start:
+        for cut in self.slices(owner):
+            while first < len(order) and self.spots[order[first]].end <= cut.start:
                 first += 1
             for number in order[first:]:
                 spot = self.spots[number]
-                if spot.start >= end:
+                if spot.start >= cut.end:
                     break
-                cut = Piece(number, max(start, spot.start), min(end, spot.end))
-                if cut.start < cut.end:
-                    made.append(cut)
+                piece = Piece(number, max(cut.start, spot.start), min(cut.end, spot.end))
+                if piece.start < piece.end:
+                    made.append(piece)
         return made
 
 
 def lay_out(parameters: Sequence[Tensor], owners: int, chunk_bytes: int) -> Layout:
     """Lay out parameters, each with its shape and dtype; chunks are about `chunk_bytes` long.
 
-    Behind them comes one more, with their number for its own, of an element for each parameter and
-    the dtype of the first.
+    A matrix is in one chunk, if it has no more than `WHOLE_BYTES`; others may be cut.
+
+    Behind them come the marks, an element for each parameter, with the dtype of the first; their
+    number is that of the parameters.
     """
     unit = owners * PAGE
     chunk = max(unit, chunk_bytes // unit * unit)
     sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in parameters]
     sizes.append(len(parameters) * parameters[0].dtype.itemsize)
+    whole = [by_rows(one) and one.nbytes <= WHOLE_BYTES for one in parameters] + [False]
     spots = [Spot(0, 0)] * len(sizes)
-    regions: list[Region] = []
-    start = 0
-    for dtype, numbers in _by_dtype(parameters).items():
-        place = start
+    chunks: list[Chunk] = []
+    place = 0
+    by_dtype = _by_dtype(parameters)
+    for dtype, numbers in by_dtype.items():
+        start = place
         for number in numbers:
+            if whole[number] and start < place and place + sizes[number] > start + chunk:
+                place = _up(place, unit)
+                chunks.append(Chunk(start, place, dtype))
+                start = place
             spots[number] = Spot(place, sizes[number])
-            place += -(-sizes[number] // _ALIGNED) * _ALIGNED
-        end = start + -(-(place - start) // unit) * unit
-        regions.append(Region(dtype, start, end, chunk, tuple(numbers)))
-        start = end
-    return Layout(spots, regions, owners)
+            place = _up(place + sizes[number], _ALIGNED)
+            while not whole[number] and place - start > chunk:
+                chunks.append(Chunk(start, start + chunk, dtype))
+                start += chunk
+        if start < place:
+            place = _up(place, unit)
+            chunks.append(Chunk(start, place, dtype))
+    dtypes = [*(parameter.dtype for parameter in parameters), parameters[0].dtype]
+    order = [number for numbers in by_dtype.values() for number in numbers]
+    return Layout(spots, dtypes, order, chunks, owners)
+
+
+def _up(place: int, unit: int) -> int:
+    return -(-place // unit) * unit
 
 
 def _by_dtype(parameters: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:

@@ -15,6 +15,7 @@ from phalanx.errors import UsageError
 from phalanx.parallel.data_parallel import clipping, parameters
 from phalanx.parallel.data_parallel.gradients import Gradients
 from phalanx.parallel.data_parallel.layout import lay_out
+from phalanx.parallel.data_parallel.linear import StraightLinear, accumulator, by_rows
 from phalanx.parallel.data_parallel.optimizer import ShardedOptimizer
 from phalanx.parallel.data_parallel.places import find_places
 
@@ -101,8 +102,14 @@ class DataParallel(nn.Module):
         self._gradients = Gradients(self._trained, self._layout, self._places)
         self._synchronizing = False
         self._share_buffers()
-        for number, parameter in enumerate(self._trained):
-            parameter.register_post_accumulate_grad_hook(self._taker(number))  # type: ignore[no-untyped-call]
+        self._linear = StraightLinear(
+            [(n, weight) for n, weight in enumerate(self._trained) if by_rows(weight)],
+            self._gradients.put_off,
+        )
+        # Not what comes after accumulation alone: that isn't called where a gradient is put off.
+        self._nodes = [accumulator(parameter) for parameter in self._trained]
+        for number, node in enumerate(self._nodes):
+            node.register_hook(self._taker(number))
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; in training, the next backward pass averages the gradients."""
@@ -115,7 +122,10 @@ class DataParallel(nn.Module):
             self._synchronizing = self.require_backward_grad_sync
             if self.training and self.broadcast_buffers and self.require_backward_grad_sync:
                 self._share_buffers()
-        return self.module(*inputs, **keywords)
+        if not self._synchronizing or not torch.is_grad_enabled():
+            return self.module(*inputs, **keywords)
+        with self._linear:
+            return self.module(*inputs, **keywords)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -180,9 +190,10 @@ class DataParallel(nn.Module):
             "bucket to compress: use DistributedDataParallel for such hooks"
         )
 
-    def _taker(self, number: int) -> Callable[[Tensor], None]:
-        def take(_: Tensor) -> None:
+    def _taker(self, number: int) -> Callable[..., None]:
+        def take(*_: object) -> None:
             if not self._synchronizing:
+                self._gradients.settle(number)
                 return
             if not self._gradients.under_way:
                 Variable._execution_engine.queue_callback(self._finish)

@@ -102,7 +102,7 @@ class ShardedOptimizer(optim.Optimizer):
         places, layout = model._places, model._layout
         for piece in layout.pieces(places.local_rank) if places.owns else []:
             if (index := group_of.get(piece.parameter)) is not None:
-                part = model._memory.common(piece.start, piece.end, layout.dtype(piece.parameter))
+                part = model._memory.common(piece.start, piece.end, layout.dtypes[piece.parameter])
                 pieces[index].append((nn.Parameter(part), piece))
         return pieces
 
@@ -169,8 +169,8 @@ class ShardedOptimizer(optim.Optimizer):
         """What the user has written to this rank's slices, in place, is where the step begins."""
         model = self._model
         if model._places.owns:
-            for start, end, _ in model._layout.slices(model._places.local_rank):
-                model._memory.publish(start, end)
+            for cut in model._layout.slices(model._places.local_rank):
+                model._memory.publish(cut.start, cut.end)
 
     # The state, as the optimizer that is divided would have it.
 

@@ -74,15 +74,16 @@ def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> 
     """
     memory = HostMemory(layout.bytes, places)
     views: Mapping[int, Tensor] = {
-        number: memory.common(spot.start, spot.end, layout.dtype(number))
+        number: memory.common(spot.start, spot.end, layout.dtypes[number])
         for number, spot in enumerate(layout.spots[: len(parameters)])
     }
     if dist.get_rank(places.group) == 0:
         for number, parameter in enumerate(parameters):
             views[number].copy_(flat(parameter.detach(), parameter))
     if places.rail is not None and places.local_rank == 0:
-        for start, end, dtype in layout.chunks:
-            dist.broadcast(memory.common(start, end, dtype), group=places.rail, group_src=0)
+        for chunk in layout.chunks:
+            part = memory.common(chunk.start, chunk.end, chunk.dtype)
+            dist.broadcast(part, group=places.rail, group_src=0)
     places.meet()
     for number, parameter in enumerate(parameters):
         spot = layout.spots[number]

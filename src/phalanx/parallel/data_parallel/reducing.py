@@ -24,7 +24,7 @@ __all__ = ["Reducer", "reducer"]
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 # Chunks that a rank may have under way: what it has written and others haven't read yet.
-UNDER_WAY = 4
+UNDER_WAY = 2
 
 
 class Reducer(Protocol):
@@ -58,7 +58,7 @@ class _Alone:
     """This rank has a host of its own: it writes to where the average will be."""
 
     def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
-        self._chunks = [memory.common(*chunk) for chunk in layout.chunks]
+        self._chunks = [memory.common(cut.start, cut.end, cut.dtype) for cut in layout.chunks]
         self._places = places
         self._works: list[Any] = []
 
@@ -90,19 +90,22 @@ class _Together:
     def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
         self._layout = layout
         self._places = places
-        longest = max(end - start for start, end, _ in layout.chunks)
+        longest = max(chunk.end - chunk.start for chunk in layout.chunks)
         slots = [
             phalanx.empty_shared(longest, dtype=torch.uint8)
             for _ in range(min(UNDER_WAY, len(layout.chunks)))
         ]
         self._rooms = [
-            slots[number % len(slots)][: end - start].view(dtype)
-            for number, (start, end, dtype) in enumerate(layout.chunks)
+            slots[number % len(slots)][: chunk.end - chunk.start].view(chunk.dtype)
+            for number, chunk in enumerate(layout.chunks)
         ]
         self._slots = len(slots)
         self._mine: list[Tensor] = []
         if places.owns:
-            self._mine = [memory.common(*cut) for cut in layout.slices(places.local_rank)]
+            self._mine = [
+                memory.common(cut.start, cut.end, cut.dtype)
+                for cut in layout.slices(places.local_rank)
+            ]
         self._local: deque[tuple[int, list[Any]]] = deque()
         self._rails: deque[tuple[int, Any]] = deque()
 

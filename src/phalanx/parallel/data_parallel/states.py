@@ -102,7 +102,7 @@ def _write(
     start, dtype = spot
     layout = model._layout
     skipped = piece.start - layout.spots[piece.parameter].start
-    first = start + skipped // layout.dtype(piece.parameter).itemsize * dtype.itemsize
+    first = start + skipped // layout.dtypes[piece.parameter].itemsize * dtype.itemsize
     memory.common(first, first + value.numel() * dtype.itemsize, dtype).copy_(value)
 
 
