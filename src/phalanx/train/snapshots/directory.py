@@ -4,6 +4,7 @@ A name says in which order snapshots were saved, and at which step: `000007-step
 with `.saving-` or `.removing-` is what a death left behind. Nothing else is ever touched.
 """
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -124,9 +125,10 @@ class Directory:
         temporary, self._temporary = self._temporary, None
         if temporary is not None:
             _remove(temporary)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):  # nothing was written through it, and it is closed
+                os.close(lock)
 
     def settle(self) -> None:
         """Wait until what is no longer needed is removed."""

@@ -62,7 +62,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     digests = _read_sums(path / SUMS)
     text = read_small(path / MANIFEST, _LIMIT)
-    if hashlib.sha256(text).hexdigest() != digests.pop(MANIFEST, None):
+    if MANIFEST not in digests:
+        raise ContentError(f"{SUMS} has no line for {MANIFEST}")
+    if hashlib.sha256(text).hexdigest() != digests.pop(MANIFEST):
         raise ContentError(f"{MANIFEST} isn't what was written: its SHA-256 differs")
     try:
         said = json.loads(text)
@@ -114,11 +116,12 @@ def _said(manifest: Manifest) -> dict[str, Any]:
 
 
 def _parsed(said: dict[str, Any], digests: dict[str, str]) -> Manifest:
+    names = [file["name"] for file in said["files"]]
+    if sorted(names) != sorted(digests):
+        raise ContentError(f"{SUMS} and {MANIFEST} name different files")
     files = [
-        File(file["name"], int(file["bytes"]), digests.pop(file["name"])) for file in said["files"]
+        File(file["name"], int(file["bytes"]), digests[file["name"]]) for file in said["files"]
     ]
-    if digests:
-        raise ContentError(f"{SUMS} names {', '.join(digests)}, of which {MANIFEST} knows nothing")
     tensors = {
         name: Held(it["dtype"], tuple(it["shape"]), None) for name, it in said["tensors"].items()
     }
