@@ -1,5 +1,6 @@
 """How a snapshot is saved: each writer its file, then rank 0 the manifest and the name."""
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -54,9 +55,10 @@ def save(
         files = peers.gather(lambda: _write(temporary, peers.rank, shares, tensors))
 
         def finish() -> str:
-            versions = {"phalanx": version("phalanx"), "torch": torch.__version__}
             written = [file for file in files if file is not None]
-            manifest = Manifest(step, peers.size, sharded, versions, written, held[0], shares, tree)
+            manifest = Manifest(
+                step, peers.size, sharded, _versions(), written, held[0], shares, tree
+            )
             write_manifest(temporary, manifest)
             return directory.commit().name
 
@@ -80,6 +82,11 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield head
     for key in order:
         yield bytes_of(tensors[key])
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"phalanx": version("phalanx"), "torch": str(torch.__version__)}
 
 
 def _check_step(step: object) -> None:
