@@ -1,19 +1,11 @@
-"""Snapshots in one process: what goes in comes out, and what is damaged never does."""
+"""Snapshots in one process: what goes in comes out."""
 
-import contextlib
-import errno
 import hashlib
-import json
-import logging
-import math
 import os
 import random
 import re
-import resource
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +15,16 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
-from phalanx.errors import SnapshotError, UsageError
+from phalanx.errors import UsageError
 from phalanx.train import Snapshots, random_states, restore_random_states
-from phalanx.train.snapshots import directory, files
-from phalanx.train.snapshots.safetensors import DTYPES, FormatError, parse, tensor_in
+from phalanx.train.snapshots import files
+from phalanx.train.snapshots.safetensors import DTYPES, parse, tensor_in
+from tests.snapshot_states import check_numbered, drawn, numbered, same, same_bits
 
 # The tests make their own folders: Hypothesis runs one test function many times.
 FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Random bytes as elements; NaNs of all kinds among them."""
-    if dtype == torch.bool:
-        return torch.rand(shape) < 0.5
-    length = math.prod(shape) * dtype.itemsize
-    if length == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(bytearray(os.urandom(length)), dtype=dtype).view(shape)
-
-
-def same_bits(one: Tensor, other: Tensor) -> bool:
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    pair = [it.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for it in (one, other)]
-    return torch.equal(*pair)
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether `one`, loaded, is `other`: types and bits included, tuples as lists."""
-    if isinstance(other, Tensor):
-        return isinstance(one, Tensor) and same_bits(one, other)
-    if isinstance(other, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in other)
-    if isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(other, float) and math.isnan(other):
-        return isinstance(one, float) and math.isnan(one)
-    return type(one) is type(other) and one == other
-
-
-def numbered(step: int) -> dict[str, Any]:
-    return {"step": step, "weight": torch.full((1000,), float(step)), "ragged": torch.arange(step)}
-
-
-def check_numbered(snapshot: Any, step: int) -> None:
-    assert snapshot.step == step
-    assert same(snapshot.state, numbered(step))
 
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
@@ -161,102 +115,6 @@ def test_sha256sum_checks_a_snapshot(tmp_path: Path) -> None:
     assert said.count("OK") == len(list(path.iterdir())) - 1
 
 
-@given(data=st.data())
-@FOLDER
-def test_damage_is_never_loaded(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path_factory.mktemp("damage")
-    snapshots = Snapshots(folder)
-    snapshots.save(1, numbered(1))
-    path = snapshots.save(2, numbered(2))
-    victim = path / data.draw(st.sampled_from(sorted(os.listdir(path))))
-    content = bytearray(victim.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
-    match data.draw(st.sampled_from(["flip", "cut", "grow", "remove", "empty", "directory"])):
-        case "flip":
-            content[place] ^= data.draw(st.integers(1, 255))
-        case "cut":
-            del content[place:]
-        case "grow":
-            content[place:place] = b"\0"
-        case "empty":
-            content.clear()
-        case kind:
-            victim.unlink()
-            if kind == "directory":
-                victim.mkdir()
-    if victim.is_file():
-        victim.write_bytes(content)
-    caplog.clear()
-    check_numbered(snapshots.load(), 1)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert re.search(rf"{path}: .*(SHA256SUMS|manifest|state-00000)", record.getMessage())
-    # The bad one is the first to go.
-    snapshots.save(3, numbered(3))
-    kept = Snapshots(folder, keep=3)
-    check_numbered(kept.load(), 3)
-    shutil.rmtree(folder)
-
-
-def test_the_bad_goes_before_the_old(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path, keep=2)
-    snapshots.save(1, numbered(1))
-    (snapshots.save(2, numbered(2)) / "manifest.json").unlink()
-    check_numbered(snapshots.load(), 1)
-    snapshots.save(3, numbered(3))
-    assert steps(tmp_path) == [1, 3]
-
-
-def test_none_good(tmp_path: Path) -> None:
-    snapshots = Snapshots(tmp_path)
-    for step in (1, 2):
-        (snapshots.save(step, numbered(step)) / "manifest.json").write_text("{}")
-    with pytest.raises(SnapshotError, match=r"(?s)none of 2 .*step-2: manifest.*step-1: manifest"):
-        snapshots.load()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"version": 2}, "of format phalanx-snapshot version 2, expected"),
-        ({"format": "other"}, "of format other version 1"),
-        ({"step": 7}, "of step 7, the name says another"),
-        ({"files": [{"name": "../../secret", "bytes": 1}]}, "name different files"),
-        ({"tensors": 3}, "isn't a manifest of this format"),
-        ({"tensors": {"x": {"dtype": "F32", "shape": [2], "pieces": []}}}, "x is in no file"),
-    ],
-)
-def test_a_foreign_manifest(
-    change: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its checksums are right, but it is another program's."""
-    snapshots = Snapshots(tmp_path)
-    snapshots.save(1, {"x": torch.ones(2)})
-    path = snapshots.save(2, {"x": torch.ones(2)})
-    said = json.loads((path / "manifest.json").read_text()) | change
-    (path / "manifest.json").write_text(json.dumps(said))
-    sums = (path / "SHA256SUMS").read_text().splitlines()[1:]
-    digest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
-    (path / "SHA256SUMS").write_text("\n".join([f"{digest}  manifest.json", *sums, ""]))
-    loaded = snapshots.load()
-    assert loaded is not None
-    assert loaded.step == 1
-    assert words in caplog.text
-
-
-@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"\2" + b"\0" * 7 + b"[]"])
-def test_no_safetensors(content: bytes) -> None:
-    with pytest.raises(FormatError):
-        parse(torch.tensor(list(content), dtype=torch.uint8))
-
-
-def steps(folder: Path) -> list[int]:
-    names = [name for name in os.listdir(folder) if re.fullmatch(r"\d+-step-\d+", name)]
-    return sorted(int(name.partition("-step-")[2]) for name in names)
-
-
 def test_keep_and_what_is_foreign(tmp_path: Path) -> None:
     """No more than `keep` stay, in the order they were saved; what isn't a snapshot stays."""
     (tmp_path / "notes.txt").write_text("mine")
@@ -341,92 +199,6 @@ def test_like_lists_all_differences(tmp_path: Path) -> None:
         "state['optimizer']['state']: a dict in the snapshot, F32[1] here",
         "state['optimizer']['groups']: 1 items in the snapshot, 2 here",
     ]
-
-
-@pytest.mark.parametrize("place", ["file/below", "/proc/below"])
-def test_a_directory_that_cannot_be_written(place: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(SnapshotError, match=r"Not a directory|No such file or directory"):
-        Snapshots(tmp_path / place)
-
-
-@pytest.fixture
-def short_files() -> Iterator[int]:
-    """Files of this process can't grow beyond some bytes: a write then fails as on a full disk."""
-    limit, before = 100_000, resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_write_that_fails(tmp_path: Path, short_files: int) -> None:
-    snapshots = Snapshots(tmp_path)
-    path = snapshots.save(1, numbered(1))
-    for large in ({"x": torch.ones(short_files)}, {"x": "y" * short_files}):
-        with pytest.raises(SnapshotError, match="File too large"):
-            snapshots.save(2, large)
-        assert os.listdir(tmp_path) == [path.name]
-    check_numbered(snapshots.load(), 1)
-    snapshots.save(2, numbered(2))
-    check_numbered(snapshots.load(), 2)
-
-
-@pytest.mark.parametrize("call", ["mkdir", "write", "fsync", "rename", "close"])
-def test_every_call_may_fail(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no space left, at the first call of its kind, the second, ... until none fails."""
-    snapshots = Snapshots(tmp_path, keep=2)
-    done = 0
-    real = getattr(os, call)
-    for number in range(100):
-        step = done + 1
-        left = number
-
-        def fail(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                if call == "close":
-                    real(*arguments, **options)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return real(*arguments, **options)
-
-        monkeypatch.setattr(os, call, fail)
-        with contextlib.suppress(SnapshotError):
-            snapshots.save(step, numbered(step))
-        monkeypatch.setattr(os, call, real)
-        snapshots._directory.settle()
-        assert not [name for name in os.listdir(tmp_path) if name.startswith(".saving")]
-        if (found := snapshots.load()) is not None:
-            assert found.step in (done, step)
-            check_numbered(found, found.step)
-            done = found.step
-        if left >= 0:
-            assert number > 0
-            return
-    pytest.fail("it still fails")
-
-
-def test_two_that_save_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_PATIENCE", 0.05)
-    other = directory.Directory(tmp_path, 1)
-    other.begin(3)
-    with pytest.raises(SnapshotError, match="another process has been saving there"):
-        Snapshots(tmp_path).save(1, {})
-    other.end()
-    Snapshots(tmp_path).save(1, {})
-    assert steps(tmp_path) == [1]
-
-
-def test_an_interrupted_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    snapshots = Snapshots(tmp_path)
-    snapshots.save(1, numbered(1))
-    monkeypatch.setattr(files, "_write", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        snapshots.save(2, numbered(2))
-    monkeypatch.undo()
-    assert steps(tmp_path) == [1]
-    snapshots.save(2, numbered(2))
-    check_numbered(snapshots.load(), 2)
 
 
 def test_a_part_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

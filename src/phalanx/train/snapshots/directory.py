@@ -58,8 +58,17 @@ class Directory:
         """Make the directory, and try that it can be written.
 
         Raises:
-            OSError: It can't.
+            SnapshotError: It can't.
         """
+        try:
+            self._make()
+        except OSError as error:
+            raise SnapshotError(
+                f"{self.path} can't hold snapshots: {error.strerror or error}: give a "
+                f"directory that this rank can write"
+            ) from error
+
+    def _make(self) -> None:
         above = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
         for path in above:

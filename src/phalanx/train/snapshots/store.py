@@ -125,7 +125,7 @@ class Snapshots:
             return
         probe = directory.path / peers.on_first(directory.leave_probe)
         try:
-            peers.together(lambda: _see(probe))
+            peers.together(lambda: _see(probe, directory))
         finally:
             if peers.rank == 0:
                 probe.unlink(missing_ok=True)
@@ -136,9 +136,10 @@ def _check_keep(keep: object) -> None:
         raise UsageError(f"keep {keep!r} given, expected an integer from 1 on")
 
 
-def _see(probe: Path) -> None:
+def _see(probe: Path, directory: Directory) -> None:
     if not probe.exists():
         raise SnapshotError(
             f"{probe.parent} isn't the directory that rank 0 sees: sharded snapshots need one that "
             "all ranks share"
         )
+    directory.prepare()
