@@ -46,7 +46,7 @@ class Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest, and the checksums of all files, into the directory of a snapshot."""
-    text = json.dumps(_said(manifest), indent=1, allow_nan=False).encode() + b"\n"
+    text = _text(_said(manifest)).encode()
     _, digest = write_file(path / MANIFEST, [text])
     lines = [f"{digest}  {MANIFEST}\n"]
     lines += [f"{file.digest}  {file.name}\n" for file in manifest.files]
@@ -89,6 +89,21 @@ def _read_sums(path: Path) -> dict[str, str]:
         raise ContentError(f"{SUMS} isn't what was written: not a list of checksums")
     pairs = [line.split("  ") for line in text.decode().splitlines()]
     return {name: digest for digest, name in pairs}
+
+
+def _text(said: dict[str, Any]) -> str:
+    """Return it in JSON that people can read: a line for each thing, for each tensor too."""
+
+    def lines(value: dict[str, Any], margin: str) -> str:
+        return ",\n".join(
+            f"{margin}{json.dumps(key)}: {json.dumps(it, allow_nan=False)}"
+            for key, it in value.items()
+        )
+
+    nested = {key: said[key] for key in ("tensors", "state") if said[key]}
+    inner = [f" {json.dumps(key)}: {{\n{lines(value, '  ')}\n }}" for key, value in nested.items()]
+    outer = lines({key: value for key, value in said.items() if key not in nested}, " ")
+    return "{\n" + ",\n".join([outer, *inner]) + "\n}\n"
 
 
 def _said(manifest: Manifest) -> dict[str, Any]:
