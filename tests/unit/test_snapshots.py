@@ -202,12 +202,12 @@ def test_like_lists_all_differences(tmp_path: Path) -> None:
     ]
 
 
-def test_a_part_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes come in their order, however parts fall into blocks."""
-    monkeypatch.setattr(files, "BLOCK", 1000)
+def test_parts_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes come in their order, however parts fall into batches."""
+    monkeypatch.setattr(files, "BATCH", 1000)
+    monkeypatch.setattr(files, "BUFFERS", 3)
     monkeypatch.setattr(files, "SMALL", 300)
     monkeypatch.setattr(files, "BACKLOG", 2)
-    monkeypatch.setattr(files, "EARLY", 1500)
     lengths = [random.choice([0, 1, 7, 299, 300, 301, 999, 1000, 1001, 5432]) for _ in range(200)]
     parts = [os.urandom(length) for length in lengths]
     whole = b"".join(parts)
