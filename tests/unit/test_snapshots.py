@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx.errors import UsageError
 from phalanx.train import Snapshots, random_states, restore_random_states
-from phalanx.train.snapshots import files
+from phalanx.train.snapshots import files, saving
 from phalanx.train.snapshots.safetensors import DTYPES, parse, tensor_in
 from tests.snapshot_states import check_numbered, drawn, numbered, same, same_bits
 
@@ -216,6 +216,23 @@ def test_parts_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (length, digest) == (len(whole), hashlib.sha256(whole).hexdigest())
     read = files.read_checked(tmp_path / "file", length, digest)
     assert read.numpy().tobytes() == whole
+
+
+def test_several_files_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    state = {f"{index}": torch.randn(index * 100) for index in range(20)}
+    snapshots = Snapshots(tmp_path)
+    path = snapshots.save(1, state)
+    loaded = snapshots.load(like=state)
+    assert loaded is not None
+    assert same(loaded.state, state)
+    written = [safetensors.torch.load_file(file) for file in path.glob("*.safetensors")]
+    assert len(written) == 3
+    # Each tensor whole, in one of them.
+    together = {name: tensor for file in written for name, tensor in file.items()}
+    assert same({name: together[name] for name in state}, state)
+    assert sum(map(len, written)) == len(state)
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:
