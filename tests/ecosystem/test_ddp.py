@@ -123,7 +123,7 @@ def check_uneven(seed: int) -> None:
 
 
 def check_hook(name: str, seed: int) -> None:
-    """Hooks that round stay near the exact gradient; that which approximates agrees on all ranks."""
+    """Hooks that round stay near the exact gradient, PowerSGD's agrees on all ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     compressed = powerSGD_hook.PowerSGDState(
@@ -132,7 +132,8 @@ def check_hook(name: str, seed: int) -> None:
     hook, state, tolerance = {
         "allreduce": (default_hooks.allreduce_hook, None, 1e-12),
         "fp16": (default_hooks.fp16_compress_hook, None, 1e-3),
-        "bf16": (default_hooks.bf16_compress_hook, None, 1e-2),
+        # PyTorch refuses its own hook by name, unless there is NCCL.
+        "bf16": (lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket), None, 1e-2),
         "fp16_wrapper": (
             default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
             None,
@@ -140,7 +141,10 @@ def check_hook(name: str, seed: int) -> None:
         ),
         "powerSGD": (powerSGD_hook.powerSGD_hook, compressed, float("inf")),
     }[name]
-    model = DistributedDataParallel(new_model(seed), bucket_cap_mb=0.001)
+    # PowerSGD starts all_reduces in callbacks, whose order with those of another bucket is left to
+    # chance unless the backend is NCCL. (On Gloo it hangs then.)
+    options = {} if name == "powerSGD" else {"bucket_cap_mb": 0.001}
+    model = DistributedDataParallel(new_model(seed), **options)
     model.register_comm_hook(state, hook)
     for step in range(4):
         model.zero_grad()

@@ -60,7 +60,7 @@ def gather_of_the_compiler(seed: int) -> None:
             returned = operations.all_gather_into_tensor_out(everyone[rank], size, given, out=out)
             assert returned is out
             assert torch.equal(operations.wait_tensor(out), torch.cat(everyone))
-    with pytest.raises(ValueError, match="15 elements|times those"):
+    with pytest.raises(ValueError, match=r"all_gather_single.*has 2 elements, expected 30"):
         operations.all_gather_into_tensor_out(
             everyone[rank], size, dist.group.WORLD.group_name, out=torch.empty(2).double()
         )

@@ -3,13 +3,16 @@
 They are few, and each does for a group of Phalanx what it does for one of Gloo. For all other
 groups they are PyTorch's own.
 
-Beside them is the one functional collective whose C++ asks for a registered backend, which a group
-in Python doesn't have: the compiler's all_gather into a tensor that it has made.
+Beside them are two places where PyTorch's C++ takes a group, or a work, for one written in C++.
+One functional collective asks for a registered backend, which a group in Python doesn't have: the
+compiler's all_gather into a tensor that it has made. And DDP's `join` hands its C++ a work and
+drops the Python object, which is what knows when the work has ended.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 _done = False
 # A kernel is registered for as long as its library lives.
 _kernels: list[torch.library.Library] = []
+# What DDP's next backward waits for, by module.
+_announced: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
 def smooth() -> None:
@@ -35,6 +40,7 @@ def smooth() -> None:
         _put("monitored_barrier", _monitored_barrier)
         _put("_set_pg_timeout", _set_pg_timeout)
         _register_kernels()
+        _keep_announcements()
 
 
 def _put(name: str, ours: Callable[..., Any]) -> None:
@@ -108,3 +114,18 @@ def _all_gather_into_tensor_out(
     work = gather(out, input, group=group, async_op=True)
     torch._C._distributed_c10d._register_work(out, work)  # for wait_tensor
     return out
+
+
+def _keep_announcements() -> None:
+    from torch.distributed.algorithms.join import Join
+
+    theirs = Join.notify_join_context
+
+    @functools.wraps(theirs)
+    def notify(joinable: Any) -> Any:
+        work = theirs(joinable)
+        if work is not None:
+            _announced[joinable] = work
+        return work
+
+    Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]
