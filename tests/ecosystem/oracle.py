@@ -15,7 +15,6 @@ STEPS = 3
 ROWS = 4  # of each rank, in each step
 
 Share = Callable[[Tensor], Tensor]
-Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def fresh(seed: int, *shape: int) -> Tensor:
@@ -24,8 +23,11 @@ def fresh(seed: int, *shape: int) -> Tensor:
 
 
 def new_model(seed: int) -> nn.Sequential:
-    """A model with layers of odd sizes."""
-    model = nn.Sequential(nn.Linear(10, 33), nn.Tanh(), nn.Linear(33, 7)).double()
+    """A model of which the last layer is uneven over ranks.
+
+    (PyTorch wants layers that are split over ranks, by tensor parallelism, to be even.)
+    """
+    model = nn.Sequential(nn.Linear(10, 36), nn.Tanh(), nn.Linear(36, 7)).double()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(fresh(seed + number, *parameter.shape) / 4)
@@ -33,7 +35,7 @@ def new_model(seed: int) -> nn.Sequential:
 
 
 def batch(seed: int, step: int, world_size: int | None = None) -> Tensor:
-    """The global batch of a step."""
+    """The global batch of a step, as large as is even for this many ranks."""
     return fresh(seed + 100 + step, ROWS * (world_size or dist.get_world_size()), 10)
 
 
@@ -57,29 +59,33 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, share: Share = own
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    seed: int,
+    share: Share = own,
+    world_size: int | None = None,
 ) -> list[float]:
     """Train for some steps; returns the losses of this rank's rows."""
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = loss_of(model(share(batch(seed, step))))
+        loss = loss_of(model(share(batch(seed, step, world_size))))
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     return losses
 
 
-def trained_alone(seed: int, optimizer: Optimizer = adam) -> list[Tensor]:
+def trained_alone(seed: int, world_size: int | None = None) -> list[Tensor]:
     """The parameters after the same training on whole batches, without any communication."""
     model = new_model(seed)
-    train(model, optimizer(model.parameters()), seed, whole)
+    train(model, adam(model.parameters()), seed, whole, world_size)
     return [parameter.data for parameter in model.parameters()]
 
 
-def check_trained(model: nn.Module, seed: int, optimizer: Optimizer = adam) -> None:
+def check_trained(model: nn.Module, seed: int, world_size: int | None = None) -> None:
     """Compare the parameters, sharded or not, with those of one process."""
-    for parameter, alone in zip(model.parameters(), trained_alone(seed, optimizer), strict=True):
+    for parameter, alone in zip(model.parameters(), trained_alone(seed, world_size), strict=True):
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         torch.testing.assert_close(full.data, alone, rtol=1e-9, atol=1e-11)
 
