@@ -88,8 +88,8 @@ def main() -> None:
     if options.steps < 1 or options.batch < 1 or options.batch % parts:
         parser.error(
             f"--steps {options.steps} --batch {options.batch} given, expected at least one step, "
-            f"and a batch that {REPLICAS} replicas times {MICROBATCHES} microbatches divide evenly: a "
-            f"multiple of {parts}"
+            f"and a batch that {REPLICAS} replicas times {MICROBATCHES} microbatches divide "
+            f"evenly: a multiple of {parts}"
         )
     with phalanx.init(options.backend) as session:
         if session.world_size != STAGES * REPLICAS:
