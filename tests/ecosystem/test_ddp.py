@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -194,6 +195,29 @@ def check_local_sgd(seed: int) -> None:
             torch.testing.assert_close(one.data, other.data, rtol=1e-9, atol=1e-11)
 
 
+def check_overlap(seed: int) -> None:
+    """An all-reduce ends while backward goes on: the first layer waits for the last one's."""
+    reduced = threading.Event()
+
+    def hook(state, bucket):  # DDP refuses annotations that are text, as they are in this file
+        def end(future: torch.futures.Future[list[Tensor]]) -> Tensor:
+            reduced.set()
+            return future.value()[0] / dist.get_world_size()
+
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(end)
+
+    model = DistributedDataParallel(new_model(seed), bucket_cap_mb=0.001)
+    model.register_comm_hook(None, hook)
+    waited = []
+    first = next(model.module.parameters())
+    first.register_hook(lambda gradient: waited.append(reduced.wait(15)))
+    for step in range(2):
+        reduced.clear()
+        loss_of(model(own(batch(seed, step)))).backward()
+    # DDP puts parameters into buckets in the order of backward, but only from the second step on.
+    assert waited[1:] == [True]
+
+
 def check_half_precision(seed: int) -> None:
     """Autocast to bfloat16: gradients of float32, averaged, near those of one process."""
     model = DistributedDataParallel(new_model(seed).float())
@@ -222,6 +246,7 @@ def check_sync_batch_norm(seed: int) -> None:
         *((functools.partial(check_hook, name), 2) for name in ("allreduce", "fp16", "bf16")),
         *((functools.partial(check_hook, name), 2) for name in ("fp16_wrapper", "powerSGD")),
         (check_local_sgd, 2),
+        (check_overlap, 2),
         (check_half_precision, 2),
         (check_sync_batch_norm, 2),
     ],
