@@ -37,7 +37,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest hosts conformance soak drill bench tidy clean distclean
+	native-tsan kills model mutants pytest hosts conformance ecosystem soak drill bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -67,10 +67,11 @@ $(VENV)/.build-tools: $(VENV)/.venv
 	@pip install -qq "scikit-build-core>=0.10" "nanobind>=2.4" "cmake>=3.24" "ninja>=1.11"
 	@touch $@
 
+# The stamp is a file of constraints: nothing that is installed later may bring another torch.
 $(VENV)/.torch-$(TORCH): $(VENV)/.build-tools
 	$(call section,Installing torch $(TORCH): this takes minutes the first time)
 	@pip install -qq torch==$(TORCH)
-	@touch $@
+	@echo "torch==$(TORCH)" >$@
 
 # Editable: a change in src/phalanx needs no step at all, a change in native/ needs this one.
 $(VENV)/.package: $(VENV)/.torch-$(TORCH) pyproject.toml $(CORE)
@@ -80,7 +81,7 @@ $(VENV)/.package: $(VENV)/.torch-$(TORCH) pyproject.toml $(CORE)
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.package
 	$(call section,Installing the tools of the checks and tests)
-	@pip install -qq --no-build-isolation --editable ".[dev]"
+	@pip install -qq --no-build-isolation --editable ".[dev]" --constraint $(VENV)/.torch-$(TORCH)
 	@touch $@
 
 # The rivals of `make bench`, and what draws its plots.
@@ -188,7 +189,8 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 # have the machine for themselves, since what they do has as many ranks as there are cores, or more.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	cli doctor init job_life launch launched_jobs meeting replace run slurm) \
-	$(patsubst %,tests/fault/test_%.py,explain job_places unformed) tests/examples tests/unit
+	$(patsubst %,tests/fault/test_%.py,explain job_places unformed) tests/examples tests/ecosystem \
+	tests/unit
 # The outer limit is for what pytest's own limit per test can't end.
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 
@@ -208,6 +210,11 @@ hosts: setup-dev ## the tests of one host's groups, on simulated hosts (HOSTS=aa
 conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
 	$(call section,PyTorch's own suite)
 	@python -m tests.conformance.torch_suite $(ARGS)
+
+# A part of it is a part of `make pytest`: all but what is marked long.
+ecosystem: setup-dev ## FSDP2, DTensor, pipelines, compilers, Lightning, Accelerate on Phalanx: all tests
+	$(call section,The ecosystem)
+	@$(PYTEST) tests/ecosystem tests/examples/test_pipeline.py -m "" $(ARGS)
 
 soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --ranks 2-8 --seed N")
 	$(call section,Soak)

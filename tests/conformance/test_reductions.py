@@ -196,3 +196,44 @@ def random_sizes(seed: int) -> str:
 @pytest.mark.parametrize("world_size", (2, 3, 4))
 def test_random_sizes(ranks: RankServer, world_size: int) -> None:
     assert len(set(ranks.run(world_size, random_sizes, cases.fresh_seed()))) == 1
+
+
+def averages_of_integers(dtype: str, seed: int) -> None:
+    """In every form; rounded towards zero, as NCCL does it and Gloo's users do it by hand."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    average = dist.ReduceOp.AVG
+    generator = np.random.default_rng(seed)
+    low = 0 if dtype == "uint8" else -20
+    everyone = generator.integers(low, 30, (size, size * 1001))
+    expected = np.fix(everyone.sum(0) / size).astype(dtype)
+    part = expected.reshape(size, -1)[rank]
+
+    def mine() -> Tensor:
+        return torch.from_numpy(everyone[rank].astype(dtype))
+
+    strided = torch.zeros(size * 1001, 2, dtype=getattr(torch, dtype))[:, 0]
+    for tensor in (mine(), strided.copy_(mine())):
+        work = dist.all_reduce(tensor, average, async_op=tensor is strided)
+        if work is not None:
+            work.wait()
+        assert np.array_equal(tensor.numpy(), expected)
+    tensor = mine()
+    dist.reduce(tensor, size - 1, average)
+    wanted = expected if rank == size - 1 else everyone[rank].astype(dtype)
+    assert np.array_equal(tensor.numpy(), wanted)
+    results = [torch.full((1001,), 7, dtype=strided.dtype) for _ in range(2)]
+    dist.reduce_scatter(results[0], [*mine().split(1001)], average)
+    dist.reduce_scatter_tensor(results[1], mine(), average)
+    for result in results:
+        assert np.array_equal(result.numpy(), part)
+    tensors = [mine(), mine()]
+    dist.all_reduce_coalesced(tensors, average)
+    for tensor in tensors:
+        assert np.array_equal(tensor.numpy(), expected)
+
+
+@pytest.mark.parametrize("world_size", (1, 3))
+def test_averages_of_integers(ranks: RankServer, world_size: int) -> None:
+    seed = cases.fresh_seed()
+    for dtype in ("uint8", "int8", "int16", "int32", "int64"):
+        ranks.run(world_size, averages_of_integers, dtype, seed)

@@ -74,9 +74,9 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dist.all_reduce(zeros(3), dist.ReduceOp.BXOR),
         r"all_reduce: BXOR has no meaning for float32; expected one of: SUM, PRODUCT, MIN, MAX",
     ),
-    "average of integers": (
-        lambda: dist.all_reduce(zeros(3, dtype=torch.int64), dist.ReduceOp.AVG),
-        r"all_reduce: AVG has no meaning for int64; expected one of: SUM",
+    "average of truths": (
+        lambda: dist.all_reduce(zeros(3, dtype=torch.bool), dist.ReduceOp.AVG),
+        r"all_reduce: AVG has no meaning for bool; expected one of: SUM",
     ),
     "reduce, bitwise on floats": (
         lambda: dist.reduce(zeros(3), 0, dist.ReduceOp.BAND),
@@ -162,11 +162,11 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dist.reduce_scatter(zeros(3), [zeros(3)] * 2, dist.ReduceOp.BOR),
         r"reduce_scatter: BOR has no meaning for float32",
     ),
-    "reduce_scatter, average of integers": (
+    "reduce_scatter, average of large unsigned integers": (
         lambda: dist.reduce_scatter_tensor(
-            zeros(3, dtype=torch.int32), zeros(6, dtype=torch.int32), dist.ReduceOp.AVG
+            zeros(3, dtype=torch.uint16), zeros(6, dtype=torch.uint16), dist.ReduceOp.AVG
         ),
-        r"reduce_scatter_single: AVG has no meaning for int32",
+        r"reduce_scatter_single: AVG has no meaning for uint16",
     ),
     "reduce_scatter_tensor's size": (
         lambda: dist.reduce_scatter_tensor(zeros(3), zeros(7)),

@@ -18,7 +18,7 @@ from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import Reduction, code_of, factor_of, reduction
 from phalanx.backend.operands import dense, only, same_kind, settle
 from phalanx.backend.options import options_of
-from phalanx.backend.running import NativeCall, Running, Tensors, in_turn
+from phalanx.backend.running import NativeCall, Running, Tensors, divided, in_turn
 from phalanx.backend.sparse import sparse_sum
 from phalanx.errors import CollectiveTimeout, UsageError
 
@@ -73,6 +73,8 @@ class Collectives(Running):
         how = reduction(op, tensor, "all_reduce")
         flat = self._reducible(tensor, how, op, "all_reduce", written=True)
         call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op)
+        if how.divided:
+            call = divided(call, flat, self._size)
         return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], how.op)
 
     def reduce(
@@ -86,7 +88,11 @@ class Collectives(Running):
         op = opts.reduceOp
         how = reduction(op, tensor, "reduce")
         flat = self._reducible(tensor, how, op, "reduce", written=is_root)
-        call = partial(self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root)
+        call: NativeCall = partial(
+            self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root
+        )
+        if how.divided and is_root:
+            call = divided(call, flat, self._size)
         outputs = [(tensor, flat)] if is_root else []
         return self._collective("reduce", call, tensor, opts, outputs, how.op, root, keep=flat)
 
@@ -208,6 +214,8 @@ class Collectives(Running):
                 partial(native.reduce, source.data_ptr(), source.numel(), how.dtype, how.op, root)
                 for root, source in enumerate(sources)
             )
+        if how.divided:
+            call = divided(call, flat, self._size)
         return self._collective(
             "reduce_scatter", call, tensor, opts, [(tensor, flat)], how.op, keep=sources
         )

@@ -24,6 +24,7 @@ _OPS: dict[int, int] = {
     if name != "none"
 }
 _SUM = hash(ReduceOp.SUM)
+_AVG = hash(ReduceOp.AVG)
 _PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
 OP_NAMES: dict[int, str] = {code: name.upper() for name, code in _native.REDUCE_OPS.items()}
 
@@ -34,18 +35,21 @@ class Reduction:
 
     Attributes:
         dtype: The core's number.
-        op: The core's number; that of SUM for PREMUL_SUM.
+        op: The core's number; that of SUM for PREMUL_SUM, and for AVG of integers.
         multiplied: Whether tensors are multiplied by a factor first, as PREMUL_SUM has it.
+        divided: Whether the result is divided by the world size, rounded towards zero: AVG of
+            integers, as on NCCL.
     """
 
     dtype: int
     op: int
-    multiplied: bool
+    multiplied: bool = False
+    divided: bool = False
 
 
 # All that there are: asking is one look-up, of an operation's whole cost a tenth.
 _REDUCTIONS: dict[tuple[torch.dtype, int], Reduction] = {
-    (dtype, number): Reduction(code, op, multiplied=False)
+    (dtype, number): Reduction(code, op)
     for dtype, code in CODES.items()
     for number, op in _OPS.items()
     if _native.supports(code, op)
@@ -54,6 +58,11 @@ _REDUCTIONS.update(
     ((dtype, _PREMUL_SUM), Reduction(code, _OPS[_SUM], multiplied=True))
     for dtype, code in CODES.items()
     if dtype.is_floating_point or dtype.is_complex
+)
+_REDUCTIONS.update(
+    ((dtype, _AVG), Reduction(CODES[dtype], _OPS[_SUM], divided=True))
+    # PyTorch can't divide the larger unsigned ones.
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 )
 
 

@@ -24,7 +24,7 @@ from phalanx.backend.failure import absence
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import dense, label, same_kind, same_pair
 from phalanx.backend.options import engine_of
-from phalanx.backend.running import NativeCall, Pairs, Tensors, in_turn
+from phalanx.backend.running import NativeCall, Pairs, Tensors, divided, in_turn
 from phalanx.backend.spanning import spanning
 from phalanx.errors import UsageError
 from phalanx.observe import recording
@@ -157,7 +157,8 @@ class ProcessGroup(Collectives):
             how = reduction(opts.reduceOp, tensor, name)
             flat = self._reducible(tensor, how, opts.reduceOp, name, written=True)
             op = how.op
-            calls.append(partial(native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, op))
+            call = partial(native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, op)
+            calls.append(divided(call, flat, self._size) if how.divided else call)
             pairs.append((tensor, flat))
         return self._coalesced(name, calls, tensors, opts, pairs, op=op)
 
@@ -263,9 +264,11 @@ class ProcessGroup(Collectives):
         flat = self._reducible(source, how, reduce_op, name)
         to = dense(output, name, written=True)
         addresses = flat.data_ptr(), to.data_ptr()
-        call = partial(
+        call: NativeCall = partial(
             self._native.reduce_scatter_single, *addresses, to.numel(), how.dtype, how.op
         )
+        if how.divided:
+            call = divided(call, to, self._size)
         return call, (output, to), how.op, flat
 
     def _addresses(self, whole: torch.Tensor) -> list[int]:

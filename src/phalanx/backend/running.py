@@ -158,6 +158,19 @@ class Running(Messages):
         return JointWork(works)
 
 
+def divided(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
+    """A call after which its result is divided by a number, rounded towards zero."""
+
+    def run(timeout: float) -> _native.Status | None:
+        status = call(timeout)
+        if status is None:
+            with torch.inference_mode():
+                result.div_(size, rounding_mode="trunc")
+        return status
+
+    return run
+
+
 def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
     """One call that makes all of them, each with the whole timeout, until one fails."""
     steps = list(calls)
