@@ -71,11 +71,11 @@ def convnet() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return module.ConvNet(0.25), lambda model: F.nll_loss(model(images), labels)
 
 
-def mlp() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
+def mlp(batch: int = 8) -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     layers: list[nn.Module] = []
     for _ in range(4):
         layers += [nn.Linear(2500, 2500), nn.ReLU()]
-    inputs, targets = torch.randn(8, 2500), torch.randn(8, 2500)
+    inputs, targets = torch.randn(batch, 2500), torch.randn(batch, 2500)
     return nn.Sequential(*layers), lambda model: F.mse_loss(model(inputs), targets)
 
 
@@ -84,7 +84,13 @@ def gpt() -> tuple[nn.Module, Callable[[nn.Module], Tensor]]:
     return GPT(), lambda model: F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:])
 
 
-MODELS = {"convnet": convnet, "mlp": mlp, "gpt": gpt}
+MODELS = {
+    "convnet": convnet,
+    "mlp": mlp,
+    "mlp1": lambda: mlp(1),
+    "mlp2": lambda: mlp(2),
+    "gpt": gpt,
+}
 
 
 class Step:

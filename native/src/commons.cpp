@@ -1,6 +1,7 @@
 #include "phalanx/commons.h"
 
 #include <fcntl.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -17,7 +18,20 @@
 namespace phalanx {
 namespace {
 
-// /proc/self/pagemap: a word for each page, of which these bits say what lies there.
+// What <linux/fs.h> has from Linux 6.7 on: the ioctl that finds pages by what they are.
+struct ScanArguments {
+  std::uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
+  std::uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
+};
+struct ScanRegion {
+  std::uint64_t start, end, categories;
+};
+constexpr unsigned long kScan = _IOWR('f', 16, ScanArguments);
+constexpr std::uint64_t kScanFile = 1U << 2;
+constexpr std::uint64_t kScanPresent = 1U << 3;
+constexpr std::uint64_t kScanSwapped = 1U << 4;
+
+// A word of /proc/self/pagemap for each page; these bits say what lies there.
 constexpr std::uint64_t kPresent = 1ULL << 63;
 constexpr std::uint64_t kSwapped = 1ULL << 62;
 constexpr std::uint64_t kOfFile = 1ULL << 61;
@@ -26,11 +40,39 @@ Status system_error(int error) { return Status{.code = Code::system, .error = er
 
 std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// Calls `each(start, bytes)` for every run of pages in [base, base + bytes) that a private mapping
-// of a file has copies of. Where the kernel doesn't tell, that may be all of them.
+// Calls `each(start, bytes)` for every run of copied pages. False, at the beginning, where the
+// kernel has no such call.
 template <class Each>
-void for_copied(std::byte* base, std::size_t bytes, Each each) {
-  const int map = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+bool scan(int map, std::byte* base, std::size_t bytes, Each each) {
+  std::array<ScanRegion, 256> found;
+  const auto first = reinterpret_cast<std::uintptr_t>(base);
+  ScanArguments wanted{};
+  wanted.size = sizeof wanted;
+  wanted.start = first;
+  wanted.end = first + bytes;
+  wanted.vec = reinterpret_cast<std::uintptr_t>(found.data());
+  wanted.vec_len = found.size();
+  wanted.category_inverted = kScanFile;
+  wanted.category_mask = kScanFile;
+  wanted.category_anyof_mask = kScanPresent | kScanSwapped;
+  wanted.return_mask = kScanFile;
+  while (wanted.start < first + bytes) {
+    const int count = ioctl(map, kScan, &wanted);
+    if (count < 0) {
+      return false;
+    }
+    for (int i = 0; i < count; ++i) {
+      const ScanRegion& region = found[static_cast<std::size_t>(i)];
+      each(base + (region.start - first), region.end - region.start);
+    }
+    wanted.start = wanted.walk_end;
+  }
+  return true;
+}
+
+// The same by reading what the kernel says of every page. Where it doesn't, all count as copied.
+template <class Each>
+void read(int map, std::byte* base, std::size_t bytes, Each each) {
   std::array<std::uint64_t, 512> words;
   std::size_t run = 0;
   std::size_t done = 0;
@@ -55,6 +97,17 @@ void for_copied(std::byte* base, std::size_t bytes, Each each) {
   }
   if (run != 0) {
     each(base + done - run, run);
+  }
+}
+
+// Calls `each(start, bytes)` for every run of pages in [base, base + bytes) that a private mapping
+// of a file has copies of.
+template <class Each>
+void for_copied(std::byte* base, std::size_t bytes, PageFinder finder, Each each) {
+  const int map =
+      finder == PageFinder::none ? -1 : ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  if (finder != PageFinder::scan || map < 0 || !scan(map, base, bytes, each)) {
+    read(map, base, bytes, each);
   }
   if (map >= 0) {
     ::close(map);
@@ -139,9 +192,9 @@ std::unique_ptr<Commons> Commons::open(int pid, int descriptor, std::size_t byte
   return map(fd, size, status);
 }
 
-std::size_t Commons::publish(std::size_t offset, std::size_t bytes) {
+std::size_t Commons::publish(std::size_t offset, std::size_t bytes, PageFinder finder) {
   std::size_t pages = 0;
-  for_copied(own_ + offset, bytes, [&](std::byte* start, std::size_t size) {
+  for_copied(own_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
     std::memcpy(common_ + (start - own_), start, size);
     madvise(start, size, MADV_DONTNEED);
     pages += size / kPage;
@@ -149,9 +202,9 @@ std::size_t Commons::publish(std::size_t offset, std::size_t bytes) {
   return pages;
 }
 
-std::size_t Commons::drop(std::size_t offset, std::size_t bytes) {
+std::size_t Commons::drop(std::size_t offset, std::size_t bytes, PageFinder finder) {
   std::size_t pages = 0;
-  for_copied(own_ + offset, bytes, [&](std::byte* start, std::size_t size) {
+  for_copied(own_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
     madvise(start, size, MADV_DONTNEED);
     pages += size / kPage;
   });

@@ -84,7 +84,7 @@ TEST(a_copied_page_follows_again_once_it_is_dropped) {
 }
 
 // Any writes by two ranks, published and dropped at random, against plain arrays.
-TEST(publishing_and_dropping_do_what_they_do_on_plain_memory) {
+void publish_and_drop(PageFinder finder) {
   const auto one = create();
   const auto other = open(*one);
   Commons* all[] = {one.get(), other.get()};
@@ -120,13 +120,22 @@ TEST(publishing_and_dropping_do_what_they_do_on_plain_memory) {
       }
     }
     const auto call = publish ? &Commons::publish : &Commons::drop;
-    CHECK_EQ((all[who]->*call)(page * kPage, pages * kPage), expected);
+    const std::size_t done = (all[who]->*call)(page * kPage, pages * kPage, finder);
+    CHECK_EQ(done, finder == PageFinder::none ? pages : expected);
     for (int rank = 0; rank < 2; ++rank) {
       CHECK(std::memcmp(all[rank]->own(), own[rank].data(), kBytes) == 0);
       CHECK(std::memcmp(all[rank]->common(), common.data(), kBytes) == 0);
     }
   }
 }
+
+TEST(publishing_and_dropping_do_what_they_do_on_plain_memory) {
+  publish_and_drop(PageFinder::scan);
+}
+
+TEST(so_they_do_on_an_older_kernel) { publish_and_drop(PageFinder::map); }
+
+TEST(so_they_do_where_the_kernel_tells_nothing) { publish_and_drop(PageFinder::none); }
 
 TEST(equal_replicas_cost_nothing) {
   constexpr std::size_t kLarge = 64UL << 20;

@@ -17,6 +17,10 @@
 
 namespace phalanx {
 
+// How pages are found that this process has written: by the kernel's scan (Linux 6.7), by its map
+// of all pages, or, where neither can be had, by taking all of them for written.
+enum class PageFinder { scan, map, none };
+
 class Commons {
  public:
   // Whole pages, backed by memory. Null with `out_of_memory` or `system`, and errno.
@@ -40,9 +44,9 @@ class Commons {
 
   // Copies the pages in the range that this process has written in `own` to `common`, and drops
   // them. Returns how many those were.
-  std::size_t publish(std::size_t offset, std::size_t bytes);
+  std::size_t publish(std::size_t offset, std::size_t bytes, PageFinder finder = PageFinder::scan);
   // Drops what this process has written there: `own` shows `common` again. Returns how many pages.
-  std::size_t drop(std::size_t offset, std::size_t bytes);
+  std::size_t drop(std::size_t offset, std::size_t bytes, PageFinder finder = PageFinder::scan);
 
  private:
   Commons(std::byte* common, std::byte* own, std::size_t bytes, int fd);

@@ -86,8 +86,6 @@ class Gradients:
         self.under_way = True
         self._ready[number] = True
         order = self._layout.order
-        if number != order[self._cursor]:
-            self.settle(number)
         while self._cursor < len(self._ready) and self._ready[order[self._cursor]]:
             self._write(order[self._cursor])
             self._cursor += 1

@@ -132,20 +132,24 @@ def lay_out(parameters: Sequence[Tensor], owners: int, chunk_bytes: int) -> Layo
         start = place
         for number in numbers:
             if whole[number] and start < place and place + sizes[number] > start + chunk:
-                place = _up(place, unit)
-                chunks.append(Chunk(start, place, dtype))
-                start = place
+                start = place = _close(chunks, start, place, dtype, unit)
             spots[number] = Spot(place, sizes[number])
             place = _up(place + sizes[number], _ALIGNED)
-            while not whole[number] and place - start > chunk:
-                chunks.append(Chunk(start, start + chunk, dtype))
-                start += chunk
+            if whole[number] and place - start >= chunk:
+                start = place = _close(chunks, start, place, dtype, unit)
+            while place - start > chunk:
+                start = _close(chunks, start, start + chunk, dtype, unit)
         if start < place:
-            place = _up(place, unit)
-            chunks.append(Chunk(start, place, dtype))
+            place = _close(chunks, start, place, dtype, unit)
     dtypes = [*(parameter.dtype for parameter in parameters), parameters[0].dtype]
     order = [number for numbers in by_dtype.values() for number in numbers]
     return Layout(spots, dtypes, order, chunks, owners)
+
+
+def _close(chunks: list[Chunk], start: int, end: int, dtype: torch.dtype, unit: int) -> int:
+    """Add a chunk; returns where it ends, once it is made whole slices."""
+    chunks.append(Chunk(start, start + _up(end - start, unit), dtype))
+    return chunks[-1].end
 
 
 def _up(place: int, unit: int) -> int:

@@ -59,7 +59,11 @@ def find_places(group: dist.ProcessGroup | None) -> Places:
     rail = [ranks[local_rank] for ranks in hosts] if local_rank < owners else [dist.get_rank()]
     # Two for every rank, though one may be of itself alone: PyTorch names a group that only its
     # members form by how many groups each of them has.
-    formed = [dist.new_group(ranks, use_local_synchronization=True) for ranks in (own, rail)]
+    backend = dist.get_backend(whole)
+    formed = [
+        dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+        for ranks in (own, rail)
+    ]
     host = formed[0] if len(own) > 1 else None
     between = formed[1] if len(rail) > 1 else None
     assert whole is not None  # there is a default group: host_ranks has looked

@@ -6,6 +6,7 @@ average is in the memory of the host. Every rank does the same with the same chu
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from typing import Any, Protocol
 
@@ -90,10 +91,12 @@ class _Together:
     def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
         self._layout = layout
         self._places = places
+        # Where ranks leave no core idle, another thread would only take turns with this one.
+        self._beside = len(os.sched_getaffinity(0)) > places.local_size
         longest = max(chunk.end - chunk.start for chunk in layout.chunks)
         slots = [
             phalanx.empty_shared(longest, dtype=torch.uint8)
-            for _ in range(min(UNDER_WAY, len(layout.chunks)))
+            for _ in range(min(UNDER_WAY if self._beside else 1, len(layout.chunks)))
         ]
         self._rooms = [
             slots[number % len(slots)][: chunk.end - chunk.start].view(chunk.dtype)
@@ -120,15 +123,19 @@ class _Together:
         places, room = self._places, self._rooms[chunk]
         if places.local_size > places.owners:
             works = [
-                dist.reduce(part, group=places.host, group_dst=owner, async_op=True)
+                dist.reduce(part, group=places.host, group_dst=owner, async_op=self._beside)
                 for owner, part in enumerate(room.chunk(places.owners))
             ]
         else:
             op = dist.ReduceOp.AVG if places.hosts == 1 else dist.ReduceOp.SUM
             works = [
-                _reduce_scatter(self._mine[chunk], room, op=op, group=places.host, async_op=True)
+                _reduce_scatter(
+                    self._mine[chunk], room, op=op, group=places.host, async_op=self._beside
+                )
             ]
-        self._local.append((chunk, works))
+        self._local.append((chunk, [work for work in works if work is not None]))
+        if not self._beside:
+            self._pass_on()
 
     def finish(self) -> None:
         while self._local:
