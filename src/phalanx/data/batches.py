@@ -1,17 +1,22 @@
 """Split every global batch over the ranks: a step sees the same samples at any world size."""
 
-import math
+import zlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.utils.data import Dataset, Sampler
+from torch import Tensor
+from torch.utils.data import Dataset
 
 from phalanx.data.partition import length
+from phalanx.data.ranks import check_rank, place, share
+from phalanx.data.resuming import Resumable
 from phalanx.errors import UsageError
 
 __all__ = ["GlobalBatchSampler", "per_rank_batch_size"]
+
+# Samples at the head of an epoch's order that a state remembers the checksum of.
+_HEAD = 1000
 
 
 def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
@@ -28,17 +33,17 @@ def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
     Raises:
         UsageError: A rank outside the world, or fewer samples than ranks.
     """
-    _check_rank(world_size, rank)
+    check_rank(world_size, rank)
     if global_batch < world_size:
         raise UsageError(
             f"global batch {global_batch} given for world size {world_size}, expected at least "
             "one sample per rank: give a larger global batch, or start fewer ranks"
         )
-    start, stop = _share(global_batch, world_size, rank)
+    start, stop = share(global_batch, world_size, rank)
     return stop - start
 
 
-class GlobalBatchSampler(Sampler[list[int]]):
+class GlobalBatchSampler(Resumable[list[int]]):
     """Yield this rank's share of each global batch, as a list of indices into the data set.
 
     In an epoch the samples are shuffled once, the same way on every rank and at every world size;
@@ -49,6 +54,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     Pass it to a `DataLoader` as `batch_sampler`, or, for data that can fetch a list of indices at
     once (`TensorDataset`, `Partition`), as `sampler` with `batch_size=None`, which is faster.
+
+    It resumes at a sample: call `advance()` after each step, save `state_dict()`, and load it into
+    a sampler of the same data and seed. World size, global batch and `drop_last` may be others
+    then: what is left of the epoch's order is cut into batches anew. Steps, in `len()` and
+    `weight()`, count from where the iteration begins.
 
     Args:
         data: Anything with a length: the data set.
@@ -76,13 +86,14 @@ class GlobalBatchSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        super().__init__()
         self.samples = length(data)
         self.global_batch = global_batch
-        self.world_size, self.rank = _place(world_size, rank)
+        self.world_size, self.rank = place(world_size, rank)
         self.shuffle = shuffle
         self.seed = seed
-        self.epoch = 0
         self.drop_last = drop_last
+        self._cached: tuple[tuple[int, int, bool], Tensor] | None = None
         per_rank_batch_size(global_batch, self.world_size, self.rank)
         if len(self) == 0:
             raise UsageError(
@@ -90,74 +101,58 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 f"{global_batch if drop_last else 1}: no step could be made"
             )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order of the samples, that the next iteration yields.
-
-        Call it on every rank before each epoch; otherwise every epoch has the same order.
-        """
-        self.epoch = epoch
-
     def weight(self, step: int) -> float:
-        """Return this rank's share of global batch `step` of an epoch, from 0 to 1.
+        """Return this rank's share of global batch `step` of the iteration, from 0 to 1.
 
         The weights of all ranks sum to 1. A mean over this rank's samples times its weight, summed
         over the ranks, is the mean over the global batch: pass it to `average_gradients`.
 
         Raises:
-            UsageError: An epoch has no such step.
+            UsageError: There is no such step.
         """
         if not 0 <= step < len(self):
             raise UsageError(f"weight: step {step} given, expected 0 to {len(self) - 1}")
         size = self._batch_size(step)
-        start, stop = _share(size, self.world_size, self.rank)
+        start, stop = share(size, self.world_size, self.rank)
         return (stop - start) / size
 
     def __len__(self) -> int:
-        """Return the steps in an epoch, the same on every rank."""
-        if self.drop_last:
-            return self.samples // self.global_batch
-        return math.ceil(self.samples / self.global_batch)
+        """Return the steps of the current iteration, or of the next; the same on every rank."""
+        return self._left(self._start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = self._order()
-        for step in range(len(self)):
-            first = step * self.global_batch
-            batch = order[first : first + self._batch_size(step)]
-            start, stop = _share(len(batch), self.world_size, self.rank)
-            yield batch[start:stop] or batch[:1]
+        return self._drawing(self._batches(self._begin(), self._order()))
 
-    def _order(self) -> list[int]:
-        if not self.shuffle:
-            return list(range(self.samples))
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order: list[int] = torch.randperm(self.samples, generator=generator).tolist()
-        return order
+    def _batches(self, start: int, order: Tensor) -> Iterator[list[int]]:
+        for step in range(self._left(start)):
+            batch = order[start + step * self.global_batch :][: self.global_batch]
+            first, last = share(len(batch), self.world_size, self.rank)
+            yield batch[first:last].tolist() or batch[:1].tolist()
+
+    def _order(self) -> Tensor:
+        """Return the samples of the epoch in their order, int64 [samples]."""
+        key = (self.epoch, self.seed, self.shuffle)
+        if self._cached is None or self._cached[0] != key:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            shuffled = torch.randperm(self.samples, generator=generator)
+            self._cached = key, shuffled if self.shuffle else torch.arange(self.samples)
+        return self._cached[1]
 
     def _batch_size(self, step: int) -> int:
-        return min(self.global_batch, self.samples - step * self.global_batch)
+        return min(self.global_batch, self.samples - self._start - step * self.global_batch)
 
+    def _identity(self) -> dict[str, Any]:
+        # PyTorch doesn't promise that another version of it shuffles in the same way.
+        head = zlib.crc32(self._order()[:_HEAD].numpy().tobytes())
+        described = {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
+        return {"sampler": "GlobalBatchSampler", **described, "order": head}
 
-def _share(size: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return where a rank's slice of `size` samples starts and stops."""
-    base, extra = divmod(size, world_size)
-    start = rank * base + min(rank, extra)
-    return start, start + base + (rank < extra)
+    def _size(self) -> int:
+        return self.samples
 
+    def _stride(self) -> int:
+        return self.global_batch
 
-def _place(world_size: int | None, rank: int | None) -> tuple[int, int]:
-    if (world_size is None) != (rank is None):
-        raise UsageError(
-            f"world size {world_size} and rank {rank} given, expected both or none of them"
-        )
-    if world_size is not None and rank is not None:
-        return world_size, rank
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
-
-
-def _check_rank(world_size: int, rank: int) -> None:
-    if world_size < 1:
-        raise UsageError(f"world size {world_size} given, expected at least 1")
-    if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} given, expected 0 to {world_size - 1}")
+    def _left(self, position: int) -> int:
+        whole, rest = divmod(self.samples - position, self.global_batch)
+        return whole + (rest > 0 and not self.drop_last)

@@ -1,0 +1,61 @@
+"""What the modules of this folder need to know of the ranks: one's place, one's share, and sums."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import UsageError
+
+__all__ = ["check_rank", "place", "place_in", "share", "sum_over_ranks"]
+
+
+def place(world_size: int | None, rank: int | None) -> tuple[int, int]:
+    """Return the world size and rank given, or the default group's, or (1, 0) without a group."""
+    if (world_size is None) != (rank is None):
+        raise UsageError(
+            f"world size {world_size} and rank {rank} given, expected both or none of them"
+        )
+    if world_size is not None and rank is not None:
+        check_rank(world_size, rank)
+        return world_size, rank
+    return place_in(None, "")
+
+
+def place_in(group: dist.ProcessGroup | None, caller: str) -> tuple[int, int]:
+    """Return world size and rank in a group; without any process group (1, 0)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1, 0
+    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if rank < 0:
+        raise UsageError(f"{caller}: this rank is not a member of the group given")
+    return world_size, rank
+
+
+def check_rank(world_size: int, rank: int) -> None:
+    """Raise UsageError for a rank outside the world."""
+    if world_size < 1:
+        raise UsageError(f"world size {world_size} given, expected at least 1")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} given, expected 0 to {world_size - 1}")
+
+
+def share(size: int, world_size: int, rank: int) -> tuple[int, int]:
+    """Return where a rank's slice of `size` samples starts and stops."""
+    base, extra = divmod(size, world_size)
+    start = rank * base + min(rank, extra)
+    return start, start + base + (rank < extra)
+
+
+def sum_over_ranks(
+    values: Sequence[int | float], dtype: torch.dtype, group: dist.ProcessGroup | None
+) -> list[int | float]:
+    """Return the element-wise sums over the ranks of a group, by one all-reduce; blocks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(values)
+    on = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    tensor: Tensor = torch.tensor(values, dtype=dtype, device=on)
+    dist.all_reduce(tensor, group=group)
+    sums: list[int | float] = tensor.tolist()
+    return sums
