@@ -2,8 +2,8 @@
 
 `trainer` is the loop, and reads like one. It stands on `order` (which samples come next, and what
 each of them weighs), `replicas` (how the copies of a model on the ranks stay alike, and what ranks
-agree on), `backward` (mixed precision, clipping, gradients that aren't finite), `evaluation`,
-`state` (what a snapshot holds, and whether it fits), `seeds`, `stopping` (SIGTERM) and `progress` (the bar,
+agree on), `backward` (precision, clipping, gradients that aren't finite), `evaluation`, `state`
+(what a snapshot holds, and whether it fits), `seeds`, `stopping` (SIGTERM) and `progress` (the bar,
 TensorBoard, `phalanx watch`). `snapshots` keeps states on disk. All of it is plain
 `torch.distributed`: it runs in one process and on any backend.
 """

@@ -26,7 +26,7 @@ class FiniteCheck:
     def __init__(self, model: nn.Module) -> None:
         self._sums: list[tuple[str, Tensor]] = []
         self._handles = [
-            parameter.register_hook(self._hook(name))
+            parameter.register_hook(self._hook(name))  # type: ignore[no-untyped-call]
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
@@ -98,7 +98,7 @@ class Stepper:
 
     def backward(self, loss: Tensor) -> None:
         """Add to the gradients."""
-        self.scaler.scale(loss).backward()
+        self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
         """Clip, step, and let the gradients go."""

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
-from phalanx.data.partition import length
+from phalanx.data import EvaluationSampler
 from phalanx.errors import UsageError
+from phalanx.train.order import fetches_lists
 from phalanx.train.replicas import Replicas
 
 __all__ = ["Evaluation", "Loss", "measured", "on_device"]
@@ -33,21 +34,18 @@ class Evaluation:
     def __init__(
         self, data: Dataset[Any], batch: int, loss: Loss, loader: Mapping[str, Any]
     ) -> None:
-        if length(data) == 0:
-            raise UsageError("evaluate is an empty data set, expected at least one sample")
         self._data, self._batch, self._loss = data, batch, loss
-        self._options = {name: loader[name] for name in loader if name != "batch_size"}
+        self._mine = list(EvaluationSampler(data))
+        self._options = loader
 
     def run(self, replicas: Replicas) -> dict[str, float]:
         """Return the means of loss and metrics over all samples, on every rank; collective."""
-        rank, world_size = replicas.rank, replicas.world_size
-        mine = range(rank, length(self._data), world_size)
         totals: dict[str, float] = {}
         count = 0
         replicas.align_buffers()
         # The module itself: a wrapper's forward may have collectives, and ranks differ in batches.
         with evaluating(replicas.inner), torch.no_grad():
-            for content, size in self._batches(mine):
+            for content, size in self._batches():
                 batch = on_device(content, replicas.device)
                 loss, metrics = measured(self._loss(replicas.inner, batch))
                 for name, mean in {"loss": loss.item(), **metrics}.items():
@@ -59,18 +57,13 @@ class Evaluation:
         names = next(found for found, size in parts if size)
         return {name: sum(found.get(name, 0.0) for found, _ in parts) / samples for name in names}
 
-    def _batches(self, mine: range) -> Iterator[tuple[Any, int]]:
+    def _batches(self) -> Iterator[tuple[Any, int]]:
         """Batches of this rank's samples, with their sizes; the last may be smaller."""
-        if not mine:
-            return
-        parts = [
-            list(mine[first : first + self._batch]) for first in range(0, len(mine), self._batch)
-        ]
+        mine, size = self._mine, self._batch
+        parts = [mine[first : first + size] for first in range(0, len(mine), size)]
         options: dict[str, Any] = {"generator": torch.Generator(), **self._options}
-        if type(self._data) is TensorDataset and "collate_fn" not in options:
-            loader: DataLoader[Any] = DataLoader(
-                self._data, **options, batch_size=None, sampler=parts
-            )
+        if fetches_lists(self._data, self._options):
+            loader = DataLoader(self._data, **{**options, "batch_size": None}, sampler=parts)
         else:
             loader = DataLoader(self._data, **options, batch_sampler=parts)
         for content, part in zip(loader, parts, strict=True):

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx.data import GlobalBatchSampler
-from phalanx.data.partition import length
 from phalanx.errors import UsageError
 from phalanx.train.seeds import rank_seeds
 
@@ -61,11 +60,11 @@ class Order:
         self._micro = global_batch // accumulate
         self._sampler = GlobalBatchSampler(data, self._micro, seed=seed)
         self._seed = seed
-        # Its own: each new iterator draws a number from it, and a resumed epoch has one more iterator
+        # Its own: each new iterator draws a number from it, and a resumed epoch has one more of them
         # than one that wasn't interrupted.
         self._generator = torch.Generator()
         self._loader = self._make_loader(data, loader)
-        self.samples, self.epoch, self.position = length(data), 0, 0
+        self.samples, self.position = self._sampler.samples, 0
         if self.samples < self._sampler.world_size:
             raise UsageError(
                 f"a data set of {self.samples} samples given for {self._sampler.world_size} ranks, "
@@ -81,9 +80,14 @@ class Order:
                 "global_batch, accumulate and seed"
             )
         options = {"generator": self._generator, **options}
-        if "batch_size" in options or (type(data) is TensorDataset and "collate_fn" not in options):
+        if fetches_lists(data, options):
             return DataLoader(data, **{**options, "batch_size": None}, sampler=self._sampler)
         return DataLoader(data, **options, batch_sampler=self._sampler)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch, from 0, that the next step belongs to."""
+        return self._sampler.epoch
 
     @property
     def at_end(self) -> bool:
@@ -92,39 +96,36 @@ class Order:
 
     def next_epoch(self) -> None:
         """Go on to the beginning of the next epoch."""
-        self.epoch, self.position = self.epoch + 1, 0
+        self._sampler.set_epoch(self.epoch + 1)
+        self.position = 0
 
-    def steps(self) -> Iterator[tuple[list[MicroBatch], int]]:
-        """Yield what is left of the epoch: the micro-batches of each step, and its samples.
+    def steps(self) -> Iterator[list[MicroBatch]]:
+        """Yield what is left of the epoch: the micro-batches of each step.
 
         Every rank gets as many steps, with as many micro-batches each. Nothing counts as trained on
         until `advance` is told.
         """
-        self._sampler.load_state_dict(self.state_dict())
         # Workers of the loader begin an epoch alike, whatever has been before.
         self._generator.manual_seed(rank_seeds(self._seed, self._sampler.rank, self.epoch)[0])
-        sizes = self._sizes()
-        step: list[tuple[Any, float, int]] = []
+        firsts = range(self.position, self.samples, self._micro)
+        sizes = [min(self._micro, self.samples - first) for first in firsts]
+        step: list[tuple[Any, float]] = []
         for number, (content, size) in enumerate(zip(self._loader, sizes, strict=True)):
-            step.append((content, self._sampler.weight(number), size))
+            step.append((content, self._sampler.weight(number) * size))
             if len(step) == self.accumulate or number == len(sizes) - 1:
-                total = sum(size for *_, size in step)
-                yield [MicroBatch(item, share * size / total) for item, share, size in step], total
+                total = sum(sizes[number + 1 - len(step) : number + 1])
+                yield [MicroBatch(item, own / total) for item, own in step]
                 step = []
 
-    def _sizes(self) -> list[int]:
-        """The samples of each micro-batch that is left, of all ranks together."""
-        left = range(self.position, self.samples, self._micro)
-        return [min(self._micro, self.samples - first) for first in left]
-
-    def advance(self, samples: int) -> None:
-        """Count the samples of a finished step."""
-        self.position += samples
+    def advance(self, micro_batches: int) -> int:
+        """Count a finished step; returns its samples, of all ranks together."""
+        self._sampler.advance(micro_batches)
+        before = self.position
+        self.position = min(before + micro_batches * self._micro, self.samples)
+        return self.position - before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, for JSON: that of the sampler."""
-        self._sampler.set_epoch(self.epoch)
-        self._sampler.position = self.position
+        """Return where training is, for JSON; the same on every rank."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,5 +134,10 @@ class Order:
         Raises:
             UsageError: The data set has another size, or another seed gave its order.
         """
-        self._sampler.load_state_dict(dict(state))
-        self.epoch, self.position = self._sampler.epoch, self._sampler.position
+        self._sampler.load_state_dict(state)
+        self.position = state["position"]
+
+
+def fetches_lists(data: Dataset[Any], options: Mapping[str, Any]) -> bool:
+    """Whether the data set is asked for lists of indices, which saves the collation of samples."""
+    return "batch_size" in options or (type(data) is TensorDataset and "collate_fn" not in options)

@@ -147,4 +147,4 @@ def tensorboard(directory: Any) -> Any:
         raise UsageError(
             'tensorboard is missing: pip install "phalanx[tensorboard]", or leave the argument out'
         ) from None
-    return SummaryWriter(str(directory))  # type: ignore[no-untyped-call]
+    return SummaryWriter(str(directory))

@@ -21,8 +21,8 @@ _PREFIX = "module."
 class Replicas:
     """A model on all ranks, whoever keeps it in step.
 
-    A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, `phalanx.parallel`'s
-    DataParallel) averages gradients itself, in backward. Any other is a plain module: its
+    A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, the DataParallel of
+    `phalanx.parallel`) averages gradients itself, in backward. Any other is a plain module: its
     parameters are brought from rank 0, and its gradients averaged by `average_gradients`.
 
     Args:
@@ -36,7 +36,7 @@ class Replicas:
         group = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         self.model = model
-        # torch.compile puts a module around it, which hands on attributes but not `state_dict` names.
+        # torch.compile puts a module around it, which hands on attributes, not names of parameters.
         whole = getattr(model, "_orig_mod", model)
         inside = getattr(whole, "module", None)
         self.wrapped = isinstance(inside, nn.Module) and hasattr(whole, "no_sync")
@@ -77,9 +77,10 @@ class Replicas:
                 tensor.copy_(dense)
 
     def backward_of(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """A context for forward and backward of a micro-batch: only the step's last communicates."""
+        """A context for forward and backward of a micro-batch: the step's last communicates."""
         if self.wrapped and not last:
-            context: contextlib.AbstractContextManager[None] = self._whole.no_sync()
+            whole: Any = self._whole
+            context: contextlib.AbstractContextManager[None] = whole.no_sync()
             return context
         return contextlib.nullcontext()
 

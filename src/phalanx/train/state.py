@@ -113,8 +113,8 @@ class State:
         if wrong:
             raise UsageError(
                 f"{path} is of another model than {type(self._replicas.inner).__name__}: "
-                f"{'; '.join(wrong)}. Give this run a directory of its own, or build the model that "
-                "was trained"
+                f"{'; '.join(wrong)}. Give this run a directory of its own, or build the model "
+                "that was trained"
             )
 
     def _check_optimizer(self, state: Mapping[str, Any], path: object) -> None:
@@ -131,8 +131,8 @@ class State:
         if (state["scheduler"] is None) != (self._scheduler is None):
             has, wants = ("no", "one") if self._scheduler is not None else ("a", "none")
             raise UsageError(
-                f"{path} has {has} scheduler's state, expected {wants}: give the scheduler that was "
-                "used, or another directory"
+                f"{path} has {has} scheduler's state, expected {wants}: give the scheduler that "
+                "was used, or another directory"
             )
 
 

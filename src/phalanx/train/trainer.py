@@ -138,8 +138,9 @@ class Trainer:
             batch = max(1, global_batch // accumulate // self._replicas.world_size)
             self._evaluation = Evaluation(evaluate, batch, loss, loader or {})
         self._state = State(self._replicas, self._stepper, self._order, scheduler, seed)
-        given = snapshots is None or isinstance(snapshots, Snapshots)
-        self._snapshots = snapshots if given else Snapshots(snapshots)
+        if isinstance(snapshots, str | PathLike):
+            snapshots = Snapshots(snapshots)
+        self._snapshots: Snapshots | None = snapshots
         self._saved = -1
         self._finite: FiniteCheck | None = None
         self.result = Result()
@@ -168,8 +169,8 @@ class Trainer:
             stack.enter_context(display)
             self._begin(display, stack)
             while not self._finished():
-                for micro_batches, samples in self._order.steps():
-                    stopped = self._step(micro_batches, samples, display, asked=stop.asked)
+                for micro_batches in self._order.steps():
+                    stopped = self._step(micro_batches, display, stop)
                     self._after_step(display, stopped=stopped)
                     if self._finished():
                         break
@@ -211,9 +212,7 @@ class Trainer:
             + ended
         )
 
-    def _step(
-        self, micro_batches: list[MicroBatch], samples: int, display: Display, *, asked: bool
-    ) -> bool:
+    def _step(self, micro_batches: list[MicroBatch], display: Display, stop: Stop) -> bool:
         """Make a step of the optimizer; returns whether a rank has been asked to stop."""
         totals: dict[str, float] = {}
         for number, micro_batch in enumerate(micro_batches):
@@ -221,12 +220,12 @@ class Trainer:
             self._forward_backward(micro_batch, totals, last=last)
         begun = time.monotonic()
         self._replicas.average()
-        metrics, stopped = self._agree(totals, asked=asked)
+        metrics, stopped = self._agree(totals, asked=stop.asked)
         blocked = time.monotonic() - begun
         self._stepper.step()
         if self._scheduler is not None:
             self._scheduler.step()
-        self._order.advance(samples)
+        samples = self._order.advance(len(micro_batches))
         result = self.result
         result.step, result.loss = result.step + 1, metrics["loss"]
         result.losses.append(result.loss)
@@ -270,9 +269,9 @@ class Trainer:
         words = "; ".join(f"on rank {rank} {text}" for rank, text in enumerate(every) if text)
         raise FloatingPointError(
             f"step {self.result.step + 1} (epoch {self._order.epoch + 1}): "
-            f"{words or 'the loss of all ranks together is not finite'}. The step was not made. Look "
-            "at that rank's batch, lower the learning rate, clip gradients (clip=1.0), or find the "
-            "operation with torch.autograd.set_detect_anomaly(True)"
+            f"{words or 'the loss of all ranks together is not finite'}. The step was not made. "
+            "Look at that rank's batch, lower the learning rate, clip gradients (clip=1.0), or find "
+            "the operation with torch.autograd.set_detect_anomaly(True)"
         )
 
     def _after_step(self, display: Display, *, stopped: bool) -> None:
