@@ -60,8 +60,8 @@ class Order:
         self._micro = global_batch // accumulate
         self._sampler = GlobalBatchSampler(data, self._micro, seed=seed)
         self._seed = seed
-        # Its own: each new iterator draws a number from it, and a resumed epoch has one more of them
-        # than one that wasn't interrupted.
+        # Its own: each new iterator draws a number from it, and a resumed epoch has one more of
+        # these than one that wasn't interrupted.
         self._generator = torch.Generator()
         self._loader = self._make_loader(data, loader)
         self.samples, self.position = self._sampler.samples, 0

@@ -21,9 +21,9 @@ _PREFIX = "module."
 class Replicas:
     """A model on all ranks, whoever keeps it in step.
 
-    A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, the DataParallel of
-    `phalanx.parallel`) averages gradients itself, in backward. Any other is a plain module: its
-    parameters are brought from rank 0, and its gradients averaged by `average_gradients`.
+    A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, or
+    `phalanx.parallel.DataParallel`) averages gradients itself, in backward. Any other is a plain
+    module: its parameters are brought from rank 0, its gradients averaged by `average_gradients`.
 
     Args:
         model: As the user gave it.

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phalanx.errors import UsageError
+from phalanx.train.random_states import random_states, restore_random_states
 from phalanx.train.seeds import seed_rank
-from phalanx.train.snapshots import capture_random, restore_random
 
 if TYPE_CHECKING:
     from phalanx.train.backward import Stepper
@@ -53,7 +53,7 @@ class State:
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": self._stepper.scaler.state_dict(),
             "order": self._order.state_dict(),
-            "random": self._replicas.collect(capture_random()),
+            "random": random_states(),
             "progress": dict(progress),
         }
 
@@ -80,21 +80,16 @@ class State:
         except UsageError as error:
             raise UsageError(f"{path} doesn't fit this run: {error}") from None
         self._replicas.load_state_dict(state["model"])
-        self._stepper.optimizer.load_state_dict(state["optimizer"])
+        self._stepper.optimizer.load_state_dict(_own(state["optimizer"]))
         if self._scheduler is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         if state["scaler"]:
             self._stepper.scaler.load_state_dict(state["scaler"])
-        self._restore_random(state["random"], state["progress"]["step"])
         progress: dict[str, Any] = state["progress"]
+        # First for a rank that the run before hadn't.
+        seed_rank(self._seed, self._replicas.rank, progress["step"])
+        restore_random_states(state["random"])
         return progress
-
-    def _restore_random(self, states: list[Any], step: int) -> None:
-        rank = self._replicas.rank
-        if rank < len(states):
-            restore_random(states[rank])
-        else:  # a rank that the run before hadn't
-            seed_rank(self._seed, rank, step)
 
     def _check_model(self, saved: Mapping[str, Any], path: object) -> None:
         expected = self._replicas.state_dict()
@@ -134,6 +129,15 @@ class State:
                 f"{path} has {has} scheduler's state, expected {wants}: give the scheduler that "
                 "was used, or another directory"
             )
+
+
+def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with tensors of its own: those of a snapshot keep all bytes that were read."""
+    states = {
+        index: {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+        for index, values in optimizer["state"].items()
+    }
+    return {**optimizer, "state": states}
 
 
 def _kind(value: Any) -> str:

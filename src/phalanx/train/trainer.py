@@ -221,7 +221,7 @@ class Trainer:
         begun = time.monotonic()
         self._replicas.average()
         metrics, stopped = self._agree(totals, asked=stop.asked)
-        blocked = time.monotonic() - begun
+        blocked = time.monotonic() - begun if self._replicas.world_size > 1 else 0.0
         self._stepper.step()
         if self._scheduler is not None:
             self._scheduler.step()
@@ -270,8 +270,8 @@ class Trainer:
         raise FloatingPointError(
             f"step {self.result.step + 1} (epoch {self._order.epoch + 1}): "
             f"{words or 'the loss of all ranks together is not finite'}. The step was not made. "
-            "Look at that rank's batch, lower the learning rate, clip gradients (clip=1.0), or find "
-            "the operation with torch.autograd.set_detect_anomaly(True)"
+            "Look at that rank's batch, lower the learning rate, clip gradients (clip=1.0), or "
+            "find the operation with torch.autograd.set_detect_anomaly(True)"
         )
 
     def _after_step(self, display: Display, *, stopped: bool) -> None:
