@@ -11,6 +11,7 @@ General layout, from the bottom up (dependencies point downward only):
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
 - `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
   public API alone, so they run on any backend.
+- `train`: snapshots and what else a training loop needs, on the same terms.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
 - `doctor`: whether a machine is fit, and the network between several.
 - `cli`: the command `phalanx`.
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from phalanx.errors import LaunchError as LaunchError
     from phalanx.errors import PeerLost as PeerLost
     from phalanx.errors import PhalanxError as PhalanxError
+    from phalanx.errors import SnapshotError as SnapshotError
     from phalanx.errors import UsageError as UsageError
     from phalanx.launch.function import launch as launch
     from phalanx.launch.session import Session as Session
@@ -56,6 +58,7 @@ _HOMES = {
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
     "Session": "phalanx.launch.session",
+    "SnapshotError": "phalanx.errors",
     "UsageError": "phalanx.errors",
     "abort": "phalanx.backend.abort",
     "empty_shared": "phalanx.backend.shared",
@@ -72,6 +75,7 @@ __all__ = [
     "PeerLost",
     "PhalanxError",
     "Session",
+    "SnapshotError",
     "UsageError",
     "__version__",
     "abort",

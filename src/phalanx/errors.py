@@ -2,8 +2,8 @@
 
 `PhalanxError` and its children say that a peer, or the group, can't go on; they are
 `torch.distributed.DistBackendError`, so that code written for other backends catches them.
-`UsageError` says that a call was wrong: it is raised before any peer is touched, and the group
-stays usable.
+`SnapshotError` is about what is on a disk. `UsageError` says that a call was wrong: it is raised
+before any peer is touched, and the group stays usable.
 """
 
 from torch.distributed import DistBackendError
@@ -15,6 +15,7 @@ __all__ = [
     "LaunchError",
     "PeerLost",
     "PhalanxError",
+    "SnapshotError",
     "UsageError",
 ]
 
@@ -41,6 +42,10 @@ class Aborted(PhalanxError):  # noqa: N818 - the design's name
 
 class LaunchError(PhalanxError):
     """A process that Phalanx started failed: its rank, and its traceback or exit code."""
+
+
+class SnapshotError(RuntimeError):
+    """A snapshot couldn't be written, or none of those there can be used: which file, and why."""
 
 
 class UsageError(ValueError):

@@ -4,12 +4,25 @@
 each of them weighs), `replicas` (how the copies of a model on the ranks stay alike, and what ranks
 agree on), `backward` (precision, clipping, gradients that aren't finite), `evaluation`, `state`
 (what a snapshot holds, and whether it fits), `seeds`, `stopping` (SIGTERM) and `progress` (the bar,
-TensorBoard, `phalanx watch`). `snapshots` keeps states on disk. All of it is plain
-`torch.distributed`: it runs in one process and on any backend.
+TensorBoard, `phalanx watch`). `snapshots` keeps the state of a training on disk, so that nothing is
+lost when ranks die, and `random_states` has the random generators of every rank; both are of use to
+a loop written by hand too.
+
+All of it stands on `torch.distributed`'s public API alone, so it runs on any backend, or without a
+group in a single process.
 """
 
+from phalanx.train.random_states import random_states, restore_random_states
 from phalanx.train.snapshots import Snapshot, Snapshots
 from phalanx.train.stopping import STOPPED
 from phalanx.train.trainer import Result, Trainer
 
-__all__ = ["STOPPED", "Result", "Snapshot", "Snapshots", "Trainer"]
+__all__ = [
+    "STOPPED",
+    "Result",
+    "Snapshot",
+    "Snapshots",
+    "Trainer",
+    "random_states",
+    "restore_random_states",
+]

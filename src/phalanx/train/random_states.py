@@ -1,0 +1,123 @@
+"""The states of the random generators of every rank, as a snapshot can hold them."""
+
+import logging
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import UsageError
+
+__all__ = ["random_states", "restore_random_states"]
+
+_log = logging.getLogger("phalanx")
+
+
+def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
+    """Return the states of the random generators of all ranks, by rank. Collective.
+
+    Those of torch (CPU, and the current CUDA device where CUDA has been used), of numpy and of
+    Python's `random`. What it returns is a state that `Snapshots` takes, some 10 KB a rank.
+
+    Args:
+        group: The ranks; the default group if None, this process alone where there is none.
+
+    Raises:
+        UsageError: numpy's global generator isn't its default one, the Mersenne Twister.
+        torch.distributed.DistBackendError: A rank died or didn't come.
+    """
+    own = _capture()
+    if group is None and not dist.is_initialized():
+        return [own]
+    states: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(states, own, group=group)
+    return states
+
+
+def restore_random_states(
+    states: Sequence[dict[str, Any]], group: dist.ProcessGroup | None = None
+) -> bool:
+    """Give the generators of this rank back their states. Not collective, never blocks.
+
+    A rank that has no state among them (there are more ranks now) keeps its generators as they
+    are, and a line of the logger "phalanx" says so: seed them differently on each rank before.
+
+    Args:
+        states: What `random_states` returned.
+        group: As in `random_states`.
+
+    Returns:
+        Whether this rank had a state.
+
+    Raises:
+        UsageError: `states` is something else; nothing is changed.
+    """
+    alone = group is None and not dist.is_initialized()
+    rank = 0 if alone else dist.get_rank(group)
+    if not all(_is_state(state) for state in states):
+        raise UsageError("restore_random_states: expected the list that random_states returned")
+    if rank >= len(states):
+        _log.warning(
+            "rank %d isn't among the %d ranks whose random states these are: its generators stay",
+            rank,
+            len(states),
+        )
+        return False
+    _restore(states[rank])
+    return True
+
+
+def _capture() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "torch": torch.get_rng_state(),
+        "numpy": None,
+        "cuda": None,
+    }
+    if "numpy" in sys.modules:
+        state["numpy"] = _capture_numpy()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _capture_numpy() -> dict[str, Any]:
+    import numpy as np
+
+    said: Any = np.random.get_state(legacy=False)
+    if said["bit_generator"] != "MT19937":
+        raise UsageError(
+            f"numpy's global generator is {said['bit_generator']}, expected MT19937: "
+            "save the state of a generator of your own yourself"
+        )
+    return {
+        # int64: torch's uint32 lacks most operations.
+        "words": torch.from_numpy(said["state"]["key"].astype(np.int64)),
+        "position": int(said["state"]["pos"]),
+        "has_gauss": int(said["has_gauss"]),
+        "gauss": float(said["gauss"]),
+    }
+
+
+def _restore(state: dict[str, Any]) -> None:
+    python = state["python"]
+    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    torch.set_rng_state(state["torch"].cpu())
+    if (numpy := state["numpy"]) is not None:
+        import numpy as np
+
+        words: Tensor = numpy["words"].cpu()
+        key = words.numpy().astype(np.uint32)
+        said = ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"])
+        np.random.set_state(said)
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"].cpu())
+
+
+def _is_state(state: object) -> bool:
+    return isinstance(state, dict) and {"python", "torch", "numpy", "cuda"} <= state.keys()

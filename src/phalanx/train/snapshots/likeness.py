@@ -1,0 +1,88 @@
+"""Whether a snapshot fits a state that is there, before a byte of its tensors is read."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.train.snapshots.manifest import Manifest
+from phalanx.train.snapshots.pieces import Held, is_distributed
+from phalanx.train.snapshots.safetensors import DTYPES
+from phalanx.train.snapshots.tree import Name, Path, names_in, show
+
+__all__ = ["compare"]
+
+# Differences that an error lists.
+_SHOWN = 10
+
+
+def compare(manifest: Manifest, like: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Return the DTensors of `like` by the name of the tensor that each asks for.
+
+    Raises:
+        UsageError: A difference in keys, shapes or dtypes; all are listed.
+    """
+    if like is None:
+        return {}
+    distributed: dict[str, Tensor] = {}
+    found = list(_differences(names_in(manifest.tree), manifest.tensors, like, (), distributed))
+    if found:
+        more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
+        raise UsageError(
+            f"the snapshot of step {manifest.step} doesn't fit this state:\n  "
+            + "\n  ".join(found[:_SHOWN] + more)
+            + "\nLoad it into the model and optimizer that saved it, or without like= to see what "
+            "is in it"
+        )
+    return distributed
+
+
+def _differences(
+    saved: Any, tensors: Mapping[str, Held], like: Any, path: Path, distributed: dict[str, Tensor]
+) -> Iterator[str]:
+    if isinstance(like, Tensor):
+        yield from _tensor_differences(saved, tensors, like, path, distributed)
+    elif isinstance(saved, Name):
+        if like is not None:
+            yield f"{show(path)}: a tensor in the snapshot, a {type(like).__name__} here"
+    elif isinstance(like, (Mapping, list, tuple)) and like:
+        pairs, found = _pairs(saved, like, path)
+        yield from found
+        for key, one, other in pairs:
+            yield from _differences(one, tensors, other, (*path, key), distributed)
+
+
+def _pairs(saved: Any, like: Any, path: Path) -> tuple[list[tuple[str | int, Any, Any]], list[str]]:
+    """Return what is in both, with its key, and what isn't, in words."""
+    kind = dict if isinstance(like, Mapping) else list
+    if not isinstance(saved, kind):
+        there = type(saved).__name__
+        return [], [f"{show(path)}: a {there} in the snapshot, a {kind.__name__} here"]
+    if not isinstance(like, Mapping):
+        if len(saved) != len(like):
+            words = f"{len(saved)} items in the snapshot, {len(like)} here"
+            return [], [f"{show(path)}: {words}"]
+        return [(index, *both) for index, both in enumerate(zip(saved, like, strict=True))], []
+    found = [f"{show((*path, key))}: missing in the snapshot" for key in like if key not in saved]
+    found += [f"{show((*path, key))}: in the snapshot only" for key in saved if key not in like]
+    return [(key, saved[key], like[key]) for key in like if key in saved], found
+
+
+def _tensor_differences(
+    saved: Any,
+    tensors: Mapping[str, Held],
+    like: Tensor,
+    path: Path,
+    distributed: dict[str, Tensor],
+) -> Iterator[str]:
+    here = f"{DTYPES.get(like.dtype, like.dtype)}{list(like.shape)}"
+    if not isinstance(saved, Name):
+        yield f"{show(path)}: a {type(saved).__name__} in the snapshot, {here} here"
+        return
+    held = tensors[saved]
+    there = f"{held.dtype}{list(held.shape)}"
+    if here != there:
+        yield f"{show(path)}: {there} in the snapshot, {here} here"
+    elif is_distributed(like):
+        distributed[saved] = like

@@ -1,0 +1,167 @@
+"""How a snapshot is loaded: verified, then parsed, on all ranks the same one."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from phalanx.errors import SnapshotError
+from phalanx.train.snapshots.directory import Directory
+from phalanx.train.snapshots.files import ContentError, read_checked
+from phalanx.train.snapshots.likeness import compare
+from phalanx.train.snapshots.manifest import Manifest, read_manifest
+from phalanx.train.snapshots.peers import BadSnapshot, Peers
+from phalanx.train.snapshots.pieces import Piece, box_of, overlap
+from phalanx.train.snapshots.safetensors import DTYPES, FormatError, parse, tensor_in
+from phalanx.train.snapshots.tree import unflatten
+
+__all__ = ["Snapshot", "load"]
+
+_log = logging.getLogger("phalanx")
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot that was loaded."""
+
+    step: int
+    """The step that it was saved at."""
+    state: dict[str, Any]
+    """What was saved, tuples as lists."""
+    path: Path
+    """Its directory."""
+    world_size: int
+    """Number of ranks that saved it."""
+    versions: dict[str, str]
+    """The versions of `phalanx` and `torch` that saved it."""
+
+
+def load(
+    peers: Peers, directory: Directory, like: Mapping[str, Any] | None, map_location: Any
+) -> Snapshot | None:
+    """Load the latest snapshot that is good; see `Snapshots.load`. Collective."""
+    troubles: list[str] = []
+    for name in peers.on_first(directory.names):
+        path = directory.path / name
+        try:
+            return _load(peers, path, like, map_location)
+        except BadSnapshot as error:
+            troubles.append(f"{path}: {error}")
+            directory.bad.add(name)
+            if peers.rank == 0:
+                _log.warning("a snapshot can't be used, trying the one before: %s", troubles[-1])
+    if troubles:
+        listed = "\n  ".join(troubles)
+        raise SnapshotError(
+            f"none of {len(troubles)} snapshots can be used:\n  {listed}\n"
+            "Move them away to begin anew, or give another directory"
+        )
+    return None
+
+
+def _load(peers: Peers, path: Path, like: Mapping[str, Any] | None, map_location: Any) -> Snapshot:
+    def blamed(action: Callable[[], Value]) -> Value:
+        return _blame(path, action)
+
+    manifest = peers.on_first(lambda: blamed(lambda: read_manifest(path)))
+    assembly = peers.together(
+        lambda: _Assembly(manifest, compare(manifest, like), torch.device(map_location))
+    )
+    for index in range(len(manifest.files)):
+        buffer = _fetch(peers, path, manifest, index)
+        peers.together(functools.partial(blamed, functools.partial(assembly.take, index, buffer)))
+    tensors = peers.together(lambda: blamed(assembly.finish))
+    state = unflatten(manifest.tree, tensors.__getitem__)
+    return Snapshot(manifest.step, state, path, manifest.world_size, manifest.versions)
+
+
+def _fetch(peers: Peers, path: Path, manifest: Manifest, index: int) -> Tensor:
+    """Return a file on all ranks, once one of them has read and verified it."""
+    file = manifest.files[index]
+    source = index % peers.size if manifest.sharded else 0
+    content: Tensor | None = None
+
+    def read() -> None:
+        nonlocal content
+        if peers.rank == source:
+            content = read_checked(path / file.name, file.length, file.digest)
+
+    peers.together(lambda: _blame(path, read))
+    return peers.share(content, file.length, source)
+
+
+def _blame(path: Path, action: Callable[[], Value]) -> Value:
+    """Do what reads a snapshot; if it fails, that is the snapshot's fault."""
+    try:
+        return action()
+    except (ContentError, FormatError) as error:
+        raise BadSnapshot(str(error)) from error
+    except OSError as error:
+        name = Path(error.filename).name if error.filename else path.name
+        raise BadSnapshot(f"{name}: {error.strerror or error}") from error
+
+
+class _Assembly:
+    """The tensors of a snapshot, as its files come."""
+
+    def __init__(
+        self, manifest: Manifest, like: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self._manifest = manifest
+        self._like = like
+        self._device = device
+        self._tensors: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._boxes = {name: held.whole for name, held in manifest.tensors.items()}
+        self._boxes |= {name: box_of(tensor, name) for name, tensor in like.items()}
+
+    def take(self, index: int, buffer: Tensor) -> None:
+        """Take what is wanted out of a verified file."""
+        entries = parse(buffer)
+        for piece in self._manifest.pieces[index]:
+            entry = entries.get(piece.key)
+            held = self._manifest.tensors[piece.name]
+            if entry is None or (DTYPES[entry.dtype], entry.shape) != (held.dtype, piece.box.shape):
+                raise ContentError(
+                    f"{self._manifest.files[index].name} has no {piece.key} of the shape and dtype "
+                    "that the manifest says"
+                )
+            self._put(piece, tensor_in(buffer, entry))
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return all tensors, each where it belongs."""
+        for name in self._boxes:
+            if name not in self._tensors or self._missing.get(name):
+                raise ContentError(f"a part of {name} is in no file")
+        return {name: self._placed(name, tensor) for name, tensor in self._tensors.items()}
+
+    def _put(self, piece: Piece, part: Tensor) -> None:
+        place = self._boxes[piece.name]
+        if piece.box == place and piece.name not in self._like:
+            self._tensors[piece.name] = part.to(self._device)
+            return
+        if piece.name not in self._tensors:
+            self._tensors[piece.name] = torch.empty(place.shape, dtype=part.dtype)
+            self._missing[piece.name] = place.size
+        self._missing[piece.name] -= overlap(self._tensors[piece.name], place, part, piece.box)
+
+    def _placed(self, name: str, tensor: Tensor) -> Tensor:
+        like: Any = self._like.get(name)
+        if like is None:
+            return tensor.to(self._device)
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            tensor.to(like.to_local().device),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )

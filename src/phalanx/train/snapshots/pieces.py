@@ -1,0 +1,214 @@
+"""Which rank writes which part of a tensor, and how parts become tensors again.
+
+A tensor that every rank has is written by one of them, or, if it is a large part of the whole, by
+all of them, in rows. Of a DTensor each part is written by one of the ranks that hold it. A part is
+a box: where it begins in the whole tensor, and its shape. Boxes say nothing of ranks, so another
+world size reads them as well.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.train.snapshots.safetensors import DTYPES, itemsize
+
+__all__ = [
+    "Box",
+    "Held",
+    "Piece",
+    "box_of",
+    "cut",
+    "hold",
+    "is_distributed",
+    "overlap",
+    "share_out",
+]
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: its first element's indices, and its shape."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank says of a tensor: the whole's dtype and shape, and its own part of a DTensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    own: Box | None
+
+    @property
+    def whole(self) -> Box:
+        """All of the tensor."""
+        return Box((0,) * len(self.shape), self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a tensor that one rank writes, and its key in that rank's file."""
+
+    name: str
+    key: str
+    box: Box
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def hold(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """Return what this rank has of each tensor."""
+    return {
+        name: Held(
+            DTYPES[tensor.dtype],
+            tuple(tensor.shape),
+            box_of(tensor, name) if is_distributed(tensor) else None,
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def box_of(tensor: Any, name: str) -> Box:
+    """Return which part of a DTensor this rank has."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise UsageError(
+            f"{name} is a DTensor with placements {tensor.placements}, expected none partial: "
+            "redistribute it first"
+        )
+    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for, too
+    if len(chunks) != 1:
+        raise UsageError(f"{name} is a DTensor of {len(chunks)} parts on a rank, expected one")
+    return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
+
+
+def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Piece]]:
+    """Return what each rank writes, from what each rank has; the same on every rank.
+
+    Raises:
+        UsageError: The ranks have different tensors, or too little of a DTensor.
+    """
+    _check_alike(held)
+    total = sum(_bytes(it, it.whole) for it in held[0].values())
+    parts = [part for name in held[0] for part in _parts(name, held, total)]
+    parts.sort(key=lambda part: (-part[1], part[0].key))
+    loads = [0] * len(held)
+    shares: list[list[Piece]] = [[] for _ in held]
+    for piece, length, ranks in parts:
+        writer = min(ranks, key=lambda rank: (loads[rank], rank))
+        shares[writer].append(piece)
+        loads[writer] += length
+    return shares
+
+
+def cut(tensor: Any, piece: Piece) -> Tensor:
+    """Return a part of a tensor of which this rank has that part; a view."""
+    if is_distributed(tensor):
+        local: Tensor = tensor.to_local()
+        return local
+    part: Tensor = tensor.detach()
+    for dimension, (start, length) in enumerate(
+        zip(piece.box.offset, piece.box.shape, strict=True)
+    ):
+        part = part.narrow(dimension, start, length)
+    return part
+
+
+def overlap(target: Tensor, place: Box, source: Tensor, box: Box) -> int:
+    """Copy what two boxes have in common; `target` is at `place`, `source` at `box`.
+
+    Returns:
+        How many elements that is.
+    """
+    starts = [max(a, b) for a, b in zip(place.offset, box.offset, strict=True)]
+    stops = [
+        min(a + n, b + m)
+        for a, n, b, m in zip(place.offset, place.shape, box.offset, box.shape, strict=True)
+    ]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return 0
+    for dimension, (start, stop) in enumerate(zip(starts, stops, strict=True)):
+        target = target.narrow(dimension, start - place.offset[dimension], stop - start)
+        source = source.narrow(dimension, start - box.offset[dimension], stop - start)
+    target.copy_(source)
+    return target.numel()
+
+
+def _check_alike(held: Sequence[Mapping[str, Held]]) -> None:
+    first = held[0]
+    for rank, other in enumerate(held):
+        for name in sorted({*first, *other}):
+            here, there = (_words(side.get(name)) for side in (first, other))
+            if here != there:
+                raise UsageError(
+                    f"state: {name} is {here} on rank 0 and {there} on rank {rank}, expected the "
+                    "same tensors on all ranks of a sharded snapshot"
+                )
+
+
+def _words(held: Held | None) -> str:
+    if held is None:
+        return "missing"
+    return f"{'whole' if held.own is None else 'distributed'} {held.dtype}{list(held.shape)}"
+
+
+def _parts(
+    name: str, held: Sequence[Mapping[str, Held]], total: int
+) -> list[tuple[Piece, int, list[int]]]:
+    """Return the parts of a tensor: each with its length in bytes and the ranks that have it."""
+    first = held[0][name]
+    holders: dict[Box, list[int]] = {}
+    if first.own is None:
+        everybody = list(range(len(held)))
+        large = _bytes(first, first.whole) * len(held) > total
+        rows = _rows(first.whole, len(held)) if large else [first.whole]
+        holders = dict.fromkeys(rows, everybody)
+    else:
+        for rank, other in enumerate(held):
+            own = other[name].own
+            if own is not None and (own.size or not first.whole.size):
+                holders.setdefault(own, []).append(rank)
+        if sum(box.size for box in holders) != first.whole.size:
+            raise UsageError(
+                f"state: {name} is a DTensor of shape {list(first.shape)}, of which this group's "
+                "ranks have only a part: give Snapshots the group of its whole device mesh"
+            )
+    return [
+        (Piece(name, _key(name, box, first.whole), box), _bytes(first, box), ranks)
+        for box, ranks in holders.items()
+    ]
+
+
+def _rows(box: Box, count: int) -> list[Box]:
+    """Return a tensor cut along its first dimension into so many parts of about one length."""
+    if not box.shape or not box.size:
+        return [box]
+    rows, rest = box.shape[0], box.shape[1:]
+    edges = [rows * index // count for index in range(count + 1)]
+    return [
+        Box((start, *box.offset[1:]), (stop - start, *rest))
+        for start, stop in itertools.pairwise(edges)
+        if stop > start
+    ]
+
+
+def _key(name: str, box: Box, whole: Box) -> str:
+    return name if box == whole else f"{name}[{','.join(str(index) for index in box.offset)}]"
+
+
+def _bytes(held: Held, box: Box) -> int:
+    return box.size * itemsize(held.dtype)
