@@ -296,7 +296,7 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(progress, "_REFRESH", 0.0)
     trainer(progress=True, epochs=2, snapshots=tmp_path).fit()
     trainer(progress=True, epochs=3, global_batch=25, snapshots=tmp_path).fit()
-    shown = re.sub(r"\x1b\[[^m]*m", "", screen.getvalue())
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert re.search(r" 10/10 .* loss \d+\.\d{4}  [\d,]+ samples/s  waiting 0%", shown)
     assert re.search(r"going on from step 10 \(epoch 3, 0 of its 50 samples done\), \S+", shown)
     assert "; global batch 10 then, 25 now" in shown
