@@ -1,9 +1,10 @@
-"""Deaths in training: whatever is killed whenever, a run that is started again ends as if nothing was.
+"""Deaths in training: whatever is killed whenever, the run goes on and ends as if nothing had been.
 
-A run is 50 short epochs of a `Trainer` on some ranks, which saves every few steps. At a random moment,
-from the first instruction of its ranks to after their last, one of them or all are killed; then it is
-started again from what is on the disk, and killed again, as often as was drawn. In the end its loss,
-its evaluation and its parameters must be those of a run that nobody disturbed, bit for bit.
+A run is 50 short epochs of a `Trainer` on some ranks, which saves every few steps. At a random
+moment, from the first instruction of its ranks to their last, one of them or all are killed; then
+it is started again from what is on the disk, and killed again, as often as was drawn. In the end
+its loss, its evaluation and its parameters must be those of a run that nobody disturbed, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def draw(seed: int, number: int, blows: int) -> Trial:
     return Trial(number, ranks, random.random() < 0.5, drawn)
 
 
-def train(folder: str, store: str, wrapped: bool) -> Ending:
+def train(folder: str, store: str, wrapped: bool, epochs: int) -> Ending:
     """What each rank runs."""
     dist.init_process_group(
         "phalanx",
@@ -106,7 +107,7 @@ def train(folder: str, store: str, wrapped: bool) -> Ending:
         data,
         loss,
         global_batch=GLOBAL_BATCH,
-        epochs=EPOCHS,
+        epochs=epochs,
         evaluate=data,
         snapshots=folder,
         snapshot_every=EVERY,
@@ -120,10 +121,12 @@ def train(folder: str, store: str, wrapped: bool) -> Ending:
 
 
 class Drill:
-    """Runs trials on ranks that one server forks; a context manager."""
+    """Runs trials of so many epochs on ranks that one server forks; a context manager."""
 
-    def __init__(self) -> None:
-        self._server = ForkServer(["numpy", "torch._dynamo", "phalanx.train"])
+    def __init__(self, epochs: int = EPOCHS) -> None:
+        self._epochs = epochs
+        self._server = ForkServer(["numpy", "torch._dynamo"])
+        self._server.preload("phalanx.train")  # it is ready then: trials are timed
         self._expected: dict[tuple[int, bool], tuple[Ending, float]] = {}
 
     def __enter__(self) -> Drill:
@@ -161,8 +164,8 @@ class Drill:
 
     def _start(self, trial: Trial, folder: Path) -> Ranks:
         attempt = tempfile.mkdtemp(dir=folder)
-        call = (train, (str(folder / "snapshots"), f"{attempt}/store", trial.wrapped), {})
-        pickled = cloudpickle.dumps(call)
+        arguments = str(folder / "snapshots"), f"{attempt}/store", trial.wrapped, self._epochs
+        pickled = cloudpickle.dumps((train, arguments, {}))
         return self._server.start(
             [
                 Task(
