@@ -1,0 +1,126 @@
+"""The examples that use the Trainer, started, killed, stopped and started again as a user does."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+TIMEOUT = 100.0
+PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run"]
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=TIMEOUT, cwd=folder, check=False
+    )
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=folder) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) -> None:
+    """Poll until something holds; fail if the process ends before, or after too long."""
+    deadline = time.monotonic() + TIMEOUT
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the snapshots that are there."""
+    found = (re.search(r"step-(\d+)$", path.name) for path in folder.glob("*-step-*"))
+    return [int(match[1]) for match in found if match]
+
+
+def ranks(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The processes of the launcher's ranks."""
+    found = {}
+    for child in psutil.Process(process.pid).children(recursive=True):
+        try:
+            if "train_gpt.py" in " ".join(child.cmdline()) and "RANK" in child.environ():
+                found[int(child.environ()["RANK"])] = child
+        except psutil.Error:  # it is just starting or ending
+            continue
+    return found
+
+
+@pytest.mark.timeout(200)
+def test_gpt_is_killed_stopped_and_ends_the_same(repository: Path, tmp_path: Path) -> None:
+    """A rank gets SIGKILL, later the launcher SIGTERM; started again it ends as undisturbed."""
+    script = [str(repository / "examples" / "train_gpt.py"), "--parallel", "ddp"]
+    size = "--width 32 --depth 1 --length 16 --steps 500 --snapshot-every 10 --global-batch 8"
+    command = [*PHALANX_RUN, "--nproc-per-node", "2", "--max-restarts", "2", *script, *size.split()]
+    snapshots = tmp_path / "snapshots"
+    disturbed = [*command, "--snapshots", str(snapshots)]
+    with started(disturbed, tmp_path) as process:
+        wait_until(lambda: steps(snapshots), process)
+        ranks(process)[1].send_signal(signal.SIGKILL)
+        before = max(steps(snapshots))
+        wait_until(lambda: max(steps(snapshots), default=0) > before + 20, process)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 128 + signal.SIGTERM
+    assert re.search(r"\[rank 0\] going on from step \d+ \(epoch 1, \d+ of its ", err)
+    stopped = re.search(r"\[rank 0\] stopped by SIGTERM after step (\d+): saved, and leaving", err)
+    assert stopped, err
+    assert max(steps(snapshots)) == int(stopped[1]) < 500
+    last = run(disturbed, tmp_path)
+    assert last.returncode == 0, last.stderr
+    assert f"[rank 0] going on from step {stopped[1]} (epoch 1" in last.stderr
+    whole = run(command, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    assert last.stdout == whole.stdout
+    assert re.search(r"loss on held-out text: \d\.\d{4} nats a letter", whole.stdout)
+    # A snapshot of another model is refused, in one line.
+    other = [sys.executable, *script[:1], *size.split(), "--snapshots", str(snapshots)]
+    refused = run([*other, "--depth", "2"], tmp_path)
+    assert refused.returncode == 1
+    assert "train_gpt: " in refused.stderr
+    assert "is of another model than GPT: the snapshot lacks blocks.1.attend.bias" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_gpt_learns_sums_or_shakespeare(
+    repository: Path, tmp_path: Path, shared_data: Path | None
+) -> None:
+    script = repository / "examples" / "train_gpt.py"
+    size = "--width 32 --depth 1 --length 16 --steps 150 --global-batch 16 --lr 0.01".split()
+    text = [] if shared_data is None else ["--text", str(shared_data / "shakespeare/input.txt")]
+    result = run([sys.executable, str(script), *size, *text], tmp_path)
+    assert result.returncode == 0, result.stderr
+    # Without a look at the letters before, of sums 2.4 are left, of English 3.3.
+    loss = float(re.search(r"held-out text: (\d\.\d+)", result.stdout)[1])  # type: ignore[index]
+    assert loss < (2.0 if shared_data is None else 2.8)
+
+
+def test_mnist_goes_on_at_another_world_size(repository: Path, tmp_path: Path) -> None:
+    """Two ranks for an epoch, one for the next."""
+    script = str(repository / "examples" / "train_mnist.py")
+    options = ["--snapshots", "snapshots", "--global-batch", "128", "--epochs"]
+    first = run([*PHALANX_RUN, "--nproc-per-node", "2", script, *options, "1"], tmp_path)
+    assert first.returncode == 0, first.stderr
+    assert "[rank 0] accuracy on held-out digits: " in first.stdout
+    second = run([sys.executable, script, *options, "2"], tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert re.search(r"going on from step 12 \(epoch 2, 0 of its 1438 samples .*", second.stderr)
+    assert "; ranks 2 then, 1 now" in second.stderr
+    accuracy = re.search(r"accuracy on held-out digits: (\d+\.\d+)%", second.stdout)
+    assert accuracy
+    assert float(accuracy[1]) > 50
