@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import subprocess
@@ -19,8 +20,15 @@ PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "ru
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    # Tests run side by side: a process alone would take all cores.
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=TIMEOUT, cwd=folder, check=False
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
     )
 
 

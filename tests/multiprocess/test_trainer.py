@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from itertools import chain
@@ -21,6 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, TensorDataset
 
 from phalanx.errors import UsageError
+from phalanx.observe import recording
+from phalanx.observe.boxes import read_box
+from phalanx.observe.own import waited
 from phalanx.train import STOPPED, Trainer
 from tests.ranks import RankServer
 
@@ -418,3 +422,32 @@ def test_evaluates_on_fewer_samples_than_ranks(ranks: RankServer) -> None:
     every = ranks.run(3, short_evaluation)
     assert all(found == every[0] for found in every)
     assert json.dumps(every[0])
+
+
+# --- what others see ----------------------------------------------------------------------------
+
+
+def shown_to_others(seed: int) -> tuple[Any, Any]:
+    """Train, and read what this rank's black box says of it; then let rank 1 come late."""
+    model = made_model(seed)
+    result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
+    job = recording.own_directory()
+    assert job is not None
+    box = read_box(job, f"{os.getpid()}.box", 100)
+    begun = time.monotonic_ns()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    dist.barrier()
+    share = waited(begun, time.monotonic_ns())
+    assert share is not None
+    assert waited(begun, begun) is None
+    part = share * (time.monotonic_ns() - begun) / 1e9
+    return [tuple(report[1:]) for report in box["reports"]], (part, result.losses)
+
+
+def test_reports_its_steps_and_how_long_it_waits(ranks: RankServer) -> None:
+    every = ranks.run(2, shown_to_others, random.randrange(2**31))
+    for reports, (_, losses) in every:
+        assert [tuple(report[:2]) for report in reports] == list(enumerate(losses, 1))
+    assert every[0][1][0] > 0.2
+    assert every[1][1][0] < every[0][1][0]
