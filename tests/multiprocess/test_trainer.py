@@ -327,6 +327,36 @@ def test_sigterm_saves_and_leaves(ranks: RankServer) -> None:
     ranks.run(3, asked_to_stop, random.randrange(2**31))
 
 
+def stopped_with_workers(seed: int) -> None:
+    """A launcher's SIGTERM reaches the processes of the loader too; their batches are needed."""
+    folder = os.environ["FOLDER"] + "/snapshots"
+    losses: list[float] = []
+
+    def end_step(step: int, metrics: dict[str, float]) -> None:
+        losses.append(metrics["loss"])
+        if step == 2:
+            os.killpg(os.getpgrp(), signal.SIGTERM)
+
+    def fit(snapshots: str | None, **options: Any) -> list[float]:
+        model = made_model(seed)
+        loader = {"num_workers": 1}
+        settings: dict[str, Any] = {"global_batch": 12, "epochs": 1, "loader": loader, **options}
+        data, optimizer = made_data(seed), adam(model)
+        return (
+            Trainer(model, optimizer, data, squared, snapshots=snapshots, **settings).fit().losses
+        )
+
+    whole = fit(None)
+    with pytest.raises(SystemExit) as left:
+        fit(folder, on_step=end_step)
+    assert left.value.code == STOPPED
+    assert losses + fit(folder) == whole
+
+
+def test_sigterm_to_the_workers_of_the_loader(ranks: RankServer) -> None:
+    ranks.run(2, stopped_with_workers, random.randrange(2**31))
+
+
 # --- what isn't finite --------------------------------------------------------------------------
 
 

@@ -119,7 +119,7 @@ def other_data() -> Dataset[Any]:
         ),
         (
             lambda: {"optimizer": torch.optim.Adam},
-            "has the state of SGD with groups of [4] parameters, expected Adam with [4]",
+            "has the state of another optimizer: 4 parameters with dampening, differentiable, ",
         ),
         (lambda: {"data": other_data()}, "doesn't fit this run: GlobalBatchSampler"),
         (lambda: {"seed": 4}, "doesn't fit this run: GlobalBatchSampler"),

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from phalanx.data import EvaluationSampler
 from phalanx.errors import UsageError
-from phalanx.train.order import fetches_lists
+from phalanx.train.order import make_loader
 from phalanx.train.replicas import Replicas
 
 __all__ = ["Evaluation", "Loss", "measured", "on_device"]
@@ -61,11 +61,7 @@ class Evaluation:
         """Batches of this rank's samples, with their sizes; the last may be smaller."""
         mine, size = self._mine, self._batch
         parts = [mine[first : first + size] for first in range(0, len(mine), size)]
-        options: dict[str, Any] = {"generator": torch.Generator(), **self._options}
-        if fetches_lists(self._data, self._options):
-            loader = DataLoader(self._data, **{**options, "batch_size": None}, sampler=parts)
-        else:
-            loader = DataLoader(self._data, **options, batch_sampler=parts)
+        loader = make_loader(self._data, parts, torch.Generator(), self._options)
         for content, part in zip(loader, parts, strict=True):
             yield content, len(part)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import functools
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +15,7 @@ from phalanx.data import GlobalBatchSampler
 from phalanx.errors import UsageError
 from phalanx.train.seeds import rank_seeds
 
-__all__ = ["MicroBatch", "Order"]
+__all__ = ["MicroBatch", "Order", "make_loader"]
 
 
 @dataclass(frozen=True)
@@ -79,10 +81,7 @@ class Order:
                 f"loader has {names}, which the trainer decides itself: leave it out, and give "
                 "global_batch, accumulate and seed"
             )
-        options = {"generator": self._generator, **options}
-        if fetches_lists(data, options):
-            return DataLoader(data, **{**options, "batch_size": None}, sampler=self._sampler)
-        return DataLoader(data, **options, batch_sampler=self._sampler)
+        return make_loader(data, self._sampler, self._generator, options)
 
     @property
     def epoch(self) -> int:
@@ -138,6 +137,30 @@ class Order:
         self.position = state["position"]
 
 
-def fetches_lists(data: Dataset[Any], options: Mapping[str, Any]) -> bool:
-    """Whether the data set is asked for lists of indices, which saves the collation of samples."""
-    return "batch_size" in options or (type(data) is TensorDataset and "collate_fn" not in options)
+def make_loader(
+    data: Dataset[Any], batches: Iterable[list[int]], generator: torch.Generator, options: Any
+) -> DataLoader[Any]:
+    """Return a loader of batches of indices.
+
+    Args:
+        data: The data set.
+        batches: The indices of each batch.
+        generator: What it seeds its workers from.
+        options: What the user wants of `DataLoader`.
+    """
+    options = {"generator": generator, **options}
+    if options.get("num_workers"):
+        begin = functools.partial(_begin_worker, options.get("worker_init_fn"))
+        options["worker_init_fn"] = begin
+    if "batch_size" in options or (type(data) is TensorDataset and "collate_fn" not in options):
+        # It is asked for lists of indices, which saves the collation of samples.
+        return DataLoader(data, **{**options, "batch_size": None}, sampler=batches)
+    return DataLoader(data, **options, batch_sampler=batches)
+
+
+def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
+    # A launcher sends SIGTERM to all that a rank has started, and the rank still needs its batches:
+    # it ends its workers itself.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if then is not None:
+        then(number)

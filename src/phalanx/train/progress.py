@@ -51,7 +51,7 @@ class Display:
             self._bar.stop()
             self._bar = None
         if self._writer is not None:
-            self._writer.flush()
+            self._writer.close()
 
     def begin(self, step: int, steps: int) -> None:
         """Show a bar from `step` of `steps`, where there is a terminal."""

@@ -49,7 +49,6 @@ class State:
         return {
             "model": self._replicas.state_dict(),
             "optimizer": self._stepper.optimizer.state_dict(),
-            "optimizer_class": type(self._stepper.optimizer).__qualname__,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": self._stepper.scaler.state_dict(),
             "order": self._order.state_dict(),
@@ -113,15 +112,13 @@ class State:
             )
 
     def _check_optimizer(self, state: Mapping[str, Any], path: object) -> None:
-        optimizer = self._stepper.optimizer
-        here = type(optimizer).__qualname__
-        saved = state.get("optimizer_class", here)
-        sizes = [len(group["params"]) for group in state["optimizer"]["param_groups"]]
-        own = [len(group["params"]) for group in optimizer.param_groups]
-        if (saved, sizes) != (here, own):
+        """Compare what optimizers have: their classes differ where one of them is sharded."""
+        saved = _groups(state["optimizer"]["param_groups"])
+        here = _groups(self._stepper.optimizer.param_groups)
+        if saved != here:
             raise UsageError(
-                f"{path} has the state of {saved} with groups of {sizes} parameters, expected "
-                f"{here} with {own}: build the optimizer that was used, or give another directory"
+                f"{path} has the state of another optimizer: {'; '.join(saved)}. Expected "
+                f"{'; '.join(here)}: build the one that was used, or give another directory"
             )
         if (state["scheduler"] is None) != (self._scheduler is None):
             has, wants = ("no", "one") if self._scheduler is not None else ("a", "none")
@@ -129,6 +126,15 @@ class State:
                 f"{path} has {has} scheduler's state, expected {wants}: give the scheduler that "
                 "was used, or another directory"
             )
+
+
+def _groups(groups: list[dict[str, Any]]) -> list[str]:
+    """Each group of an optimizer in words: how many parameters, and which settings it has."""
+    described = []
+    for group in groups:
+        settings = sorted(set(group) - {"params", "param_names", "initial_lr"})
+        described.append(f"{len(group['params'])} parameters with {', '.join(settings)}")
+    return described
 
 
 def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
