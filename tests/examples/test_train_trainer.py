@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -12,8 +13,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
+from sklearn import datasets
 
 TIMEOUT = 100.0
 PHALANX_RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run"]
@@ -73,7 +76,7 @@ def ranks(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 def test_gpt_is_killed_stopped_and_ends_the_same(repository: Path, tmp_path: Path) -> None:
     """A rank gets SIGKILL, later the launcher SIGTERM; started again it ends as undisturbed."""
     script = [str(repository / "examples" / "train_gpt.py"), "--parallel", "ddp"]
-    size = "--width 32 --depth 1 --length 16 --steps 500 --snapshot-every 10 --global-batch 8"
+    size = "--width 32 --depth 1 --length 16 --steps 200 --snapshot-every 10 --global-batch 8"
     command = [*PHALANX_RUN, "--nproc-per-node", "2", "--max-restarts", "2", *script, *size.split()]
     snapshots = tmp_path / "snapshots"
     disturbed = [*command, "--snapshots", str(snapshots)]
@@ -81,14 +84,14 @@ def test_gpt_is_killed_stopped_and_ends_the_same(repository: Path, tmp_path: Pat
         wait_until(lambda: steps(snapshots), process)
         ranks(process)[1].send_signal(signal.SIGKILL)
         before = max(steps(snapshots))
-        wait_until(lambda: max(steps(snapshots), default=0) > before + 20, process)
+        wait_until(lambda: max(steps(snapshots), default=0) > before, process)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 128 + signal.SIGTERM
     assert re.search(r"\[rank 0\] going on from step \d+ \(epoch 1, \d+ of its ", err)
     stopped = re.search(r"\[rank 0\] stopped by SIGTERM after step (\d+): saved, and leaving", err)
     assert stopped, err
-    assert max(steps(snapshots)) == int(stopped[1]) < 500
+    assert max(steps(snapshots)) == int(stopped[1]) < 200
     last = run(disturbed, tmp_path)
     assert last.returncode == 0, last.stderr
     assert f"[rank 0] going on from step {stopped[1]} (epoch 1" in last.stderr
@@ -118,17 +121,32 @@ def test_gpt_learns_sums_or_shakespeare(
     assert loss < (2.0 if shared_data is None else 2.8)
 
 
+def write_mnist(folder: Path, count: int) -> None:
+    """A file of digits as MNIST's: scans of scikit-learn, in a margin."""
+    scans = datasets.load_digits()
+    pixels = np.zeros((count, 28, 28), np.uint8)
+    pixels[:, 6:22, 6:22] = np.kron(scans.images[:count], np.ones((2, 2))) * 15
+    labels = bytes(scans.target[:count].tolist())
+    files = {
+        "train-images-idx3-ubyte": struct.pack(">4I", 0x803, count, 28, 28) + pixels.tobytes(),
+        "train-labels-idx1-ubyte": struct.pack(">2I", 0x801, count) + labels,
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
 def test_mnist_goes_on_at_another_world_size(repository: Path, tmp_path: Path) -> None:
     """Two ranks for an epoch, one for the next."""
+    write_mnist(tmp_path, 300)
     script = str(repository / "examples" / "train_mnist.py")
-    options = ["--snapshots", "snapshots", "--global-batch", "128", "--epochs"]
+    options = ["--data", ".", "--snapshots", "snapshots", "--epochs"]
     first = run([*PHALANX_RUN, "--nproc-per-node", "2", script, *options, "1"], tmp_path)
     assert first.returncode == 0, first.stderr
     assert "[rank 0] accuracy on held-out digits: " in first.stdout
-    second = run([sys.executable, script, *options, "2"], tmp_path)
+    second = run([sys.executable, script, *options, "3"], tmp_path)
     assert second.returncode == 0, second.stderr
-    assert re.search(r"going on from step 12 \(epoch 2, 0 of its 1438 samples .*", second.stderr)
+    assert re.search(r"going on from step 4 \(epoch 2, 0 of its 240 samples .*", second.stderr)
     assert "; ranks 2 then, 1 now" in second.stderr
     accuracy = re.search(r"accuracy on held-out digits: (\d+\.\d+)%", second.stdout)
     assert accuracy
-    assert float(accuracy[1]) > 50
+    assert float(accuracy[1]) > 30  # guessing gives 10

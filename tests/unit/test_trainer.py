@@ -72,6 +72,7 @@ def test_refuses(options: dict[str, Any], message: str) -> None:
         (0.5, "returned float, expected a tensor of one element"),
         ((torch.ones(1), [1]), "returned a tensor [1], expected"),
         ((torch.ones(()), {"right": torch.ones(2)}), "returned metrics that aren't numbers"),
+        ((torch.ones(()), {"loss": 1.0}), "returned a metric called loss: give it another name"),
     ],
 )
 def test_refuses_what_a_loss_function_returns(result: Any, message: str) -> None:

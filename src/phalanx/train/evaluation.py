@@ -91,6 +91,8 @@ def measured(result: Any) -> tuple[Tensor, dict[str, float]]:
             f"the loss function returned {shown}, expected a tensor of one element, the mean over "
             "the batch, or a pair of it and a dict of metrics"
         )
+    if "loss" in metrics:
+        raise UsageError("the loss function returned a metric called loss: give it another name")
     try:
         return loss, {str(name): float(value) for name, value in sorted(metrics.items())}
     except (TypeError, ValueError, RuntimeError) as error:

@@ -123,7 +123,7 @@ class Display:
             self._writer.add_scalar("train/waiting", share, step)
         self._since, self._samples, self._blocked = now, 0, 0.0
 
-    def evaluated(self, step: int, epoch: int, loss: float, found: dict[str, float]) -> None:
+    def end_epoch(self, step: int, epoch: int, loss: float, found: dict[str, float]) -> None:
         """Show the end of an epoch; `found` is what evaluation gave, empty if there was none."""
         words = "".join(f"  {name} {value:.4f}" for name, value in found.items())
         words = f"  evaluated:{words}" if words else ""

@@ -285,7 +285,7 @@ class Trainer:
                 display.note("evaluating")
                 result.evaluation = self._evaluation.run(self._replicas)
                 display.note("training")
-            display.evaluated(result.step, epoch, result.loss, result.evaluation)
+            display.end_epoch(result.step, epoch, result.loss, result.evaluation)
         due = at_end if self._every is None else result.step % self._every == 0
         if due or stopped:
             self._save()
