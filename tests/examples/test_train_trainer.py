@@ -73,11 +73,15 @@ def ranks(process: subprocess.Popen[str]) -> dict[int, psutil.Process]:
 
 
 @pytest.mark.timeout(200)
-def test_gpt_is_killed_stopped_and_ends_the_same(repository: Path, tmp_path: Path) -> None:
+def test_gpt_is_killed_stopped_and_ends_the_same(
+    repository: Path, tmp_path: Path, shared_data: Path | None
+) -> None:
     """A rank gets SIGKILL, later the launcher SIGTERM; started again it ends as undisturbed."""
     script = [str(repository / "examples" / "train_gpt.py"), "--parallel", "ddp"]
-    size = "--width 32 --depth 1 --length 16 --steps 200 --snapshot-every 10 --global-batch 8"
-    command = [*PHALANX_RUN, "--nproc-per-node", "2", "--max-restarts", "2", *script, *size.split()]
+    size = "--width 32 --depth 1 --length 16 --lr 0.01 --global-batch 16 --steps 150"
+    text = [] if shared_data is None else ["--text", str(shared_data / "shakespeare/input.txt")]
+    launcher = [*PHALANX_RUN, "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [*launcher, *script, *size.split(), *text, "--snapshot-every", "10"]
     snapshots = tmp_path / "snapshots"
     disturbed = [*command, "--snapshots", str(snapshots)]
     with started(disturbed, tmp_path) as process:
@@ -91,34 +95,17 @@ def test_gpt_is_killed_stopped_and_ends_the_same(repository: Path, tmp_path: Pat
     assert re.search(r"\[rank 0\] going on from step \d+ \(epoch 1, \d+ of its ", err)
     stopped = re.search(r"\[rank 0\] stopped by SIGTERM after step (\d+): saved, and leaving", err)
     assert stopped, err
-    assert max(steps(snapshots)) == int(stopped[1]) < 200
+    assert max(steps(snapshots)) == int(stopped[1]) < 150
     last = run(disturbed, tmp_path)
     assert last.returncode == 0, last.stderr
     assert f"[rank 0] going on from step {stopped[1]} (epoch 1" in last.stderr
     whole = run(command, tmp_path)
     assert whole.returncode == 0, whole.stderr
     assert last.stdout == whole.stdout
-    assert re.search(r"loss on held-out text: \d\.\d{4} nats a letter", whole.stdout)
-    # A snapshot of another model is refused, in one line.
-    other = [sys.executable, *script[:1], *size.split(), "--snapshots", str(snapshots)]
-    refused = run([*other, "--depth", "2"], tmp_path)
-    assert refused.returncode == 1
-    assert "train_gpt: " in refused.stderr
-    assert "is of another model than GPT: the snapshot lacks blocks.1.attend.bias" in refused.stderr
-    assert "Traceback" not in refused.stderr
-
-
-def test_gpt_learns_sums_or_shakespeare(
-    repository: Path, tmp_path: Path, shared_data: Path | None
-) -> None:
-    script = repository / "examples" / "train_gpt.py"
-    size = "--width 32 --depth 1 --length 16 --steps 150 --global-batch 16 --lr 0.01".split()
-    text = [] if shared_data is None else ["--text", str(shared_data / "shakespeare/input.txt")]
-    result = run([sys.executable, str(script), *size, *text], tmp_path)
-    assert result.returncode == 0, result.stderr
+    loss = re.search(r"loss on held-out text: (\d\.\d{4}) nats a letter", whole.stdout)
     # Without a look at the letters before, of sums 2.4 are left, of English 3.3.
-    loss = float(re.search(r"held-out text: (\d\.\d+)", result.stdout)[1])  # type: ignore[index]
-    assert loss < (2.0 if shared_data is None else 2.8)
+    assert loss
+    assert float(loss[1]) < (2.0 if shared_data is None else 2.8)
 
 
 def write_mnist(folder: Path, count: int) -> None:
