@@ -40,7 +40,7 @@ class Resumable(Sampler[T_co]):
         that it is in already, as after `load_state_dict`, goes on where it is; another one begins
         at its first sample.
         """
-        if epoch != self.epoch or self._anew:
+        if epoch != self.epoch:
             self.epoch = epoch
             self._go_to(0)
 
