@@ -74,7 +74,7 @@ def restore_random_states(
 def _capture() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
-        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "torch": torch.get_rng_state(),
         "numpy": None,
         "cuda": None,
@@ -106,7 +106,7 @@ def _capture_numpy() -> dict[str, Any]:
 
 def _restore(state: dict[str, Any]) -> None:
     python = state["python"]
-    random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
     if (numpy := state["numpy"]) is not None:
         import numpy as np

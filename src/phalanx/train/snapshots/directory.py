@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ __all__ = ["Directory", "step_in"]
 _log = logging.getLogger("phalanx")
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_FILE = re.compile(r"manifest\.json|SHA256SUMS|state-\d+\.safetensors")
 _LEFT = re.compile(r"\.(saving-probe|(saving|removing)-\d{6,}-step-\d+)-[0-9a-f]{8}")
 # Seconds to wait for another process that saves: one that is being killed may still sync.
 _PATIENCE = 30.0
@@ -49,15 +51,28 @@ class Directory:
         self.bad: set[str] = set()
         self._lock: int | None = None
         self._temporary: Path | None = None
+        self._remover: threading.Thread | None = None
         self._name = ""
 
     def prepare(self) -> None:
         """Make the directory, and try that it can be written.
 
         Raises:
-            OSError: It can't.
+            SnapshotError: It can't.
         """
+        try:
+            self._make()
+        except OSError as error:
+            raise SnapshotError(
+                f"{self.path} can't hold snapshots: {error.strerror or error}: give a "
+                f"directory that this rank can write"
+            ) from error
+
+    def _make(self) -> None:
+        above = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+        for path in above:
+            sync_directory(path.parent)
         (self.path / self.leave_probe()).unlink()
 
     def leave_probe(self) -> str:
@@ -87,6 +102,7 @@ class Directory:
             SnapshotError: Another process saves there.
         """
         self._acquire()
+        self.settle()
         self._clean()
         last = max((_number(name) for name in self.names()), default=0)
         self._name = f"{last + 1:06d}-step-{step}"
@@ -118,21 +134,33 @@ class Directory:
         temporary, self._temporary = self._temporary, None
         if temporary is not None:
             _remove(temporary)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            with contextlib.suppress(OSError):  # nothing was written through it, and it is closed
+                os.close(lock)
+
+    def settle(self) -> None:
+        """Wait until what is no longer needed is removed."""
+        if self._remover is not None:
+            self._remover.join()
+            self._remover = None
 
     def _prune(self) -> None:
-        names = self.names()
+        names = [name for name in self.names() if _is_ours(self.path / name)]
         ranked = [name for name in names if name not in self.bad]
         ranked += [name for name in names if name in self.bad]
+        removed: list[Path] = []
         for name in reversed(ranked[self.keep :]):
             # Under another name first: a death while it is removed must not leave half of it.
             away = self.path / f".removing-{name}-{secrets.token_hex(4)}"
             os.rename(self.path / name, away)
-            sync_directory(self.path)
-            shutil.rmtree(away)
             self.bad.discard(name)
+            removed.append(away)
+        if removed:
+            sync_directory(self.path)
+            # A large file takes half as long to remove as to write: nobody need wait for it.
+            self._remover = threading.Thread(target=_remove_all, args=(removed,))
+            self._remover.start()
 
     def _clean(self) -> None:
         for name in os.listdir(self.path):
@@ -169,13 +197,26 @@ def _number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
+def _is_ours(path: Path) -> bool:
+    """Whether a directory holds what snapshots hold and nothing else."""
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return all(_FILE.fullmatch(name) for name in os.listdir(path))
+
+
+def _remove_all(paths: list[Path]) -> None:
+    for path in paths:
+        _remove(path)
+
+
 def _remove(path: Path) -> None:
     """Remove a directory or a file that no snapshot needs; say so if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()
+            path.unlink()
+    except FileNotFoundError:
+        return  # another process was quicker
     except OSError as error:
         _log.warning("%s can't be removed: %s", path, error)

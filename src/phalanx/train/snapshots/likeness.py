@@ -65,7 +65,8 @@ def _pairs(saved: Any, like: Any, path: Path) -> tuple[list[tuple[str | int, Any
             return [], [f"{show(path)}: {words}"]
         return [(index, *both) for index, both in enumerate(zip(saved, like, strict=True))], []
     found = [f"{show((*path, key))}: missing in the snapshot" for key in like if key not in saved]
-    found += [f"{show((*path, key))}: in the snapshot only" for key in saved if key not in like]
+    if path:  # what is beside them at the top is the caller's
+        found += [f"{show((*path, key))}: in the snapshot only" for key in saved if key not in like]
     return [(key, saved[key], like[key]) for key in like if key in saved], found
 
 

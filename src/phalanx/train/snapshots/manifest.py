@@ -46,7 +46,7 @@ class Manifest:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest, and the checksums of all files, into the directory of a snapshot."""
-    text = json.dumps(_said(manifest), indent=1, allow_nan=False).encode() + b"\n"
+    text = _text(_said(manifest)).encode()
     _, digest = write_file(path / MANIFEST, [text])
     lines = [f"{digest}  {MANIFEST}\n"]
     lines += [f"{file.digest}  {file.name}\n" for file in manifest.files]
@@ -62,7 +62,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     digests = _read_sums(path / SUMS)
     text = read_small(path / MANIFEST, _LIMIT)
-    if hashlib.sha256(text).hexdigest() != digests.pop(MANIFEST, None):
+    if MANIFEST not in digests:
+        raise ContentError(f"{SUMS} has no line for {MANIFEST}")
+    if hashlib.sha256(text).hexdigest() != digests.pop(MANIFEST):
         raise ContentError(f"{MANIFEST} isn't what was written: its SHA-256 differs")
     try:
         said = json.loads(text)
@@ -87,6 +89,21 @@ def _read_sums(path: Path) -> dict[str, str]:
         raise ContentError(f"{SUMS} isn't what was written: not a list of checksums")
     pairs = [line.split("  ") for line in text.decode().splitlines()]
     return {name: digest for digest, name in pairs}
+
+
+def _text(said: dict[str, Any]) -> str:
+    """Return it in JSON that people can read: a line for each thing, for each tensor too."""
+
+    def lines(value: dict[str, Any], margin: str) -> str:
+        return ",\n".join(
+            f"{margin}{json.dumps(key)}: {json.dumps(it, allow_nan=False)}"
+            for key, it in value.items()
+        )
+
+    nested = {key: said[key] for key in ("tensors", "state") if said[key]}
+    inner = [f" {json.dumps(key)}: {{\n{lines(value, '  ')}\n }}" for key, value in nested.items()]
+    outer = lines({key: value for key, value in said.items() if key not in nested}, " ")
+    return "{\n" + ",\n".join([outer, *inner]) + "\n}\n"
 
 
 def _said(manifest: Manifest) -> dict[str, Any]:
@@ -114,11 +131,12 @@ def _said(manifest: Manifest) -> dict[str, Any]:
 
 
 def _parsed(said: dict[str, Any], digests: dict[str, str]) -> Manifest:
+    names = [file["name"] for file in said["files"]]
+    if sorted(names) != sorted(digests):
+        raise ContentError(f"{SUMS} and {MANIFEST} name different files")
     files = [
-        File(file["name"], int(file["bytes"]), digests.pop(file["name"])) for file in said["files"]
+        File(file["name"], int(file["bytes"]), digests[file["name"]]) for file in said["files"]
     ]
-    if digests:
-        raise ContentError(f"{SUMS} names {', '.join(digests)}, of which {MANIFEST} knows nothing")
     tensors = {
         name: Held(it["dtype"], tuple(it["shape"]), None) for name, it in said["tensors"].items()
     }

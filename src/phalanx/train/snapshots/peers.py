@@ -96,7 +96,9 @@ class Peers:
         answers = self._exchange(answer)
         failures = {rank: it for rank, it in enumerate(answers) if isinstance(it, _Failure)}
         if failures:
-            raise self._error(failures) from cause
+            # What every rank says already needs no second traceback; a bug of ours does.
+            known = isinstance(cause, (SnapshotError, UsageError))
+            raise self._error(failures) from (cause.__cause__ if cause and known else cause)
         return value, answers
 
     def _device(self) -> torch.device:
@@ -118,7 +120,7 @@ class Peers:
         words: dict[str, list[str]] = {}
         for rank, failure in failures.items():
             words.setdefault(failure.words, []).append(str(rank))
-        if self.size == 1:
+        if len(failures) == self.size and len(words) == 1:
             return kind(*words)
         return kind("; ".join(f"rank {', '.join(ranks)}: {it}" for it, ranks in words.items()))
 

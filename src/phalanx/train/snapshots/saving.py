@@ -1,15 +1,17 @@
 """How a snapshot is saved: each writer its file, then rank 0 the manifest and the name."""
 
-from collections.abc import Iterator, Mapping
+import errno
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from phalanx.errors import UsageError
+from phalanx.errors import SnapshotError, UsageError
 from phalanx.train.snapshots.directory import Directory
 from phalanx.train.snapshots.files import write_file
 from phalanx.train.snapshots.manifest import File, Manifest, write_manifest
@@ -19,6 +21,8 @@ from phalanx.train.snapshots.safetensors import bytes_of, layout
 from phalanx.train.snapshots.tree import flatten
 
 __all__ = ["save"]
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -42,27 +46,41 @@ def save(
         content = flatten(state)
         if not sharded:
             _check_whole(content[1])
-        place = directory.begin(step).name if peers.rank == 0 else ""
+        place = told(lambda: directory.begin(step).name) if peers.rank == 0 else ""
         return _Begun(place, hold(content[1]) if sharded or peers.rank == 0 else {})
+
+    def told(action: Callable[[], Value]) -> Value:
+        return _told(f"the snapshot of step {step} isn't saved", directory.path, action)
 
     try:
         begun = peers.gather(begin)
         held = [it.held for it in begun]
         temporary = directory.path / begun[0].place
-        shares = peers.gather(lambda: share_out(held if sharded else held[:1]))[0]
+        # Every rank comes to the same, be it an error.
+        shares = share_out(held if sharded else held[:1])
         tree, tensors = content
-        files = peers.gather(lambda: _write(temporary, peers.rank, shares, tensors))
+        files = peers.gather(lambda: told(lambda: _write(temporary, peers.rank, shares, tensors)))
 
         def finish() -> str:
-            versions = {"phalanx": version("phalanx"), "torch": torch.__version__}
             written = [file for file in files if file is not None]
-            manifest = Manifest(step, peers.size, sharded, versions, written, held[0], shares, tree)
-            write_manifest(temporary, manifest)
+            whole = Manifest(step, peers.size, sharded, _versions(), written, held[0], shares, tree)
+            write_manifest(temporary, whole)
             return directory.commit().name
 
-        return directory.path / peers.on_first(finish)
+        return directory.path / peers.on_first(lambda: told(finish))
     finally:
         directory.end()
+
+
+def _told(what: str, path: Path, action: Callable[[], Value]) -> Value:
+    """Do what writes; if that fails, say in whose course, and what to do."""
+    try:
+        return action()
+    except OSError as error:
+        advice = ": older ones are as they were"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = f"; make room there, or keep fewer{advice}"
+        raise SnapshotError(f"{what}: {error.strerror or error} in {path}{advice}") from error
 
 
 def _write(
@@ -80,6 +98,11 @@ def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
     yield head
     for key in order:
         yield bytes_of(tensors[key])
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"phalanx": version("phalanx"), "torch": str(torch.__version__)}
 
 
 def _check_step(step: object) -> None:

@@ -104,9 +104,10 @@ class Snapshots:
         places them elsewhere: what you keep of them keeps the buffer.
 
         Args:
-            like: A state that the snapshot must fit, or a part of one: non-empty dicts must have
-                the same keys, lists the same length, tensors the same shape and dtype; other
-                values, empty dicts and lists fit anything. A DTensor in it asks for one of the same
+            like: A state that the snapshot must fit. What is there at the top must be in the
+                snapshot, which may have more; inside of that, non-empty dicts must have the same
+                keys, lists the same length, tensors the same shape and dtype; other values, empty
+                dicts and lists fit anything. A DTensor in it asks for one of the same
                 mesh and placements, whatever the world size that saved it. None: anything fits,
                 and DTensors come whole.
             map_location: Device of the tensors for which `like` has no DTensor.
@@ -125,7 +126,7 @@ class Snapshots:
             return
         probe = directory.path / peers.on_first(directory.leave_probe)
         try:
-            peers.together(lambda: _see(probe))
+            peers.together(lambda: _see(probe, directory))
         finally:
             if peers.rank == 0:
                 probe.unlink(missing_ok=True)
@@ -136,9 +137,10 @@ def _check_keep(keep: object) -> None:
         raise UsageError(f"keep {keep!r} given, expected an integer from 1 on")
 
 
-def _see(probe: Path) -> None:
+def _see(probe: Path, directory: Directory) -> None:
     if not probe.exists():
         raise SnapshotError(
             f"{probe.parent} isn't the directory that rank 0 sees: sharded snapshots need one that "
             "all ranks share"
         )
+    directory.prepare()
