@@ -105,7 +105,7 @@ def test_gpt_is_killed_stopped_and_ends_the_same(
     loss = re.search(r"loss on held-out text: (\d\.\d{4}) nats a letter", whole.stdout)
     # Without a look at the letters before, of sums 2.4 are left, of English 3.3.
     assert loss
-    assert float(loss[1]) < (2.0 if shared_data is None else 2.8)
+    assert float(loss[1]) < (2.0 if shared_data is None else 3.0)
 
 
 def write_mnist(folder: Path, count: int) -> None:
