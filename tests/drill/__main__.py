@@ -131,8 +131,11 @@ def training_command(
             trials.append(trial)
             for what in trial.wrong:
                 console.print(f"trial {trial.number}, {trial}:\n  {what}", markup=False)
-            kills = sum(trial.landed for trial in trials)
-            status.update(f"{kills} of {count} kills, in {len(trials)} runs")
+            landed = sum(trial.landed for trial in trials)
+            words = f"{landed} of {count} kills, in {len(trials)} runs"
+            status.update(words)
+            if not console.is_terminal and len(trials) % 10 == 0:
+                console.print(words)
     table = tables.table_of_training(summary := tables.summary_of_training(trials))
     console.print(table)
     if record is not None:
