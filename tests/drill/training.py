@@ -4,7 +4,8 @@ A run is 50 short epochs of a `Trainer` on some ranks, which saves every few ste
 moment, from the first instruction of its ranks to their last, one of them or all are killed; then
 it is started again from what is on the disk, and killed again, as often as was drawn. In the end
 its loss, its evaluation and its parameters must be those of a run that nobody disturbed, bit for
-bit.
+bit. Moments are counted by the snapshots on the disk, and a short while more, so that they don't
+depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Blow:
     """When an attempt is struck, and who."""
 
     moment: float
-    """Part of the time that an undisturbed run takes, from the start of its processes."""
+    """The part of all steps of which there must be snapshots; 0 strikes ranks that just start."""
+    delay: float
+    """Seconds after that."""
     victims: tuple[int, ...]
 
 
@@ -66,7 +69,9 @@ class Trial:
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        blows = ", ".join(f"{blow.victims} at {blow.moment:.0%}" for blow in self.blows)
+        blows = ", ".join(
+            f"{blow.victims} {blow.delay:.3f} s after {blow.moment:.0%}" for blow in self.blows
+        )
         return f"{self.ranks} ranks, {'DDP' if self.wrapped else 'plain'}: {blows}"
 
 
@@ -75,10 +80,13 @@ def draw(seed: int, number: int, blows: int) -> Trial:
     random = Random(f"{seed} training {number}")
     ranks = random.choice((2, 2, 3))
     drawn = []
-    for _ in range(random.randint(1, blows)):
+    for moment in sorted(random.random() for _ in range(random.randint(1, blows))):
         everyone = random.random() < 0.25
         victims = tuple(range(ranks)) if everyone else (random.randrange(ranks),)
-        drawn.append(Blow(random.random(), victims))
+        if random.random() < 0.2:
+            drawn.append(Blow(0.0, random.uniform(0, 1.0), victims))
+        else:
+            drawn.append(Blow(moment, random.uniform(0, 0.1), victims))
     return Trial(number, ranks, random.random() < 0.5, drawn)
 
 
@@ -127,7 +135,7 @@ class Drill:
         self._epochs = epochs
         self._server = ForkServer(["numpy", "torch._dynamo"])
         self._server.preload("phalanx.train")  # it is ready then: trials are timed
-        self._expected: dict[tuple[int, bool], tuple[Ending, float]] = {}
+        self._expected: dict[tuple[int, bool], Ending] = {}
 
     def __enter__(self) -> Drill:
         return self
@@ -137,10 +145,10 @@ class Drill:
 
     def run(self, trial: Trial) -> Trial:
         """Run a trial; what is wrong is in it afterwards."""
-        ending, seconds = self._undisturbed(trial.ranks, trial.wrapped)
+        ending = self._undisturbed(trial.ranks, trial.wrapped)
         with _folder() as folder:
             for blow in trial.blows:
-                if self._struck(trial, folder, blow, seconds):
+                if self._struck(trial, folder, blow):
                     trial.landed += 1
                 if trial.wrong:
                     return trial
@@ -149,17 +157,15 @@ class Drill:
             trial.wrong.append(f"ended with {ends}, expected {ending} on every rank")
         return trial
 
-    def _undisturbed(self, ranks: int, wrapped: bool) -> tuple[Ending, float]:
-        """How a run ends that nobody disturbs, and how long it takes."""
+    def _undisturbed(self, ranks: int, wrapped: bool) -> Ending:
+        """How a run ends that nobody disturbs."""
         if (ranks, wrapped) not in self._expected:
             trial = Trial(-1, ranks, wrapped, [])
             with _folder() as folder:
-                begun = time.monotonic()
                 ends = self._finish(trial, folder)
-                seconds = time.monotonic() - begun
             if ends is None:
                 raise RuntimeError(f"a run that nobody disturbs fails: {trial.wrong}")
-            self._expected[ranks, wrapped] = ends[0], seconds
+            self._expected[ranks, wrapped] = ends[0]
         return self._expected[ranks, wrapped]
 
     def _start(self, trial: Trial, folder: Path) -> Ranks:
@@ -179,10 +185,15 @@ class Drill:
             ]
         )
 
-    def _struck(self, trial: Trial, folder: Path, blow: Blow, seconds: float) -> bool:
+    def _struck(self, trial: Trial, folder: Path, blow: Blow) -> bool:
         """Kill at the moment; returns whether somebody still ran. The survivors must end."""
         ranks = self._start(trial, folder)
-        running = ranks.wait(blow.moment * seconds)
+        target = blow.moment * self._epochs * -(-SAMPLES // GLOBAL_BATCH)
+        deadline = time.monotonic() + PATIENCE
+        running = ranks.wait(0)
+        while running and _saved(folder) < target and time.monotonic() < deadline:
+            running = ranks.wait(0.002)
+        running = ranks.wait(blow.delay)
         victims = [rank for rank in blow.victims if rank in running]
         for rank in victims:
             ranks.signal(rank, signal.SIGKILL)
@@ -201,6 +212,12 @@ class Drill:
         every = ranks.collect(hung)
         trial.wrong += [str(ended) for ended in every if not ended.returned]
         return None if trial.wrong else [ended.value for ended in every]
+
+
+def _saved(folder: Path) -> int:
+    """The step of the newest snapshot; 0 if there is none."""
+    names = (path.name for path in folder.glob("snapshots/[0-9]*-step-*"))
+    return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 
 @contextmanager
