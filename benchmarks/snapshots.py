@@ -166,6 +166,7 @@ def main() -> None:
         pairs = [a / b for a, b in zip(seconds[name], seconds[disk], strict=True)]
         ratio = median / statistics.median(seconds[disk])
         figures[name] = {"median": median, "low": low, "high": high, "ratio": ratio}
+        figures[name]["least"] = min(seconds[name])
         figures[name]["median_of_ratios"] = statistics.median(pairs)
         print(
             f"{name:11} {median:6.3f} s ({low:.3f} to {high:.3f}), {ratio:.2f} times '{disk}', "

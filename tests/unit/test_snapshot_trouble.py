@@ -148,7 +148,7 @@ def test_a_write_that_fails(tmp_path: Path, short_files: int) -> None:
     check_numbered(snapshots.load(), 2)
 
 
-@pytest.mark.parametrize("call", ["mkdir", "write", "fsync", "rename", "close"])
+@pytest.mark.parametrize("call", ["mkdir", "writev", "fsync", "rename", "close"])
 def test_every_call_may_fail(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With no space left, at the first call of its kind, the second, ... until none fails."""
     snapshots = Snapshots(tmp_path, keep=2)

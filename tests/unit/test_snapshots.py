@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx.errors import UsageError
 from phalanx.train import Snapshots, random_states, restore_random_states
-from phalanx.train.snapshots import files
+from phalanx.train.snapshots import files, saving
 from phalanx.train.snapshots.safetensors import DTYPES, parse, tensor_in
 from tests.snapshot_states import check_numbered, drawn, numbered, same, same_bits
 
@@ -202,12 +202,12 @@ def test_like_lists_all_differences(tmp_path: Path) -> None:
     ]
 
 
-def test_a_part_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes come in their order, however parts fall into blocks."""
-    monkeypatch.setattr(files, "BLOCK", 1000)
+def test_parts_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes come in their order, however parts fall into batches."""
+    monkeypatch.setattr(files, "BATCH", 1000)
+    monkeypatch.setattr(files, "BUFFERS", 3)
     monkeypatch.setattr(files, "SMALL", 300)
     monkeypatch.setattr(files, "BACKLOG", 2)
-    monkeypatch.setattr(files, "EARLY", 1500)
     lengths = [random.choice([0, 1, 7, 299, 300, 301, 999, 1000, 1001, 5432]) for _ in range(200)]
     parts = [os.urandom(length) for length in lengths]
     whole = b"".join(parts)
@@ -216,6 +216,23 @@ def test_a_part_of_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (length, digest) == (len(whole), hashlib.sha256(whole).hexdigest())
     read = files.read_checked(tmp_path / "file", length, digest)
     assert read.numpy().tobytes() == whole
+
+
+def test_several_files_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
+    state = {f"{index}": torch.randn(index * 100) for index in range(20)}
+    snapshots = Snapshots(tmp_path)
+    path = snapshots.save(1, state)
+    loaded = snapshots.load(like=state)
+    assert loaded is not None
+    assert same(loaded.state, state)
+    written = [safetensors.torch.load_file(file) for file in path.glob("*.safetensors")]
+    assert len(written) == 3
+    # Each tensor whole, in one of them.
+    together = {name: tensor for file in written for name, tensor in file.items()}
+    assert same({name: together[name] for name in state}, state)
+    assert sum(map(len, written)) == len(state)
 
 
 def test_random_states_come_back(tmp_path: Path) -> None:

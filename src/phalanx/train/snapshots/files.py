@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -15,15 +15,15 @@ from torch import Tensor
 
 __all__ = ["ContentError", "memory", "read_checked", "read_small", "sync_directory", "write_file"]
 
-# What is written, read and hashed at once, in bytes.
-BLOCK = 4 * 2**20
-# Smaller parts are put together first: a system call and a change of threads cost more than a copy.
-SMALL = 2**18
-# Blocks that may wait to be hashed. They hold memory only where a tensor had to be copied.
-BACKLOG = 64
-# Bytes after which the disk is told to begin, rather than at the end only.
-EARLY = 8 * BLOCK
-
+# What is written, read and hashed at once, in bytes: threads that hand over often wait often, on a
+# busy machine for long.
+BATCH = 32 * 2**20
+# Buffers in a batch; the system takes 1024.
+BUFFERS = 512
+# Smaller parts are put together first.
+SMALL = 2**16
+# Batches that may wait to be hashed. They hold memory only where a tensor had to be copied.
+BACKLOG = 8
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _sync_file_range = ctypes.CDLL(None).sync_file_range
 _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
@@ -52,14 +52,18 @@ class _Hash:
     ) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    def update(self, block: memoryview) -> None:
-        """Take a block in; it must not change until `hexdigest`."""
-        if len(block) <= SMALL and not self._pending:
-            self._hash.update(block)
+    def update(self, batch: Sequence[memoryview]) -> None:
+        """Take some buffers in; they must not change until `hexdigest`."""
+        if not self._pending and sum(map(len, batch)) <= SMALL:
+            self._take(batch)
             return
         if len(self._pending) >= BACKLOG:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._hash.update, block))
+        self._pending.append(self._thread.submit(self._take, batch))
+
+    def _take(self, batch: Sequence[memoryview]) -> None:
+        for buffer in batch:
+            self._hash.update(buffer)
 
     def hexdigest(self) -> str:
         while self._pending:
@@ -85,33 +89,44 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, st
     descriptor = os.open(path, flags, 0o666)
     try:
         with _Hash() as sha:
-            length = begun = 0
-            for block in _blocks(parts):
-                sha.update(block)
-                _write(descriptor, block)
-                length += len(block)
-                if length - begun >= EARLY:
-                    _start_writing(descriptor, begun, length - begun)
-                    begun = length
+            length = 0
+            for batch in _batches(parts):
+                sha.update(batch)
+                begun, length = length, length + _write(descriptor, batch)
+                _start_writing(descriptor, begun, length - begun)
             os.fsync(descriptor)
             return length, sha.hexdigest()
     finally:
         os.close(descriptor)
 
 
-def _blocks(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Yield all bytes in order: large parts in blocks of their own memory, small ones together."""
+def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
+    """Yield all bytes in order, about `BATCH` of them at a time."""
+    batch: list[memoryview] = []
+    length = 0
+    for buffer in _buffers(parts):
+        batch.append(buffer)
+        length += len(buffer)
+        if length >= BATCH or len(batch) >= BUFFERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _buffers(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Yield large parts as they are, at most `BATCH` of each at a time, and small ones together."""
     together = bytearray()
     for part in parts:
-        if len(part) <= SMALL and len(together) + len(part) <= BLOCK:
+        if len(part) <= SMALL:
             together += part
-            continue
-        if together:
+        if together and (len(part) > SMALL or len(together) > SMALL):
             yield memoryview(bytes(together))
             together.clear()
-        whole = memoryview(part)
-        for start in range(0, len(whole), BLOCK):
-            yield whole[start : start + BLOCK]
+        if len(part) > SMALL:
+            whole = memoryview(part)
+            for start in range(0, len(whole), BATCH):
+                yield whole[start : start + BATCH]
     if together:
         yield memoryview(bytes(together))
 
@@ -121,9 +136,18 @@ def _start_writing(descriptor: int, start: int, length: int) -> None:
     _sync_file_range(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
 
 
-def _write(descriptor: int, block: memoryview) -> None:
-    while block:
-        block = block[os.write(descriptor, block) :]
+def _write(descriptor: int, batch: Sequence[memoryview]) -> int:
+    """Write all bytes of some buffers; return how many."""
+    total = left = sum(map(len, batch))
+    buffers = list(batch)
+    while left:
+        count = os.writev(descriptor, buffers)
+        left -= count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
+    return total
 
 
 def sync_directory(path: Path) -> None:
@@ -149,10 +173,10 @@ def read_checked(path: Path, length: int, digest: str) -> Tensor:
         buffer = torch.empty(length, dtype=torch.uint8)
         content = memory(buffer)
         with _Hash() as sha:
-            for start in range(0, length, BLOCK):
-                block = content[start : start + BLOCK]
+            for start in range(0, length, BATCH):
+                block = content[start : start + BATCH]
                 _read(file, block, path)
-                sha.update(block)
+                sha.update([block])
             if sha.hexdigest() != digest:
                 raise ContentError(f"{path.name} isn't what was written: its SHA-256 differs")
     return buffer

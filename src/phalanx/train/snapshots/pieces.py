@@ -22,6 +22,7 @@ __all__ = [
     "Held",
     "Piece",
     "box_of",
+    "bytes_in",
     "cut",
     "hold",
     "is_distributed",
@@ -96,23 +97,31 @@ def box_of(tensor: Any, name: str) -> Box:
     return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
-def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Piece]]:
+def share_out(held: Sequence[Mapping[str, Held]], files: int = 0) -> list[list[Piece]]:
     """Return what each rank writes, from what each rank has; the same on every rank.
+
+    With `files` what one rank writes into each of so many files: no tensor is cut there.
 
     Raises:
         UsageError: The ranks have different tensors, or too little of a DTensor.
     """
     _check_alike(held)
-    total = sum(_bytes(it, it.whole) for it in held[0].values())
-    parts = [part for name in held[0] for part in _parts(name, held, total)]
+    writers = files or len(held)
+    share = math.inf if files else bytes_in(held[0]) / writers
+    parts = [part for name in held[0] for part in _parts(name, held, share, writers)]
     parts.sort(key=lambda part: (-part[1], part[0].key))
-    loads = [0] * len(held)
-    shares: list[list[Piece]] = [[] for _ in held]
+    loads = [0] * writers
+    shares: list[list[Piece]] = [[] for _ in loads]
     for piece, length, ranks in parts:
         writer = min(ranks, key=lambda rank: (loads[rank], rank))
         shares[writer].append(piece)
         loads[writer] += length
     return shares
+
+
+def bytes_in(held: Mapping[str, Held]) -> int:
+    """Return the bytes of all tensors together."""
+    return sum(_bytes(it, it.whole) for it in held.values())
 
 
 def cut(tensor: Any, piece: Piece) -> Tensor:
@@ -167,15 +176,15 @@ def _words(held: Held | None) -> str:
 
 
 def _parts(
-    name: str, held: Sequence[Mapping[str, Held]], total: int
+    name: str, held: Sequence[Mapping[str, Held]], share: float, writers: int
 ) -> list[tuple[Piece, int, list[int]]]:
     """Return the parts of a tensor: each with its length in bytes and the ranks that have it."""
     first = held[0][name]
     holders: dict[Box, list[int]] = {}
     if first.own is None:
-        everybody = list(range(len(held)))
-        large = _bytes(first, first.whole) * len(held) > total
-        rows = _rows(first.whole, len(held)) if large else [first.whole]
+        everybody = list(range(writers))
+        large = _bytes(first, first.whole) > share
+        rows = _rows(first.whole, writers) if large else [first.whole]
         holders = dict.fromkeys(rows, everybody)
     else:
         for rank, other in enumerate(held):

@@ -2,7 +2,9 @@
 
 import errno
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,13 +18,24 @@ from phalanx.train.snapshots.directory import Directory
 from phalanx.train.snapshots.files import write_file
 from phalanx.train.snapshots.manifest import File, Manifest, write_manifest
 from phalanx.train.snapshots.peers import Peers
-from phalanx.train.snapshots.pieces import Held, Piece, cut, hold, is_distributed, share_out
+from phalanx.train.snapshots.pieces import (
+    Held,
+    Piece,
+    bytes_in,
+    cut,
+    hold,
+    is_distributed,
+    share_out,
+)
 from phalanx.train.snapshots.safetensors import bytes_of, layout
 from phalanx.train.snapshots.tree import flatten
 
 __all__ = ["save"]
 
 Value = TypeVar("Value")
+# A file of at least so many bytes has a thread of its own, on a core of its own, up to so many.
+FILE_BYTES = 32 * 2**20
+MAX_FILES = 4
 
 
 @dataclass(frozen=True)
@@ -57,12 +70,13 @@ def save(
         held = [it.held for it in begun]
         temporary = directory.path / begun[0].place
         # Every rank comes to the same, be it an error.
-        shares = share_out(held if sharded else held[:1])
+        shares = share_out(held) if sharded else share_out(held[:1], _files(held[0]))
+        mine = [peers.rank] if sharded else list(range(len(shares))) if peers.rank == 0 else []
         tree, tensors = content
-        files = peers.gather(lambda: told(lambda: _write(temporary, peers.rank, shares, tensors)))
+        files = peers.gather(lambda: told(lambda: _write_all(temporary, mine, shares, tensors)))
 
         def finish() -> str:
-            written = [file for file in files if file is not None]
+            written = [file for some in files for file in some]
             whole = Manifest(step, peers.size, sharded, _versions(), written, held[0], shares, tree)
             write_manifest(temporary, whole)
             return directory.commit().name
@@ -83,13 +97,29 @@ def _told(what: str, path: Path, action: Callable[[], Value]) -> Value:
         raise SnapshotError(f"{what}: {error.strerror or error} in {path}{advice}") from error
 
 
-def _write(
-    temporary: Path, rank: int, shares: list[list[Piece]], tensors: Mapping[str, Tensor]
-) -> File | None:
-    if rank >= len(shares):
-        return None
-    mine = {piece.key: cut(tensors[piece.name], piece) for piece in shares[rank]}
-    name = f"state-{rank:05d}.safetensors"
+def _files(held: Mapping[str, Held]) -> int:
+    """How many files rank 0 writes: two keep two cores busy."""
+    return max(1, min(MAX_FILES, len(os.sched_getaffinity(0)), bytes_in(held) // FILE_BYTES))
+
+
+def _write_all(
+    temporary: Path, mine: list[int], shares: list[list[Piece]], tensors: Mapping[str, Tensor]
+) -> list[File]:
+    """Write some of the files, all at the same time."""
+
+    def write(index: int) -> File:
+        return _write(temporary, index, shares[index], tensors)
+
+    if len(mine) < 2:
+        return [write(index) for index in mine]
+    with ThreadPoolExecutor(len(mine), "phalanx-snapshot") as threads:
+        return list(threads.map(write, mine))
+
+
+@torch.no_grad()  # of this thread
+def _write(temporary: Path, index: int, share: list[Piece], tensors: Mapping[str, Tensor]) -> File:
+    mine = {piece.key: cut(tensors[piece.name], piece) for piece in share}
+    name = f"state-{index:05d}.safetensors"
     return File(name, *write_file(temporary / name, _parts(mine)))
 
 
