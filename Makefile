@@ -220,7 +220,7 @@ soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --r
 	$(call section,Soak)
 	@python -m tests.soak $(ARGS)
 
-drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations")
+drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training")
 	$(call section,Drill)
 	@python -m tests.drill $(ARGS)
 

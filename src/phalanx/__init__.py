@@ -11,7 +11,7 @@ General layout, from the bottom up (dependencies point downward only):
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
 - `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
   public API alone, so they run on any backend.
-- `train`: snapshots and what else a training loop needs, on the same terms.
+- `train`: the trainer and snapshots, on the same terms.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
 - `doctor`: whether a machine is fit, and the network between several.
 - `cli`: the command `phalanx`.

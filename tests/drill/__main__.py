@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from tests.drill import desyncs, endurance, kills, tables
+from tests.drill import desyncs, endurance, kills, tables, training
 from tests.drill.leaks import shared_files
 from tests.drill.pool import Pool
 
@@ -114,6 +114,34 @@ def operations_command(
         if not found["flat"]
     ]
     finish(wrong, "memory and descriptors have stayed as they were")
+
+
+@app.command("training")
+def training_command(
+    count: Annotated[int, typer.Option(min=1, help="How many kills.")] = 200,
+    seed: Seed = None,
+    first: First = 0,
+    record: Record = None,
+) -> None:
+    """Kill training at random moments and start it again; it must end as if nobody had."""
+    seed, trials = fresh(seed), []
+    with training.Drill() as drill, console.status("killing") as status:
+        while sum(trial.landed for trial in trials) < count:
+            trial = drill.run(training.draw(seed, first + len(trials), blows=4))
+            trials.append(trial)
+            for what in trial.wrong:
+                console.print(f"trial {trial.number}, {trial}:\n  {what}", markup=False)
+            landed = sum(trial.landed for trial in trials)
+            words = f"{landed} of {count} kills, in {len(trials)} runs"
+            status.update(words)
+            if not console.is_terminal and len(trials) % 10 == 0:
+                console.print(words)
+    table = tables.table_of_training(summary := tables.summary_of_training(trials))
+    console.print(table)
+    if record is not None:
+        title = f"{summary['kills']:,} kills at random moments of runs of {training.EPOCHS} epochs"
+        tables.record(record, title, table, {"seed": seed, **summary})
+    finish(summary["wrong"], "every run has ended as one that nobody disturbed, bit for bit")
 
 
 def range_of(text: str) -> range:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.machine import machine, versions
-from tests.drill import desyncs, endurance, kills
+from tests.drill import desyncs, endurance, kills, training
 
 # Seconds within which so large a part of all survivors must have raised.
 LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
@@ -126,6 +126,42 @@ def table_of_desyncs(summary: dict[str, Any]) -> Table:
         times = [_milliseconds(seconds) for seconds in found["seconds"].values()]
         counts = map(str, (found["desyncs"], found["ranks"], found["raised"]))
         table.add_row(field, *counts, *times)
+    return table
+
+
+def summary_of_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
+    """How many kills struck how many runs, and what didn't end as it must."""
+    return {
+        "kills": sum(trial.landed for trial in trials),
+        "runs": len(trials),
+        "epochs": training.EPOCHS,
+        "by": {name: _of_training(group) for name, group in _grouped_training(trials).items()},
+        "wrong": [f"{trial}: {what}" for trial in trials for what in trial.wrong],
+    }
+
+
+def _grouped_training(trials: Sequence[training.Trial]) -> dict[str, list[training.Trial]]:
+    groups: dict[str, list[training.Trial]] = {}
+    for trial in trials:
+        kind = "DistributedDataParallel" if trial.wrapped else "average_gradients"
+        groups.setdefault(f"{trial.ranks} ranks, {kind}", []).append(trial)
+    return dict(sorted(groups.items()))
+
+
+def _of_training(trials: list[training.Trial]) -> dict[str, int]:
+    return {
+        "runs": len(trials),
+        "kills": sum(trial.landed for trial in trials),
+        "equal": sum(not trial.wrong for trial in trials),
+    }
+
+
+def table_of_training(summary: dict[str, Any]) -> Table:
+    """A line for each kind of run."""
+    table = _table("runs", "kills", "equal")
+    table.caption = "equal: runs that ended as one that nobody disturbed, bit for bit"
+    for name, found in summary["by"].items():
+        table.add_row(name, *(str(found[key]) for key in ("runs", "kills", "equal")))
     return table
 
 

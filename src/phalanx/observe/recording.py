@@ -26,7 +26,7 @@ from phalanx.observe.directory import Directory, Refused, description, new_name,
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-__all__ = ["close", "open_for_group", "report"]
+__all__ = ["close", "open_for_group", "own_directory", "report"]
 
 _KEY = "phalanx/job"
 _WARNED = "phalanx/job/warned"
@@ -132,6 +132,11 @@ def report(
         _say_once()
     else:
         _native.report(number, value, _note)
+
+
+def own_directory() -> Directory | None:
+    """The directory of this process's job; None where its black box is in memory, or isn't."""
+    return None if _own is None else _own.directory
 
 
 def close() -> None:

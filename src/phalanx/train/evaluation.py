@@ -1,0 +1,113 @@
+"""The mean of loss and metrics over a data set, each sample counted once, on some rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from phalanx.data import EvaluationSampler
+from phalanx.errors import UsageError
+from phalanx.train.order import make_loader
+from phalanx.train.replicas import Replicas
+
+__all__ = ["Evaluation", "Loss", "measured", "on_device"]
+
+Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
+"""Takes the model and a batch; returns the mean loss over the batch, and means of metrics."""
+
+
+class Evaluation:
+    """A data set to evaluate on: neither padded nor cut, so that the result doesn't hang on ranks.
+
+    Args:
+        data: The data set.
+        batch: Samples that a rank takes at once.
+        loss: As for training.
+        loader: Arguments for `DataLoader`.
+    """
+
+    def __init__(
+        self, data: Dataset[Any], batch: int, loss: Loss, loader: Mapping[str, Any]
+    ) -> None:
+        self._data, self._batch, self._loss = data, batch, loss
+        self._mine = list(EvaluationSampler(data))
+        self._options = loader
+
+    def run(self, replicas: Replicas) -> dict[str, float]:
+        """Return the means of loss and metrics over all samples, on every rank; collective."""
+        totals: dict[str, float] = {}
+        count = 0
+        replicas.align_buffers()
+        # The module itself: a wrapper's forward may have collectives, and ranks differ in batches.
+        with evaluating(replicas.inner), torch.no_grad():
+            for content, size in self._batches():
+                batch = on_device(content, replicas.device)
+                loss, metrics = measured(self._loss(replicas.inner, batch))
+                for name, mean in {"loss": loss.item(), **metrics}.items():
+                    totals[name] = totals.get(name, 0.0) + mean * size
+                count += size
+        # A rank without a sample doesn't know the metrics' names.
+        parts = replicas.collect((totals, count))
+        samples = sum(size for _, size in parts)
+        names = next(found for found, size in parts if size)
+        return {name: sum(found.get(name, 0.0) for found, _ in parts) / samples for name in names}
+
+    def _batches(self) -> Iterator[tuple[Any, int]]:
+        """Batches of this rank's samples, with their sizes; the last may be smaller."""
+        mine, size = self._mine, self._batch
+        parts = [mine[first : first + size] for first in range(0, len(mine), size)]
+        loader = make_loader(self._data, parts, torch.Generator(), self._options)
+        for content, part in zip(loader, parts, strict=True):
+            yield content, len(part)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """All modules in evaluation mode; afterwards each in the one that it had."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def measured(result: Any) -> tuple[Tensor, dict[str, float]]:
+    """Take apart what a loss function returned.
+
+    Raises:
+        UsageError: It is neither a tensor of one element nor that with a dict of numbers.
+    """
+    loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
+        shown = f"a tensor {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"the loss function returned {shown}, expected a tensor of one element, the mean over "
+            "the batch, or a pair of it and a dict of metrics"
+        )
+    if "loss" in metrics:
+        raise UsageError("the loss function returned a metric called loss: give it another name")
+    try:
+        return loss, {str(name): float(value) for name, value in sorted(metrics.items())}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"the loss function returned metrics that aren't numbers: {error}"
+        ) from None
+
+
+def on_device(batch: Any, device: torch.device) -> Any:
+    """The batch with its tensors on a device, in lists, tuples and dicts too."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {name: on_device(value, device) for name, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts = [on_device(part, device) for part in batch]
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch

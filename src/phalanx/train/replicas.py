@@ -1,0 +1,118 @@
+"""The copies of a model on the ranks: how they begin alike, stay so, and what ranks agree on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from phalanx.errors import UsageError
+from phalanx.parallel import average_gradients
+
+__all__ = ["Replicas"]
+
+_PREFIX = "module."
+
+
+class Replicas:
+    """A model on all ranks, whoever keeps it in step.
+
+    A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, or
+    `phalanx.parallel.DataParallel`) averages gradients itself, in backward. Any other is a plain
+    module: its parameters are brought from rank 0, its gradients averaged by `average_gradients`.
+
+    Args:
+        model: As the user gave it.
+
+    Raises:
+        UsageError: Its parameters are sharded over the ranks.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        group = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        self.model = model
+        # torch.compile puts a module around it, which hands on attributes, not names of parameters.
+        whole = getattr(model, "_orig_mod", model)
+        inside = getattr(whole, "module", None)
+        self.wrapped = isinstance(inside, nn.Module) and hasattr(whole, "no_sync")
+        self._whole = whole
+        self.inner: nn.Module = inside if isinstance(inside, nn.Module) and self.wrapped else whole
+        if any(hasattr(parameter, "device_mesh") for parameter in self.inner.parameters()):
+            raise UsageError(
+                f"{type(self.inner).__name__} has sharded parameters (DTensor), expected a plain "
+                "module, one in DistributedDataParallel or in phalanx.parallel.DataParallel: write "
+                "the loop for it by hand, with phalanx.train.Snapshots"
+            )
+        first = next(self.inner.parameters(), None)
+        self.device = torch.device("cpu") if first is None else first.device
+        nccl = group and dist.get_backend() == "nccl"
+        self._talking = self.device if nccl else torch.device("cpu")
+
+    @property
+    def on_phalanx(self) -> bool:
+        """Whether the ranks are in a group of the backend "phalanx"."""
+        return dist.is_initialized() and dist.get_backend() == "phalanx"
+
+    def align(self) -> None:
+        """Bring rank 0's parameters and buffers to all ranks; a wrapper has done so itself."""
+        if self.world_size > 1 and not self.wrapped:
+            self._broadcast([parameter.detach() for parameter in self.inner.parameters()])
+        self.align_buffers()
+
+    def align_buffers(self) -> None:
+        """Bring rank 0's buffers (running means) to all ranks, as DDP does before each step."""
+        if self.world_size > 1:
+            self._broadcast(list(self.inner.buffers()))
+
+    def _broadcast(self, tensors: list[Tensor]) -> None:
+        for tensor in tensors:
+            dense = tensor.contiguous()
+            dist.broadcast(dense, src=0)
+            if dense is not tensor:
+                tensor.copy_(dense)
+
+    def backward_of(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+        """A context for forward and backward of a micro-batch: the step's last communicates."""
+        if self.wrapped and not last:
+            whole: Any = self._whole
+            context: contextlib.AbstractContextManager[None] = whole.no_sync()
+            return context
+        return contextlib.nullcontext()
+
+    def average(self) -> None:
+        """Average the gradients, if the model doesn't by itself."""
+        if self.world_size > 1 and not self.wrapped:
+            average_gradients(self.inner)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up over the ranks, in float64: every rank gets the same sums, bit for bit."""
+        if self.world_size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64, device=self._talking)
+        dist.all_reduce(total)
+        found: list[float] = total.tolist()
+        return found
+
+    def collect(self, value: object) -> list[Any]:
+        """Every rank's value, by rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the model itself, under its own names, however it is wrapped; collective."""
+        state = self._whole.state_dict()
+        return {name.removeprefix(_PREFIX) if self.wrapped else name: state[name] for name in state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` returned, of however wrapped a model; collective."""
+        if self.wrapped:
+            state = {_PREFIX + name: value for name, value in state.items()}
+        self._whole.load_state_dict(state)

@@ -1,0 +1,159 @@
+"""What a snapshot of the trainer holds, and whether one fits the run that takes it over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from phalanx.errors import UsageError
+from phalanx.train.random_states import random_states, restore_random_states
+from phalanx.train.seeds import seed_rank
+
+if TYPE_CHECKING:
+    from phalanx.train.backward import Stepper
+    from phalanx.train.order import Order
+    from phalanx.train.replicas import Replicas
+
+__all__ = ["State"]
+
+_SHOWN = 3
+
+
+class State:
+    """All that training consists of: captured for a snapshot, restored from one.
+
+    Args:
+        replicas: The model.
+        stepper: The optimizer and what scales the loss.
+        order: Which samples come next.
+        scheduler: A learning rate scheduler, or None.
+        seed: Of random states that no snapshot has.
+    """
+
+    def __init__(
+        self, replicas: Replicas, stepper: Stepper, order: Order, scheduler: Any, seed: int
+    ) -> None:
+        self._replicas, self._stepper, self._order = replicas, stepper, order
+        self._scheduler, self._seed = scheduler, seed
+
+    def capture(self, progress: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state, the same on every rank; collective.
+
+        Args:
+            progress: What the trainer itself keeps.
+        """
+        # As they are on rank 0, for a run that goes on and for one that resumes.
+        self._replicas.align_buffers()
+        return {
+            "model": self._replicas.state_dict(),
+            "optimizer": self._stepper.optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scaler": self._stepper.scaler.state_dict(),
+            "order": self._order.state_dict(),
+            "random": random_states(),
+            "progress": dict(progress),
+        }
+
+    def restore(self, state: Mapping[str, Any], path: object) -> dict[str, Any]:
+        """Take over a state, and return the trainer's progress; collective.
+
+        Args:
+            state: What `capture` returned, at this or another world size.
+            path: Where it comes from, for messages.
+
+        Raises:
+            UsageError: It is that of another model, optimizer or data set, or of no trainer.
+        """
+        missing = {"model", "optimizer", "order", "random", "progress"} - set(state)
+        if missing:
+            raise UsageError(
+                f"{path}: a snapshot without {', '.join(sorted(missing))} found, expected one that "
+                "a Trainer has saved: give another directory"
+            )
+        self._check_model(state["model"], path)
+        self._check_optimizer(state, path)
+        try:
+            self._order.load_state_dict(state["order"])
+        except UsageError as error:
+            raise UsageError(f"{path} doesn't fit this run: {error}") from None
+        self._replicas.load_state_dict(state["model"])
+        self._stepper.optimizer.load_state_dict(_own(state["optimizer"]))
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        if state["scaler"]:
+            self._stepper.scaler.load_state_dict(state["scaler"])
+        progress: dict[str, Any] = state["progress"]
+        # First for a rank that the run before hadn't.
+        seed_rank(self._seed, self._replicas.rank, progress["step"])
+        restore_random_states(state["random"])
+        return progress
+
+    def _check_model(self, saved: Mapping[str, Any], path: object) -> None:
+        expected = self._replicas.state_dict()
+        wrong = [
+            *_named("the snapshot lacks", sorted(set(expected) - set(saved))),
+            *_named("this model lacks", sorted(set(saved) - set(expected))),
+            *_named(
+                "they differ in",
+                [
+                    f"{name} ({_kind(saved[name])} saved, {_kind(value)} here)"
+                    for name, value in expected.items()
+                    if name in saved and _kind(saved[name]) != _kind(value)
+                ],
+            ),
+        ]
+        if wrong:
+            raise UsageError(
+                f"{path} is of another model than {type(self._replicas.inner).__name__}: "
+                f"{'; '.join(wrong)}. Give this run a directory of its own, or build the model "
+                "that was trained"
+            )
+
+    def _check_optimizer(self, state: Mapping[str, Any], path: object) -> None:
+        """Compare what optimizers have: their classes differ where one of them is sharded."""
+        saved = _groups(state["optimizer"]["param_groups"])
+        here = _groups(self._stepper.optimizer.param_groups)
+        if saved != here:
+            raise UsageError(
+                f"{path} has the state of another optimizer: {'; '.join(saved)}. Expected "
+                f"{'; '.join(here)}: build the one that was used, or give another directory"
+            )
+        if (state["scheduler"] is None) != (self._scheduler is None):
+            has, wants = ("no", "one") if self._scheduler is not None else ("a", "none")
+            raise UsageError(
+                f"{path} has {has} scheduler's state, expected {wants}: give the scheduler that "
+                "was used, or another directory"
+            )
+
+
+def _groups(groups: list[dict[str, Any]]) -> list[str]:
+    """Each group of an optimizer in words: how many parameters, and which settings it has."""
+    described = []
+    for group in groups:
+        settings = sorted(set(group) - {"params", "param_names", "initial_lr"})
+        described.append(f"{len(group['params'])} parameters with {', '.join(settings)}")
+    return described
+
+
+def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with tensors of its own: those of a snapshot keep all bytes that were read."""
+    states = {
+        index: {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+        for index, values in optimizer["state"].items()
+    }
+    return {**optimizer, "state": states}
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _named(what: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return [f"{what} {', '.join(names[:_SHOWN])}{more}"]

@@ -1,0 +1,330 @@
+"""The training loop: resumes exactly, leaves on SIGTERM, and says who is to blame for a NaN."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from phalanx.errors import UsageError
+from phalanx.train.backward import FiniteCheck, Stepper
+from phalanx.train.evaluation import Evaluation, Loss, measured, on_device
+from phalanx.train.order import MicroBatch, Order
+from phalanx.train.progress import Display, tensorboard
+from phalanx.train.replicas import Replicas
+from phalanx.train.seeds import seed_rank
+from phalanx.train.snapshots import Snapshots
+from phalanx.train.state import State
+from phalanx.train.stopping import STOPPED, Stop
+
+__all__ = ["Result", "Trainer"]
+
+
+@dataclass
+class Result:
+    """What `Trainer.fit` returns, the same on every rank.
+
+    Attributes:
+        step: Steps of the optimizer, of this run and of those that it resumed.
+        epoch: Epochs that are finished.
+        loss: The mean loss over the samples of the last step; NaN before the first.
+        evaluation: Means over the samples of `evaluate` when it was last evaluated: "loss" and the
+            metrics; empty if it never was.
+        losses: The loss of each step that this call of `fit` made.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    loss: float = float("nan")
+    evaluation: dict[str, float] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+
+
+class Trainer:
+    """Trains a model on all ranks in step, and goes on from its last snapshot.
+
+    The same script runs in one process and on many ranks. The model is a plain module, whose
+    parameters are brought from rank 0 and whose gradients are averaged here; or one that averages
+    them itself: in PyTorch's `DistributedDataParallel` or `phalanx.parallel.DataParallel`. A step's
+    samples, and its loss and gradient as the means over them, are the same at every world size.
+
+    Args:
+        model: On its device; batches are brought there.
+        optimizer: Of the model's parameters.
+        data: The data set to train on; it has a length.
+        loss: Called with the model and a batch. Returns the mean loss over the batch, a tensor of
+            one element; or that and a dict of metrics, numbers that are means over the batch too,
+            with the same names each time.
+        global_batch: Samples in a step, of all ranks and micro-batches together. The last step of
+            an epoch may have fewer.
+        epochs: When to end; give this or `steps`.
+        steps: The same, in steps of the optimizer.
+        accumulate: Micro-batches in a step, one after another, to save memory; divides the global
+            batch. The step is the same but for rounding.
+        precision: "bfloat16" or "float16" (with scaled losses) for the forward pass by autocast;
+            None computes in the dtype of the parameters.
+        clip: The most that the norm of all gradients together may be.
+        scheduler: A learning rate scheduler; stepped after each step, not after each epoch.
+        evaluate: A data set on which `loss` is taken, without gradients and in evaluation mode,
+            after each epoch and at the end.
+        snapshots: A directory, or `Snapshots`. Training goes on from the newest one there. None
+            saves nothing.
+        snapshot_every: Steps between snapshots; None saves after each epoch. There is one at the
+            end, and on SIGTERM, in any case.
+        seed: Of the samples' order and, with the rank, of Python's, NumPy's and PyTorch's random
+            numbers, which `fit` seeds: dropout differs between ranks.
+        loader: Arguments for `DataLoader`, as `num_workers` and `collate_fn`; with `batch_size`
+            None, the data set is asked for lists of indices.
+        on_step: Called on every rank after each step with its number, from 1, and the means over
+            its samples: "loss" and the metrics.
+        tensorboard: A directory for TensorBoard's files, which rank 0 writes.
+        progress: Show a progress bar, or lines where stderr is no terminal, from rank 0.
+        check_gradients: Look for gradients that aren't finite on each rank, which reads each once.
+
+    Raises:
+        UsageError: An argument that is wrong, on the ranks that gave it; before training starts.
+        OSError: The directory of snapshots can't be written.
+
+    Example:
+        >>> def loss(model, batch):
+        ...     images, labels = batch
+        ...     return torch.nn.functional.cross_entropy(model(images), labels)
+        >>> with phalanx.init():
+        ...     trainer = Trainer(model, optimizer, data, loss, global_batch=128, epochs=10)
+        ...     result = trainer.fit()
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: Dataset[Any],
+        loss: Loss,
+        *,
+        global_batch: int,
+        epochs: int | None = None,
+        steps: int | None = None,
+        accumulate: int = 1,
+        precision: str | None = None,
+        clip: float | None = None,
+        scheduler: Any = None,
+        evaluate: Dataset[Any] | None = None,
+        snapshots: str | PathLike[str] | Snapshots | None = None,
+        snapshot_every: int | None = None,
+        seed: int = 0,
+        loader: Mapping[str, Any] | None = None,
+        on_step: Callable[[int, dict[str, float]], None] | None = None,
+        tensorboard: str | PathLike[str] | None = None,
+        progress: bool = True,
+        check_gradients: bool = True,
+    ) -> None:
+        _check_ends(epochs, steps, snapshot_every)
+        self._loss, self._seed, self._on_step = loss, seed, on_step
+        self._epochs, self._steps, self._every = epochs, steps, snapshot_every
+        self._global_batch, self._scheduler, self._shown = global_batch, scheduler, progress
+        self._check_gradients, self._tensorboard = check_gradients, tensorboard
+        self._replicas = Replicas(model)
+        self._stepper = Stepper(model, optimizer, precision, clip, self._replicas.device)
+        self._order = Order(data, global_batch, accumulate, seed, loader or {})
+        self._evaluation: Evaluation | None = None
+        if evaluate is not None:
+            batch = max(1, global_batch // accumulate // self._replicas.world_size)
+            self._evaluation = Evaluation(evaluate, batch, loss, loader or {})
+        self._state = State(self._replicas, self._stepper, self._order, scheduler, seed)
+        if isinstance(snapshots, str | PathLike):
+            snapshots = Snapshots(snapshots)
+        self._snapshots: Snapshots | None = snapshots
+        self._saved = -1
+        self._finite: FiniteCheck | None = None
+        self.result = Result()
+
+    def fit(self) -> Result:
+        """Train until the end, from the newest snapshot if there is one; every rank calls it.
+
+        Blocks. A snapshot of a run that had ended is taken over, and nothing is trained.
+
+        Raises:
+            FloatingPointError: A loss or a gradient isn't finite: on which rank and of which
+                parameter, on every rank. The optimizer hasn't made the step, and the last snapshot
+                is of before.
+            UsageError: The snapshot is of another model, optimizer or data set; the loss function
+                returned something else.
+            SystemExit: With the code 143 (`STOPPED`), on every rank, when one of them got SIGTERM
+                and a snapshot has been saved.
+            torch.distributed.DistBackendError: A rank died or didn't come.
+        """
+        main = self._replicas.rank == 0
+        writer = tensorboard(self._tensorboard) if main and self._tensorboard else None
+        reporting = self._replicas.on_phalanx
+        display = Display(main=main, shown=self._shown, reporting=reporting, writer=writer)
+        with contextlib.ExitStack() as stack:
+            stop = stack.enter_context(Stop())
+            stack.enter_context(display)
+            self._begin(display, stack)
+            while not self._finished():
+                for micro_batches in self._order.steps():
+                    stopped = self._step(micro_batches, display, stop)
+                    self._after_step(display, stopped=stopped)
+                    if self._finished():
+                        break
+            self._save()
+        return self.result
+
+    def _begin(self, display: Display, stack: contextlib.ExitStack) -> None:
+        """Take over a snapshot or start anew, alike on all ranks."""
+        self.result.losses = []
+        seed_rank(self._seed, self._replicas.rank)
+        snapshot = None if self._snapshots is None else self._snapshots.load()
+        if snapshot is None:
+            self._replicas.align()
+        else:
+            self._resume(self._state.restore(snapshot.state, snapshot.path), display, snapshot.path)
+        self._stepper.optimizer.zero_grad()
+        display.begin(self.result.step, self._last_step())
+        if self._check_gradients and not self._stepper.scaler.is_enabled():
+            self._finite = FiniteCheck(self._replicas.inner)
+            stack.callback(self._finite.close)
+
+    def _resume(self, progress: dict[str, Any], display: Display, path: object) -> None:
+        result = self.result
+        result.step, result.epoch = progress["step"], self._order.epoch
+        result.loss, result.evaluation = progress["loss"], dict(progress["evaluation"])
+        self._saved = result.step
+        here = {"ranks": self._replicas.world_size, "global batch": self._global_batch}
+        before = {"ranks": progress["world_size"], "global batch": progress["global_batch"]}
+        changes = [
+            f"{name} {before[name]} then, {here[name]} now"
+            for name in here
+            if here[name] != before[name]
+        ]
+        ended = "; that run had ended, nothing is left to train" if self._finished() else ""
+        display.say(
+            f"going on from step {result.step} (epoch {self._order.epoch + 1}, "
+            f"{self._order.position} of its {self._order.samples} samples done), {path}"
+            + "".join(f"; {change}" for change in changes)
+            + ended
+        )
+
+    def _step(self, micro_batches: list[MicroBatch], display: Display, stop: Stop) -> bool:
+        """Make a step of the optimizer; returns whether a rank has been asked to stop."""
+        totals: dict[str, float] = {}
+        for number, micro_batch in enumerate(micro_batches):
+            last = number == len(micro_batches) - 1
+            self._forward_backward(micro_batch, totals, last=last)
+        begun = time.monotonic()
+        self._replicas.average()
+        metrics, stopped = self._agree(totals, asked=stop.asked)
+        blocked = time.monotonic() - begun if self._replicas.world_size > 1 else 0.0
+        self._stepper.step()
+        if self._scheduler is not None:
+            self._scheduler.step()
+        samples = self._order.advance(len(micro_batches))
+        result = self.result
+        result.step, result.loss = result.step + 1, metrics["loss"]
+        result.losses.append(result.loss)
+        display.step(result.step, self._order.epoch, metrics, samples, blocked)
+        if self._on_step is not None:
+            self._on_step(result.step, metrics)
+        return stopped
+
+    def _forward_backward(
+        self, micro_batch: MicroBatch, totals: dict[str, float], *, last: bool
+    ) -> None:
+        """Add a micro-batch to the gradients, and its weighted metrics to the totals."""
+        replicas, weight = self._replicas, micro_batch.weight
+        batch = on_device(micro_batch.content, replicas.device)
+        with replicas.backward_of(last=last):
+            with self._stepper.autocast():
+                loss, metrics = measured(self._loss(replicas.model, batch))
+            # Gradients are averaged over the ranks, and are to be those of the mean over samples.
+            self._stepper.backward(loss * (weight * replicas.world_size))
+        for name, value in {"loss": loss.item(), **metrics}.items():
+            # A sample that only makes up the number doesn't count, even if it is NaN.
+            totals[name] = totals.get(name, 0.0) + (value * weight if weight else 0.0)
+
+    def _agree(self, totals: dict[str, float], *, asked: bool) -> tuple[dict[str, float], bool]:
+        """Exchange, in one small all-reduce, all that ranks must agree on before the step."""
+        found = "" if self._finite is None else self._finite.found()
+        names = list(totals)
+        *values, bad, stops = self._replicas.sum([*totals.values(), bool(found), asked])
+        metrics = dict(zip(names, values, strict=True))
+        if bad or not torch.tensor(metrics["loss"]).isfinite():
+            self._blame(totals["loss"], found)
+        return metrics, stops > 0
+
+    def _blame(self, loss: float, found: str) -> None:
+        """Raise, on every rank, what each of them found that isn't finite."""
+        finite = bool(torch.tensor(loss).isfinite())
+        own = "" if finite else f"the loss is {loss}"
+        if found:
+            own += f"{', and ' if own else ''}the gradient of {found} isn't finite"
+        every = self._replicas.collect(own)
+        words = "; ".join(f"on rank {rank} {text}" for rank, text in enumerate(every) if text)
+        raise FloatingPointError(
+            f"step {self.result.step + 1} (epoch {self._order.epoch + 1}): "
+            f"{words or 'the loss of all ranks together is not finite'}. The step was not made. "
+            "Look at that rank's batch, lower the learning rate, clip gradients (clip=1.0), or "
+            "find the operation with torch.autograd.set_detect_anomaly(True)"
+        )
+
+    def _after_step(self, display: Display, *, stopped: bool) -> None:
+        """End an epoch, evaluate, save and leave, as the step that was just made asks for."""
+        result, epoch, at_end = self.result, self._order.epoch, self._order.at_end
+        if at_end:
+            self._order.next_epoch()
+            result.epoch = self._order.epoch
+        if at_end or self._finished():
+            if self._evaluation is not None:
+                display.note("evaluating")
+                result.evaluation = self._evaluation.run(self._replicas)
+                display.note("training")
+            display.end_epoch(result.step, epoch, result.loss, result.evaluation)
+        due = at_end if self._every is None else result.step % self._every == 0
+        if due or stopped:
+            self._save()
+        if stopped and not self._finished():
+            saved = "saved, and " if self._snapshots is not None else ""
+            display.say(f"stopped by SIGTERM after step {result.step}: {saved}leaving")
+            raise SystemExit(STOPPED)
+
+    def _save(self) -> None:
+        result = self.result
+        if self._snapshots is None or result.step == self._saved:
+            return
+        progress = {
+            "step": result.step,
+            "loss": result.loss,
+            "evaluation": result.evaluation,
+            "world_size": self._replicas.world_size,
+            "global_batch": self._global_batch,
+        }
+        self._snapshots.save(result.step, self._state.capture(progress))
+        self._saved = result.step
+
+    def _finished(self) -> bool:
+        if self._steps is not None:
+            return self.result.step >= self._steps
+        return self._order.epoch >= (self._epochs or 0)
+
+    def _last_step(self) -> int:
+        """The number of the last step, as far as it is known."""
+        if self._steps is not None:
+            return self._steps
+        per_epoch = -(-self._order.samples // self._global_batch)
+        left = -(-(self._order.samples - self._order.position) // self._global_batch)
+        return self.result.step + left + per_epoch * ((self._epochs or 0) - self._order.epoch - 1)
+
+
+def _check_ends(epochs: int | None, steps: int | None, every: int | None) -> None:
+    if (epochs is None) == (steps is None):
+        raise UsageError(f"epochs {epochs} and steps {steps} given, expected one of them")
+    for name, number in (("epochs", epochs), ("steps", steps), ("snapshot_every", every)):
+        if number is not None and number < 1:
+            raise UsageError(f"{name} is {number}, expected at least 1")

@@ -1,0 +1,260 @@
+"""The trainer on real ranks, against a plain loop in one process that knows nothing of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
+
+from phalanx.errors import UsageError
+from phalanx.observe import recording
+from phalanx.observe.boxes import read_box
+from phalanx.observe.own import waited
+from phalanx.train import Trainer
+from tests.ranks import RankServer
+from tests.trainings import (
+    EPOCHS,
+    GLOBAL_BATCH,
+    SAMPLES,
+    STEPS,
+    adam,
+    halving,
+    made_data,
+    made_model,
+    squared,
+)
+
+
+@pytest.fixture(autouse=True)
+def preloaded(ranks: RankServer) -> None:
+    """The first step of an optimizer imports it."""
+    ranks.preload("torch._dynamo")
+    ranks.preload("phalanx.train")
+
+
+# --- the same training as in one process -------------------------------------------------------
+
+
+def oracle(seed: int, clip: float) -> tuple[list[float], list[Tensor], float]:
+    """Losses, parameters and the loss over all samples, of a loop that a user writes."""
+    inputs, targets = made_data(seed).tensors
+    model = made_model(seed)
+    optimizer = adam(model)
+    scheduler = halving(optimizer)
+    losses = []
+    for epoch in range(EPOCHS):
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed + epoch))
+        for part in order.split(GLOBAL_BATCH):
+            optimizer.zero_grad()
+            loss = (model(inputs[part])[:, 0] - targets[part]).square().mean()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            scheduler.step()
+            losses.append(loss.item())
+    with torch.no_grad():
+        final = (model(inputs)[:, 0] - targets).square().mean().item()
+    return losses, [parameter.detach() for parameter in model.parameters()], final
+
+
+def train_all_ways(seed: int) -> list[Any]:
+    """Train with plain modules and DDP, in one and in several micro-batches."""
+    found = []
+    for wrap in (lambda model: model, DistributedDataParallel):
+        for accumulate in (1, 3):
+            model = made_model(seed + dist.get_rank())  # rank 0's counts
+            whole = wrap(model)
+            optimizer = adam(whole)
+            seen: list[tuple[int, dict[str, float]]] = []
+            result = Trainer(
+                whole,
+                optimizer,
+                made_data(seed),
+                squared,
+                global_batch=GLOBAL_BATCH,
+                epochs=EPOCHS,
+                accumulate=accumulate,
+                clip=0.5,
+                scheduler=halving(optimizer),
+                evaluate=made_data(seed),
+                seed=seed,
+                on_step=lambda step, metrics, seen=seen: seen.append((step, metrics)),  # type: ignore[misc]
+            ).fit()
+            parameters = [parameter.detach() for parameter in model.parameters()]
+            found.append((result, parameters, seen))
+    return found
+
+
+def on_gloo(seed: int) -> list[Any]:
+    store = dist.FileStore(os.environ["FOLDER"] + "/gloo", 2)
+    rank = int(os.environ["RANK"])
+    limit = timedelta(seconds=20)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    try:
+        return train_all_ways(seed)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("place", ["1", "2", "4", "2 on gloo"])
+def test_equals_a_plain_loop(ranks: RankServer, place: str) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    losses, parameters, final = oracle(seed, clip=0.5)
+    world_size, gloo = int(place[0]), "gloo" in place
+    if gloo:
+        every = ranks.run(world_size, on_gloo, seed, timeout=None)
+    else:
+        every = ranks.run(world_size, train_all_ways, seed)
+    for found in every:
+        assert len(found) == 4
+        for result, own, seen in found:
+            assert (result.step, result.epoch) == (STEPS, EPOCHS)
+            assert result.losses == pytest.approx(losses, rel=1e-9)
+            assert result.loss == result.losses[-1]
+            assert result.evaluation["loss"] == pytest.approx(final, rel=1e-9)
+            assert result.evaluation["absolute"] > 0
+            for one, other in zip(own, parameters, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+            assert [step for step, _ in seen] == list(range(1, STEPS + 1))
+            assert [metrics["loss"] for _, metrics in seen] == result.losses
+    # Bit for bit the same on all ranks.
+    for found in every[1:]:
+        assert [one[0].losses for one in found] == [other[0].losses for other in every[0]]
+        assert [one[0].evaluation for one in found] == [other[0].evaluation for other in every[0]]
+
+
+# --- what isn't finite --------------------------------------------------------------------------
+
+
+class Fragile(nn.Module):
+    """Its loss stays finite where the gradient of `fragile` isn't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 1).double()
+        self.fragile = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, inputs: Tensor, broken: bool) -> Tensor:
+        factor = self.fragile * (0.0 if broken else 1.0)
+        result: Tensor = self.linear(inputs) + factor.abs().sqrt()
+        return result
+
+
+def not_finite(wrapped: bool, precision: str | None) -> list[tuple[str, float]]:
+    """Break the gradient, then the loss, of one rank in step 3; the parameters must stay."""
+    messages = []
+    for what in ("gradient", "loss"):
+        model = Fragile()
+        whole = DistributedDataParallel(model) if wrapped else model
+        steps: list[int] = []
+
+        def loss(
+            module: nn.Module, batch: Any, what: str = what, steps: list[int] = steps
+        ) -> Tensor:
+            broken = len(steps) == 2 and dist.get_rank() == 1
+            value: Tensor = module(batch[0], broken and what == "gradient").square().mean()
+            return value * float("nan") if broken and what == "loss" else value
+
+        trainer = Trainer(
+            whole,
+            torch.optim.SGD(whole.parameters(), lr=0.01),
+            made_data(0),
+            loss,
+            global_batch=GLOBAL_BATCH,
+            epochs=1,
+            precision=precision,
+            on_step=lambda step, metrics, steps=steps: steps.append(step),  # type: ignore[misc]
+        )
+        with pytest.raises(FloatingPointError) as raised:
+            trainer.fit()
+        assert steps == [1, 2]
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        messages.append((str(raised.value), model.fragile.item()))
+    return messages
+
+
+@pytest.mark.parametrize(("wrapped", "precision"), [(False, None), (True, "bfloat16")])
+def test_says_which_rank_and_parameter_is_not_finite(
+    ranks: RankServer, wrapped: bool, precision: str | None
+) -> None:
+    every = ranks.run(2, not_finite, wrapped, precision)
+    assert every[0] == every[1]
+    (gradient, _), (loss, _) = every[0]
+    assert gradient.startswith("step 3 (epoch 1): on rank 1 the gradient of fragile isn't finite.")
+    assert loss.startswith("step 3 (epoch 1): on rank 1 the loss is nan, and the gradient of ")
+    assert "on rank 0" not in gradient + loss
+
+
+# --- bad input ----------------------------------------------------------------------------------
+
+
+def too_small() -> None:
+    data = TensorDataset(torch.randn(2, 6).double(), torch.randn(2).double())
+    model = made_model(1)
+    with pytest.raises(UsageError, match="2 samples given for 3 ranks, expected at least one"):
+        Trainer(model, adam(model), data, squared, global_batch=12, epochs=1)
+    with pytest.raises(UsageError, match="global batch 2 given for world size 3"):
+        Trainer(model, adam(model), made_data(1), squared, global_batch=2, epochs=1)
+
+
+def test_less_data_than_ranks(ranks: RankServer) -> None:
+    ranks.run(3, too_small)
+
+
+def short_evaluation() -> dict[str, float]:
+    data = TensorDataset(*(tensor[:2] for tensor in made_data(4).tensors))
+    model = made_model(4)
+    trainer = Trainer(
+        model, adam(model), made_data(4), squared, global_batch=12, steps=2, evaluate=data
+    )
+    result = trainer.fit()
+    with torch.no_grad():
+        expected = squared(model, data.tensors)[0].item()  # type: ignore[arg-type]
+    assert result.evaluation["loss"] == pytest.approx(expected, rel=1e-12)
+    return result.evaluation
+
+
+def test_evaluates_on_fewer_samples_than_ranks(ranks: RankServer) -> None:
+    every = ranks.run(3, short_evaluation)
+    assert all(found == every[0] for found in every)
+    assert json.dumps(every[0])
+
+
+# --- what others see ----------------------------------------------------------------------------
+
+
+def shown_to_others(seed: int) -> tuple[Any, Any]:
+    """Train, and read what this rank's black box says of it; then let rank 1 come late."""
+    model = made_model(seed)
+    result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
+    job = recording.own_directory()
+    assert job is not None
+    box = read_box(job, f"{os.getpid()}.box", 100)
+    begun = time.monotonic_ns()
+    if dist.get_rank() == 1:
+        time.sleep(0.3)
+    dist.barrier()
+    share = waited(begun, time.monotonic_ns())
+    assert share is not None
+    assert waited(begun, begun) is None
+    part = share * (time.monotonic_ns() - begun) / 1e9
+    return [tuple(report[1:]) for report in box["reports"]], (part, result.losses)
+
+
+def test_reports_its_steps_and_how_long_it_waits(ranks: RankServer) -> None:
+    every = ranks.run(2, shown_to_others, random.randrange(2**31))
+    for reports, (_, losses) in every:
+        assert [tuple(report[:2]) for report in reports] == list(enumerate(losses, 1))
+    assert every[0][1][0] > 0.2
+    assert every[1][1][0] < every[0][1][0]

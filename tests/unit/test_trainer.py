@@ -1,0 +1,349 @@
+"""The trainer in one process: what it refuses, what it shows, the ways of its options."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from phalanx.errors import UsageError
+from phalanx.train import Trainer, progress
+from phalanx.train.stopping import Stop
+
+DATA = TensorDataset(torch.randn(50, 4), torch.randn(50, 1))
+
+
+def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def trainer(
+    model: nn.Module | None = None,
+    data: Dataset[Any] = DATA,
+    loss: Callable[..., Any] = squared,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
+) -> Trainer:
+    model = nn.Linear(4, 1) if model is None else model
+    if not {"epochs", "steps"} & set(options):
+        options["epochs"] = 1
+    options = {"global_batch": 10, "progress": False, **options}
+    return Trainer(model, optimizer(model.parameters(), lr=0.1), data, loss, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"epochs": 1, "steps": 1}, "epochs 1 and steps 1 given, expected one of them"),
+        ({"epochs": None}, "epochs None and steps None given, expected one of them"),
+        ({"epochs": 0}, "epochs is 0, expected at least 1"),
+        ({"steps": -3}, "steps is -3, expected at least 1"),
+        ({"snapshot_every": 0}, "snapshot_every is 0, expected at least 1"),
+        ({"accumulate": 3}, "accumulate is 3 with a global batch of 10, expected a number of"),
+        ({"accumulate": 0}, "accumulate is 0 with a global batch of 10, expected a number of"),
+        ({"global_batch": 0}, "global batch 0 given for world size 1, expected at least one"),
+        ({"precision": "half"}, "precision is 'half', expected None"),
+        ({"clip": 0.0}, "clip is 0.0, expected a norm above 0, or None"),
+        ({"loader": {"batch_size": 4}}, "loader has batch_size, which the trainer decides itself"),
+        ({"loader": {"shuffle": True}}, "loader has shuffle, which the trainer decides itself"),
+        ({"data": iter([1])}, "list_iterator given, expected a data set with a length"),
+        ({"data": TensorDataset(torch.zeros(0, 4))}, "0 samples given, expected at least"),
+        ({"evaluate": TensorDataset(torch.zeros(0, 4))}, "0 samples given, expected at least 1"),
+    ],
+)
+def test_refuses(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        trainer(**options)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (torch.ones(3, requires_grad=True), "returned a tensor [3], expected a tensor of one"),
+        (0.5, "returned float, expected a tensor of one element"),
+        ((torch.ones(1), [1]), "returned a tensor [1], expected"),
+        ((torch.ones(()), {"right": torch.ones(2)}), "returned metrics that aren't numbers"),
+        ((torch.ones(()), {"loss": 1.0}), "returned a metric called loss: give it another name"),
+    ],
+)
+def test_refuses_what_a_loss_function_returns(result: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        trainer(loss=lambda model, batch: result).fit()
+
+
+def test_refuses_sharded_parameters() -> None:
+    model = nn.Linear(4, 1)
+    model.weight.device_mesh = "a mesh"  # type: ignore[assignment] # as a DTensor has
+    with pytest.raises(UsageError, match=r"Linear has sharded parameters \(DTensor\), expected"):
+        trainer(model)
+
+
+# --- a snapshot of something else ---------------------------------------------------------------
+
+
+def network(width: int = 8, *more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1), *more)
+
+
+def other_data() -> Dataset[Any]:
+    return TensorDataset(torch.randn(51, 4), torch.randn(51, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda: {"model": network(9)},
+            "is of another model than Sequential: they differ in 0.weight (float32[8, 4] saved, "
+            "float32[9, 4] here), 0.bias (float32[8] saved, float32[9] here), 2.weight (",
+        ),
+        (
+            lambda: {"model": network(8, nn.Linear(1, 1))},
+            "another model than Sequential: the snapshot lacks 3.bias, 3.weight. Give this run",
+        ),
+        (
+            lambda: {"model": nn.Sequential(nn.Linear(4, 1))},
+            "this model lacks 2.bias, 2.weight; they differ in 0.weight (float32[8, 4] saved",
+        ),
+        (
+            lambda: {"model": network().double()},
+            "they differ in 0.weight (float32[8, 4] saved, float64[8, 4] here)",
+        ),
+        (
+            lambda: {"optimizer": torch.optim.Adam},
+            "has the state of another optimizer: 4 parameters with dampening, differentiable, ",
+        ),
+        (lambda: {"data": other_data()}, "doesn't fit this run: GlobalBatchSampler"),
+        (lambda: {"seed": 4}, "doesn't fit this run: GlobalBatchSampler"),
+    ],
+)
+def test_refuses_the_snapshot_of_another_run(
+    tmp_path: Path, change: Callable[[], dict[str, Any]], message: str
+) -> None:
+    trainer(network(), snapshots=tmp_path, steps=2).fit()
+    changed = {"model": network(), **change()}
+    before = {name: value.clone() for name, value in changed["model"].state_dict().items()}
+    with pytest.raises(UsageError, match=re.escape(message)):
+        trainer(**changed, snapshots=tmp_path, steps=4).fit()
+    after = changed["model"].state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_refuses_a_snapshot_without_the_scheduler(tmp_path: Path) -> None:
+    trainer(network(), snapshots=tmp_path, steps=2).fit()
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    run = Trainer(
+        model,
+        optimizer,
+        DATA,
+        squared,
+        global_batch=10,
+        steps=4,
+        scheduler=scheduler,
+        snapshots=tmp_path,
+        progress=False,
+    )
+    with pytest.raises(UsageError, match="has no scheduler's state, expected one"):
+        run.fit()
+
+
+def test_refuses_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises((OSError, RuntimeError), match="file"):
+        trainer(snapshots=tmp_path / "file" / "snapshots")
+
+
+# --- ways of computing --------------------------------------------------------------------------
+
+
+class Words(Dataset[Any]):
+    """Samples that are dicts, of a class of the user's."""
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"inputs": torch.full((4,), index / 30), "target": torch.tensor([index / 10])}
+
+
+def test_any_data_set_and_loader() -> None:
+    """With workers and without, collated by the loader or by the user: the same losses."""
+
+    def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(model(batch["inputs"]), batch["target"])
+
+    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: torch.stack([s[name] for s in samples]) for name in ("inputs", "target")}
+
+    found = []
+    for loader in ({}, {"num_workers": 2}, {"collate_fn": collate}):
+        torch.manual_seed(3)
+        run = trainer(nn.Linear(4, 1), Words(), loss, epochs=2, loader=loader, evaluate=Words())
+        found.append(run.fit())
+    assert found[0].losses[-1] < found[0].losses[0]
+    assert all(other.losses == found[0].losses for other in found)
+    assert all(other.evaluation == found[0].evaluation for other in found)
+
+
+def plain_amp(model: nn.Module, precision: str) -> list[float]:
+    """Two epochs as PyTorch's documentation has them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "float16")
+    losses = []
+    for epoch in range(2):
+        order = torch.randperm(50, generator=torch.Generator().manual_seed(epoch))
+        for part in order.split(10):
+            inputs, targets = DATA[part.tolist()]
+            with torch.autocast("cpu", getattr(torch, precision)):
+                loss = nn.functional.mse_loss(model(inputs).float(), targets)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
+def test_mixed_precision(precision: str, tmp_path: Path) -> None:
+    """Equals the plain loop; float16 resumes with its scale."""
+    dtypes = set()
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        outputs = model(batch[0])
+        dtypes.add(outputs.dtype)
+        return nn.functional.mse_loss(outputs.float(), batch[1])
+
+    def run(epochs: int, **options: Any) -> list[float]:
+        torch.manual_seed(5)
+        options = {"epochs": epochs, "precision": precision, "clip": 1.0, **options}
+        return trainer(network(), loss=loss, **options).fit().losses
+
+    torch.manual_seed(5)
+    expected = plain_amp(network(), precision)
+    losses = run(2)
+    assert dtypes == {getattr(torch, precision)}
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert run(1, snapshots=tmp_path) + run(2, snapshots=tmp_path) == losses
+
+
+def test_evaluates_in_evaluation_mode_and_leaves_modes_alone() -> None:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 1))
+    model[0].eval()  # the user's, who has frozen it
+    seen = set()
+
+    def loss(whole: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        seen.add((whole.training, model[0].training, torch.is_grad_enabled()))
+        return squared(whole, batch)
+
+    result = trainer(model, loss=loss, evaluate=DATA).fit()
+    assert seen == {(True, False, True), (False, False, False)}
+    assert (model.training, model[0].training, model[1].training) == (True, False, True)
+    with torch.no_grad():
+        expected = squared(model.eval(), DATA.tensors).item()  # type: ignore[arg-type]
+    assert result.evaluation == {"loss": pytest.approx(expected, rel=1e-5)}
+
+
+def test_no_gradient_check_lets_a_nan_through() -> None:
+    """What the option costs: the parameters are gone."""
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return squared(model, batch) + (model.bias * 0).abs().sqrt().sum()  # type: ignore[operator]
+
+    model = nn.Linear(4, 1)
+    trainer(model, loss=loss, steps=1, check_gradients=False).fit()
+    assert not model.bias.isfinite().any()
+    with pytest.raises(FloatingPointError, match=r"on rank 0 the gradient of bias isn't finite"):
+        trainer(loss=loss, steps=1).fit()
+
+
+# --- what it shows ------------------------------------------------------------------------------
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(progress=True, epochs=2, evaluate=DATA).fit()
+    out, err = capsys.readouterr()
+    number = r"\d+\.\d{4}"
+    first, second = err.splitlines()
+    expected = rf"epoch 1  step 5/10  loss {number}(  [\d,]+ samples/s  waiting \d+%)?"
+    assert re.fullmatch(rf"{expected}  evaluated:  loss {number}", first)
+    assert second.startswith("epoch 2  step 10/10  loss ")
+    assert out == ""
+
+
+def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    screen = io.StringIO()
+
+    def console(**options: Any) -> Any:
+        from rich.console import Console
+
+        del options["stderr"]
+        return Console(file=screen, force_terminal=True, width=120, **options)
+
+    monkeypatch.setattr(progress, "Console", console)
+    monkeypatch.setattr(progress, "_REFRESH", 0.0)
+    trainer(progress=True, epochs=2, snapshots=tmp_path).fit()
+    trainer(progress=True, epochs=3, global_batch=25, snapshots=tmp_path).fit()
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
+    assert re.search(r" 10/10 .* loss \d+\.\d{4}  [\d,]+ samples/s  waiting 0%", shown)
+    assert re.search(r"going on from step 10 \(epoch 3, 0 of its 50 samples done\), \S+", shown)
+    assert "; global batch 10 then, 25 now" in shown
+    assert "training" in shown
+    assert " 12/12 " in shown
+
+
+def test_says_that_a_run_has_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    trainer(snapshots=tmp_path).fit()
+    result = trainer(progress=True, snapshots=tmp_path).fit()
+    assert (result.step, result.losses) == (5, [])
+    assert "that run had ended, nothing is left to train" in capsys.readouterr().err
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    """Read back by TensorBoard's own reader."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
+        return squared(model, batch), {"constant": 3.0}
+
+    result = trainer(loss=loss, evaluate=DATA, tensorboard=tmp_path).fit()
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    losses = [(event.step, event.value) for event in read.Scalars("train/loss")]
+    assert losses == [(n, pytest.approx(x, rel=1e-6)) for n, x in enumerate(result.losses, 1)]
+    assert [event.value for event in read.Scalars("train/constant")] == [3.0] * 5
+    (evaluated,) = read.Scalars("evaluate/loss")
+    assert (evaluated.step, evaluated.value) == (5, pytest.approx(result.evaluation["loss"]))
+
+
+def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match=r'tensorboard is missing: pip install "phalanx\['):
+        trainer(tensorboard=tmp_path).fit()
+
+
+def test_sigterm_in_another_thread_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def work() -> None:
+        with Stop() as stop:
+            assert not stop.asked
+
+    with caplog.at_level(logging.WARNING, "phalanx"):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert "runs in another than the main thread, where SIGTERM can't be heard" in caplog.text
