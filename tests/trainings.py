@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from phalanx.parallel import DataParallel
+
 # 11 steps of 12 samples in an epoch, and a last one with 5, which leaves some ranks without any.
 SAMPLES, GLOBAL_BATCH, EPOCHS = 137, 12, 2
 STEPS = 12 * EPOCHS
@@ -31,6 +33,8 @@ def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dic
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(model, DataParallel):
+        return model.optimizer(torch.optim.AdamW, lr=0.02)
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 
 

@@ -20,6 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.observe import recording
 from phalanx.observe.boxes import read_box
 from phalanx.observe.own import waited
+from phalanx.parallel import DataParallel
 from phalanx.train import Trainer
 from tests.ranks import RankServer
 from tests.trainings import (
@@ -68,9 +69,9 @@ def oracle(seed: int, clip: float) -> tuple[list[float], list[Tensor], float]:
 
 
 def train_all_ways(seed: int) -> list[Any]:
-    """Train with plain modules and DDP, in one and in several micro-batches."""
+    """Train with plain modules, DDP and DataParallel, in one and in several micro-batches."""
     found = []
-    for wrap in (lambda model: model, DistributedDataParallel):
+    for wrap in (lambda model: model, DistributedDataParallel, DataParallel):
         for accumulate in (1, 3):
             model = made_model(seed + dist.get_rank())  # rank 0's counts
             whole = wrap(model)
@@ -90,7 +91,7 @@ def train_all_ways(seed: int) -> list[Any]:
                 seed=seed,
                 on_step=lambda step, metrics, seen=seen: seen.append((step, metrics)),  # type: ignore[misc]
             ).fit()
-            parameters = [parameter.detach() for parameter in model.parameters()]
+            parameters = [parameter.detach().clone() for parameter in model.parameters()]
             found.append((result, parameters, seen))
     return found
 
@@ -117,7 +118,7 @@ def test_equals_a_plain_loop(ranks: RankServer, place: str) -> None:
     else:
         every = ranks.run(world_size, train_all_ways, seed)
     for found in every:
-        assert len(found) == 4
+        assert len(found) == 6
         for result, own, seen in found:
             assert (result.step, result.epoch) == (STEPS, EPOCHS)
             assert result.losses == pytest.approx(losses, rel=1e-9)

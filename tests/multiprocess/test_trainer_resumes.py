@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
+from phalanx.parallel import DataParallel
 from phalanx.train import STOPPED, Trainer
 from tests.ranks import RankServer
 from tests.trainings import (
@@ -118,7 +119,8 @@ class Recorded:
 def stop_and_resume(seed: int, stops: list[int]) -> list[Any]:
     """Train in one go; then with stops, each time with a new model that loads what was saved."""
     found = []
-    for number, wrap in enumerate((lambda model: model, DistributedDataParallel)):
+    wraps = (lambda model: model, DistributedDataParallel, DataParallel)
+    for number, wrap in enumerate(wraps):
         run = Recorded(seed, os.environ["FOLDER"], wrap)
         whole = run.fit(None)
         losses: list[float] = []
