@@ -129,8 +129,9 @@ def test_what_is_past_is_not_heard_again(store: Any, news: list[News]) -> None:
     assert first_attempt(store) == 2
 
 
-def test_a_host_that_has_gone_is_missed(news: list[News]) -> None:
+def test_a_host_that_has_gone_is_missed(news: list[News], monkeypatch: pytest.MonkeyPatch) -> None:
     """By all, that which has seen it among them; but not if it has nothing more to do."""
+    monkeypatch.setattr("phalanx.launch.news._MISS_SECONDS", 0.1)
     news[0].miss("x", "a stranger")
     news[0].miss("c", "node-c")
     for each in news[:2]:
@@ -139,6 +140,8 @@ def test_a_host_that_has_gone_is_missed(news: list[News]) -> None:
         each.begin(1, HOSTS)
     news[2].leave(0.5)
     news[0].miss("c", "node-c")
+    while news[0]._now.gone:
+        news[0].catch_up()
     assert [each.catch_up() for each in news] == [None] * 3
 
 

@@ -30,6 +30,7 @@ _NOTICE_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
 _TELL_SECONDS = 2.0
 _CATCH_UP_SECONDS = 0.01
+_MISS_SECONDS = 5.0
 _NAMED = 8
 
 
@@ -173,10 +174,10 @@ class _Attempt:
 
     number: int
     hosts: tuple[str, ...]
-    gone: str = ""
-    """Which of the hosts has gone without a word."""
+    gone: list[tuple[float, str, str]] = field(default_factory=list)
+    """The hosts that have gone without a word: when that is told, their names and places."""
     story: str = ""
-    """Of a failure on this host, or of the host that has gone."""
+    """Of a failure on this host, or of a host that has gone."""
     heard: Heard | None = None
     leaving: bool = False
     has_ended: bool = False
@@ -252,17 +253,15 @@ class News:
     def miss(self, name: str, place: str) -> None:
         """Have all hosts know that one has gone without a word, unless its ranks have ended.
 
-        Doesn't wait for that.
+        Soon: the ranks of the others, which have lost a peer, may know more. Doesn't wait for that.
 
         Args:
             name: The host's.
             place: The same, for people.
         """
         now = self._now
-        if name in now.hosts and not now.story:
-            now.gone = name
-            now.story = _story(name, f"the launcher on {place}, or the way to it, is gone", 1)
-            self._wake.set()
+        if name in now.hosts:
+            now.gone.append((time.monotonic() + _MISS_SECONDS, name, place))
 
     def leave(self, seconds: float) -> None:
         """Wait until the ranks of all hosts have ended, or some have failed.
@@ -318,7 +317,8 @@ class News:
             self._over = self._heard(_OVER)
         if now.settled.is_set():
             return
-        if now.story and not (now.gone and self._store.check([now.key(f"ended/{now.gone}")])):
+        self._miss(now)
+        if now.story:
             self._store.compare_set(now.key("failed"), "", now.story)
         if self._store.check([now.key("failed")]):
             now.heard = self._heard(now.key("failed"))
@@ -333,6 +333,14 @@ class News:
                 now.has_ended = True
             if self._store.add(now.key("ended"), 0) >= len(now.hosts):
                 now.all_ended.set()
+
+    def _miss(self, now: _Attempt) -> None:
+        due = [each for each in now.gone if time.monotonic() > each[0]]
+        for each in due:
+            now.gone.remove(each)
+            _, name, place = each
+            if not now.story and not self._store.check([now.key(f"ended/{name}")]):
+                now.story = _story(name, f"the launcher on {place}, or the way to it, is gone", 1)
 
     def _heard(self, key: str) -> Heard | None:
         """What stands there, if it isn't this host's own story."""
