@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 from phalanx import key
 
 LIMIT = 100
+KILLS = 10
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 # Rank 1 is killed in the group, then rank 0 before there is one; ranks elsewhere only wait for it.
 KILLED = """
@@ -123,6 +125,33 @@ def test_no_restart_is_left(start: Start, port: int) -> None:
     assert [process.returncode for process in both] == [137, 137], ended
     for _, err in ended:
         assert err.count("  starting all ranks again") == 1, err
+
+
+def test_ranks_that_are_killed_at_any_moment(start: Start, tmp_path: Path) -> None:
+    """Also before they have become the script, and while the others are still being started."""
+    script = """
+import os, time
+while not os.path.exists("end"):
+    time.sleep(0.01)
+print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+"""
+    process = start(script, options=f"--nproc-per-node 3 --max-restarts {KILLS}")
+    launcher, seen, chance = psutil.Process(process.pid), set[int](), random.SystemRandom()
+    for _ in range(KILLS):
+        end = time.monotonic() + LIMIT
+        while not (fresh := [rank for rank in launcher.children() if rank.pid not in seen]):
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1))  # a random moment
+        seen.update(rank.pid for rank in launcher.children())
+        chance.choice(fresh).kill()
+    (tmp_path / "end").touch()
+    out, err = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, err
+    again = err.count("  starting all ranks again")
+    assert 1 <= again <= KILLS
+    last = sorted(line for line in out.splitlines() if line.endswith(f"attempt {again}"))
+    assert last == [f"[rank {rank}] attempt {again}" for rank in range(3)], out
 
 
 def attempt_of(process: subprocess.Popen[str], size: int) -> int:
