@@ -360,8 +360,6 @@ def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> 
         heard = None if agent.news is None else agent.news.catch_up()
         if heard is not None and heard.final:
             return _ended([], heard, 1)
-        if isinstance(error, LaunchError):
-            raise
         endpoint = job.config.rdzv_endpoint
         raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error
     finally:
