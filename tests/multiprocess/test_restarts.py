@@ -173,16 +173,21 @@ def test_hosts_that_leave_and_come(start: Start, port: int, tmp_path: Path) -> N
         conf = f"--rdzv-conf is_host={is_host},{more}"
         return start(ELASTIC, options=f"{place} --rdzv-id x {conf}")
 
-    def progress() -> int:
-        return int((tmp_path / "progress").read_text())
+    def progress(more_than: int) -> int:
+        end = time.monotonic() + LIMIT
+        while (done := int((tmp_path / "progress").read_text())) <= more_than:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        return done
 
     first, second = host(True), host(False)
     attempts = [attempt_of(first, 2)]  # perhaps after one alone, if the other was late
+    before = progress(0)
     ranks = psutil.Process(second.pid).children(recursive=True)
     second.kill()
     psutil.wait_procs(ranks, timeout=10)
     attempts.append(attempt_of(first, 1))
-    before = progress()
+    before = progress(before)
     third = host(False)
     attempts += attempt_of(third, 2), attempt_of(first, 2)
     third.send_signal(signal.SIGTERM)
@@ -192,11 +197,7 @@ def test_hosts_that_leave_and_come(start: Start, port: int, tmp_path: Path) -> N
     attempts.append(attempt_of(first, 1))
     start_at = attempts[0]
     assert attempts == [start_at, start_at + 1, start_at + 2, start_at + 2, start_at + 3]
-    after, end = progress(), time.monotonic() + LIMIT
-    assert 0 < before <= after
-    while progress() <= after:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    progress(before)
     (tmp_path / "end").touch()
     _, err = first.communicate(timeout=LIMIT)
     assert first.returncode == 0, err
