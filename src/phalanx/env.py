@@ -197,7 +197,7 @@ VARIABLES = (
         "`True` tells `torch.distributed` that the launcher hosts the store, so that rank 0 "
         "connects to it like every other rank. Set by `phalanx run` and `phalanx.launch`, with "
         "`TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` and `TORCHELASTIC_MAX_RESTARTS`, as "
-        "torchrun sets them.",
+        "torchrun sets them; but that the second is the same on all hosts, and new at every start.",
     ),
     Variable(
         "OMP_NUM_THREADS",

@@ -32,10 +32,11 @@ from phalanx.launch import child
 from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import CONSEQUENCE, GRACE, STOPPED, Failure, excerpt, first_cause
 from phalanx.launch.meeting import Meeting, meeting
-from phalanx.launch.news import Heard, News
+from phalanx.launch.news import Heard, News, agree
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
 from phalanx.launch.relay import Exit, Relay
+from phalanx.launch.story import is_elsewhere, told
 from phalanx.observe.notes import Notes
 
 __all__ = ["Ended", "run"]
@@ -170,7 +171,12 @@ class _Agent(LocalElasticAgent):
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
         self._meeting = met
+        self._attempt = -1
+        self._least_hosts = job.config.min_nodes
         self.news: News | None = None
+        if met.store is not None:
+            self.news = News(met.store, met.name, has_store=met.has_store)
+            met.watch(self.news.miss)
         # None where torchrun has no such option (torch 2.11).
         limit = getattr(job.config, "shutdown_timeout", None)
         self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
@@ -182,31 +188,41 @@ class _Agent(LocalElasticAgent):
             **({"shutdown_timeout": limit} if limit is not None else {}),
         )
 
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        group: Any = worker_group
+        most = group.spec.max_restarts
+        own = self._attempt + 1, most - self._remaining_restarts
+        agreed = agree(
+            group.store, group.group_rank, group.group_world_size, own, self._meeting.name
+        )
+        self._attempt = agreed.attempt
+        self._remaining_restarts = max(most - agreed.failures, 0)
+        if (place := self._meeting.place(self._attempt)) is not None:
+            group.master_addr, group.master_port = place
+        if self.news is not None:
+            self.news.begin(self._attempt, agreed.hosts)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if worker_group.state is WorkerState.HEALTHY:  # a host waits for the others
+            if self.news is not None and self.news.catch_up():
+                return  # since ranks have failed there: that is seen to next, and counted
+            _say("phalanx run: another host has come\n  starting all ranks again")
+        super()._restart_workers(worker_group)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._relay.reset()
         self._stop_time = float("inf")
-        group: Any = worker_group
-        if (place := self._meeting.place()) is not None:
-            group.master_addr, group.master_port = place
+        self._output.attempt = self._attempt
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._output.release()
-        attempt = worker_group.spec.max_restarts - self._remaining_restarts
         for local_rank, pid in pids.items():
             worker = worker_group.workers[local_rank]
-            self._notes.start(worker.global_rank, pid, attempt, worker.world_size)
+            self._notes.start(worker.global_rank, pid, self._attempt, worker.world_size)
             self._started[local_rank] = worker.global_rank, pid
             self._relay.add_process(local_rank, pid)
-        if self._meeting.store is not None and not worker_group.spec.max_restarts:
-            if self.news is not None:  # a host came, and all start again
-                self.news.close()
-            self.news = News(
-                self._meeting.store,
-                group.group_rank,
-                group.group_world_size,
-                has_store=self._meeting.has_store,
-            )
         return pids
 
     def _note_end(self, local_rank: int, end: Exit) -> None:
@@ -215,8 +231,11 @@ class _Agent(LocalElasticAgent):
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._stop_time = min(self._stop_time, time.monotonic())
-        if args and self.news is not None:  # a signal: the ranks elsewhere will miss those here
-            self.news.tell(f"stopped by {args[0].name}", 128 + args[0])
+        if args and self.news is not None and self._attempt >= 0:
+            # A signal: the ranks elsewhere will miss those here.
+            final = not self._is_spare()
+            words = f"stopped by {args[0].name}"
+            self.news.tell(words, 128 + args[0], final=final, left=not final)
         super()._shutdown(*args, **options)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -229,16 +248,36 @@ class _Agent(LocalElasticAgent):
             self._stop(failures)
         before = time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
-            self._stop_time = min(self._stop_time, before)
-            self.failures = self._all_failures(worker_group, result)
-            if self._remaining_restarts and self.failures:
-                _say(f"phalanx run: {_report(self.failures)}\n  starting all ranks again")
-                self.failures = []
-            elif self.news is not None and self.failures:
-                cause = first_cause(self.failures)
-                self.news.tell(cause.headline, cause.exit_code)
-        return result
+        if result.state is WorkerState.SUCCEEDED and self.news is not None:
+            self.news.leave(self._exit_barrier_timeout)
+        failed = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
+        if not failed and not (self.heard and result.state is WorkerState.SUCCEEDED):
+            return result
+        self._stop_time = min(self._stop_time, before)
+        self.failures = self._all_failures(worker_group, result)
+        if self.news is not None and self.failures:
+            cause = first_cause(self.failures)
+            self.news.tell(cause.headline, cause.exit_code)
+        if not (self.failures or self.heard) or not self._starts_again():
+            return result
+        _say(f"phalanx run: {told(self.failures, self.heard)}\n  starting all ranks again")
+        self.failures = []
+        return RunResult(state=WorkerState.UNHEALTHY)
+
+    def _starts_again(self) -> bool:
+        """Whether the agent is to start all ranks again, after what it now knows of a failure."""
+        if (heard := self.heard) is not None:
+            if heard.final:
+                self._remaining_restarts = 0
+            elif heard.left:
+                self._remaining_restarts += 1  # the agent will count it, and it is no failure
+        return self._remaining_restarts > 0
+
+    def _is_spare(self) -> bool:
+        """Whether the other hosts can go on without this one."""
+        group: Any = self._worker_group
+        enough: bool = group.group_world_size > self._least_hosts
+        return enough and not self._meeting.has_store and group.spec.max_restarts > 0
 
     @property
     def heard(self) -> Heard | None:
@@ -246,10 +285,8 @@ class _Agent(LocalElasticAgent):
         return None if self.news is None else self.news.heard
 
     def _exit_barrier(self) -> None:
-        if self.news is None:
+        if self.news is None:  # with it, the ranks of all hosts have ended by now
             super()._exit_barrier()  # type: ignore[no-untyped-call]
-        else:
-            self.news.leave(self._exit_barrier_timeout)
 
     def _may_have_a_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
         """Whether what failed here followed from something that may show yet, here or elsewhere."""
@@ -319,7 +356,10 @@ def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> 
         result = agent.run()
     except SignalException as caught:
         return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
-    except (RendezvousError, dist.DistError, RuntimeError) as error:
+    except (LaunchError, RendezvousError, dist.DistError, RuntimeError) as error:
+        heard = None if agent.news is None else agent.news.catch_up()
+        if heard is not None and heard.final:
+            return _ended([], heard, 1)
         endpoint = job.config.rdzv_endpoint
         raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error
     finally:
@@ -330,29 +370,12 @@ def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> 
 
 
 def _ended(failures: Sequence[Failure], heard: Heard | None, code: int) -> Ended:
-    cause = first_cause(failures) if failures else None
-    if heard is not None and (cause is None or cause.distance):
-        report = _report(failures, heard)
-        return Ended(heard.code, "", report, CONSEQUENCE, elsewhere=True)
-    if cause is None:  # a result that says failed without naming a rank: stuck in the kernel
+    if heard is not None and is_elsewhere(failures, heard):
+        return Ended(heard.code, "", told(failures, heard), CONSEQUENCE, elsewhere=True)
+    if not failures:  # a result that says failed without naming a rank: stuck in the kernel
         return Ended(code, "")
-    return Ended(cause.exit_code, "", _report(failures), cause.distance)
-
-
-def _report(failures: Sequence[Failure], heard: Heard | None = None) -> str:
-    cause = None if heard else first_cause(failures)
-    others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
-    lines = [cause.headline if cause else heard.text if heard else ""]
-    if cause and cause.text:
-        lines[0] += "; the end of its stderr:"
-        lines += [f"    | {line}" for line in cause.text.splitlines()]
-    for failure in others:
-        if not failure.stopped:
-            last = "".join(failure.text.splitlines()[-1:])
-            lines.append(f"  after it, {failure.headline}: {last}"[:200])
-    if stopped := [str(failure.rank) for failure in others if failure.stopped]:
-        lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
-    return "\n".join(lines)
+    cause = first_cause(failures)
+    return Ended(cause.exit_code, "", told(failures), cause.distance)
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """The one port of a job that other hosts reach: strangers stay outside.
 
-What the hosts share listens where only the gate's own machine reaches it: the store on the loopback
-interface, the relay of the ranks on a Unix socket. The gate listens
+What the hosts share listens where only the gate's own machine reaches it: the stores of launchers
+and ranks on the loopback interface, the relay of the ranks on a Unix socket. The gate listens
 on the interface that faces the other hosts, has each guest prove that it has the job's key
 (`handshake`), and only then connects it to what it asks for. On the other hosts a `Way` is the
 other end.
@@ -10,6 +10,7 @@ other end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections import Counter
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ from phalanx.launch.connections import (
     splice,
 )
 from phalanx.launch.handshake import Stranger, answer, as_gate
-from phalanx.launch.store import HOST
+from phalanx.launch.store import HOST, AttemptStores
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +47,7 @@ class Gate:
         address: Where it listens.
         port: The TCP port.
         key: The job's; empty if it has none.
-        store: The port of the store, on the loopback interface.
+        store: The port of the launchers' store, on the loopback interface.
         check: What is wrong with what a guest says of itself; empty if nothing is.
         tell: Is given a sentence for the user, when somebody is turned away.
 
@@ -74,6 +75,10 @@ class Gate:
         """What was wrong with the last host that had the key and didn't fit."""
         self._pending: dict[asyncio.Task[Any], str] = {}
         self._hosts: dict[int, str] = {}
+        self.on_gone: Callable[[str, str], None] = lambda *_: None
+        """Is given the name of a host that has left, and its place, for people."""
+        self.stores = AttemptStores()
+        """Those of the ranks."""
         self._connections = Connections("phalanx-gate", _SETTLE_SECONDS)
         self.relay = relay_name()
         """Where the ranks' relay has to listen."""
@@ -112,14 +117,14 @@ class Gate:
         hello: dict[str, Any],
     ) -> None:
         service = hello.get("service")
-        if service in ("join", "store"):  # behind the relay somebody may well pause
+        if service in ("join", "store", "ranks"):  # behind the relay somebody may well pause
             limit_silence(writer)
         if service == "join":
-            await self._join(reader, writer, who, hello.get("number"))
+            await self._join(reader, writer, who, hello)
         elif service == "store":
-            there = await asyncio.open_connection(HOST, self._store, limit=BUFFER)
-            answer(writer, "")
-            await splice((reader, writer), there)
+            await self._splice(reader, writer, self._store)
+        elif service == "ranks":
+            await self._lead_ranks(reader, writer, hello.get("attempt"))
         elif service == "relay":
             there = await asyncio.open_unix_connection(self.relay.replace("@", "\0"), limit=BUFFER)
             answer(writer, "")
@@ -127,15 +132,38 @@ class Gate:
         else:
             answer(writer, f"there is no service {service!r}")
 
+    async def _lead_ranks(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attempt: object
+    ) -> None:
+        """A rank, to the store of its attempt: those of several hosts don't start at once."""
+        try:
+            if not isinstance(attempt, int) or attempt < 0:
+                raise LookupError(f"there is no attempt {attempt!r}")
+            port = self.stores.port(attempt)
+        except LookupError as error:
+            answer(writer, str(error))
+            return
+        await self._splice(reader, writer, port)
+
+    async def _splice(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int
+    ) -> None:
+        there = await asyncio.open_connection(HOST, port, limit=BUFFER)
+        answer(writer, "")
+        await splice((reader, writer), there)
+
     async def _join(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, who: str, number: object
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        who: str,
+        hello: dict[str, Any],
     ) -> None:
         """A host enters the job: as long as this connection lives, its number is taken."""
+        number = hello.get("number")
         if not isinstance(number, int) or number < 0:  # the rendezvous gives numbers
-            answer(writer, "")
-            await reader.read()
-            return
-        if number == 0 or number in self._hosts:
+            number = None
+        elif number == 0 or number in self._hosts:
             wrong = (
                 f"host {number} is {self._hosts.get(number, 'the one with the rendezvous')} "
                 "already: give each host a --node-rank of its own"
@@ -143,12 +171,16 @@ class Gate:
             self._turn_away(who, wrong)
             answer(writer, wrong)
             return
-        self._hosts[number] = who
+        else:
+            self._hosts[number] = who
         try:
             answer(writer, "")
-            await reader.read()
+            with contextlib.suppress(OSError):
+                await reader.read()
+            self.on_gone(str(hello.get("id")), str(hello.get("name")))
         finally:
-            del self._hosts[number]
+            if number is not None:
+                del self._hosts[number]
 
     def _make_room(self) -> None:
         """Who sends many strangers loses them first, not the hosts of the job."""

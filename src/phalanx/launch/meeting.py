@@ -1,10 +1,11 @@
 """Where the hosts and the ranks of a job meet.
 
-PyTorch's rendezvous decides which host gets which ranks; here is decided where its store is. On one
-host there is nobody to meet: the agent keeps its notes in its own memory, and the ranks' store is
-on the loopback interface. On several, the store is on the loopback interface of one of them, which
-has a gate (`gate`), and the others have a way to it (`way`), so that PyTorch finds a store at
-127.0.0.1 on every host. Rendezvous of other kinds, as etcd, are left to PyTorch.
+PyTorch's rendezvous decides which host gets which ranks; here is decided where its store is, and
+that of the ranks, a new one for each start of all of them. On one host there is nobody to meet: the
+agent keeps its notes in its own memory, and the ranks' store is on the loopback interface. On
+several, both are on the loopback interface of one of them, which has a gate (`gate`), and the
+others have a way to it (`way`), so that PyTorch finds a store at 127.0.0.1 on every host.
+Rendezvous of other kinds, as etcd, are left to PyTorch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import errno
 import ipaddress
 import os
 import socket
+import threading
+import uuid
 from datetime import timedelta
 from functools import partial
 from importlib import metadata
@@ -22,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
@@ -36,8 +40,8 @@ from phalanx import topology
 from phalanx.errors import UsageError
 from phalanx.launch import endpoint
 from phalanx.launch.gate import Gate
-from phalanx.launch.news import meet
-from phalanx.launch.store import HOST, host_store
+from phalanx.launch.news import first_attempt, is_over, meet
+from phalanx.launch.store import HOST, AttemptStores, host_store
 from phalanx.launch.way import Way
 
 if TYPE_CHECKING:
@@ -51,6 +55,8 @@ __all__ = ["Meeting", "meeting"]
 
 # This may be a job that a rank of another one has started.
 _NO_GATE = {"PHALANX_GATE": "", "PHALANX_RELAY": ""}
+_NOTICE_SECONDS = 5.0
+_NAME = uuid.uuid4().hex
 
 
 class Meeting:
@@ -59,6 +65,7 @@ class Meeting:
     Attributes:
         handler: The agent's rendezvous.
         environment: Variables for the ranks.
+        name: This host's, unlike those of the others.
         store: What the launchers of several hosts share; None on one host.
         has_store: Whether it is this host's.
     """
@@ -67,20 +74,29 @@ class Meeting:
         self,
         handler: RendezvousHandler,
         environment: dict[str, str],
-        port: Callable[[], int] | None = None,
-        store: Any = None,
-        *,
-        has_store: bool = False,
+        port: Callable[[int], int] | None = None,
+        end: _End | None = None,
     ) -> None:
         self.handler = handler
         self.environment = environment
-        self.store = store
-        self.has_store = has_store
+        self.name = _NAME
+        self.store = end.store if end else None
+        self.has_store = end is not None and end.gate is not None
+        self._gate = end.gate if end else None
         self._port = port
 
-    def place(self) -> tuple[str, int] | None:
-        """Where the ranks of the next attempt find their store; None where PyTorch says it."""
-        return None if self._port is None else (HOST, self._port())
+    def place(self, attempt: int) -> tuple[str, int] | None:
+        """Where the ranks find the store of an attempt; None where PyTorch says it."""
+        return None if self._port is None else (HOST, self._port(attempt))
+
+    def watch(self, gone: Callable[[str, str], None]) -> None:
+        """Where the store is, have a function called with the name of each host that leaves.
+
+        Args:
+            gone: Is given the name, and what it is for people; may not block.
+        """
+        if self._gate is not None:
+            self._gate.on_gone = gone
 
 
 @contextlib.contextmanager
@@ -99,8 +115,9 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
     if not endpoint.is_ours(config):
         yield Meeting(_others_handler(config), _NO_GATE)
     elif config.max_nodes == 1:
-        stores = _Stores(endpoint.endpoint(config)[1])
-        yield Meeting(_Known(config, dist.HashStore()), _NO_GATE, stores.next)  # type: ignore[attr-defined]
+        port = endpoint.endpoint(config)[1]
+        place = partial(_local_port, AttemptStores(port), port)
+        yield Meeting(_Known(config, dist.HashStore()), _NO_GATE, place)  # type: ignore[attr-defined]
     else:
         if job.key is None:
             tell(
@@ -110,9 +127,7 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
         end = _gate(job, tell) or _way(job, tell)
         try:
             handler = _handler(config, end, tell)
-            yield Meeting(
-                handler, end.environment, lambda: end.port, end.store, has_store=end.has_store
-            )
+            yield Meeting(handler, end.environment, end.ranks_port, end)
         finally:
             end.close()
 
@@ -121,12 +136,15 @@ class _End(NamedTuple):
     """This host's end of what leads to the store of many hosts."""
 
     store: Any
-    port: int
+    """The launchers'."""
+    ranks_port: Callable[[int], int]
+    """Of the ranks' store of an attempt."""
     environment: dict[str, str]
     close: Callable[[], None]
     wrong: Callable[[], str]
     """What is wrong with a host that wanted to join."""
-    has_store: bool
+    gate: Gate | None
+    """Where the store is."""
 
 
 def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
@@ -155,7 +173,8 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
     if ipaddress.ip_address(address).is_loopback:
         tell(f"the hosts are to meet at {host} ({address}), which only this machine reaches")
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
-    return _End(store, store.port, environment, gate.close, lambda: gate.wrong, has_store=True)
+    ranks = gate.stores.port
+    return _End(store, ranks, environment, gate.close, lambda: gate.wrong, gate)
 
 
 def _way(job: Job, tell: Callable[[str], None]) -> _End:
@@ -172,20 +191,61 @@ def _way(job: Job, tell: Callable[[str], None]) -> _End:
         way.close()
         raise
     environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"connect:{way.relay}"}
-    return _End(store, way.port, environment, way.close, str, has_store=False)
+
+    def ranks_port(attempt: int) -> int:
+        way.attempt = attempt
+        return way.ranks_port
+
+    return _End(store, ranks_port, environment, way.close, str, None)
 
 
 def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> RendezvousHandler:
     if config.rdzv_backend == "static":
         number, seconds = int(config.rdzv_configs["rank"]), endpoint.patience(config)
-        own = (end.store, number, config.max_nodes, seconds, tell, end.wrong)
-        return _Known(config, end.store, partial(meet, *own))
-    handler = create_handler(
-        end.store, C10dRendezvousBackend(end.store, config.run_id), _parameters(config)
-    )
+
+        def meet_others(attempt: int) -> None:
+            meet(end.store, attempt, number, config.max_nodes, seconds, tell, end.wrong)
+
+        return _Known(config, end.store, meet_others)
+    handler = create_handler(end.store, _Backend(end.store, config.run_id), _parameters(config))
     # It would open another one for the ranks, to which every host can connect.
     handler._create_tcp_store_server = lambda *_: end.store  # type: ignore[method-assign]
+    join = handler.next_rendezvous
+
+    def next_rendezvous() -> RendezvousInfo:
+        # What it keeps of an earlier round it doesn't publish in this one, where new hosts wait.
+        handler._bootstrap_store_info = None
+        notice = threading.Timer(_NOTICE_SECONDS, tell, [f"waiting for hosts at {_place(config)}"])
+        notice.daemon = True
+        notice.start()
+        try:
+            return join()
+        finally:
+            notice.cancel()
+
+    handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
     return handler
+
+
+def _place(config: LaunchConfig) -> str:
+    host, port = endpoint.endpoint(config)
+    least, most = config.min_nodes, config.max_nodes
+    wanted = str(least) if least == most else f"{least} to {most}"
+    return f"{host}:{port}, where {wanted} are to meet"
+
+
+class _Backend(C10dRendezvousBackend):
+    """PyTorch's, which hosts that wait for others read again and again."""
+
+    def __init__(self, store: Any, run_id: str) -> None:
+        super().__init__(store, run_id)
+        self._job_store = store
+
+    def get_state(self) -> tuple[bytes, Any] | None:
+        if words := is_over(self._job_store):
+            raise RendezvousClosedError(words)
+        state: tuple[bytes, Any] | None = super().get_state()
+        return state
 
 
 def _others_handler(config: LaunchConfig) -> RendezvousHandler:
@@ -202,10 +262,12 @@ def _hello(config: LaunchConfig) -> dict[str, Any]:
     """What this host says of itself, and the gate's host compares."""
     return {
         "name": socket.gethostname(),
+        "id": _NAME,
         "number": config.rdzv_configs.get("rank", -1),
         "Phalanx": metadata.version("phalanx"),
         "torch": torch.__version__,
         "nnodes": f"{config.min_nodes}:{config.max_nodes}",
+        "max-restarts": config.max_restarts,
         "rdzv-id": config.run_id,
     }
 
@@ -219,7 +281,7 @@ def _differs(own: dict[str, Any], theirs: dict[str, Any]) -> str:
                 f"{name} has {what} {theirs.get(what)}, {here} {own[what]}: install the same "
                 "version on all hosts"
             )
-    for what in ("nnodes", "rdzv-id"):
+    for what in ("nnodes", "rdzv-id", "max-restarts"):
         if theirs.get(what) != own[what]:
             return (
                 f"{name} was given --{what} {theirs.get(what)}, {here} {own[what]}: give all hosts "
@@ -247,39 +309,26 @@ def _parameters(config: LaunchConfig) -> RendezvousParameters:
     )
 
 
-class _Stores:
-    """The stores of one host's ranks, one after another.
-
-    A new one for each attempt: in the last one's, ranks that are started again would find what the
-    dead have left, and try to connect to them.
-    """
-
-    def __init__(self, port: int) -> None:
-        self._wanted = port
-        self._store: Any = None
-
-    def next(self) -> int:
-        self._store = None  # its port is free then
-        try:
-            self._store = host_store(self._wanted)
-        except OSError as error:
-            raise UsageError(
-                f"{HOST}:{self._wanted} {_why(error)}: give another port with --master-port, or, "
-                "on one host, none: then a free one is found"
-            ) from None
-        port: int = self._store.port
-        return port
+def _local_port(stores: AttemptStores, wanted: int, attempt: int) -> int:
+    try:
+        return stores.port(attempt)
+    except OSError as error:
+        raise UsageError(
+            f"{HOST}:{wanted} {_why(error)}: give another port with --master-port, or, on one "
+            "host, none: then a free one is found"
+        ) from None
 
 
 class _Known(RendezvousHandler):
     """The rendezvous of hosts that know their numbers."""
 
     def __init__(
-        self, config: LaunchConfig, store: Any, meet_others: Callable[[], None] | None = None
+        self, config: LaunchConfig, store: Any, meet_others: Callable[[int], None] | None = None
     ) -> None:
         self._config = config
         self._store = store
         self._meet_others = meet_others
+        self._attempt = -1
 
     def get_backend(self) -> str:
         return "static"
@@ -289,9 +338,13 @@ class _Known(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        self._attempt += 1
         if self._meet_others is not None:
-            self._meet_others()
-        store = dist.PrefixStore(self.get_run_id(), self._store)  # type: ignore[attr-defined]
+            # A launcher that was started again comes into a job that is further.
+            self._attempt = max(self._attempt, first_attempt(self._store))
+            self._meet_others(self._attempt)
+        prefix = f"{self.get_run_id()}/{self._attempt}"
+        store = dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
         rank = int(self._config.rdzv_configs.get("rank", 0)) if self._config.max_nodes > 1 else 0
         return RendezvousInfo(store, rank, self._config.max_nodes, RendezvousStoreInfo(HOST, 0))
 

@@ -23,6 +23,8 @@ class RankOutput(LogsSpecs):
     def __init__(self, relay: Relay, files: LogsSpecs | None, shown: set[int] | None) -> None:
         """Give `files` if log files are wanted, and the local ranks to show (None: all)."""
         super().__init__()
+        self.attempt = 0
+        """Which start of all ranks comes next, from 0: what they are told."""
         self._relay = relay
         self._files = files
         self._shown = shown
@@ -37,6 +39,9 @@ class RankOutput(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Make the pipes of one attempt to run all ranks; called by the agent."""
+        for env in envs.values():
+            # The agent counts what failed here, which differs between hosts.
+            env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
         dest = self._files.reify(envs) if self._files else self._no_files(envs)
         self._logs.clear()
         for local_rank, env in envs.items():

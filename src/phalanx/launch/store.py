@@ -1,6 +1,7 @@
 """The store in which ranks find each other: hosted by whoever starts them, or by rank 0."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 
-__all__ = ["HOST", "check_given", "host_store", "join_store", "met"]
+__all__ = ["HOST", "AttemptStores", "check_given", "host_store", "join_store", "met"]
 
 HOST = "127.0.0.1"
 
@@ -40,6 +41,42 @@ def host_store(
     return dist.TCPStore(  # type: ignore[attr-defined] # exported at run time
         host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, **options
     )
+
+
+class AttemptStores:
+    """The stores of a job's ranks, one after another, on this host's loopback interface.
+
+    A new one for each start of all ranks: in the last one's, ranks that are started again would
+    find what the dead have left, and try to connect to them. May be used by several threads.
+
+    Args:
+        port: Where; 0 for any.
+    """
+
+    def __init__(self, port: int = 0) -> None:
+        self._wanted = port
+        self._lock = threading.Lock()
+        self._attempt = -1
+        self._store: Any = None
+
+    def port(self, attempt: int) -> int:
+        """Where the store of an attempt is; the first who asks for it ends the one before.
+
+        Args:
+            attempt: Its number, from 0.
+
+        Raises:
+            OSError: The port can't be had.
+            LookupError: A later one has begun.
+        """
+        with self._lock:
+            if attempt < self._attempt:
+                raise LookupError(f"attempt {attempt} is over: {self._attempt} has begun")
+            if attempt > self._attempt or self._store is None:
+                self._store = None  # its port is free then
+                self._store = host_store(self._wanted)
+                self._attempt = attempt
+            return int(self._store.port)
 
 
 def join_store(host: str, port: int, timeout: timedelta) -> Any:

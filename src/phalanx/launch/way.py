@@ -1,7 +1,7 @@
 """The way from this host through the gate of another one.
 
-What connects to it on this host, the ranks to the store and to the relay, is led to the service of
-that name behind the gate.
+What connects to it on this host, launcher and ranks to their stores, ranks to the relay, is led to
+the service of that name behind the gate.
 """
 
 from __future__ import annotations
@@ -58,7 +58,11 @@ class Way:
         self._tell = tell
         self._joined: asyncio.StreamWriter | None = None
         self.port = 0
-        """Where the store is, on this host's loopback interface."""
+        """Where the launchers' store is, on this host's loopback interface."""
+        self.ranks_port = 0
+        """Where that of the ranks is."""
+        self.attempt = 0
+        """Of the ranks' stores, which one they are led to."""
         self._connections = Connections("phalanx-way", _SETTLE_SECONDS)
         self.relay = relay_name()
         """Where ranks of this host connect to the relay."""
@@ -101,11 +105,11 @@ class Way:
                 tell = float("inf")
                 self._tell(f"waiting for {self._place} ({reason})")
             await asyncio.sleep(_AGAIN_SECONDS)
-        store = socket.create_server((HOST, 0), backlog=512)
-        self.port = store.getsockname()[1]
+        store, ranks = (socket.create_server((HOST, 0), backlog=512) for _ in range(2))
+        self.port, self.ranks_port = store.getsockname()[1], ranks.getsockname()[1]
         relay = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         relay.bind(self.relay.replace("@", "\0"))
-        for listener, service in ((store, "store"), (relay, "relay")):
+        for listener, service in ((store, "store"), (ranks, "ranks"), (relay, "relay")):
             await self._connections.serve(listener, self._leading(service))
 
     @property
@@ -145,6 +149,8 @@ class Way:
             if service != "relay":  # where somebody may well pause
                 limit_silence(writer)
             hello = {**self._hello, "service": service}
+            if service == "ranks":
+                hello["attempt"] = self.attempt
             greeting = as_guest(reader, writer, self._key, hello)
             await asyncio.wait_for(greeting, _HANDSHAKE_SECONDS)
         except BaseException:
