@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import phalanx
+from phalanx.engines import EngineError
 from tests.ranks import Ended, RankServer, Run
 
 HERE = os.path.basename(__file__)
@@ -288,3 +291,48 @@ def again() -> None:
 def test_survivors_form_another_group(ranks: RankServer) -> None:
     ended = ranks.start(4, again, hosts="aabb").join()
     assert [rank.code for rank in ended] == [0, 0, 0, -signal.SIGKILL], ended[0].report()
+
+
+class Slow:
+    """Stands in for the transfers of an engine that lets go of memory some time after it failed."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.failed, self.ended = threading.Event(), threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def send(self, data: memoryview, peer: int, tag: int) -> Any:
+        self._engine.send(data, peer, tag)
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        if self.ended.is_set():
+            raise EngineError(1, "ended at last")
+        self.ended.wait(seconds)
+        return False
+
+    def abort(self) -> None:
+        self._engine.abort()
+        self.failed.set()
+        threading.Timer(0.3, self.ended.set).start()
+
+
+def to_a_dead_rank() -> bool:
+    """Whether the tensor of a send was still the engine's when the send had failed."""
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    group: Any = dist.group.WORLD
+    native = group._native
+    slow = native._engine = native._failing._engine = Slow(native._engine)
+    with pytest.raises(phalanx.PeerLost):
+        dist.send(torch.ones(100_000), 1)
+    assert slow.failed.is_set()
+    return not slow.ended.is_set()
+
+
+def test_a_failed_message_leaves_its_tensor_alone(ranks: RankServer) -> None:
+    ended = ranks.start(2, to_a_dead_rank, timeout=15.0, hosts="ab").join()
+    assert ended[0].value is False

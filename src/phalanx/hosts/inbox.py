@@ -95,6 +95,11 @@ class Expected(Transfer):
         self._error = error
         self._known.set()
 
+    @property
+    def idle(self) -> bool:
+        """Whether the engine has nothing of it yet: after a failure it never will."""
+        return self._transfer is None
+
     def wait(self, seconds: float) -> bool:
         """Until the data are there, of whichever host."""
         end = time.monotonic() + seconds

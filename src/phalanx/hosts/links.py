@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from phalanx.engines import EngineError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from phalanx import _native
     from phalanx.engines import Engine, Transfer
 
-__all__ = ["Broken", "Gone", "Late", "Links", "Posted", "bytes_at"]
+__all__ = ["Broken", "Gone", "Late", "Links", "Posted", "bytes_at", "settle"]
 
 _SLICE = 0.02
 """Seconds after which a wait looks whether the group is broken."""
@@ -113,10 +113,7 @@ class Links:
 
         Blocks until the engine has ended all that is under way, for some seconds at most.
         """
-        end = time.monotonic() + _SETTLE
-        for transfer, _ in self._posted.values():
-            with contextlib.suppress(EngineError):
-                transfer.wait(max(0.0, end - time.monotonic()))
+        settle(transfer for transfer, _ in self._posted.values())
         self._posted.clear()
 
     def _noted(self, posted: Posted) -> Posted:
@@ -139,6 +136,14 @@ class Links:
             self._native.compose_waited(peer, time.monotonic() - began)
         except EngineError as error:
             raise Gone(peer, error) from None
+
+
+def settle(transfers: Iterable[Transfer]) -> None:
+    """Wait until transfers that are to fail have ended, well or not, for some seconds at most."""
+    end = time.monotonic() + _SETTLE
+    for transfer in transfers:
+        with contextlib.suppress(EngineError):
+            transfer.wait(max(0.0, end - time.monotonic()))
 
 
 def bytes_at(address: int, size: int) -> memoryview:

@@ -18,8 +18,8 @@ from phalanx import _native
 from phalanx.engines import EngineError
 from phalanx.hosts import tags
 from phalanx.hosts.fingerprint import Fingerprint, Header
-from phalanx.hosts.inbox import Inbox
-from phalanx.hosts.links import Gone, Late, bytes_at
+from phalanx.hosts.inbox import Expected, Inbox
+from phalanx.hosts.links import Gone, Late, bytes_at, settle
 from phalanx.hosts.sizes import BYTES
 from phalanx.hosts.story import Told
 
@@ -126,6 +126,12 @@ class RemoteMessage:
             report()
 
         threading.Thread(target=wait, name="phalanx-message", daemon=True).start()
+
+    def settle(self) -> None:
+        """After a failure: have nothing use the tensor any more, which is the user's again."""
+        with self._lock:
+            settle(each for each in self.transfers if not _idle(each))
+            self.transfers.clear()
 
     def end(self, status: Answer) -> None:
         """It is over: well, or for a reason. Only the first time counts."""
@@ -254,6 +260,9 @@ class HostsMessages:
             words = f"rank {self._layout.rank} was interrupted in {self._doing(message)}"
             message.end(self._failing.tell(Told("interrupted", words, self._layout.rank)))
             raise
+        finally:
+            if message.status is not None:
+                message.settle()
         return message.status
 
     def test(self, message: LocalMessage | RemoteMessage) -> bool:
@@ -263,6 +272,7 @@ class HostsMessages:
             return message.done or message.advance(0)
         except Gone as gone:
             self._fail(message, gone)
+            message.settle()
             return True
 
     def watch(self, message: LocalMessage, timeout: float) -> None:
@@ -309,6 +319,10 @@ class HostsMessages:
 
     def _doing(self, message: RemoteMessage) -> str:
         return self._failing.operation(message.own)
+
+
+def _idle(transfer: Transfer) -> bool:
+    return isinstance(transfer, Expected) and transfer.idle
 
 
 def _header(kind: str, count: int, dtype: int, peer: int, tag: int) -> Header:
