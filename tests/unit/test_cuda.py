@@ -93,6 +93,24 @@ def test_a_message_asks_its_two_ranks_only() -> None:
 
 
 @pytest.mark.usefixtures("devices")
+@pytest.mark.parametrize(("numbers", "by_nccl"), [([0, 0, 1], "rank 2"), ([0, 0, 0], "")])
+def test_a_recv_from_any_rank_is_refused_where_nccl_would_bring_it(
+    numbers: list[int], by_nccl: str
+) -> None:
+    store = HashStore()
+    children = [
+        cuda.NcclChild(store, rank, 3, timedelta(seconds=5), Made) for rank in range(len(numbers))
+    ]
+    for child, number in zip(children, numbers, strict=True):
+        child._publish(cuda.identity(torch.device("cuda", number)))
+    if by_nccl:
+        with pytest.raises(UsageError, match=f"what {by_nccl} sends comes by NCCL"):
+            children[0].check_any_source(torch.device("cuda", numbers[0]))
+    else:
+        children[0].check_any_source(torch.device("cuda", numbers[0]))
+
+
+@pytest.mark.usefixtures("devices")
 def test_the_wait_for_a_peer_is_bounded() -> None:
     child = cuda.NcclChild(HashStore(), 0, 2, timedelta(milliseconds=50), Made)
     with pytest.raises(DistError):
@@ -127,6 +145,9 @@ class Group:
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int) -> str:
         return "memory"
 
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> str:
+        return "memory"
+
 
 class Child:
     def __init__(self, answer: Any) -> None:
@@ -136,6 +157,9 @@ class Child:
     def group_for(self, _device: torch.device, peer: int | None) -> Any:
         self.asked.append(peer)
         return self.answer
+
+    def check_any_source(self, _device: torch.device) -> None:
+        self.asked.append(-1)
 
 
 class Nccl:
@@ -149,7 +173,8 @@ def test_operations_are_handed_over_by_where_their_tensors_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    group = cuda.handing_over("allreduce", "recv")(type("Handing", (Group,), {}))()
+    operations = "allreduce", "recv", "recv_anysource"
+    group = cuda.handing_over(*operations)(type("Handing", (Group,), {}))()
     on_gpu = torch.ones(2).as_subclass(Tensor)
     group._nccl = Child(None)
     assert group.allreduce([on_gpu]) == "memory"
@@ -158,6 +183,8 @@ def test_operations_are_handed_over_by_where_their_tensors_are(
     assert group.allreduce([[torch.ones(2)], [on_gpu]]) == "nccl"
     assert group._nccl.asked == [None, None]
     assert group.allreduce([torch.ones(2)]) == "memory"
+    assert group.recv_anysource([on_gpu], 0) == "memory"
+    assert group._nccl.asked == [None, None, -1]
 
 
 def test_a_build_without_cuda_wraps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

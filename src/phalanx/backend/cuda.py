@@ -87,6 +87,26 @@ class NcclChild:
                 self._group = self._make(self._store, self._rank, self._size, self._timeout)
             return self._group
 
+    def check_any_source(self, device: torch.device) -> None:
+        """Refuse a recv from any rank, unless all of them send through host memory.
+
+        NCCL has no such recv, and a message from a rank that shares no device with this one comes
+        by NCCL. Blocks as `group_for` does, for all ranks.
+
+        Raises:
+            torch.distributed.DistStoreError: A rank's device was not published in time.
+            UsageError: A message may come by NCCL; says of which rank.
+        """
+        with self._lock:
+            self._publish(identity(device))
+            for peer in range(self._size):
+                if peer != self._rank and self._apart((self._rank, peer)):
+                    raise UsageError(
+                        f"rank {self._rank}/{self._size}: recv of a CUDA tensor from any rank, but "
+                        f"what rank {peer} sends comes by NCCL, which has no such recv: name the "
+                        "rank (src=...), or receive into a tensor on the CPU"
+                    )
+
     def shutdown(self) -> None:
         """Leave the NCCL group, if there is one."""
         if self._group is not None:
@@ -171,6 +191,8 @@ def handing_over(*names: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def _handed_over(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    if name == "recv_anysource":
+        return _refusing_nccl(method)
     is_message = name in ("send", "recv")
 
     @functools.wraps(method)
@@ -181,6 +203,17 @@ def _handed_over(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
             group = self._nccl.group_for(tensor.device, peer)
             if group is not None:
                 return getattr(group, name)(*arguments, **options)
+        return method(self, *arguments, **options)
+
+    return call
+
+
+def _refusing_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **options: Any) -> Any:
+        tensor = cuda_tensor(arguments)
+        if tensor is not None:
+            self._nccl.check_any_source(tensor.device)
         return method(self, *arguments, **options)
 
     return call

@@ -85,6 +85,7 @@ def _own_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]
     "allgather_coalesced",
     "send",
     "recv",
+    "recv_anysource",
 )
 class ProcessGroup(Collectives):
     """A group of ranks on one host that exchange tensors through shared memory.
