@@ -149,6 +149,10 @@ std::unique_ptr<Commons> Commons::map(int fd, std::size_t bytes, Status& status)
 }
 
 std::unique_ptr<Commons> Commons::create(std::size_t bytes, Status& status) {
+  if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage)) {
+    status = system_error(ENOTSUP);  // copies come and go by the kernel's pages
+    return nullptr;
+  }
   const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
   const int fd = memfd_create("phalanx-commons", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) {

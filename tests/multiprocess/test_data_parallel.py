@@ -486,6 +486,70 @@ def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> No
     ranks.run(world_size, scenarios)
 
 
+class Tied(nn.Module):
+    """A matrix that is an embedding and the weight of a linear layer, with a hook on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 19)
+        self.middle = nn.Linear(19, 19)
+        self.head = nn.Linear(19, 23, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(words)).tanh())
+
+
+def other_ways_of_backward(seed: int) -> None:
+    """Those in which a linear layer's gradient isn't, or not only, the product of one call."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    replica = Tied()
+    model = DataParallel(copy.deepcopy(replica))
+    words = torch.randint(23, (5, 7), generator=seeded(seed + dist.get_rank()))
+
+    def penalized(module: nn.Module) -> Tensor:
+        return module(words).square().mean() + sum(p.abs().sum() for p in module.parameters())
+
+    one = torch.autograd.grad(penalized(model), list(model.parameters()))
+    other = torch.autograd.grad(penalized(replica), list(replica.parameters()))
+    assert all(map(same, one, other))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    first = torch.autograd.grad(penalized(model), list(model.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    first = torch.autograd.grad(penalized(replica), list(replica.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    average(replica)
+    near(model, replica)
+
+    for module in (model, replica):
+        module.zero_grad()
+    seen: list[Tensor] = []
+    for middle in (model.module.middle, replica.middle):
+        middle.weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+    penalized(model).backward()
+    penalized(replica).backward()
+    average(replica)
+    assert same(*seen)
+    near(model, replica)
+
+    with torch.inference_mode():
+        assert torch.equal(model(words), replica(words))
+    scaled = torch.func.jacrev(lambda scale: model(words) * scale)(torch.tensor(2.0))
+    torch.testing.assert_close(scaled, replica(words))
+
+
+def near(model: DataParallel, replica: nn.Module) -> None:
+    """A sum of several products may go in another order."""
+    for one, other in zip(model.parameters(), replica.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_linear_layers_in_other_ways(ranks: RankServer, seed: int) -> None:
+    ranks.run(2, other_ways_of_backward, seed)
+
+
 def held_once() -> tuple[int, int]:
     """Bytes of the model, and what this process has of it that is its own."""
     torch.set_num_threads(1)

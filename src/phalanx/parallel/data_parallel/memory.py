@@ -45,7 +45,7 @@ class HostMemory:
             dist.broadcast_object_list(told, group=places.host, group_src=0)
             pid, descriptor, problem = told[0]
             if not problem and places.local_rank:
-                made = _native.Commons.open(pid, descriptor, self._size)
+                made = self._opened(pid, descriptor)
             places.meet()
         if made is None:
             raise PhalanxError(
@@ -54,6 +54,15 @@ class HostMemory:
             )
         made.close_descriptor()
         self._commons = made
+
+    def _opened(self, pid: int, descriptor: int) -> _native.Commons:
+        try:
+            return _native.Commons.open(pid, descriptor, self._size)
+        except OSError as error:
+            raise PhalanxError(
+                f"the memory of a model, which process {pid} of this host has made, can't be "
+                f"mapped: {os.strerror(error.errno or 0)}"
+            ) from None
 
     def own(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """This rank's replica of bytes `start` to `end`, flat: a storage of its own."""
