@@ -200,7 +200,7 @@ std::size_t Commons::publish(std::size_t offset, std::size_t bytes, PageFinder f
   std::size_t pages = 0;
   for_copied(own_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
     std::memcpy(common_ + (start - own_), start, size);
-    madvise(start, size, MADV_DONTNEED);
+    madvise(start, size, MADV_DONTNEED);  // a locked page stays a copy, of the right bytes
     pages += size / kPage;
   });
   return pages;
@@ -209,7 +209,9 @@ std::size_t Commons::publish(std::size_t offset, std::size_t bytes, PageFinder f
 std::size_t Commons::drop(std::size_t offset, std::size_t bytes, PageFinder finder) {
   std::size_t pages = 0;
   for_copied(own_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
-    madvise(start, size, MADV_DONTNEED);
+    if (madvise(start, size, MADV_DONTNEED) != 0) {  // locked pages stay copies
+      std::memcpy(start, common_ + (start - own_), size);
+    }
     pages += size / kPage;
   });
   return pages;

@@ -211,7 +211,9 @@ def test_a_killed_rank_that_mpirun_lets_pass(tmp_path: Path) -> None:
     said, pid = killed("mpich", tmp_path, "-disable-auto-cleanup")
     for rank in range(3):
         words = rf"rank 3 \(pid {pid}[^)]*\) was killed by SIGKILL"
-        assert re.search(words, (tmp_path / f"error-{rank}").read_text()), said
+        error = tmp_path / f"error-{rank}"
+        assert error.exists(), f"no PeerLost on rank {rank}:\n{said}"
+        assert re.search(words, error.read_text()), said
 
 
 MEETING = """

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from phalanx.errors import PeerLost, UsageError
@@ -536,8 +537,84 @@ def other_ways_of_backward(seed: int) -> None:
 
     with torch.inference_mode():
         assert torch.equal(model(words), replica(words))
+    moved_and_checkpointed(seed)
     scaled = torch.func.jacrev(lambda scale: model(words) * scale)(torch.tensor(2.0))
     torch.testing.assert_close(scaled, replica(words))
+
+
+class Checkpointed(nn.Module):
+    """Of complex numbers, recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 40, dtype=torch.complex64)
+        self.real = nn.Linear(40, 40)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        def run(inputs: Tensor) -> Tensor:
+            return self.real(self.layer(inputs.to(torch.complex64)).abs()).tanh()
+
+        return torch.utils.checkpoint.checkpoint(run, inputs, use_reentrant=False)
+
+
+def moved_and_checkpointed(seed: int) -> None:
+    """Complex products, checkpoints, hooks after accumulation, and data that is assigned."""
+    torch.manual_seed(seed)
+    replica = Checkpointed()
+    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(replica.parameters(), lr=0.1)
+    seen: list[bool] = []
+    for step in range(3):
+        inputs = torch.randn(3, 40, generator=seeded(seed + 7 * step + dist.get_rank()))
+        for module, one in ((model, optimizer), (replica, plain)):
+            one.zero_grad()
+            module(inputs).square().mean().backward()
+        average(replica)
+        near(model, replica)
+        if step == 1:  # a gradient of the user's own, and then one rank is late
+            for module in (model, replica):
+                for parameter in module.parameters():
+                    parameter.grad = parameter.grad * 3
+            norm = model.clip_grad_norm_(0.01)
+            expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.01)
+            torch.testing.assert_close(norm.float(), expected, rtol=1e-4, atol=0.0)
+            near(model, replica)
+        optimizer.step()
+        plain.step()
+        if step == 0:  # as one who swaps averaged weights in does
+            with torch.no_grad():
+                for module in (model.module, replica):
+                    module.real.weight.data = module.real.weight.data * 0.5
+            model.module.real.weight.register_post_accumulate_grad_hook(
+                lambda parameter: seen.append(parameter.grad is not None)
+            )
+        for (name, one), other in zip(
+            model.module.named_parameters(), replica.parameters(), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+    assert seen == [True, True]
+    stale = DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    optimizer = stale.optimizer(torch.optim.SGD, lr=0.1)
+    loss = stale(torch.ones(1, 3)).mean()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def on_a_part_and_all() -> None:
+    """A model of some ranks, then one of all: their groups find each other."""
+    some = dist.new_group([1, 2])
+    if dist.get_rank():
+        part = DataParallel(nn.Linear(3, 2), some)
+        part(torch.ones(1, 3)).sum().backward()
+    model = DataParallel(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(2, 3))
+
+
+def test_a_sub_group_and_then_all(ranks: RankServer) -> None:
+    ranks.run(3, on_a_part_and_all)
 
 
 def near(model: DataParallel, replica: nn.Module) -> None:
@@ -599,7 +676,7 @@ def errors() -> None:
     different = nn.Linear(4, 3 + rank // 2)
     with pytest.raises(
         UsageError,
-        match=r"parameter 0 is weight \[3, 4\] torch.float32 on rank 0, weight \[4, 4\] .* rank 2",
+        match=r"parameter 0 is weight \[3, 4\] torch.float32, .* rank 0, weight \[4, 4\] .* rank 2",
     ):
         DataParallel(different)
     wrapped = DataParallel(model)

@@ -25,6 +25,7 @@ import torch
 from torch.distributed import DistError, ProcessGroupGloo
 
 from phalanx import env_hosts
+from phalanx.engines.ending import inside_a_library
 from phalanx.engines.interface import Engine, EngineError, Transfer
 from phalanx.errors import UsageError
 
@@ -82,7 +83,8 @@ class _Waiters:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            call()
+            with inside_a_library():
+                call()
             del call
             with self._lock:
                 self._idle += 1

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed import DistError
 
+from phalanx.engines.ending import inside_a_library
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -107,10 +109,11 @@ class Story:
         answer: list[Any] = []
 
         def ask() -> None:
-            try:
-                answer.append(question())
-            except (DistError, RuntimeError):  # it is gone
-                answer.append(None)
+            with inside_a_library():
+                try:
+                    answer.append(question())
+                except (DistError, RuntimeError):  # it is gone
+                    answer.append(None)
 
         thread = threading.Thread(target=ask, name="phalanx-story", daemon=True)
         thread.start()

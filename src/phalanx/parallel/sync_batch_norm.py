@@ -13,8 +13,10 @@ from phalanx.errors import UsageError
 __all__ = ["SyncBatchNorm"]
 
 
-class SyncBatchNorm(nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` that takes tensors on the CPU too, on any backend.
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """What `torch.nn.SyncBatchNorm` is, for tensors on the CPU too, on any backend.
+
+    It is no subclass of that one, which DDP refuses on the CPU.
 
     In training, mean and variance are those of the batches of all ranks together: one all-gather of
     `2 * num_features + 1` elements in forward, one all-reduce of `2 * num_features` in backward.
@@ -33,9 +35,30 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         ValueError: The input has no channels, or another number of them.
     """
 
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        options: Any = {"device": device, "dtype": dtype}
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, **options)
+        self.process_group = process_group
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(
+                f"SyncBatchNorm: input {list(input.shape)} given, expected [batch, channels, ...]"
+            )
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `[batch, channels, ...]`; in training all ranks call it, and wait."""
-        if input.device.type != "cpu" or not self._together():
+        if not self._together():
             plain: Tensor = super().forward(input)
             return plain
         self._check_input_dim(input)
@@ -53,9 +76,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return output
 
     def _together(self) -> bool:
-        batch = self.training or (self.running_mean is None and self.running_var is None)
         group = self.process_group
-        return batch and dist.is_initialized() and dist.get_world_size(group) > 1
+        return self.training and dist.is_initialized() and dist.get_world_size(group) > 1
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: int) -> None:
@@ -85,7 +107,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         made: nn.Module = convert(module, process_group)
         for part in made.modules():
             if type(part) is nn.SyncBatchNorm:
-                part.__class__ = cls
+                part.__class__ = cls  # type: ignore[assignment]
         return made
 
 

@@ -27,6 +27,8 @@ def clip(
             "numbers above 0"
         )
     memory = gradients.memory
+    gradients.adopt()
+    places.meet()  # nobody reads what others are about to publish
     if places.owns:
         for cut in layout.slices(places.local_rank):
             memory.publish(cut.start, cut.end)  # what this rank has changed itself

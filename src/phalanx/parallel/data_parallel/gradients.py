@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from phalanx.errors import UsageError
 from phalanx.parallel.data_parallel.layout import Layout
 from phalanx.parallel.data_parallel.linear import Product
 from phalanx.parallel.data_parallel.memory import HostMemory
@@ -61,6 +62,13 @@ class Gradients:
         """Whether a parameter has a gradient."""
         return self._parameters[number].grad is not None
 
+    def adopt(self) -> None:
+        """Take over gradients that the user has put in the place of averages."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and not self.is_average(parameter.grad, number):
+                self._averages[number].copy_(parameter.grad)
+                parameter.grad = self._averages[number]
+
     def is_average(self, gradient: Tensor, number: int) -> bool:
         """Whether that is the tensor of a parameter's averages, changed in place or not."""
         return gradient.data_ptr() == self._averages[number].data_ptr()
@@ -83,9 +91,16 @@ class Gradients:
 
     def take(self, number: int) -> None:
         """Take a parameter's gradient, which is complete on this rank, out of its `grad`."""
+        order = self._layout.order
+        if number in order[: self._cursor]:
+            shape = list(self._parameters[number].shape)
+            raise UsageError(
+                f"DataParallel: another part of the gradient of parameter {number} {shape} came "
+                "when it had been averaged: checkpoint a module that is used several times with "
+                "use_reentrant=False"
+            )
         self.under_way = True
         self._ready[number] = True
-        order = self._layout.order
         while self._cursor < len(self._ready) and self._ready[order[self._cursor]]:
             self._write(order[self._cursor])
             self._cursor += 1
@@ -120,6 +135,11 @@ class Gradients:
         if gradient is None:
             self._put(number, None)
             return
+        if gradient.layout != torch.strided:
+            raise UsageError(
+                f"DataParallel: parameter {number} {list(parameter.shape)} has a gradient of "
+                f"layout {gradient.layout}, expected a dense one: use sparse=False in nn.Embedding"
+            )
         self._present[number] = True
         self._put(number, flat(gradient, parameter))
         parameter.grad = None  # what it took is free for the next one

@@ -69,13 +69,17 @@ class StraightLinear(TorchFunctionMode):
 
 def _simple(input: Any, weight: nn.Parameter) -> bool:
     """Whether nothing here changes what the product is, or wants to see the gradient."""
+    # Checkpointing, which runs the forward pass again, saves tensors by hooks.
+    saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
         type(input) is Tensor
         and weight.requires_grad
         and input.dtype == weight.dtype
         and input.dim() >= 2
         and input.numel() > 0
-        and not weight._backward_hooks
+        and not weight.is_complex()
+        and not _hooked(weight)
+        and saving is None
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
@@ -113,11 +117,17 @@ class _Linear(torch.autograd.Function):
             by_bias = rows.sum(0)
         if wants_weight:
             product = Product(rows, input.reshape(-1, input.shape[-1]))
-            if not torch.is_grad_enabled() and _accumulates(context.accumulator):
+            plain = torch.is_grad_enabled() or _hooked(weight)
+            if not plain and _accumulates(context.accumulator):
                 context.put_off(context.number, product)
             else:
                 by_weight = product.make()
         return by_input, by_weight, by_bias, None, None, None
+
+
+def _hooked(weight: Any) -> bool:
+    """Whether somebody wants to see its gradient."""
+    return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def accumulator(weight: nn.Parameter) -> Any:

@@ -44,9 +44,12 @@ class HostMemory:
             told = [(os.getpid(), made.descriptor if made else -1, problem)]
             dist.broadcast_object_list(told, group=places.host, group_src=0)
             pid, descriptor, problem = told[0]
+            failure = None
             if not problem and places.local_rank:
-                made = self._opened(pid, descriptor)
+                made, failure = self._opened(pid, descriptor)
             places.meet()
+            if failure is not None:
+                raise failure
         if made is None:
             raise PhalanxError(
                 f"no shared memory for {self._size} bytes of a model ({problem}): free memory, or "
@@ -55,14 +58,16 @@ class HostMemory:
         made.close_descriptor()
         self._commons = made
 
-    def _opened(self, pid: int, descriptor: int) -> _native.Commons:
+    def _opened(
+        self, pid: int, descriptor: int
+    ) -> tuple[_native.Commons | None, PhalanxError | None]:
         try:
-            return _native.Commons.open(pid, descriptor, self._size)
+            return _native.Commons.open(pid, descriptor, self._size), None
         except OSError as error:
-            raise PhalanxError(
+            return None, PhalanxError(
                 f"the memory of a model, which process {pid} of this host has made, can't be "
                 f"mapped: {os.strerror(error.errno or 0)}"
-            ) from None
+            )
 
     def own(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """This rank's replica of bytes `start` to `end`, flat: a storage of its own."""

@@ -53,8 +53,8 @@ class DataParallel(nn.Module):
         group: The ranks; the default group if None.
         broadcast_buffers: Give all ranks the buffers of rank 0 (the running statistics of
             BatchNorm) before every forward pass in training mode.
-        chunk_bytes: How much is averaged at once. Each rank keeps four chunks for gradients that
-            are under way.
+        chunk_bytes: How much is averaged at once, above 0; a matrix of up to 32 MiB is one chunk.
+            Each rank keeps one for gradients that are under way, or two where cores are to spare.
 
     Blocks until all ranks have made theirs.
 
@@ -86,6 +86,8 @@ class DataParallel(nn.Module):
                 "DataParallel: no process group, expected one: call phalanx.init() or "
                 "torch.distributed.init_process_group() first"
             )
+        if chunk_bytes < 1:
+            raise UsageError(f"DataParallel: chunk_bytes {chunk_bytes} given, expected above 0")
         parameters.check(module)
         super().__init__()
         self.module = module
@@ -99,6 +101,7 @@ class DataParallel(nn.Module):
         self._memory = parameters.move(self._trained, self._layout, self._places)
         if frozen := [parameter for parameter in every if not parameter.requires_grad]:
             parameters.move(frozen, lay_out(frozen, 1, chunk_bytes), self._places)
+        self._views = parameters.Views(every)
         self._gradients = Gradients(self._trained, self._layout, self._places)
         self._synchronizing = False
         self._share_buffers()
@@ -119,6 +122,7 @@ class DataParallel(nn.Module):
                     "DataParallel: the last backward pass was cut short by an exception, so ranks "
                     "are no longer in step: end the job, and start again from a snapshot"
                 )
+            self._views.restore()
             self._synchronizing = self.require_backward_grad_sync
             if self.training and self.broadcast_buffers and self.require_backward_grad_sync:
                 self._share_buffers()

@@ -133,12 +133,14 @@ class ShardedOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._model
+        model._views.restore()
         model._places.meet()  # nobody reads the parameters any more
         self._publish()
         if self._inner is not None:
             self._update()
         model._places.meet()
         model._memory.drop()
+        torch.autograd.graph.increment_version(model._trained)
         return loss
 
     @torch.no_grad()
@@ -162,7 +164,8 @@ class ShardedOptimizer(optim.Optimizer):
     def _part(self, elements: Tensor, piece: Piece) -> Tensor:
         """A piece of a parameter's elements."""
         layout = self._model._layout
-        start, size = layout.spots[piece.parameter].start, elements.element_size()
+        start = layout.spots[piece.parameter].start
+        size = layout.dtypes[piece.parameter].itemsize
         return elements[(piece.start - start) // size : (piece.end - start) // size]
 
     def _publish(self) -> None:
@@ -207,8 +210,9 @@ class ShardedOptimizer(optim.Optimizer):
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: saved[key] for key in saved if key not in NAMING})
         index = {number: i for i, number in enumerate(self._order())}
+        states_of = {int(i): state for i, state in state_dict["state"].items()}
         for owner, piece, _ in self._averages:
-            whole = state_dict["state"].get(index[piece.parameter])
+            whole = states_of.get(index[piece.parameter])
             if whole is None:
                 self._inner.state.pop(owner, None)
                 continue

@@ -15,7 +15,7 @@ from phalanx.parallel.data_parallel.memory import HostMemory
 from phalanx.parallel.data_parallel.places import Places
 from phalanx.parallel.data_parallel.views import flat, shaped_like
 
-__all__ = ["check", "check_same", "give_back", "move"]
+__all__ = ["Views", "check", "check_same", "give_back", "move"]
 
 
 def check(module: nn.Module) -> None:
@@ -42,7 +42,13 @@ def check(module: nn.Module) -> None:
 def check_same(module: nn.Module, places: Places) -> None:
     """Raise UsageError on all ranks if they have different models; blocks until all have come."""
     own = [
-        (name, list(parameter.shape), str(parameter.dtype), parameter.requires_grad)
+        (
+            name,
+            list(parameter.shape),
+            str(parameter.dtype),
+            list(parameter.stride()),
+            parameter.requires_grad,
+        )
         for name, parameter in module.named_parameters()
     ]
     all_of: list[list[tuple[object, ...]]] = [[]] * places.world_size
@@ -62,8 +68,8 @@ def check_same(module: nn.Module, places: Places) -> None:
 def _words(found: Sequence[object] | None) -> str:
     if found is None:
         return "missing"
-    name, shape, dtype, trainable = found
-    return f"{name} {shape} {dtype}" + ("" if trainable else " (frozen)")
+    name, shape, dtype, strides, trainable = found
+    return f"{name} {shape} {dtype}, strides {strides}" + ("" if trainable else " (frozen)")
 
 
 @torch.no_grad()
@@ -91,6 +97,36 @@ def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> 
         parameter.data = shaped_like(own, parameter)
     give_back()
     return memory
+
+
+class Views:
+    """The parameters' views of the memory, to which those return that were put elsewhere.
+
+    Args:
+        parameters: After `move`.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._views = [(parameter, parameter.detach()) for parameter in parameters]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Take over what was assigned to `parameter.data`, and have the parameter view it there.
+
+        Raises:
+            UsageError: It has another shape or dtype.
+        """
+        for parameter, view in self._views:
+            data = parameter.data
+            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
+                continue
+            if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
+                raise UsageError(
+                    f"DataParallel: a parameter {list(view.shape)} {view.dtype} was given data of "
+                    f"{list(data.shape)} {data.dtype} on {data.device}: wrap the module afterwards"
+                )
+            view.copy_(data)
+            parameter.data = view
 
 
 def give_back() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -57,14 +59,29 @@ def find_places(group: dist.ProcessGroup | None) -> Places:
     own = next(ranks for ranks in hosts if dist.get_rank() in ranks)
     local_rank, owners = own.index(dist.get_rank()), min(map(len, hosts))
     rail = [ranks[local_rank] for ranks in hosts] if local_rank < owners else [dist.get_rank()]
-    # Two for every rank, though one may be of itself alone: PyTorch names a group that only its
-    # members form by how many groups each of them has.
-    backend = dist.get_backend(whole)
-    formed = [
-        dist.new_group(ranks, backend=backend, use_local_synchronization=True)
-        for ranks in (own, rail)
-    ]
-    host = formed[0] if len(own) > 1 else None
-    between = formed[1] if len(rail) > 1 else None
     assert whole is not None  # there is a default group: host_ranks has looked
+    rails = [[ranks[number] for ranks in hosts] for number in range(owners)]
+    host = _form(whole, hosts, own)
+    between = _form(whole, rails, rail)
     return Places(whole, host, between, local_rank, len(own), owners, len(hosts))
+
+
+def _form(
+    whole: dist.ProcessGroup, every: list[list[int]], own: list[int]
+) -> dist.ProcessGroup | None:
+    """Form the groups of these ranks, of which this rank is in `own`; None if it is alone there."""
+    options: dict[str, Any] = {"backend": dist.get_backend(whole)}
+    seconds = getattr(whole, "_timeout", None)  # PyTorch has no public way to ask
+    if isinstance(seconds, float):
+        options["timeout"] = timedelta(seconds=seconds)
+    if whole is not dist.group.WORLD:
+        # PyTorch names a group that only its members form by how many groups each of them has.
+        # So every rank forms one, though it may be of itself alone.
+        formed = dist.new_group(own, use_local_synchronization=True, **options)
+        return formed if len(own) > 1 else None
+    mine = None
+    for ranks in every:
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, **options)
+            mine = group if ranks == own else mine
+    return mine
