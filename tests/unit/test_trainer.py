@@ -55,6 +55,7 @@ def trainer(
         ({"clip": 0.0}, "clip is 0.0, expected a norm above 0, or None"),
         ({"loader": {"batch_size": 4}}, "loader has batch_size, which the trainer decides itself"),
         ({"loader": {"shuffle": True}}, "loader has shuffle, which the trainer decides itself"),
+        ({"loader": {"num_workers": 1, "persistent_workers": True}}, "loader has persistent_work"),
         ({"data": iter([1])}, "list_iterator given, expected a data set with a length"),
         ({"data": TensorDataset(torch.zeros(0, 4))}, "0 samples given, expected at least"),
         ({"evaluate": TensorDataset(torch.zeros(0, 4))}, "0 samples given, expected at least 1"),
@@ -120,7 +121,7 @@ def other_data() -> Dataset[Any]:
         ),
         (
             lambda: {"optimizer": torch.optim.Adam},
-            "has the state of another optimizer: 4 parameters with dampening, differentiable, ",
+            "has the state of another optimizer: SGD of 4 parameters (0.weight, 0.bias, 2.weight,",
         ),
         (lambda: {"data": other_data()}, "doesn't fit this run: GlobalBatchSampler"),
         (lambda: {"seed": 4}, "doesn't fit this run: GlobalBatchSampler"),
@@ -347,3 +348,40 @@ def test_sigterm_in_another_thread_is_said(caplog: pytest.LogCaptureFixture) -> 
         thread.start()
         thread.join()
     assert "runs in another than the main thread, where SIGTERM can't be heard" in caplog.text
+
+
+@pytest.mark.parametrize("other", ["class", "order"])
+def test_refuses_a_snapshot_of_an_optimizer_that_looks_alike(tmp_path: Path, other: str) -> None:
+    def run(kind: Any, *, swapped: bool) -> Trainer:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
+        parts = [*model[1].parameters(), *model[0].parameters()] if swapped else model.parameters()
+        options: dict[str, Any] = {"global_batch": 10, "steps": 2, "progress": False}
+        return Trainer(model, kind(parts), DATA, squared, snapshots=tmp_path, **options)
+
+    run(torch.optim.AdamW, swapped=True).fit()
+    kind = torch.optim.Adam if other == "class" else torch.optim.AdamW
+    with pytest.raises(UsageError, match="has the state of another optimizer: AdamW of 4 param"):
+        run(kind, swapped=other == "class").fit()
+
+
+def test_a_scheduler_with_counters_resumes(tmp_path: Path) -> None:
+    """A snapshot knows dicts alone; MultiStepLR wants a Counter."""
+
+    def losses(steps: int, folder: Path) -> tuple[list[float], float]:
+        torch.manual_seed(3)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        lr = torch.optim.lr_scheduler
+        parts = [lr.ConstantLR(optimizer, 0.5, 3), lr.MultiStepLR(optimizer, [1, 2], 0.1)]
+        scheduler = lr.SequentialLR(optimizer, parts, [3])
+        options: dict[str, Any] = {"global_batch": 10, "steps": steps, "progress": False}
+        run = Trainer(
+            model, optimizer, DATA, squared, scheduler=scheduler, snapshots=folder, **options
+        )
+        return run.fit().losses, optimizer.param_groups[0]["lr"]
+
+    whole, last = losses(7, tmp_path / "whole")
+    first, _ = losses(2, tmp_path / "parts")
+    then, resumed = losses(7, tmp_path / "parts")
+    assert first + then == whole
+    assert resumed == last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -38,8 +38,15 @@ class Evaluation:
         self._mine = list(EvaluationSampler(data))
         self._options = loader
 
-    def run(self, replicas: Replicas) -> dict[str, float]:
-        """Return the means of loss and metrics over all samples, on every rank; collective."""
+    def run(
+        self, replicas: Replicas, autocast: Callable[[], AbstractContextManager[Any]]
+    ) -> dict[str, float]:
+        """Return the means of loss and metrics over all samples, on every rank; collective.
+
+        Args:
+            replicas: The model.
+            autocast: The precision of the forward pass, as in training.
+        """
         totals: dict[str, float] = {}
         count = 0
         replicas.align_buffers()
@@ -47,7 +54,8 @@ class Evaluation:
         with evaluating(replicas.inner), torch.no_grad():
             for content, size in self._batches():
                 batch = on_device(content, replicas.device)
-                loss, metrics = measured(self._loss(replicas.inner, batch))
+                with autocast():
+                    loss, metrics = measured(self._loss(replicas.inner, batch))
                 for name, mean in {"loss": loss.item(), **metrics}.items():
                     totals[name] = totals.get(name, 0.0) + mean * size
                 count += size

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,8 @@ from phalanx.errors import UsageError
 from phalanx.train.seeds import rank_seeds
 
 __all__ = ["MicroBatch", "Order", "make_loader"]
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,12 @@ class Order:
             )
         self.accumulate = accumulate
         self._micro = global_batch // accumulate
-        self._sampler = GlobalBatchSampler(data, self._micro, seed=seed)
+        try:
+            self._sampler = GlobalBatchSampler(data, self._micro, seed=seed)
+        except UsageError as error:
+            raise UsageError(
+                f"a global batch of {global_batch} in {accumulate} micro-batches given: {error}"
+            ) from None
         self._seed = seed
         # Its own: each new iterator draws a number from it, and a resumed epoch has one more of
         # these than one that wasn't interrupted.
@@ -75,6 +84,11 @@ class Order:
 
     def _make_loader(self, data: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
         own = {"batch_sampler", "sampler", "shuffle", "drop_last", "generator"} & set(options)
+        if options.get("persistent_workers"):
+            raise UsageError(
+                "loader has persistent_workers, whose random numbers go on from epoch to epoch, so "
+                "that no run could resume exactly: leave it out"
+            )
         if own or options.get("batch_size") is not None:
             names = ", ".join(sorted(own) or ["batch_size"])
             raise UsageError(
@@ -159,8 +173,9 @@ def make_loader(
 
 
 def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
-    # A launcher sends SIGTERM to all that a rank has started, and the rank still needs its batches:
-    # it ends its workers itself.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # A launcher sends SIGTERM to the group of processes that a rank has started, and the rank still
+    # needs its batches: it ends its workers itself. They end with it in any case, busy or not.
+    os.setpgid(0, 0)
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if then is not None:
         then(number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["State"]
 
 _SHOWN = 3
+# Not of an optimizer's algorithm; how it is carried out may change from run to run.
+_NO_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable"}
 
 
 class State:
@@ -49,6 +53,7 @@ class State:
         return {
             "model": self._replicas.state_dict(),
             "optimizer": self._stepper.optimizer.state_dict(),
+            "optimizer_of": self._optimizer_of(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": self._stepper.scaler.state_dict(),
             "order": self._order.state_dict(),
@@ -81,7 +86,8 @@ class State:
         self._replicas.load_state_dict(state["model"])
         self._stepper.optimizer.load_state_dict(_own(state["optimizer"]))
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(state["scheduler"])
+            here = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(_typed(here, state["scheduler"]))
         if state["scaler"]:
             self._stepper.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
@@ -89,6 +95,14 @@ class State:
         seed_rank(self._seed, self._replicas.rank, progress["step"])
         restore_random_states(state["random"])
         return progress
+
+    def _optimizer_of(self) -> dict[str, Any]:
+        """The optimizer's class, and the names of the parameters of each group."""
+        optimizer: Any = self._stepper.optimizer
+        names = {id(p): name for name, p in self._replicas.inner.named_parameters()}
+        kind = getattr(optimizer, "kind", type(optimizer))  # of one that is divided
+        groups = [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups]
+        return {"class": kind.__name__, "groups": groups}
 
     def _check_model(self, saved: Mapping[str, Any], path: object) -> None:
         expected = self._replicas.state_dict()
@@ -112,9 +126,9 @@ class State:
             )
 
     def _check_optimizer(self, state: Mapping[str, Any], path: object) -> None:
-        """Compare what optimizers have: their classes differ where one of them is sharded."""
-        saved = _groups(state["optimizer"]["param_groups"])
-        here = _groups(self._stepper.optimizer.param_groups)
+        """Compare what is optimized, and how."""
+        saved = _groups(state["optimizer"]["param_groups"], state.get("optimizer_of"))
+        here = _groups(self._stepper.optimizer.param_groups, self._optimizer_of())
         if saved != here:
             raise UsageError(
                 f"{path} has the state of another optimizer: {'; '.join(saved)}. Expected "
@@ -128,13 +142,43 @@ class State:
             )
 
 
-def _groups(groups: list[dict[str, Any]]) -> list[str]:
-    """Each group of an optimizer in words: how many parameters, and which settings it has."""
+def _groups(groups: list[dict[str, Any]], of: Mapping[str, Any] | None) -> list[str]:
+    """Each group of an optimizer in words: its class, parameters, and which settings it has.
+
+    Of settings only switches count, as what they choose is another algorithm.
+    """
     described = []
-    for group in groups:
-        settings = sorted(set(group) - {"params", "param_names", "initial_lr"})
-        described.append(f"{len(group['params'])} parameters with {', '.join(settings)}")
+    for number, group in enumerate(groups):
+        settings = [
+            f"{name}={value}" if isinstance(value, bool) else name
+            for name, value in sorted(group.items())
+            if name not in _NO_SETTINGS
+        ]
+        names = of["groups"][number] if of else []
+        order = f" ({_brief(names)})" if names else ""
+        kind = of["class"] if of else "an optimizer"
+        described.append(
+            f"{kind} of {len(group['params'])} parameters{order} with {', '.join(settings)}"
+        )
     return described
+
+
+def _brief(names: list[str]) -> str:
+    """The first names of some parameters, and a number that stands for all of them in order."""
+    first = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    return f"{first}; order {zlib.crc32(chr(10).join(names).encode()):08x}"
+
+
+def _typed(own: Any, saved: Any) -> Any:
+    """What was saved, with the types that a snapshot has no word for: counters and tuples."""
+    if isinstance(own, Mapping) and isinstance(saved, Mapping):
+        values = {key: _typed(own.get(key), value) for key, value in saved.items()}
+        return Counter(values) if isinstance(own, Counter) else values
+    if isinstance(own, list | tuple) and isinstance(saved, list):
+        if len(own) == len(saved):
+            saved = [_typed(*pair) for pair in zip(own, saved, strict=True)]
+        return tuple(saved) if isinstance(own, tuple) else saved
+    return saved
 
 
 def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:

@@ -283,7 +283,7 @@ class Trainer:
         if at_end or self._finished():
             if self._evaluation is not None:
                 display.note("evaluating")
-                result.evaluation = self._evaluation.run(self._replicas)
+                result.evaluation = self._evaluation.run(self._replicas, self._stepper.autocast)
                 display.note("training")
             display.end_epoch(result.step, epoch, result.loss, result.evaluation)
         due = at_end if self._every is None else result.step % self._every == 0

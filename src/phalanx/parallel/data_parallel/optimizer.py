@@ -60,6 +60,8 @@ class ShardedOptimizer(optim.Optimizer):
                 f"that treats each element by itself ({known}): give elementwise=True if it does, "
                 "else make it yourself, with model.parameters(), as for DDP"
             )
+        self.kind = kind
+        """The class that is divided."""
         self._model = model
         self._numbers = {id(owner): number for number, owner in enumerate(model._trained)}
         self._sealed = False
