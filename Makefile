@@ -188,8 +188,8 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 # at a time leave no core idle. Files that take long come first, so that both end together. The others
 # have the machine for themselves, since what they do has as many ranks as there are cores, or more.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
-	cli data_parallel doctor init job_life launch launched_jobs meeting replace restarts run slurm \
-	sync_batch_norm trainer uneven) \
+	cli data_parallel data_parallel_backward data_parallel_scenarios doctor init job_life launch \
+	launched_jobs meeting replace restarts run slurm sync_batch_norm trainer uneven) \
 	$(patsubst %,tests/fault/test_%.py,explain job_places unformed) tests/examples tests/ecosystem \
 	tests/unit
 # The outer limit is for what pytest's own limit per test can't end.

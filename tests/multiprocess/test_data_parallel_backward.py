@@ -1,0 +1,168 @@
+"""`DataParallel` where a linear layer's gradient isn't, or not only, the product of one call."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from phalanx.parallel import DataParallel
+from tests.ranks import RankServer
+from tests.synchronous_sgd import CHUNK, average, same, seeded
+
+
+@pytest.fixture(autouse=True)
+def preloaded(ranks: RankServer) -> None:
+    """The first step of an optimizer imports it."""
+    ranks.preload("torch._dynamo")
+
+
+@pytest.fixture
+def seed() -> int:
+    value = int(torch.randint(2**20, ()))
+    print(f"seed {value}")
+    return value
+
+
+class Tied(nn.Module):
+    """A matrix that is an embedding and the weight of a linear layer, with a hook on another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(23, 19)
+        self.middle = nn.Linear(19, 19)
+        self.head = nn.Linear(19, 23, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(self.middle(self.embed(words)).tanh())
+
+
+def other_ways_of_backward(seed: int) -> None:
+    """Those in which a linear layer's gradient isn't, or not only, the product of one call."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    replica = Tied()
+    model = DataParallel(copy.deepcopy(replica))
+    words = torch.randint(23, (5, 7), generator=seeded(seed + dist.get_rank()))
+
+    def penalized(module: nn.Module) -> Tensor:
+        return module(words).square().mean() + sum(p.abs().sum() for p in module.parameters())
+
+    one = torch.autograd.grad(penalized(model), list(model.parameters()))
+    other = torch.autograd.grad(penalized(replica), list(replica.parameters()))
+    assert all(map(same, one, other))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+    first = torch.autograd.grad(penalized(model), list(model.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    first = torch.autograd.grad(penalized(replica), list(replica.parameters()), create_graph=True)
+    sum(gradient.square().sum() for gradient in first).backward()
+    average(replica)
+    near(model, replica)
+
+    for module in (model, replica):
+        module.zero_grad()
+    seen: list[Tensor] = []
+    for middle in (model.module.middle, replica.middle):
+        middle.weight.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+    penalized(model).backward()
+    penalized(replica).backward()
+    average(replica)
+    assert same(*seen)
+    near(model, replica)
+
+    with torch.inference_mode():
+        assert torch.equal(model(words), replica(words))
+    moved_and_checkpointed(seed)
+    scaled = torch.func.jacrev(lambda scale: model(words) * scale)(torch.tensor(2.0))
+    torch.testing.assert_close(scaled, replica(words))
+
+
+class Checkpointed(nn.Module):
+    """Of complex numbers, recomputed in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(40, 40, dtype=torch.complex64)
+        self.real = nn.Linear(40, 40)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        def run(inputs: Tensor) -> Tensor:
+            return self.real(self.layer(inputs.to(torch.complex64)).abs()).tanh()
+
+        return torch.utils.checkpoint.checkpoint(run, inputs, use_reentrant=False)
+
+
+def moved_and_checkpointed(seed: int) -> None:
+    """Complex products, checkpoints, hooks after accumulation, and data that is assigned."""
+    torch.manual_seed(seed)
+    replica = Checkpointed()
+    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
+    plain = torch.optim.SGD(replica.parameters(), lr=0.1)
+    seen: list[bool] = []
+    for step in range(3):
+        inputs = torch.randn(3, 40, generator=seeded(seed + 7 * step + dist.get_rank()))
+        for module, one in ((model, optimizer), (replica, plain)):
+            one.zero_grad()
+            module(inputs).square().mean().backward()
+        average(replica)
+        near(model, replica)
+        if step == 1:  # a gradient of the user's own, and then one rank is late
+            for module in (model, replica):
+                for parameter in module.parameters():
+                    parameter.grad = parameter.grad * 3
+            norm = model.clip_grad_norm_(0.01)
+            expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.01)
+            torch.testing.assert_close(norm.float(), expected, rtol=1e-4, atol=0.0)
+            near(model, replica)
+        optimizer.step()
+        plain.step()
+        if step == 0:  # as one who swaps averaged weights in does
+            with torch.no_grad():
+                for module in (model.module, replica):
+                    module.real.weight.data = module.real.weight.data * 0.5
+            model.module.real.weight.register_post_accumulate_grad_hook(
+                lambda parameter: seen.append(parameter.grad is not None)
+            )
+        for (name, one), other in zip(
+            model.module.named_parameters(), replica.parameters(), strict=True
+        ):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
+    assert seen == [True, True]
+    stale = DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    optimizer = stale.optimizer(torch.optim.SGD, lr=0.1)
+    loss = stale(torch.ones(1, 3)).mean()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def on_a_part_and_all() -> None:
+    """A model of some ranks, then one of all: their groups find each other."""
+    some = dist.new_group([1, 2])
+    if dist.get_rank():
+        part = DataParallel(nn.Linear(3, 2), some)
+        part(torch.ones(1, 3)).sum().backward()
+    model = DataParallel(nn.Linear(3, 2))
+    model(torch.ones(1, 3)).sum().backward()
+    assert torch.equal(model.module.weight.grad, torch.ones(2, 3))
+
+
+def test_a_sub_group_and_then_all(ranks: RankServer) -> None:
+    ranks.run(3, on_a_part_and_all)
+
+
+def near(model: DataParallel, replica: nn.Module) -> None:
+    """A sum of several products may go in another order."""
+    for one, other in zip(model.parameters(), replica.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_linear_layers_in_other_ways(ranks: RankServer, seed: int) -> None:
+    ranks.run(2, other_ways_of_backward, seed)

@@ -1,0 +1,275 @@
+"""`DataParallel` in what users of DDP do, beside a replica that does the same by itself."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from phalanx.parallel import DataParallel
+from tests.ranks import RankServer
+from tests.synchronous_sgd import CHUNK, average, check, compare_states, seeded
+
+
+@pytest.fixture(autouse=True)
+def preloaded(ranks: RankServer) -> None:
+    """The first step of an optimizer imports it."""
+    ranks.preload("torch._dynamo")
+
+
+@pytest.fixture
+def seed() -> int:
+    value = int(torch.randint(2**20, ()))
+    print(f"seed {value}")
+    return value
+
+
+class Branches(nn.Module):
+    """Which of its parameters are used is said at every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(40, 40) for _ in range(4))
+
+    def forward(self, inputs: Tensor, used: list[int]) -> Tensor:
+        for number in used:
+            inputs = self.branches[number](inputs).tanh()
+        return inputs.square().mean()
+
+
+F = nn.functional
+
+
+class Scenario:
+    """The same done to a `DataParallel` and to a plain replica, compared after every step."""
+
+    def __init__(self, seed: int, kind: Any = torch.optim.Adam, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.replica = Branches()
+        self.model = DataParallel(copy.deepcopy(self.replica), chunk_bytes=CHUNK)
+        options = {"lr": 0.05, **options}
+        self.optimizer = self.model.optimizer(kind, **options)
+        self.plain = kind(self.replica.parameters(), **options)
+        self.random = seeded(seed + dist.get_rank())
+
+    def backward(self, used: list[int]) -> None:
+        inputs = torch.randn(3, 40, generator=self.random)
+        self.model(inputs, used).backward()
+        self.replica(inputs, used).backward()
+
+    def do(self, what: Callable[[nn.Module, Any], object]) -> None:
+        """To both: the module and its optimizer."""
+        what(self.model, self.optimizer)
+        what(self.replica, self.plain)
+
+    def step(self) -> None:
+        check(self.model, self.replica, "before the step")
+        self.do(lambda _, optimizer: optimizer.step())
+        check(self.model, self.replica, "after the step")
+
+
+def as_ddp_does(seed: int) -> None:
+    torch.set_num_threads(1)
+    rank, every = dist.get_rank(), [0, 1, 2, 3]
+    one = Scenario(seed)
+
+    # Several backward passes before a step, averaged once.
+    with one.model.no_sync():
+        one.backward(every)
+        one.backward([0, 1])
+    assert one.model.module.branches[2].weight.grad is not None
+    one.backward([3, 1])
+    average(one.replica)
+    one.step()
+
+    # Gradients that aren't zeroed, and zeroed in place.
+    one.backward(every)
+    accumulated_average(one.replica, rank)
+    one.step()
+    one.do(lambda _, optimizer: optimizer.zero_grad(set_to_none=False))
+    one.backward(every)
+    average(one.replica)
+    one.step()
+
+    # A parameter that some ranks don't use, one that nobody uses, another order.
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    one.backward([3, 0] if rank % 2 else [0, 3, 1])
+    average(one.replica)
+    assert one.model.module.branches[2].weight.grad is None
+    one.step()
+
+    # Two backward passes, each averaged, as two losses are.
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    one.backward(every)
+    average(one.replica)
+    check(one.model, one.replica, "after the first loss")
+    one.backward([1, 2])
+    accumulated_average(one.replica, rank)
+    one.step()
+
+
+def accumulated_average(replica: nn.Module, rank: int) -> None:
+    """What was averaged before is the same on all ranks: it stays what it is, but for rounding."""
+    average(replica)
+
+
+def changed_in_place(seed: int) -> None:
+    """What a rank writes to parameters and gradients is its own, and where the step begins."""
+    torch.set_num_threads(1)
+    one = Scenario(seed, weight_decay=0.1)
+
+    def clip(module: nn.Module, _: Any) -> None:
+        nn.utils.clip_grad_norm_(module.parameters(), 0.01)
+
+    def by_data(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad.data /= 2
+            parameter.data.clamp_(-0.1, 0.1)
+
+    def scaled(module: nn.Module, _: Any) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.mul_(0.9)  # once, though the memory is everybody's
+
+    def another_gradient(module: nn.Module, _: Any) -> None:
+        for parameter in module.parameters():
+            parameter.grad = parameter.grad.sign()
+
+    def none_of_one(module: nn.Module, _: Any) -> None:
+        next(module.parameters()).grad = None
+
+    for change in (clip, by_data, scaled, another_gradient, none_of_one):
+        one.do(lambda _, optimizer: optimizer.zero_grad())
+        one.backward([0, 1, 2, 3])
+        average(one.replica)
+        one.do(change)
+        one.step()
+    assert one.model._memory.drop() == 0
+
+    # By the model itself: each rank scales its slices. The sum goes in another order.
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    one.backward([0, 1, 2, 3])
+    average(one.replica)
+    for norm_type in (2.0, 1.0, 3.5, float("inf")):
+        norm = one.model.clip_grad_norm_(1e-3, norm_type)
+        expected = nn.utils.clip_grad_norm_(one.replica.parameters(), 1e-3, norm_type)
+        torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=0.0)
+        for parameter, other in zip(one.model.parameters(), one.replica.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-9)
+    assert one.model._gradients.memory.drop() == 0
+
+
+def loaded_and_plain(seed: int) -> None:
+    """Saved, loaded, a scheduler, a closure, groups with options of their own, a plain one."""
+    torch.set_num_threads(1)
+    every = [0, 1, 2, 3]
+    one = Scenario(seed)
+    for _ in range(2):
+        one.do(lambda _, optimizer: optimizer.zero_grad())
+        one.backward(every)
+        average(one.replica)
+        one.step()
+    file = io.BytesIO()
+    torch.save({"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}, file)
+    assert file.tell() < 4 * 4 * 4 * 41 * 40  # three times the parameters, not the memory of all
+    file.seek(0)
+    saved = torch.load(file)
+    assert list(saved["model"]) == [f"module.{name}" for name, _ in one.replica.named_parameters()]
+
+    other = Scenario(seed + 1)
+    other.model.load_state_dict(saved["model"])
+    other.optimizer.load_state_dict(saved["optimizer"])
+    other.replica.load_state_dict(one.replica.state_dict())
+    other.plain.load_state_dict(saved["optimizer"])
+    check_loaded = torch.optim.lr_scheduler.StepLR(other.optimizer, 1, 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(other.plain, 1, 0.5)
+    for _ in range(2):
+        other.do(lambda _, optimizer: optimizer.zero_grad())
+        other.backward(every)
+        average(other.replica)
+        other.step()
+        check_loaded.step()
+        scheduler.step()
+    assert other.optimizer.param_groups[0]["lr"] == 0.05 / 4
+
+    torch.manual_seed(seed)
+    replica = Branches()
+    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+
+    def groups(module: nn.Module) -> list[dict[str, Any]]:
+        weights = [p for p in module.parameters() if p.dim() > 1]
+        biases = [p for p in module.parameters() if p.dim() == 1][:3]  # not the last
+        return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
+
+    optimizer = model.optimizer(torch.optim.SGD, groups(model.module), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(groups(replica), lr=0.1, momentum=0.9)
+    inputs = torch.randn(3, 40, generator=seeded(seed + dist.get_rank()))
+
+    def closure_of(module: nn.Module, of: Any) -> Callable[[], Any]:
+        def closure() -> Any:
+            of.zero_grad()
+            loss = module(inputs, every)
+            loss.backward()
+            if module is replica:
+                average(replica)
+            return loss
+
+        return closure
+
+    for _ in range(3):
+        one_loss = optimizer.step(closure_of(model, optimizer))
+        assert torch.equal(one_loss, plain.step(closure_of(replica, plain)))
+        check(model, replica, "with groups and a closure")
+    compare_states(optimizer.state_dict(), plain.state_dict(), model)
+
+    own = torch.optim.Adam(model.parameters(), lr=0.01)  # as for DDP: each rank has its own then
+    plain = torch.optim.Adam(replica.parameters(), lr=0.01)
+    for _ in range(2):
+        closure_of(model, own)()
+        closure_of(replica, plain)()
+        own.step()
+        plain.step()
+        check(model, replica, "with a plain optimizer")
+    assert model._memory.drop() > 0
+
+
+def mixed_precision(seed: int) -> None:
+    torch.set_num_threads(1)
+    every = [0, 1, 2, 3]
+    one = Scenario(seed)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**40) for _ in range(2)]
+    sides: list[Any] = [(one.model, one.optimizer), (one.replica, one.plain)]
+    skipped = False
+    for _ in range(8):
+        inputs = torch.randn(3, 40, generator=one.random)
+        for (module, optimizer), scaler in zip(sides, scalers, strict=True):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = module(inputs, every)
+            scaler.scale(loss * 1e3).backward()
+            if module is one.replica:
+                average(one.replica)
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        check(one.model, one.replica, "with a scaler")
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        skipped = skipped or scalers[0].get_scale() < 2.0**40
+    assert skipped
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> None:
+    def scenarios() -> None:
+        for scenario in (as_ddp_does, changed_in_place, loaded_and_plain, mixed_precision):
+            scenario(seed)
+
+    ranks.run(world_size, scenarios)

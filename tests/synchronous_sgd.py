@@ -1,0 +1,59 @@
+"""Plain synchronous SGD on every rank, which `DataParallel` is compared with, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from phalanx.parallel import DataParallel
+
+CHUNK = 32 * 1024
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def average(module: nn.Module) -> None:
+    """Plain synchronous SGD: an all-reduce for each gradient; zeros where a rank has none."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            continue
+        present = torch.tensor(float(parameter.grad is not None))
+        dist.all_reduce(present)
+        if present:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Bitwise, but for the sign of zeros and the kind of NaNs."""
+    if one is None or other is None:
+        return one is other
+    equal = torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return one.dtype == other.dtype and one.shape == other.shape and equal
+
+
+def check(model: DataParallel, replica: nn.Module, what: str) -> None:
+    pairs = zip(model.module.named_parameters(), replica.parameters(), strict=True)
+    for (name, one), other in pairs:
+        assert same(one.detach(), other.detach()), (what, name)
+        assert same(one.grad, other.grad), (what, f"gradient of {name}")
+    for (name, one), other in zip(model.module.named_buffers(), replica.buffers(), strict=True):
+        assert same(one, other), (what, name)
+
+
+def compare_states(one: dict[str, Any], other: dict[str, Any], model: DataParallel) -> None:
+    assert one["param_groups"] == other["param_groups"]
+    for index, state in other["state"].items():
+        if model._trained[index].numel():
+            assert set(one["state"][index]) == set(state)
+        for key, value in state.items():
+            if model._trained[index].numel():
+                found = one["state"][index][key]
+                assert same(found, value) if isinstance(value, Tensor) else found == value, key
