@@ -1,9 +1,10 @@
 """The step of data-parallel training: DataParallel, DDP on Phalanx and Gloo, no communication.
 
-    python benchmarks/data_parallel.py --model mlp --ranks 2 --json FILE
-    python benchmarks/data_parallel.py --model mlp --ranks 4 --memory
+    python benchmarks/data_parallel.py --model mlp1 --ranks 2 --json FILE
+    python benchmarks/data_parallel.py --model mlp1 --ranks 4 --memory
 
-`mlp`: 25 million parameters, batches of 8 samples per rank, Adam: communication-bound. `gpt`: a GPT
+`mlp1`: 25 million parameters, one sample per rank, Adam: communication-bound. `mlp2`, `mlp`: the
+same with 2 and 8 samples, where the kernel of the products takes most of the time. `gpt`: a GPT
 of 25 million parameters, a sequence of 32 tokens per rank. `convnet`: the ConvNet of
 examples/train_digits.py, global batch 128, SGD with momentum.
 
@@ -186,7 +187,7 @@ def memory(model: str, ranks: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--model", choices=MODELS, default="mlp1")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, help="of each mode in a round")
