@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from phalanx.parallel import DataParallel
+from tests.ranks import RankServer
 
 CHUNK = 32 * 1024
 
@@ -57,3 +59,16 @@ def compare_states(one: dict[str, Any], other: dict[str, Any], model: DataParall
             if model._trained[index].numel():
                 found = one["state"][index][key]
                 assert same(found, value) if isinstance(value, Tensor) else found == value, key
+
+
+@pytest.fixture(autouse=True)
+def preloaded(ranks: RankServer) -> None:
+    """The first step of an optimizer imports it."""
+    ranks.preload("torch._dynamo")
+
+
+@pytest.fixture
+def seed() -> int:
+    value = int(torch.randint(2**20, ()))
+    print(f"seed {value}")
+    return value

@@ -9,8 +9,9 @@ General layout, from the bottom up (dependencies point downward only):
 - `hosts`: groups that span hosts, of both: memory inside of each, an engine between them.
 - `observe`: the black box of each rank, in its job's directory, and what reads it.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
-- `data`, `parallel`: partitions of a data set, synchronous SGD. They use `torch.distributed`'s
-  public API alone, so they run on any backend.
+- `data`, `parallel`: samplers and partitions; synchronous SGD, `DataParallel`, all-reduces by
+  messages. They use `torch.distributed`'s public API, so they run on any backend; `DataParallel`
+  takes memory that ranks share from the core besides.
 - `train`: the trainer and snapshots, on the same terms.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
 - `doctor`: whether a machine is fit, and the network between several.

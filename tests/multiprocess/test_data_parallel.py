@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from phalanx.errors import PeerLost, UsageError
 from phalanx.parallel import DataParallel
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, check, compare_states, seeded
+from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
 
 F = nn.functional
 # Every optimizer that treats each element by itself, with options that use all of its state.
@@ -40,6 +40,8 @@ OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
     (torch.optim.Rprop, {"lr": 0.01}),
 ]
+
+__all__ = ["preloaded", "seed"]
 
 
 class Net(nn.Module):
@@ -120,19 +122,6 @@ def every_optimizer(seed: int, steps: int) -> None:
             check(model, replica, f"{kind} after step {step}")
         compare_states(optimizer.state_dict(), plain.state_dict(), model)
         assert model._memory.drop() == 0, "the parameters are held once"
-
-
-@pytest.fixture(autouse=True)
-def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
-    ranks.preload("torch._dynamo")
-
-
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.randint(2**20, ()))
-    print(f"seed {value}")
-    return value
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

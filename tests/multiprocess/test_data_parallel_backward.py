@@ -12,20 +12,9 @@ from torch import Tensor, nn
 
 from phalanx.parallel import DataParallel
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, same, seeded
+from tests.synchronous_sgd import CHUNK, average, preloaded, same, seed, seeded
 
-
-@pytest.fixture(autouse=True)
-def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
-    ranks.preload("torch._dynamo")
-
-
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.randint(2**20, ()))
-    print(f"seed {value}")
-    return value
+__all__ = ["preloaded", "seed"]
 
 
 class Tied(nn.Module):

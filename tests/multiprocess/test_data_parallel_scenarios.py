@@ -15,20 +15,9 @@ from torch import Tensor, nn
 
 from phalanx.parallel import DataParallel
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, check, compare_states, seeded
+from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
 
-
-@pytest.fixture(autouse=True)
-def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
-    ranks.preload("torch._dynamo")
-
-
-@pytest.fixture
-def seed() -> int:
-    value = int(torch.randint(2**20, ()))
-    print(f"seed {value}")
-    return value
+__all__ = ["preloaded", "seed"]
 
 
 class Branches(nn.Module):

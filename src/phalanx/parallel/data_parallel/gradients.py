@@ -80,6 +80,7 @@ class Gradients:
     def _begin(self) -> None:
         self.under_way = False
         self._ready = [False] * len(self._parameters)
+        self._written = [False] * len(self._parameters)
         self._present = [False] * len(self._parameters)
         self._products: dict[int, list[Product]] = {}
         self._cursor = 0  # in the layout's order
@@ -92,7 +93,7 @@ class Gradients:
     def take(self, number: int) -> None:
         """Take a parameter's gradient, which is complete on this rank, out of its `grad`."""
         order = self._layout.order
-        if number in order[: self._cursor]:
+        if self._written[number]:
             shape = list(self._parameters[number].shape)
             raise UsageError(
                 f"DataParallel: another part of the gradient of parameter {number} {shape} came "
@@ -124,6 +125,7 @@ class Gradients:
         self._begin()
 
     def _write(self, number: int) -> None:
+        self._written[number] = True
         parameter = self._parameters[number]
         whole = len(self._cuts[number]) == 1
         if whole and parameter.grad is None and len(self._products.get(number, ())) == 1:
