@@ -208,6 +208,35 @@ def test_hosts_that_leave_and_come(start: Start, port: int, tmp_path: Path) -> N
     assert stopped.endswith(": stopped by SIGTERM")
 
 
+def test_a_host_that_is_killed_while_the_hosts_meet(
+    start: Start, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been counted, and the others must not wait for it for long."""
+    place = f"--rdzv-endpoint 127.0.0.1:{port} --nnodes 2:4 --max-restarts 1 --rdzv-backend c10d"
+    conf = "--rdzv-id x --rdzv-conf is_host={},last_call_timeout=2,keep_alive_interval=1"
+    script = "import os\nprint('of', os.environ['WORLD_SIZE'], flush=True)\n"
+    others = [start(script, options=f"{place} {conf.format(n == 0)}") for n in range(2)]
+    monkeypatch.setenv("LOGLEVEL", "DEBUG")
+    monkeypatch.setenv("TORCH_LOGS", "+torch.distributed.elastic.rendezvous")
+    third = start(script, options=f"{place} {conf.format(False)}")
+    assert third.stderr is not None
+    for words in ("added itself to the participants", "successfully synced"):
+        while words not in (line := third.stderr.readline()):
+            assert line, "it has ended"
+    third.kill()
+    began = time.monotonic()
+    ended = [process.communicate(timeout=LIMIT) for process in others]
+    assert [process.returncode for process in others] == [0, 0], ended
+    assert time.monotonic() - began < 60  # 300 seconds is what PyTorch's stores wait
+    for out, err in ended:
+        assert out.endswith("of 2\n"), err
+        assert re.search(
+            r"^phalanx run: host \d of 3 didn't come, though .*\n  meeting again$",
+            err,
+            re.MULTILINE,
+        ), err
+
+
 @pytest.mark.parametrize("way", ["static", "c10d"])
 def test_ctrl_c_ends_all_whatever_restarts_are_left(start: Start, port: int, way: str) -> None:
     script = "import time\nprint('ready', flush=True)\ntime.sleep(100)\n"

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import _native
-from phalanx.backend.failure import error_for
+from phalanx.backend.failure import HostsWords, error_for
 from phalanx.errors import (
     Aborted,
     CollectiveMismatch,
@@ -25,6 +25,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
+from phalanx.hosts.story import Told
 
 
 @dataclass
@@ -342,3 +343,26 @@ def test_why_a_group_was_aborted() -> None:
         Status("left", peer=3, reporter=5, mine=ALL_REDUCE), Group(boxes={3: box(groups=[note])})
     )
     assert "rank 3 (pid 803) has left the group (destroy_process_group) at train.py:8 while" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "kept"),
+    [("timeout", "timeout"), ("peer_lost", "peer_lost"), ("left", "mismatch")],
+)
+def test_what_broke_several_hosts_is_of_the_same_kind_for_all_ranks(code: str, kept: str) -> None:
+    """Also for those that learn it through their host's group, since the store is behind a cut."""
+    group: Any = Group()
+    words = HostsWords(lambda: group)
+    why = words.reason(Told(code, "rank 3 waited for rank 0", 3, 0))
+    group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
+    assert words.explained(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
+
+
+def test_an_abort_of_several_hosts_stays_one() -> None:
+    group: Any = Group()
+    words = HostsWords(lambda: group)
+    why = words.reason(Told("aborted", "the group was aborted by rank 0: loss is NaN", 0))
+    group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
+    code, text = words.explained(Status("aborted", reporter=3), 7.5)
+    assert code == "aborted"
+    assert text.endswith(why)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.errors import LaunchError
-from phalanx.launch.news import Agreed, News, agree, first_attempt, is_over, meet
+from phalanx.launch.news import AbsentHostError, Agreed, News, agree, first_attempt, is_over, meet
 from phalanx.launch.store import host_store
 
 LIMIT = 20.0
@@ -173,7 +173,7 @@ def test_hosts_agree_on_the_most_that_one_has_counted(store: Any) -> None:
     agreed: dict[int, Agreed] = {}
 
     def count(number: int, own: tuple[int, int]) -> None:
-        agreed[number] = agree(store.clone(), number, 3, own, HOSTS[number])
+        agreed[number] = agree(store.clone(), number, 3, own, HOSTS[number], LIMIT)
 
     counts = [(4, 0), (2, 3), (0, 0)]
     threads = [threading.Thread(target=count, args=each) for each in enumerate(counts)]
@@ -182,6 +182,37 @@ def test_hosts_agree_on_the_most_that_one_has_counted(store: Any) -> None:
     for thread in threads:
         thread.join(LIMIT)
     assert agreed == dict.fromkeys(range(3), Agreed(4, 3, HOSTS))
+
+
+@pytest.mark.parametrize("absent", range(3))
+def test_a_counted_host_that_is_not_there(store: Any, absent: int) -> None:
+    """All others learn the same, and none is left with another opinion."""
+    words: list[str] = []
+
+    def count(number: int) -> None:
+        with pytest.raises(AbsentHostError) as caught:
+            agree(store.clone(), number, 3, (0, 0), HOSTS[number], 0.3)
+        words.append(str(caught.value))
+
+    threads = [threading.Thread(target=count, args=(each,)) for each in {0, 1, 2} - {absent}]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert words == [f"host {absent} of 3 didn't come, though counted"] * 2
+    with pytest.raises(AbsentHostError):  # too late
+        agree(store, absent, 3, (0, 0), HOSTS[absent], LIMIT)
+
+
+def test_a_host_that_goes_while_the_hosts_meet_is_missed(
+    news: list[News], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("phalanx.launch.news._MISS_SECONDS", 0.1)
+    news[0].begin(0, ())
+    news[0].miss("c", "node-c")
+    news[0].begin(1, HOSTS)
+    news[1].begin(1, HOSTS)
+    assert wait_until_heard(news[1]) == ("the launcher on node-c, or the way to it, is gone", 1)
 
 
 def meeting(

@@ -47,15 +47,33 @@ _KINDS = {
 }
 
 
+_ECHOED = {
+    "PeerLost": "peer_lost",
+    "CollectiveMismatch": "mismatch",
+    "CollectiveTimeout": "timeout",
+}
+"""What a reason begins with that is not of this host's group alone."""
+
+
 class HostsWords:
     """How a group that spans hosts speaks of what happens (see `hosts.failing`)."""
 
     def __init__(self, group: Callable[[], _native.Group]) -> None:
         self._group = group
 
-    def explained(self, status: Any, timeout: float) -> str:
-        """Why an operation failed, as an error has it."""
-        return _explain(status, self._group(), timeout)[1]
+    def explained(self, status: Any, timeout: float) -> tuple[str, str]:
+        """What kind of failure it is, as a native code, and why, as an error has it."""
+        group = self._group()
+        if status.code == "aborted":
+            name, _, words = witness.reason(group, status.reporter).partition(": ")
+            if name in _ECHOED:
+                return _ECHOED[name], words
+        return status.code, _explain(status, group, timeout)[1]
+
+    def reason(self, told: Told) -> str:
+        """What the ranks of one host leave each other, when they break their group for all."""
+        kind = _KINDS.get(told.code, PhalanxError)
+        return f"{kind.__name__}: {told.words}" if kind.__name__ in _ECHOED else told.words
 
     def operation(self, fingerprint: Any, site: str) -> str:
         """An operation and where it was called."""

@@ -44,8 +44,11 @@ class Seen:
 class Words(Protocol):
     """How the backend speaks of what happens."""
 
-    def explained(self, status: Seen, timeout: float) -> str:
-        """Why an operation failed, a sentence."""
+    def explained(self, status: Seen, timeout: float) -> tuple[str, str]:
+        """What kind of failure it is, as a native code has it, and why, a sentence."""
+
+    def reason(self, told: Told) -> str:
+        """What breaks the group of this host, for its other ranks to understand by `explained`."""
 
     def operation(self, fingerprint: Fingerprint, site: str) -> str:
         """An operation and where it was called: "all_reduce #41 float32[8] SUM at train.py:40"."""
@@ -103,8 +106,8 @@ class Failing:
             heard = self._story.hear()
             if heard is not None:
                 return self._break(heard)
-        words = self._words.explained(named, timeout)
-        return self.tell(Told(named.code, words, named.reporter, named.peer, named.error))
+        code, words = self._words.explained(named, timeout)
+        return self.tell(Told(code, words, named.reporter, named.peer, named.error))
 
     def tell(self, told: Told) -> Told:
         """Break the group for this reason, unless another one came before; which it was."""
@@ -212,6 +215,6 @@ class Failing:
             first, self.told = self.told is None, self.told or told
         if first:
             if not self._native.closed and self._native.broken() is None:
-                self._native.abort(told.words[:_MOST_WHY])
+                self._native.abort(self._words.reason(told)[:_MOST_WHY])
             self._engine.abort()
         return self.told

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,11 +29,11 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from phalanx import key as keys
 from phalanx.errors import LaunchError
-from phalanx.launch import child
+from phalanx.launch import child, endpoint
 from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import CONSEQUENCE, GRACE, STOPPED, Failure, excerpt, first_cause
 from phalanx.launch.meeting import Meeting, meeting
-from phalanx.launch.news import Heard, News, agree
+from phalanx.launch.news import AbsentHostError, Agreed, Heard, News, agree
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
 from phalanx.launch.relay import Exit, Relay
@@ -172,6 +173,8 @@ class _Agent(LocalElasticAgent):
         self._stop_time = float("inf")
         self._meeting = met
         self._attempt = -1
+        self._agreed = Agreed(0, 0, ())
+        self._presence = endpoint.presence(job.config)
         self._least_hosts = job.config.min_nodes
         self.news: News | None = None
         if met.store is not None:
@@ -189,19 +192,38 @@ class _Agent(LocalElasticAgent):
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                break
+            except (
+                AbsentHostError,
+                dist.DistStoreError,
+            ) as error:  # a host was counted that has gone
+                if self._remaining_restarts <= 0:
+                    raise
+                self._remaining_restarts -= 1
+                _say(f"phalanx run: {error}\n  meeting again")
         group: Any = worker_group
-        most = group.spec.max_restarts
-        own = self._attempt + 1, most - self._remaining_restarts
-        agreed = agree(
-            group.store, group.group_rank, group.group_world_size, own, self._meeting.name
-        )
-        self._attempt = agreed.attempt
-        self._remaining_restarts = max(most - agreed.failures, 0)
+        self._attempt = self._agreed.attempt
+        self._remaining_restarts = max(group.spec.max_restarts - self._agreed.failures, 0)
         if (place := self._meeting.place(self._attempt)) is not None:
             group.master_addr, group.master_port = place
         if self.news is not None:
-            self.news.begin(self._attempt, agreed.hosts)
+            self.news.begin(self._attempt, self._agreed.hosts)
+
+    def _assign_worker_ranks(
+        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> Any:
+        own = self._attempt + 1, spec.max_restarts - self._remaining_restarts
+        name = self._meeting.name
+        self._agreed = agree(store, group_rank, group_world_size, own, name, self._presence)
+        before = store.timeout
+        store.set_timeout(timedelta(seconds=self._presence))
+        try:
+            return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
+        finally:
+            store.set_timeout(before)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:  # a host waits for the others
@@ -360,8 +382,8 @@ def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> 
         heard = None if agent.news is None else agent.news.catch_up()
         if heard is not None and heard.final:
             return _ended([], heard, 1)
-        endpoint = job.config.rdzv_endpoint
-        raise LaunchError(f"the hosts of the job didn't meet at {endpoint}: {error}") from error
+        where = job.config.rdzv_endpoint
+        raise LaunchError(f"the hosts of the job didn't meet at {where}: {error}") from error
     finally:
         if agent.news is not None:
             agent.news.close()

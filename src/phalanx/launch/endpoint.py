@@ -14,13 +14,23 @@ from phalanx.errors import UsageError
 if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
-__all__ = ["PATIENCE", "check", "endpoint", "has_gate", "is_ours", "patience", "read_limit"]
+__all__ = [
+    "PATIENCE",
+    "check",
+    "endpoint",
+    "has_gate",
+    "is_ours",
+    "patience",
+    "presence",
+    "read_limit",
+]
 
 PATIENCE = 600
 """Seconds that hosts wait for each other, unless `--rdzv-conf timeout=` says otherwise."""
 
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 _READ_SECONDS = 60
+_PRESENCE_SECONDS = 20
 _MOST = 1_000_000
 _ANSWERS = {
     **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
@@ -75,6 +85,17 @@ def read_limit(config: LaunchConfig) -> int:
     if config.rdzv_backend == "static":
         return patience(config)
     return _integer(config, "read_timeout", _READ_SECONDS)
+
+
+def presence(config: LaunchConfig) -> int:
+    """Seconds that a host has for showing itself, once the rendezvous has counted it.
+
+    A little longer than the rendezvous takes to know a dead one, so as not to count it again.
+    """
+    if not is_ours(config):
+        return _PRESENCE_SECONDS
+    interval = _integer(config, "keep_alive_interval", 5)
+    return interval * _integer(config, "keep_alive_max_attempt", 3) + 5
 
 
 def has_gate(config: LaunchConfig, host: str) -> tuple[bool, bool]:

@@ -21,11 +21,21 @@ from phalanx.errors import LaunchError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Agreed", "Heard", "News", "agree", "first_attempt", "is_over", "meet"]
+__all__ = [
+    "AbsentHostError",
+    "Agreed",
+    "Heard",
+    "News",
+    "agree",
+    "first_attempt",
+    "is_over",
+    "meet",
+]
 
 _OVER = "phalanx/over"
-_PROPOSED, _AGREED = "phalanx/proposed/", "phalanx/agreed"
+_PROPOSED, _DECIDED, _AGREED = "phalanx/proposed/", "phalanx/decided", "phalanx/agreed"
 _POLL_SECONDS = 0.1
+_AGREE_SECONDS = 0.02
 _NOTICE_SECONDS = 5.0
 _WATCH_SECONDS = 0.5
 _TELL_SECONDS = 2.0
@@ -73,11 +83,17 @@ class Agreed(NamedTuple):
     """The names of those that take part."""
 
 
-def agree(store: Any, number: int, count: int, own: tuple[int, int], name: str) -> Agreed:
+class AbsentHostError(LaunchError):
+    """A host that was counted when the hosts met doesn't take part."""
+
+
+def agree(
+    store: Any, number: int, count: int, own: tuple[int, int], name: str, seconds: float
+) -> Agreed:
     """Have all hosts know the same number of starts and of failures; waits for all of them.
 
     Each counts for itself, and may not have seen all: a host may be new, or have been told to start
-    again before it heard why. So the most that anyone counts is right.
+    again before it heard why. So the most that anyone counts is right. Ctrl-C ends the wait.
 
     Args:
         store: Of this start of all ranks, in which nobody has agreed yet.
@@ -85,17 +101,36 @@ def agree(store: Any, number: int, count: int, own: tuple[int, int], name: str) 
         count: How many there are.
         own: How many starts and failures this host counts.
         name: This host's, unlike those of the others.
+        seconds: How long to wait.
 
     Raises:
-        torch.distributed.DistError: A host has gone.
+        AbsentHostError: A host isn't there; the others learn it too.
+        torch.distributed.DistError: The store has gone.
     """
-    store.set(f"{_PROPOSED}{number}", json.dumps((*own, name)))
-    if number == 0:
-        proposed = store.multi_get([f"{_PROPOSED}{each}" for each in range(count)])
-        starts, failures, names = zip(*map(json.loads, proposed), strict=True)
-        store.set(_AGREED, json.dumps([max(starts), max(failures), names]))
-    attempt, most, hosts = json.loads(store.get(_AGREED))
+    proposals = [f"{_PROPOSED}{each}" for each in range(count)]
+    store.set(proposals[number], json.dumps((*own, name)))
+    end = time.monotonic() + seconds
+    while not store.check([_AGREED]):
+        if number == 0 and store.check(proposals):
+            starts, failures, names = zip(*map(json.loads, store.multi_get(proposals)), strict=True)
+            _decide(store, json.dumps([max(starts), max(failures), names]))
+        elif time.monotonic() > end + _NOTICE_SECONDS:  # who has decided is the one that is absent
+            raise AbsentHostError("a host has gone while the hosts met")
+        elif time.monotonic() > end:
+            missing = [each for each, key in enumerate(proposals) if not store.check([key])]
+            _decide(store, json.dumps(f"{_hosts(missing)} of {count} didn't come, though counted"))
+        time.sleep(_AGREE_SECONDS)
+    agreed = json.loads(store.get(_AGREED))
+    if isinstance(agreed, str):
+        raise AbsentHostError(agreed)
+    attempt, most, hosts = agreed
     return Agreed(attempt, most, tuple(hosts))
+
+
+def _decide(store: Any, words: str) -> None:
+    """Who is first has decided for all."""
+    if store.add(_DECIDED, 1) == 1:
+        store.set(_AGREED, words)
 
 
 def meet(
@@ -212,6 +247,8 @@ class News:
         self._over: Heard | None = None
         self._is_closed = False
         self._looks = 0
+        self._gone: dict[str, str] = {}
+        """The places of the hosts that have gone, by their names."""
         self._wake, self._is_told = threading.Event(), threading.Event()
         threading.Thread(target=self._listen, name="phalanx-news", daemon=True).start()
 
@@ -227,7 +264,9 @@ class News:
             attempt: Which start this is, from 0.
             hosts: The names of those that take part.
         """
-        self._now = _Attempt(attempt, hosts)
+        now = self._now = _Attempt(attempt, hosts)
+        for name, place in list(self._gone.items()):  # while the hosts met
+            self._await_words(now, name, place)
 
     def tell(self, text: str, code: int, *, final: bool = False, left: bool = False) -> None:
         """Tell the others that ranks have failed here, unless one of them was first.
@@ -259,9 +298,8 @@ class News:
             name: The host's.
             place: The same, for people.
         """
-        now = self._now
-        if name in now.hosts:
-            now.gone.append((time.monotonic() + _MISS_SECONDS, name, place))
+        self._gone[name] = place
+        self._await_words(self._now, name, place)
 
     def leave(self, seconds: float) -> None:
         """Wait until the ranks of all hosts have ended, or some have failed.
@@ -296,6 +334,10 @@ class News:
         """Stop listening."""
         self._is_closed = True
         self._wake.set()
+
+    def _await_words(self, now: _Attempt, name: str, place: str) -> None:
+        if name in now.hosts and all(name != other for _, other, _ in now.gone):
+            now.gone.append((time.monotonic() + _MISS_SECONDS, name, place))
 
     def _listen(self) -> None:
         while not self._is_closed:
