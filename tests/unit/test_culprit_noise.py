@@ -262,6 +262,29 @@ def test_who_has_no_box_in_an_operation_is_not_missing() -> None:
     assert "has not come to form the group" not in text
 
 
+def of_one_host(story: Story, here: range) -> Job:
+    """The job, read on a host that has some of its ranks."""
+    job = story.job()
+    ranks = tuple(rank if rank.rank in here else Rank(rank.rank) for rank in job.ranks)
+    return replace(job, ranks=ranks, hosts=2, problems=("the job is on 2 hosts",))
+
+
+def test_who_is_waited_for_on_another_host() -> None:
+    """Each host blames the rank that the error names, which all ranks have alike."""
+    words = "CollectiveTimeout: rank 3 waited for rank 2 (pid 802 on b) in all_reduce #3 until the"
+    story = Story(4).together(2).begins([0, 1, 3], waiting_for=2).passes(6)
+    story.ends([0, 1, 3], "timeout").passes(0.01).fails([0, 1, 3], words)
+    job = of_one_host(story, range(2))
+    found = find(job)
+    assert (found.kind, found.ranks) == ("elsewhere", (2,))
+    text = as_text(job)
+    assert "The way ends at rank 2, on another host." in text
+    assert "rank 3 waited for rank 2 (pid 802 on b)" in text
+    assert text.count("on another host") == 3  # the ranks of it, too
+    there = find(of_one_host(story, range(2, 4)))
+    assert (there.kind, there.ranks) == ("busy", (2,))
+
+
 def test_who_has_no_box_and_is_late_to_another_group_is_not_missing() -> None:
     groups = {"0": range(3), "pair": [0, 1]}
     story = Story(3, groups, launched=False).together(2).begins(0, "join", "pair").passes(60)

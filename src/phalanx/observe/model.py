@@ -194,6 +194,7 @@ class Job:
         now: Monotonic nanoseconds of the moment at which it was read.
         ranks: One for each rank from 0 to `world_size` - 1, also for those that left no trace.
         problems: What in the directory could not be read, in words.
+        hosts: On how many hosts it is; the ranks here are those of one of them.
     """
 
     name: str
@@ -206,6 +207,7 @@ class Job:
     now: int = 0
     ranks: tuple[Rank, ...] = field(default=())
     problems: tuple[str, ...] = ()
+    hosts: int = 1
 
     @property
     def running(self) -> bool:

@@ -101,6 +101,7 @@ def read_directory(job: Directory, history: int = HISTORY) -> model.Job:
         where.now(boxes),
         ranks,
         tuple(problems),
+        known.hosts,
     )
 
 

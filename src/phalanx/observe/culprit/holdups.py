@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from phalanx.observe.culprit.verdict import Kind
     from phalanx.observe.culprit.waits import Scene
 
-__all__ = ["LONG", "held_up", "in_own_code", "is_stopped", "lost", "stopped"]
+__all__ = ["LONG", "held_up", "in_own_code", "is_elsewhere", "is_stopped", "lost", "stopped"]
 
+_WAITED = re.compile(r"\bwaited for ((?:rank \d{1,5}(?: \([^)]*\))?(?:, )?)+)")
+_RANK = re.compile(r"rank (\d{1,5})")
 _STOPPED = re.compile(r"\brank (\d{1,5}) is stopped by a signal\b")
 
 LONG = 1_000_000_000
@@ -36,13 +38,19 @@ def held_up(scene: Scene) -> Verdict | None:
         return None
     reached = _reachable(scene, waiters)
     ends = sorted(number for number in reached if not _waits_on(scene, number))
-    return (
+    found = (
         _lost(scene, ends)
         or stopped(scene, ends)
         or _missing(scene, ends)
         or _circle(scene, sorted(reached - {*ends}))
         or _wrong_message(scene, ends)
-        or _unreadable(scene, ends)
+        or _elsewhere(scene, ends)
+    )
+    if found:
+        return found
+    ends = [number for number in ends if not is_elsewhere(scene, number)]
+    return (
+        _unreadable(scene, ends)
         or _late(scene, ends)
         or _busy(scene, ends)
         or _stuck(scene, ends, waiters)
@@ -212,6 +220,30 @@ def _wrong_message(scene: Scene, ends: list[int]) -> Verdict | None:
             if other_message(scene, waiter, source) is not None:
                 return unsent(scene, [waiter], source)
     return None
+
+
+def is_elsewhere(scene: Scene, number: int) -> bool:
+    """Whether it is likely that a rank is on another host: nothing of it is here."""
+    rank = scene.ranks[number]
+    return scene.job.hosts > 1 and not (rank.opened or rank.pid or rank.problem)
+
+
+def _elsewhere(scene: Scene, ends: list[int]) -> Verdict | None:
+    """Ranks of other hosts, unless the ranks agree that it is one of this host."""
+    words = scene.trouble.rank.last_words if scene.trouble is not None else ""
+    there = [number for number in ends if is_elsewhere(scene, number)]
+    named = [number for number in ends if number in _named(scene, words)]
+    if not there or (named and named[0] not in there):
+        return None
+    return _of(scene, "elsewhere", [n for n in there if n in named] or there, 0, words)
+
+
+def _named(scene: Scene, words: str) -> list[int | None]:
+    """Whom an error says that it was waited for."""
+    if scene.trouble is None or (found := _WAITED.search(words)) is None:
+        return []
+    group = group_of(scene.trouble.rank, scene.trouble.operation)
+    return [scene.member(group, int(place)) for place in _RANK.findall(found[1])]
 
 
 def _unreadable(scene: Scene, ends: list[int]) -> Verdict | None:

@@ -36,6 +36,7 @@ Kind = Literal[
     "aborted",  # a rank aborted the group
     "interrupted",  # a rank was interrupted (Ctrl-C)
     "system",  # the system refused memory or something else
+    "elsewhere",  # ranks of another host don't come, whose black boxes are there
     "unreadable",  # a rank doesn't come, and its black box can't be read
     "launcher",  # the launcher stopped ranks that nothing was wrong with
     "running",  # nothing is wrong, so far

@@ -160,6 +160,10 @@ _STEPS: dict[Kind, Sequence[str] | Callable[[Scene, Verdict], list[str]]] = {
         "Free memory, or raise the limit that was hit (`ulimit -a`, the container's memory); fewer "
         "ranks or groups need less.",
     ),
+    "elsewhere": (
+        "`phalanx explain` on the host of these ranks knows what they did: their black boxes are "
+        "in a directory there.",
+    ),
     "unreadable": (
         "Look at that rank's output. If it runs another version of Phalanx, install the same "
         "everywhere.",

@@ -275,6 +275,13 @@ def _unreadable(words: Words) -> list[str]:
     ]
 
 
+def _elsewhere(words: Words) -> list[str]:
+    ranks = words.verdict.ranks
+    first = f"The way ends at {words.rank(ranks)}, on another host."
+    reason = escape(words.verdict.reason, 600)
+    return [first, *words.waiting(), *([reason] if reason else [])]
+
+
 def _launcher(words: Words) -> list[str]:
     return [
         f"The launcher stopped {named(words.verdict.ranks)}{words.at(words.verdict.since)}: no "
@@ -317,6 +324,7 @@ _WORDING: dict[Kind, Callable[[Words], list[str]]] = {
     "aborted": _aborted,
     "interrupted": _interrupted,
     "system": _system,
+    "elsewhere": _elsewhere,
     "unreadable": _unreadable,
     "launcher": _launcher,
     "running": _running,

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.observe.culprit.endings import clock_of, signal_name, told_of
-from phalanx.observe.culprit.holdups import in_own_code, is_stopped
+from phalanx.observe.culprit.holdups import in_own_code, is_elsewhere, is_stopped
 from phalanx.observe.escape import escape
 from phalanx.observe.explain.words import (
     called_at,
@@ -173,6 +173,8 @@ def state(scene: Scene, number: int) -> str:
     rank, end = scene.ranks[number], scene.ends[number]
     if rank.problem:
         return "black box unreadable"
+    if is_elsewhere(scene, number):
+        return "on another host"
     if end.how == "alive":
         return _doing(scene, number)
     if end.how == "launcher":
