@@ -1,5 +1,6 @@
 """Run the small examples as a user does, and compare what they print with what must come out."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -93,9 +94,16 @@ def test_failure_drill_of_nothing(examples: Path, options: tuple[str, str]) -> N
 @pytest.mark.parametrize(
     "name", ["send_recv", "isend_irecv", "subgroup_all_reduce", "collectives", "train_digits"]
 )
-def test_no_ranks(examples: Path, name: str) -> None:
-    result = run(examples / f"{name}.py", "--nproc", "0")
-    assert result.returncode == 2
-    assert "--nproc" in result.stderr
-    assert "given, expected" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_no_ranks(
+    examples: Path,
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--nproc", "0"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(examples / f"{name}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "--nproc" in said
+    assert "given, expected" in said
