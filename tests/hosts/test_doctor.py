@@ -20,6 +20,7 @@ MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is Non
 REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
+# Of one link; the others have one too, since by turns a busy machine makes any of them slow.
 RATE = 50e6 / 8
 """Bytes per second of the slow link."""
 
@@ -30,7 +31,7 @@ def network() -> Iterator[Network]:
     if MISSING or os.geteuid() != 0:
         # CI has them: there they must not be left out.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
-    with Network(3) as made:
+    with Network(3, "300mbit") as made:
         made.shape(2, "50mbit")
         made.block(1, 2)
         yield made
@@ -118,7 +119,7 @@ def test_peers_over_ssh(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     path = tmp_path / "found.json"
-    with Network(3) as network, ssh_hosts.SshHosts(network, tmp_path, 2, hidden) as hosts:
+    with Network(3, "300mbit") as network, ssh_hosts.SshHosts(network, tmp_path, 2, hidden) as hosts:
         network.shape(1, "50mbit")
         network.block(0, 1)
         absent = ["node-locked", "node-stranger", "node-closed"]
