@@ -38,6 +38,8 @@ from phalanx.bench.machine import machine, versions
 from phalanx.parallel import DataParallel
 
 MODES = ("data_parallel", "ddp_phalanx", "ddp_gloo", "alone")
+# What no backend can help: ranks that wait for each other in each step, and what DDP itself does.
+WHERE_TIME_GOES = ("in_step", "ddp_of_one")
 
 
 class GPT(nn.Module):
@@ -106,11 +108,12 @@ class Step:
         if model == "convnet":
             options["momentum"] = 0.9
         self.model: nn.Module = module
+        self.meets = group if mode == "in_step" else None
         if mode == "data_parallel":
             wrapped = DataParallel(module, group)
             self.model, self.optimizer = wrapped, wrapped.optimizer(kind, **options)
             return
-        if mode != "alone":
+        if mode not in ("alone", "in_step"):
             self.model = DistributedDataParallel(
                 module, process_group=group, gradient_as_bucket_view=True
             )
@@ -124,6 +127,8 @@ class Step:
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.loss(self.model).backward()
+            if self.meets is not None:
+                dist.barrier(self.meets)
             self.optimizer.step()
         taken = (time.perf_counter() - start) / steps
         gc.enable()
@@ -134,8 +139,13 @@ def measure(model: str, modes: tuple[str, ...], rounds: int, steps: int) -> dict
     """Time every mode on this rank; seconds of the slowest rank, by mode, round by round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
-    backends = {"data_parallel": "phalanx", "ddp_phalanx": "phalanx", "ddp_gloo": "gloo"}
+    backends = dict.fromkeys(("data_parallel", "ddp_phalanx", "in_step"), "phalanx")
+    backends["ddp_gloo"] = "gloo"
     groups = {mode: dist.new_group(backend=backends[mode]) for mode in modes if mode in backends}
+    for rank in range(dist.get_world_size()) if "ddp_of_one" in modes else ():
+        alone = dist.new_group([rank], backend="phalanx")
+        if rank == dist.get_rank():
+            groups["ddp_of_one"] = alone
     ready = {mode: Step(model, mode, groups.get(mode)) for mode in modes}
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for number in range(-1, rounds):
@@ -191,7 +201,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--steps", type=int, help="of each mode in a round")
-    parser.add_argument("--modes", default=",".join(MODES))
+    parser.add_argument(
+        "--modes",
+        default=",".join(MODES),
+        help=f"of these and {', '.join(WHERE_TIME_GOES)} (default: %(default)s)",
+    )
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
