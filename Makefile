@@ -184,21 +184,21 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 	$(call section,Mutants)
 	@python native/mutants/run.py $(ARGS)
 
-# Most of what these take is the start of Python and torch, in one process after another: two of them
-# at a time leave no core idle. Files that take long come first, so that both end together. The others
-# have the machine for themselves, since what they do has as many ranks as there are cores, or more.
+# Most of what these take is the start of Python and torch, in one process after another, or waiting:
+# three of them at a time leave no core idle. Files that take long come first, so that all end together.
+# The others have the machine for themselves, since they look at when something happens.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
-	cli data_parallel data_parallel_backward data_parallel_scenarios doctor init job_life launch \
-	launched_jobs meeting replace restarts run slurm sync_batch_norm trainer uneven) \
-	$(patsubst %,tests/fault/test_%.py,explain job_places unformed) tests/examples tests/ecosystem \
-	tests/unit
+	bench cli data_parallel data_parallel_backward data_parallel_scenarios doctor gradients init \
+	job_life launch launched_jobs meeting replace restarts run slurm sync_batch_norm trainer \
+	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_places snapshots training \
+	unformed) tests/examples tests/ecosystem tests/conformance tests/unit
 # The outer limit is for what pytest's own limit per test can't end.
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 ifeq ($(ARGS),)
-	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
+	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
 	@$(PYTEST) $(SIDE_BY_SIDE:%=--ignore=%)
 else
 	@$(PYTEST) $(ARGS)
