@@ -23,7 +23,7 @@ import pytest
 __all__ = ["LIBRARIES", "MpiRanks", "mpirun"]
 
 LIBRARIES = ("openmpi", "mpich")
-LIMIT = 60.0
+LIMIT = 100
 ROOT = Path(__file__).parents[1]
 
 
