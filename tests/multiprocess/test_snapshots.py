@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.train import Snapshots, random_states, restore_random_states
 from tests.ranks import RankServer
+from tests.snapshot_states import steps
 
 FOLDER = "FOLDER"
 
@@ -86,6 +87,12 @@ def save_and_load(seed: int) -> None:
         found = snapshots.load()
         assert found is not None
         assert found.step == 5
+        # A name as the first rows of another tensor could have, which two ranks write.
+        alike = {"a": torch.arange(4.0), "a[0]": torch.tensor([7.0])}
+        snapshots.save(7, alike)
+        found = snapshots.load()
+        assert found is not None
+        assert equal(found.state, alike)
 
 
 def every_group(seed: int) -> None:
@@ -120,6 +127,37 @@ def on_gloo(seed: int) -> None:
 
 def test_on_another_backend(ranks: RankServer) -> None:
     ranks.run(2, on_gloo, random.randrange(2**32), timeout=None)
+
+
+def made_before_the_group(seed: int) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(os.environ[FOLDER])
+    own = folder / f"own-{rank}"
+    snapshots = {sharded: Snapshots(folder / str(sharded), sharded=sharded) for sharded in (0, 1)}
+    alone, elsewhere = Snapshots(own), Snapshots(own, sharded=True)
+    alone.save(1, {"rank": rank})
+    dist.init_process_group(
+        "phalanx", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    for each in snapshots.values():
+        each.save(1, {"tensors": made(seed), "rank": rank})
+        found = each.load()
+        assert found is not None
+        assert (found.world_size, found.state["rank"]) == (size, 0)
+        assert equal(found.state["tensors"], made(seed))
+    found = alone.load()  # it is rank 0's that counts now
+    assert found is not None
+    assert found.state == {"rank": 0}
+    with raises(SnapshotError, "^rank 1: .*/own-1 isn't the directory that rank 0 sees"):
+        elsewhere.load()
+    dist.destroy_process_group()
+    with pytest.raises(UsageError, match=rf"rank {rank} of {size} made this .* process group is"):
+        alone.save(2, {})
+    assert steps(folder / "0") == steps(folder / "1") == [1]
+
+
+def test_made_before_the_process_group(ranks: RankServer) -> None:
+    ranks.run(2, made_before_the_group, random.randrange(2**32), timeout=None)
 
 
 def failures(folder: str) -> None:
