@@ -1,4 +1,4 @@
-"""The copies of a model on the ranks: how they begin alike, stay so, and what ranks agree on."""
+"""The copies of a model on the ranks: how they begin alike and stay so, and sums over ranks."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ from phalanx.train.stopping import STOPPED, Stop
 
 __all__ = ["Result", "Trainer"]
 
-# Below this scale float16 has left out 30 steps more than it has made in thousands each: what isn't
-# finite isn't so because of the scale. As fairseq has it.
+# From PyTorch's first scale on, float16 has left out 30 steps in a row when the scale is less: then
+# what isn't finite isn't so because of it. fairseq ends there, too.
 _LEAST_SCALE = 1e-4
 # What the next step is made of, or None where there is none yet.
 _Fetch = Callable[[], list[MicroBatch] | None]
@@ -44,7 +44,8 @@ class Result:
         loss: The mean loss over the samples of the last step; NaN before the first.
         evaluation: Means over the samples of `evaluate` when it was last evaluated: "loss" and the
             metrics; empty if it never was.
-        losses: The loss of each step that this call of `fit` made.
+        losses: The loss of each step that this call of `fit` made; infinite or NaN for some that
+            float16 left out.
     """
 
     step: int = 0
@@ -92,7 +93,8 @@ class Trainer:
             None, the data set is asked for lists of indices.
         on_step: Called on every rank after each step with its number, from 1, and the means over
             its samples: "loss" and the metrics.
-        tensorboard: A directory for TensorBoard's files, which rank 0 writes.
+        tensorboard: A directory for TensorBoard's files, which rank 0 writes. Of steps that are
+            made anew after a restart it shows the new ones: give each run a directory of its own.
         progress: Show a progress bar, or lines where stderr is no terminal, from rank 0.
         check_gradients: Look for gradients that aren't finite on each rank, which reads each once.
             With "float16" only to say whose they are, when the scaler can't help any more.
