@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -163,6 +164,16 @@ def in_a_group(timeout: float, function: Callable[..., object], *arguments: obje
     if dist.is_initialized():
         dist.destroy_process_group()
     return value
+
+
+@contextmanager
+def all_raise(kind: type[Exception], words: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """The error that all ranks get, the very same."""
+    with pytest.raises(kind, match=words) as raised:
+        yield raised
+    said = [""] * dist.get_world_size()
+    dist.all_gather_object(said, str(raised.value))
+    assert len(set(said)) == 1
 
 
 @pytest.fixture(scope="package")

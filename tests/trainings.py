@@ -1,14 +1,16 @@
-"""A small training for the tests of the trainer: data, a model, a loss, what steps them."""
+"""Small trainings for the tests of the trainer: data, models, losses, what steps them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset
 
 from phalanx.parallel import DataParallel
+from phalanx.train import Trainer
 
 # 11 steps of 12 samples in an epoch, and a last one with 5, which leaves some ranks without any.
 SAMPLES, GLOBAL_BATCH, EPOCHS = 137, 12, 2
@@ -40,3 +42,29 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
+
+
+# One that needs no ranks: a line, and a trainer of which any option can be another.
+DATA = TensorDataset(torch.randn(50, 4), torch.randn(50, 1))
+
+
+def mean_squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def trainer(
+    model: nn.Module | None = None,
+    data: Dataset[Any] = DATA,
+    loss: Callable[..., Any] = mean_squared,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
+) -> Trainer:
+    model = nn.Linear(4, 1) if model is None else model
+    if not {"epochs", "steps"} & set(options):
+        options["epochs"] = 1
+    options = {"global_batch": 10, "progress": False, **options}
+    return Trainer(model, optimizer(model.parameters(), lr=0.1), data, loss, **options)
+
+
+def network(width: int = 8, *more: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1), *more)

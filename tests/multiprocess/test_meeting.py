@@ -5,17 +5,11 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from phalanx import key
-
-LIMIT = 100
-PHALANX = str(Path(sys.executable).with_name("phalanx"))
 SCRIPT = """
 import os
 import psutil, torch, torch.distributed as dist
@@ -32,37 +26,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, launch: Start) -> Start:
     """Start `phalanx run` with some options."""
     (tmp_path / "script.py").write_text(SCRIPT)
-    key.new_file(str(tmp_path / "key"))
-    started = []
-
-    def run(*options: str) -> subprocess.Popen[str]:
-        command = [PHALANX, "run", "--nproc-per-node", "1", "--key-file", "key", *options]
-        process = subprocess.Popen(
-            [*command, "script.py"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        watchdog = threading.Timer(LIMIT, process.kill)
-        watchdog.start()
-        started.append((process, watchdog))
-        return process
-
-    yield run
-    for process, watchdog in started:
-        watchdog.cancel()
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return lambda *options: launch(*options, "script.py")
 
 
 def test_hosts_that_may_come_and_go(start: Start, port: int) -> None:

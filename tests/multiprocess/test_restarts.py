@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 import random
 import re
 import signal
-import socket
 import subprocess
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from phalanx import key
-
 LIMIT = 100
 KILLS = 10
-PHALANX = str(Path(sys.executable).with_name("phalanx"))
 # Rank 1 is killed in the group, then rank 0 before there is one; ranks elsewhere only wait for it.
 KILLED = """
 import os, signal, sys
@@ -63,38 +57,16 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
+def start(tmp_path: Path, launch: Callable[..., subprocess.Popen[str]]) -> Start:
     """Start `phalanx run` for one host of a job, of one rank each."""
-    key.new_file(str(tmp_path / "key"))
-    started = []
+    numbers = itertools.count()
 
     def run(script: str, *arguments: str, options: str) -> subprocess.Popen[str]:
         (tmp_path / "script.py").write_text(script)
-        command = [PHALANX, "run", "--nproc-per-node", "1", "--key-file", "key", *options.split()]
-        process = subprocess.Popen(
-            [*command, "script.py", *arguments],
-            env={**os.environ, "PHALANX_HOST_ID": f"host-{len(started)}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-        )
-        watchdog = threading.Timer(LIMIT, process.kill)
-        watchdog.start()
-        started.append((process, watchdog))
-        return process
+        host = {"PHALANX_HOST_ID": f"host-{next(numbers)}"}
+        return launch(*options.split(), "script.py", *arguments, **host)
 
-    yield run
-    for process, watchdog in started:
-        watchdog.cancel()
-        process.kill()
-        process.communicate()
-
-
-@pytest.fixture
-def port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
+    return run
 
 
 def options_of(way: str, port: int, host: int, restarts: int) -> str:

@@ -4,8 +4,6 @@ import ctypes
 import os
 import random
 import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from phalanx.errors import SnapshotError, UsageError
 from phalanx.train import Snapshots, random_states, restore_random_states
-from tests.ranks import RankServer
+from tests.ranks import RankServer, all_raise
+from tests.snapshot_states import steps
 
 FOLDER = "FOLDER"
 
@@ -44,16 +43,6 @@ def made(seed: int) -> dict[str, Tensor]:
 
 def equal(one: Any, other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in other)
-
-
-@contextmanager
-def raises(kind: type[Exception], words: str) -> Iterator[None]:
-    """The error that all ranks get, the very same."""
-    with pytest.raises(kind, match=words) as raised:
-        yield
-    said = [""] * dist.get_world_size()
-    dist.all_gather_object(said, str(raised.value))
-    assert len(set(said)) == 1
 
 
 def save_and_load(seed: int) -> None:
@@ -86,6 +75,12 @@ def save_and_load(seed: int) -> None:
         found = snapshots.load()
         assert found is not None
         assert found.step == 5
+        # A name as the first rows of another tensor could have, which two ranks write.
+        alike = {"a": torch.arange(4.0), "a[0]": torch.tensor([7.0])}
+        snapshots.save(7, alike)
+        found = snapshots.load()
+        assert found is not None
+        assert equal(found.state, alike)
 
 
 def every_group(seed: int) -> None:
@@ -122,17 +117,50 @@ def test_on_another_backend(ranks: RankServer) -> None:
     ranks.run(2, on_gloo, random.randrange(2**32), timeout=None)
 
 
+def made_before_the_group(seed: int) -> None:
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(os.environ[FOLDER])
+    own = folder / f"own-{rank}"
+    snapshots = {sharded: Snapshots(folder / str(sharded), sharded=sharded) for sharded in (0, 1)}
+    alone, elsewhere = Snapshots(own), Snapshots(own, sharded=True)
+    alone.save(1, {"rank": rank})
+    dist.init_process_group(
+        "phalanx", init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    for each in snapshots.values():
+        each.save(1, {"tensors": made(seed), "rank": rank})
+        found = each.load()
+        assert found is not None
+        assert (found.world_size, found.state["rank"]) == (size, 0)
+        assert equal(found.state["tensors"], made(seed))
+    found = alone.load()  # it is rank 0's that counts now
+    assert found is not None
+    assert found.state == {"rank": 0}
+    with all_raise(SnapshotError, "^rank 1: .*/own-1 isn't the directory that rank 0 sees"):
+        elsewhere.load()
+    dist.destroy_process_group()
+    with pytest.raises(UsageError, match=rf"rank {rank} of {size} made this .* process group is"):
+        alone.save(2, {})
+    assert steps(folder / "0") == steps(folder / "1") == [1]
+
+
+def test_made_before_the_process_group(ranks: RankServer) -> None:
+    ranks.run(2, made_before_the_group, random.randrange(2**32), timeout=None)
+
+
 def failures(folder: str) -> None:
     rank = dist.get_rank()
     last = dist.get_world_size() - 1
     own = Path(folder) / str(rank)
     own.mkdir()
     (own / "file").write_text("")
-    with raises(
+    with all_raise(
         SnapshotError, r"^rank 0: .*/0/file/below can't hold snapshots: Not a directory: give"
     ):
         Snapshots(own / "file" / "below")
-    with raises(SnapshotError, rf"^rank .*{last}: .*/{last} isn't the directory that rank 0 sees"):
+    with all_raise(
+        SnapshotError, rf"^rank .*{last}: .*/{last} isn't the directory that rank 0 sees"
+    ):
         Snapshots(own if rank == last else Path(folder) / "0", sharded=True)
     for sharded in (False, True):
         failures_of_saves(Path(folder) / f"{sharded}", sharded)
@@ -144,10 +172,12 @@ def failures_of_saves(folder: Path, sharded: bool) -> None:
     snapshots = Snapshots(folder, sharded=sharded)
     good = {"x": torch.ones(30_000), "y": torch.ones(30_000)}
     snapshots.save(1, good)
-    with raises(UsageError, rf"rank {last}: state\['x'\] is a builtins.set"):
+    with all_raise(UsageError, rf"rank {last}: state\['x'\] is a builtins.set"):
         snapshots.save(2, {"x": set() if rank == last else 1})
     if sharded:
-        with raises(UsageError, r"y is whole F32\[3\] on rank 0 and missing on rank 1, expected"):
+        with all_raise(
+            UsageError, r"y is whole F32\[3\] on rank 0 and missing on rank 1, expected"
+        ):
             snapshots.save(
                 2, {"x": good["x"], "y": torch.ones(3)} if rank == 0 else {"x": good["x"]}
             )
@@ -155,7 +185,7 @@ def failures_of_saves(folder: Path, sharded: bool) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if rank == writer:
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    with raises(
+    with all_raise(
         SnapshotError,
         f"^rank {writer}: the snapshot of step 2 isn't saved: File too large in {folder}",
     ):
@@ -163,7 +193,9 @@ def failures_of_saves(folder: Path, sharded: bool) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert os.listdir(folder) == ["000001-step-1"]
     dist.barrier()
-    with raises(UsageError, r"(?s)doesn't fit this state:.*state\['y'\]: F32\[30000\] in .*, I64"):
+    with all_raise(
+        UsageError, r"(?s)doesn't fit this state:.*state\['y'\]: F32\[30000\] in .*, I64"
+    ):
         snapshots.load(like={**good, "y": torch.arange(3) if rank == last else good["y"]})
     found = snapshots.load()
     assert found is not None
@@ -171,7 +203,7 @@ def failures_of_saves(folder: Path, sharded: bool) -> None:
     path = snapshots.save(2, good)
     for name in ("000001-step-1", path.name):
         (folder / name / "manifest.json").unlink(missing_ok=True)
-    with raises(SnapshotError, "(?s)none of 2 snapshots can be used.*step-2: .*step-1: "):
+    with all_raise(SnapshotError, "(?s)none of 2 snapshots can be used.*step-2: .*step-1: "):
         snapshots.load()
 
 
@@ -239,7 +271,7 @@ def with_dtensors(folder: str, seed: int) -> None:
     assert found is not None
     assert not any(isinstance(tensor, DTensor) for tensor in found.state.values())
     assert torch.equal(found.state["t4-2"], expected["t4"])
-    with raises(UsageError, "is a DTensor, of which one rank has only a part: .*sharded=True"):
+    with all_raise(UsageError, "is a DTensor, of which one rank has only a part: .*sharded=True"):
         Snapshots(folder).save(2, state)
 
 

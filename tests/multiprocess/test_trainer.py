@@ -35,12 +35,7 @@ from tests.trainings import (
     squared,
 )
 
-
-@pytest.fixture(autouse=True)
-def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
-    ranks.preload("torch._dynamo")
-    ranks.preload("phalanx.train")
+pytestmark = pytest.mark.usefixtures("trainer_loaded")
 
 
 # --- the same training as in one process -------------------------------------------------------

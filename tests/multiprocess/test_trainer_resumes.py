@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,12 +36,7 @@ from tests.trainings import (
     squared,
 )
 
-
-@pytest.fixture(autouse=True)
-def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
-    ranks.preload("torch._dynamo")
-    ranks.preload("phalanx.train")
+pytestmark = pytest.mark.usefixtures("trainer_loaded")
 
 
 # --- resuming -----------------------------------------------------------------------------------
@@ -240,3 +238,93 @@ def stopped_with_workers(seed: int) -> None:
 
 def test_sigterm_to_the_workers_of_the_loader(ranks: RankServer) -> None:
     ranks.run(2, stopped_with_workers, random.randrange(2**31))
+
+
+class Slow(Dataset[Any]):
+    """Some samples take for ever, as long as a file is there."""
+
+    def __init__(self, seed: int, slow: set[int], gate: Path) -> None:
+        self.tensors, self.slow, self.gate = made_data(seed).tensors, slow, gate
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if index in self.slow and self.gate.exists():
+            threading.Event().wait()
+        return tuple(tensor[index] for tensor in self.tensors)
+
+
+@contextmanager
+def asked_when_it_waits(losses: list[float], count: int) -> Iterator[None]:
+    """SIGTERM for this process when it waits for a batch, once it has made so many steps."""
+    gone = threading.Event()
+
+    def waits() -> bool:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+        while frame is not None and frame.f_code.co_name != "_try_get_data":
+            frame = frame.f_back
+        return frame is not None and len(losses) == count
+
+    def look() -> None:
+        while not waits():
+            if gone.wait(0.01):
+                return
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield
+    finally:
+        gone.set()
+        thread.join()
+
+
+def stopped_while_waiting(seed: int) -> None:
+    """In the middle of an epoch on one rank, and at an epoch's first batch on both."""
+    folder, rank = Path(os.environ["FOLDER"]), dist.get_rank()
+    orders = [
+        torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+        for epoch in range(EPOCHS)
+    ]
+
+    def fit(name: str, slow: set[int], **options: Any) -> list[float]:
+        model = made_model(seed)
+        settings: dict[str, Any] = {"epochs": EPOCHS, "loader": {"num_workers": 1}, **options}
+        settings |= {"global_batch": GLOBAL_BATCH, "seed": seed, "snapshots": folder / name}
+        data = Slow(seed, slow, folder / f"gate-{rank}")
+        return Trainer(model, adam(model), data, squared, **settings).fit().losses
+
+    whole = fit("whole", set())
+    in_epoch = STEPS // EPOCHS
+    # Of step 4 the second half is rank 1's; the wait for it is before ranks agree on step 3.
+    for name, slow, askers, before, made in (
+        ("middle", {orders[0][3 * GLOBAL_BATCH + GLOBAL_BATCH // 2]}, {1}, 2, 3),
+        ("first", {orders[1][0], orders[1][GLOBAL_BATCH // 2]}, {0, 1}, in_epoch, in_epoch),
+    ):
+        losses: list[float] = []
+        gate = folder / f"gate-{rank}"
+
+        def end_step(
+            step: int, metrics: dict[str, float], losses: list[float] = losses, gate: Path = gate
+        ) -> None:
+            losses.append(metrics["loss"])
+            if step == in_epoch:
+                gate.touch()
+
+        if name == "middle":
+            gate.touch()
+        count = before if rank in askers else -1
+        with pytest.raises(SystemExit) as left, asked_when_it_waits(losses, count):
+            fit(name, slow, on_step=end_step, snapshot_every=1000)
+        assert left.value.code == STOPPED
+        assert len(losses) == made
+        gate.unlink(missing_ok=True)
+        assert losses + fit(name, slow) == whole
+
+
+def test_sigterm_while_a_batch_is_awaited(ranks: RankServer) -> None:
+    seed = random.randrange(2**31)
+    print(f"seed {seed}")
+    ranks.run(2, stopped_while_waiting, seed)

@@ -150,6 +150,24 @@ class TestGlobalBatchSampler:
         resumed.load_state_dict(sampler.state_dict())
         assert list(resumed) == [[4, 5, 6], [7, 8, 9]]
 
+    def test_its_length_is_that_of_an_iteration(self) -> None:
+        """Of the one that goes on; before and after it, of the next."""
+        first = GlobalBatchSampler(range(10), 4, shuffle=False)
+        first.advance()
+        assert len(first) == len(list(first)) == 2
+        resumed = GlobalBatchSampler(range(10), 4, shuffle=False)
+        resumed.load_state_dict(first.state_dict())
+        for step, batch in enumerate(resumed):
+            assert len(resumed) == 2
+            assert resumed.weight(step) == 1
+            assert batch == [[4, 5, 6, 7], [8, 9]][step]
+            resumed.advance()
+            assert resumed.weight(step) == 1
+        assert len(resumed) == 3
+        resumed.advance(0)  # says nothing
+        assert len(resumed) == 3
+        assert [len(batch) for batch in resumed] == [4, 4, 2]
+
     def test_another_epoch_begins_at_its_first_sample(self) -> None:
         sampler = GlobalBatchSampler(range(10), 4)
         sampler.advance(2)
@@ -251,8 +269,9 @@ class TestEvaluationSampler:
         for number in range(after):
             resumed = EvaluationSampler(range(samples), world_size=after, rank=number)
             resumed.load_state_dict(state)
+            expected = len(resumed)
             left = list(resumed)
-            assert len(resumed) == len(left)
+            assert len(left) == expected
             seen += left
         assert sorted(seen) == list(range(samples))
 

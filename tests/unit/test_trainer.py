@@ -18,26 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from phalanx.errors import UsageError
 from phalanx.train import Trainer, progress
 from phalanx.train.stopping import Stop
-
-DATA = TensorDataset(torch.randn(50, 4), torch.randn(50, 1))
-
-
-def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-
-def trainer(
-    model: nn.Module | None = None,
-    data: Dataset[Any] = DATA,
-    loss: Callable[..., Any] = squared,
-    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
-    **options: Any,
-) -> Trainer:
-    model = nn.Linear(4, 1) if model is None else model
-    if not {"epochs", "steps"} & set(options):
-        options["epochs"] = 1
-    options = {"global_batch": 10, "progress": False, **options}
-    return Trainer(model, optimizer(model.parameters(), lr=0.1), data, loss, **options)
+from tests.trainings import DATA, mean_squared, network, trainer
 
 
 @pytest.mark.parametrize(
@@ -89,10 +70,6 @@ def test_refuses_sharded_parameters() -> None:
 
 
 # --- a snapshot of something else ---------------------------------------------------------------
-
-
-def network(width: int = 8, *more: nn.Module) -> nn.Module:
-    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1), *more)
 
 
 def other_data() -> Dataset[Any]:
@@ -148,7 +125,7 @@ def test_refuses_a_snapshot_without_the_scheduler(tmp_path: Path) -> None:
         model,
         optimizer,
         DATA,
-        squared,
+        mean_squared,
         global_batch=10,
         steps=4,
         scheduler=scheduler,
@@ -197,50 +174,6 @@ def test_any_data_set_and_loader() -> None:
     assert all(other.evaluation == found[0].evaluation for other in found)
 
 
-def plain_amp(model: nn.Module, precision: str) -> list[float]:
-    """Two epochs as PyTorch's documentation has them."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", enabled=precision == "float16")
-    losses = []
-    for epoch in range(2):
-        order = torch.randperm(50, generator=torch.Generator().manual_seed(epoch))
-        for part in order.split(10):
-            inputs, targets = DATA[part.tolist()]
-            with torch.autocast("cpu", getattr(torch, precision)):
-                loss = nn.functional.mse_loss(model(inputs).float(), targets)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_mixed_precision(precision: str, tmp_path: Path) -> None:
-    """Equals the plain loop; float16 resumes with its scale."""
-    dtypes = set()
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        outputs = model(batch[0])
-        dtypes.add(outputs.dtype)
-        return nn.functional.mse_loss(outputs.float(), batch[1])
-
-    def run(epochs: int, **options: Any) -> list[float]:
-        torch.manual_seed(5)
-        options = {"epochs": epochs, "precision": precision, "clip": 1.0, **options}
-        return trainer(network(), loss=loss, **options).fit().losses
-
-    torch.manual_seed(5)
-    expected = plain_amp(network(), precision)
-    losses = run(2)
-    assert dtypes == {getattr(torch, precision)}
-    assert losses == pytest.approx(expected, rel=1e-6)
-    assert run(1, snapshots=tmp_path) + run(2, snapshots=tmp_path) == losses
-
-
 def test_evaluates_in_evaluation_mode_and_leaves_modes_alone() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 1))
     model[0].eval()  # the user's, who has frozen it
@@ -248,13 +181,13 @@ def test_evaluates_in_evaluation_mode_and_leaves_modes_alone() -> None:
 
     def loss(whole: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         seen.add((whole.training, model[0].training, torch.is_grad_enabled()))
-        return squared(whole, batch)
+        return mean_squared(whole, batch)
 
     result = trainer(model, loss=loss, evaluate=DATA).fit()
     assert seen == {(True, False, True), (False, False, False)}
     assert (model.training, model[0].training, model[1].training) == (True, False, True)
     with torch.no_grad():
-        expected = squared(model.eval(), DATA.tensors).item()  # type: ignore[arg-type]
+        expected = mean_squared(model.eval(), DATA.tensors).item()  # type: ignore[arg-type]
     assert result.evaluation == {"loss": pytest.approx(expected, rel=1e-5)}
 
 
@@ -262,7 +195,7 @@ def test_no_gradient_check_lets_a_nan_through() -> None:
     """What the option costs: the parameters are gone."""
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return squared(model, batch) + (model.bias * 0).abs().sqrt().sum()  # type: ignore[operator]
+        return mean_squared(model, batch) + (model.bias * 0).abs().sqrt().sum()  # type: ignore[operator]
 
     model = nn.Linear(4, 1)
     trainer(model, loss=loss, steps=1, check_gradients=False).fit()
@@ -313,31 +246,6 @@ def test_says_that_a_run_has_ended(capsys: pytest.CaptureFixture[str], tmp_path:
     assert "that run had ended, nothing is left to train" in capsys.readouterr().err
 
 
-def test_tensorboard(tmp_path: Path) -> None:
-    """Read back by TensorBoard's own reader."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, float]]:
-        return squared(model, batch), {"constant": 3.0}
-
-    result = trainer(loss=loss, evaluate=DATA, tensorboard=tmp_path).fit()
-    read = EventAccumulator(str(tmp_path))
-    read.Reload()
-    losses = [(event.step, event.value) for event in read.Scalars("train/loss")]
-    assert losses == [(n, pytest.approx(x, rel=1e-6)) for n, x in enumerate(result.losses, 1)]
-    assert [event.value for event in read.Scalars("train/constant")] == [3.0] * 5
-    (evaluated,) = read.Scalars("evaluate/loss")
-    assert (evaluated.step, evaluated.value) == (5, pytest.approx(result.evaluation["loss"]))
-
-
-def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import sys
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(UsageError, match=r'tensorboard is missing: pip install "phalanx\['):
-        trainer(tensorboard=tmp_path).fit()
-
-
 def test_sigterm_in_another_thread_is_said(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> None:
         with Stop() as stop:
@@ -356,7 +264,7 @@ def test_refuses_a_snapshot_of_an_optimizer_that_looks_alike(tmp_path: Path, oth
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
         parts = [*model[1].parameters(), *model[0].parameters()] if swapped else model.parameters()
         options: dict[str, Any] = {"global_batch": 10, "steps": 2, "progress": False}
-        return Trainer(model, kind(parts), DATA, squared, snapshots=tmp_path, **options)
+        return Trainer(model, kind(parts), DATA, mean_squared, snapshots=tmp_path, **options)
 
     run(torch.optim.AdamW, swapped=True).fit()
     kind = torch.optim.Adam if other == "class" else torch.optim.AdamW
@@ -376,7 +284,7 @@ def test_a_scheduler_with_counters_resumes(tmp_path: Path) -> None:
         scheduler = lr.SequentialLR(optimizer, parts, [3])
         options: dict[str, Any] = {"global_batch": 10, "steps": steps, "progress": False}
         run = Trainer(
-            model, optimizer, DATA, squared, scheduler=scheduler, snapshots=folder, **options
+            model, optimizer, DATA, mean_squared, scheduler=scheduler, snapshots=folder, **options
         )
         return run.fit().losses, optimizer.param_groups[0]["lr"]
 

@@ -110,15 +110,19 @@ class GlobalBatchSampler(Resumable[list[int]]):
         Raises:
             UsageError: There is no such step.
         """
-        if not 0 <= step < len(self):
-            raise UsageError(f"weight: step {step} given, expected 0 to {len(self) - 1}")
+        steps = self._left(self._start)
+        if not 0 <= step < steps:
+            raise UsageError(f"weight: step {step} given, expected 0 to {steps - 1}")
         size = self._batch_size(step)
         start, stop = share(size, self.world_size, self.rank)
         return (stop - start) / size
 
     def __len__(self) -> int:
-        """Return the steps of the current iteration, or of the next; the same on every rank."""
-        return self._left(self._start)
+        """Return the steps of the current iteration; once it has ended, those of the next.
+
+        The same on every rank. An iteration has ended when `advance` has come to the epoch's end.
+        """
+        return self._steps()
 
     def __iter__(self) -> Iterator[list[int]]:
         return self._drawing(self._batches(self._begin(), self._order()))

@@ -57,8 +57,8 @@ class EvaluationSampler(Resumable[int]):
             raise UsageError("EvaluationSampler: 0 samples given, expected at least 1")
 
     def __len__(self) -> int:
-        """Return the samples of this rank in the current iteration, or in the next."""
-        return self._left(self._start)
+        """Return this rank's samples in the current iteration; once it has ended, in the next."""
+        return self._steps()
 
     def __iter__(self) -> Iterator[int]:
         own = range(self._begin() + self.rank, self.samples, self.world_size)

@@ -29,6 +29,7 @@ class Resumable(Sampler[T_co]):
         self.epoch = 0
         self._position = 0
         self._start = 0  # the position at which the current or next iteration begins
+        self._begun = False  # there is a current iteration
         self._anew = False  # the epoch has ended here: the next iteration is another one
         self._drawn = 0
         self._warned = False
@@ -60,8 +61,12 @@ class Resumable(Sampler[T_co]):
                 f"{type(self).__name__}.advance: {steps} given, expected 0 to {left}, which are "
                 f"left of epoch {self.epoch}: call set_epoch() before the next epoch"
             )
+        if steps == 0:
+            return
         self._position = min(self._position + steps * self._stride(), self._size())
-        self._anew = steps > 0 and steps == left
+        self._anew = steps == left
+        if not self._begun:
+            self._start = self._position
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the epoch stands: numbers and words only, fit for JSON.
@@ -103,7 +108,7 @@ class Resumable(Sampler[T_co]):
         """Return the position at which the iteration that is being made begins."""
         if self._anew:
             self._go_to(0)
-        self._start, self._drawn = self._position, 0
+        self._start, self._drawn, self._begun = self._position, 0, True
         self._anew = self._left(self._position) == 0
         return self._start
 
@@ -114,8 +119,12 @@ class Resumable(Sampler[T_co]):
 
     def _go_to(self, position: int) -> None:
         self._position = self._start = position
-        self._anew = False
+        self._anew = self._begun = False
         self._drawn = 0
+
+    def _steps(self) -> int:
+        """Return the items of the current iteration; once it has ended, those of the next."""
+        return self._left(0 if self._anew else self._start)
 
     def _check(self, state: Mapping[str, Any], position: int) -> None:
         name = f"{type(self).__name__}.load_state_dict"
@@ -223,8 +232,8 @@ class ResumableSampler(Resumable[T_co]):
         self._tell_epoch()
 
     def __len__(self) -> int:
-        """Return the items of the current iteration, or of the next."""
-        return self._left(self._start)
+        """Return the items of the current iteration; once it has ended, those of the next."""
+        return self._steps()
 
     def __iter__(self) -> Iterator[T_co]:
         return self._drawing(itertools.islice(self.sampler, self._begin(), None))

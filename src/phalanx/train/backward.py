@@ -90,6 +90,11 @@ class Stepper:
         self._dtype = None if precision is None else _DTYPES[precision]
         self.scaler = torch.amp.GradScaler(device.type, enabled=precision == "float16")
 
+    @property
+    def scale(self) -> float:
+        """What the next loss is multiplied by."""
+        return self.scaler.get_scale()
+
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The context of a forward pass."""
         if self._dtype is None:
@@ -100,14 +105,21 @@ class Stepper:
         """Add to the gradients."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
-    def step(self) -> None:
-        """Clip, step, and let the gradients go."""
+    def step(self) -> bool:
+        """Clip, step, and let the gradients go.
+
+        Returns:
+            Whether the optimizer has made the step: the scaler of float16 leaves one out whose
+            gradients, averaged over ranks, aren't finite, and makes the scale smaller.
+        """
+        before = self.scale
         if self._clip is not None:
             self.scaler.unscale_(self.optimizer)
             self._clip_gradients(self._clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
+        return self.scale >= before
 
     def _clip_gradients(self, most: float) -> None:
         # A model whose gradients lie on several ranks clips them itself.

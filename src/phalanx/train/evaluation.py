@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from phalanx.data import EvaluationSampler
 from phalanx.errors import UsageError
+from phalanx.train.agreement import Totals, check_names
 from phalanx.train.order import make_loader
 from phalanx.train.replicas import Replicas
 
@@ -46,9 +47,11 @@ class Evaluation:
         Args:
             replicas: The model.
             autocast: The precision of the forward pass, as in training.
+
+        Raises:
+            UsageError: The metrics of some batches have other names than those of others.
         """
-        totals: dict[str, float] = {}
-        count = 0
+        totals, count = Totals(), 0
         replicas.align_buffers()
         # The module itself: a wrapper's forward may have collectives, and ranks differ in batches.
         with evaluating(replicas.inner), torch.no_grad():
@@ -56,14 +59,13 @@ class Evaluation:
                 batch = on_device(content, replicas.device)
                 with autocast():
                     loss, metrics = measured(self._loss(replicas.inner, batch))
-                for name, mean in {"loss": loss.item(), **metrics}.items():
-                    totals[name] = totals.get(name, 0.0) + mean * size
+                totals.add({"loss": loss.item(), **metrics}, size)
                 count += size
-        # A rank without a sample doesn't know the metrics' names.
         parts = replicas.collect((totals, count))
+        every = [found for found, size in parts if size]  # others don't know the metrics' names
+        check_names([found for found, _ in parts], "evaluation")
         samples = sum(size for _, size in parts)
-        names = next(found for found, size in parts if size)
-        return {name: sum(found.get(name, 0.0) for found, _ in parts) / samples for name in names}
+        return {name: sum(found.sums[name] for found in every) / samples for name in every[0].names}
 
     def _batches(self) -> Iterator[tuple[Any, int]]:
         """Batches of this rank's samples, with their sizes; the last may be smaller."""

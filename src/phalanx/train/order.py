@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +41,10 @@ class Order:
     The position is counted in samples of an epoch's order that a finished step was made of, never
     in what a `DataLoader` has fetched. So it means the same at any world size and global batch.
 
+    Attributes:
+        by_workers: Whether batches are made by other processes, and nothing here is changed by
+            waiting for one.
+
     Args:
         data: The data set.
         global_batch: Samples in a step of all ranks together.
@@ -63,6 +67,7 @@ class Order:
                 "number of micro-batches that divides the global batch"
             )
         self.accumulate = accumulate
+        self.by_workers = bool(loader.get("num_workers"))
         self._micro = global_batch // accumulate
         try:
             self._sampler = GlobalBatchSampler(data, self._micro, seed=seed)
@@ -112,23 +117,27 @@ class Order:
         self._sampler.set_epoch(self.epoch + 1)
         self.position = 0
 
-    def steps(self) -> Iterator[list[MicroBatch]]:
+    def steps(self) -> Generator[list[MicroBatch], None, None]:
         """Yield what is left of the epoch: the micro-batches of each step.
 
         Every rank gets as many steps, with as many micro-batches each. Nothing counts as trained on
-        until `advance` is told.
+        until `advance` is told. Workers of the loader are ended when this is closed, busy or not.
         """
         # Workers of the loader begin an epoch alike, whatever has been before.
         self._generator.manual_seed(rank_seeds(self._seed, self._sampler.rank, self.epoch)[0])
         firsts = range(self.position, self.samples, self._micro)
         sizes = [min(self._micro, self.samples - first) for first in firsts]
         step: list[tuple[Any, float]] = []
-        for number, (content, size) in enumerate(zip(self._loader, sizes, strict=True)):
-            step.append((content, self._sampler.weight(number) * size))
-            if len(step) == self.accumulate or number == len(sizes) - 1:
-                total = sum(sizes[number + 1 - len(step) : number + 1])
-                yield [MicroBatch(item, own / total) for item, own in step]
-                step = []
+        contents = iter(self._loader)
+        try:
+            for number, (content, size) in enumerate(zip(contents, sizes, strict=True)):
+                step.append((content, self._sampler.weight(number) * size))
+                if len(step) == self.accumulate or number == len(sizes) - 1:
+                    total = sum(sizes[number + 1 - len(step) : number + 1])
+                    yield [MicroBatch(item, own / total) for item, own in step]
+                    step = []
+        finally:
+            _end_workers(contents)
 
     def advance(self, micro_batches: int) -> int:
         """Count a finished step; returns its samples, of all ranks together."""
@@ -170,6 +179,13 @@ def make_loader(
         # It is asked for lists of indices, which saves the collation of samples.
         return DataLoader(data, **{**options, "batch_size": None}, sampler=batches)
     return DataLoader(data, **options, batch_sampler=batches)
+
+
+def _end_workers(contents: Iterator[Any]) -> None:
+    # A loader that is let go waits 5 s for each worker that is in the middle of a sample. There is
+    # no public way to its processes.
+    for worker in getattr(contents, "_workers", ()):
+        worker.terminate()
 
 
 def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,7 @@ from phalanx.errors import UsageError
 from phalanx.observe.own import waited
 from phalanx.observe.recording import report
 
-__all__ = ["Display", "tensorboard"]
+__all__ = ["Display", "check_tensorboard", "tensorboard"]
 
 # Seconds between two looks at speed and waiting share, and between two lines where there is no bar.
 _REFRESH = 1.0
@@ -27,13 +28,13 @@ class Display:
         main: Whether this is rank 0.
         shown: Whether to show anything.
         reporting: Whether the ranks have black boxes, to which `phalanx.report` writes.
-        writer: TensorBoard's, on rank 0, or None.
     """
 
-    def __init__(self, *, main: bool, shown: bool, reporting: bool, writer: Any) -> None:
+    def __init__(self, *, main: bool, shown: bool, reporting: bool) -> None:
         self._console = Console(stderr=True, quiet=not (main and shown), highlight=False)
         self._bar: Progress | None = None
-        self._main, self._reporting, self._writer = main, reporting, writer
+        self._main, self._reporting = main, reporting
+        self._writer: Any = None
         self._samples, self._blocked, self._text = 0, 0.0, ""
         self._since = self._said = time.monotonic_ns()
 
@@ -53,9 +54,15 @@ class Display:
         if self._writer is not None:
             self._writer.close()
 
-    def begin(self, step: int, steps: int) -> None:
-        """Show a bar from `step` of `steps`, where there is a terminal."""
-        self._steps = steps
+    def begin(self, step: int, steps: int, writer: Any) -> None:
+        """Show a bar from `step` of `steps`, where there is a terminal.
+
+        Args:
+            step: Steps that are made already.
+            steps: How many there will be.
+            writer: TensorBoard's, on rank 0, or None; closed at the end.
+        """
+        self._steps, self._writer = steps, writer
         if self._console.is_terminal and not self._console.quiet:
             self._bar = Progress(
                 TextColumn("{task.description}"),
@@ -67,6 +74,11 @@ class Display:
             )
             self._bar.add_task("training", completed=step, total=steps, text="")
             self._bar.start()
+
+    def flush(self) -> None:
+        """Have on the disk what TensorBoard was given: the steps that a snapshot stands for."""
+        if self._writer is not None:
+            self._writer.flush()
 
     def note(self, text: str) -> None:
         """Tell `phalanx watch` what the ranks do."""
@@ -135,16 +147,25 @@ class Display:
                 self._writer.add_scalar(f"evaluate/{name}", value, step)
 
 
-def tensorboard(directory: Any) -> Any:
-    """Return TensorBoard's writer of a directory.
-
-    Raises:
-        UsageError: TensorBoard isn't installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
+def check_tensorboard() -> None:
+    """Raise UsageError where TensorBoard isn't installed."""
+    if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             'tensorboard is missing: pip install "phalanx[tensorboard]", or leave the argument out'
-        ) from None
-    return SummaryWriter(str(directory))
+        )
+
+
+def tensorboard(directory: Any, step: int) -> Any:
+    """Return TensorBoard's writer of a directory.
+
+    Args:
+        directory: Made if it isn't there.
+        step: The first that will be written. TensorBoard shows no more what a run wrote there of
+            this step and later ones, before it was restarted.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(directory), purge_step=step)

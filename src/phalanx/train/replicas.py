@@ -1,8 +1,9 @@
-"""The copies of a model on the ranks: how they begin alike, stay so, and what ranks agree on."""
+"""The copies of a model on the ranks: how they begin alike and stay so, and sums over ranks."""
 
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,9 +14,11 @@ from torch import Tensor, nn
 from phalanx.errors import UsageError
 from phalanx.parallel import average_gradients
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "kind_of"]
 
 _PREFIX = "module."
+# Differences that an error lists.
+_SHOWN = 3
 
 
 class Replicas:
@@ -58,6 +61,52 @@ class Replicas:
         """Whether the ranks are in a group of the backend "phalanx"."""
         return dist.is_initialized() and dist.get_backend() == "phalanx"
 
+    def check(self) -> None:
+        """Compare the model with that of all other ranks; collective.
+
+        Raises:
+            UsageError: Parameters or buffers differ, on every rank; or the process group isn't the
+                one in which this was made, on this rank.
+        """
+        group = dist.is_available() and dist.is_initialized()
+        rank, size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        if (rank, size) != (self.rank, self.world_size):
+            raise UsageError(
+                f"the trainer was made as rank {self.rank} of {self.world_size}, and this is rank "
+                f"{rank} of {size}: make it when the process group is there (with phalanx.init(): "
+                "...), and anew in a new one"
+            )
+        names = {name: f"parameter {kind_of(it)}" for name, it in self.inner.named_parameters()}
+        names |= {
+            name: f"{names[name]}, frozen"
+            for name, it in self.inner.named_parameters()
+            if not it.requires_grad
+        }
+        self._check_alike(names | self._buffers())
+
+    def _buffers(self) -> dict[str, str]:
+        return {name: f"buffer {kind_of(it)}" for name, it in self.inner.named_buffers()}
+
+    def _check_alike(self, own: dict[str, str]) -> None:
+        """Raise UsageError, on all ranks, unless each has the same things in the same order."""
+        digest = zlib.crc32(repr(own).encode())
+        if len(set(self.collect(digest))) == 1:
+            return
+        first, *others = self.collect(list(own.items()))
+        found = [
+            f"{name} is {dict(first).get(name, 'missing')} on rank 0 and "
+            f"{dict(other).get(name, 'missing')} on rank {rank}"
+            for rank, other in enumerate(others, 1)
+            for name in dict(first) | dict(other)
+            if dict(first).get(name) != dict(other).get(name)
+        ]
+        found = found or ["names come in another order"]
+        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise UsageError(
+            f"{type(self.inner).__name__} differs between ranks: {'; '.join(found[:_SHOWN])}{more}."
+            " Build the same model on all ranks"
+        )
+
     def align(self) -> None:
         """Bring rank 0's parameters and buffers to all ranks; a wrapper has done so itself."""
         if self.world_size > 1 and not self.wrapped:
@@ -67,6 +116,7 @@ class Replicas:
     def align_buffers(self) -> None:
         """Bring rank 0's buffers (running means) to all ranks, as DDP does before each step."""
         if self.world_size > 1:
+            self._check_alike(self._buffers())  # a forward pass may have changed their shapes
             self._broadcast(list(self.inner.buffers()))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
@@ -116,3 +166,8 @@ class Replicas:
         if self.wrapped:
             state = {_PREFIX + name: value for name, value in state.items()}
         self._whole.load_state_dict(state)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """Return a tensor's dtype and shape in words, as float32[3, 4]."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.train.random_states import random_states, restore_random_states
+from phalanx.train.replicas import kind_of
 from phalanx.train.seeds import seed_rank
 
 if TYPE_CHECKING:
@@ -191,9 +192,7 @@ def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return kind_of(value) if isinstance(value, Tensor) else type(value).__name__
 
 
 def _named(what: str, names: list[str]) -> list[str]:

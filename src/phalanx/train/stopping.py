@@ -5,14 +5,22 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import TypeVar
 
 __all__ = ["STOPPED", "Stop"]
 
 STOPPED = 128 + signal.SIGTERM
 """The exit code of a rank that has saved and left because of SIGTERM: 143, as shells count."""
 
+Value = TypeVar("Value")
+
 _log = logging.getLogger("phalanx")
+
+
+class _Interrupted(BaseException):  # as KeyboardInterrupt: what catches exceptions lets it through
+    """SIGTERM has come while something was waited for."""
 
 
 class Stop:
@@ -20,6 +28,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self._waiting = False
         self._before: object = None
 
     def __enter__(self) -> Stop:
@@ -34,6 +43,23 @@ class Stop:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's own
         self.asked = True
+        if self._waiting:
+            self._waiting = False
+            raise _Interrupted
+
+    def unless_asked(self, action: Callable[[], Value]) -> Value | None:
+        """Return what an action returns; None once SIGTERM has come, which breaks it off.
+
+        Where SIGTERM breaks it off is anywhere in it: what it uses is of no more use then.
+        """
+        try:
+            try:
+                self._waiting = True
+                return None if self.asked else action()
+            finally:
+                self._waiting = False
+        except _Interrupted:
+            return None
 
     def __exit__(
         self,

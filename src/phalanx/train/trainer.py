@@ -7,17 +7,18 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.data import Dataset
 
 from phalanx.errors import UsageError
+from phalanx.train.agreement import Agreement, Totals
 from phalanx.train.backward import FiniteCheck, Stepper
 from phalanx.train.evaluation import Evaluation, Loss, measured, on_device
 from phalanx.train.order import MicroBatch, Order
-from phalanx.train.progress import Display, tensorboard
+from phalanx.train.progress import Display, check_tensorboard, tensorboard
 from phalanx.train.replicas import Replicas
 from phalanx.train.seeds import seed_rank
 from phalanx.train.snapshots import Snapshots
@@ -26,18 +27,25 @@ from phalanx.train.stopping import STOPPED, Stop
 
 __all__ = ["Result", "Trainer"]
 
+# From PyTorch's first scale on, float16 has left out 30 steps in a row when the scale is less: then
+# what isn't finite isn't so because of it. fairseq ends there, too.
+_LEAST_SCALE = 1e-4
+# What the next step is made of, or None where there is none yet.
+_Fetch = Callable[[], list[MicroBatch] | None]
+
 
 @dataclass
 class Result:
     """What `Trainer.fit` returns, the same on every rank.
 
     Attributes:
-        step: Steps of the optimizer, of this run and of those that it resumed.
+        step: Steps, of this run and of those that it resumed; with those that float16 left out.
         epoch: Epochs that are finished.
         loss: The mean loss over the samples of the last step; NaN before the first.
         evaluation: Means over the samples of `evaluate` when it was last evaluated: "loss" and the
             metrics; empty if it never was.
-        losses: The loss of each step that this call of `fit` made.
+        losses: The loss of each step that this call of `fit` made; infinite or NaN for some that
+            float16 left out.
     """
 
     step: int = 0
@@ -71,7 +79,8 @@ class Trainer:
         precision: "bfloat16" or "float16" (with scaled losses) for the forward pass by autocast;
             None computes in the dtype of the parameters.
         clip: The most that the norm of all gradients together may be.
-        scheduler: A learning rate scheduler; stepped after each step, not after each epoch.
+        scheduler: A learning rate scheduler; stepped after each step that the optimizer makes, not
+            after each epoch.
         evaluate: A data set on which `loss` is taken, without gradients and in evaluation mode,
             after each epoch and at the end.
         snapshots: A directory, or `Snapshots`. Training goes on from the newest one there. None
@@ -84,13 +93,15 @@ class Trainer:
             None, the data set is asked for lists of indices.
         on_step: Called on every rank after each step with its number, from 1, and the means over
             its samples: "loss" and the metrics.
-        tensorboard: A directory for TensorBoard's files, which rank 0 writes.
+        tensorboard: A directory for TensorBoard's files, which rank 0 writes. Of steps that are
+            made anew after a restart it shows the new ones: give each run a directory of its own.
         progress: Show a progress bar, or lines where stderr is no terminal, from rank 0.
         check_gradients: Look for gradients that aren't finite on each rank, which reads each once.
+            With "float16" only to say whose they are, when the scaler can't help any more.
 
     Raises:
         UsageError: An argument that is wrong, on the ranks that gave it; before training starts.
-        OSError: The directory of snapshots can't be written.
+        SnapshotError: The directory of snapshots can't be made or written, on all ranks.
 
     Example:
         >>> def loss(model, batch):
@@ -130,6 +141,8 @@ class Trainer:
         self._epochs, self._steps, self._every = epochs, steps, snapshot_every
         self._global_batch, self._scheduler, self._shown = global_batch, scheduler, progress
         self._check_gradients, self._tensorboard = check_gradients, tensorboard
+        if tensorboard is not None:
+            check_tensorboard()
         self._replicas = Replicas(model)
         self._stepper = Stepper(model, optimizer, precision, clip, self._replicas.device)
         self._order = Order(data, global_batch, accumulate, seed, loader or {})
@@ -141,8 +154,9 @@ class Trainer:
         if isinstance(snapshots, str | PathLike):
             snapshots = Snapshots(snapshots)
         self._snapshots: Snapshots | None = snapshots
-        self._saved = -1
+        self._saved = 0  # before the first step there is nothing to save
         self._finite: FiniteCheck | None = None
+        self._agreement = Agreement(self._replicas)
         self.result = Result()
 
     def fit(self) -> Result:
@@ -153,31 +167,55 @@ class Trainer:
         Raises:
             FloatingPointError: A loss or a gradient isn't finite: on which rank and of which
                 parameter, on every rank. The optimizer hasn't made the step, and the last snapshot
-                is of before.
-            UsageError: The snapshot is of another model, optimizer or data set; the loss function
-                returned something else.
+                is of before. With "float16" only when smaller scales of the loss haven't helped.
+            UsageError: The snapshot is of another model, optimizer or data set; ranks differ in
+                their models, or in the names of their metrics; the loss function returned something
+                else; the trainer was made before the process group; TensorBoard's directory can't
+                be written.
+            SnapshotError: A snapshot can't be written (a full disk, for one), or of those there
+                none can be used: on every rank. The older ones are as they were.
             SystemExit: With the code 143 (`STOPPED`), on every rank, when one of them got SIGTERM
                 and a snapshot has been saved.
             torch.distributed.DistBackendError: A rank died or didn't come.
         """
-        main = self._replicas.rank == 0
-        writer = tensorboard(self._tensorboard) if main and self._tensorboard else None
-        reporting = self._replicas.on_phalanx
-        display = Display(main=main, shown=self._shown, reporting=reporting, writer=writer)
+        self._replicas.check()
+        main, reporting = self._replicas.rank == 0, self._replicas.on_phalanx
+        display = Display(main=main, shown=self._shown, reporting=reporting)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(Stop())
             stack.enter_context(display)
-            self._begin(display, stack)
+            stack.callback(self._watch_gradients, on=False)
+            self._begin(display)
             while not self._finished():
-                for micro_batches in self._order.steps():
-                    stopped = self._step(micro_batches, display, stop)
-                    self._after_step(display, stopped=stopped)
-                    if self._finished():
-                        break
-            self._save()
+                self._go_through_epoch(display, stop)
+            self._save(display)
         return self.result
 
-    def _begin(self, display: Display, stack: contextlib.ExitStack) -> None:
+    def _go_through_epoch(self, display: Display, stop: Stop) -> None:
+        """Make the steps that are left of an epoch, or of the run.
+
+        What workers make is waited for before ranks agree on the step before it, and that wait
+        ends on SIGTERM: so they can agree to stop there, however long a batch takes.
+        """
+        with contextlib.closing(self._order.steps()) as steps:
+
+            def wait() -> list[MicroBatch] | None:
+                return stop.unless_asked(lambda: next(steps, None))
+
+            early = self._order.by_workers
+            upcoming = wait() if early else None
+            if self._replicas.sum([stop.asked])[0]:
+                self._leave(display)
+            while not self._finished():
+                micro_batches = upcoming if early else next(steps, None)
+                if micro_batches is None:
+                    return
+                last = self._steps is not None and self.result.step + 1 >= self._steps
+                fetch = wait if early and not last else _nothing
+                upcoming, stopped = self._step(micro_batches, display, stop, fetch)
+                self._after_step(display, stopped=stopped)
+
+    def _begin(self, display: Display) -> None:
         """Take over a snapshot or start anew, alike on all ranks."""
         self.result.losses = []
         seed_rank(self._seed, self._replicas.rank)
@@ -187,10 +225,27 @@ class Trainer:
         else:
             self._resume(self._state.restore(snapshot.state, snapshot.path), display, snapshot.path)
         self._stepper.optimizer.zero_grad()
-        display.begin(self.result.step, self._last_step())
-        if self._check_gradients and not self._stepper.scaler.is_enabled():
+        display.begin(self.result.step, self._last_step(), self._open_tensorboard())
+        self._watch_gradients(on=not self._stepper.scaler.is_enabled())
+
+    def _open_tensorboard(self) -> Any:
+        """TensorBoard's writer on rank 0, where there is to be one; all ranks hear if it fails."""
+        writer, trouble = None, ""
+        if self._tensorboard is not None and self._replicas.rank == 0:
+            try:
+                writer = tensorboard(self._tensorboard, self.result.step + 1)
+            except OSError as error:
+                trouble = f"{self._tensorboard} can't hold TensorBoard's files: {error}"
+        if trouble := self._replicas.collect(trouble)[0]:
+            raise UsageError(f"{trouble}: give a directory that rank 0 can write")
+        return writer
+
+    def _watch_gradients(self, *, on: bool) -> None:
+        if self._finite is not None and not on:
+            self._finite.close()
+            self._finite = None
+        elif self._finite is None and on and self._check_gradients:
             self._finite = FiniteCheck(self._replicas.inner)
-            stack.callback(self._finite.close)
 
     def _resume(self, progress: dict[str, Any], display: Display, path: object) -> None:
         result = self.result
@@ -212,18 +267,26 @@ class Trainer:
             + ended
         )
 
-    def _step(self, micro_batches: list[MicroBatch], display: Display, stop: Stop) -> bool:
-        """Make a step of the optimizer; returns whether a rank has been asked to stop."""
-        totals: dict[str, float] = {}
+    def _step(
+        self, micro_batches: list[MicroBatch], display: Display, stop: Stop, fetch: _Fetch
+    ) -> tuple[list[MicroBatch] | None, bool]:
+        """Make a step; returns what was fetched, and whether a rank has been asked to stop."""
+        totals = Totals()
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             self._forward_backward(micro_batch, totals, last=last)
+        upcoming = fetch()
         begun = time.monotonic()
         self._replicas.average()
-        metrics, stopped = self._agree(totals, asked=stop.asked)
+        found = "" if self._finite is None else self._finite.found()
+        agreed = self._agreement.reach(totals, found, asked=stop.asked, when=self._when())
         blocked = time.monotonic() - begun if self._replicas.world_size > 1 else 0.0
-        self._stepper.step()
-        if self._scheduler is not None:
+        metrics, loss = agreed.metrics, totals.sums["loss"]
+        if not agreed.finite and not self._stepper.scaler.is_enabled():
+            self._agreement.blame(loss, found, when=self._when())
+        if not self._stepper.step():
+            self._leave_out(loss, found, display)
+        elif self._scheduler is not None:
             self._scheduler.step()
         samples = self._order.advance(len(micro_batches))
         result = self.result
@@ -232,11 +295,24 @@ class Trainer:
         display.step(result.step, self._order.epoch, metrics, samples, blocked)
         if self._on_step is not None:
             self._on_step(result.step, metrics)
-        return stopped
+        return upcoming, agreed.stop
 
-    def _forward_backward(
-        self, micro_batch: MicroBatch, totals: dict[str, float], *, last: bool
-    ) -> None:
+    def _when(self) -> str:
+        return f"step {self.result.step + 1} (epoch {self._order.epoch + 1})"
+
+    def _leave_out(self, loss: float, found: str, display: Display) -> None:
+        """Go on after a step that the scaler of float16 hasn't made, or say that it can't help."""
+        scale = self._stepper.scale
+        if scale < _LEAST_SCALE:
+            why = f", as many before it, and scaling the loss by {scale:.0e} doesn't help"
+            self._agreement.blame(loss, found, when=self._when(), why=why)
+        display.say(
+            f"{self._when()} left out: its gradients aren't finite in float16; the loss is scaled "
+            f"by {scale:g} from here on"
+        )
+        self._watch_gradients(on=scale <= 1)  # it may well be somebody's mistake
+
+    def _forward_backward(self, micro_batch: MicroBatch, totals: Totals, *, last: bool) -> None:
         """Add a micro-batch to the gradients, and its weighted metrics to the totals."""
         replicas, weight = self._replicas, micro_batch.weight
         batch = on_device(micro_batch.content, replicas.device)
@@ -245,34 +321,7 @@ class Trainer:
                 loss, metrics = measured(self._loss(replicas.model, batch))
             # Gradients are averaged over the ranks, and are to be those of the mean over samples.
             self._stepper.backward(loss * (weight * replicas.world_size))
-        for name, value in {"loss": loss.item(), **metrics}.items():
-            # A sample that only makes up the number doesn't count, even if it is NaN.
-            totals[name] = totals.get(name, 0.0) + (value * weight if weight else 0.0)
-
-    def _agree(self, totals: dict[str, float], *, asked: bool) -> tuple[dict[str, float], bool]:
-        """Exchange, in one small all-reduce, all that ranks must agree on before the step."""
-        found = "" if self._finite is None else self._finite.found()
-        names = list(totals)
-        *values, bad, stops = self._replicas.sum([*totals.values(), bool(found), asked])
-        metrics = dict(zip(names, values, strict=True))
-        if bad or not torch.tensor(metrics["loss"]).isfinite():
-            self._blame(totals["loss"], found)
-        return metrics, stops > 0
-
-    def _blame(self, loss: float, found: str) -> None:
-        """Raise, on every rank, what each of them found that isn't finite."""
-        finite = bool(torch.tensor(loss).isfinite())
-        own = "" if finite else f"the loss is {loss}"
-        if found:
-            own += f"{', and ' if own else ''}the gradient of {found} isn't finite"
-        every = self._replicas.collect(own)
-        words = "; ".join(f"on rank {rank} {text}" for rank, text in enumerate(every) if text)
-        raise FloatingPointError(
-            f"step {self.result.step + 1} (epoch {self._order.epoch + 1}): "
-            f"{words or 'the loss of all ranks together is not finite'}. The step was not made. "
-            "Look at that rank's batch, lower the learning rate, clip gradients (clip=1.0), or "
-            "find the operation with torch.autograd.set_detect_anomaly(True)"
-        )
+        totals.add({"loss": loss.item(), **metrics}, weight)
 
     def _after_step(self, display: Display, *, stopped: bool) -> None:
         """End an epoch, evaluate, save and leave, as the step that was just made asks for."""
@@ -287,17 +336,23 @@ class Trainer:
                 display.note("training")
             display.end_epoch(result.step, epoch, result.loss, result.evaluation)
         due = at_end if self._every is None else result.step % self._every == 0
-        if due or stopped:
-            self._save()
+        if due:
+            self._save(display)
         if stopped and not self._finished():
-            saved = "saved, and " if self._snapshots is not None else ""
-            display.say(f"stopped by SIGTERM after step {result.step}: {saved}leaving")
-            raise SystemExit(STOPPED)
+            self._leave(display)
 
-    def _save(self) -> None:
+    def _leave(self, display: Display) -> NoReturn:
+        self._save(display)
+        step = self.result.step
+        saved = "saved, and " if step and self._snapshots is not None else ""
+        display.say(f"stopped by SIGTERM after step {step}: {saved}leaving")
+        raise SystemExit(STOPPED)
+
+    def _save(self, display: Display) -> None:
         result = self.result
         if self._snapshots is None or result.step == self._saved:
             return
+        display.flush()
         progress = {
             "step": result.step,
             "loss": result.loss,
@@ -320,6 +375,10 @@ class Trainer:
         per_epoch = -(-self._order.samples // self._global_batch)
         left = -(-(self._order.samples - self._order.position) // self._global_batch)
         return self.result.step + left + per_epoch * ((self._epochs or 0) - self._order.epoch - 1)
+
+
+def _nothing() -> None:
+    """Fetch nothing."""
 
 
 def _check_ends(epochs: int | None, steps: int | None, every: int | None) -> None:

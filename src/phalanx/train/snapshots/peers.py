@@ -32,9 +32,9 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        self._alone = group is None and not dist.is_initialized()
-        self.rank = 0 if self._alone else dist.get_rank(group)
-        self.size = 1 if self._alone else dist.get_world_size(group)
+        alone = group is None and not dist.is_initialized()
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
         if self.rank < 0:
             raise UsageError(
                 f"rank {dist.get_rank()} isn't in the group given, expected one of its ranks: "

@@ -216,7 +216,14 @@ def _rows(box: Box, count: int) -> list[Box]:
 
 
 def _key(name: str, box: Box, whole: Box) -> str:
-    return name if box == whole else f"{name}[{','.join(str(index) for index in box.offset)}]"
+    """Return a key that no other part of any tensor has.
+
+    The last brackets of a key say where a part begins. The key of a whole tensor is its name; one
+    that ends in brackets of its own gets empty ones behind them.
+    """
+    if box != whole:
+        return f"{name}[{','.join(str(index) for index in box.offset)}]"
+    return f"{name}[]" if name.endswith("]") else name
 
 
 def _bytes(held: Held, box: Box) -> int:

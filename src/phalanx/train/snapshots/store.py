@@ -25,7 +25,8 @@ class Snapshots:
     of it is parsed, and nothing is unpickled: tensors are in safetensors files, all else in JSON.
 
     All ranks of the group make it, with the same arguments. Without a process group it works for
-    the process alone.
+    the process alone. Made before there is a group, it takes the group up when it is first used in
+    it, and checks the directory on all ranks then.
 
     Args:
         directory: Where snapshots are; made if it isn't there. Rank 0's disk is enough, unless
@@ -37,7 +38,8 @@ class Snapshots:
         group: The ranks that save and load together; the default group if None.
 
     Raises:
-        UsageError: A wrong argument, on this rank.
+        UsageError: A wrong argument, on this rank. From `save` and `load`: the process group of
+            several ranks that made it is gone.
         SnapshotError: The directory can't be made or written, or `sharded` ranks see different
             ones: on all ranks.
     """
@@ -51,6 +53,7 @@ class Snapshots:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         _check_keep(keep)
+        self._group = group
         self._peers = Peers(group)
         self._sharded = sharded
         self._directory = Directory(Path(directory).absolute(), keep)
@@ -87,7 +90,7 @@ class Snapshots:
                 in the directory. Like `UsageError` it is raised on all ranks, and names the rank.
             torch.distributed.DistBackendError: A rank died or didn't come.
         """
-        return save(self._peers, self._directory, step, state, self._sharded)
+        return save(self._ranks(), self._directory, step, state, self._sharded)
 
     def load(
         self,
@@ -117,7 +120,21 @@ class Snapshots:
             SnapshotError: There are snapshots, and none can be used. It tells of each.
             torch.distributed.DistBackendError: A rank died or didn't come.
         """
-        return load(self._peers, self._directory, like, map_location)
+        return load(self._ranks(), self._directory, like, map_location)
+
+    def _ranks(self) -> Peers:
+        """The ranks as they are now: the group may have been made since."""
+        before, self._peers = self._peers, Peers(self._group)
+        if (self._peers.rank, self._peers.size) == (before.rank, before.size):
+            return self._peers
+        if self._peers.size == 1:
+            self._peers = before
+            raise UsageError(
+                f"{self._directory.path}: rank {before.rank} of {before.size} made this Snapshots, "
+                "and their process group is gone: save and load before destroy_process_group()"
+            )
+        self._prepare()
+        return self._peers
 
     def _prepare(self) -> None:
         peers, directory = self._peers, self._directory
