@@ -281,14 +281,14 @@ def cut_short() -> str:
         def backward(_: Any, *gradients: Tensor) -> Tensor:
             raise RuntimeError("stop here")
 
-    last = nn.Linear(3, 3)
-    model = DataParallel(nn.Sequential(nn.Linear(3, 3), last))
+    parts: Any = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    parts.forward = lambda inputs: parts[1](Stop.apply(parts[0](inputs)))
+    model = DataParallel(parts)
     with pytest.raises(RuntimeError, match="stop here"):
-        last(Stop.apply(model.module[0](torch.ones(1, 3)))).sum().backward()
-    model(torch.ones(1, 3))  # nothing of it was averaged
-    model._synchronizing = True
+        parts(torch.ones(1, 3)).sum().backward()
+    outputs = model(torch.ones(1, 3))  # nothing of it was averaged
     with pytest.raises(RuntimeError, match="stop here"):
-        model.module[1](Stop.apply(model.module[0](torch.ones(1, 3)))).sum().backward()
+        outputs.sum().backward()
     with pytest.raises(UsageError, match="cut short by an exception") as caught:
         model(torch.ones(1, 3))
     return str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -255,10 +256,85 @@ def mixed_precision(seed: int) -> None:
     assert skipped
 
 
+@dataclasses.dataclass
+class Outputs:
+    loss: Tensor
+    more: dict[str, Any]
+
+
+def passes_of_all_kinds(seed: int) -> None:
+    """Averaged is what went forward through the wrapper, outside of `no_sync`."""
+    torch.set_num_threads(1)
+    one = Scenario(seed)
+    module, every = one.model.module, [0, 1, 2, 3]
+
+    def losses(used: list[int] = every) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(3, 40, generator=one.random)
+        return one.model(inputs, used), one.replica(inputs, used)
+
+    def backward(pair: tuple[Tensor, Tensor], averaged: bool = True, **options: Any) -> None:
+        for loss in pair:
+            loss.backward(**options)
+        if averaged:
+            average(one.replica)
+        check(one.model, one.replica, f"averaged: {averaged}")
+
+    # Past the wrapper: on one rank alone, before, between and after others.
+    def past() -> None:
+        if dist.get_rank() == 1:
+            inputs = torch.randn(3, 40, generator=one.random)
+            backward((module(inputs, every), one.replica(inputs, every)), averaged=False)
+
+    past()
+    backward(losses())
+    past()
+    backward(losses([3]))
+    with one.model.no_sync():
+        backward(losses(), averaged=False)
+    past()
+    backward(losses())
+    one.step()
+
+    # Two forward passes and then two backward passes, or one; a graph that is kept; no_sync between.
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    first, second = losses([0, 1]), losses([2, 0])
+    backward(second)
+    backward(first)
+    first, second = losses([0, 1]), losses([2, 3])
+    backward((first[0] + second[0], first[1] + second[1]))
+    past()
+    both = losses()
+    backward(both, retain_graph=True)
+    backward(both)
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    first = losses()
+    with one.model.no_sync():
+        backward(losses([1, 2]), averaged=False)
+        kept = losses([0])
+    backward(first)
+    backward(kept, averaged=False)
+
+    # Of what is deep inside of the outputs, and of what the module has put aside.
+    plain = Branches.forward
+
+    def deep(branches: Branches, inputs: Tensor, used: list[int]) -> Any:
+        branches.aside = inputs.sum() * branches.branches[0].weight.square().sum()
+        loss = plain(branches, inputs, used)
+        return loss if branches is one.replica else Outputs(loss, {"all": [loss.exp(), None]})
+
+    Branches.forward = deep  # type: ignore[method-assign]
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    pairs = [losses(), losses([1, 2])]
+    for outputs, loss in pairs:
+        backward((outputs.more["all"][0].log(), loss.exp().log()))
+    losses()
+    backward((one.model.module.aside, one.replica.aside))
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> None:
     def scenarios() -> None:
-        for scenario in (as_ddp_does, changed_in_place, loaded_and_plain, mixed_precision):
+        for scenario in (as_ddp_does, changed_in_place, loaded_and_plain, mixed_precision, passes_of_all_kinds):
             scenario(seed)
 
     ranks.run(world_size, scenarios)
