@@ -139,9 +139,12 @@ def near_one_process(seed: int) -> None:
     replica = nn.Sequential(nn.Linear(9, 301), nn.Tanh(), nn.Linear(301, 7)).double()
     torch.manual_seed(seed + dist.get_rank())
     module = nn.Sequential(nn.Linear(9, 301), nn.Tanh(), nn.Linear(301, 7)).double()
+    for part, rank in ((replica, 0), (module, dist.get_rank())):  # frozen: of any dtype
+        few = torch.randn(3, generator=seeded(seed + rank)).to(torch.float8_e4m3fn)
+        part.register_parameter("few", nn.Parameter(few, requires_grad=False))
     model = DataParallel(module, chunk_bytes=CHUNK)
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
-    plain = torch.optim.Adam(replica.parameters(), lr=0.01)
+    plain = torch.optim.Adam([p for p in replica.parameters() if p.requires_grad], lr=0.01)
     size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
         random = seeded(seed + step)
@@ -159,10 +162,13 @@ def near_one_process(seed: int) -> None:
         optimizer.step()
         plain.step()
         for one, other in zip(module.parameters(), replica.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+            if one.requires_grad:
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+    assert torch.equal(module.few.view(torch.uint8), replica.few.view(torch.uint8))
     for parameter in module.parameters():
-        of_all = [torch.empty_like(parameter) for _ in range(size)]
-        dist.all_gather(of_all, parameter.detach())
+        own = parameter.detach().view(torch.uint8)
+        of_all = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(of_all, own)
         assert all(torch.equal(of_all[0], other) for other in of_all)
     state = optimizer.state_dict()["state"]
     for index, expected_state in plain.state_dict()["state"].items():
@@ -233,6 +239,10 @@ def errors() -> None:
         DataParallel(nn.Linear(3, 4, device="meta"))
     with pytest.raises(UsageError, match="no shape yet"):
         DataParallel(nn.LazyLinear(3))
+    with pytest.raises(
+        UsageError, match=r"parameter 0\.weight \[3, 4\] is torch.float8_e4m3fn, of"
+    ):
+        DataParallel(nn.Sequential(nn.Linear(4, 3).to(torch.float8_e4m3fn)))
     different = nn.Linear(4, 3 + rank // 2)
     with pytest.raises(
         UsageError,

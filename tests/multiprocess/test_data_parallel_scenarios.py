@@ -306,6 +306,7 @@ def passes_of_all_kinds(seed: int) -> None:
     both = losses()
     backward(both, retain_graph=True)
     backward(both)
+    backward(losses(), create_graph=True)
     one.do(lambda _, optimizer: optimizer.zero_grad())
     first = losses()
     with one.model.no_sync():
@@ -334,7 +335,13 @@ def passes_of_all_kinds(seed: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> None:
     def scenarios() -> None:
-        for scenario in (as_ddp_does, changed_in_place, loaded_and_plain, mixed_precision, passes_of_all_kinds):
+        for scenario in (
+            as_ddp_does,
+            changed_in_place,
+            loaded_and_plain,
+            mixed_precision,
+            passes_of_all_kinds,
+        ):
             scenario(seed)
 
     ranks.run(world_size, scenarios)

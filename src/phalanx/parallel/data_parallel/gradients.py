@@ -106,7 +106,8 @@ class Gradients:
             )
         self.under_way = True
         self._ready[number] = True
-        next(self._writing, None)
+        with torch.no_grad():  # which `create_graph` turns off
+            next(self._writing, None)
 
     def finish(self) -> None:
         """Reduce what there is, and put the averages into the parameters' `grad`.

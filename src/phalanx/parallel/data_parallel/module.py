@@ -54,7 +54,8 @@ class DataParallel(nn.Module):
     overwritten, as with `gradient_as_bucket_view=True`.
 
     Args:
-        module: Its parameters are dense, on the CPU, of any floating-point or complex dtype.
+        module: Its parameters are dense and on the CPU. Those that are trained are float16,
+            bfloat16, float32, float64, complex64 or complex128; frozen ones may be of any dtype.
             They and its buffers take the values of the group's rank 0.
         group: The ranks; the default group if None.
         broadcast_buffers: Give all ranks the buffers of rank 0 (the running statistics of
@@ -71,7 +72,7 @@ class DataParallel(nn.Module):
 
     Raises:
         UsageError: No process group; nothing to train; a parameter that isn't dense or isn't on the
-            CPU; different models on two ranks (on all of them, naming the first difference).
+            CPU, or is trained in another dtype; different models on two ranks (on all of them, naming the first difference).
         PhalanxError: There is not so much memory.
 
     Example:

@@ -94,9 +94,7 @@ class _Together:
     backend's all-reduce between the owners of the same slices.
     """
 
-    def __init__(
-        self, layout: Layout, memory: HostMemory, places: Places, *, beside: bool
-    ) -> None:
+    def __init__(self, layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> None:
         self._layout = layout
         self._places = places
         self._beside = beside
