@@ -13,10 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from phalanx.parallel import DataParallel
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
+from tests.synchronous_sgd import (
+    CHUNK,
+    average,
+    check,
+    compare_states,
+    preloaded,
+    same,
+    seed,
+    seeded,
+)
 
 __all__ = ["preloaded", "seed"]
 
@@ -295,7 +305,7 @@ def passes_of_all_kinds(seed: int) -> None:
     backward(losses())
     one.step()
 
-    # Two forward passes and then two backward passes, or one; a graph that is kept; no_sync between.
+    # Two forward passes before two backward passes, or one; a graph that is kept; no_sync between.
     one.do(lambda _, optimizer: optimizer.zero_grad())
     first, second = losses([0, 1]), losses([2, 0])
     backward(second)
@@ -332,16 +342,55 @@ def passes_of_all_kinds(seed: int) -> None:
     backward((one.model.module.aside, one.replica.aside))
 
 
+def copied(seed: int) -> None:
+    """A copy is plain, and its own: averaged weights, a teacher, what is saved as a whole."""
+    torch.set_num_threads(1)
+    rank, every = dist.get_rank(), [0, 1, 2, 3]
+    one = Scenario(seed)
+    averaged, plain = AveragedModel(one.model), AveragedModel(one.replica)
+    for _ in range(3):
+        one.do(lambda _, optimizer: optimizer.zero_grad())
+        one.backward(every)
+        average(one.replica)
+        one.step()
+        averaged.update_parameters(one.model)
+        plain.update_parameters(one.replica)
+    for mine, other in zip(averaged.parameters(), plain.parameters(), strict=True):
+        assert same(mine.detach(), other.detach())
+    assert list(averaged.module.state_dict()) == list(one.model.state_dict())
+
+    one.model.eval()
+    copies = [copy.deepcopy(one.model)] if rank == 0 else []  # nobody else comes
+    file = io.BytesIO()
+    torch.save(one.model, file)
+    file.seek(0)
+    for module in [*copies, torch.load(file, weights_only=False)]:
+        inputs = torch.randn(3, 40)
+        assert not module.training
+        assert torch.equal(module(inputs, every), one.replica(inputs, every))
+        module(inputs, every).backward()
+        torch.optim.SGD(module.parameters(), lr=10.0).step()
+        assert not torch.equal(module(inputs, every), one.replica(inputs, every))
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    check(one.model, one.replica, "once copies have been trained")
+    again = DataParallel(copy.deepcopy(one.model).module)
+    again(torch.ones(1, 40), every).backward()
+
+
+SCENARIOS = (
+    as_ddp_does,
+    changed_in_place,
+    loaded_and_plain,
+    mixed_precision,
+    passes_of_all_kinds,
+    copied,
+)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> None:
     def scenarios() -> None:
-        for scenario in (
-            as_ddp_does,
-            changed_in_place,
-            loaded_and_plain,
-            mixed_precision,
-            passes_of_all_kinds,
-        ):
+        for scenario in SCENARIOS:
             scenario(seed)
 
     ranks.run(world_size, scenarios)

@@ -13,6 +13,7 @@ from torch.autograd import Variable
 
 from phalanx.errors import CollectiveMismatch, UsageError
 from phalanx.parallel.data_parallel import clipping, parameters
+from phalanx.parallel.data_parallel.copies import PlainCopy
 from phalanx.parallel.data_parallel.gradients import Gradients
 from phalanx.parallel.data_parallel.layout import lay_out
 from phalanx.parallel.data_parallel.linear import StraightLinear, accumulator, by_rows
@@ -45,6 +46,11 @@ class DataParallel(nn.Module):
     (clips, clamps, loads) it alone sees, as in DDP, at the price of the pages that it writes (copy
     on write). An ordinary optimizer works too, and then each rank has its own parameters.
 
+    `copy.deepcopy` and what uses it, such as `torch.optim.swa_utils.AveragedModel`, make a plain
+    module of the same names, with memory of its own; so does `torch.save` of it all. A process that
+    is forked (a DataLoader's worker) sees the parameters change as long as training goes on: what
+    has to stay as it is it copies first.
+
     Between hosts only the slices of gradients travel. On other backends than "phalanx", each rank
     counts as a host, and nothing is shared.
 
@@ -72,7 +78,8 @@ class DataParallel(nn.Module):
 
     Raises:
         UsageError: No process group; nothing to train; a parameter that isn't dense or isn't on the
-            CPU, or is trained in another dtype; different models on two ranks (on all of them, naming the first difference).
+            CPU, or is trained in another dtype; different models on two ranks (on all of them,
+            naming the first difference).
         PhalanxError: There is not so much memory.
 
     Example:
@@ -214,6 +221,9 @@ class DataParallel(nn.Module):
             "DataParallel.register_comm_hook: gradients are combined in shared memory, there is no "
             "bucket to compress: use DistributedDataParallel for such hooks"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlainCopy, (self.module, self.training)
 
     def _taker(self, number: int) -> Callable[..., None]:
         def take(*_: object) -> None:
