@@ -340,6 +340,7 @@ def passes_of_all_kinds(seed: int) -> None:
         backward((outputs.more["all"][0].log(), loss.exp().log()))
     losses()
     backward((one.model.module.aside, one.replica.aside))
+    Branches.forward = plain  # type: ignore[method-assign]
 
 
 def copied(seed: int) -> None:
