@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import PeerLost, UsageError
 from phalanx.parallel import DataParallel
+from phalanx.parallel.data_parallel import reducing
 from tests.ranks import RankServer
 from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
 
@@ -124,11 +126,27 @@ def every_optimizer(seed: int, steps: int) -> None:
         assert model._memory.drop() == 0, "the parameters are held once"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def on_cores(cores: int, function: Callable[..., None], *arguments: object) -> list[bool]:
+    """Have this rank see so many; returns of each chunk whether it was reduced beside the rank."""
+    os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
+    asked: list[bool] = []
+    launch = reducing._Together.launch
+
+    def spied(self: Any, chunk: int) -> None:
+        asked.append(self._beside)
+        launch(self, chunk)
+
+    reducing._Together.launch = spied  # type: ignore[method-assign]
+    function(*arguments)
+    return asked
+
+
+@pytest.mark.parametrize(("world_size", "cores"), [(1, 1), (2, 1), (3, 1), (4, 1), (3, 64)])
 def test_equals_plain_synchronous_sgd_bit_for_bit(
-    ranks: RankServer, world_size: int, seed: int
+    ranks: RankServer, world_size: int, cores: int, seed: int
 ) -> None:
-    ranks.run(world_size, every_optimizer, seed, 3)
+    beside = sum(ranks.run(world_size, on_cores, cores, every_optimizer, seed, 3), [])
+    assert set(beside) == (set() if world_size == 1 else {cores > world_size})
 
 
 # The order of reduction is then that of the hosts, so results are near, not equal; on every rank
@@ -176,9 +194,18 @@ def near_one_process(seed: int) -> None:
             torch.testing.assert_close(state[index][key], value, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aab", "abb", "ab", "aaabc"])
-def test_equals_one_process_on_many_hosts(ranks: RankServer, hosts: str, seed: int) -> None:
-    ranks.run(len(hosts), near_one_process, seed, hosts=hosts)
+@pytest.mark.parametrize(
+    ("hosts", "cores"),
+    [
+        *[(hosts, 1) for hosts in ("aabb", "abab", "aab", "abb", "ab", "aaabc")],
+        *[(hosts, 64) for hosts in ("aabb", "abb")],
+    ],
+)
+def test_equals_one_process_on_many_hosts(
+    ranks: RankServer, hosts: str, cores: int, seed: int
+) -> None:
+    beside = sum(ranks.run(len(hosts), on_cores, cores, near_one_process, seed, hosts=hosts), [])
+    assert set(beside) == (set() if hosts == "ab" else {cores > len(hosts)})
 
 
 def on_gloo(seed: int) -> None:
