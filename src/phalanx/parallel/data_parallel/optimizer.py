@@ -165,11 +165,12 @@ class ShardedOptimizer(optim.Optimizer):
 
     def _step_inside(self) -> None:
         """Without the hooks for every optimizer's step, which are called for this one."""
-        step = type(self._inner).step
-        if self._inner._optimizer_step_pre_hooks or self._inner._optimizer_step_post_hooks:
-            self._inner.step()  # its class has given it some of its own
+        inner, step = self._inner, type(self._inner).step
+        own = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        if own or not getattr(step, "hooked", False):
+            inner.step()
         else:
-            getattr(step, "__wrapped__", step)(self._inner)
+            step.__wrapped__(inner)
 
     def _part(self, elements: Tensor, piece: Piece) -> Tensor:
         """A piece of a parameter's elements."""
