@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.errors import PeerLost, UsageError
 from phalanx.parallel import DataParallel
+from phalanx.parallel.data_parallel import reducing
 from tests.ranks import RankServer
 from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
 
@@ -124,11 +126,27 @@ def every_optimizer(seed: int, steps: int) -> None:
         assert model._memory.drop() == 0, "the parameters are held once"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def on_cores(cores: int, function: Callable[..., None], *arguments: object) -> set[bool]:
+    """Have this rank see so many; returns whether chunks were reduced beside the rank."""
+    os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
+    asked: set[bool] = set()
+    launch = reducing._Together.launch
+
+    def spied(self: Any, chunk: int) -> None:
+        asked.add(self._beside)
+        launch(self, chunk)
+
+    reducing._Together.launch = spied  # type: ignore[method-assign]
+    function(*arguments)
+    return asked
+
+
+@pytest.mark.parametrize(("world_size", "cores"), [(1, 1), (2, 1), (3, 1), (4, 1), (3, 64)])
 def test_equals_plain_synchronous_sgd_bit_for_bit(
-    ranks: RankServer, world_size: int, seed: int
+    ranks: RankServer, world_size: int, cores: int, seed: int
 ) -> None:
-    ranks.run(world_size, every_optimizer, seed, 3)
+    beside = ranks.run(world_size, on_cores, cores, every_optimizer, seed, 3)
+    assert set().union(*beside) == (set() if world_size == 1 else {cores > world_size})
 
 
 # The order of reduction is then that of the hosts, so results are near, not equal; on every rank
@@ -139,9 +157,12 @@ def near_one_process(seed: int) -> None:
     replica = nn.Sequential(nn.Linear(9, 301), nn.Tanh(), nn.Linear(301, 7)).double()
     torch.manual_seed(seed + dist.get_rank())
     module = nn.Sequential(nn.Linear(9, 301), nn.Tanh(), nn.Linear(301, 7)).double()
+    for part, rank in ((replica, 0), (module, dist.get_rank())):  # frozen: of any dtype
+        few = torch.randn(3, generator=seeded(seed + rank)).to(torch.float8_e4m3fn)
+        part.register_parameter("few", nn.Parameter(few, requires_grad=False))
     model = DataParallel(module, chunk_bytes=CHUNK)
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
-    plain = torch.optim.Adam(replica.parameters(), lr=0.01)
+    plain = torch.optim.Adam([p for p in replica.parameters() if p.requires_grad], lr=0.01)
     size, rank = dist.get_world_size(), dist.get_rank()
     for step in range(4):
         random = seeded(seed + step)
@@ -159,10 +180,13 @@ def near_one_process(seed: int) -> None:
         optimizer.step()
         plain.step()
         for one, other in zip(module.parameters(), replica.parameters(), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+            if one.requires_grad:
+                torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-13)
+    assert torch.equal(module.few.view(torch.uint8), replica.few.view(torch.uint8))
     for parameter in module.parameters():
-        of_all = [torch.empty_like(parameter) for _ in range(size)]
-        dist.all_gather(of_all, parameter.detach())
+        own = parameter.detach().view(torch.uint8)
+        of_all = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(of_all, own)
         assert all(torch.equal(of_all[0], other) for other in of_all)
     state = optimizer.state_dict()["state"]
     for index, expected_state in plain.state_dict()["state"].items():
@@ -170,9 +194,18 @@ def near_one_process(seed: int) -> None:
             torch.testing.assert_close(state[index][key], value, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "abab", "aab", "abb", "ab", "aaabc"])
-def test_equals_one_process_on_many_hosts(ranks: RankServer, hosts: str, seed: int) -> None:
-    ranks.run(len(hosts), near_one_process, seed, hosts=hosts)
+@pytest.mark.parametrize(
+    ("hosts", "cores"),
+    [
+        *[(hosts, 1) for hosts in ("aabb", "abab", "aab", "abb", "ab", "aaabc")],
+        *[(hosts, 64) for hosts in ("aabb", "abb")],
+    ],
+)
+def test_equals_one_process_on_many_hosts(
+    ranks: RankServer, hosts: str, cores: int, seed: int
+) -> None:
+    beside = ranks.run(len(hosts), on_cores, cores, near_one_process, seed, hosts=hosts)
+    assert set().union(*beside) == (set() if hosts == "ab" else {cores > len(hosts)})
 
 
 def on_gloo(seed: int) -> None:
@@ -233,6 +266,8 @@ def errors() -> None:
         DataParallel(nn.Linear(3, 4, device="meta"))
     with pytest.raises(UsageError, match="no shape yet"):
         DataParallel(nn.LazyLinear(3))
+    with pytest.raises(UsageError, match=r"parameter 0\.weight \[3, 4\] is torch.float8"):
+        DataParallel(nn.Sequential(nn.Linear(4, 3).to(torch.float8_e4m3fn)))
     different = nn.Linear(4, 3 + rank // 2)
     with pytest.raises(
         UsageError,
@@ -281,14 +316,14 @@ def cut_short() -> str:
         def backward(_: Any, *gradients: Tensor) -> Tensor:
             raise RuntimeError("stop here")
 
-    last = nn.Linear(3, 3)
-    model = DataParallel(nn.Sequential(nn.Linear(3, 3), last))
+    parts: Any = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+    parts.forward = lambda inputs: parts[1](Stop.apply(parts[0](inputs)))
+    model = DataParallel(parts)
     with pytest.raises(RuntimeError, match="stop here"):
-        last(Stop.apply(model.module[0](torch.ones(1, 3)))).sum().backward()
-    model(torch.ones(1, 3))  # nothing of it was averaged
-    model._synchronizing = True
+        parts(torch.ones(1, 3)).sum().backward()
+    outputs = model(torch.ones(1, 3))  # nothing of it was averaged
     with pytest.raises(RuntimeError, match="stop here"):
-        model.module[1](Stop.apply(model.module[0](torch.ones(1, 3)))).sum().backward()
+        outputs.sum().backward()
     with pytest.raises(UsageError, match="cut short by an exception") as caught:
         model(torch.ones(1, 3))
     return str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,42 @@ def on_a_part_and_all() -> None:
     model = DataParallel(nn.Linear(3, 2))
     model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(model.module.weight.grad, torch.ones(2, 3))
+
+
+def on_parts_that_overlap(seed: int) -> None:
+    """Ranks are in different numbers of groups, each with a model of its own."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank()
+    parts = [[0, 1], [1, 2, 3], [0, 3], [1, 2, 3], [3, 2], [0, 1, 2, 3]]
+    models: list[tuple[DataParallel, Any, nn.Module, Any]] = []
+    for number, ranks in enumerate(parts):
+        group = dist.new_group(ranks)
+        if rank not in ranks:
+            continue
+        torch.manual_seed(seed + number)
+        replica = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 9))
+        model = DataParallel(copy.deepcopy(replica), group)
+        optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
+        models.append((model, optimizer, replica, group))
+    for step in range(2):
+        for number, (model, optimizer, replica, group) in enumerate(models):
+            inputs = torch.randn(3, 7, generator=seeded(seed + 10 * step + number + 100 * rank))
+            plain = torch.optim.Adam(replica.parameters(), lr=0.01)
+            optimizer.load_state_dict(plain.state_dict())
+            for module in (model, replica):
+                module.zero_grad()
+                module(inputs).square().mean().backward()
+            for parameter in replica.parameters():
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG, group=group)
+            optimizer.step()
+            plain.step()
+            for one, other in zip(model.parameters(), replica.parameters(), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hosts", ["a", "aabb"])
+def test_sub_groups_that_overlap(ranks: RankServer, hosts: str, seed: int) -> None:
+    ranks.run(4, on_parts_that_overlap, seed, hosts=hosts)
 
 
 def test_a_sub_group_and_then_all(ranks: RankServer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from phalanx.parallel import DataParallel
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
+from tests.synchronous_sgd import (
+    CHUNK,
+    average,
+    check,
+    compare_states,
+    preloaded,
+    same,
+    seed,
+    seeded,
+)
 
 __all__ = ["preloaded", "seed"]
 
@@ -255,10 +266,132 @@ def mixed_precision(seed: int) -> None:
     assert skipped
 
 
+@dataclasses.dataclass
+class Outputs:
+    loss: Tensor
+    more: dict[str, Any]
+
+
+def passes_of_all_kinds(seed: int) -> None:
+    """Averaged is what went forward through the wrapper, outside of `no_sync`."""
+    torch.set_num_threads(1)
+    one = Scenario(seed)
+    module, every = one.model.module, [0, 1, 2, 3]
+
+    def losses(used: list[int] = every) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(3, 40, generator=one.random)
+        return one.model(inputs, used), one.replica(inputs, used)
+
+    def backward(pair: tuple[Tensor, Tensor], averaged: bool = True, **options: Any) -> None:
+        for loss in pair:
+            loss.backward(**options)
+        if averaged:
+            average(one.replica)
+        check(one.model, one.replica, f"averaged: {averaged}")
+
+    # Past the wrapper: on one rank alone, before, between and after others.
+    def past() -> None:
+        if dist.get_rank() == 1:
+            inputs = torch.randn(3, 40, generator=one.random)
+            backward((module(inputs, every), one.replica(inputs, every)), averaged=False)
+
+    past()
+    backward(losses())
+    past()
+    backward(losses([3]))
+    with one.model.no_sync():
+        backward(losses(), averaged=False)
+    past()
+    backward(losses())
+    one.step()
+
+    # Two forward passes before two backward passes, or one; a graph that is kept; no_sync between.
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    first, second = losses([0, 1]), losses([2, 0])
+    backward(second)
+    backward(first)
+    first, second = losses([0, 1]), losses([2, 3])
+    backward((first[0] + second[0], first[1] + second[1]))
+    past()
+    both = losses()
+    backward(both, retain_graph=True)
+    backward(both)
+    backward(losses(), create_graph=True)
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    first = losses()
+    with one.model.no_sync():
+        backward(losses([1, 2]), averaged=False)
+        kept = losses([0])
+    backward(first)
+    backward(kept, averaged=False)
+
+    # Of what is deep inside of the outputs, and of what the module has put aside.
+    plain = Branches.forward
+
+    def deep(branches: Branches, inputs: Tensor, used: list[int]) -> Any:
+        branches.aside = inputs.sum() * branches.branches[0].weight.square().sum()
+        loss = plain(branches, inputs, used)
+        return loss if branches is one.replica else Outputs(loss, {"all": [loss.exp(), None]})
+
+    Branches.forward = deep  # type: ignore[method-assign]
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    pairs = [losses(), losses([1, 2])]
+    for outputs, loss in pairs:
+        backward((outputs.more["all"][0].log(), loss.exp().log()))
+    losses()
+    backward((one.model.module.aside, one.replica.aside))
+    Branches.forward = plain  # type: ignore[method-assign]
+
+
+def copied(seed: int) -> None:
+    """A copy is plain, and its own: averaged weights, a teacher, what is saved as a whole."""
+    torch.set_num_threads(1)
+    rank, every = dist.get_rank(), [0, 1, 2, 3]
+    one = Scenario(seed)
+    averaged, plain = AveragedModel(one.model), AveragedModel(one.replica)
+    for _ in range(3):
+        one.do(lambda _, optimizer: optimizer.zero_grad())
+        one.backward(every)
+        average(one.replica)
+        one.step()
+        averaged.update_parameters(one.model)
+        plain.update_parameters(one.replica)
+    for mine, other in zip(averaged.parameters(), plain.parameters(), strict=True):
+        assert same(mine.detach(), other.detach())
+    assert list(averaged.module.state_dict()) == list(one.model.state_dict())
+
+    one.model.eval()
+    copies = [copy.deepcopy(one.model)] if rank == 0 else []  # nobody else comes
+    file = io.BytesIO()
+    torch.save(one.model, file)
+    file.seek(0)
+    for module in [*copies, torch.load(file, weights_only=False)]:
+        inputs = torch.randn(3, 40)
+        assert not module.training
+        assert torch.equal(module(inputs, every), one.replica(inputs, every))
+        module(inputs, every).backward()
+        torch.optim.SGD(module.parameters(), lr=10.0).step()
+        assert not torch.equal(module(inputs, every), one.replica(inputs, every))
+    one.do(lambda _, optimizer: optimizer.zero_grad())
+    check(one.model, one.replica, "once copies have been trained")
+    again = DataParallel(copy.deepcopy(one.model).module)
+    again(torch.ones(1, 40), every).backward()
+
+
+SCENARIOS = (
+    as_ddp_does,
+    changed_in_place,
+    loaded_and_plain,
+    mixed_precision,
+    passes_of_all_kinds,
+    copied,
+)
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> None:
     def scenarios() -> None:
-        for scenario in (as_ddp_does, changed_in_place, loaded_and_plain, mixed_precision):
+        for scenario in SCENARIOS:
             scenario(seed)
 
     ranks.run(world_size, scenarios)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from typing import Any
 
 import pytest
@@ -9,9 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.errors import UsageError
+from phalanx.errors import CollectiveMismatch, UsageError
 from phalanx.parallel import DataParallel, SyncBatchNorm
 from tests.ranks import RankServer
+from tests.synchronous_sgd import CHUNK, average, preloaded, same, seed, seeded
+
+__all__ = ["preloaded", "seed"]
+
 
 SHAPES = [(5,), (5, 7), (3, 4, 6), (2, 3, 2, 3)]
 PLAIN: list[Any] = [nn.BatchNorm1d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d]
@@ -93,6 +99,84 @@ def in_training() -> None:
             torch.testing.assert_close(one, other)
 
 
+class Heads(nn.Module):
+    """Heads, of which a call uses some, behind layers that communicate in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.Tanh()) for _ in range(3))
+        )
+        self.heads = nn.ModuleList(
+            nn.Sequential(nn.Conv1d(24, 60, 1), nn.Flatten(), nn.Linear(60, 400), nn.Linear(400, 3))
+            for _ in range(3)
+        )
+
+    def forward(self, inputs: Tensor, used: list[int]) -> Tensor:
+        hidden = self.layers(inputs)[:, :, None]
+        return torch.stack([self.heads[number](hidden) for number in used]).sum(0)
+
+
+def with_parts_that_some_leave_out(seed: int, cores: int) -> None:
+    """Ranks' gradients come in another order, and some not at all, between those collectives."""
+    torch.set_num_threads(1)
+    os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
+    torch.manual_seed(seed)
+    replica = SyncBatchNorm.convert_sync_batchnorm(Heads())
+    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
+    plain = torch.optim.Adam(replica.parameters(), lr=0.01)
+    rank = dist.get_rank()
+    random = seeded(seed + rank)
+    for step in range(8):
+        used = [[rank % 3], [0] if rank else [2, 1], [1, 0, 2], [2] if rank else [0, 2]][step % 4]
+        inputs = torch.randn(4, 24, generator=random)
+        for module, one in ((model, optimizer), (replica, plain)):
+            one.zero_grad()
+            module(inputs, used).square().mean().backward()
+        average(replica)
+        same_gradients(model, replica)
+        optimizer.step()
+        plain.step()
+
+
+def same_gradients(model: nn.Module, replica: nn.Module) -> None:
+    for (name, one), other in zip(model.named_parameters(), replica.parameters(), strict=True):
+        assert same(one.grad, other.grad), name
+
+
+class SumInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone()
+        dist.all_reduce(total)
+        return total
+
+
+def with_collectives_of_its_own(seed: int) -> str:
+    """Without being told, it can't know of them; returns what ranks were told then."""
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    replica = Heads()
+    replica.layers = nn.Sequential(nn.Linear(24, 24), nn.Tanh())
+    replica.layers.register_forward_hook(lambda *args: SumInBackward.apply(args[-1]))
+    told = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK, collective_backward=True)
+    rank = dist.get_rank()
+    inputs = torch.randn(4, 24, generator=seeded(seed + rank))
+    for module in (told, replica):
+        module(inputs, [2 - rank]).square().mean().backward()
+    average(replica)
+    same_gradients(told, replica)
+    untold = DataParallel(replica, chunk_bytes=CHUNK)
+    with pytest.raises(CollectiveMismatch, match="different orders") as caught:
+        untold(inputs, [2 - rank]).square().mean().backward()
+    return str(caught.value)
+
+
 def errors() -> None:
     layer = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="expected 3 channels"):
@@ -111,6 +195,16 @@ def test_equals_batch_norm_on_the_whole_batch(ranks: RankServer) -> None:
 
 def test_equals_it_in_training(ranks: RankServer) -> None:
     ranks.run(2, in_training)
+
+
+@pytest.mark.parametrize("cores", [1, 64])
+def test_ranks_may_leave_out_parameters_beside_it(ranks: RankServer, cores: int, seed: int) -> None:
+    ranks.run(3, with_parts_that_some_leave_out, seed, cores)
+
+
+def test_a_module_with_other_collectives_in_backward(ranks: RankServer, seed: int) -> None:
+    told = ranks.run(2, with_collectives_of_its_own, seed)
+    assert any("give collective_backward=True" in words for words in told)
 
 
 def test_bad_input_gets_a_clear_error(ranks: RankServer) -> None:

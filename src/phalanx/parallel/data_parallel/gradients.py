@@ -6,7 +6,7 @@ the layout; a chunk that is full is reduced while the backward pass goes on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,13 +39,17 @@ class Gradients:
         parameters: Of dtypes, shapes and strides that are the same on all ranks.
         layout: Where they lie; their gradients lie in the same way.
         places: Who is where.
+        patient: Don't wait for other ranks before `finish`: what has no room stays in `grad`.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> None:
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], layout: Layout, places: Places, *, patient: bool
+    ) -> None:
         self.memory = HostMemory(layout.bytes, places)
         self._parameters = parameters
         self._layout = layout
-        self._reducer = reducer(layout, self.memory, places)
+        self._reducer = reducer(layout, self.memory, places, beside=patient)
+        self._patient = patient
         self._cuts = _cuts(layout, self._reducer.room)
         averages = [
             self.memory.own(spot.start, spot.end, layout.dtypes[number])
@@ -83,8 +87,9 @@ class Gradients:
         self._written = [False] * len(self._parameters)
         self._present = [False] * len(self._parameters)
         self._products: dict[int, list[Product]] = {}
-        self._cursor = 0  # in the layout's order
         self._open = -1  # the chunk that is being written
+        self._ending = False
+        self._writing = self._writes()
 
     def put_off(self, number: int, product: Product) -> None:
         """Add a product to a parameter's gradient, when that is taken."""
@@ -92,7 +97,6 @@ class Gradients:
 
     def take(self, number: int) -> None:
         """Take a parameter's gradient, which is complete on this rank, out of its `grad`."""
-        order = self._layout.order
         if self._written[number]:
             shape = list(self._parameters[number].shape)
             raise UsageError(
@@ -102,19 +106,17 @@ class Gradients:
             )
         self.under_way = True
         self._ready[number] = True
-        while self._cursor < len(self._ready) and self._ready[order[self._cursor]]:
-            self._write(order[self._cursor])
-            self._cursor += 1
+        with torch.no_grad():  # which `create_graph` turns off
+            next(self._writing, None)
 
     def finish(self) -> None:
         """Reduce what there is, and put the averages into the parameters' `grad`.
 
         A gradient that this rank lacks counts as zeros; one that all ranks lack stays None.
         """
-        order = self._layout.order
-        for number in order[self._cursor : -1]:
-            self._write(number)
-        self._put(order[-1], torch.tensor(self._present, dtype=self._averaged_marks.dtype))
+        self._ending = True
+        self._ready = [True] * len(self._parameters)
+        next(self._writing, None)
         self._launch_open()
         self._reducer.finish()
         self.memory.drop()
@@ -124,27 +126,39 @@ class Gradients:
                 parameter.grad = average
         self._begin()
 
-    def _write(self, number: int) -> None:
+    def _writes(self) -> Iterator[None]:
+        """Write gradients, in the layout's order, and then the marks.
+
+        Yields where the next gradient isn't made yet, or there is no room for it.
+        """
+        for number in self._layout.order[:-1]:
+            cuts = self._cuts[number]
+            while not self._ready[number] or (cuts and not self._enter(cuts[0].chunk)):
+                yield
+            yield from self._put(number, self._taken(number))
+        marks = torch.tensor(self._present, dtype=self._averaged_marks.dtype)
+        yield from self._put(self._layout.order[-1], marks)
+
+    def _taken(self, number: int) -> Tensor | Product | None:
+        """A parameter's gradient, taken out of its `grad`."""
         self._written[number] = True
         parameter = self._parameters[number]
         whole = len(self._cuts[number]) == 1
         if whole and parameter.grad is None and len(self._products.get(number, ())) == 1:
             self._present[number] = True
-            self._put(number, self._products.pop(number)[0])
-            return
+            return self._products.pop(number)[0]
         self.settle(number)
         gradient = parameter.grad
         if gradient is None:
-            self._put(number, None)
-            return
+            return None
         if gradient.layout != torch.strided:
             raise UsageError(
                 f"DataParallel: parameter {number} {list(parameter.shape)} has a gradient of "
                 f"layout {gradient.layout}, expected a dense one: use sparse=False in nn.Embedding"
             )
         self._present[number] = True
-        self._put(number, flat(gradient, parameter))
         parameter.grad = None  # what it took is free for the next one
+        return flat(gradient, parameter)
 
     def settle(self, number: int) -> None:
         """Add the products that were put off to `grad`."""
@@ -157,18 +171,25 @@ class Gradients:
                     product.output.t(), product.input
                 )
 
-    def _put(self, number: int, elements: Tensor | Product | None) -> None:
+    def _put(self, number: int, elements: Tensor | Product | None) -> Iterator[None]:
         for cut in self._cuts[number]:
-            if cut.chunk != self._open:
-                self._launch_open()
-                self._open = cut.chunk
-                self._reducer.wait_for_room(cut.chunk)
+            while not self._enter(cut.chunk):
+                yield
             if elements is None:
                 cut.room.zero_()
             elif isinstance(elements, Product):
                 elements.write(cut.room)
             else:
                 cut.room.copy_(elements[cut.start : cut.end])
+
+    def _enter(self, chunk: int) -> bool:
+        """Whether a chunk may be written; what comes before it is complete."""
+        if chunk != self._open:
+            self._launch_open()
+            if not self._reducer.has_room(chunk, wait=self._ending or not self._patient):
+                return False
+            self._open = chunk
+        return True
 
     def _launch_open(self) -> None:
         if self._open >= 0:

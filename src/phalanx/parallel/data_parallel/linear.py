@@ -58,7 +58,8 @@ class StraightLinear(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         """Stand in for `linear` of a weight that is known, where nothing speaks against it."""
-        if function is nn.functional.linear and not keywords and 2 <= len(arguments) <= 3:
+        simple = function is nn.functional.linear and not torch.compiler.is_compiling()
+        if simple and not keywords and 2 <= len(arguments) <= 3:
             input, weight, *bias = arguments
             known = self._known.get(id(weight))
             if known is not None and _simple(input, weight):
@@ -82,7 +83,6 @@ def _simple(input: Any, weight: nn.Parameter) -> bool:
         and saving is None
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
-        and not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
     )
 

@@ -11,18 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from phalanx.errors import UsageError
+from phalanx.errors import CollectiveMismatch, UsageError
 from phalanx.parallel.data_parallel import clipping, parameters
+from phalanx.parallel.data_parallel.copies import PlainCopy
 from phalanx.parallel.data_parallel.gradients import Gradients
 from phalanx.parallel.data_parallel.layout import lay_out
 from phalanx.parallel.data_parallel.linear import StraightLinear, accumulator, by_rows
 from phalanx.parallel.data_parallel.optimizer import ShardedOptimizer
+from phalanx.parallel.data_parallel.passes import Passes
 from phalanx.parallel.data_parallel.places import find_places
+from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["CHUNK_BYTES", "DataParallel"]
 
 #: What is reduced at once, in bytes.
 CHUNK_BYTES = 4 * 2**20
+
+# Layers whose backward is a collective.
+_COLLECTIVE = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class DataParallel(nn.Module):
@@ -40,27 +46,40 @@ class DataParallel(nn.Module):
     (clips, clamps, loads) it alone sees, as in DDP, at the price of the pages that it writes (copy
     on write). An ordinary optimizer works too, and then each rank has its own parameters.
 
+    `copy.deepcopy` and what uses it, such as `torch.optim.swa_utils.AveragedModel`, make a plain
+    module of the same names, with memory of its own; so does `torch.save` of it all. A process that
+    is forked (a DataLoader's worker) sees the parameters change as long as training goes on: what
+    has to stay as it is it copies first.
+
     Between hosts only the slices of gradients travel. On other backends than "phalanx", each rank
     counts as a host, and nothing is shared.
 
     Expected of users, as by DDP: all ranks have the same model, run the same number of backward
-    passes, and forward goes through the wrapper. A gradient that is kept from one backward to the
-    next is overwritten, as with `gradient_as_bucket_view=True`.
+    passes, and forward goes through the wrapper: a backward pass of what `model.module` returned by
+    itself only accumulates, on this rank. A gradient that is kept from one backward to the next is
+    overwritten, as with `gradient_as_bucket_view=True`.
 
     Args:
-        module: Its parameters are dense, on the CPU, of any floating-point or complex dtype.
+        module: Its parameters are dense and on the CPU. Those that are trained are float16,
+            bfloat16, float32, float64, complex64 or complex128; frozen ones may be of any dtype.
             They and its buffers take the values of the group's rank 0.
         group: The ranks; the default group if None.
         broadcast_buffers: Give all ranks the buffers of rank 0 (the running statistics of
             BatchNorm) before every forward pass in training mode.
         chunk_bytes: How much is averaged at once, above 0; a matrix of up to 32 MiB is one chunk.
             Each rank keeps one for gradients that are under way, or two where cores are to spare.
+        collective_backward: The module's own backward communicates, as that of SyncBatchNorm does.
+            Gradients then never wait for other ranks in the midst of it, so that ranks may leave
+            out different parameters; they are reduced in a thread of their own, and those for which
+            there is no room yet stay in `grad`. If None: whether the module has a SyncBatchNorm,
+            PyTorch's or `phalanx.parallel`'s.
 
     Blocks until all ranks have made theirs.
 
     Raises:
         UsageError: No process group; nothing to train; a parameter that isn't dense or isn't on the
-            CPU; different models on two ranks (on all of them, naming the first difference).
+            CPU, or is trained in another dtype; different models on two ranks (on all of them,
+            naming the first difference).
         PhalanxError: There is not so much memory.
 
     Example:
@@ -80,6 +99,7 @@ class DataParallel(nn.Module):
         *,
         broadcast_buffers: bool = True,
         chunk_bytes: int = CHUNK_BYTES,
+        collective_backward: bool | None = None,
     ) -> None:
         if not dist.is_initialized():
             raise UsageError(
@@ -102,8 +122,12 @@ class DataParallel(nn.Module):
         if frozen := [parameter for parameter in every if not parameter.requires_grad]:
             parameters.move(frozen, lay_out(frozen, 1, chunk_bytes), self._places)
         self._views = parameters.Views(every)
-        self._gradients = Gradients(self._trained, self._layout, self._places)
-        self._synchronizing = False
+        if collective_backward is None:
+            collective_backward = any(isinstance(part, _COLLECTIVE) for part in module.modules())
+        self._gradients = Gradients(
+            self._trained, self._layout, self._places, patient=collective_backward
+        )
+        self._passes = Passes()
         self._share_buffers()
         self._linear = StraightLinear(
             [(n, weight) for n, weight in enumerate(self._trained) if by_rows(weight)],
@@ -123,13 +147,17 @@ class DataParallel(nn.Module):
                     "are no longer in step: end the job, and start again from a snapshot"
                 )
             self._views.restore()
-            self._synchronizing = self.require_backward_grad_sync
-            if self.training and self.broadcast_buffers and self.require_backward_grad_sync:
-                self._share_buffers()
-        if not self._synchronizing or not torch.is_grad_enabled():
-            return self.module(*inputs, **keywords)
-        with self._linear:
-            return self.module(*inputs, **keywords)
+            return self._forward(self.require_backward_grad_sync, *inputs, **keywords)
+        return self.module(*inputs, **keywords)
+
+    def _forward(self, synchronize: bool, *inputs: Any, **keywords: Any) -> Any:
+        self._passes.begin(synchronize)
+        if self.training and self.broadcast_buffers and synchronize:
+            self._share_buffers()
+        with self._linear if synchronize else contextlib.nullcontext():
+            outputs = self.module(*inputs, **keywords)
+        self._passes.follow(outputs, synchronize)
+        return outputs
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -194,20 +222,30 @@ class DataParallel(nn.Module):
             "bucket to compress: use DistributedDataParallel for such hooks"
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlainCopy, (self.module, self.training)
+
     def _taker(self, number: int) -> Callable[..., None]:
         def take(*_: object) -> None:
-            if not self._synchronizing:
-                self._gradients.settle(number)
-                return
             if not self._gradients.under_way:
+                if not self._passes.synchronizes():
+                    self._gradients.settle(number)
+                    return
                 Variable._execution_engine.queue_callback(self._finish)
-            self._gradients.take(number)
+            try:
+                self._gradients.take(number)
+            except CollectiveMismatch as error:
+                raise CollectiveMismatch(
+                    f"{error} (DataParallel, averaging gradients: if the module's own backward "
+                    "communicates, and ranks leave out parameters, give collective_backward=True)"
+                ) from error
 
         return take
 
     def _finish(self) -> None:
         with torch.no_grad():
             self._gradients.finish()
+        self._passes.averaged()
 
     @torch.no_grad()
     def _share_buffers(self) -> None:

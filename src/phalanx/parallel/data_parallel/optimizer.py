@@ -159,9 +159,18 @@ class ShardedOptimizer(optim.Optimizer):
             else:  # the user has put another one there
                 owner.grad = self._part(flat(gradient, trained[piece.parameter]), piece)
         begun = bool(self._inner.state)
-        self._inner.step()
+        self._step_inside()
         if not begun:  # its state is new, and lies in between what gradients have left
             give_back()
+
+    def _step_inside(self) -> None:
+        """Without the hooks for every optimizer's step, which are called for this one."""
+        inner, step = self._inner, type(self._inner).step
+        own = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        if own or not getattr(step, "hooked", False):
+            inner.step()
+        else:
+            step.__wrapped__(inner)
 
     def _part(self, elements: Tensor, piece: Piece) -> Tensor:
         """A piece of a parameter's elements."""
@@ -192,10 +201,19 @@ class ShardedOptimizer(optim.Optimizer):
         All ranks of a host must call it, and it blocks until they have. Each gets all of it; the
         tensors are in memory that the host holds once.
         """
-        packed = super().state_dict()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
         found = states.collect(self._states(), self._model._trained, self._model)
         index = {number: i for i, number in enumerate(self._order())}
-        packed["state"] = {i: found[n] for n, i in index.items() if n in found}
+        packed = {
+            "state": {i: found[n] for n, i in index.items() if n in found},
+            "param_groups": [
+                {**group, "params": [index[self._numbers[id(owner)]] for owner in group["params"]]}
+                for group in self.param_groups
+            ],
+        }
+        for answering in self._optimizer_state_dict_post_hooks.values():
+            packed = answering(self, packed) or packed
         return packed
 
     @torch.no_grad()
@@ -207,6 +225,9 @@ class ShardedOptimizer(optim.Optimizer):
         Raises:
             UsageError: It is for other groups of parameters, or for parameters of other shapes.
         """
+        state_dict = state_dict.copy()
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
         states.check(state_dict, self.param_groups)
         trained = self._model._trained
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
@@ -222,6 +243,8 @@ class ShardedOptimizer(optim.Optimizer):
             self._inner.state[owner] = {
                 key: self._own_part(key, value, parameter, piece) for key, value in whole.items()
             }
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
 
     def _own_part(self, key: str, value: Any, parameter: Tensor, piece: Piece) -> Any:
         if not isinstance(value, Tensor):

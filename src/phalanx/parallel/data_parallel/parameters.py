@@ -17,6 +17,16 @@ from phalanx.parallel.data_parallel.views import flat, shaped_like
 
 __all__ = ["Views", "check", "check_same", "give_back", "move"]
 
+#: Dtypes of parameters that can be trained; those of frozen ones may be any.
+TRAINED = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+)
+
 
 def check(module: nn.Module) -> None:
     """Raise UsageError for a module that can't be made data-parallel; asks no other rank."""
@@ -36,6 +46,12 @@ def check(module: nn.Module) -> None:
                 f"DataParallel: parameter {name} {list(parameter.shape)} is {parameter.layout} on "
                 f"{parameter.device}, expected a dense one on the CPU: use PyTorch's "
                 "DistributedDataParallel for others"
+            )
+        if parameter.requires_grad and parameter.dtype not in TRAINED:
+            raise UsageError(
+                f"DataParallel: parameter {name} {list(parameter.shape)} is {parameter.dtype}, of "
+                f"which gradients can't be averaged, expected one of {', '.join(map(str, TRAINED))}"
+                ": train it in one of those, or freeze it by requires_grad_(False)"
             )
 
 
@@ -88,7 +104,7 @@ def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> 
             views[number].copy_(flat(parameter.detach(), parameter))
     if places.rail is not None and places.local_rank == 0:
         for chunk in layout.chunks:
-            part = memory.common(chunk.start, chunk.end, chunk.dtype)
+            part = memory.common(chunk.start, chunk.end, torch.uint8)  # of any dtype
             dist.broadcast(part, group=places.rail, group_src=0)
     places.meet()
     for number, parameter in enumerate(parameters):

@@ -61,6 +61,8 @@ def find_places(group: dist.ProcessGroup | None) -> Places:
     rail = [ranks[local_rank] for ranks in hosts] if local_rank < owners else [dist.get_rank()]
     assert whole is not None  # there is a default group: host_ranks has looked
     rails = [[ranks[number] for ranks in hosts] for number in range(owners)]
+    if whole is not dist.group.WORLD:
+        _even_out(whole)
     host = _form(whole, hosts, own)
     between = _form(whole, rails, rail)
     return Places(whole, host, between, local_rank, len(own), owners, len(hosts))
@@ -70,18 +72,42 @@ def _form(
     whole: dist.ProcessGroup, every: list[list[int]], own: list[int]
 ) -> dist.ProcessGroup | None:
     """Form the groups of these ranks, of which this rank is in `own`; None if it is alone there."""
-    options: dict[str, Any] = {"backend": dist.get_backend(whole)}
-    seconds = getattr(whole, "_timeout", None)  # PyTorch has no public way to ask
-    if isinstance(seconds, float):
-        options["timeout"] = timedelta(seconds=seconds)
     if whole is not dist.group.WORLD:
-        # PyTorch names a group that only its members form by how many groups each of them has.
-        # So every rank forms one, though it may be of itself alone.
-        formed = dist.new_group(own, use_local_synchronization=True, **options)
+        formed = _form_locally(whole, own)  # by every rank, though it may be of itself alone
         return formed if len(own) > 1 else None
     mine = None
     for ranks in every:
         if len(ranks) > 1:
-            group = dist.new_group(ranks, **options)
+            group = dist.new_group(ranks, **_options(whole))
             mine = group if ranks == own else mine
     return mine
+
+
+def _form_locally(whole: dist.ProcessGroup, own: list[int]) -> dist.ProcessGroup:
+    """Form a group that only its members form."""
+    formed: dist.ProcessGroup = dist.new_group(
+        own, use_local_synchronization=True, **_options(whole)
+    )
+    return formed
+
+
+def _even_out(whole: dist.ProcessGroup) -> None:
+    """Have each rank of a group be in as many groups as the others are.
+
+    PyTorch names a group that only its members form by how many groups each of them is in: where
+    groups overlap, they wouldn't find each other. So a rank forms some of itself alone.
+    """
+    known = len(dist.distributed_c10d._world.pg_names)
+    every = [0] * dist.get_world_size(whole)
+    dist.all_gather_object(every, known, group=whole)
+    for _ in range(max(every) - known):
+        _form_locally(whole, [dist.get_rank()])
+
+
+def _options(whole: dist.ProcessGroup) -> dict[str, Any]:
+    """Of a group that is made as that one was."""
+    options: dict[str, Any] = {"backend": dist.get_backend(whole)}
+    seconds = getattr(whole, "_timeout", None)  # PyTorch has no public way to ask
+    if isinstance(seconds, float):
+        options["timeout"] = timedelta(seconds=seconds)
+    return options

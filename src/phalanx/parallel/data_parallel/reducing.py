@@ -35,8 +35,8 @@ class Reducer(Protocol):
         """Flat memory for this rank's part of a chunk, always the same."""
         ...
 
-    def wait_for_room(self, chunk: int) -> None:
-        """Wait until that memory may be written again."""
+    def has_room(self, chunk: int, *, wait: bool) -> bool:
+        """Whether that memory may be written again; waits until it may, if asked to."""
         ...
 
     def launch(self, chunk: int) -> None:
@@ -48,11 +48,17 @@ class Reducer(Protocol):
         ...
 
 
-def reducer(layout: Layout, memory: HostMemory, places: Places) -> Reducer:
-    """Choose by who shares memory with whom."""
+def reducer(layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> Reducer:
+    """Choose by who shares memory with whom.
+
+    Chunks are reduced beside what the rank does, so that `launch` never blocks, where cores are to
+    spare, or where it is asked for.
+    """
     if places.host is None:
         return _Alone(layout, memory, places)
-    return _Together(layout, memory, places)
+    # Where ranks leave no core idle, another thread would only take turns with this one.
+    idle = len(os.sched_getaffinity(0)) > places.local_size
+    return _Together(layout, memory, places, beside=beside or idle)
 
 
 class _Alone:
@@ -66,8 +72,8 @@ class _Alone:
     def room(self, chunk: int) -> Tensor:
         return self._chunks[chunk]
 
-    def wait_for_room(self, chunk: int) -> None:
-        pass
+    def has_room(self, chunk: int, *, wait: bool) -> bool:  # noqa: ARG002 - it is its own
+        return True
 
     def launch(self, chunk: int) -> None:
         if self._places.rail is not None:
@@ -88,11 +94,10 @@ class _Together:
     backend's all-reduce between the owners of the same slices.
     """
 
-    def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
+    def __init__(self, layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> None:
         self._layout = layout
         self._places = places
-        # Where ranks leave no core idle, another thread would only take turns with this one.
-        self._beside = len(os.sched_getaffinity(0)) > places.local_size
+        self._beside = beside
         longest = max(chunk.end - chunk.start for chunk in layout.chunks)
         slots = [
             phalanx.empty_shared(longest, dtype=torch.uint8)
@@ -115,9 +120,12 @@ class _Together:
     def room(self, chunk: int) -> Tensor:
         return self._rooms[chunk]
 
-    def wait_for_room(self, chunk: int) -> None:
+    def has_room(self, chunk: int, *, wait: bool) -> bool:
         while self._local and self._local[0][0] <= chunk - self._slots:
+            if not wait and not all(work.is_completed() for work in self._local[0][1]):
+                return False
             self._pass_on()
+        return True
 
     def launch(self, chunk: int) -> None:
         places, room = self._places, self._rooms[chunk]
