@@ -119,7 +119,10 @@ def test_peers_over_ssh(tmp_path: Path) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
     path = tmp_path / "found.json"
-    with Network(3, "300mbit") as network, ssh_hosts.SshHosts(network, tmp_path, 2, hidden) as hosts:
+    with (
+        Network(3, "300mbit") as network,
+        ssh_hosts.SshHosts(network, tmp_path, 2, hidden) as hosts,
+    ):
         network.shape(1, "50mbit")
         network.block(0, 1)
         absent = ["node-locked", "node-stranger", "node-closed"]
