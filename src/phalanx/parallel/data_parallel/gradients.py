@@ -6,6 +6,7 @@ the layout; a chunk that is full is reduced while the backward pass goes on.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from phalanx.parallel.data_parallel.reducing import reducer
 from phalanx.parallel.data_parallel.views import flat, shaped_like
 
 __all__ = ["Gradients"]
+
+_AS_IT_IS = contextlib.nullcontext()
 
 
 class _Cut(NamedTuple):
@@ -106,7 +109,7 @@ class Gradients:
             )
         self.under_way = True
         self._ready[number] = True
-        with torch.no_grad():  # which `create_graph` turns off
+        with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:  # `create_graph` enables it
             next(self._writing, None)
 
     def finish(self) -> None:
