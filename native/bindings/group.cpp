@@ -132,6 +132,7 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
       .def(
           "behind", [](const PyGroup& self, int rank) { return self.held()->group.behind(rank); },
           nb::arg("rank"))
+      .def("awaited", [](const PyGroup& self) { return self.held()->group.awaited(); })
       .def("broken", [](const PyGroup& self) { return to_python(self.held()->group.broken()); })
       .def("abort", &abort, nb::arg("why"))
       .def("abort_ring", &abort_ring, nb::arg("peer"), nb::arg("why"))

@@ -200,6 +200,18 @@ std::vector<int> Group::behind(int rank) const {
   return late;
 }
 
+bool Group::awaited() const {
+  const auto step_of = [this](int r) {
+    return segment_->control(r).step.load(std::memory_order_relaxed);
+  };
+  for (int peer = 0; peer < ranks(); ++peer) {
+    if (peer != rank_ && step_of(peer) <= step_of(rank_)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 Status Group::abort(Status why, bool wake) {
   const std::lock_guard lock(aborting_);
   // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What

@@ -89,6 +89,21 @@ TEST(ranks_that_agree_meet) {
   }
 }
 
+TEST(who_comes_last_knows_it) {
+  for (const int size : {1, 2, 3, 5}) {
+    ranks::run(size, [](Rank& rank) {
+      for (int last = 0; last < rank.size; ++last) {
+        if (rank.self == last) {
+          CHECK(ranks::eventually([&] { return rank.group.awaited(); }));
+        } else {
+          CHECK(!rank.group.awaited());
+        }
+        CHECK(barrier(rank.group, within()).ok());
+      }
+    });
+  }
+}
+
 TEST(every_difference_is_reported_on_every_rank) {
   const Fingerprint usual{
       .count = 1000, .root = 0, .kind = Kind::reduce, .dtype = DType::float32, .op = ReduceOp::sum};

@@ -229,6 +229,9 @@ class Group:
     def behind(self, rank: int) -> list[int]:
         """Ranks that have not come as far as `rank` in the group's collectives."""
 
+    def awaited(self) -> bool:
+        """Whether all other ranks are in a collective to which this one is still to come."""
+
     def broken(self) -> Status | None: ...
     def abort(self, why: str) -> Status | None:
         """Break the group and wake all its ranks."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.errors import CollectiveTimeout, UsageError
+from phalanx.errors import CollectiveMismatch, CollectiveTimeout, UsageError
 from tests.ranks import RankServer
 
 
@@ -90,6 +90,40 @@ def not_completed_before_the_peer_comes() -> None:
 
 def test_a_work_is_not_completed_before_the_peer_comes(ranks: RankServer) -> None:
     ranks.run(2, not_completed_before_the_peer_comes)
+
+
+def come_last(kind: str) -> None:
+    """The others wait already: what is small is done at once, and fails where it is waited for."""
+    native: Any = dist.group.WORLD
+    if dist.get_rank() != 1:
+        if kind == "other":
+            with pytest.raises(CollectiveMismatch):
+                dist.barrier()
+        else:
+            dist.all_reduce(tensor := torch.ones(100))
+            assert (tensor == dist.get_world_size()).all()
+        return
+    deadline = time.monotonic() + 60
+    while not native._native.awaited():
+        assert time.monotonic() < deadline
+    work = dist.all_reduce(tensor := torch.ones(100), async_op=True)
+    assert work is not None
+    assert work.is_completed()
+    if kind == "other":
+        with pytest.raises(CollectiveMismatch):
+            work.wait()
+        return
+    assert (tensor == dist.get_world_size()).all()
+    assert work.get_future().wait()[0] is tensor
+    assert native._collectives._thread is None  # which hasn't been needed
+
+
+@pytest.mark.parametrize("kind", ["same", "other"])
+@pytest.mark.parametrize("world_size", (2, 4))
+def test_who_comes_last_needs_no_other_thread(
+    ranks: RankServer, world_size: int, kind: str
+) -> None:
+    ranks.run(world_size, come_last, kind)
 
 
 def callbacks() -> None:

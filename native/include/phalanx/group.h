@@ -87,6 +87,9 @@ class Group {
 
   // Ranks that have not come as far as `rank`: those that it may be waiting for.
   std::vector<int> behind(int rank) const;
+  // Whether all others are in a collective to which this rank is still to come. Between its
+  // operations, as the thread that is to do the next one.
+  bool awaited() const;
 
   // Breaks the group on all its ranks: the first failure wins and is what all of them report.
   // Returns the status to report here.

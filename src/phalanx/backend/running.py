@@ -29,6 +29,7 @@ NativeCall = Callable[[float], "_native.Status | None"]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _DONE = FinishedWork([])
+_SMALL_BYTES = 256 * 1024
 
 
 class Running(Messages):
@@ -95,12 +96,26 @@ class Running(Messages):
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
         work = CollectiveWork(run, results, self._native, late)
-        self._collectives.submit(work.execute)
+        if self._has_come_last(subject):
+            work.execute()
+            if isinstance(error := work.exception(), KeyboardInterrupt):
+                raise error
+        else:
+            self._collectives.submit(work.execute)
         if self._joined is not None:
             self._joined.append(work)
         if not opts.asyncOp:
             work.wait()
         return work
+
+    def _has_come_last(self, subject: torch.Tensor | None) -> bool:
+        """Whether an asynchronous operation may as well be done at once.
+
+        What other ranks wait for already, nothing is left to overlap with, and the way to another
+        thread and back takes longer than the operation, if that is small.
+        """
+        small = subject is None or subject.nbytes <= _SMALL_BYTES
+        return small and not self._collectives.pending and self._native.awaited()
 
     def _failed(
         self,

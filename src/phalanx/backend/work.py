@@ -213,7 +213,7 @@ class CollectiveWork(PendingWork):
         self._late: Callable[[float, bool], PhalanxError] | None = late
 
     def execute(self) -> None:
-        """Run the operation; for the group's thread alone."""
+        """Run the operation, in the group's thread or in that of the caller."""
         run, self._run = self._run, None
         error: BaseException | None = None
         try:

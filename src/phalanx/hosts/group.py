@@ -111,6 +111,10 @@ class HostsGroup(HostsMessages):
         local = self._local(rank)
         return None if local is None else self._native.black_box(local, history)
 
+    def awaited(self) -> bool:
+        """Not known of other hosts."""
+        return False
+
     def behind(self, rank: int) -> list[int]:
         """Ranks of this host that have not come as far as `rank`."""
         local = self._local(rank)
