@@ -80,6 +80,7 @@ def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
     return losses
 
 
+@pytest.mark.timeout(4 * TIMEOUT)
 def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> None:
     expected = reference_losses(script, 20, seed=5)
     options = ["--no-dropout", "--seed", "5"]

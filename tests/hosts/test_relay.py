@@ -26,7 +26,7 @@ from phalanx.engines.relay.server import Server
 from phalanx.engines.relay.words import Kind, Word
 from tests.ranks import RankServer
 
-LIMIT = 20.0
+LIMIT = 30.0
 KEY = b"k" * key.SIZE
 CHANNEL = b"c" * 16
 

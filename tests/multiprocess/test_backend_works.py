@@ -102,6 +102,7 @@ def come_last(kind: str) -> None:
         else:
             dist.all_reduce(tensor := torch.ones(100))
             assert (tensor == dist.get_world_size()).all()
+            dist.barrier()
         return
     deadline = time.monotonic() + 60
     while not native._native.awaited():
@@ -110,12 +111,16 @@ def come_last(kind: str) -> None:
     assert work is not None
     assert work.is_completed()
     if kind == "other":
-        with pytest.raises(CollectiveMismatch):
+        with pytest.raises(CollectiveMismatch, match=r"\] all_reduce #1 .* at test_backend_works"):
             work.wait()
         return
     assert (tensor == dist.get_world_size()).all()
     assert work.get_future().wait()[0] is tensor
     assert native._collectives._thread is None  # which hasn't been needed
+    dist.barrier()  # in the box it is the caller's thread again, and its line
+    done = {each["kind"]: each for each in native._native.black_box(1, 8)["done"]}
+    assert done["barrier"]["thread"] == done["all_reduce"]["thread"] == 0
+    assert done["barrier"]["site"] != done["all_reduce"]["site"]
 
 
 @pytest.mark.parametrize("kind", ["same", "other"])

@@ -79,9 +79,11 @@ class Running(Messages):
         timeout: float,
     ) -> dist.Work:
         place, called = _native.call_site(), time.monotonic()
+        at_once = self._has_come_last(subject)
 
         def run(_keep: object = keep) -> None:
-            _native.set_caller(place)
+            if not at_once:  # the group's thread speaks for the caller's
+                _native.set_caller(place)
             status = call(timeout)
             if status is not None:
                 site = brief(_native.call_site_text(place))
@@ -96,7 +98,7 @@ class Running(Messages):
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
         work = CollectiveWork(run, results, self._native, late)
-        if self._has_come_last(subject):
+        if at_once:
             work.execute()
             if isinstance(error := work.exception(), KeyboardInterrupt):
                 raise error
@@ -114,7 +116,7 @@ class Running(Messages):
         What other ranks wait for already, nothing is left to overlap with, and the way to another
         thread and back takes longer than the operation, if that is small.
         """
-        small = subject is None or subject.nbytes <= _SMALL_BYTES
+        small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
         return small and not self._collectives.pending and self._native.awaited()
 
     def _failed(

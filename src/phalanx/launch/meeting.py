@@ -223,7 +223,16 @@ def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> Re
         finally:
             notice.cancel()
 
+    count = handler.num_nodes_waiting
+
+    def num_nodes_waiting() -> int:
+        try:
+            return count()
+        except RendezvousClosedError:  # while ranks run, who listens to the others sees to that
+            return 0
+
     handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
+    handler.num_nodes_waiting = num_nodes_waiting  # type: ignore[method-assign]
     return handler
 
 
