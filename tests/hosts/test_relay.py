@@ -9,7 +9,9 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import psutil
 import pytest
@@ -239,6 +241,39 @@ def test_a_receive_of_another_size(ranks: RankServer) -> None:
         "it has sent 10 bytes, where 11 are expected",
         "it has sent 1000000 bytes, where 999999 are expected",
     ]
+
+
+def hears_from_the_first_moment() -> bytes:
+    """What is said to a rank as soon as it has entered isn't lost, however slow that rank is."""
+    folder = Path(os.environ["FOLDER"])
+    add = Line.add
+
+    def slow(line: Line, channel: bytes, listener: Any) -> None:
+        end = time.monotonic() + 0.5
+        while not (folder / "said").exists() and time.monotonic() < end:
+            time.sleep(0.001)
+        add(line, channel, listener)
+
+    if os.environ["RANK"] == "1":
+        Line.add = slow  # type: ignore[method-assign]
+    engine, rank = opened()
+    place = bytearray(b"hello" if rank == 0 else b".....")
+    if rank == 0:
+        assert engine.send(memoryview(place), 1, 0).wait(LIMIT)
+        peer: Any = engine._peers[1]  # type: ignore[attr-defined]
+        end = time.monotonic() + LIMIT
+        while not peer.idle:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        (folder / "said").touch()
+    else:
+        assert engine.recv(memoryview(place), 0, 0).wait(LIMIT)
+    engine.close()
+    return bytes(place)
+
+
+def test_who_enters_hears(ranks: RankServer) -> None:
+    assert ranks.run(2, hears_from_the_first_moment, timeout=None) == [b"hello", b"hello"]
 
 
 def vanishes() -> float:

@@ -35,8 +35,8 @@ class RelayEngine(Engine):
         self._channel = channel
         self._peers = [Peer(peer, channel, self._line) for peer in range(size)]
         self._left = False
+        self._line.add(channel, self)  # before anybody can speak to it
         self._line.say(Word(Kind.ENTER, channel, rank))
-        self._line.add(channel, self)
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._peers[peer].send(data, tag)
