@@ -93,11 +93,8 @@ TEST(who_comes_last_knows_it) {
   for (const int size : {1, 2, 3, 5}) {
     ranks::run(size, [](Rank& rank) {
       for (int last = 0; last < rank.size; ++last) {
-        if (rank.self == last) {
-          CHECK(ranks::eventually([&] { return rank.group.awaited(); }));
-        } else {
-          CHECK(!rank.group.awaited());
-        }
+        const auto awaited = [&] { return rank.group.awaited(); };
+        CHECK(rank.self == last ? ranks::eventually(awaited) : !awaited());
         CHECK(barrier(rank.group, within()).ok());
       }
     });
