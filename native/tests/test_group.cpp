@@ -3,7 +3,6 @@
 
 #include <array>
 #include <cerrno>
-#include <cstring>
 #include <mutex>
 
 #include "ranks.h"

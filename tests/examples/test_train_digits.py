@@ -84,7 +84,7 @@ def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
 def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> None:
     expected = reference_losses(script, 20, seed=5)
     options = ["--no-dropout", "--seed", "5"]
-    for world_size, epochs in ((1, 1), (2, 2), (4, 1)):
+    for world_size, epochs in ((2, 2), (4, 1)):
         how = ["--epochs", str(epochs), "--nproc", str(world_size)]
         run = train(script, tmp_path, *options, *how)
         assert len(run.losses) == epochs * STEPS_PER_EPOCH
