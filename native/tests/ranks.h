@@ -44,7 +44,7 @@ using namespace std::chrono_literals;
 #if defined(PHALANX_TEST_TSAN)
 inline constexpr int kShare = 24;
 #elif defined(__SANITIZE_ADDRESS__)
-inline constexpr int kShare = 4;
+inline constexpr int kShare = 8;
 #else
 inline constexpr int kShare = 1;
 #endif

@@ -11,7 +11,7 @@ from tests.conformance.torch_suite import record
 from tests.conformance.torch_suite.runner import SIZES, Outcome, run
 
 # Seconds, on Gloo, beyond which a test is left to `make conformance`.
-SLOW = 3.0
+SLOW = 2.0
 # Tests of DDP take most of the time, so one column has to do for them.
 COLUMNS = {"replace": (2, ""), "phalanx": (3, "ddp")}
 
