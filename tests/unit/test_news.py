@@ -204,6 +204,19 @@ def test_a_counted_host_that_is_not_there(store: Any, absent: int) -> None:
         agree(store, absent, 3, (0, 0), HOSTS[absent], LIMIT)
 
 
+@pytest.mark.parametrize("number", range(3))
+def test_who_was_to_decide_has_gone(
+    store: Any, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though all have come, nobody waits for its word without a bound."""
+    monkeypatch.setattr("phalanx.launch.news._NOTICE_SECONDS", 0.2)
+    for other in range(3):
+        store.set(f"phalanx/proposed/{other}", '[0, 0, "x"]')
+    store.add("phalanx/decided", 1)
+    with pytest.raises(AbsentHostError, match="^a host has gone while the hosts met$"):
+        agree(store, number, 3, (0, 0), HOSTS[number], 0.1)
+
+
 def test_a_host_that_goes_while_the_hosts_meet_is_missed(
     news: list[News], monkeypatch: pytest.MonkeyPatch
 ) -> None:

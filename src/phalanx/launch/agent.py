@@ -196,10 +196,7 @@ class _Agent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            except (
-                AbsentHostError,
-                dist.DistStoreError,
-            ) as error:  # a host was counted that has gone
+            except (AbsentHostError, dist.DistStoreError) as error:  # one was counted that has gone
                 if self._remaining_restarts <= 0:
                     raise
                 self._remaining_restarts -= 1

@@ -111,11 +111,11 @@ def agree(
     store.set(proposals[number], json.dumps((*own, name)))
     end = time.monotonic() + seconds
     while not store.check([_AGREED]):
+        if time.monotonic() > end + _NOTICE_SECONDS:  # who was to decide is the one that is absent
+            raise AbsentHostError("a host has gone while the hosts met")
         if number == 0 and store.check(proposals):
             starts, failures, names = zip(*map(json.loads, store.multi_get(proposals)), strict=True)
             _decide(store, json.dumps([max(starts), max(failures), names]))
-        elif time.monotonic() > end + _NOTICE_SECONDS:  # who has decided is the one that is absent
-            raise AbsentHostError("a host has gone while the hosts met")
         elif time.monotonic() > end:
             missing = [each for each, key in enumerate(proposals) if not store.check([key])]
             _decide(store, json.dumps(f"{_hosts(missing)} of {count} didn't come, though counted"))
