@@ -213,7 +213,7 @@ def test_who_was_to_decide_has_gone(
     for other in range(3):
         store.set(f"phalanx/proposed/{other}", '[0, 0, "x"]')
     store.add("phalanx/decided", 1)
-    with pytest.raises(AbsentHostError, match="^a host has gone while the hosts met$"):
+    with pytest.raises(AbsentHostError, match=r"^a host has gone while the hosts met$"):
         agree(store, number, 3, (0, 0), HOSTS[number], 0.1)
 
 
