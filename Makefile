@@ -22,6 +22,8 @@ PYTEST_LIMIT ?= 1500
 
 # Pinned, because it is what the package is tested with. It is no requirement of the build.
 TORCH := 2.13.0
+# Its companion, for PyTorch's examples alone.
+TORCHVISION := 0.28.0
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,7 +39,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest hosts conformance ecosystem soak drill bench tidy clean distclean
+	native-tsan kills model mutants pytest hosts conformance ecosystem soak fuzz rpc-examples drill bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
@@ -146,7 +148,8 @@ $(TIDY_DIR)/compile_commands.json: $(VENV)/.build-tools $(CMAKE_LISTS) $(shell f
 
 # Plain only what sanitizers are too slow for, or can't see; `make native-plain` is all of it.
 native-test: ## the core's tests: under ASan with UBSan, under TSan, and plain what kills ranks
-	$(submake) native-plain TARGETS="test_kills test_steps" ARGS="-R 'test_(kills|steps)'"
+	$(submake) native-plain TARGETS="test_kills test_steps test_rows" \
+	  ARGS="-R 'test_(kills|steps|rows)'"
 	$(submake) native-asan
 	$(submake) native-tsan
 
@@ -186,10 +189,11 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 
 # Most of what these take is the start of Python and torch, in one process after another, or waiting:
 # three of them at a time leave no core idle. Files that take long come first, so that all end together.
-# The others have the machine for themselves, since they look at when something happens.
+# The others look at when something happens. They wait for most of their time: two at a time.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	bench cli data_parallel data_parallel_backward data_parallel_scenarios doctor gradients init \
-	job_life launch launched_jobs meeting replace restarts run slurm sync_batch_norm trainer \
+	job_life launch launched_jobs meeting replace restarts rpc_calls rpc_far_strangers rpc_idioms rpc_joining rpc_optimizer rpc_references rpc_script rpc_strangers \
+	rpc_training run slurm sync_batch_norm table trainer \
 	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_places snapshots training \
 	unformed) tests/examples tests/ecosystem tests/conformance tests/unit
 # The outer limit is for what pytest's own limit per test can't end.
@@ -199,7 +203,7 @@ pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 ifeq ($(ARGS),)
 	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
-	@$(PYTEST) $(SIDE_BY_SIDE:%=--ignore=%)
+	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE:%=--ignore=%)
 else
 	@$(PYTEST) $(ARGS)
 endif
@@ -220,6 +224,19 @@ ecosystem: setup-dev ## FSDP2, DTensor, pipelines, compilers, Lightning, Acceler
 soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --ranks 2-8 --seed N")
 	$(call section,Soak)
 	@python -m tests.soak $(ARGS)
+
+fuzz: setup-dev ## garbage from strangers, and a mad worker, to a worker of RPC (ARGS="--frames 100000 --seed N")
+	$(call section,Fuzz)
+	@python -m tests.fuzz $(ARGS)
+
+# Torchvision's wheel may be built for another torch: without its requirements, it does all the same.
+rpc-examples: setup-dev ## PyTorch's RPC examples, on its RPC and on ours (EXAMPLES=a checkout of pytorch/examples)
+	$(call section,PyTorch's published RPC examples)
+	@[ -n "$(EXAMPLES)" ] || { echo "give a checkout: git clone https://github.com/pytorch/examples," \
+	  "then make rpc-examples EXAMPLES=examples" >&2; exit 2; }
+	@pip install -qq "gymnasium>=1.0" pillow --constraint $(VENV)/.torch-$(TORCH)
+	@pip install -qq --no-deps "torchvision==$(TORCHVISION)"
+	@python -m tests.published "$(EXAMPLES)" $(ARGS)
 
 drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training")
 	$(call section,Drill)

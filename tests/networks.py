@@ -7,6 +7,7 @@ its link alone. Needs root, and iproute2.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import subprocess
@@ -79,6 +80,10 @@ class Network:
         """Take a host's link down, at the switch: nobody is told."""
         run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
+    def mend(self, host: int) -> None:
+        """Take a host's link up again."""
+        run("ip", "-n", self._switch, "link", "set", f"port{host}", "up")
+
     def shape(self, host: int, rate: str, burst: str = "128kb") -> None:
         """Give a host's link another rate, in both directions; larger packets than `burst` drop."""
         self._shape(self.names[host], "eth0", rate, burst)
@@ -126,3 +131,12 @@ def run(*command: str) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
     if ended.returncode != 0:
         raise OSError(f"{' '.join(command)}: {ended.stderr.strip()}")
+
+
+def enter(name: str) -> None:
+    """Have this thread, and what it starts from now on, be on a host, as the network sees it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{name}", encoding="ascii") as namespace:
+        if libc.setns(namespace.fileno(), 0) != 0:  # `os.setns` came with Python 3.12
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns to {name}: {os.strerror(number)}")

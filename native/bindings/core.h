@@ -84,6 +84,8 @@ void bind_black_box(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_arena(nb::module_& module);
 void bind_commons(nb::module_& module);
+void bind_rows(nb::module_& module);
+void bind_row_gradients(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);
 void bind_collectives(nb::class_<PyGroup>& group);
 void bind_compose(nb::class_<PyGroup>& group);

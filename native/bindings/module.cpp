@@ -11,6 +11,8 @@ NB_MODULE(_native, module) {
   bind_black_box(module);
   bind_arena(module);
   bind_commons(module);
+  bind_rows(module);
+  bind_row_gradients(module);
   auto group = bind_group(module);
   bind_collectives(group);
   bind_compose(group);

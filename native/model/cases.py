@@ -34,6 +34,8 @@ WAITING_DEATH = ("RANKS=2", "MEETINGS=2", "VALUES=18", "DEATHS=1", "SPURIOUS=0")
 CHANNEL = ("ROOM=1", "PIECES=2", "VALUES=16", "DEATHS=0", "SPURIOUS=0")
 CHANNEL_DEATH = ("ROOM=1", "PIECES=2", "VALUES=16", "DEATHS=1", "SPURIOUS=0")
 RECORD = ("RECORDS=4", "VALUES=9")
+ROW = ("DEATHS=0", "VALUES=8")
+ROW_DEATH = ("DEATHS=1", "VALUES=8")
 
 # The operations of collective.pml.
 SMALL, MOVE_ONE, MOVE_ALL, REDUCE, EXCHANGE, DIRECT = range(1, 7)
@@ -73,6 +75,9 @@ def that_hold() -> list[Case]:
         Case("hold", ()),
         Case("record", RECORD),
         Case("record", (*RECORD, "CLEARED")),
+        Case("row", ROW),
+        Case("row", ROW_DEATH),
+        Case("row", ("DEATHS=2", "VALUES=8")),
         # What needn't be seq_cst: see README.
         Case("waiting", (*WAITING, "SLEEPERS_SUB=relaxed")),
         Case("waiting", (*WAITING, "TICKET_LOAD=relaxed")),
@@ -125,6 +130,11 @@ def wrong_orders() -> list[Case]:
                 cases.append(Case(model, (*base, f"{access}={order}"), expected))
     for access, order in product(("WORD_STORE", "WORD_LOAD"), ("relaxed",)):
         cases.append(Case("record", (*RECORD, f"{access}={order}"), ASSERTION))
+    for access, order in (
+        *product(("ROW_LOOK", "ROW_READ", "ROW_PUT", "ROW_TAKE", "ROW_FREE"), ("relaxed",)),
+        ("ROW_TAKE", "release"),
+    ):
+        cases.append(Case("row", (*ROW, f"{access}={order}"), ASSERTION))
     return cases
 
 
@@ -155,6 +165,12 @@ def wrong_steps() -> list[Case]:
         Case("hold", ("NO_RING",), HANGS),
         Case("hold", ("NO_SECOND_TRY",), HANGS),
         Case("record", (*RECORD, "FRAME_LAST"), ASSERTION),
+        Case("row", (*ROW, "NO_SECOND_LOOK"), ASSERTION),
+        Case("row", (*ROW, "TAKEN_IS_READ"), ASSERTION),
+        Case("row", (*ROW, "VERSION_STAYS"), ASSERTION),
+        Case("row", (*ROW, "FREED_FIRST"), ASSERTION),
+        Case("row", (*ROW_DEATH, "SAVED_FIRST"), ASSERTION),
+        Case("row", (*ROW_DEATH, "NOT_PUT_BACK"), ASSERTION),
         Case("collective", (*plain, "ONE_INLINE_BUFFER"), ASSERTION),
         Case("collective", (*mixed, "ONE_FINGERPRINT"), ASSERTION),
         Case("collective", (*plain, "FINGERPRINT_AFTER_STEP"), ASSERTION),

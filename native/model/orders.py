@@ -31,6 +31,15 @@ PLACES = {
     "WORD_STORE": ("src/black_box.cpp", rf"words_\[i\]\.store\(words\[i\], {ORDER}\)"),
     "WORD_LOAD": ("src/black_box.cpp", rf"words\[i\] = words_\[i\]\.load\({ORDER}\)"),
     "FRAME_LOAD": ("src/black_box.cpp", rf"value\.number == framed_\.load\({ORDER}\)"),
+    "ROW_LOOK": ("src/rows_access.h", rf"words\[k\] = lock_of\(rows\[k\]\)\.load\({ORDER}\)"),
+    "ROW_LOOK_AGAIN": ("src/rows_access.h", rf"now = lock_of\(rows\[k\]\)\.load\({ORDER}\)"),
+    "ROW_READ": ("src/rows_access.h", rf"word = from\[i\]\.load\({ORDER}\)"),
+    "ROW_PUT": ("src/rows_access.h", rf"\[at / sizeof word\]\.store\(word, {ORDER}\)"),
+    "ROW_TAKE": ("src/rows_writers.cpp", rf"word_ \| \(place_ \+ 1\), {ORDER}\)"),
+    "ROW_FREE": (
+        "src/rows_writers.cpp",
+        rf"lock\(row_\)\.store\(next_version\(word_\), {ORDER}\)",
+    ),
 }
 
 

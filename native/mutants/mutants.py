@@ -4,7 +4,8 @@ Texts are replaced where they stand exactly once. A mutant that no longer applie
 that runs with the tests: then the source has changed, and the mutant has to follow.
 """
 
-from dataclasses import dataclass
+from mutant import Mutant
+from row_mutants import ROWS
 
 GROUP = "src/group.cpp"
 WAIT = "src/wait.cpp"
@@ -23,15 +24,6 @@ CHANNEL_MODEL = "model:channel ROOM=1 PIECES=2"
 RECORD_MODEL = "model:record RECORDS=4"
 TSAN_COLLECTIVES = "thread:test_collectives"
 TSAN_MAILBOX = "thread:test_mailbox"
-
-
-@dataclass(frozen=True)
-class Mutant:
-    name: str
-    file: str
-    caught_by: str
-    # Pairs of old and new text.
-    changes: tuple[tuple[str, str], ...]
 
 
 def weaker(name: str, file: str, caught_by: str, access: str, order: str) -> Mutant:
@@ -398,4 +390,4 @@ RECORDS = [
     ),
 ]
 
-MUTANTS = [*ORDERS, *WAITING, *MEETING, *LARGE, *FAILING, *MESSAGES, *RECORDS]
+MUTANTS = [*ORDERS, *WAITING, *MEETING, *LARGE, *FAILING, *MESSAGES, *RECORDS, *ROWS]

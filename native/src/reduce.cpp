@@ -71,6 +71,8 @@ const Variant& chosen() {
 
 }  // namespace
 
+const Table& in_use() { return *chosen().table; }
+
 }  // namespace kernels
 
 std::size_t size_of(DType dtype) {
@@ -86,13 +88,13 @@ bool supports(DType dtype, ReduceOp op) {
 void reduce(void* out, const void* const* sources, std::size_t n_sources, std::size_t count,
             DType dtype, ReduceOp op, double divisor) {
   PHALANX_STEP("reduce");
-  const kernels::Table& table = *kernels::chosen().table;
+  const kernels::Table& table = kernels::in_use();
   table.reduce[static_cast<std::size_t>(dtype)][static_cast<std::size_t>(op)](
       out, sources, n_sources, count, divisor);
 }
 
 void scale(void* out, const void* in, std::size_t count, DType dtype, double factor) {
-  kernels::chosen().table->scale[static_cast<std::size_t>(dtype)](out, &in, 1, count, factor);
+  kernels::in_use().scale[static_cast<std::size_t>(dtype)](out, &in, 1, count, factor);
 }
 
 const char* instruction_set() { return kernels::chosen().name; }

@@ -12,6 +12,7 @@ General layout, from the bottom up (dependencies point downward only):
 - `data`, `parallel`: samplers and partitions; synchronous SGD, `DataParallel`, all-reduces by
   messages. They use `torch.distributed`'s public API, so they run on any backend; `DataParallel`
   takes memory that ranks share from the core besides.
+- `rpc`: functions called on other workers, and references to values that live there.
 - `train`: the trainer and snapshots, on the same terms.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
 - `doctor`: whether a machine is fit, and the network between several.

@@ -142,6 +142,94 @@ class Commons:
     def drop(self, offset: int, size: int) -> int:
         """Drop the pages of a range that are this process's own; returns how many those were."""
 
+def add_up_rows(
+    batches: Sequence[tuple[int, int, int, int, int, int, int]],
+    width: int,
+    dtype: int,
+    divisor: float,
+    share: tuple[int, int],
+    room: tuple[int, int],
+) -> int:
+    """What `phalanx.rpc.table.gradients.added_up` says, put into `room`; returns how many rows."""
+
+_Trouble = tuple[str, int, int, int] | None
+
+class Rows:
+    """Rows of floats in shared memory, and their optimizer's state (parts 1 and on).
+
+    Every process that has it open may read and write at the same time: each row comes whole, with
+    its state. Addresses are of contiguous tensors: int64 for `rows` and `offsets`, the table's
+    dtype elsewhere; `parts` has one for each part, 0: none. A call waits `patience` seconds for a
+    row that another process writes to. It returns None, or why not: ("index", at, value, 0): number
+    `at` of the rows is out of range, and nothing was done; ("offset", at, value, 0), likewise;
+    ("stuck", at, row, pid): that process has the row; ("full", at, 0, 0): too many write; rows
+    before that one were written. `stride`: bytes from one row to the next; `size`: of all of it.
+    """
+
+    @staticmethod
+    def create(rows: int, width: int, parts: int, dtype: int, nonce: int) -> Rows:
+        """Zeros, backed by memory; float32 or float64. Raises OSError."""
+
+    @staticmethod
+    def open(pid: int, descriptor: int, nonce: int) -> Rows:
+        """What another process has made. Raises OSError (EPROTO: it is another)."""
+
+    @property
+    def rows(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def parts(self) -> int: ...
+    @property
+    def dtype(self) -> int: ...
+    @property
+    def stride(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @step.setter
+    def step(self, step: int) -> None: ...
+    @property
+    def descriptor(self) -> int: ...
+    def close_descriptor(self) -> None: ...
+    def view(self, part: int) -> Any:
+        """All rows of a part as they lie there, unsynchronised: uint8 with `__dlpack__`."""
+
+    def gather(self, rows: int, count: int, parts: Sequence[int], patience: float) -> _Trouble:
+        """Copy rows to `parts`."""
+
+    def write(self, rows: int, count: int, parts: Sequence[int], patience: float) -> _Trouble:
+        """Replace rows by what is in `parts`; a part without an address stays."""
+
+    def pool(
+        self,
+        rows: int,
+        count: int,
+        offsets: int,
+        bags: int,
+        mode: int,
+        weights: int,
+        output: int,
+        patience: float,
+    ) -> _Trouble:
+        """Combine the rows of each bag: mode 0: sum, 1: mean, 2: max; `weights` 0: none."""
+
+    def update(
+        self,
+        rows: int,
+        count: int,
+        gradients: int,
+        rule: int,
+        factors: tuple[float, float, float, float, float],
+        number: int,
+        patience: float,
+    ) -> _Trouble:
+        """One step on rows of which none is there twice; rule 0: SGD, 1: Adagrad, 2: Adam.
+
+        `factors`: rate, its decay, epsilon, betas. `number`: which step it is; 0: the next one.
+        """
+
 def segment_bytes(ranks: int) -> int:
     """Size of the segment of a group; pages come into being when first used."""
 

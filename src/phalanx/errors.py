@@ -10,11 +10,13 @@ from torch.distributed import DistBackendError
 
 __all__ = [
     "Aborted",
+    "CallTimeout",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "LaunchError",
     "PeerLost",
     "PhalanxError",
+    "RemoteError",
     "SnapshotError",
     "UsageError",
 ]
@@ -38,6 +40,14 @@ class CollectiveTimeout(PhalanxError):  # noqa: N818 - the design's name
 
 class Aborted(PhalanxError):  # noqa: N818 - the design's name
     """The group was aborted, left or interrupted: by whom and why."""
+
+
+class CallTimeout(PhalanxError):  # noqa: N818 - as the one above
+    """A remote call took longer than its timeout; it may still be executed."""
+
+
+class RemoteError(PhalanxError):
+    """A remote call raised an exception that can't be sent: its words, and where it was raised."""
 
 
 class LaunchError(PhalanxError):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from phalanx import _native
 from phalanx.observe import finding, reading
 from phalanx.observe.culprit import find
 from tests.ranks import RankServer
+from tests.waiting import wait_for
 
 LIMIT = 60.0
 
@@ -36,13 +36,6 @@ def init(base: Path, store: str = "store", rank: int | None = None, size: int | 
         timeout=timedelta(seconds=20),
     )
     return rank
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def clean(base: Path, leave: bool) -> str:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import phalanx
 from phalanx.errors import LaunchError, UsageError
 from phalanx.observe import finding, reading
 from phalanx.observe.directory import Directory, description, new_name
+from tests.waiting import wait_for
 
 LIMIT = 60
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
@@ -75,13 +76,6 @@ class Command:
             watchdog.cancel()
             process.kill()
             process.communicate()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @pytest.fixture

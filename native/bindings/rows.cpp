@@ -1,0 +1,172 @@
+#include "phalanx/rows.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
+
+#include <algorithm>
+#include <cerrno>
+
+#include "core.h"
+
+namespace phalanx::bindings {
+namespace {
+
+using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Held = std::shared_ptr<Rows>;
+
+Held made(std::unique_ptr<Rows> rows, const Status& status) {
+  if (!rows) {
+    errno = status.error;
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+  }
+  return rows;
+}
+
+Held create(std::uint64_t rows, std::uint32_t width, std::uint32_t parts, std::uint8_t dtype,
+            std::uint64_t nonce) {
+  const RowsShape shape{
+      .rows = rows, .width = width, .parts = parts, .dtype = static_cast<DType>(dtype)};
+  Status status;
+  std::unique_ptr<Rows> created;
+  {
+    const nb::gil_scoped_release release;  // the kernel clears all of it
+    created = Rows::create(shape, nonce, status);
+  }
+  return made(std::move(created), status);
+}
+
+Held open(int pid, int descriptor, std::uint64_t nonce) {
+  Status status;
+  auto rows = Rows::open(pid, descriptor, nonce, status);
+  return made(std::move(rows), status);
+}
+
+const char* name_of(RowsResult::Kind kind) {
+  switch (kind) {
+    case RowsResult::Kind::done: return "done";
+    case RowsResult::Kind::index: return "index";
+    case RowsResult::Kind::offset: return "offset";
+    case RowsResult::Kind::stuck: return "stuck";
+    case RowsResult::Kind::full: return "full";
+  }
+  return "unknown";
+}
+
+// Runs without the GIL. None for done, else (kind, at, value, pid).
+template <class Operation>
+nb::object run_rows(double patience, Operation&& operation) {
+  const auto span = std::chrono::duration_cast<Rows::Patience>(
+      std::chrono::duration<double>(std::min(patience, 1e6)));
+  RowsResult result;
+  {
+    const nb::gil_scoped_release release;
+    result = operation(span);
+  }
+  if (result.ok()) {
+    return nb::none();
+  }
+  return nb::make_tuple(name_of(result.kind), result.at, result.value, result.pid);
+}
+
+RowList list_of(Address rows, std::size_t count) {
+  return {.rows = static_cast<const std::int64_t*>(pointer(rows)), .count = count};
+}
+
+std::vector<void*> pointers(const Rows& self, const std::vector<Address>& parts) {
+  if (parts.size() != self.shape().parts) {
+    throw nb::value_error("an address for each part is expected");
+  }
+  std::vector<void*> all;
+  for (const Address part : parts) {
+    all.push_back(pointer(part));
+  }
+  return all;
+}
+
+// What is made of it keeps all of it.
+Bytes view(const Held& self, std::uint32_t part) {
+  if (part >= self->shape().parts) {
+    throw nb::value_error("there is no such part");
+  }
+  const nb::capsule owner(new Held(self),
+                          [](void* held) noexcept { delete static_cast<Held*>(held); });
+  return Bytes(self->part(part), {self->shape().rows * self->stride()}, owner);
+}
+
+void bind_calls(nb::class_<Rows>& rows) {
+  rows.def(
+      "gather",
+      [](Rows& self, Address list, std::size_t count, const std::vector<Address>& parts,
+         double patience) {
+        const auto to = pointers(self, parts);
+        return run_rows(patience, [&](Rows::Patience span) {
+          return self.gather(list_of(list, count), to.data(), span);
+        });
+      },
+      nb::arg("rows"), nb::arg("count"), nb::arg("parts"), nb::arg("patience"));
+  rows.def(
+      "write",
+      [](Rows& self, Address list, std::size_t count, const std::vector<Address>& parts,
+         double patience) {
+        const auto from = pointers(self, parts);
+        return run_rows(patience, [&](Rows::Patience span) {
+          return self.write(list_of(list, count), from.data(), span);
+        });
+      },
+      nb::arg("rows"), nb::arg("count"), nb::arg("parts"), nb::arg("patience"));
+  rows.def(
+      "pool",
+      [](Rows& self, Address list, std::size_t count, Address offsets, std::size_t bags, int mode,
+         Address weights, Address output, double patience) {
+        const Bags of{.offsets = static_cast<const std::int64_t*>(pointer(offsets)), .count = bags};
+        return run_rows(patience, [&](Rows::Patience span) {
+          return self.pool(list_of(list, count), of, static_cast<Pooling>(mode), pointer(weights),
+                           pointer(output), span);
+        });
+      },
+      nb::arg("rows"), nb::arg("count"), nb::arg("offsets"), nb::arg("bags"), nb::arg("mode"),
+      nb::arg("weights"), nb::arg("output"), nb::arg("patience"));
+  rows.def(
+      "update",
+      [](Rows& self, Address list, std::size_t count, Address gradients, int rule,
+         const std::array<double, 5>& factors, std::uint64_t number, double patience) {
+        const RowsStep step{.rule = static_cast<RowRule>(rule),
+                            .rate = factors[0],
+                            .rate_decay = factors[1],
+                            .epsilon = factors[2],
+                            .beta1 = factors[3],
+                            .beta2 = factors[4],
+                            .number = number};
+        if (step.parts() > self.shape().parts) {
+          throw nb::value_error("the table has no place for this optimizer's state");
+        }
+        return run_rows(patience, [&](Rows::Patience span) {
+          return self.update(list_of(list, count), pointer(gradients), step, span);
+        });
+      },
+      nb::arg("rows"), nb::arg("count"), nb::arg("gradients"), nb::arg("rule"), nb::arg("factors"),
+      nb::arg("number"), nb::arg("patience"));
+}
+
+}  // namespace
+
+void bind_rows(nb::module_& module) {
+  nb::class_<Rows> rows(module, "Rows");
+  rows.def_static("create", &create, nb::arg("rows"), nb::arg("width"), nb::arg("parts"),
+                  nb::arg("dtype"), nb::arg("nonce"));
+  rows.def_static("open", &open, nb::arg("pid"), nb::arg("descriptor"), nb::arg("nonce"));
+  rows.def_prop_ro("rows", [](const Rows& self) { return self.shape().rows; });
+  rows.def_prop_ro("width", [](const Rows& self) { return self.shape().width; });
+  rows.def_prop_ro("parts", [](const Rows& self) { return self.shape().parts; });
+  rows.def_prop_ro("dtype", [](const Rows& self) { return static_cast<int>(self.shape().dtype); });
+  rows.def_prop_ro("stride", &Rows::stride);
+  rows.def_prop_ro("size", &Rows::bytes);
+  rows.def_prop_rw("step", &Rows::step, &Rows::set_step);
+  rows.def_prop_ro("descriptor", &Rows::descriptor);
+  rows.def("close_descriptor", &Rows::close_descriptor);
+  rows.def("view", &view, nb::arg("part"));
+  bind_calls(rows);
+}
+
+}  // namespace phalanx::bindings

@@ -1,0 +1,100 @@
+// Rows of a table (rows.h): one is copied while others may write to it; one is combined with
+// others.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "elements.h"
+#include "kernels.h"
+
+namespace phalanx::kernels {
+namespace {
+
+#if defined(__x86_64__)
+
+using RowPack = Vector<uint8_t>;
+
+// One instruction, which the compiler doesn't see as an access to memory.
+inline RowPack load_row(const uint8_t* from) {
+  RowPack pack;
+#if defined(__AVX512F__)
+  asm volatile("vmovdqu64 %1, %0" : "=v"(pack) : "m"(*(const uint8_t(*)[sizeof pack])from));
+#elif defined(__AVX2__)
+  asm volatile("vmovdqu %1, %0" : "=x"(pack) : "m"(*(const uint8_t(*)[sizeof pack])from));
+#else
+  asm volatile("movdqu %1, %0" : "=x"(pack) : "m"(*(const uint8_t(*)[sizeof pack])from));
+#endif
+  return pack;
+}
+
+// Copies a row, of whole elements of 4 or 8 bytes, that others may be writing to. The language has
+// no such loads, so the compiler is kept from knowing about them (that they race, or what they
+// read), and from moving others across. The processor makes loads in their order, and others see a
+// writer's stores in theirs: so whoever gets a byte of a write sees in a later look at the lock
+// that the row was taken for it. A word may even be torn.
+void take_row(void* to, const void* from, size_t bytes) {
+  const auto* in = static_cast<const uint8_t*>(from);
+  auto* out = static_cast<uint8_t*>(to);
+  asm volatile("" ::: "memory");
+  if (bytes >= sizeof(RowPack)) {
+    for (size_t at = 0; at + sizeof(RowPack) < bytes; at += sizeof(RowPack)) {
+      const RowPack pack = load_row(in + at);
+      __builtin_memcpy(out + at, &pack, sizeof pack);
+    }
+    const RowPack last = load_row(in + bytes - sizeof(RowPack));
+    __builtin_memcpy(out + bytes - sizeof last, &last, sizeof last);
+  } else {
+    for (size_t at = 0; at + sizeof(uint32_t) <= bytes; at += sizeof(uint32_t)) {
+      uint32_t word;
+      asm volatile("movl %1, %0" : "=r"(word) : "m"(*(const uint8_t(*)[sizeof word])(in + at)));
+      __builtin_memcpy(out + at, &word, sizeof word);
+    }
+  }
+  asm volatile("" ::: "memory");
+}
+
+#endif
+
+// One element, or one vector, of all rows and of what there is already.
+template <class T, class Pack>
+inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowUse use,
+                    const T* weights, bool first) {
+  for (size_t row = 0; row < count; ++row, from += width) {
+    Pack next;
+    __builtin_memcpy(&next, from, sizeof next);
+    if (use == RowUse::largest) {
+      sum = (first && row == 0) ? next : (next > sum ? next : sum);
+    } else if (weights != nullptr) {
+      sum += next * weights[row];
+    } else {
+      sum += next;
+    }
+  }
+  return sum;
+}
+
+// out = out + row 0 + row 1 ..., or with a weight for each, or the largest; `first` says that there
+// is nothing in `out` yet.
+template <class T>
+void combine_rows(void* out, const void* rows, size_t count, size_t width, RowUse use,
+                  const void* weights, bool first) {
+  using Pack = Vector<T>;
+  constexpr size_t lanes = sizeof(Pack) / sizeof(T);
+  auto* to = static_cast<T*>(out);
+  const auto* from = static_cast<const T*>(rows);
+  const auto* factors = static_cast<const T*>(weights);
+  size_t i = 0;
+  for (; i + lanes <= width; i += lanes) {
+    Pack sum{};
+    if (!first) __builtin_memcpy(&sum, to + i, sizeof sum);
+    sum = combine(sum, from + i, count, width, use, factors, first);
+    __builtin_memcpy(to + i, &sum, sizeof sum);
+  }
+  for (; i < width; ++i) {
+    to[i] = combine(first ? T{} : to[i], from + i, count, width, use, factors, first);
+  }
+}
+
+}  // namespace
+}  // namespace phalanx::kernels

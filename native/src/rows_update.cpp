@@ -1,0 +1,153 @@
+// Rows written: replaced, or taken a step further by an optimizer.
+#include <cmath>
+#include <vector>
+
+#include "rows_access.h"
+
+namespace phalanx {
+namespace {
+
+constexpr std::size_t kAhead = 4;
+
+// The arithmetic of PyTorch's optimizers on sparse gradients (torch.optim.SGD, Adagrad,
+// SparseAdam), operation by operation, in the table's own type. What differs for each step comes in
+// as a factor.
+template <class T>
+struct Factors {
+  Factors(const RowsStep& step, double number)
+      : epsilon(static_cast<T>(step.epsilon)),
+        left1(static_cast<T>(1 - step.beta1)),
+        left2(static_cast<T>(1 - step.beta2)) {
+    double size = step.rate;
+    if (step.rule == RowRule::adagrad) {
+      size /= 1 + (number - 1) * step.rate_decay;
+    } else if (step.rule == RowRule::adam) {
+      size *= std::sqrt(1 - std::pow(step.beta2, number)) / (1 - std::pow(step.beta1, number));
+    }
+    minus_size = static_cast<T>(-size);
+  }
+
+  T minus_size;
+  T epsilon;
+  T left1;
+  T left2;
+};
+
+// A row's parts before and after; of those that a rule doesn't have nothing is used.
+constexpr std::uint32_t kRuleParts = 3;
+template <class T>
+struct Change {
+  const T* old[kRuleParts];
+  T* fresh[kRuleParts];
+};
+
+template <class T>
+void sgd(const Change<T>& row, const T* __restrict gradient, std::size_t width,
+         const Factors<T>& by) {
+  T* __restrict fresh = row.fresh[0];
+  for (std::size_t i = 0; i < width; ++i) {
+    fresh[i] = row.old[0][i] + by.minus_size * gradient[i];
+  }
+}
+
+template <class T>
+void adagrad(const Change<T>& row, const T* __restrict gradient, std::size_t width,
+             const Factors<T>& by) {
+  T* __restrict fresh = row.fresh[0];
+  T* __restrict sum = row.fresh[1];
+  for (std::size_t i = 0; i < width; ++i) {
+    sum[i] = row.old[1][i] + gradient[i] * gradient[i];
+    fresh[i] = row.old[0][i] + by.minus_size * (gradient[i] / (std::sqrt(sum[i]) + by.epsilon));
+  }
+}
+
+template <class T>
+void adam(const Change<T>& row, const T* __restrict gradient, std::size_t width,
+          const Factors<T>& by) {
+  T* __restrict fresh = row.fresh[0];
+  T* __restrict first = row.fresh[1];
+  T* __restrict second = row.fresh[2];
+  for (std::size_t i = 0; i < width; ++i) {
+    first[i] = row.old[1][i] + (gradient[i] - row.old[1][i]) * by.left1;
+    second[i] = row.old[2][i] + (gradient[i] * gradient[i] - row.old[2][i]) * by.left2;
+    fresh[i] = row.old[0][i] + by.minus_size * (first[i] / (std::sqrt(second[i]) + by.epsilon));
+  }
+}
+
+}  // namespace
+
+RowsResult Rows::write(const RowList& list, const void* const* parts, Patience patience) {
+  if (const RowsResult result = check(list); !result.ok()) {
+    return result;
+  }
+  RowPlace place(*this, patience);
+  if (!place.found()) {
+    return place.stuck(0);
+  }
+  for (std::size_t i = 0; i < list.count; ++i) {
+    if (i + kAhead < list.count) {
+      prefetch(static_cast<std::uint64_t>(list.rows[i + kAhead]), shape_.parts);
+    }
+    if (!place.take(static_cast<std::uint64_t>(list.rows[i]))) {
+      return place.stuck(i);
+    }
+    for (std::uint32_t part = 0; part < shape_.parts; ++part) {
+      if (parts[part] != nullptr) {
+        place.put(part, static_cast<const std::byte*>(parts[part]) + i * row_bytes());
+      }
+    }
+    place.free();
+  }
+  return {};
+}
+
+template <class T>
+RowsResult Rows::update_as(const RowList& list, const T* gradients, const RowsStep& step,
+                           Patience patience) {
+  RowPlace place(*this, patience);
+  if (!place.found()) {
+    return place.stuck(0);
+  }
+  // A count only: what is in the rows is ordered by their locks.
+  const std::uint64_t number =
+      step.number > 0 ? step.number : header().step.fetch_add(1, std::memory_order_relaxed) + 1;
+  const Factors<T> by(step, static_cast<double>(number));
+  const auto apply = step.rule == RowRule::adam      ? &adam<T>
+                     : step.rule == RowRule::adagrad ? &adagrad<T>
+                                                     : &sgd<T>;
+  const std::size_t width = shape_.width;
+  std::vector<T> fresh(step.parts() * width);
+  for (std::size_t i = 0; i < list.count; ++i) {
+    if (i + kAhead < list.count) {
+      prefetch(static_cast<std::uint64_t>(list.rows[i + kAhead]), shape_.parts);
+    }
+    if (!place.take(static_cast<std::uint64_t>(list.rows[i]))) {
+      return place.stuck(i);
+    }
+    Change<T> row{};
+    for (std::uint32_t part = 0; part < kRuleParts; ++part) {
+      const std::uint32_t used = std::min(part, step.parts() - 1);
+      row.old[part] = reinterpret_cast<const T*>(place.old(used));
+      row.fresh[part] = fresh.data() + used * width;
+    }
+    apply(row, gradients + i * width, width, by);
+    for (std::uint32_t part = 0; part < step.parts(); ++part) {
+      place.put(part, reinterpret_cast<const std::byte*>(row.fresh[part]));
+    }
+    place.free();
+  }
+  return {};
+}
+
+RowsResult Rows::update(const RowList& list, const void* gradients, const RowsStep& step,
+                        Patience patience) {
+  if (const RowsResult result = check(list); !result.ok()) {
+    return result;
+  }
+  if (shape_.dtype == DType::float64) {
+    return update_as(list, static_cast<const double*>(gradients), step, patience);
+  }
+  return update_as(list, static_cast<const float*>(gradients), step, patience);
+}
+
+}  // namespace phalanx

@@ -1,0 +1,218 @@
+// Who writes to rows, and what becomes of those whose writer has ended.
+#include <unistd.h>
+
+#include <cerrno>
+#include <cinttypes>
+#include <cstdio>
+#include <string>
+
+#include "phalanx/process.h"
+#include "rows_access.h"
+
+namespace phalanx {
+namespace {
+
+// A process: its pid, which Linux keeps below 2^22, and when it began, in ticks of the kernel, or 0
+// where that couldn't be found out. So another one that has got the pid of one that has ended isn't
+// taken for it.
+constexpr int kPidBits = 22;
+constexpr std::uint64_t kPidMask = (std::uint64_t{1} << kPidBits) - 1;
+
+std::uint64_t start_of(std::uint64_t identity) { return identity >> kPidBits; }
+int pid_of(std::uint64_t identity) { return static_cast<int>(identity & kPidMask); }
+
+std::uint64_t identity_of(int pid) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  std::FILE* file = std::fopen(path, "re");
+  std::uint64_t start = 0;
+  if (file != nullptr) {
+    char text[2048] = {};
+    const std::size_t size = std::fread(text, 1, sizeof text - 1, file);
+    std::fclose(file);
+    const std::string stat(text, size);
+    const auto name_end = stat.rfind(')');
+    if (name_end == std::string::npos ||
+        std::sscanf(stat.c_str() + name_end,
+                    ") %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d "
+                    "%*d %" SCNu64,
+                    &start) != 1) {
+      start = 0;
+    }
+  }
+  return start << kPidBits | static_cast<std::uint64_t>(pid);
+}
+
+std::uint64_t own_identity() {
+  static std::atomic<std::uint64_t> known = 0;  // what it says is all there is: relaxed
+  const int pid = getpid();
+  std::uint64_t identity = known.load(std::memory_order_relaxed);
+  // Also in a child that was forked; again, where no file could be opened.
+  if (pid_of(identity) != pid || start_of(identity) == 0) {
+    identity = identity_of(pid);
+    known.store(identity, std::memory_order_relaxed);
+  }
+  return identity;
+}
+
+// Whether no thread of it runs any more.
+bool ended(std::uint64_t identity) {
+  Process process;
+  if (const int error = process.open(pid_of(identity)); error != 0) {
+    return error == ESRCH;
+  }
+  // The handle is on whoever has the pid now: if that began at another time, ours is gone.
+  const std::uint64_t found = identity_of(pid_of(identity));
+  if (start_of(found) != 0 && start_of(identity) != 0 && found != identity) {
+    return true;
+  }
+  return process.ended();
+}
+
+}  // namespace
+
+// What a process did before its end is seen by whoever has seen the end: between them is the
+// kernel, which takes the dead apart and tells of it under locks of its own. And what it did is the
+// beginning of what stands here, up to one instruction: stores that release stay behind all that
+// stands before them. So no look at what the dead has left needs to pair with its stores; it does
+// where that costs nothing.
+bool Rows::repair(std::size_t place) {
+  if (place >= kRowWriters) {
+    return false;  // no place that a writer of ours has
+  }
+  RowWriter& dead = writer(place);
+  // Pairs with the claim of the place.
+  std::uint64_t identity = dead.owner.load(std::memory_order_acquire);
+  if (identity == 0 || !ended(identity)) {
+    return false;
+  }
+  PHALANX_STEP("rows: take over");
+  // One wins. From here on this process is the writer: if it dies too, it is repaired likewise.
+  // Acquires what an earlier repair did, and what it had acquired.
+  if (!dead.owner.compare_exchange_strong(identity, own_identity(), std::memory_order_acq_rel)) {
+    return false;
+  }
+  // Stored before the row was taken; if it says another row, none is.
+  const std::uint64_t row = dead.row.load(std::memory_order_relaxed);
+  // Pairs with its taking (RowPlace::take).
+  const std::uint64_t word = row < shape_.rows ? lock(row).load(std::memory_order_acquire) : 0;
+  if ((word & kRowOwner) == place + 1) {
+    // Set aside before the first change. Else there was no change. Pairs with the store in
+    // RowPlace::take, after which the old contents stand there.
+    if (dead.saved.load(std::memory_order_acquire) == row + 1) {
+      for (std::uint32_t part = 0; part < shape_.parts; ++part) {
+        PHALANX_STEP("rows: put back");
+        put_row(words(part, row), aside(place, part), row_bytes());
+      }
+    }
+    PHALANX_STEP("rows: free what was put back");
+    // As in RowPlace::free.
+    lock(row).store(next_version(word), std::memory_order_release);
+  }
+  PHALANX_STEP("rows: give back the place");
+  // Pairs with the next claim.
+  dead.owner.store(0, std::memory_order_release);
+  return true;
+}
+
+int Rows::writer_of(std::uint64_t word) const {
+  const std::uint64_t owner = word & kRowOwner;
+  // To be told to people: nothing depends on it.
+  return owner == 0 || owner > kRowWriters
+             ? 0
+             : pid_of(writer(owner - 1).owner.load(std::memory_order_relaxed));
+}
+
+RowPlace::RowPlace(Rows& rows, Rows::Patience patience) : rows_(rows), patience_(patience) {
+  RowWait wait(patience);
+  while (!claim()) {
+    const auto look = [&] {
+      bool any = false;
+      for (std::size_t place = 0; place < kRowWriters; ++place) {
+        any = rows_.repair(place) || any;
+      }
+      return any;
+    };
+    if (!wait.pause(look)) {
+      return;
+    }
+  }
+}
+
+bool RowPlace::claim() {
+  const std::uint64_t own = own_identity();
+  // Processes begin at different places, so that they seldom want the same.
+  const auto first = static_cast<std::size_t>(pid_of(own));
+  for (std::size_t i = 0; i < kRowWriters; ++i) {
+    const std::size_t place = (first + i) % kRowWriters;
+    RowWriter& writer = rows_.writer(place);
+    std::uint64_t nobody = 0;
+    PHALANX_STEP("rows: claim a place");
+    // Acquires what its last owner did there, whose return of it this pairs with.
+    if (writer.owner.load(std::memory_order_relaxed) == 0 &&
+        writer.owner.compare_exchange_strong(nobody, own, std::memory_order_acq_rel)) {
+      place_ = place;
+      return true;
+    }
+  }
+  return false;
+}
+
+RowPlace::~RowPlace() {
+  if (found()) {
+    // Pairs with the next claim: what stands aside may be overwritten.
+    rows_.writer(place_).owner.store(0, std::memory_order_release);
+  }
+}
+
+bool RowPlace::take(std::uint64_t row) {
+  RowWriter& self = rows_.writer(place_);
+  auto& lock = rows_.lock(row);
+  // For who repairs: nothing is set aside yet, and this is the row that may be taken. Both stand
+  // before the row is taken, since taking it releases.
+  self.saved.store(0, std::memory_order_relaxed);
+  self.row.store(row, std::memory_order_relaxed);
+  RowWait wait(patience_);
+  while (true) {
+    PHALANX_STEP("rows: take a row");
+    word_ = lock.load(std::memory_order_relaxed);
+    // Acquires what the last writer wrote (free), and releases which row this place has.
+    if ((word_ & kRowOwner) == 0 &&
+        lock.compare_exchange_strong(word_, word_ | (place_ + 1), std::memory_order_acq_rel)) {
+      break;
+    }
+    const std::uint64_t owner = word_ & kRowOwner;
+    if (!wait.pause([&] { return owner != 0 && rows_.repair(owner - 1); })) {
+      pid_ = rows_.writer_of(word_);
+      row_ = row;
+      return false;
+    }
+  }
+  row_ = row;
+  for (std::uint32_t part = 0; part < rows_.shape_.parts; ++part) {
+    PHALANX_STEP("rows: set aside");
+    take_row(rows_.aside(place_, part), rows_.words(part, row), rows_.row_bytes());
+  }
+  PHALANX_STEP("rows: it is set aside");
+  // Pairs with the load in Rows::repair. The stores of `put` release too, and so come after it.
+  self.saved.store(row + 1, std::memory_order_release);
+  return true;
+}
+
+void RowPlace::free() {
+  PHALANX_STEP("rows: free");
+  // Pairs with the first look of a reader, and with the next writer's `take`.
+  rows_.lock(row_).store(next_version(word_), std::memory_order_release);
+}
+
+RowsResult RowPlace::stuck(std::size_t at) const {
+  if (!found()) {
+    return {.kind = RowsResult::Kind::full, .at = at};
+  }
+  return {.kind = RowsResult::Kind::stuck,
+          .at = at,
+          .value = static_cast<std::int64_t>(row_),
+          .pid = pid_};
+}
+
+}  // namespace phalanx

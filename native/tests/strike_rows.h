@@ -1,0 +1,52 @@
+// Processes that are killed or stopped in the middle of a row.
+#pragma once
+
+#include <sys/wait.h>
+
+#include <csignal>
+#include <string_view>
+
+#include "few_rows.h"
+
+namespace few_rows {
+
+inline void end(pid_t child, int signal = 0) {
+  if (signal != 0) kill(child, signal);
+  int ending = 0;
+  CHECK_EQ(waitpid(child, &ending, 0), child);
+}
+
+#if defined(PHALANX_HOOKS)
+inline int steps_left = 0;
+inline int last_signal = SIGKILL;
+
+// Ends or stops this process before one of its steps; single words are none.
+inline void strike(const char* step) {
+  if (std::string_view(step).starts_with("rows: a word")) return;
+  if (steps_left-- == 0) raise(last_signal);
+}
+
+// A child that runs `body` and is struck before its step number `step`. 0 once it has no such
+// step: it has ended well.
+template <class Body>
+pid_t struck(int step, int signal, Body&& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    steps_left = step;
+    last_signal = signal;
+    step_hook.store(&strike);
+    body();
+    _exit(0);
+  }
+  int ending = 0;
+  CHECK_EQ(waitpid(child, &ending, WUNTRACED), child);
+  if (WIFEXITED(ending)) {
+    CHECK_EQ(WEXITSTATUS(ending), 0);
+    return 0;
+  }
+  CHECK((signal == SIGKILL && WIFSIGNALED(ending)) || WIFSTOPPED(ending));
+  return child;
+}
+#endif
+
+}  // namespace few_rows

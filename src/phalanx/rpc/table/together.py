@@ -1,0 +1,161 @@
+"""A step of trainers that share the servers' host: in memory, without a call to anybody."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.errors import PhalanxError, UsageError
+from phalanx.rpc.table.arguments import MODES
+from phalanx.rpc.table.gradients import Addresses, Batch, Share
+
+if TYPE_CHECKING:
+    from phalanx.rpc.table.lookup import Memory, Rows
+
+__all__ = ["Together"]
+
+_FIELDS = 5
+"""Of a parcel's head, for each server: the step, rows, bags (-1: each row is one), mode, and
+whether there are weights. Where the first is below 0, so many bytes are needed."""
+
+
+class Together:
+    """Shows each trainer of a group the gradients of all; each updates its share of the rows.
+
+    All are on the servers' host, so that they may write to their memory as the servers do. What
+    travels is the gradients of bags: several times less than those of rows.
+
+    Parcels are of one size, of which all know: room for the largest batch so far. Who needs more
+    says so in an empty one, and all begin again with larger ones.
+
+    Args:
+        group: The trainers', in the order of their numbers.
+        rows: All rows; each server's are in memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rows: Rows) -> None:
+        self._group, self._name = group, rows.name
+        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._memories: list[Memory] = [each for each in rows.memories if each is not None]
+        self._bytes_of_row = rows.width * rows.dtype.itemsize
+        self._item = rows.dtype.itemsize
+        self._head = 8 * _FIELDS * len(self._memories)
+        self._make_room(self._head)
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, rows: Rows, trainer: int) -> Together | None:
+        """For trainers in step that all have all rows in memory; None where some haven't.
+
+        All ranks of the group call it, and none goes on before all have.
+
+        Raises:
+            UsageError: A trainer's number isn't its rank, or the servers have other trainers.
+        """
+        rank, size, terms = dist.get_rank(group), dist.get_world_size(group), rows.terms
+        if (trainer, terms.trainers) != (rank, size):
+            raise UsageError(
+                f"table {rows.name!r}: trainer={trainer} of {terms.trainers} given with a group in "
+                f"which this is rank {rank} of {size}: expected the same"
+            )
+        usable = torch.tensor([int(all(rows.in_memory) and terms.staleness is None)])
+        dist.all_reduce(usable, dist.ReduceOp.MIN, group)
+        return cls(group, rows) if usable.item() else None
+
+    def step(self, given: Sequence[tuple[Batch, Tensor]]) -> None:
+        """Make a step with the mean of all trainers' gradients; blocks until it is made.
+
+        Args:
+            given: For each server this trainer's batch, of mode "sum" or "mean", and the gradients
+                of its bags, [bags, width].
+
+        Raises:
+            PhalanxError: A trainer couldn't update a row, or what the group's collectives raise
+                (`PeerLost`, `CollectiveTimeout`): rows may have been updated.
+        """
+        while (heads := self._exchange(given)) is None:
+            pass
+        failed = torch.ones(1, dtype=torch.int64)
+        try:
+            self._update(heads)
+            failed.zero_()
+        finally:
+            # Nobody reads a row before all are updated.
+            dist.all_reduce(failed, dist.ReduceOp.SUM, self._group)
+        if failed.item():
+            raise PhalanxError(
+                f"table {self._name!r}: {failed.item()} of {self._size} trainers couldn't update "
+                "their rows; their own errors say why"
+            )
+
+    def _exchange(self, given: Sequence[tuple[Batch, Tensor]]) -> list[list[int]] | None:
+        """Show the gradients to all; their heads, or None if there wasn't room for some."""
+        need = self._head + sum(self._sized(batch, outputs) for batch, outputs in given)
+        if need > self._parcel.numel():
+            self._own_head[0] = -need
+        else:
+            self._pack(given)
+        dist.all_gather_into_tensor(self._all.view(-1), self._parcel, self._group)
+        heads: list[list[int]] = self._heads.tolist()
+        if (lacking := min(head[0] for head in heads)) < 0:
+            self._make_room(-lacking)
+            return None
+        return heads
+
+    def _sized(self, batch: Batch, outputs: Tensor) -> int:
+        begins = 0 if batch.begins is None else 8 * len(batch.begins)
+        weights = 0 if batch.weights is None else _whole(self._item * len(batch.rows))
+        return 8 * len(batch.rows) + begins + weights + _whole(self._bytes_of_row * len(outputs))
+
+    def _pack(self, given: Sequence[tuple[Batch, Tensor]]) -> None:
+        head: list[int] = []
+        at = self._parcel.data_ptr() + self._head
+        for memory, (batch, outputs) in zip(self._memories, given, strict=True):
+            bags = -1 if batch.begins is None else len(batch.begins)
+            mode, weighted = MODES[batch.mode], int(batch.weights is not None)
+            head += [memory.step + 1, len(batch.rows), bags, mode, weighted]
+            for part in (batch.rows, batch.begins, batch.weights, outputs.contiguous()):
+                if part is not None:
+                    size = part.numel() * part.element_size()
+                    ctypes.memmove(at, part.data_ptr(), size)
+                    at += _whole(size)
+        self._own_head[:] = head
+
+    def _update(self, heads: Sequence[Sequence[int]]) -> None:
+        at = [self._all.data_ptr() + n * self._all.shape[1] + self._head for n in range(self._size)]
+        share = Share(self._rank, self._size)
+        for server, memory in enumerate(self._memories):
+            batches = []
+            for trainer, head in enumerate(heads):
+                fields = head[_FIELDS * server : _FIELDS * (server + 1)]
+                batch, at[trainer] = self._unpacked(at[trainer], fields)
+                batches.append(batch)
+            # The first one counts the step.
+            number = heads[0][_FIELDS * server] if self._rank else 0
+            memory.update_all(batches, self._size, share, number)
+
+    def _unpacked(self, at: int, fields: Sequence[int]) -> tuple[Addresses, int]:
+        """Where a batch's parts are, of which the first is at an address, and what follows it."""
+        _, rows, bags, mode, weighted = fields
+        begins = at + 8 * rows
+        weights = begins + 8 * max(bags, 0)
+        outputs = weights + (_whole(self._item * rows) if weighted else 0)
+        count = rows if bags < 0 else bags
+        parts = begins if bags >= 0 else 0, count, mode, weights if weighted else 0, outputs
+        return (at, rows, *parts), outputs + _whole(self._bytes_of_row * count)
+
+    def _make_room(self, size: int) -> None:
+        self._all = torch.zeros(self._size, _whole(size), dtype=torch.uint8)
+        self._parcel = torch.zeros(_whole(size), dtype=torch.uint8)
+        numbers: Any = self._all.numpy().view("int64")
+        self._heads = numbers[:, : self._head // 8]
+        self._own_head: Any = self._parcel.numpy().view("int64")[: self._head // 8]
+
+
+def _whole(size: int) -> int:
+    """Bytes up to the next multiple of 8."""
+    return -(-size // 8) * 8

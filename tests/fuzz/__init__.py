@@ -1,0 +1,1 @@
+"""Strangers, and a worker gone mad, send garbage to a worker of `phalanx.rpc`: `make fuzz`."""
