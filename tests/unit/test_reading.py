@@ -167,6 +167,16 @@ def test_a_rank_that_the_job_does_not_have(job: Made) -> None:
     )
 
 
+def test_a_job_whose_boxes_are_not_of_one_size(job: Made) -> None:
+    """Without a launcher's word they are all there is: the greatest counts, and it is said."""
+    other = write_box(job.path, 2, size=5)
+    found = job.read()
+    assert [rank.pid for rank in found.ranks] == [*job.pids, other, 0, 0]
+    assert len(found.problems) == 1
+    assert found.problems[0].startswith("black boxes don't agree on the job's size: ")
+    assert found.problems[0].endswith(f".box of 2 ranks, {other}.box of 5 ranks")
+
+
 def test_readers_and_writers_at_once(job: Made) -> None:
     """A reader sees whole records or none while a process writes."""
     stop = threading.Event()

@@ -170,7 +170,11 @@ def _world_size(
     known: Description, launched: Launched, boxes: list[dict[str, Any]], problems: list[str]
 ) -> int:
     size = launched.world_size if launched.starts else 0
-    size = size or max((box["world_size"] for box in boxes), default=0) or known.world_size
+    said = {box["world_size"]: f"{box['pid']}.box" for box in boxes}
+    if not size and len(said) > 1:
+        words = ", ".join(f"{said[each]} of {each} ranks" for each in sorted(said)[:4])
+        problems.append(f"black boxes don't agree on the job's size: {words}")
+    size = size or max(said, default=0) or known.world_size
     if size > _MOST_RANKS:
         problems.append(f"the job says that it has {size} ranks, of which {_MOST_RANKS} are shown")
     return max(0, min(size, _MOST_RANKS))
