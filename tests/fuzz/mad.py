@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from phalanx.rpc import door, far, near
-from phalanx.rpc.memory import Arena
+from phalanx.rpc.arena import Arena
 from phalanx.rpc.wire import DTYPES, FRAME, Kind, Place, Row, written
 
 __all__ = ["Mad"]

@@ -16,10 +16,12 @@ import torch
 
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError, UsageError
 from phalanx.rpc import seam
+from phalanx.rpc.arena import Copies
 from phalanx.rpc.asked import Asked
 from phalanx.rpc.door import connect
 from phalanx.rpc.executing import execute, without_frames
-from phalanx.rpc.freight import Freight
+from phalanx.rpc.freight import Freight, Unreadable
+from phalanx.rpc.mapped import Late
 from phalanx.rpc.near import Stream
 from phalanx.rpc.peer import Peer, Pending
 from phalanx.rpc.reactor import Reactor
@@ -30,9 +32,9 @@ from phalanx.rpc.wire import Kind, Malformed, Message, parse
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.rpc.arena import Arena
     from phalanx.rpc.far import Far, Outbox
     from phalanx.rpc.freight import Frames
-    from phalanx.rpc.memory import Arena
     from phalanx.rpc.wire import Row
     from phalanx.rpc.workers import WorkerInfo
 
@@ -72,7 +74,7 @@ class Agent:
         self.activity = 0
         """How many calls were made and executed."""
         self._far: Far | None = None
-        self.freight = Freight(arena, self._return)
+        self.freight = Freight(arena, self._return, self._unread)
         self._calls, self._numbers = itertools.count(1), itertools.count()
         self._ended: deque[tuple[int, Change | list[tuple[int, int]]]] = deque()
         """Whom to tell of what ended here: references to a value, leases of blocks."""
@@ -174,13 +176,15 @@ class Agent:
         except PhalanxError as error:
             raise _not_connected(said, peer, error) from None
         try:
-            frames = self.freight.load(kind, peer, self.id, root, call, what, said)
+            later = Copies(self.arena)
+            frames = self.freight.load(kind, peer, self.id, root, call, what, said, later=later)
         except BaseException:
             peer.give_back(line)
             raise
         self._active(kind)
         try:
-            line.send(*frames, end)
+            with later:
+                line.send(*frames, end)
         except BaseException as error:
             line.close()  # a part of the message may be out
             if isinstance(error, TimeoutError):
@@ -217,13 +221,15 @@ class Agent:
         except PhalanxError as error:
             raise _not_connected(said, peer, error) from None
         call, root = next(self._calls), self.root()
-        frames = self.freight.load(kind, peer, self.id, root, call, what, said, extra)
+        later = Copies(self.arena)
+        frames = self.freight.load(kind, peer, self.id, root, call, what, said, extra, later)
         future: torch.futures.Future[Any] = torch.futures.Future()
         self._active(kind)
-        peer.pending[call] = Pending(future, root, said, what, torch.is_grad_enabled())
+        peer.pending[call] = Pending(future, root, said, what, torch.is_grad_enabled(), end)
         if timeout:
             self._reactor.expect(end, peer.id, call)
-        self._post(peer, frames, end)
+        with later:
+            self._post(peer, frames, end)
         if peer.lost:
             self._fail(peer, PeerLost(peer.lost))
         return future
@@ -349,11 +355,35 @@ class Agent:
             return
         with seam.on_behalf_of(pending.root), torch.set_grad_enabled(pending.grad):
             try:
-                value = self.freight.unload(message, peer)
+                value = self._unloaded(message, peer, pending)
             except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
                 pending.future.set_exception(without_frames(error))
             else:
                 pending.future.set_result(value)
+
+    def _unloaded(self, message: Message, peer: Peer, pending: Pending) -> Any:
+        try:
+            tensors = self.taken(message, peer, pending.what, pending.end)
+        except Late:
+            raise _expired(pending) from None
+        return self.freight.unpack(message, peer, tensors)
+
+    def taken(self, message: Message, peer: Peer, said: str, end: float) -> list[torch.Tensor]:
+        """The tensors of an answer, as `Freight.take` says.
+
+        Raises:
+            PeerLost: Who sent them has died before they were read.
+        """
+        try:
+            return self.freight.take(message, peer, end)
+        except Unreadable:
+            if peer.died_now():
+                raise self.how_lost(peer, said) from None
+            raise
+
+    def _unread(self, peer: Peer, rows: list[Row]) -> None:
+        """Let go of what an answer that came too late holds, once it is written."""
+        self._reactor.do(partial(self.freight.let_go, peer, rows))
 
     def _return(self, peer: Peer, rows: list[Row]) -> None:
         """Have it told who leased blocks to this worker that it couldn't map them."""
@@ -370,6 +400,12 @@ class Agent:
 
     def drop(self, message: Message, peer: Peer) -> None:
         """Nobody waits for this answer any more: let go of what it holds."""
+        if message.rows:  # which may be waited for
+            self._reactor.do(partial(self._drop, message, peer))
+        else:
+            self._drop(message, peer)
+
+    def _drop(self, message: Message, peer: Peer) -> None:
         try:
             self.freight.unload(message, peer)
         except BaseException:  # noqa: BLE001 - nobody wants to know
@@ -380,8 +416,7 @@ class Agent:
 
     def _expired(self, peer: int, call: int) -> None:
         if (pending := self.peers[peer].pending.pop(call, None)) is not None:
-            error = CallTimeout(f"{pending.what} took longer than its timeout")
-            self._reactor.do(partial(pending.future.set_exception, error))
+            self._reactor.do(partial(pending.future.set_exception, _expired(pending)))
 
     # ---- death ----
 
@@ -415,6 +450,10 @@ class Agent:
                 return
             words = f"{error}, while this worker waited for {pending.what}"
             pending.future.set_exception(type(error)(words))
+
+
+def _expired(pending: Pending) -> CallTimeout:
+    return CallTimeout(f"{pending.what} took longer than its timeout")
 
 
 def _not_connected(said: str, peer: Peer, error: PhalanxError) -> PhalanxError:

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import CallTimeout
+from phalanx.rpc.mapped import Late
 
 if TYPE_CHECKING:
     from phalanx.rpc.agent import Agent
@@ -58,7 +59,7 @@ class Asked:
         try:
             message = self._answer()
         except TimeoutError:
-            raise CallTimeout(f"{self._said} took longer than {self._timeout:g} s") from None
+            raise self._late() from None
         except OSError:
             message = None
         except BaseException:
@@ -71,7 +72,14 @@ class Asked:
             self._give_back()
         if message is None:
             raise self._own.how_lost(self._peer, self._said)
-        return self._own.freight.unload(message, self._peer)
+        try:
+            tensors = self._own.taken(message, self._peer, self._said, self._end)
+        except Late:
+            raise self._late() from None
+        return self._own.freight.unpack(message, self._peer, tensors)
+
+    def _late(self) -> CallTimeout:
+        return CallTimeout(f"{self._said} took longer than {self._timeout:g} s")
 
     def _answer(self) -> Message | None:
         line = self._line

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.rpc import seam
+from phalanx.rpc.arena import Copies
 from phalanx.rpc.shipping import by_value
 from phalanx.rpc.values import Change, Name, Value
 from phalanx.rpc.wire import Kind, Message
@@ -83,10 +84,14 @@ class _Reply:
         if self.agent.over:
             return
         head = self.agent.id, self.message.root, self.message.call
-        what = "the result"
         with torch.set_grad_enabled(self.grad):
             (value,) = by_value((value,))
-            self._answer(self.freight.load(Kind.RESULT, self.peer, *head, value, what))
+            later = Copies(self.agent.arena)
+            frames = self.freight.load(
+                Kind.RESULT, self.peer, *head, value, "the result", later=later
+            )
+            with later:
+                self._answer(frames)
 
     def fail(self, error: BaseException) -> None:
         if self.message.kind in _SILENT or self.agent.over:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import pickle
 import traceback
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ import torch
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
 from phalanx.rpc import seam
-from phalanx.rpc.memory import SMALL, Arena, Gone, Mapped, Unmapped
+from phalanx.rpc.mapped import Gone, Late, Mapped, Unmapped, Unwritten
 from phalanx.rpc.shipping import Shipment, pack, unpack
 from phalanx.rpc.wire import ANSWERS, FRAME, MOST_TENSORS, Kind, Message, Place, Row, written
 
@@ -19,12 +21,15 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from phalanx.rpc.arena import Arena, Copies
     from phalanx.rpc.peer import Peer
 
-__all__ = ["Frames", "Freight"]
+__all__ = ["Frames", "Freight", "Unreadable"]
 
 Frames = tuple[bytes, "list[memoryview]"]
 
+_SMALL = 4096
+"""Up to this size, in bytes, a tensor's data are in the message itself: that is faster."""
 _LARGE = 128 * 2**10
 """A larger pickle, in bytes, travels as tensors do: through memory, or in frames of its own."""
 
@@ -36,16 +41,28 @@ class _RemoteTraceback(Exception):  # noqa: N818 - it is shown as the cause of a
         return f"\n\n{self.args[0]}"
 
 
+class Unreadable(PhalanxError):  # noqa: N818 - it says what tensors are
+    """Tensors of a message can't be had from the memory of who sent it; who may be dead."""
+
+
 class Freight:
     """Loads and unloads.
 
     Args:
         arena: What tensors are sent from.
         unmapped: Called with a worker and what it has sent that couldn't be mapped here.
+        unread: Called with a worker and what it has sent that wasn't waited for: `let_go` must be
+            called with both, by a thread that may wait.
     """
 
-    def __init__(self, arena: Arena, unmapped: Callable[[Peer, list[Row]], None]) -> None:
-        self._arena, self._mapped, self._unmapped = arena, Mapped(), unmapped
+    def __init__(
+        self,
+        arena: Arena,
+        unmapped: Callable[[Peer, list[Row]], None],
+        unread: Callable[[Peer, list[Row]], None],
+    ) -> None:
+        self._arena, self._mapped = arena, Mapped()
+        self._unmapped, self._unread = unmapped, unread
         self.forget = self._mapped.forget
 
     def plain(self, kind: Kind, source: int, what: object = None, call: int = 0) -> Frames:
@@ -63,8 +80,20 @@ class Freight:
         what: object,
         said: str,
         extra: int = 0,
+        later: Copies | None = None,
     ) -> Frames:
         """A message with an object of the user's.
+
+        Args:
+            kind: Of the message.
+            peer: Who will get it.
+            source: This worker.
+            root: On whose behalf it is sent.
+            call: Its number.
+            what: The object.
+            said: What that is, for messages.
+            extra: As in `Message`.
+            later: Where copies of large tensors may be left until it is sent.
 
         Raises:
             UsageError: The object can't be sent; `said` tells what it is.
@@ -75,19 +104,20 @@ class Freight:
         if not shipment.tensors and not is_apart:
             return written(kind, source, root, call, extra, payload=payload), []
         try:
-            return self._loaded(kind, peer, (source, root, call, extra), shipment, payload, said)
+            head = kind, source, root, call, extra
+            return self._loaded(head, peer, shipment, payload, said, later)
         except BaseException:
             shipment.cancel()
             raise
 
     def _loaded(
         self,
-        kind: Kind,
+        head: tuple[Kind, int, int, int, int],
         peer: Peer,
-        head: tuple[int, int, int, int],
         shipment: Shipment,
         payload: bytes,
         said: str,
+        later: Copies | None,
     ) -> Frames:
         tensors, note = shipment.tensors, b""
         if len(tensors) >= MOST_TENSORS:
@@ -105,8 +135,8 @@ class Freight:
         behind: list[memoryview] = []
         try:
             # As a list grows, so that those before an error are known.
-            rows.extend(self._stowed(tensor, peer, here, behind) for tensor in tensors)
-            frame = written(kind, *head, rows, note, payload, here, is_apart)
+            rows.extend(self._stowed(tensor, peer, here, behind, later) for tensor in tensors)
+            frame = written(*head, rows, note, payload, here, is_apart)
             if len(frame) > FRAME:
                 raise UsageError(
                     f"{said} can't be sent: {len(frame)} bytes beside its large tensors, of "
@@ -116,6 +146,8 @@ class Freight:
             for row in rows:
                 if row.place is Place.SHARED:
                     self._arena.take_back(row.segment, row.block)
+            if later is not None:
+                later.cancel()
             raise
         return frame, behind
 
@@ -139,12 +171,15 @@ class Freight:
         return self.load(Kind.FAILURE, peer, source, root, call, what, "the exception")
 
     def unload(self, message: Message, peer: Peer) -> Any:
-        """The object in a message.
+        """The object in a message, as `take` and `unpack` say."""
+        return self.unpack(message, peer, self.take(message, peer))
+
+    def unpack(self, message: Message, peer: Peer, tensors: list[Tensor]) -> Any:
+        """The object in a message, whose tensors were taken.
 
         Raises:
             BaseException: What the other worker raised, where the message carries that.
         """
-        tensors = self._taken(message, peer) if message.rows else []
         payload: Any = tensors.pop().numpy() if message.is_apart else message.payload
         if tensors:
             tensors = seam.graph().receive(peer.id, tensors, message.note)
@@ -159,19 +194,37 @@ class Freight:
         error.__cause__ = _RemoteTraceback(f"On {peer}:\n{lines}")
         raise error
 
-    def _taken(self, message: Message, peer: Peer) -> list[Tensor]:
+    def let_go(self, peer: Peer, rows: list[Row]) -> None:
+        """End the leases of what nobody wants any more; blocks until it is written."""
+        for row in rows:
+            with contextlib.suppress(Gone):
+                self._shared(row, peer, math.inf)
+
+    def take(self, message: Message, peer: Peer, end: float = math.inf) -> list[Tensor]:
         """The tensors of a message: all, or none, and then all leases end.
 
+        Blocks until they are written.
+
+        Args:
+            message: The message.
+            peer: Who sent it.
+            end: When to give up, in monotonic seconds.
+
         Raises:
-            PhalanxError: One can't be mapped.
+            Unreadable: One can't be mapped, or won't be written.
+            Late: One wasn't written in time.
         """
         tensors: list[Tensor] = []
         unmapped: list[Row] = []
         failed: Exception | None = None
         here, behind = iter(message.here), iter(message.behind)
-        for row in message.rows:
+        for number, row in enumerate(message.rows):
             try:
-                tensors.append(self._one(row, peer, here, behind))
+                tensors.append(self._one(row, peer, here, behind, end))
+            except (Late, KeyboardInterrupt):
+                rest = message.rows[number:]
+                self._unread(peer, [each for each in rest if each.place is Place.SHARED])
+                raise
             except Exception as error:  # noqa: BLE001 - raised below
                 failed = failed or error
                 if isinstance(error, Unmapped):
@@ -179,10 +232,7 @@ class Freight:
         if unmapped:
             self._unmapped(peer, unmapped)
         if isinstance(failed, Gone):
-            raise PhalanxError(
-                f"{len(unmapped) or 1} of {len(message.rows)} tensors from {peer} can't be mapped: "
-                f"{failed}; look at `ulimit -n`, `ulimit -v` and at free memory"
-            ) from None
+            raise _unreadable(failed, peer, len(unmapped) or 1, len(message.rows)) from None
         if failed is not None:
             try:
                 raise failed
@@ -191,24 +241,37 @@ class Freight:
         return tensors
 
     def _one(
-        self, row: Row, peer: Peer, here: Iterator[bytes], behind: Iterator[memoryview]
+        self,
+        row: Row,
+        peer: Peer,
+        here: Iterator[bytes],
+        behind: Iterator[memoryview],
+        end: float,
     ) -> Tensor:
         if row.place is Place.SHARED:
-            return self._mapped.take(row, peer.id, peer.card.pid, peer.nonce)
+            return self._shared(row, peer, end)
         if row.place is Place.HERE:
             return _tensor(row, bytearray(next(here)))
         return _tensor(row, _joined([next(behind) for _ in range(0, row.size, FRAME)]))
 
+    def _shared(self, row: Row, peer: Peer, end: float) -> Tensor:
+        return self._mapped.take(row, peer.id, peer.card.pid, peer.nonce, end, peer.is_gone)
+
     def _stowed(
-        self, tensor: Tensor, peer: Peer, here: list[bytes], behind: list[memoryview]
+        self,
+        tensor: Tensor,
+        peer: Peer,
+        here: list[bytes],
+        behind: list[memoryview],
+        later: Copies | None,
     ) -> Row:
         size = tensor.numel() * tensor.element_size()
         shape = tuple(tensor.shape)
-        if size <= SMALL:
+        if size <= _SMALL:
             here.append(_bytes(tensor))
             return Row(tensor.dtype, Place.HERE, shape)
         if peer.is_near:
-            return self._arena.put(tensor, peer.id)
+            return self._arena.put(tensor, peer.id, later)
         try:
             data = _flat(tensor).numpy().data
         except (RuntimeError, MemoryError) as error:
@@ -217,6 +280,15 @@ class Freight:
             ) from None
         behind.extend(data[at : at + FRAME] for at in range(0, size, FRAME))
         return Row(tensor.dtype, Place.BEHIND, shape)
+
+
+def _unreadable(error: Gone, peer: Peer, count: int, total: int) -> Unreadable:
+    if isinstance(error, Unwritten):
+        return Unreadable(f"tensors from {peer} didn't come: {error}")
+    return Unreadable(
+        f"{count} of {total} tensors from {peer} can't be mapped: {error}; look at `ulimit -n`, "
+        "`ulimit -v` and at free memory"
+    )
 
 
 def _bytes(tensor: Tensor) -> bytes:

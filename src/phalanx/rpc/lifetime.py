@@ -16,8 +16,8 @@ from torch.distributed.rendezvous import rendezvous
 from phalanx.errors import PeerLost, PhalanxError, UsageError
 from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent
+from phalanx.rpc.arena import Arena
 from phalanx.rpc.autograd import transport
-from phalanx.rpc.memory import Arena
 from phalanx.rpc.options import DEFAULT_INIT_METHOD, RpcBackendOptions
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.state import agent, agent_or_none, set_agent

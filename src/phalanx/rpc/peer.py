@@ -36,6 +36,7 @@ class Pending:
         what: The call, for messages.
         kept: What must live until then.
         grad: Whether its thread recorded what gradients need.
+        end: When its time is over, in monotonic seconds.
     """
 
     future: torch.futures.Future[Any]
@@ -43,6 +44,7 @@ class Pending:
     what: str
     kept: object
     grad: bool
+    end: float
 
 
 def _opened(card: Card) -> int:
@@ -103,6 +105,14 @@ class Peer:
     def has_died(self) -> bool:
         """Whether it is on this host, and dead."""
         return self.is_near and near.is_readable(self.process)
+
+    def is_gone(self) -> bool:
+        """Whether it is known to be lost, or is dead."""
+        return bool(self.lost) or self.has_died
+
+    def died_now(self) -> bool:
+        """Whether it is dead, or in the next moment: of what it leaves its memory goes first."""
+        return self.is_near and near.is_readable(self.process, _LAST_WORDS_MILLISECONDS)
 
     def how_lost(self) -> str:
         """After a connection to it has ended: why that was. May block for a moment."""

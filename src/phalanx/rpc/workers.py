@@ -26,10 +26,12 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 from phalanx import env_hosts, key
 from phalanx.address import address_towards
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.rpc import memory, near
+from phalanx.rpc import mapped, near
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from phalanx.rpc.arena import Arena
 
 __all__ = [
     "Card",
@@ -84,10 +86,10 @@ class Card:
         if self.machine != own.machine:
             return False
         nonce = bytes.fromhex(self.nonce)
-        return memory.opens(self.pid, self.descriptor, nonce) or _has_ended(self.pid)
+        return mapped.opens(self.pid, self.descriptor, nonce) or _has_ended(self.pid)
 
 
-def own_card(name: object, arena: memory.Arena) -> Card:
+def own_card(name: object, arena: Arena) -> Card:
     """This process.
 
     Raises:
