@@ -192,7 +192,7 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 # The others look at when something happens. They wait for most of their time: two at a time.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	bench cli data_parallel data_parallel_backward data_parallel_scenarios doctor gradients init \
-	job_life launch launched_jobs meeting replace restarts rpc_calls rpc_far_strangers rpc_idioms rpc_joining rpc_optimizer rpc_references rpc_script rpc_strangers \
+	job_life launch launched_jobs meeting replace restarts rpc_calls rpc_early rpc_far_strangers rpc_idioms rpc_joining rpc_optimizer rpc_references rpc_script rpc_strangers \
 	rpc_training run slurm sync_batch_norm table trainer \
 	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_places snapshots training \
 	unformed) tests/examples tests/ecosystem tests/conformance tests/unit

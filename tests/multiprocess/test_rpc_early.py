@@ -216,8 +216,11 @@ def test_copies_that_take_long_or_are_never_made(
     ranks.run(3, as_one_of_three, function)
 
 
-def ask_one_who_dies() -> None:
+def ask_one_who_dies(is_mapped: bool) -> None:
     """Both calls say who has died, and another worker's death in a call holds nobody up."""
+    if is_mapped:
+        assert torch.equal(rpc.rpc_sync(1, large, (2.0,)), large(2))
+        assert rpc.rpc_sync(2, ask) == SIZE
     rpc.rpc_sync(1, instead, (die,))
     future = rpc.rpc_async(1, large, (1.0,))
     with pytest.raises(PeerLost, match=r"worker 'w1' .*died.* waited for large"):
@@ -225,27 +228,28 @@ def ask_one_who_dies() -> None:
     with pytest.raises(PeerLost, match=r"worker 'w1' .*died.* waited for large"):
         future.wait()
     rpc.rpc_sync(2, instead, (die,))
-    with pytest.raises(PeerLost, match=r"worker 'w2' .*died.* waited for ask_and_die"):
-        rpc.rpc_sync(2, ask_and_die)
+    with pytest.raises(PeerLost, match=r"worker 'w2' .*died.* waited for ask"):
+        rpc.rpc_sync(2, ask)
     wait_for(lambda: agent()._reactor.crew.at_work == 0)
     assert leased() == 0
 
 
-def ask_and_die() -> None:
-    rpc.rpc_sync(0, total, (large(1),))
+def ask() -> float:
+    return float(rpc.rpc_sync(0, total, (large(1),)))
 
 
-def as_one_of_three_who_die() -> None:
+def as_one_of_three_who_die(is_mapped: bool) -> None:
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"w{rank}")
     if rank == 0:
-        ask_one_who_dies()
+        ask_one_who_dies(is_mapped)
         rpc.shutdown(graceful=False)
     else:
         signal.pause()
 
 
-def test_death_in_the_middle_of_a_copy(ranks: RankServer) -> None:
-    first, *others = ranks.start(3, as_one_of_three_who_die).join()
+@pytest.mark.parametrize("is_mapped", [False, True])
+def test_death_in_the_middle_of_a_copy(ranks: RankServer, is_mapped: bool) -> None:
+    first, *others = ranks.start(3, as_one_of_three_who_die, is_mapped).join()
     assert first.value is None
     assert [each.code for each in others] == [-signal.SIGKILL] * 2
