@@ -14,6 +14,7 @@ import pytest
 from phalanx import key, rpc
 from phalanx.errors import PeerLost, UsageError
 from phalanx.rpc import lifetime, workers
+from phalanx.rpc.state import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -103,6 +104,36 @@ def test_one_who_dies_in_init_rpc(ranks: RankServer, when: str) -> None:
         words, seconds = each.value
         assert re.search(r"^worker 'worker-2' .*has died in init_rpc", words), words
         assert seconds < 10
+
+
+def begin_late() -> None:
+    """Worker 0 has met the others, and lets them wait for longer than any later call would."""
+    rank, peers = int(os.environ["RANK"]), lifetime._peers
+    lifetime.PATIENCE = 0.2
+    others = [Path(os.environ["FOLDER"], f"waits-{each}") for each in (1, 2)]
+
+    def late(*arguments: Any) -> Any:
+        if rank == 0:
+            wait_for(lambda: all(each.exists() for each in others))
+            time.sleep(1)  # what they have begun takes longer than 0.2 s
+        return peers(*arguments)
+
+    def joined(*arguments: Any) -> None:
+        if rank:
+            others[rank - 1].touch()
+        join(*arguments)
+
+    join = lifetime._join
+    lifetime._peers, lifetime._join = late, joined
+    rpc.init_rpc(f"worker-{rank}", timeout=30)
+    assert agent().patience == 0.2
+    assert rpc.rpc_sync(0, abs, (-rank,)) == rank
+    rpc.shutdown()
+
+
+def test_a_worker_that_begins_late(ranks: RankServer) -> None:
+    """Others wait for it as long as their own patience says."""
+    ranks.run(3, begin_late)
 
 
 def test_wrong_arguments() -> None:

@@ -18,7 +18,7 @@ from phalanx.errors import CallTimeout, PeerLost, PhalanxError, UsageError
 from phalanx.rpc import seam
 from phalanx.rpc.arena import Copies
 from phalanx.rpc.asked import Asked
-from phalanx.rpc.door import connect
+from phalanx.rpc.door import PATIENCE, connect
 from phalanx.rpc.executing import execute, without_frames
 from phalanx.rpc.freight import Freight, Unreadable
 from phalanx.rpc.mapped import Late
@@ -71,6 +71,8 @@ class Agent:
         self.on_lost: Callable[[str], None] | None = None
         """What worker 0 does when another one is lost."""
         self.over = False
+        self.patience = PATIENCE
+        """Seconds that a worker of this host may take to answer who connects."""
         self.activity = 0
         """How many calls were made and executed."""
         self._far: Far | None = None
@@ -170,7 +172,7 @@ class Agent:
         end = time.monotonic() + (timeout or math.inf)
         call, root = next(self._calls), self.root()
         try:
-            line = peer.line(self._key, self._far, end)
+            line = peer.line(self._key, self._far, end, self.patience)
         except OSError:
             raise self.how_lost(peer, said) from None
         except PhalanxError as error:

@@ -24,15 +24,15 @@ from phalanx.rpc.near import Stream
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Door", "connect"]
+__all__ = ["PATIENCE", "Door", "connect"]
 
 _MAGIC = b"PhRPC/1\n"
 _NONCE = 32
 _PROOF = 32
 _CREDENTIALS = struct.Struct("3i")
 _MOST_STRANGERS = 64
-_PATIENCE = 10.0
-"""Seconds for a proof."""
+PATIENCE = 10.0
+"""Seconds for a proof; more are given only where the other one may not have begun."""
 _LEAST_PATIENCE = 1e-3
 _PAUSE = 0.01
 """Seconds to wait where this process, or the other one, has no room just now."""
@@ -78,7 +78,7 @@ class Door:
 
     def crowd(self) -> list[int]:
         """Whom to turn away because there are too many of them, or they take too long."""
-        late = time.monotonic() - _PATIENCE
+        late = time.monotonic() - PATIENCE
         too_many = len(self._strangers) - _MOST_STRANGERS
         return [
             descriptor
@@ -151,13 +151,14 @@ class _Stranger:
         return hmac.compare_digest(proof, self._said[hello:])
 
 
-def connect(key: bytes, address: str, end: float = math.inf) -> Stream:
+def connect(key: bytes, address: str, end: float = math.inf, most: float = PATIENCE) -> Stream:
     """Connect to a worker of this host; blocks until each has proved that it knows the key.
 
     Args:
         key: The job's.
         address: Where the worker listens.
-        end: When to give up, in monotonic seconds; it is given no more than ten seconds anyhow.
+        end: When to give up, in monotonic seconds.
+        most: Seconds that it is given anyhow.
 
     Raises:
         OSError: Nobody listens there.
@@ -166,7 +167,7 @@ def connect(key: bytes, address: str, end: float = math.inf) -> Stream:
             no room for a connection.
     """
     now = time.monotonic()
-    patience = min(max(_LEAST_PATIENCE, end - now), _PATIENCE)
+    patience = min(max(_LEAST_PATIENCE, end - now), most)
     own = _own_key(key, address)
     try:
         while True:
@@ -178,7 +179,7 @@ def connect(key: bytes, address: str, end: float = math.inf) -> Stream:
                     raise
                 time.sleep(_PAUSE)
     except TimeoutError:
-        kind = CallTimeout if patience < _PATIENCE else PhalanxError
+        kind = CallTimeout if patience < most else PhalanxError
         words = f"who listens there didn't answer within {patience:.2g} s: is it stopped?"
         raise kind(words) from None
     except OSError as error:
@@ -193,7 +194,7 @@ def _connected(own: bytes, address: str, patience: float) -> Stream:
     nonce = secrets.token_bytes(_NONCE)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        connection.settimeout(patience)
+        connection.settimeout(None if patience == math.inf else patience)
         connection.connect("\0" + address)
         if _user(connection) != os.geteuid():
             raise PhalanxError("who listens there is another user")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import select
 import threading
@@ -18,6 +19,7 @@ from phalanx.rpc import workers
 from phalanx.rpc.agent import Agent
 from phalanx.rpc.arena import Arena
 from phalanx.rpc.autograd import transport
+from phalanx.rpc.door import PATIENCE
 from phalanx.rpc.options import DEFAULT_INIT_METHOD, RpcBackendOptions
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.state import agent, agent_or_none, set_agent
@@ -258,6 +260,8 @@ def _join(own: Agent, timeout: float) -> None:
                     f"{peer} can't be reached at {peer.address} ({error}): set PHALANX_INTERFACE "
                     "to the interface by which the hosts reach one another"
                 ) from None
+    # It may still be waiting for what another host tells of itself.
+    own.patience = math.inf
     try:
         own.ask(own.peers[0], Kind.ARRIVE, (own.activity,), "all workers to come", timeout)
     except PeerLost:
@@ -265,6 +269,8 @@ def _join(own: Agent, timeout: float) -> None:
             # For which worker 0 may have left already.
             raise PeerLost(f"{died} has died in init_rpc: look at what it said") from None
         raise
+    finally:
+        own.patience = PATIENCE
 
 
 def _gather(own: Agent, timeout: float) -> None:

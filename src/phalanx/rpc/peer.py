@@ -128,8 +128,8 @@ class Peer:
         poll.poll(_MOMENT_MILLISECONDS)
         return self.lost or f"{self} has {'died' if self.has_died else 'left RPC'}"
 
-    def line(self, key: bytes, far: Far | None, end: float) -> near.Stream | Line:
-        """A line that nobody else uses, until it is given back.
+    def line(self, key: bytes, far: Far | None, end: float, most: float) -> near.Stream | Line:
+        """A line that nobody else uses, until it is given back; as `door.connect` says.
 
         Raises:
             OSError: The worker doesn't listen any more.
@@ -140,7 +140,7 @@ class Peer:
         except IndexError:
             pass
         if far is None or self.is_near:
-            stream = door.connect(key, self.address, end)
+            stream = door.connect(key, self.address, end, most)
             with self._streams_lock:
                 self._streams.add(stream)
             return stream
