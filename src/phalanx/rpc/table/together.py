@@ -45,6 +45,9 @@ class Together:
         self._bytes_of_row = rows.width * rows.dtype.itemsize
         self._item = rows.dtype.itemsize
         self._head = 8 * _FIELDS * len(self._memories)
+        # The group's own methods: `torch.distributed`'s functions for them take as long again.
+        self._failed = torch.zeros(1, dtype=torch.int64)
+        self._failures: Any = self._failed.numpy()
         self._make_room(self._head)
 
     @classmethod
@@ -79,17 +82,17 @@ class Together:
         """
         while (heads := self._exchange(given)) is None:
             pass
-        failed = torch.ones(1, dtype=torch.int64)
+        self._failures[0] = 1
         try:
             self._update(heads)
-            failed.zero_()
+            self._failures[0] = 0
         finally:
             # Nobody reads a row before all are updated.
-            dist.all_reduce(failed, dist.ReduceOp.SUM, self._group)
-        if failed.item():
+            self._group.allreduce([self._failed]).wait()
+        if failures := int(self._failures[0]):
             raise PhalanxError(
-                f"table {self._name!r}: {failed.item()} of {self._size} trainers couldn't update "
-                "their rows; their own errors say why"
+                f"table {self._name!r}: {failures} of {self._size} trainers couldn't update their "
+                "rows; their own errors say why"
             )
 
     def _exchange(self, given: Sequence[tuple[Batch, Tensor]]) -> list[list[int]] | None:
@@ -99,7 +102,7 @@ class Together:
             self._own_head[0] = -need
         else:
             self._pack(given)
-        dist.all_gather_into_tensor(self._all.view(-1), self._parcel, self._group)
+        self._group.allgather([self._parcels], [self._parcel]).wait()
         heads: list[list[int]] = self._heads.tolist()
         if (lacking := min(head[0] for head in heads)) < 0:
             self._make_room(-lacking)
@@ -150,6 +153,7 @@ class Together:
 
     def _make_room(self, size: int) -> None:
         self._all = torch.zeros(self._size, _whole(size), dtype=torch.uint8)
+        self._parcels = [*self._all]
         self._parcel = torch.zeros(_whole(size), dtype=torch.uint8)
         numbers: Any = self._all.numpy().view("int64")
         self._heads = numbers[:, : self._head // 8]
