@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+)
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.rpc.table.arguments import MODES
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Together"]
 
+# Of the group's own methods, since `torch.distributed`'s functions for them take as long again.
+_GATHER, _REDUCE = AllgatherOptions(), AllreduceOptions()
+_GATHER.asyncOp = _REDUCE.asyncOp = False
 _FIELDS = 5
 """Of a parcel's head, for each server: the step, rows, bags (-1: each row is one), mode, and
 whether there are weights. Where the first is below 0, so many bytes are needed."""
@@ -45,7 +52,6 @@ class Together:
         self._bytes_of_row = rows.width * rows.dtype.itemsize
         self._item = rows.dtype.itemsize
         self._head = 8 * _FIELDS * len(self._memories)
-        # The group's own methods: `torch.distributed`'s functions for them take as long again.
         self._failed = torch.zeros(1, dtype=torch.int64)
         self._failures: Any = self._failed.numpy()
         self._make_room(self._head)
@@ -88,7 +94,7 @@ class Together:
             self._failures[0] = 0
         finally:
             # Nobody reads a row before all are updated.
-            self._group.allreduce([self._failed]).wait()
+            self._group.allreduce([self._failed], _REDUCE).wait()
         if failures := int(self._failures[0]):
             raise PhalanxError(
                 f"table {self._name!r}: {failures} of {self._size} trainers couldn't update their "
@@ -102,7 +108,7 @@ class Together:
             self._own_head[0] = -need
         else:
             self._pack(given)
-        self._group.allgather([self._parcels], [self._parcel]).wait()
+        self._group.allgather([self._parcels], [self._parcel], _GATHER).wait()
         heads: list[list[int]] = self._heads.tolist()
         if (lacking := min(head[0] for head in heads)) < 0:
             self._make_room(-lacking)
