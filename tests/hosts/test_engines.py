@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from random import Random
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from phalanx import engines, key
 from phalanx.engines import Engine, EngineError, Transfer
+from phalanx.engines.gloo import GlooEngine
 from tests.conformance.cases import fresh_seed
 from tests.mpi import MpiRanks
 from tests.ranks import RankServer
@@ -204,6 +206,35 @@ def test_a_dead_peer(ranks: RankServer, name: str) -> None:
     first, second = ranks.start(2, dies, name, timeout=None).join()
     assert first.value
     assert second.code == -signal.SIGKILL
+
+
+def leaves_while_it_connects() -> None:
+    """Gloo aborts the process of a peer that is in the middle of connecting to one who closes."""
+    engine, rank, _ = opened("gloo")
+    assert isinstance(engine, GlooEngine)
+    connecting, go_on, look = threading.Event(), threading.Event(), engine._await
+
+    def slowly(peer: int) -> None:
+        connecting.set()
+        assert rank == 1 or go_on.wait(LIMIT)
+        look(peer)
+
+    engine._await = slowly  # type: ignore[method-assign]
+    engine.recv(memoryview(bytearray(1)), 1 - rank, 1)
+    closing = threading.Thread(target=engine.close)
+    assert connecting.wait(LIMIT)
+    closing.start()
+    if rank == 0:
+        closing.join(0.3)
+        assert not engine._aborted
+        go_on.set()
+    closing.join(LIMIT)
+    assert not closing.is_alive()
+    assert engine._posts[1 - rank].connected
+
+
+def test_gloo_closes_no_connection_that_is_being_made(ranks: RankServer) -> None:
+    ranks.run(2, leaves_while_it_connects, timeout=None)
 
 
 def no_such_engine() -> str:

@@ -47,10 +47,12 @@ def running(*arguments: str) -> subprocess.Popen[str]:
 def until(process: subprocess.Popen[str], word: str) -> None:
     """Read what the process prints up to a line that begins with `word`."""
     assert process.stdout is not None
+    said = []
     for line in process.stdout:
+        said.append(line)
         if line.strip().startswith(word):
             return
-    pytest.fail(f"it never printed {word!r}")
+    pytest.fail(f"it never printed {word!r}, but:\n{''.join(said)}")
 
 
 def ranks_of(parent: int, system: str) -> list[psutil.Process]:

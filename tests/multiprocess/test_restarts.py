@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import re
@@ -116,7 +117,8 @@ print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
             time.sleep(0.001)
         time.sleep(chance.uniform(0, 0.1))  # a random moment
         seen.update(rank.pid for rank in launcher.children())
-        chance.choice(fresh).kill()
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that came too late for the last kill
+            chance.choice(fresh).kill()
     (tmp_path / "end").touch()
     out, err = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, err

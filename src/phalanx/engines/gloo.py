@@ -110,14 +110,8 @@ class _GlooTransfer(Transfer):
             self._waiters.start(self._wait)
 
     def fail(self, error: EngineError) -> None:
-        """Gloo will not do it."""
-        self._error = error
-        self._work = None
-        self._ended.set()
-        with self._lock:
-            call, self._call = self._call, None
-        if call is not None:
-            call()
+        """Gloo will not do it, or not to its end."""
+        self._end(error)
 
     def wait(self, seconds: float) -> bool:
         self._want()
@@ -144,12 +138,23 @@ class _GlooTransfer(Transfer):
             self._waiters.start(self._wait)
 
     def _wait(self) -> None:
+        with self._lock:
+            work = self._work
+        if work is None:  # it has failed meanwhile
+            return
         try:
-            self._work.wait()
+            work.wait()
         except RuntimeError as error:
-            self._error = EngineError(self.peer, _reason(error))
-        self._work = None
-        self._ended.set()
+            self._end(EngineError(self.peer, _reason(error)))
+        else:
+            self._end(None)
+
+    def _end(self, error: EngineError | None) -> None:
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error, self._work = error, None
+            self._ended.set()
         self._tell()
 
     def _tell(self) -> None:
@@ -168,6 +173,8 @@ class _Posts:
         self.waiting: deque[tuple[Callable[[], Any], _GlooTransfer]] = deque()
         self.lost = ""
         """Why there will be no connection."""
+        self.settled = threading.Event()
+        """There is one, or there won't be."""
         self.may_go = threading.Event()
         """The peer has all that was sent to it, or is gone."""
 
@@ -253,6 +260,7 @@ class GlooEngine(Engine):
                 if not posts.waiting:
                     new = not posts.connected
                     posts.connected, posts.connecting = True, False
+                    posts.settled.set()
                     if new:
                         self._waiters.start(lambda: self._answer(posts, peer))
                     return
@@ -272,15 +280,23 @@ class GlooEngine(Engine):
     def _lose(posts: _Posts, reason: str) -> None:
         with posts.lock:
             posts.lost = reason
+            posts.settled.set()
             waiting = list(posts.waiting)
             posts.waiting.clear()
         for _, transfer in waiting:
             transfer.fail(EngineError(transfer.peer, reason))
 
     def _part(self) -> None:
-        """Let all peers have what was sent to them."""
-        connected = [(peer, posts) for peer, posts in enumerate(self._posts) if posts.connected]
+        """Let all peers have what was sent to them.
+
+        Those too to which a connection is just being made: Gloo ends the process of a peer that is
+        in the middle of that when this one closes (`ex_ == nullptr`, from a thread of its own).
+        """
         end = time.monotonic() + _PARTING_SECONDS
+        for posts in self._posts:
+            if posts.connecting:
+                posts.settled.wait(max(0.0, end - time.monotonic()))
+        connected = [(peer, posts) for peer, posts in enumerate(self._posts) if posts.connected]
         for peer, _ in connected:
             self._say(peer, _LEAVES)
         for _, posts in connected:

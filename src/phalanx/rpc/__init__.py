@@ -6,10 +6,10 @@ group does. From the bottom up: `wire` (messages), `shipping` (pickles), `memory
 and `mapped` (tensors on a host, where they are sent from and where they come), `near` with `door`,
 and `far` (connections on a host, how they are made, and between hosts), `values` (what `RRef`s
 refer to), `seam` (where autograd takes hold), `freight` (messages with all that is in them),
-`spin`, `crew` and `reactor` (who waits, and who does the work), `reception` (who comes),
-`executing`, `agent` (this worker) with `asked` (a call under way), and `calls`, `rref`, `lifetime`,
-`options`, `functions` for users. On top: `autograd` (gradients through calls), `remote_module`,
-`optimizer`, and `table` (embeddings on servers).
+`spin`, `crew` and `reactor` (who waits, and who does the work), `reception` (who comes), `telling`
+(what others may free), `executing`, `agent` (this worker) with `asked` (a call under way), and
+`calls`, `rref`, `lifetime`, `options`, `functions` for users. On top: `autograd` (gradients through
+calls), `remote_module`, `optimizer`, and `table` (embeddings on servers).
 """
 
 from phalanx.rpc import autograd, functions, table

@@ -8,7 +8,6 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from phalanx.rpc.near import Stream
 from phalanx.rpc.peer import Peer, Pending
 from phalanx.rpc.reactor import Reactor
 from phalanx.rpc.reception import Reception
+from phalanx.rpc.telling import Telling
 from phalanx.rpc.values import Change, Hold, Name, Values
 from phalanx.rpc.wire import Kind, Malformed, Message, parse
 
@@ -42,7 +42,6 @@ __all__ = ["Agent"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 
-_AGAIN_SECONDS = 0.5
 _LEAVE_SECONDS = 1.0
 _CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH))
 
@@ -76,13 +75,12 @@ class Agent:
         self.activity = 0
         """How many calls were made and executed."""
         self._far: Far | None = None
-        self.freight = Freight(arena, self._return, self._unread)
         self._calls, self._numbers = itertools.count(1), itertools.count()
-        self._ended: deque[tuple[int, Change | list[tuple[int, int]]]] = deque()
-        """Whom to tell of what ended here: references to a value, leases of blocks."""
         self._activity_lock = threading.Lock()
         self._reactor = Reactor(self._expired, self._is_pending, self._woken)
         self.hand_over = self._reactor.crew.hand_over
+        self._telling = Telling(self._reactor.wake, self.count, self._give_back)
+        self.freight = Freight(arena, self._telling.unmapped, self._unread)
         self._reception = Reception(info.name, key, address, self._reactor, self._execute)
 
     # ---- beginning and end ----
@@ -257,34 +255,13 @@ class Agent:
 
     def hold(self, name: Name, owner: int) -> Hold:
         """A reference of this worker to a value, which its owner has counted, or hears of."""
-        return Hold(name, owner, self.id, self._end_hold)
-
-    def _end_hold(self, owner: int, change: Change) -> None:
-        self._ended.append((owner, change))
-        self._reactor.wake()
+        return Hold(name, owner, self.id, self._telling.ended)
 
     def _woken(self) -> Callable[[], None] | None:
-        # Telling may block: it is work that another thread can take over from.
-        return self._tell_ended if self._ended else None
+        return self._telling.work()
 
-    def _tell_ended(self) -> None:
-        while self._ended:
-            try:
-                owner, what = self._ended.popleft()
-            except IndexError:  # another thread was first
-                return
-            try:
-                if isinstance(what, Change):
-                    self.count(owner, what)
-                else:
-                    self._post(self.peers[owner], self.freight.plain(Kind.RETURN, self.id, what))
-            except PhalanxError as error:
-                _LOG.warning("%s isn't told yet what it may free: %s", self.peers[owner], error)
-                self._ended.appendleft((owner, what))
-                later = threading.Timer(_AGAIN_SECONDS, self._reactor.wake)
-                later.daemon = True
-                later.start()
-                return
+    def _give_back(self, owner: int, blocks: list[tuple[int, int]]) -> None:
+        self._post(self.peers[owner], self.freight.plain(Kind.RETURN, self.id, blocks))
 
     # ---- what comes in ----
 
@@ -386,11 +363,6 @@ class Agent:
     def _unread(self, peer: Peer, rows: list[Row]) -> None:
         """Let go of what an answer that came too late holds, once it is written."""
         self._reactor.do(partial(self.freight.let_go, peer, rows))
-
-    def _return(self, peer: Peer, rows: list[Row]) -> None:
-        """Have it told who leased blocks to this worker that it couldn't map them."""
-        self._ended.append((peer.id, [(row.segment, row.block) for row in rows]))
-        self._reactor.wake()
 
     def parsed(self, frames: Frames) -> Message | None:
         """A message; None, once it is logged, if it is none."""
