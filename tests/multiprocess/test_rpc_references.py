@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import pickle
+import re
 import signal
 import time
 from typing import Any
@@ -277,6 +278,31 @@ def leave_alone() -> None:
 @pytest.mark.parametrize("hosts", ["", "ab"])
 def test_a_worker_that_leaves(ranks: RankServer, hosts: str) -> None:
     ranks.run(2, leave_alone, hosts=hosts)
+
+
+def leave_and_end() -> None:
+    """Worker 0 hears at once that worker 1 has left and that its process is no more."""
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(name_of(rank))
+    peers = agent().peers
+    if rank == 1:
+        assert rpc.rpc_async(0, echo, (1,)).wait() == 1
+        os.kill(peers[0].card.pid, signal.SIGSTOP)
+        rpc.shutdown(graceful=False)
+        os._exit(0)
+    wait_for(lambda: peers[1].has_died)
+    if rank == 2:
+        os.kill(peers[0].card.pid, signal.SIGCONT)
+    wait_for(lambda: peers[1].lost)
+    if rank == 0:
+        assert re.search("worker 'worker-1' .* has left RPC", peers[1].lost), peers[1].lost
+    rpc.shutdown(graceful=False)
+    os._exit(0)  # the group can't end
+
+
+def test_a_worker_that_leaves_and_ends(ranks: RankServer) -> None:
+    for each in ranks.start(3, leave_and_end).join():
+        assert each.code == 0, each.report()
 
 
 def chain(hops: int) -> None:

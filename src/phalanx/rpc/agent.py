@@ -396,7 +396,9 @@ class Agent:
 
     def _died(self, peer: Peer) -> None:
         self._reactor.unwatch(peer.process)
-        self.lose(peer, f"{peer} has died")
+        # That it leaves it may have said before: what can be read now is work that comes before.
+        mourn = partial(self.lose, peer, f"{peer} has died")
+        self._reactor.do(partial(self._reactor.do, mourn))
 
     def _disconnected(self, peer: Peer, box: Outbox) -> None:
         if box.mishap():

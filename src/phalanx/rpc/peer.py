@@ -126,6 +126,9 @@ class Peer:
         # A process's connections end a moment before it does.
         poll.register(self.process, select.POLLIN)
         poll.poll(_MOMENT_MILLISECONDS)
+        if self.has_died and not self.lost:
+            poll.unregister(self.process)
+            poll.poll(_LAST_WORDS_MILLISECONDS)
         return self.lost or f"{self} has {'died' if self.has_died else 'left RPC'}"
 
     def line(self, key: bytes, far: Far | None, end: float, most: float) -> near.Stream | Line:
