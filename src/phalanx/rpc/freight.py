@@ -98,6 +98,10 @@ class Freight:
         Raises:
             UsageError: The object can't be sent; `said` tells what it is.
         """
+        if (
+            what is None
+        ):  # as of every function that returns nothing: `unpack` gives it for no bytes
+            return written(kind, source, root, call, extra), []
         shipment = Shipment(peer, kind in ANSWERS)
         payload = pack(what, shipment, said)
         is_apart = len(payload) > _LARGE
