@@ -98,9 +98,7 @@ class Freight:
         Raises:
             UsageError: The object can't be sent; `said` tells what it is.
         """
-        if (
-            what is None
-        ):  # as of every function that returns nothing: `unpack` gives it for no bytes
+        if what is None:  # as from all that return nothing; it is what no bytes are unpacked to
             return written(kind, source, root, call, extra), []
         shipment = Shipment(peer, kind in ANSWERS)
         payload = pack(what, shipment, said)

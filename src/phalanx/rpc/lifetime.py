@@ -265,8 +265,8 @@ def _join(own: Agent, timeout: float) -> None:
     try:
         own.ask(own.peers[0], Kind.ARRIVE, (own.activity,), "all workers to come", timeout)
     except PeerLost:
-        if died := next((peer for peer in own.peers if peer.has_died), None):
-            # For which worker 0 may have left already.
+        # For which worker 0 may have left already, and have ended too.
+        if died := next((each for each in own.peers if each.has_died and not each.has_left), None):
             raise PeerLost(f"{died} has died in init_rpc: look at what it said") from None
         raise
     finally:
