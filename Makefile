@@ -18,14 +18,17 @@ ARGS ?=
 # Which simulated host each rank is on, a letter for each, over and over.
 HOSTS ?= aab
 # Seconds that a run of pytest may take.
-PYTEST_LIMIT ?= 1500
+PYTEST_LIMIT ?= 2400
 
-# Pinned, because it is what the package is tested with. It is no requirement of the build.
-TORCH := 2.13.0
-# Its companion, for PyTorch's examples alone.
+# The newest version that has a CPU wheel. Another one gets an environment of its own:
+# `make test TORCH=2.14.1` (its wheel brings CUDA, which takes 6 GB).
+DEFAULT_TORCH := 2.13.0
+TORCH := $(DEFAULT_TORCH)
+# Its companions: for PyTorch's examples alone, and for a test of `make ecosystem` alone.
 TORCHVISION := 0.28.0
+TORCHREC := 1.8.0
 
-VENV := .venv
+VENV := .venv$(if $(filter $(DEFAULT_TORCH),$(TORCH)),,-$(TORCH))
 BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -39,12 +42,12 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest hosts conformance ecosystem soak fuzz rpc-examples drill bench tidy clean distclean
+	native-tsan kills model mutants pytest hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples drill bench tidy clean distclean
 
 help: ## list the targets
-	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12]"
+	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | while IFS=$$'\t' read -r name text; do \
-	  printf '  %-13s %s\n' "$$name" "$$text"; done
+	  printf '  %-22s %s\n' "$$name" "$$text"; done
 
 # ---- set-up ----
 
@@ -192,7 +195,7 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 # The others look at when something happens. They wait for most of their time: two at a time.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	bench cli data_parallel data_parallel_backward data_parallel_scenarios doctor gradients init \
-	job_life launch launched_jobs meeting replace restarts rpc_calls rpc_early rpc_far_strangers rpc_idioms rpc_joining rpc_optimizer rpc_references rpc_script rpc_strangers \
+	job_life launch launched_jobs meeting replace restarts rpc_calls rpc_drop_in rpc_early rpc_remote_strangers rpc_idioms rpc_gradients rpc_joining rpc_optimizer rpc_references rpc_script rpc_strangers rpc_strides \
 	rpc_training run slurm sync_batch_norm table trainer \
 	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_places snapshots training \
 	unformed) tests/examples tests/ecosystem tests/conformance tests/unit
@@ -212,14 +215,43 @@ hosts: setup-dev ## the tests of one host's groups, on simulated hosts (HOSTS=aa
 	$(call section,Conformance between hosts)
 	@PHALANX_TEST_HOSTS=$(HOSTS) $(PYTEST) tests/conformance $(ARGS)
 
+# With SOURCE, the tests of the libraries above process groups too.
 conformance: setup-dev ## PyTorch's own suite on Gloo and on Phalanx (ARGS="-k barrier --world-size 2")
 	$(call section,PyTorch's own suite)
 	@python -m tests.conformance.torch_suite $(ARGS)
+ifneq ($(SOURCE),)
+	$(submake) conformance-libraries ARGS=
+endif
+
+# What is installed is what some of these files import.
+conformance-libraries: setup-dev ## PyTorch's tests of DTensor, FSDP, checkpoints, ... on both (SOURCE=a checkout of PyTorch)
+	$(call section,PyTorch's tests of its distributed libraries)
+	@[ -n "$(SOURCE)" ] || { echo "give a checkout: git clone --depth 1 --branch v$(TORCH)" \
+	  "https://github.com/pytorch/pytorch, then make conformance-libraries SOURCE=pytorch" >&2; exit 2; }
+	@pip install -qq scipy zstandard --constraint $(VENV)/.torch-$(TORCH)
+	@python -m tests.conformance.library_suite "$(SOURCE)" $(ARGS)
+
+conformance-rpc: setup-dev ## PyTorch's own RPC suite on its RPC and on Phalanx (ARGS="-k sparse --column phalanx")
+	$(call section,PyTorch's own RPC suite)
+	@python -m tests.conformance.rpc_suite $(ARGS)
+
+# Libraries of the ecosystem that only its long tests use. TorchRec asks for CUDA's kernels and for an
+# old torchmetrics: without its requirements, it does all the same.
+$(VENV)/.integrations: pyproject.toml | $(VENV)/.dev
+	$(call section,Installing libraries of the ecosystem)
+	@pip install -qq --no-build-isolation --editable ".[integrations]" --constraint $(VENV)/.torch-$(TORCH)
+	@$(if $(filter $(DEFAULT_TORCH),$(TORCH)),pip install -qq --no-deps "torchrec==$(TORCHREC)" \
+	  "fbgemm-gpu-cpu==$(TORCHREC)" pyre-extensions pyvers tensordict typing-inspect)
+	@touch $@
 
 # A part of it is a part of `make pytest`: all but what is marked long.
-ecosystem: setup-dev ## FSDP2, DTensor, pipelines, compilers, Lightning, Accelerate on Phalanx: all tests
+ecosystem: setup-dev $(VENV)/.integrations ## FSDP2, DTensor, pipelines, compilers, Lightning, Accelerate on Phalanx: all tests
 	$(call section,The ecosystem)
 	@$(PYTEST) tests/ecosystem tests/examples/test_pipeline.py -m "" $(ARGS)
+
+pythons: ## build the wheel and self-check it on every Python here, 3.10 to 3.14 (ARGS="--only 3.12")
+	$(call section,Every Python)
+	@$(PYTHON) -m tests.pythons --torch $(TORCH) $(ARGS)
 
 soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --ranks 2-8 --seed N")
 	$(call section,Soak)
@@ -238,7 +270,7 @@ rpc-examples: setup-dev ## PyTorch's RPC examples, on its RPC and on ours (EXAMP
 	@pip install -qq --no-deps "torchvision==$(TORCHVISION)"
 	@python -m tests.published "$(EXAMPLES)" $(ARGS)
 
-drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training")
+drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training", "matrix")
 	$(call section,Drill)
 	@python -m tests.drill $(ARGS)
 

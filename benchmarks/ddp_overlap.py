@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx.observe.reading import read
+from phalanx.observe.job_reader import read_job
 
 WIDTH, LAYERS, ROWS, BUCKET_MIB = 1024, 6, 192, 4
 WARM_UP = 5
@@ -91,7 +91,7 @@ def one_step(
 
 
 def add_all_reduces(steps: list[Step]) -> None:
-    for rank in read(os.environ["PHALANX_JOB"]).ranks:
+    for rank in read_job(os.environ["PHALANX_JOB"]).ranks:
         for operation in rank.history:
             if operation.kind != "all_reduce" or operation.thread != 1:
                 continue

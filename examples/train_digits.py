@@ -84,7 +84,8 @@ class Worker:
 
     def __init__(self, options: argparse.Namespace, rank: int, digits: Digits) -> None:
         torch.manual_seed(options.seed)  # the same network on every rank ...
-        self.model = ConvNet(0.0 if options.no_dropout else 0.25)
+        self.dtype = torch.float64 if options.double else torch.float32
+        self.model = ConvNet(0.0 if options.no_dropout else 0.25).to(self.dtype)
         torch.manual_seed(options.seed + 1 + rank)  # ... with a dropout of its own
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), options.lr, options.momentum, weight_decay=5e-3
@@ -103,7 +104,7 @@ class Worker:
         losses = []
         for step, (images, labels) in enumerate(self.loader):
             self.optimizer.zero_grad()
-            loss = F.nll_loss(self.model(images), labels)
+            loss = F.nll_loss(self.model(images.to(self.dtype)), labels)
             loss.backward()
             losses.append(loss.item())
 
@@ -128,7 +129,7 @@ class Worker:
         self.model.eval()
         with torch.no_grad():
             for images, labels in DataLoader(share, batch_size=1000):
-                correct += (self.model(images).argmax(dim=1) == labels).sum()
+                correct += (self.model(images.to(self.dtype)).argmax(dim=1) == labels).sum()
         dist.all_reduce(correct)
         return correct.item() / len(digits)
 
@@ -190,6 +191,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--no-dropout", action="store_true")
+    parser.add_argument("--double", action="store_true", help="compute in float64, to compare")
     parser.add_argument(
         "--per-parameter", action="store_true", help="one all-reduce per parameter, to compare"
     )

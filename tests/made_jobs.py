@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe import reading
-from phalanx.observe.directory import Directory, description, new_name
+from phalanx.observe import job_reader
+from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from phalanx.observe.model import Job
 
 WRITER = """
@@ -64,15 +64,15 @@ class Made:
     """A job's directory with the boxes of two ranks that have ended."""
 
     def __init__(self, base: Path, boxes: Path) -> None:
-        with Directory(str(base), new_name(), create=True) as job:
-            job.describe(description(job.name, 2))
+        with JobDirectory(str(base), make_job_name(), create=True) as job:
+            job.write_description(describe_job(job.name, 2))
             self.name, self.path = job.name, Path(job.path)
         for box in boxes.iterdir():
             shutil.copy(box, self.path)
         self.pids = [pid for _, pid in sorted((rank.rank, rank.pid) for rank in self.read().ranks)]
 
-    def read(self, history: int = reading.HISTORY) -> Job:
-        return reading.read(self.name, history)
+    def read(self, history: int = job_reader.HISTORY) -> Job:
+        return job_reader.read_job(self.name, history)
 
     def box(self, rank: int) -> Path:
         return self.path / f"{self.pids[rank]}.box"

@@ -24,7 +24,7 @@ class Character:
     reports: list[Report] = field(default_factory=list)
     opened: int = 0
     ending: Ending = ""
-    last_words: str = ""
+    exception: str = ""
     ended: int = 0
     state: str = "sleeping"
     start: Start | None = None
@@ -150,7 +150,7 @@ class Story:
     def fails(self, ranks: Iterable[int] | int, words: str, code: int | None = 1) -> Story:
         for number in [ranks] if isinstance(ranks, int) else ranks:
             rank = self.ranks[number]
-            rank.ending, rank.last_words, rank.ended = "failed", words, self.time
+            rank.ending, rank.exception, rank.ended = "failed", words, self.time
             self.dies(number, code)
         return self
 
@@ -205,7 +205,7 @@ class Story:
             clock=CLOCK if opened else 0,
             opened=rank.opened if opened else 0,
             ending=rank.ending if opened else "",
-            last_words=rank.last_words if opened else "",
+            exception=rank.exception if opened else "",
             ended=rank.ended if opened else 0,
             groups=tuple(rank.groups) if opened else (),
             open=tuple(rank.open) if opened else (),

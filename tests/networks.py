@@ -61,12 +61,12 @@ class Network:
         output: IO[Any] | int | None = None,
         errors: IO[Any] | int = subprocess.STDOUT,
     ) -> subprocess.Popen[str]:
-        """Start a command on a host, in pid, mount and host name namespaces of its own.
+        """Start a command on a host, in pid, IPC, mount and host name namespaces of its own.
 
         When it ends, or is killed, all that it started is killed with it.
         """
         inside = f'hostname {self.names[host]} && exec "$@"'
-        apart = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
+        apart = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "--uts"]
         return subprocess.Popen(
             ["ip", "netns", "exec", self.names[host], *apart, "sh", "-c", inside, "sh", *command],
             env={**os.environ, **(environment or {})},

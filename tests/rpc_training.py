@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import time
 from collections.abc import Iterator
 
+import psutil
 import torch
 from torch import Tensor, nn
 
 from phalanx import rpc
-from phalanx.rpc.autograd.transport import graph
+from phalanx.rpc.autograd.container import graph
 
 ROWS, WIDTH, CLASSES, BATCH = 200, 8, 5, 32
 STEPS = 4
@@ -27,6 +29,18 @@ def worker() -> Iterator[int]:
     rpc.init_rpc(f"w{rank}")
     yield rank
     rpc.shutdown()
+
+
+@contextlib.contextmanager
+def little_address_space(room: int) -> Iterator[None]:
+    """Let this process map no more than `room` bytes besides what it has mapped."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    most = psutil.Process().memory_info().vms + room
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def wait_until_free(of: list[int]) -> None:

@@ -82,6 +82,7 @@ void bind_status(nb::module_& module);
 void bind_call_site(nb::module_& module);
 void bind_black_box(nb::module_& module);
 void bind_reduce(nb::module_& module);
+void bind_overlap(nb::module_& module);
 void bind_arena(nb::module_& module);
 void bind_commons(nb::module_& module);
 void bind_rows(nb::module_& module);

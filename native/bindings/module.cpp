@@ -7,6 +7,7 @@ NB_MODULE(_native, module) {
   nb::set_leak_warnings(false);
   bind_status(module);
   bind_reduce(module);
+  bind_overlap(module);
   bind_call_site(module);
   bind_black_box(module);
   bind_arena(module);

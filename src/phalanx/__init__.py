@@ -1,30 +1,33 @@
-"""Phalanx: distributed PyTorch, in shared memory inside a host, through an engine between hosts.
+"""Phalanx: distributed PyTorch over shared memory within a host and an engine between hosts.
 
 General layout, from the bottom up (dependencies point downward only):
 
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
-  collectives and messages. It knows nothing of Python objects or torch.
-- `topology`: who shares a host; how the ranks of a group come to share a segment.
-- `engines`: what carries bytes between hosts: Gloo, MPI, the relay.
-- `hosts`: groups that span hosts, of both: memory inside of each, an engine between them.
-- `observe`: the black box of each rank, in its job's directory, and what reads it.
+  collectives and messages. It does not depend on Python objects or torch.
+- `topology`: the ranks of each host, and the setup of the segment that they share.
+- `engines`: the transports between hosts: Gloo, MPI, the relay.
+- `hosts`: groups that span hosts: shared memory within each host, an engine between them.
+- `observe`: the black box of each rank, in its job's directory, and its readers.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
-- `data`, `parallel`: samplers and partitions; synchronous SGD, `DataParallel`, all-reduces by
-  messages. They use `torch.distributed`'s public API, so they run on any backend; `DataParallel`
-  takes memory that ranks share from the core besides.
-- `rpc`: functions called on other workers, and references to values that live there.
-- `train`: the trainer and snapshots, on the same terms.
-- `bench`, `testing`: measurements; the self-check of `phalanx test`, and the failure drill.
-- `doctor`: whether a machine is fit, and the network between several.
+- `data`, `parallel`: samplers and partitions; synchronous SGD, `DataParallel`, all-reduces built on
+  messages. They use `torch.distributed`'s public API, so they run on any backend. `DataParallel`
+  additionally takes memory that ranks share from the core.
+- `rpc`: calls of functions on other workers, and references to values that live there.
+- `train`: the trainer and snapshots, on any backend too.
+- `bench`, `testing`: measurements; the self-check of `phalanx test`, and fault injection.
+- `doctor`: checks of a machine, and of the network between several.
 - `cli`: the command `phalanx`.
-- `launch`: starts processes and finds a process's place among them; beside `backend`, using none
-  of the above.
-- `key`: the job's key, which keeps strangers out.
-- `errors`, `env`, `env_hosts`: every exception and every environment variable; they import nothing
-  of these.
+- `launch`: starts processes and determines the rank of each. It stands beside `backend` and uses
+  `topology`, `engines` and `observe`.
+- `key`: the job's key, which authenticates its processes.
+- `system`: mechanisms of the operating system that every layer may use: signal names, the identity
+  of the host, polling.
+- `torch_versions`: the differences between versions of PyTorch.
+- `errors`, `env`, `env_hosts`: all exceptions and all environment variables. They import nothing
+  else of the package.
 
-The names below are loaded when first used: `import torch` imports this package through the
-`torch.backends` entry point, and must not pay for more than a name.
+The names below are loaded on first use, since `import torch` imports this package through the
+`torch.backends` entry point and must stay cheap.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ if TYPE_CHECKING:
     from phalanx.launch.function import launch as launch
     from phalanx.launch.session import Session as Session
     from phalanx.launch.session import init as init
-    from phalanx.observe.recording import report as report
+    from phalanx.observe.recorder import report as report
 
 _HOMES = {
     "Aborted": "phalanx.errors",
@@ -67,7 +70,7 @@ _HOMES = {
     "empty_shared": "phalanx.backend.shared",
     "host_ranks": "phalanx.backend.hosts_of",
     "init": "phalanx.launch.session",
-    "report": "phalanx.observe.recording",
+    "report": "phalanx.observe.recorder",
 }
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`python -m phalanx` is the command `phalanx`."""
+"""The command `phalanx`, run as `python -m phalanx`."""
 
 from phalanx.cli import main
 

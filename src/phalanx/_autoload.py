@@ -1,9 +1,9 @@
-"""What runs at `import torch`: three names are registered, nothing else is imported.
+"""The hook that runs at `import torch`: registers three names and imports nothing else.
 
-Only with `PHALANX_REPLACE` in the environment there is more to do, for `phalanx.backend.replace`.
+If `PHALANX_REPLACE` is set, the hook also installs `phalanx.backend.replace`.
 
 PyTorch calls `register` through the `torch.backends` entry point. An exception here would break
-`import torch` itself, and time spent here is spent by every user of torch.
+`import torch` itself, and every user of torch pays for time spent here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def register() -> None:
-    """Make the backend "phalanx" known, and the ways to meet `mpi://` and `slurm://`."""
+    """Register the backend "phalanx" and the rendezvous schemes `mpi://` and `slurm://`."""
     from torch.distributed import Backend, is_available
 
     if is_available() and "PHALANX" not in Backend._plugins:
@@ -39,7 +39,7 @@ def _create(options: object, backend_options: object = None) -> object:
 def _register_meeting(scheme: str, meet: Callable[..., Iterator[tuple[Any, int, int]]]) -> None:
     from torch.distributed.rendezvous import register_rendezvous_handler
 
-    with contextlib.suppress(RuntimeError):  # where another package has its own, that stands
+    with contextlib.suppress(RuntimeError):  # another package's handler takes precedence
         register_rendezvous_handler(scheme, meet)  # type: ignore[no-untyped-call]
 
 

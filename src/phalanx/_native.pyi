@@ -9,6 +9,8 @@ operation ends; counts are in elements; `dtype` and `op` are numbers out of `DTY
 from collections.abc import Callable, Sequence
 from typing import Any
 
+_Ints = Sequence[int]
+
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 LAYOUT_VERSION: int
@@ -21,13 +23,16 @@ PAGE_BYTES: int
 def supports(dtype: int, op: int) -> bool:
     """Whether a reduction operator has a meaning for a dtype."""
 
-def reduce(
-    output: int, sources: Sequence[int], count: int, dtype: int, op: int, divisor: float
-) -> None:
-    """Combine the buffers at `sources`, in this order, into `output`, which may be one of them.
+def reduce(output: int, sources: _Ints, count: int, dtype: int, op: int, divisor: float) -> None:
+    """Combine buffers, in this order, into `output`, maybe one of them; `divisor` is for "avg"."""
 
-    For "avg" their sum is divided by `divisor`.
-    """
+def overlap(
+    inputs: _Ints, input_counts: _Ints, outputs: _Ints, output_counts: _Ints, dtype: int
+) -> bool:
+    """Whether an input shares memory with an output. Outputs must not overlap one another."""
+
+def misplaced(part: int, parts: _Ints, count: int, dtype: int, rank: int) -> bool:
+    """Whether a part of `count` elements shares memory with one that is not exactly this rank's."""
 
 def instruction_set() -> str:
     """What the reduction kernels run on: "baseline", "avx2" or "avx512"."""
@@ -55,14 +60,9 @@ def open_black_box(
     """Make the file behind `descriptor`, of that size, the black box of this process. OSError."""
 
 def has_black_box() -> bool: ...
-def forget_black_box() -> None:
-    """Write to it no more: in a forked child, whose parent's it is."""
-
+def forget_black_box() -> None: ...  # in a forked child, whose parent's it is
 def main_waits(number: int) -> None:
-    """Say in the black box which operation of a group's thread the main thread waits for; 0: none.
-
-    For the main thread alone.
-    """
+    """In the main thread: say which operation of a group's thread it waits for; 0: none."""
 
 def report(step: int, loss: float | None, note: str) -> None:
     """Write training progress to the black box; nothing where there is none."""
@@ -196,10 +196,10 @@ class Rows:
     def view(self, part: int) -> Any:
         """All rows of a part as they lie there, unsynchronised: uint8 with `__dlpack__`."""
 
-    def gather(self, rows: int, count: int, parts: Sequence[int], patience: float) -> _Trouble:
+    def gather(self, rows: int, count: int, parts: _Ints, patience: float) -> _Trouble:
         """Copy rows to `parts`."""
 
-    def write(self, rows: int, count: int, parts: Sequence[int], patience: float) -> _Trouble:
+    def write(self, rows: int, count: int, parts: _Ints, patience: float) -> _Trouble:
         """Replace rows by what is in `parts`; a part without an address stays."""
 
     def pool(
@@ -343,7 +343,7 @@ class Group:
     def black_box(self, rank: int, history: int) -> dict[str, Any] | None:
         """A rank's black box as `read_black_box` gives it; None if it can't be read."""
 
-    def set_names(self, names: Sequence[int], identity: int) -> None:
+    def set_names(self, names: _Ints, identity: int) -> None:
         """Say what the black box calls this group and its ranks here: it has others elsewhere."""
 
     def compose(
@@ -373,16 +373,16 @@ class Group:
         self, data: int, count: int, dtype: int, op: int, root: int, timeout: float
     ) -> Status | None: ...
     def gather(
-        self, input: int, outputs: Sequence[int], count: int, dtype: int, root: int, timeout: float
+        self, input: int, outputs: _Ints, count: int, dtype: int, root: int, timeout: float
     ) -> Status | None: ...
     def scatter(
-        self, inputs: Sequence[int], output: int, count: int, dtype: int, root: int, timeout: float
+        self, inputs: _Ints, output: int, count: int, dtype: int, root: int, timeout: float
     ) -> Status | None: ...
     def all_gather(
-        self, input: int, outputs: Sequence[int], count: int, dtype: int, timeout: float
+        self, input: int, outputs: _Ints, count: int, dtype: int, timeout: float
     ) -> Status | None: ...
     def reduce_scatter(
-        self, inputs: Sequence[int], output: int, count: int, dtype: int, op: int, timeout: float
+        self, inputs: _Ints, output: int, count: int, dtype: int, op: int, timeout: float
     ) -> Status | None: ...
     def all_gather_single(
         self, input: int, output: int, count: int, dtype: int, timeout: float
@@ -397,10 +397,10 @@ class Group:
     ) -> Status | None: ...
     def all_to_all(
         self,
-        inputs: Sequence[int],
-        input_counts: Sequence[int],
-        outputs: Sequence[int],
-        output_counts: Sequence[int],
+        inputs: _Ints,
+        input_counts: _Ints,
+        outputs: _Ints,
+        output_counts: _Ints,
         dtype: int,
         timeout: float,
     ) -> Status | None:

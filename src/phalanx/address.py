@@ -1,11 +1,9 @@
-"""At which address of this machine other hosts reach it."""
+"""The address at which other hosts reach this machine."""
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-
-import psutil
 
 from phalanx import env_hosts
 from phalanx.errors import UsageError
@@ -16,13 +14,15 @@ _DISCARD = 9
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that faces a host; empty if there is no way to it.
+    """Return the local address from which this machine reaches a host; empty if it cannot.
+
+    `PHALANX_INTERFACE` takes precedence if it is set.
 
     Args:
         host: A name or an address; empty for none.
 
     Raises:
-        UsageError: `PHALANX_INTERFACE`, which decides if it is set, names nothing of this machine.
+        UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
     given = env_hosts.interface()
     if given:
@@ -31,11 +31,13 @@ def address_towards(host: str) -> str:
 
 
 def interface_address(given: str) -> str:
-    """The address that `PHALANX_INTERFACE` means.
+    """Return the address for a value of `PHALANX_INTERFACE`, an interface's name or an address.
 
     Raises:
         UsageError: This machine has no such interface or address.
     """
+    import psutil  # forming a group imports this module and rarely needs psutil
+
     interfaces = psutil.net_if_addrs()
     kinds = (socket.AF_INET, socket.AF_INET6)
     addresses = {
@@ -54,7 +56,7 @@ def interface_address(given: str) -> str:
 
 
 def _towards(host: str) -> str:
-    """The address that packets to a host come from; empty if there is no way to it."""
+    """Return the source address of packets to a host; empty if there is no route to it."""
     try:
         found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
         kind, _, _, _, where = min(found, key=lambda each: _is_near(str(each[4][0])))
@@ -67,6 +69,6 @@ def _towards(host: str) -> str:
 
 
 def _is_near(address: str) -> bool:
-    """Whether an address leads to this machine or the next cable only."""
+    """Return whether an address is a loopback or link-local one."""
     known = ipaddress.ip_address(address.partition("%")[0])
     return known.is_loopback or known.is_link_local

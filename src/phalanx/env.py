@@ -1,15 +1,15 @@
-"""Every environment variable that Phalanx reads or sets, and how it is read.
+"""The environment variables that Phalanx reads or sets, and functions that read them.
 
-`VARIABLES` is the documentation; the functions below, and those of `env_hosts`, are the only way in
-which Phalanx's Python code reads a variable that can be malformed. They raise `ValueError` with a
-message that names the variable, its value and what was expected; callers turn it into
-`phalanx.errors.UsageError`. This module imports nothing of the package, and not torch.
+`VARIABLES` is the documentation. Phalanx's Python code reads a variable that can be malformed only
+through the functions below and those of `env_hosts`. They raise `ValueError` with a message that
+names the variable, its value and the expected value; callers turn it into
+`phalanx.errors.UsageError`. This module imports neither torch nor any other module of the package.
 """
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "JOB_NAME",
@@ -30,18 +30,17 @@ __all__ = [
 ]
 
 JOB_NAME = re.compile(r"[0-9]{8}-[0-9]{4}-[a-z0-9]{6}", re.ASCII)
-"""What the name of a job looks like: when it started, and something random."""
+"""The pattern of a job's name: the date and time of its start, and a random suffix."""
 
 NO_JOB = "none"
-"""In the place of a job's name: black boxes are kept in memory only."""
+"""The value of `PHALANX_JOB` with which black boxes are kept in memory only."""
 
 REPLACEABLE = ("gloo", "mpi", "tcp")
-"""The backends in whose place Phalanx can run; PyTorch has removed "tcp"."""
+"""The backends that Phalanx can replace; PyTorch has removed "tcp"."""
 
 
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable: its name and, in a paragraph, what it means."""
+class Variable(NamedTuple):
+    """An environment variable: its name and a paragraph of documentation."""
 
     name: str
     doc: str
@@ -222,6 +221,12 @@ VARIABLES = (
         "its memory instead of having the kernel clear it page by page. Others ignore it.",
     ),
     Variable(
+        "ACCELERATE_USE_CPU",
+        "Read by Accelerate, and by libraries that use it. Set to `true` for every rank on a host "
+        "without an accelerator, unless set already: otherwise each process trains alone, without "
+        "an error. Phalanx doesn't read it.",
+    ),
+    Variable(
         "PET_NPROC_PER_NODE",
         "The default of `phalanx run --nproc-per-node`; every option of torchrun has such a "
         "variable, `PET_` and its name. Unset, `phalanx run` uses `auto`.",
@@ -249,9 +254,8 @@ VARIABLES = (
 )
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands in its job, as the launcher told it."""
+class Place(NamedTuple):
+    """The ranks and world sizes that a launcher gave to a process."""
 
     rank: int
     world_size: int
@@ -269,13 +273,13 @@ def integer(
     """Read an integer variable; None if it is unset or empty.
 
     Args:
-        name: the variable.
-        minimum: the least value allowed.
-        maximum: the greatest value allowed; None for no limit.
-        environ: where to read; default `os.environ`.
+        name: The name of the variable.
+        minimum: The smallest value allowed.
+        maximum: The largest value allowed; None for no limit.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: it isn't an integer, or is out of range.
+        ValueError: The value is not an integer, or is out of range.
     """
     text = (os.environ if environ is None else environ).get(name, "").strip()
     if not text:
@@ -291,13 +295,13 @@ def integer(
 
 
 def place(environ: Mapping[str, str] | None = None) -> Place | None:
-    """Read the place that a launcher gave to this process; None if there is no launcher.
+    """Read the ranks and world sizes set by a launcher; None if there is no launcher.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: the variables are there in part, aren't integers, or contradict each other.
+        ValueError: Some of the variables are missing, are not integers, or contradict each other.
     """
     environ = os.environ if environ is None else environ
     needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -325,13 +329,13 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> str:
-    """Who else than a launcher of PyTorch's kind has started this process: "mpi", "slurm" or "".
+    """Return "mpi" or "slurm" if that launcher started this process, else "".
 
-    A process that `mpirun` has started inside of Slurm has variables of both, of which those of
-    Slurm are about `mpirun`'s own processes; one that `srun` has started may have some of MPI's.
+    A process that `mpirun` started inside of Slurm has the variables of both, and those of Slurm
+    describe `mpirun`'s own processes. A process that `srun` started may have some of MPI's.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
     """
     environ = os.environ if environ is None else environ
     if "OMPI_COMM_WORLD_SIZE" in environ or "MPI_LOCALNRANKS" in environ:
@@ -342,10 +346,10 @@ def launcher(environ: Mapping[str, str] | None = None) -> str:
 
 
 def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
-    """Whose `mpirun` has started this process: "Open MPI", "MPICH", "MPI"; empty for none.
+    """Return the MPI that launched this process: "Open MPI", "MPICH" or "MPI"; empty if none did.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
     """
     environ = os.environ if environ is None else environ
     if "OMPI_COMM_WORLD_SIZE" in environ:
@@ -356,13 +360,13 @@ def mpi_launcher(environ: Mapping[str, str] | None = None) -> str:
 
 
 def job(environ: Mapping[str, str] | None = None) -> str | None:
-    """The job that `PHALANX_JOB` names, or `NO_JOB`; None if it is unset or empty.
+    """Return the job that `PHALANX_JOB` names, or `NO_JOB`; None if it is unset or empty.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: it is no name of a job.
+        ValueError: The value is not the name of a job.
     """
     text = (os.environ if environ is None else environ).get("PHALANX_JOB", "")
     if not text or text == NO_JOB or JOB_NAME.fullmatch(text):
@@ -374,13 +378,13 @@ def job(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
-    """The absolute path of the directory in which jobs have theirs; whether it exists or not.
+    """Return the absolute path of the directory of all jobs' directories, which may not exist.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: `PHALANX_JOBS_DIR` is no absolute path.
+        ValueError: `PHALANX_JOBS_DIR` is not an absolute path.
     """
     environ = os.environ if environ is None else environ
     given = environ.get("PHALANX_JOBS_DIR", "")
@@ -391,18 +395,18 @@ def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
         )
     temporary = environ.get("TMPDIR", "")
     temporary = temporary if os.path.isabs(temporary) else "/tmp"
-    # Without a slash at the end, which would follow a symbolic link.
+    # A trailing slash would follow a symbolic link.
     return given.rstrip("/") or os.path.join(temporary, f"phalanx-{os.geteuid()}")
 
 
 def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """How many ended jobs are kept, and how many bytes they may take together.
+    """Return the number of ended jobs to keep, and the bytes that they may take together.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: one of the two variables is no integer, or negative.
+        ValueError: One of the two variables is not an integer, or is negative.
     """
     count = integer("PHALANX_JOBS_KEPT", minimum=0, environ=environ)
     mebibytes = integer("PHALANX_JOBS_KEPT_MIB", minimum=0, environ=environ)
@@ -410,14 +414,14 @@ def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
 
 
 def backend_names(text: str, what: str) -> tuple[str, ...]:
-    """Read names of backends to replace, separated by commas, in any case.
+    """Parse the names of backends to replace, separated by commas, in upper or lower case.
 
     Args:
-        text: as the user wrote it.
-        what: where that was, for the message.
+        text: The names as the user wrote them.
+        what: The option or variable that holds them, for the message.
 
     Raises:
-        ValueError: a name that isn't one of `REPLACEABLE`, or none at all.
+        ValueError: A name is not in `REPLACEABLE`, or there is no name.
     """
     names = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     if wrong := [name for name in names if name not in REPLACEABLE]:
@@ -430,13 +434,13 @@ def backend_names(text: str, what: str) -> tuple[str, ...]:
 
 
 def replaced_backends(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The backends that `PHALANX_REPLACE` names; none if it is unset or empty.
+    """Return the backends that `PHALANX_REPLACE` names; none if it is unset or empty.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: it names something else.
+        ValueError: It names a backend that cannot be replaced.
     """
     text = (os.environ if environ is None else environ).get("PHALANX_REPLACE", "")
     return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()

@@ -1,6 +1,7 @@
-"""How the environment variables are read by which the hosts of a job meet; `env` documents them.
+"""Functions that read the environment variables through which the hosts of a job connect.
 
-As there, what is malformed raises a `ValueError` that callers turn into `UsageError`.
+`env` documents the variables. As there, a malformed value raises `ValueError`, which callers turn
+into `UsageError`.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ _ADDRESS = re.compile(
 
 
 def gate(environ: Mapping[str, str] | None = None) -> str:
-    """The host that `PHALANX_GATE` names; empty if it is unset.
+    """Return the host that `PHALANX_GATE` names; empty if it is unset.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_GATE", "")
 
 
 def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
-    """What `PHALANX_RELAY` says: "listen" or "connect", and a socket; both empty if it is unset.
+    """Return "listen" or "connect", and a socket's path, of `PHALANX_RELAY`; empty if it is unset.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: it says something else.
+        ValueError: The value has another form.
     """
     text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
     how, _, path = text.partition(":")
@@ -50,13 +51,13 @@ def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
 
 
 def advertised(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
-    """What `PHALANX_ADVERTISE_ADDR` says: a host, empty if it is unset, and a port, or 0.
+    """Return host and port of `PHALANX_ADVERTISE_ADDR`; without them, an empty host and port 0.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: it is neither HOST nor HOST:PORT.
+        ValueError: The value is neither HOST nor HOST:PORT.
     """
     text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
     found = _ADDRESS.fullmatch(text)
@@ -70,13 +71,13 @@ def advertised(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
 
 
 def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
-    """Where the job's key is: a descriptor, if one was inherited, and the path of a file.
+    """Return the inherited descriptor of the job's key, or None, and the path of its key file.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
 
     Raises:
-        ValueError: `PHALANX_KEY_FD` is no descriptor.
+        ValueError: `PHALANX_KEY_FD` is not a descriptor.
     """
     environ = os.environ if environ is None else environ
     descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
@@ -84,27 +85,27 @@ def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
 
 
 def host_id(environ: Mapping[str, str] | None = None) -> str:
-    """The host that `PHALANX_HOST_ID` names; empty if it is unset.
+    """Return the host that `PHALANX_HOST_ID` names; empty if it is unset.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
 
 
 def engine(environ: Mapping[str, str] | None = None) -> str:
-    """The engine that `PHALANX_ENGINE` names, in any case; empty if it is unset.
+    """Return the engine that `PHALANX_ENGINE` names, in lower case; empty if it is unset.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_ENGINE", "").strip().lower()
 
 
 def interface(environ: Mapping[str, str] | None = None) -> str:
-    """The interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
+    """Return the interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
 
     Args:
-        environ: where to read; default `os.environ`.
+        environ: The environment to read; default `os.environ`.
     """
     return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()

@@ -1,15 +1,17 @@
-"""Every exception that Phalanx raises.
+"""The exceptions that Phalanx raises.
 
-`PhalanxError` and its children say that a peer, or the group, can't go on; they are
+`PhalanxError` and its subclasses mean that a peer, or the group, cannot continue. They are
 `torch.distributed.DistBackendError`, so that code written for other backends catches them.
-`SnapshotError` is about what is on a disk. `UsageError` says that a call was wrong: it is raised
-before any peer is touched, and the group stays usable.
+`SnapshotError` concerns snapshots on disk. `UsageError` means that a call was wrong. It is raised
+before any communication with a peer, and the group stays usable. It is both a ValueError and a
+RuntimeError, the exception that PyTorch raises for most wrong calls.
 """
 
 from torch.distributed import DistBackendError
 
 __all__ = [
     "Aborted",
+    "ArgumentTypeError",
     "CallTimeout",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -23,40 +25,44 @@ __all__ = [
 
 
 class PhalanxError(DistBackendError):
-    """A group or one of its peers can't go on; the message names rank, operation and call site."""
+    """A group or a peer cannot continue; the message names rank, operation and call site."""
 
 
 class PeerLost(PhalanxError):  # noqa: N818 - the design's name
-    """A rank of the group died: which, its pid and, where it can be known, how."""
+    """A rank of the group died; the message names the rank, its pid and, if known, the cause."""
 
 
 class CollectiveMismatch(PhalanxError):  # noqa: N818 - the design's name
-    """Ranks called operations that don't fit together; both are named."""
+    """Ranks called operations that do not match; the message names both."""
 
 
 class CollectiveTimeout(PhalanxError):  # noqa: N818 - the design's name
-    """A rank didn't come before the deadline; it is named."""
+    """A rank did not arrive before the deadline; the message names it."""
 
 
 class Aborted(PhalanxError):  # noqa: N818 - the design's name
-    """The group was aborted, left or interrupted: by whom and why."""
+    """The group was aborted, left or interrupted; the message names the rank and the reason."""
 
 
 class CallTimeout(PhalanxError):  # noqa: N818 - as the one above
-    """A remote call took longer than its timeout; it may still be executed."""
+    """A remote call exceeded its timeout; it may still be executed."""
 
 
 class RemoteError(PhalanxError):
-    """A remote call raised an exception that can't be sent: its words, and where it was raised."""
+    """A remote call or backward pass failed with an exception that cannot be raised here itself."""
 
 
 class LaunchError(PhalanxError):
-    """A process that Phalanx started failed: its rank, and its traceback or exit code."""
+    """A process that Phalanx started failed; has its rank and its traceback or exit code."""
 
 
 class SnapshotError(RuntimeError):
-    """A snapshot couldn't be written, or none of those there can be used: which file, and why."""
+    """A snapshot could not be written, or none can be loaded; the message names file and reason."""
 
 
-class UsageError(ValueError):
-    """A wrong argument: what was given, what was expected, what to do."""
+class UsageError(ValueError, RuntimeError):
+    """An invalid argument or call; the message has the value, the expected value and a fix."""
+
+
+class ArgumentTypeError(UsageError, TypeError):
+    """An argument of a wrong type, for which PyTorch raises TypeError."""

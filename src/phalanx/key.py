@@ -1,9 +1,9 @@
-"""The job's key: what its processes know and strangers don't.
+"""The job's key, a secret that all processes of the job share.
 
-32 random bytes, written as 64 hexadecimal digits and the end of a line. It guards the rendezvous
-between hosts and the engine `relay`. A process gets it as an open descriptor or as a file that only
-its user can read; never on a command line or as the value of an environment variable, which others
-on the machine can see.
+The key is 32 random bytes, written as 64 hexadecimal digits and a newline. It protects the
+rendezvous between hosts and the engine `relay`. A process gets it as an open descriptor or as a
+file that only its user can read. It is never on a command line or in the value of an environment
+variable, which others on the machine can see.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from phalanx.errors import UsageError
 __all__ = ["SIZE", "derived", "from_descriptor", "from_file", "inherited", "new_file", "sealed"]
 
 SIZE = 32
-"""Bytes of a key."""
+"""The size of a key in bytes."""
 
 _TEXT = re.compile(rb"[0-9a-fA-F]{64}\n?")
 _LENGTH = 2 * SIZE + 1
 _SEALS = (
     fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # of a memfd
 )
-_MFD_NOEXEC_SEAL = 8  # Python 3.10 has no name for it; some systems demand it
+_MFD_NOEXEC_SEAL = 8  # some systems require it; Python 3.10 does not define it
 _EXPECTED = "expected 64 hexadecimal digits, as `phalanx key PATH` makes them"
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """32 bytes that follow from a key and what they are for; they tell nothing of the key."""
+    """Derive 32 bytes from a key for a purpose; they reveal nothing about the key."""
     return hmac.digest(key, purpose.encode(), hashlib.sha256)
 
 
 def new_file(path: str) -> None:
-    """Make a file with a new key, that its user alone can read.
+    """Create a file with a new key that only its owner can read.
 
     Raises:
-        UsageError: There is a file already, or it can't be made.
+        UsageError: The file exists, or cannot be created.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -58,14 +58,14 @@ def new_file(path: str) -> None:
 
 
 def from_file(path: str, what: str = "--key-file") -> bytes:
-    """Read a key from a file that belongs to this user, whom alone it lets in.
+    """Read a key from a file that belongs to this user and that nobody else can access.
 
     Args:
-        path: The file.
-        what: Where its name was given, for the message.
+        path: The path of the file.
+        what: The option or variable that gave the path, for the message.
 
     Raises:
-        UsageError: It can't be read, others can read it, or it holds no key.
+        UsageError: The file cannot be read, others can access it, or it does not hold a key.
     """
     try:
         with open(path, "rb") as file:
@@ -88,14 +88,14 @@ def from_file(path: str, what: str = "--key-file") -> bytes:
 
 
 def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
-    """Read a key from a pipe or file that was inherited, up to the end of its line; may block.
+    """Read a key from an inherited pipe or file, up to the end of the line; may block.
 
     Args:
-        descriptor: Its number; it stays open, and what follows the key stays unread.
-        what: Where the number was given, for the message.
+        descriptor: The descriptor. It stays open, and data after the key stays unread.
+        what: The option or variable that gave the descriptor, for the message.
 
     Raises:
-        UsageError: It isn't open, or what it holds is no key.
+        UsageError: The descriptor is not open, or does not hold a key.
     """
     text = b""
     try:
@@ -112,7 +112,7 @@ def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
 
 
 def sealed(key: bytes) -> int:
-    """A descriptor of memory with the key in it, which nobody can change: to be inherited."""
+    """Return a descriptor, to be inherited, of sealed memory that holds the key."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         descriptor = os.memfd_create("phalanx-key", flags | _MFD_NOEXEC_SEAL)
@@ -127,10 +127,10 @@ def sealed(key: bytes) -> int:
 
 
 def inherited() -> bytes | None:
-    """The key of the job of this process, by what its environment says; None if it has none.
+    """Return the key of this process's job, as its environment gives it; None if it gives none.
 
     Raises:
-        UsageError: A variable is malformed, or there is no key where it says.
+        UsageError: A variable is malformed, or the descriptor or file that it names has no key.
     """
     try:
         descriptor, path = env_hosts.key()
@@ -138,7 +138,7 @@ def inherited() -> bytes | None:
         raise UsageError(str(error)) from None
     if descriptor is not None:
         what = "PHALANX_KEY_FD in the environment"
-        # A process that didn't inherit it may have something else under that number.
+        # In a process that did not inherit the descriptor, this number may be another open file.
         try:
             known = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         except (OSError, OverflowError):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.errors import UsageError
 from tests.conformance import cases
 from tests.ranks import RankServer
 
@@ -65,6 +66,36 @@ def single_layouts(seed: int) -> None:
     scalars = torch.zeros(world_size)
     dist.all_gather_into_tensor(scalars, torch.tensor(float(rank)))
     assert scalars.tolist() == list(range(world_size))
+
+
+def on_root(seed: int) -> None:
+    """`dist.gather_single` of PyTorch 2.14, and the method that it calls."""
+    rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    options = dist.GatherOptions()
+    for root in range(world_size):
+        options.rootRank = root
+        for turn, (dtype, size) in enumerate(zip(cases.DTYPES, SIZES * 2, strict=False)):
+            inputs = inputs_of(dtype, size, seed)
+            expected, options.asyncOp = torch.cat(inputs), bool(turn % 2)
+            output = cases.poisoned(expected)
+            given = output if rank == root else output.new_empty(0)
+            group.gather_single(given, inputs[rank], options).wait()
+            if rank == root:
+                cases.check_bits(output, expected, f"gather_single of {dtype}[{size}]")
+    stacked = torch.zeros(world_size, 2, 3)
+    group.gather_single(stacked, torch.full((2, 3), float(rank))).wait()
+    assert stacked[:, 1, 1].tolist() == (list(range(world_size)) if rank == 0 else [0] * world_size)
+    if rank == 0:
+        with pytest.raises(UsageError, match=r"gather_single: the output .* has 1 elements"):
+            group.gather_single(torch.zeros(1), torch.zeros(2))
+        with pytest.raises(UsageError, match="expected a contiguous tensor"):
+            group.gather_single(torch.zeros(2, 2 * world_size)[:, ::2].t(), torch.zeros(2))
+    if public := getattr(dist, "gather_single", None):
+        public(
+            torch.full((2, 3), -1.0), stacked if rank == world_size - 1 else None, world_size - 1
+        )
+        assert (stacked == -1).all() == (rank == world_size - 1)
 
 
 def uneven(seed: int) -> None:
@@ -177,6 +208,7 @@ def futures(seed: int) -> None:
 
 
 PROGRAMS = [
+    on_root,
     single,
     single_layouts,
     uneven,

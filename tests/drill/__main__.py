@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, TypeVar
 
 import psutil
@@ -13,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from tests.drill import desyncs, endurance, kills, tables, training
+from tests.drill import desyncs, endurance, kills, matrix, tables, training
 from tests.drill.leaks import shared_files
 from tests.drill.pool import Pool
 
@@ -142,6 +144,34 @@ def training_command(
         title = f"{summary['kills']:,} kills at random moments of runs of {training.EPOCHS} epochs"
         tables.record(record, title, table, {"seed": seed, **summary})
     finish(summary["wrong"], "every run has ended as one that nobody disturbed, bit for bit")
+
+
+@app.command("matrix")
+def matrix_command(
+    case: Annotated[list[str] | None, typer.Option(help="This one alone. May be repeated.")] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="So many jobs at once.")] = 2,
+    record: Record = None,
+) -> None:
+    """Inject faults with a known cause; `phalanx explain` must name the ranks, cause and advice."""
+    unknown = sorted({*(case or ())} - {*matrix.CASES})
+    if unknown:
+        raise typer.BadParameter(f"unknown: {', '.join(unknown)}; known: {', '.join(matrix.CASES)}")
+    chosen = [matrix.CASES[name] for name in case or matrix.CASES]
+    trials = []
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(parallel) as executor:
+        for trial in executor.map(lambda one: matrix.run(one, Path(folder)), chosen):
+            trials.append(trial)
+            mark = "right" if trial.right else "WRONG"
+            console.print(f"{mark} {trial.case.name} ({trial.seconds:.0f} s)", markup=False)
+            for what in trial.wrong:
+                console.print(f"  {what}", markup=False, soft_wrap=True)
+    summary = tables.summary_of_matrix(trials)
+    table = tables.table_of_matrix(summary)
+    console.print(table)
+    if record is not None:
+        title = f"{len(trials)} faults: whether explain names the ranks, the cause and what helps"
+        tables.record(record, title, table, summary)
+    finish(summary["wrong"], "every fault has been explained right")
 
 
 def range_of(text: str) -> range:

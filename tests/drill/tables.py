@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.machine import machine, versions
-from tests.drill import desyncs, endurance, kills, training
+from tests.drill import desyncs, endurance, kills, matrix, training
 
 # Seconds within which so large a part of all survivors must have raised.
 LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
@@ -87,6 +87,35 @@ def table_of_kills(summary: dict[str, Any]) -> Table:
         counts = [found[key] for key in ("deaths", "survivors", "raised", "named", "explained")]
         times = [_milliseconds(seconds) for seconds in found["seconds"].values()]
         table.add_row(name, *map(str, counts), *times)
+    return table
+
+
+def summary_of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
+    """How many faults were explained right, by the kind of verdict that is expected."""
+    kinds = sorted({trial.case.kind for trial in trials})
+    groups = {kind: [trial for trial in trials if trial.case.kind == kind] for kind in kinds}
+    return {
+        "all": _of_matrix(trials),
+        "by": {kind: _of_matrix(group) for kind, group in groups.items()},
+        "verdicts": {trial.case.name: trial.verdict for trial in trials},
+        "wrong": [f"{trial.case.name}: {what}" for trial in trials for what in trial.wrong],
+    }
+
+
+def _of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, int]:
+    return {
+        "faults": len(trials),
+        "ranks": sum(trial.ranks for trial in trials),
+        "right": sum(trial.right for trial in trials),
+    }
+
+
+def table_of_matrix(summary: dict[str, Any]) -> Table:
+    """A line for all, and one for each kind of verdict."""
+    table = _table("faults", "ranks", "right")
+    table.caption = "ranks: those at fault are named; right: also the cause, and what helps"
+    for name, found in {"all": summary["all"], **summary["by"]}.items():
+        table.add_row(name, *map(str, found.values()))
     return table
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -59,3 +61,24 @@ def trained_alone(seed: int) -> list[Tensor]:
 
 def test_accelerator(ranks: RankServer, seed: int) -> None:
     ranks.run(2, train, seed)
+
+
+SCRIPT = """
+import sys
+import accelerate
+import torch.distributed as dist
+
+accelerator = accelerate.Accelerator()
+print(accelerator.num_processes, type(dist.group.WORLD).__module__, file=sys.stderr)
+"""
+
+
+def test_a_script_without_changes(tmp_path: Path) -> None:
+    """Without an accelerator, `Accelerator()` joins the ranks of `phalanx run`."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = {key: value for key, value in os.environ.items() if "ACCELERATE" not in key}
+    command = ["phalanx", "run", "--nproc-per-node", "2", "--replace", "gloo", str(script)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("2 phalanx.backend.process_group") == 2

@@ -83,18 +83,19 @@ def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
 @pytest.mark.timeout(4 * TIMEOUT)
 def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> None:
     expected = reference_losses(script, 20, seed=5)
-    options = ["--no-dropout", "--seed", "5"]
+    # In float32 a rounded tie of max pooling may send the losses apart, by the kind of processor.
+    options = ["--no-dropout", "--double", "--seed", "5"]
     for world_size, epochs in ((2, 2), (4, 1)):
         how = ["--epochs", str(epochs), "--nproc", str(world_size)]
         run = train(script, tmp_path, *options, *how)
         assert len(run.losses) == epochs * STEPS_PER_EPOCH
         known = expected[: len(run.losses)]
-        assert run.losses[: len(known)] == pytest.approx(known, rel=1e-4), f"size {world_size}"
+        assert run.losses[: len(known)] == pytest.approx(known, rel=1e-6), f"size {world_size}"
     # Two hosts with two ranks each, which talk through Gloo. Over MPI and the relay: tests/hosts.
     phalanx_run = str(Path(sys.executable).with_name("phalanx")), "run", "--nproc-per-node", "4"
     options += ["--epochs", "1"]
     run = train(script, tmp_path, *options, launcher=(*phalanx_run, "--simulate-hosts", "2"))
-    assert run.losses == pytest.approx(expected[:STEPS_PER_EPOCH], rel=1e-4)
+    assert run.losses == pytest.approx(expected[:STEPS_PER_EPOCH], rel=1e-6)
 
 
 def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path) -> None:

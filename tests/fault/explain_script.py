@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-CULPRIT = 1
+RANK_AT_FAULT = 1
 
 
 def stay() -> NoReturn:
@@ -61,7 +61,7 @@ def run(scenario: str, rank: int, limit: timedelta) -> None:
     first, second = dist.new_group(timeout=limit), dist.new_group(timeout=limit)
     dist.all_reduce(torch.ones(8), group=first)  # together
     dist.all_reduce(torch.ones(8), group=second)  # together
-    if rank == CULPRIT:
+    if rank == RANK_AT_FAULT:
         WRONG[scenario]()
     else:
         wait()
@@ -69,7 +69,7 @@ def run(scenario: str, rank: int, limit: timedelta) -> None:
 
 def main(scenario: str, seconds: str, then: str = "") -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if scenario == "missing" and rank == CULPRIT:
+    if scenario == "missing" and rank == RANK_AT_FAULT:
         stay()
     url = os.environ.get("STORE", "env://")
     limit = timedelta(seconds=float(seconds))

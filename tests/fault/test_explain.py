@@ -15,19 +15,19 @@ from typing import Any
 
 import pytest
 
-from phalanx.observe.culprit import find
+from phalanx.observe.diagnosis import diagnose
 from phalanx.observe.explain import as_json, as_text
-from phalanx.observe.reading import read
+from phalanx.observe.job_reader import read_job
 from tests.fault import explain_script
 from tests.ranks import RankServer
 
 SCRIPT = Path(explain_script.__file__)
 COMMAND = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 LIMIT = 60.0
-CULPRIT = explain_script.CULPRIT
+RANK_AT_FAULT = explain_script.RANK_AT_FAULT
 # Which of them go on hanging: the others end at once, unless the ranks that are told stay.
 HANGS = ("stopped", "busy", "unsent", "missing")
-# Where the culprit is called from, and those who wait: the lines have these comments.
+# Where the rank at fault is called from, and those who wait: the lines have these comments.
 SITES = {"branch": "branch", "unsent": "unsent", "order": "order"}
 
 
@@ -78,17 +78,17 @@ def until(found: Callable[[], Any], what: str) -> Any:
 
 
 def is_named(kind: str) -> bool:
-    """Whether the newest job has the culprit that is meant."""
+    """Whether the newest job has the rank at fault that is meant."""
     try:
-        verdict = find(read())
+        diagnosis = diagnose(read_job())
     except ValueError:  # there is no job yet
         return False
-    return verdict.kind == kind and verdict.ranks == (CULPRIT,)
+    return diagnosis.kind == kind and diagnosis.ranks == (RANK_AT_FAULT,)
 
 
 def has_ended() -> bool:
-    """Whether the launcher knows that the culprit has come to its end."""
-    start = read().ranks[CULPRIT].start
+    """Whether the launcher knows that the rank at fault has come to its end."""
+    start = read_job().ranks[RANK_AT_FAULT].start
     return start is not None and start.code == 0
 
 
@@ -102,14 +102,14 @@ def line_of(comment: str) -> str:
 
 
 def check(scenario: str, kind: str = "") -> None:
-    """What is said of the newest job names the culprit, why, and the lines."""
+    """What is said of the newest job names the rank at fault, why, and the lines."""
     kind = kind or scenario
-    job = read()  # as the command does, which takes seconds to start
-    verdict, text = as_json(job)["verdict"], as_text(job)
-    assert (verdict["kind"], verdict["ranks"]) == (kind, [CULPRIT]), text
+    job = read_job()  # as the command does, which takes seconds to start
+    diagnosis, text = as_json(job)["verdict"], as_text(job)
+    assert (diagnosis["kind"], diagnosis["ranks"]) == (kind, [RANK_AT_FAULT]), text
     # The tense, and how long ago that was, may change from one reading to the next.
-    assert f"\n{verdict['text'][0][:20]}" in text
-    assert f"ank {CULPRIT} " in verdict["text"][0]
+    assert f"\n{diagnosis['text'][0][:20]}" in text
+    assert f"ank {RANK_AT_FAULT} " in diagnosis["text"][0]
     assert line_of("missing" if scenario == "missing" else "wait") in text
     if scenario in SITES:
         assert line_of(SITES[scenario]) in text
@@ -156,7 +156,7 @@ def test_after_the_deadline_without_a_launcher(
     ranks: RankServer, jobs: Path, scenario: str
 ) -> None:
     run = ranks.start(3, without_launcher, str(jobs), scenario, timeout=None)
-    others = [rank for rank in range(3) if rank != CULPRIT]
+    others = [rank for rank in range(3) if rank != RANK_AT_FAULT]
     assert not run.wait(LIMIT, others)
     ended = run.collect()
     assert [ended[rank].code for rank in others] == [1, 1], ended[0].report()
@@ -197,11 +197,11 @@ def test_started_by_torch_multiprocessing(tmp_path: Path, scenario: str, kind: s
         check(scenario, kind)
     finally:
         process.communicate(timeout=LIMIT)
-    until(lambda: not read().running, "the end of the ranks")
+    until(lambda: not read_job().running, "the end of the ranks")
     if kind == "vanished":
         check(scenario, kind)
     else:  # all have been killed together: who was waited for is in the second sentence
-        text = as_text(read())
+        text = as_text(read_job())
         assert "it seems that they were killed" in text
         assert line_of("wait") in text
 

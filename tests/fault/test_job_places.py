@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.observe.notes import Notes
+from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from tests.ranks import RankServer, Run
 
 LIMIT = 100
@@ -199,11 +199,11 @@ def test_a_launcher_in_such_a_place(
 ) -> None:
     """The ranks are told not to try."""
     monkeypatch.setenv("PHALANX_JOBS_DIR", str(place(tmp_path / "jobs")))
-    with caplog.at_level(logging.WARNING, "phalanx"), Notes(2) as notes:
-        assert notes.environment() == {"PHALANX_JOB": "none"}
-        notes.start(0, 1)
-        notes.end(0, 1, 3, stopped=False)
-        assert not notes.finish(3)
+    with caplog.at_level(logging.WARNING, "phalanx"), LauncherLogWriter(2) as launcher_log:
+        assert launcher_log.environment() == {"PHALANX_JOB": "none"}
+        launcher_log.start(0, 1)
+        launcher_log.end(0, 1, 3, stopped=False)
+        assert not launcher_log.finish(3)
     (record,) = caplog.records
     assert reason in record.getMessage()
 

@@ -15,8 +15,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+import phalanx
 from phalanx.errors import CollectiveTimeout, UsageError
+from phalanx.launch import store_wait
 from tests.ranks import RankServer
+from tests.waiting import wait_for
 
 
 def init(rank: int, world_size: int, *, url: str = "", seconds: float = 10) -> None:
@@ -174,6 +177,37 @@ def test_where_those_are_who_do_not_come_to_a_new_group(ranks: RankServer) -> No
     assert re.search(rf"; rank [12] \(pid {second.pid}\) was killed by SIGKILL[;:]", text), text
 
 
+def not_all_call_new_group() -> str:
+    """Rank 2 does not call `new_group` for a group that it is not in."""
+    rank, formed = dist.get_rank(), Path(os.environ["FOLDER"], "formed")
+    if rank == 2:
+        wait_for(formed.exists)
+        with pytest.raises(UsageError) as refused:
+            dist.new_group([0, 2])
+        return str(refused.value)
+    dist.barrier(dist.new_group([0, 1]))
+    formed.touch()
+    if rank == 1:
+        return ""
+    with pytest.raises(CollectiveTimeout) as caught:
+        dist.new_group([0, 2], timeout=timedelta(seconds=0.5))
+    return str(caught.value)
+
+
+def test_not_all_call_new_group(ranks: RankServer) -> None:
+    first, _, third = ranks.run(3, not_all_call_new_group)
+    assert re.fullmatch(
+        r"new_group: rank 2 called it for the ranks \[0, 2\] when rank 0 \(pid \d+ on .*\) called "
+        r"it for the ranks \[0, 1\]\. For \[0, 1\] ranks 0, 1 called it so far, rank 2 did not\. "
+        r"All ranks of the job must call new_group, in the same order, even those .*",
+        third,
+    ), third
+    assert (
+        ": new_group for the ranks [0, 2] of the job was called by [0], but not by [2]. All ranks"
+        in first
+    ), first
+
+
 def nobody_listens(url: str) -> float:
     start = time.monotonic()
     with pytest.raises(dist.DistError):
@@ -196,6 +230,30 @@ def test_port_in_use(ranks: RankServer) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         ranks.run(1, port_in_use, f"tcp://127.0.0.1:{port}", timeout=None, limit=20)
+
+
+def meets_at_a_port_in_use(port: int) -> str:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    store_wait._SECONDS = 0.1
+    with pytest.raises(UsageError) as caught:
+        phalanx.init(device="cpu")
+    return str(caught.value)
+
+
+def test_nobody_is_silent_if_the_port_is_in_use(ranks: RankServer) -> None:
+    """Rank 0 raises; rank 1 is connected to a program that never answers, and logs that."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        run = ranks.start(2, meets_at_a_port_in_use, port, timeout=None)
+        stderr = Path(run.folder, "stderr-1")
+        wait_for(lambda: stderr.exists() and "Check that all ranks" in stderr.read_text())
+        run.wait(20, [0])
+        first, second = run.collect()
+    assert f"rank 0 can't listen on port {port}, where the ranks are to meet: it is" in first.value
+    assert (
+        f"rank 1 has waited 0.1 s for the other ranks, which are to meet at 127.0.0.1:{port}: s"
+        in (second.stderr)
+    )
 
 
 def no_place() -> None:

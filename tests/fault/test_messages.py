@@ -119,7 +119,7 @@ def left_by_another_thread(how: str) -> None:
     assert not thread.is_alive()
     (error,) = errors
     assert isinstance(error, Aborted), error
-    assert "tag 5 at test_messages.py:" in str(error)
+    assert "tag 5 at test_messages.py:" in str(error), error
 
 
 @pytest.mark.parametrize("how", ("shutdown", "abort"))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout
-from phalanx.observe.members import ranks_of
+from phalanx.observe.rank_ranges import parse_rank_ranges
 from phalanx.topology.layout import ranges
 from tests.ranks import RankServer
 
@@ -214,9 +214,9 @@ def test_no_ring(ranks: RankServer, size: int, function: object) -> None:
 
 @pytest.mark.parametrize("ranks", ([0, 1, 2, 3], [6, 0, 1], [5], [3, 2, 1], []))
 def test_ranges_say_which_ranks(ranks: list[int]) -> None:
-    assert ranks_of(ranges(ranks)) == tuple(ranks)
+    assert parse_rank_ranges(ranges(ranks)) == tuple(ranks)
 
 
 @pytest.mark.parametrize("text", ("0-2000000000", "0-40000,0-40000", "a", "1-", "-1", "1,,x", "²"))
 def test_ranges_that_make_no_sense(text: str) -> None:
-    assert ranks_of(text) in ((), (1,))
+    assert parse_rank_ranges(text) in ((), (1,))

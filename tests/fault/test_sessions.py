@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
-from phalanx.observe import reading
+from phalanx.observe import job_reader
 from phalanx.testing import Drill, Ended
 
 VICTIM = 1
@@ -117,7 +117,7 @@ def caught_and_gone_on() -> tuple[str, float]:
                 dist.barrier()
             raises()
     except ValueError:
-        ending = reading.read().ranks[VICTIM].ending
+        ending = job_reader.read_job().ranks[VICTIM].ending
     # It can form another group, alone.
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group("phalanx", store=store, rank=0, world_size=1)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.observe import finding, reading
-from phalanx.observe.culprit import Verdict, find
+from phalanx.observe import job_lookup, job_reader
+from phalanx.observe.diagnosis import Diagnosis, diagnose
 from phalanx.observe.explain import as_text
 
 LIMIT = 60.0
@@ -46,40 +46,40 @@ def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[str]:
             process.communicate()
 
 
-def kept() -> Verdict:
+def kept() -> Diagnosis:
     """What is found out about the one job, which must have been kept as a failed one."""
-    with finding.find() as job:
-        assert reading.summary(job).state == "failed"
-    return find(reading.read())
+    with job_lookup.find_job() as job:
+        assert job_reader.read_summary(job).state == "failed"
+    return diagnose(job_reader.read_job())
 
 
 @pytest.mark.usefixtures("jobs")
 def test_different_world_sizes(tmp_path: Path) -> None:
     stderr = ended([start(tmp_path, 0, 2), start(tmp_path, 1, 3)])
     assert all("this rank with 3" in text for text in stderr), stderr
-    verdict = kept()
-    assert (verdict.kind, verdict.ranks) == ("failed", (1,))
-    assert "rank 0 was started with world size 2, this rank with 3" in verdict.reason
-    text = as_text(reading.read())
+    diagnosis = kept()
+    assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
+    assert "rank 0 was started with world size 2, this rank with 3" in diagnosis.reason
+    text = as_text(job_reader.read_job())
     assert "world size 2, this rank with 3" in text
     assert "wait for each other" not in text
-    assert {rank.ending for rank in reading.read().ranks[:2]} == {"failed"}
+    assert {rank.ending for rank in job_reader.read_job().ranks[:2]} == {"failed"}
 
 
 @pytest.mark.usefixtures("jobs")
 def test_a_rank_that_is_taken(tmp_path: Path) -> None:
     stderr = ended([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
     assert sum("is taken already" in text for text in stderr) == 1, stderr
-    with finding.find() as job:
-        assert reading.summary(job).state == "failed"
+    with job_lookup.find_job() as job:
+        assert job_reader.read_summary(job).state == "failed"
 
 
 @pytest.mark.usefixtures("jobs")
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     ended([start(tmp_path, 0, 2, 1.2)])
-    verdict = kept()
-    assert (verdict.kind, verdict.ranks) == ("missing", (1,))
-    (failed,) = reading.read().ranks[0].history
+    diagnosis = kept()
+    assert (diagnosis.kind, diagnosis.ranks) == ("missing", (1,))
+    (failed,) = job_reader.read_job().ranks[0].history
     assert (failed.kind, failed.outcome) == ("join", "timeout")
 
 
@@ -92,13 +92,13 @@ def test_ctrl_c(jobs: Path, tmp_path: Path) -> None:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
     ended([process])
-    (failed,) = reading.read().ranks[0].history
+    (failed,) = job_reader.read_job().ranks[0].history
     assert (failed.kind, failed.outcome) == ("join", "interrupted")
-    assert reading.read().ranks[0].last_words.startswith("KeyboardInterrupt")
+    assert job_reader.read_job().ranks[0].exception.startswith("KeyboardInterrupt")
     kept()
 
 
 def _joins(jobs: Path) -> bool:
     if not list(jobs.glob("*/*.box")):
         return False
-    return bool(reading.read().ranks and reading.read().ranks[0].open)
+    return bool(job_reader.read_job().ranks and job_reader.read_job().ranks[0].open)

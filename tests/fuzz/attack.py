@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from phalanx import rpc
-from phalanx.rpc import reception
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
+from phalanx.rpc.transport import server
 from tests.fuzz.mad import Mad
 from tests.fuzz.strangers import Strangers
 
@@ -60,7 +60,7 @@ def state() -> dict[str, int]:
         "bytes": me.memory_info().rss,
         "files": me.num_fds(),
         "threads": threading.active_count(),
-        "leased": agent().arena.leased,
+        "leased": agent().shm_sender.leased_count,
     }
 
 
@@ -104,9 +104,9 @@ def under_attack(frames: int, seed: int) -> tuple[list[str], dict[str, int], dic
 def _attack(frames: int, seed: int) -> tuple[list[str], dict[str, int], dict[str, int]]:
     own, victim = agent(), agent().peers[1]
     canary = f"{os.environ['FOLDER']}/canary"
-    door, port = victim.card.address, "" if victim.is_near else victim.address
-    strangers = Strangers(door, port, canary, seed)
-    mad = Mad(own._key, door, port, own.arena, seed)
+    address, port = victim.record.address, "" if victim.is_local else victim.address
+    strangers = Strangers(address, port, canary, seed)
+    mad = Mad(own._key, address, port, own.shm_sender, seed)
     rpc.rpc_sync(1, limit)
     assert rpc.rpc_sync(2, call, (0,))
     before = rpc.rpc_sync(1, state)
@@ -125,18 +125,18 @@ def _attack(frames: int, seed: int) -> tuple[list[str], dict[str, int], dict[str
 
 
 def _answers_among_others(mad: Mad, number: int) -> int:
-    right = reception._reply
+    right = server._reply
 
     def answer(stream: Any, frames: Any) -> None:
         for _ in range(5):
-            stream.answer(mad._frame())
+            stream.send_answer(mad._frame())
         right(stream, frames)
 
-    reception._reply = answer
+    server._reply = answer
     try:
         return int(rpc.rpc_sync(1, asked_back, (number,), timeout=30))
     finally:
-        reception._reply = right
+        server._reply = right
 
 
 def _settled(before: dict[str, int]) -> dict[str, int]:

@@ -17,16 +17,23 @@ from typing import Any
 
 import torch
 
-from phalanx.rpc import door, far, near
-from phalanx.rpc.arena import Arena
-from phalanx.rpc.wire import DTYPES, FRAME, Kind, Place, Row, written
+from phalanx.rpc.codec.message import (
+    DTYPES,
+    MAX_FRAME_SIZE,
+    Kind,
+    TensorDescriptor,
+    TensorLocation,
+    encode_frame,
+)
+from phalanx.rpc.shared_memory.sender import ShmSender
+from phalanx.rpc.transport import auth, local, remote
 
 __all__ = ["Mad"]
 
 # It may say that it leaves, and is believed: then there is nothing more to be tried.
 _KINDS = [kind for kind in Kind if kind is not Kind.LEAVE]
 _NUMBERS = (0, 1, 2, 3, 255, 256, 2**16, 2**31 - 1, 2**31, 2**32 - 1)
-_LENGTHS = (FRAME + 1, 10**12, 2**63, 2**64 - 1)
+_LENGTHS = (MAX_FRAME_SIZE + 1, 10**12, 2**63, 2**64 - 1)
 
 
 def _harmless(*values: Any) -> Any:
@@ -40,25 +47,30 @@ class Mad:
         key: The job's.
         near_address: Where the worker listens on this host.
         far_address: The URL where it listens for other hosts; empty if it doesn't.
-        arena: That of worker 0.
+        shm_sender: That of worker 0.
         seed: Of what is sent.
     """
 
     def __init__(
-        self, key: bytes, near_address: str, far_address: str, arena: Arena, seed: int
+        self,
+        key: bytes,
+        near_address: str,
+        far_address: str,
+        shm_sender: ShmSender,
+        seed: int,
     ) -> None:
         self._key, self._address, self._far_address = key, near_address, far_address
         self._random = random.Random(seed)
-        self._stream: near.Stream | None = None
-        self._far = far.Far(key, "127.0.0.1") if far_address else None
+        self._stream: local.LocalConnection | None = None
+        self._far = remote.RemoteContext(key, "127.0.0.1") if far_address else None
         self._wake = os.eventfd(0)
-        self._line: far.Line | None = None
-        self._arena = arena
+        self._line: remote.RemoteConnection | None = None
+        self._shm_sender = shm_sender
         # What else is open here: a file, a large one, memory without seals that says it is ours.
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - closed in `close`
         self._file.truncate(2**33)
         self._memory = os.memfd_create("mad")
-        segment = self._arena._segments[64 * 2**10][0]
+        segment = self._shm_sender._segments[64 * 2**10][0]
         os.write(self._memory, bytes(segment.memory[:4096]))
         os.ftruncate(self._memory, segment.size)
 
@@ -83,9 +95,9 @@ class Mad:
 
     # ---- ways to send ----
 
-    def _connected(self) -> near.Stream:
+    def _connected(self) -> local.LocalConnection:
         if self._stream is None:
-            self._stream = door.connect(self._key, self._address)
+            self._stream = auth.connect(self._key, self._address)
         return self._stream
 
     def _send_near(self) -> None:
@@ -102,10 +114,10 @@ class Mad:
         """More than there is, or than is allowed, and then no more."""
         stream = self._connected()
         length = self._random.choice((*_LENGTHS, 1000))
-        data = near._LENGTH.pack(length) + self._random.randbytes(self._random.randrange(900))
+        data = local._LENGTH.pack(length) + self._random.randbytes(self._random.randrange(900))
         try:
             stream._socket.sendall(data)
-            if length > FRAME:
+            if length > MAX_FRAME_SIZE:
                 # It is cut off for that; nothing else would end this.
                 while stream.receive(time.monotonic() + 30) is not None:
                     pass
@@ -119,7 +131,7 @@ class Mad:
         if self._line is None or self._random.randrange(1000) == 0:
             if self._line is not None:
                 self._line._socket.close(1000)
-            self._line = far.Line(self._far, self._far_address, self._wake)
+            self._line = remote.RemoteConnection(self._far, self._far_address, self._wake)
         self._line.send(frame, behind)
         while self._line._socket.poll(0):
             self._line._socket.recv_multipart()
@@ -140,16 +152,16 @@ class Mad:
         return self._random.randbytes(self._random.randrange(300))
 
     def _written(
-        self, rows: list[Row], note: bytes, payload: bytes, is_apart: bool = False
+        self, rows: list[TensorDescriptor], note: bytes, payload: bytes, is_apart: bool = False
     ) -> bytes:
         here = [
             bytes(row.size if 0 <= row.size < 2**20 else 3)
             for row in rows
-            if row.place is Place.HERE
+            if row.location is TensorLocation.INLINE
         ]
         number = self._random.randrange(2**64)
         kind, extra = self._random.choice(_KINDS), self._random.randrange(2**32)
-        return written(kind, 0, 0, number, extra, rows, note, payload, here, is_apart)
+        return encode_frame(kind, 0, 0, number, extra, rows, note, payload, here, is_apart)
 
     def _mutated(self) -> bytes:
         """A good one, but for some bytes that aren't the pickle's; the checksum is right."""
@@ -164,11 +176,18 @@ class Mad:
             return bytes(frame[: self._random.randrange(len(frame))])
         return bytes(frame)
 
-    def _row(self) -> Row:
-        place = self._random.choice((Place.HERE, Place.HERE, Place.SHARED, Place.BEHIND))
+    def _row(self) -> TensorDescriptor:
+        place = self._random.choice(
+            (
+                TensorLocation.INLINE,
+                TensorLocation.INLINE,
+                TensorLocation.SHARED,
+                TensorLocation.OUT_OF_BAND,
+            )
+        )
         shape = tuple(self._random.randrange(5) for _ in range(self._random.randrange(4)))
         numbers = (self._random.choice(_NUMBERS) for _ in range(3))
-        return Row(self._random.choice(DTYPES), place, shape, *numbers)
+        return TensorDescriptor(self._random.choice(DTYPES), place, shape, *numbers)
 
     def _lying_table(self) -> bytes:
         """Shapes below zero, too large for anything, or whose product is too large for 64 bits."""
@@ -198,7 +217,10 @@ class Mad:
 
     def _bad_content(self) -> bytes:
         """Pickles that are cut off, or aren't what was expected; notes that make no sense."""
-        rows = [Row(torch.float32, Place.HERE, (3,)), Row(torch.int64, Place.HERE, ())]
+        rows = [
+            TensorDescriptor(torch.float32, TensorLocation.INLINE, (3,)),
+            TensorDescriptor(torch.int64, TensorLocation.INLINE, ()),
+        ]
         good: Any = (_harmless, (1, "a"), {}, True)
         values = (good, good[:3], 5, None, [], {}, ((0, 1), 0, 1), (("a", []), {}, None), [(1, 2)])
         payload = pickle.dumps(self._random.choice(values), 5)
@@ -221,14 +243,14 @@ class Mad:
 
     def _bad_memory(self) -> bytes:
         """Blocks and files that aren't what they are said to be."""
-        segment = self._arena._segments[64 * 2**10][0]
+        segment = self._shm_sender._segments[64 * 2**10][0]
         descriptors = (
-            segment.descriptor, self._file.fileno(), self._memory, self._wake,
+            segment.fd, self._file.fileno(), self._memory, self._wake,
             self._random.randrange(64), self._random.choice(_NUMBERS),
         )  # fmt: skip
-        row = Row(
+        row = TensorDescriptor(
             self._random.choice(DTYPES),
-            Place.SHARED,
+            TensorLocation.SHARED,
             self._random.choice(((0,), (5,), (2**13,), (2**20,), (2**40, 2), (0, 2**62))),
             self._random.choice((segment.number, segment.number + 1, 2**32 - 1)),
             self._random.choice(descriptors),

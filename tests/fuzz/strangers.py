@@ -11,8 +11,8 @@ import struct
 from pathlib import Path
 
 from phalanx.errors import PhalanxError
-from phalanx.rpc import door, near
-from phalanx.rpc.wire import Kind, written
+from phalanx.rpc.codec.message import Kind, encode_frame
+from phalanx.rpc.transport import auth, local
 
 __all__ = ["Strangers"]
 
@@ -44,7 +44,7 @@ class Strangers:
         self._near, self._far = near_address, far_address
         self._random = random.Random(seed)
         bomb = pickle.dumps((_Bomb(canary), (), {}, True))
-        self._message = written(Kind.CALL, 0, 0, 1, 0, payload=bomb)
+        self._message = encode_frame(Kind.CALL, 0, 0, 1, 0, payload=bomb)
         self._silent: list[socket.socket] = []
 
     def send(self) -> None:
@@ -67,20 +67,20 @@ class Strangers:
         return stranger
 
     def _noise(self) -> None:
-        begin = self._random.choice((b"", door._MAGIC[:5], near._LENGTH.pack(10**12)))
+        begin = self._random.choice((b"", auth._MAGIC[:5], local._LENGTH.pack(10**12)))
         with self._connected() as stranger:
             _try_to_send(stranger, begin + self._random.randbytes(self._random.randrange(2000)))
 
     def _half_a_handshake(self) -> None:
         with self._connected() as stranger:
-            _try_to_send(stranger, door._MAGIC + self._random.randbytes(32))
+            _try_to_send(stranger, auth._MAGIC + self._random.randbytes(32))
             ends = (b"", self._random.randbytes(32), self._random.randbytes(32) + self._message)
             end = self._random.choice(ends)
             _try_to_send(stranger, end[: self._random.randrange(len(end) + 1)])
 
     def _wrong_key(self) -> None:
         try:
-            door.connect(os.urandom(32), self._near).close()
+            auth.connect(os.urandom(32), self._near).close()
         except (OSError, PhalanxError):
             return
         raise AssertionError("a wrong key was let in")
@@ -88,7 +88,7 @@ class Strangers:
     def _says_nothing(self) -> None:
         """It stays, and says a byte at most; of many the oldest goes."""
         stranger = self._connected()
-        _try_to_send(stranger, door._MAGIC[: self._random.randrange(2)])
+        _try_to_send(stranger, auth._MAGIC[: self._random.randrange(2)])
         self._silent.append(stranger)
         if len(self._silent) > 200:
             self._silent.pop(0).close()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from random import Random
 
 import pytest
@@ -208,33 +210,127 @@ def test_a_dead_peer(ranks: RankServer, name: str) -> None:
     assert second.code == -signal.SIGKILL
 
 
-def leaves_while_it_connects() -> None:
-    """Gloo aborts the process of a peer that is in the middle of connecting to one who closes."""
+def aborts_while_it_connects(late: int) -> bool:
+    """Of ranks 0 and 1 one is late in connecting; the other, connected with 2, aborts."""
     engine, rank, _ = opened("gloo")
     assert isinstance(engine, GlooEngine)
-    connecting, go_on, look = threading.Event(), threading.Event(), engine._await
+    if rank != late:
+        other = 2 if rank != 2 else 1 - late
+        place = memoryview(bytearray(1))
+        done(engine.send(memoryview(bytearray(b"x")), other, 1), engine.recv(place, other, 1))
+    if rank == 2:
+        engine._store.wait(["aborted"], timedelta(seconds=LIMIT))
+        engine.close()
+        return True
+    wanted, go_on, look = threading.Event(), threading.Event(), engine._await_peer
 
-    def slowly(peer: int) -> None:
-        connecting.set()
-        assert rank == 1 or go_on.wait(LIMIT)
-        look(peer)
+    def await_peer(peer: int) -> bool:
+        found = look(peer)
+        wanted.set()
+        assert rank != late or go_on.wait(LIMIT)
+        return found
 
-    engine._await = slowly  # type: ignore[method-assign]
-    engine.recv(memoryview(bytearray(1)), 1 - rank, 1)
-    closing = threading.Thread(target=engine.close)
-    assert connecting.wait(LIMIT)
-    closing.start()
-    if rank == 0:
-        closing.join(0.3)
-        assert not engine._aborted
+    engine._await_peer = await_peer  # type: ignore[method-assign]
+    transfer = engine.recv(memoryview(bytearray(1)), 1 - rank, 1)
+    assert wanted.wait(LIMIT)
+    if rank == late:
+        engine._store.wait(["aborting"], timedelta(seconds=LIMIT))
         go_on.set()
-    closing.join(LIMIT)
-    assert not closing.is_alive()
-    assert engine._posts[1 - rank].connected
+        assert engine._posts[1 - rank].settled.wait(LIMIT)
+        engine._store.wait(["aborted"], timedelta(seconds=LIMIT))
+        engine._store.set("connected", "")
+    else:
+        aborting = threading.Thread(target=engine.abort)
+        aborting.start()
+        aborting.join(0.3)
+        engine._store.set("aborting", "")
+        aborting.join(LIMIT)
+        assert not aborting.is_alive()
+        engine._store.set("aborted", "")
+        engine._store.wait(["connected"], timedelta(seconds=LIMIT))
+    with pytest.raises(EngineError):
+        transfer.wait(LIMIT)
+    engine.close()
+    return rank == late or engine._posts[1 - rank].connected
 
 
-def test_gloo_closes_no_connection_that_is_being_made(ranks: RankServer) -> None:
-    ranks.run(2, leaves_while_it_connects, timeout=None)
+@pytest.mark.parametrize("late", (0, 1))
+def test_gloo_aborts_no_connection_that_is_being_made(ranks: RankServer, late: int) -> None:
+    """Else Gloo would abort the process when it is made."""
+    assert ranks.run(3, aborts_while_it_connects, late, timeout=None) == [True] * 3
+
+
+def is_not_wanted() -> bool:
+    engine, rank, _ = opened("gloo")
+    assert isinstance(engine, GlooEngine)
+    if rank == 1:
+        engine._store.wait(["ended"], timedelta(seconds=LIMIT))
+        engine.close()
+        return False
+    transfer = engine.recv(memoryview(bytearray(1)), 1, 1)
+    assert not transfer.wait(0.05)
+    engine.abort()
+    with pytest.raises(EngineError):
+        transfer.wait(LIMIT)
+    engine._store.set("ended", "")
+    engine.close()
+    return engine._posts[1].entered
+
+
+def test_gloo_connects_with_no_peer_that_wants_nothing(ranks: RankServer) -> None:
+    """A connection that nobody answers could not be aborted safely."""
+    assert ranks.run(2, is_not_wanted, timeout=None) == [False, False]
+
+
+def leaves_unconnected() -> str:
+    engine, rank, _ = opened("gloo")
+    if rank == 1:
+        engine.close()
+        return ""
+    with pytest.raises(EngineError) as caught:
+        engine.recv(memoryview(bytearray(1)), 1, 1).wait(LIMIT)
+    engine.close()
+    assert caught.value.peer == 1
+    return str(caught.value)
+
+
+def test_gloo_knows_of_a_peer_that_left_unconnected(ranks: RankServer) -> None:
+    assert ranks.run(2, leaves_unconnected, timeout=None) == ["it has left", ""]
+
+
+def dies_unconnected(when: str) -> str:
+    """Rank 1 dies before or while rank 0 waits for it."""
+    engine, rank, _ = opened("gloo")
+    assert isinstance(engine, GlooEngine)
+    if rank == 1:
+        engine._store.set("pid", str(os.getpid()))
+        engine._store.wait(["die"], timedelta(seconds=LIMIT))
+        os.kill(os.getpid(), signal.SIGKILL)
+    peer = os.pidfd_open(int(engine._store.get("pid")))
+    if when == "before":
+        engine._store.set("die", "")
+        assert select.select([peer], [], [], LIMIT)[0]
+    transfer = engine.recv(memoryview(bytearray(1)), 1, 1)
+    if when == "while":
+        assert not transfer.wait(0.3)  # it lives, but wants nothing
+        engine._store.set("die", "")
+    with pytest.raises(EngineError) as caught:
+        transfer.wait(LIMIT)
+    engine.close()
+    assert caught.value.peer == 1
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("when", "words"),
+    [("before", "Connection refused"), ("while", "Connection reset by peer")],
+)
+def test_gloo_knows_of_a_peer_that_died_unconnected(
+    ranks: RankServer, when: str, words: str
+) -> None:
+    survivor, victim = ranks.start(2, dies_unconnected, when, timeout=None).join()
+    assert survivor.value == words
+    assert victim.code == -signal.SIGKILL
 
 
 def no_such_engine() -> str:

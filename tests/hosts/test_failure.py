@@ -103,6 +103,25 @@ def test_messages_from_a_dead_rank(ranks: RankServer) -> None:
         assert seconds < 2
 
 
+def survive_one_without_connections() -> tuple[str, float]:
+    rank = dist.get_rank()
+    if rank == 3:
+        told("dead").write_text(repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(phalanx.PeerLost) as caught:
+        messages(rank)
+    end = time.monotonic()
+    dist.destroy_process_group()
+    return str(caught.value), end - float(told("dead").read_text())
+
+
+def test_messages_from_a_rank_that_died_before_it_connected(ranks: RankServer) -> None:
+    ended = ranks.start(4, survive_one_without_connections, hosts="aabb").join()
+    for text, seconds in survivors(ended, 3):
+        assert re.search(r": rank 3 \(pid \d+[^)]*\) (was killed|has died)", text), text
+        assert seconds < 2
+
+
 def a_whole_host(victims: tuple[int, ...]) -> tuple[str, float]:
     dist.all_reduce(torch.ones(3))
     if dist.get_rank() in victims:

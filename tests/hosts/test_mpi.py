@@ -287,7 +287,7 @@ case $host in
 NAMES
 *) exit 255 ;;
 esac
-exec ip netns exec $name unshare --pid --fork --kill-child --mount-proc --uts \\
+exec ip netns exec $name unshare --pid --ipc --fork --kill-child --mount-proc --uts \\
   sh -c 'hostname $0 && eval "$@"' $name "$@"
 """
 

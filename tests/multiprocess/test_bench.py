@@ -135,7 +135,7 @@ def test_algorithms_are_measured_beside_the_backends_own(
 
 
 def test_systems_that_die_or_hang_are_named_and_the_others_go_on() -> None:
-    with running("--op", "all_reduce,barrier", "--sizes", "4,1KiB", "--timeout", "15") as process:
+    with running("--op", "all_reduce,barrier", "--sizes", "4,1KiB", "--timeout", "40") as process:
         assert process.stdout is not None
         until(process, "4 B")  # more is to come, so each of the two is asked again
         killed, stopped = ranks_of(process.pid, "mpich")[1], ranks_of(process.pid, "gloo")[1]
@@ -146,7 +146,7 @@ def test_systems_that_die_or_hang_are_named_and_the_others_go_on() -> None:
     dropped = dict(re.findall("^note: (.+) is dropped: (.+)$", rest, re.MULTILINE))
     assert dropped.keys() == {"mpich", "gloo"}
     assert f"(pid {killed.pid}) died during all_reduce" in dropped["mpich"]
-    assert "no answer within 15 s to all_reduce" in dropped["gloo"]
+    assert "no answer within 40 s to all_reduce" in dropped["gloo"]
     assert dropped["gloo"].endswith(f" (pid {stopped.pid})")
     headings, figures = (line.split() for line in rest.rstrip().splitlines()[-2:])
     assert headings[:4] == ["size", "phalanx", "shared", "openmpi"]

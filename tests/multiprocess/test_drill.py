@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -323,8 +323,11 @@ def kept_jobs() -> list[str]:
     return sorted(os.listdir(path)) if os.path.isdir(path) else []
 
 
-def test_nothing_is_left_behind(drill: Drill) -> None:
+def test_nothing_is_left_behind(
+    drill: Drill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Processes of the ranks' are looked for by a fixture of all tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # drills of other tests run at once
     descriptors, jobs = len(os.listdir("/proc/self/fd")), kept_jobs()
     (rank,) = drill.run(starts_something, 1)
     assert rank.code == -signal.SIGKILL
@@ -332,7 +335,7 @@ def test_nothing_is_left_behind(drill: Drill) -> None:
         drill.run(hanging, 2, timeout=0.3)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert kept_jobs() == jobs
-    assert glob.glob(f"{tempfile.gettempdir()}/phalanx-drill-*") == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_server_ends_with_its_client() -> None:

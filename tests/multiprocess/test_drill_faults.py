@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.observe import reading
+from phalanx.observe import job_reader
 from phalanx.testing import Drill, fail
 
 
@@ -75,7 +75,7 @@ def test_a_fault_that_cannot_travel(drill: Drill) -> None:
 def job_of_rank() -> tuple[str | None, str]:
     with phalanx.init(timeout=20):
         dist.barrier()
-        return os.environ.get("PHALANX_JOB"), reading.read().name
+        return os.environ.get("PHALANX_JOB"), job_reader.read_job().name
 
 
 def test_a_drill_is_no_part_of_a_surrounding_job(monkeypatch: pytest.MonkeyPatch) -> None:

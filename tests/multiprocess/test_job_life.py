@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import _native
-from phalanx.observe import finding, reading
-from phalanx.observe.culprit import find
+from phalanx.observe import job_lookup, job_reader
+from phalanx.observe.diagnosis import diagnose
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -77,15 +77,15 @@ def until_signal(base: Path) -> None:
 def test_what_is_left_when_all_are_killed(ranks: RankServer, jobs: Path) -> None:
     run = ranks.start(3, until_signal, jobs, timeout=None)
     wait_for(lambda: all((run.folder / f"ready{rank}").exists() for rank in range(3)))
-    live = reading.read()
+    live = job_reader.read_job()
     assert live.running
     assert [rank.pid for rank in live.ranks] == run.pids
-    with finding.find() as job:
-        assert reading.summary(job).state == "running"
+    with job_lookup.find_job() as job:
+        assert job_reader.read_summary(job).state == "running"
     for rank in range(3):
         run.signal(rank, signal.SIGKILL)
     run.join()
-    job = reading.read()
+    job = job_reader.read_job()
     assert not job.running
     assert (job.name, job.problems, job.code) == (live.name, (), None)
     assert [rank.pid for rank in job.ranks] == run.pids
@@ -95,9 +95,9 @@ def test_what_is_left_when_all_are_killed(ranks: RankServer, jobs: Path) -> None
     ]
     assert all(rank.last is not None for rank in job.ranks)
     assert [rank.last.kind for rank in job.ranks if rank.last] == ["all_reduce"] * 3
-    with finding.find() as found:
-        assert reading.summary(found).state == "failed"
-        assert reading.summary(found).world_size == 3
+    with job_lookup.find_job() as found:
+        assert job_reader.read_summary(found).state == "failed"
+        assert job_reader.read_summary(found).world_size == 3
 
 
 def one_raises(base: Path) -> None:
@@ -109,10 +109,10 @@ def one_raises(base: Path) -> None:
 def test_what_is_left_of_a_failure(ranks: RankServer, jobs: Path) -> None:
     ended = ranks.start(2, one_raises, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [1, 1]
-    job = reading.read()
+    job = job_reader.read_job()
     assert [rank.ending for rank in job.ranks] == ["failed", "failed"]
-    assert job.ranks[1].last_words == "ValueError: for a\x1b reason"
-    assert "PeerLost" in job.ranks[0].last_words
+    assert job.ranks[1].exception == "ValueError: for a\x1b reason"
+    assert "PeerLost" in job.ranks[0].exception
 
 
 def one_ends_after_a_failed_operation(base: Path) -> None:
@@ -127,7 +127,7 @@ def one_ends_after_a_failed_operation(base: Path) -> None:
 def test_an_exit_code_after_a_failed_operation(ranks: RankServer, jobs: Path) -> None:
     ended = ranks.start(2, one_ends_after_a_failed_operation, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [3, 0]
-    assert [rank.ending for rank in reading.read().ranks] == ["exited", ""]
+    assert [rank.ending for rank in job_reader.read_job().ranks] == ["exited", ""]
 
 
 def one_calls_when_the_others_have_failed(base: Path) -> None:
@@ -146,7 +146,7 @@ def one_calls_when_the_others_have_failed(base: Path) -> None:
 def test_what_a_broken_group_refuses(ranks: RankServer, jobs: Path) -> None:
     ended = ranks.start(3, one_calls_when_the_others_have_failed, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [1, 1, 1], ended[0].report()
-    job = reading.read()
+    job = job_reader.read_job()
     here = os.path.basename(__file__)
     for rank in job.ranks:
         failed = [operation for operation in rank.history if operation.outcome != "ok"]
@@ -156,8 +156,8 @@ def test_what_a_broken_group_refuses(ranks: RankServer, jobs: Path) -> None:
             assert (operation.kind, operation.outcome) == ("all_reduce", "mismatch")
             assert here in operation.site
         assert failed[0].sequence == 2
-    verdict = find(job)
-    assert (verdict.kind, verdict.ranks) == ("branch", (0,))
+    diagnosis = diagnose(job)
+    assert (diagnosis.kind, diagnosis.ranks) == ("branch", (0,))
 
 
 def ends_without_pythons_end(base: Path) -> None:
@@ -168,8 +168,8 @@ def ends_without_pythons_end(base: Path) -> None:
 
 def test_ranks_that_left_and_ended_without_clean_up(ranks: RankServer, jobs: Path) -> None:
     ranks.start(2, ends_without_pythons_end, jobs, timeout=None).join()
-    with finding.find() as job:
-        assert reading.summary(job).state == "finished"
+    with job_lookup.find_job() as job:
+        assert job_reader.read_summary(job).state == "finished"
 
 
 def again_and_again(base: Path) -> tuple[str, int]:
@@ -214,8 +214,8 @@ def some_ranks_of_another_backend(base: Path) -> tuple[int, int, str]:
     mine = next(g for g, part in zip(groups, parts, strict=True) if rank in part)
     dist.all_reduce(torch.ones(1), group=mine)
     dist.barrier()
-    with finding.find() as job:
-        box = job.boxes()[os.getpid()]
+    with job_lookup.find_job() as job:
+        box = job.list_recorders()[os.getpid()]
         read = _native.read_black_box(job.read(box, 2**30), 0)
     dist.barrier()
     return read["rank"], read["world_size"], read["job"]
@@ -283,9 +283,9 @@ def test_processes_of_multiprocessing(jobs: Path, tmp_path: Path, method: str, f
         return
     assert done.returncode == 1
     assert "KeyError: 'spawned'" in done.stderr
-    job = reading.read()
+    job = job_reader.read_job()
     assert job.command[0] == "script.py"
-    assert (job.ranks[1].ending, job.ranks[1].last_words) == ("failed", "KeyError: 'spawned'")
+    assert (job.ranks[1].ending, job.ranks[1].exception) == ("failed", "KeyError: 'spawned'")
 
 
 TORCHRUN = """
@@ -315,7 +315,7 @@ def test_torchrun(jobs: Path, tmp_path: Path, victim: str) -> None:
         assert done.returncode == 0, done.stderr
         assert list(jobs.iterdir()) == []
     else:
-        job = reading.read()
+        job = job_reader.read_job()
         assert job.command == ("script.py", "1")
         assert job.ranks[1].ending == ""  # rank 0 is told so, or stopped before it is
 

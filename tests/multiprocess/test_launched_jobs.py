@@ -18,8 +18,8 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.observe import finding, reading
-from phalanx.observe.directory import Directory, description, new_name
+from phalanx.observe import job_lookup, job_reader
+from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from tests.waiting import wait_for
 
 LIMIT = 60
@@ -107,7 +107,7 @@ def test_a_clean_run_leaves_nothing(command: Command, jobs: Path) -> None:
     code, _, err = command.run("jobs", "--remove", job["name"])
     assert code == 2
     assert err == f"phalanx: error: job {job['name']} still runs: end it first\n"
-    read = reading.read(job["name"][:-1])
+    read = job_reader.read_job(job["name"][:-1])
     assert [rank.start and rank.start.pid for rank in read.ranks] == [r.pid for r in read.ranks]
     assert read.running
     (command.folder / "go").touch()
@@ -128,14 +128,14 @@ def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> Non
     (job,) = listed(command)
     assert job["state"] == "failed"
     assert err.splitlines()[-1] == f"To see this again: phalanx explain {job['name']}"
-    read = reading.read()
+    read = job_reader.read_job()
     assert (read.code, read.world_size, read.attempt) == (137, 2, 0)
     first, second = (rank.start for rank in read.ranks)
     assert first is not None
     assert second is not None
     assert (second.code, second.stopped) == (-signal.SIGKILL, False)
     assert first.code in (1, -signal.SIGTERM)
-    assert read.ranks[0].last_words.startswith("phalanx.errors.PeerLost")
+    assert read.ranks[0].exception.startswith("phalanx.errors.PeerLost")
     assert second.ended is not None
     assert second.time < second.ended <= time.time()
     assert not read.running
@@ -150,7 +150,7 @@ def test_a_run_that_is_stopped_is_kept(command: Command, number: signal.Signals)
     command.wait_for("ready0", "ready1")
     run.send_signal(number)
     _, err = run.communicate(timeout=LIMIT)
-    read = reading.read()
+    read = job_reader.read_job()
     assert run.returncode == read.code == 128 + number
     assert f"phalanx run: stopped by {number.name}\n" in err
     assert err.splitlines()[-1] == f"To see this again: phalanx explain {read.name}"
@@ -161,11 +161,11 @@ def test_a_run_that_is_stopped_is_kept(command: Command, number: signal.Signals)
 def test_the_launcher_and_all_ranks_are_killed(command: Command) -> None:
     run = command.start("run", "--nproc-per-node", 3, command.script(WAITING))
     command.wait_for("ready0", "ready1", "ready2")
-    live = reading.read()
+    live = job_reader.read_job()
     run.kill()  # the kernel kills the ranks
     run.communicate(timeout=LIMIT)
-    wait_for(lambda: not reading.read().running)
-    read = reading.read()
+    wait_for(lambda: not job_reader.read_job().running)
+    read = job_reader.read_job()
     assert (read.name, read.code, read.problems) == (live.name, None, ())
     assert [rank.pid for rank in read.ranks] == [rank.pid for rank in live.ranks]
     assert [rank.last.kind for rank in read.ranks if rank.last] == ["all_reduce"] * 3
@@ -183,7 +183,7 @@ def test_restarts_are_one_job(command: Command, jobs: Path) -> None:
     command.wait_for("ready0", "ready1")
     (path,) = jobs.iterdir()
     assert len(list(path.glob("*.box"))) == 4
-    read = reading.read()
+    read = job_reader.read_job()
     assert (read.attempt, read.problems) == (1, ())
     assert [rank.pid for rank in read.ranks] == [
         rank.start and rank.start.pid for rank in read.ranks
@@ -215,11 +215,11 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     monkeypatch.setenv("PHALANX_JOBS_KEPT", "2")
     run = command.start("run", "--nproc-per-node", 1, command.script(WAITING))
     command.wait_for("ready0")
-    running = finding.job_names()[0]
-    old = [new_name() for _ in range(4)]
+    running = job_lookup.list_jobs()[0]
+    old = [make_job_name() for _ in range(4)]
     for number, name in enumerate(old):
-        with Directory(str(jobs), name, create=True) as job:
-            job.describe(description(name, 1))
+        with JobDirectory(str(jobs), name, create=True) as job:
+            job.write_description(describe_job(name, 1))
         os.utime(jobs / name, (1000 + number,) * 2)
     assert command.run("run", "--nproc-per-node", 1, command.script("raise SystemExit(3)"))[0] == 3
     states = {job["name"]: job["state"] for job in listed(command)}
@@ -272,7 +272,7 @@ def test_what_jobs_prints_is_escaped(command: Command, jobs: Path) -> None:
     evil = "\x1b[2J\u202e\n[bold]x"
     code, _, _ = command.run("run", "--nproc-per-node", 1, command.script("sys"), evil)
     assert code == 1
-    (name,) = finding.job_names()
+    (name,) = job_lookup.list_jobs()
     (jobs / name / "launcher.jsonl").unlink()
     os.mkfifo(jobs / name / "launcher.jsonl")
     os.symlink(jobs / name, jobs / "20261121-0901-k3f9x2")
@@ -304,10 +304,10 @@ def test_phalanx_launch(jobs: Path) -> None:
     assert list(jobs.iterdir()) == []
     with pytest.raises(LaunchError, match="the cause") as caught:
         phalanx.launch(rank, 2, (True,), timeout=LIMIT)
-    job = reading.read()
+    job = job_reader.read_job()
     assert str(caught.value).endswith(f"What the ranks were doing: phalanx explain {job.name}")
     assert (job.code, job.world_size) == (1, 2)
-    assert job.ranks[1].last_words == "ValueError: the cause"
+    assert job.ranks[1].exception == "ValueError: the cause"
     assert [rank.start.code for rank in job.ranks if rank.start][1] == 1
     assert os.environ == before
     assert not job.running
@@ -333,11 +333,11 @@ def test_phalanx_launch_that_is_interrupted(jobs: Path, tmp_path: Path) -> None:
         caller.send_signal(signal.SIGINT)
         caller.communicate(timeout=LIMIT)
         watchdog.cancel()
-    job = reading.read()
+    job = job_reader.read_job()
     assert job.code == 130
     assert [rank.start.stopped for rank in job.ranks if rank.start] == [True, True]
-    with finding.find() as found:
-        assert reading.summary(found).state == "failed"
+    with job_lookup.find_job() as found:
+        assert job_reader.read_summary(found).state == "failed"
 
 
 @pytest.mark.parametrize("name", ["PHALANX_JOB", "PHALANX_JOBS_DIR"])
@@ -395,4 +395,4 @@ def test_what_ddp_raises_is_known_as_a_consequence(command: Command) -> None:
     assert headline.startswith("phalanx run: rank 1 ")
     verdict = json.loads(command.run("explain", "--json")[1])["verdict"]
     assert (verdict["kind"], verdict["ranks"]) == ("failed", [1])
-    assert reading.read().ranks[0].last_words.startswith("RuntimeError: ")
+    assert job_reader.read_job().ranks[0].exception.startswith("RuntimeError: ")

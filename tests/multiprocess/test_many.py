@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,3 +128,42 @@ def test_memory_of_a_group_is_what_the_docs_say(ranks: RankServer) -> None:
         assert idle <= size * 64 * 2**10 + 2**16
         assert used <= size * (2 * 2**20 + 2**16) + size * size * (2**18 + 2**13)
         assert used <= _native.segment_bytes(size)
+
+
+LONGEST = 10.0
+"""Seconds that one step of any rank may take under load; a test of device meshes once took 20."""
+
+
+def waves_of_groups(waves: int, count: int) -> float:
+    """Form groups, use all of them at once and leave them; returns the longest step in seconds."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    longest = 0.0
+
+    def timed(step: Callable[[], Any]) -> Any:
+        nonlocal longest
+        start = time.monotonic()
+        result = step()
+        longest = max(longest, time.monotonic() - start)
+        return result
+
+    for _ in range(waves):
+        groups = [timed(dist.new_group) for _ in range(count)]
+        tensors = [torch.ones(5_000) for _ in groups]
+        works = [
+            timed(partial(dist.all_reduce, tensor, group=group, async_op=True))
+            for tensor, group in zip(tensors, groups, strict=True)
+        ]
+        for group in groups[::4]:
+            messages = torch.empty(100_000), torch.ones(100_000)
+            works.append(dist.irecv(messages[0], (rank - 1) % size, group=group))
+            works.append(dist.isend(messages[1], (rank + 1) % size, group=group))
+        for work in works:
+            timed(work.wait)
+        assert all(tensor.eq(size).all() for tensor in tensors)
+        for group in groups:
+            timed(partial(dist.destroy_process_group, group))
+    return longest
+
+
+def test_groups_formed_and_left_at_once_do_not_stall(ranks: RankServer) -> None:
+    assert max(ranks.run(8, waves_of_groups, 2, 32, timeout=60.0)) < LONGEST

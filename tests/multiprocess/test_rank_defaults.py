@@ -2,6 +2,8 @@
 
 import os
 
+import torch
+
 import phalanx
 from phalanx.launch.defaults import rank_defaults
 
@@ -29,3 +31,10 @@ def test_allocator_keeps_what_a_step_frees_unless_the_user_says_otherwise(monkey
         assert names[1] not in rank_defaults(2, {name: "1"})
     read = (lambda: [os.getenv(name) for name in names], 1)
     assert phalanx.launch(*read, timeout=LIMIT) == [list(expected.values())]
+
+
+def test_ranks_tell_accelerate_to_use_the_cpu_where_there_is_nothing_else(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
+    wanted = {} if torch.accelerator.is_available() else {"ACCELERATE_USE_CPU": "true"}
+    assert rank_defaults(2, {}).items() >= wanted.items()
+    assert "ACCELERATE_USE_CPU" not in rank_defaults(2, {"ACCELERATE_USE_CPU": "false"})

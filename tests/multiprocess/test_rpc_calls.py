@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PhalanxError, RemoteError, UsageError
 from phalanx.rpc import calls
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -121,7 +121,7 @@ def sleep(seconds: float, value: Any = None) -> Any:
 
 
 def leased() -> int:
-    return agent().arena.leased
+    return agent().shm_sender.leased_count
 
 
 # ---- tests ----
@@ -153,9 +153,9 @@ def values() -> None:
     doubled = rpc.rpc_async(name_of(2), echo, (4,)).then(lambda done: 2 * done.wait())
     assert doubled.wait() == 8
     assert [each.name for each in rpc.get_worker_infos()] == [name_of(rank) for rank in range(3)]
-    assert (rpc.get_worker_info().id, calls.root()) == (0, 0)
-    assert rpc.rpc_sync(name_of(2), calls.root) == 0
-    assert rpc.rpc_sync(name_of(2), rpc.rpc_sync, (name_of(1), calls.root)) == 0
+    assert (rpc.get_worker_info().id, calls.get_root_worker()) == (0, 0)
+    assert rpc.rpc_sync(name_of(2), calls.get_root_worker) == 0
+    assert rpc.rpc_sync(name_of(2), rpc.rpc_sync, (name_of(1), calls.get_root_worker)) == 0
 
 
 def tensors() -> None:
@@ -182,7 +182,8 @@ def tensors() -> None:
     twice = rpc.rpc_sync(peer, echo, ({"a": matrix, "b": [matrix]},))
     assert twice["a"] is twice["b"][0]
     parameter = nn.Parameter(torch.randn(5))
-    assert type(rpc.rpc_sync(peer, echo, ([parameter],))[0]) is nn.Parameter
+    come = rpc.rpc_sync(peer, echo, ([parameter],))[0]  # a node of the graph, as by itself
+    assert (type(come), come.is_leaf, come.requires_grad) == (torch.Tensor, False, True)
     model = nn.Sequential(nn.Linear(100, 50), nn.BatchNorm1d(50))
     come = rpc.rpc_sync(peer, echo, (model,))
     for name, value in model.state_dict().items():
@@ -320,7 +321,7 @@ def defer() -> None:
         rpc.rpc_sync(name_of(1), later_fails)
     with pytest.raises(KeyError):
         rpc.remote(name_of(1), later_fails).to_here()
-    with pytest.raises(TypeError, match=r"not_later.* returned int"):
+    with pytest.raises(TypeError, match=r"got int from .*not_later"):
         rpc.rpc_sync(name_of(1), not_later)
     batch = rpc.remote(name_of(1), Batch, (30,))
     futures = [batch.rpc_async().add(number) for number in range(29)]
@@ -356,9 +357,11 @@ def fail() -> None:
         rpc.rpc_async(name_of(1), threading.Lock().acquire)
     with pytest.raises(UsageError, match="can't be sent"):
         rpc.remote(name_of(1), echo, (rpc.RRef(1), threading.Lock()))
-    with pytest.raises(UsageError, match=r"no worker is called 'x': expected one of 'worker-0'"):
+    with pytest.raises(
+        UsageError, match=r"could not find destination 'x': the workers are 'worker-0'"
+    ):
         rpc.rpc_sync("x", echo, (1,))
-    with pytest.raises(UsageError, match="no worker is called 7"):
+    with pytest.raises(UsageError, match="could not find destination 7"):
         rpc.remote(7, echo, (1,))
     with pytest.raises(UsageError, match=r"args of type int .* args=\(x,\)"):
         rpc.rpc_sync(name_of(1), echo, 3)  # type: ignore[arg-type]
@@ -366,7 +369,7 @@ def fail() -> None:
         rpc.rpc_sync(name_of(1), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="timeout=-2"):
         rpc.rpc_sync(name_of(1), pid, timeout=-2)
-    with pytest.raises(UsageError, match="worker already"):
+    with pytest.raises(UsageError, match="RPC is already initialized"):
         rpc.init_rpc("again")
     assert rpc.rpc_sync(name_of(1), agent_activity) == before + 1
 
@@ -407,16 +410,20 @@ def test_what_goes_wrong(ranks: RankServer) -> None:
 
 def use_without() -> None:
     for use in (partial(rpc.rpc_sync, "x", pid), partial(rpc.RRef, 3), rpc.shutdown):
-        with pytest.raises(UsageError, match=r"no worker yet: call phalanx\.rpc\.init_rpc"):
+        with pytest.raises(
+            UsageError, match=r"RPC has not been initialized .*phalanx\.rpc\.init_rpc"
+        ):
             use()
     rank = int(os.environ["RANK"])
     for name in "first", "second":
         rpc.init_rpc(f"{name}-{rank}")
         assert rpc.rpc_sync(f"{name}-{1 - rank}", echo, (rank,)) == rank
         rpc.shutdown()
-        with pytest.raises(UsageError, match="has left RPC by shutdown"):
+        with pytest.raises(UsageError, match=r"^RPC has not been initialized again .* by shutdown"):
             rpc.rpc_sync(f"{name}-0", pid)
-    with pytest.raises(UsageError, match=r"workers 0 .* and 1 .* have the same name, 'twin'"):
+    with pytest.raises(
+        UsageError, match=r"name 'twin' is not unique: workers 0 .* and 1 .* have it"
+    ):
         rpc.init_rpc("twin")
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc import arena
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
+from phalanx.rpc.shared_memory import sender
 from tests.ranks import RankServer
-from tests.rpc_training import worker
+from tests.rpc_training import little_address_space, worker
 from tests.waiting import wait_for
 
 SIZE = 2**17  # 512 KiB of float32: above the limit, and quick
@@ -46,11 +46,11 @@ def large(value: float) -> Tensor:
 
 def leased() -> int:
     gc.collect()
-    return agent().arena.leased
+    return agent().shm_sender.leased_count
 
 
-def threads() -> int:
-    return threading.active_count()
+def at_work() -> int:
+    return agent()._reactor.threads.active_count
 
 
 def all_returned(*workers: int) -> None:
@@ -59,7 +59,7 @@ def all_returned(*workers: int) -> None:
 
 # ---- what happens in the middle of a copy ----
 
-REAL = arena._Segment.fill
+REAL = sender._Segment.write
 GO_ON = threading.Event()
 
 
@@ -68,11 +68,11 @@ def instead(happens: Callable[[], None]) -> None:
 
     def fill(segment: Any, block: int, tensor: Tensor) -> None:
         if tensor.numel() >= SIZE:
-            arena._Segment.fill = REAL  # type: ignore[method-assign]
+            sender._Segment.write = REAL  # type: ignore[method-assign]
             happens()
         REAL(segment, block, tensor)
 
-    arena._Segment.fill = fill  # type: ignore[method-assign]
+    sender._Segment.write = fill  # type: ignore[method-assign]
 
 
 def die() -> None:
@@ -135,10 +135,11 @@ def send_from_many_threads() -> None:
 
 def send_what_cannot_be_sent() -> None:
     """The message fails after its first tensor has a block: the block is free again."""
-    endless = torch.ones(1).expand(2**50)
-    for call in (rpc.rpc_sync, rpc.rpc_async):
-        with pytest.raises(PhalanxError, match="no room for a tensor"):
-            call(1, echo, ([torch.ones(SIZE), endless],))
+    large = torch.ones(2**26)
+    with little_address_space(large.nbytes // 2):
+        for call in (rpc.rpc_sync, rpc.rpc_async):
+            with pytest.raises(PhalanxError, match="no room for a tensor"):
+                call(1, echo, ([torch.ones(SIZE), large],))
     assert leased() == 0
 
 
@@ -190,16 +191,15 @@ def late_answers() -> None:
 
 
 def late_requests() -> None:
-    """Others are served meanwhile."""
-    before = rpc.rpc_sync(1, threads)
+    """Others are served meanwhile, and the request that is late holds one thread at most."""
     instead(pause)
     answers = list[float]()
     asker = threading.Thread(target=lambda: answers.append(rpc.rpc_sync(1, total, (large(1),))))
     asker.start()
-    wait_for(lambda: arena._Segment.fill is REAL)
+    wait_for(lambda: sender._Segment.write is REAL)
     for _ in range(20):
         assert rpc.rpc_sync(1, total, (large(2),)) == 2 * SIZE
-    assert rpc.rpc_sync(1, threads) <= before + 2
+    wait_for(lambda: rpc.rpc_sync(1, at_work) <= 2)  # with the thread that executes this call
     assert answers == []
     go_on()
     asker.join(20)
@@ -230,7 +230,7 @@ def ask_one_who_dies(is_mapped: bool) -> None:
     rpc.rpc_sync(2, instead, (die,))
     with pytest.raises(PeerLost, match=r"worker 'w2' .*died.* waited for ask"):
         rpc.rpc_sync(2, ask)
-    wait_for(lambda: agent()._reactor.crew.at_work == 0)
+    wait_for(lambda: agent()._reactor.threads.active_count == 0)
     assert leased() == 0
 
 

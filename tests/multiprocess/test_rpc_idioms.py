@@ -334,9 +334,9 @@ def check_references() -> None:
         ]
         assert torch.equal(there, alone.weight.grad)
     for use in (dist_autograd.get_gradients, DistributedOptimizer(torch.optim.SGD, [x]).step):
-        with pytest.raises(UsageError, match="within that block"):
+        with pytest.raises(UsageError, match="No worker has such a context open"):
             use(context_id)
-    with pytest.raises(UsageError, match="a backward pass from Linear"):
+    with pytest.raises(UsageError, match=r"should contain a tensor .* of type Linear"):
         layer.backward()
     assert remote_method(nn.Linear.forward, layer, x).item() == alone(x).item()
     assert [each.owner_name() for each in remote_method(parameter_rrefs, layer)] == ["ps"] * 2

@@ -13,8 +13,8 @@ import pytest
 
 from phalanx import key, rpc
 from phalanx.errors import PeerLost, UsageError
-from phalanx.rpc import lifetime, workers
-from phalanx.rpc.state import agent
+from phalanx.rpc import init, workers
+from phalanx.rpc.current_agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -23,7 +23,7 @@ KINDS = {
     "no key": "worker 1 has one",
     "size": r"worker \d expects \d workers, worker \d .* \d: give all the same world_size",
     "rank": "rank 1 was given to two workers",
-    "name": "have the same name, 'twin'",
+    "name": "name 'twin' is not unique",
 }
 
 
@@ -52,7 +52,7 @@ def not_fit(how: str) -> str:
         rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options, timeout=15)
     assert time.monotonic() - begun < 10, how
     os.environ.pop("PHALANX_KEY_FILE", None)
-    with pytest.raises(UsageError, match=r"no worker yet|has left"):
+    with pytest.raises(UsageError, match="RPC has not been initialized"):
         rpc.rpc_sync(0, abs, (1,))
     return str(raised.value)
 
@@ -66,7 +66,7 @@ def test_who_does_not_fit(ranks: RankServer) -> None:
 
 def die_in_init(when: str) -> tuple[str, float]:
     """Worker 2 dies once all have met: before the others look for it, or after."""
-    rank, meet, join = int(os.environ["RANK"]), workers.meet, lifetime._join
+    rank, meet, join = int(os.environ["RANK"]), workers.exchange_records, init._join
     doomed = Path(os.environ["FOLDER"], "doomed")
     begun = time.monotonic()
 
@@ -87,10 +87,10 @@ def die_in_init(when: str) -> tuple[str, float]:
         die()
         join(*arguments)
 
-    workers.meet, lifetime._join = met, joined
+    workers.exchange_records, init._join = met, joined
     with pytest.raises(PeerLost) as raised:
         rpc.init_rpc(f"worker-{rank}", timeout=50)
-    with pytest.raises(UsageError, match=r"no worker yet|has left"):
+    with pytest.raises(UsageError, match="RPC has not been initialized"):
         rpc.rpc_sync(0, abs, (1,))
     return str(raised.value), time.monotonic() - begun
 
@@ -108,8 +108,8 @@ def test_one_who_dies_in_init_rpc(ranks: RankServer, when: str) -> None:
 
 def begin_late() -> None:
     """Worker 0 has met the others, and lets them wait for longer than any later call would."""
-    rank, peers = int(os.environ["RANK"]), lifetime._peers
-    lifetime.PATIENCE = 0.2
+    rank, peers = int(os.environ["RANK"]), init._peers
+    init.HANDSHAKE_TIMEOUT = 0.2
     others = [Path(os.environ["FOLDER"], f"waits-{each}") for each in (1, 2)]
 
     def late(*arguments: Any) -> Any:
@@ -123,10 +123,10 @@ def begin_late() -> None:
             others[rank - 1].touch()
         join(*arguments)
 
-    join = lifetime._join
-    lifetime._peers, lifetime._join = late, joined
+    join = init._join
+    init._peers, init._join = late, joined
     rpc.init_rpc(f"worker-{rank}", timeout=30)
-    assert agent().patience == 0.2
+    assert agent().handshake_timeout == 0.2
     assert rpc.rpc_sync(0, abs, (-rank,)) == rank
     rpc.shutdown()
 
@@ -138,9 +138,12 @@ def test_a_worker_that_begins_late(ranks: RankServer) -> None:
 
 def test_wrong_arguments() -> None:
     for arguments, words in (
-        ({"name": ""}, "the name ''"),
-        ({"name": 5}, "the name 5"),
-        ({"name": "x" * 129}, "1 to 128"),
+        ({"name": ""}, "must be non-empty"),
+        ({"name": 5}, "the worker name 5: expected a string"),
+        ({"name": "x" * 128}, "shorter than 128"),
+        ({"name": "a b"}, "Worker name must match"),
+        ({"name": "x", "backend": "TENSORPIPE"}, "member of BackendType"),
+        ({"name": "x", "rpc_backend_options": {}}, "instance of RpcBackendOptions"),
         ({"name": "x", "rank": 5, "world_size": 3}, "rank=5, world_size=3: expected"),
         ({"name": "x", "rank": 0, "world_size": 0}, "rank=0, world_size=0: expected"),
         ({"name": "x", "timeout": -1}, "timeout=-1: expected seconds"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -115,7 +116,7 @@ def check_contexts() -> None:
         assert torch.equal(reference.to_here(), parameter)
     for one, other in zip(local.parameters(), own.parameters(), strict=True):
         assert torch.equal(one, other)
-    with pytest.raises(UsageError, match="of one element"):
+    with pytest.raises(UsageError, match="all roots need to be scalar"):
         dist_autograd.backward(0, [torch.ones(2, requires_grad=True)])
 
 
@@ -125,8 +126,8 @@ def check_bad_optimizers() -> None:
         DistributedOptimizer(sgd, [], lr=0.1)
     with pytest.raises(UsageError, match="type dict"):
         DistributedOptimizer(sgd, [{"params": []}], lr=0.1)
-    with pytest.raises(UsageError, match="requires_grad=False"):
-        DistributedOptimizer(sgd, [torch.ones(2)], lr=0.1)
+    with pytest.raises(UsageError, match="no leaf"):
+        DistributedOptimizer(sgd, [torch.ones(2, requires_grad=True) * 2], lr=0.1)
     with pytest.raises(UsageError, match="expected a class"):
         DistributedOptimizer("SGD", [torch.ones(2)], lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="type str"):
@@ -151,11 +152,10 @@ def check_modules() -> None:
     assert "on='w1'" in repr(again)
     # On this worker it is called like on any.
     assert RemoteModule("w0", WithOptions, (1,))(torch.ones(2)).tolist() == [1.0, 1.0]
-    with pytest.raises(UsageError, match="use remote_parameters"):
-        module.parameters()
-    with pytest.raises(UsageError, match="expected that one"):
-        RemoteModule.init_from_module_rref("w2", module.get_module_rref())
-    with pytest.raises(UsageError, match="no worker is called 'nobody'"):
+    check_unsupported(module, both)
+    elsewhere = RemoteModule.init_from_module_rref("w2", module.get_module_rref())
+    assert (elsewhere.on, elsewhere(torch.ones(2)).tolist()) == ("w1", [3.0, 3.0])
+    with pytest.raises(UsageError, match="could not find destination 'nobody'"):
         RemoteModule("nobody", nn.Linear, (2, 2))
     with pytest.raises(UsageError, match="is no device"):
         RemoteModule("w1/toaster", nn.Linear, (2, 2))
@@ -163,6 +163,40 @@ def check_modules() -> None:
         RemoteModule("w1", dict)
     with pytest.raises(UsageError, match="is DataParallel: it averages"):
         RemoteModule("w1", alone_in_its_group)
+
+
+def check_unsupported(module: RemoteModule, container: nn.Module) -> None:
+    """Methods that would speak of an empty module raise; so do those of a container."""
+    with pytest.raises(UsageError, match="use ``remote_parameters``"):
+        module.parameters()
+    unsupported: list[Callable[[], object]] = [
+        module.state_dict,
+        container.state_dict,
+        lambda: module.load_state_dict({}),
+        lambda: container.load_state_dict({}, strict=False),
+        lambda: module.apply(print),
+        lambda: container.apply(lambda _module: None),
+        module.half,
+        module.cuda,
+        lambda: module.to("cpu"),
+        module.share_memory,
+        module.zero_grad,
+        module.requires_grad_,
+        module.named_parameters,
+        module.buffers,
+        module.modules,
+        module.named_modules,
+        lambda: module.register_forward_hook(print),
+        lambda: module.register_buffer("extra", torch.ones(1)),
+    ]
+    for method in unsupported:
+        with pytest.raises(UsageError, match="not supported for RemoteModule"):
+            method()
+    with pytest.raises(RuntimeError, match="Cannot pickle RemoteModule in python pickler"):
+        torch.save(module, io.BytesIO())
+    assert next(container.half().parameters()).dtype is torch.half
+    saved = module.get_module_rref().rpc_sync().state_dict()
+    assert saved.keys() == module.get_module_rref().to_here().state_dict().keys()
 
 
 class WithOptions(nn.Module):

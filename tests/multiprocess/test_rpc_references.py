@@ -16,7 +16,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import PeerLost, UsageError
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -58,7 +58,7 @@ def echo(value: Any) -> Any:
 
 def owned() -> int:
     gc.collect()
-    return len(agent().values)
+    return len(agent().owned_values)
 
 
 def own_reference(value: Any) -> rpc.RRef[Any]:
@@ -106,7 +106,9 @@ def use() -> None:
         box.rpc_sync().fail()
     with pytest.raises(AttributeError):
         box.rpc_sync().missing()
-    with pytest.raises(UsageError, match=r"local_value\(\) .* only its owner has"):
+    with pytest.raises(
+        UsageError, match=r"can't call localValue\(\) on user .* to_here\(\) copies"
+    ):
         box.local_value()
     failed = rpc.remote(name_of(1), broken)
     with pytest.raises(LookupError, match="can't be made"):
@@ -119,7 +121,7 @@ def use() -> None:
     here = rpc.remote(name_of(0), Box, (7,))
     assert here.local_value().get() == here.to_here().get() == here.rpc_sync().get() == 7
     for way in (pickle.dumps, copy.deepcopy):
-        with pytest.raises(UsageError, match=r"only be sent by calls of phalanx\.rpc"):
+        with pytest.raises(UsageError, match="rref can only be pickled when using RPC"):
             way(box)
 
 
@@ -208,10 +210,10 @@ def mourn() -> str:
     assert box.rpc_sync().get() == 3
     rpc.rpc_sync(2, hold_of, (0,))
     wait_for(lambda: owned() == 1)
-    arena = agent().arena
+    shm_sender = agent().shm_sender
     rpc.rpc_sync(2, keep, (torch.ones(100_000),))
     far = bool(os.environ.get("PHALANX_HOST_ID"))
-    assert arena.leased == (0 if far else 1)
+    assert shm_sender.leased_count == (0 if far else 1)
     pending = [rpc.rpc_async(2, sleep, (60,)) for _ in range(3)]
     begun = time.monotonic()
     with pytest.raises(PeerLost, match=words + ".*, while this worker waited for die"):
@@ -221,8 +223,8 @@ def mourn() -> str:
             future.wait()
     for later in (
         lambda: rpc.rpc_sync(2, echo, (1,)),
-        lambda: rpc.rpc_async(2, echo, (1,)),
-        lambda: rpc.remote(2, Box),
+        lambda: rpc.rpc_async(2, echo, (1,)).wait(),
+        lambda: rpc.remote(2, Box).to_here(),
         box.to_here,
         lambda: box.rpc_sync().get(),
     ):
@@ -230,7 +232,7 @@ def mourn() -> str:
             later()
     assert time.monotonic() - begun < 20
     # What it had is free: the value whose only reference was its, and the memory it viewed.
-    wait_for(lambda: owned() == 0 == arena.leased)
+    wait_for(lambda: owned() == 0 == shm_sender.leased_count)
     assert rpc.rpc_sync(1, echo, (5,)) == 5
     with pytest.raises(PeerLost, match=words):
         rpc.rpc_sync(1, rpc.rpc_sync, (2, echo, (1,)))
@@ -247,7 +249,7 @@ def live_on() -> Any:
     # Worker 0 leaves as soon as it knows that not all can come: who comes later misses it.
     with pytest.raises(PeerLost, match=r"worker 'worker-[02]'"):
         rpc.shutdown()
-    with pytest.raises(UsageError, match="has left RPC"):
+    with pytest.raises(UsageError, match="left it by shutdown"):
         rpc.rpc_sync(0, echo, (1,))
     os._exit(0 if rank or value == "mourned" else 1)  # the group can't end: one of it is dead
 
@@ -268,7 +270,7 @@ def leave_alone() -> None:
         assert rpc.rpc_sync(0, echo, (1,)) == 1
         rpc.shutdown(graceful=False)
         return
-    wait_for(lambda: agent().peers[1].lost)
+    wait_for(lambda: agent().peers[1].loss_reason)
     with pytest.raises(PeerLost, match=r"worker 'worker-1' .* has left RPC"):
         rpc.rpc_sync(1, echo, (1,))
     with pytest.raises(PeerLost, match="has left RPC"):
@@ -287,15 +289,16 @@ def leave_and_end() -> None:
     peers = agent().peers
     if rank == 1:
         assert rpc.rpc_async(0, echo, (1,)).wait() == 1
-        os.kill(peers[0].card.pid, signal.SIGSTOP)
+        os.kill(peers[0].record.pid, signal.SIGSTOP)
         rpc.shutdown(graceful=False)
         os._exit(0)
     wait_for(lambda: peers[1].has_died)
     if rank == 2:
-        os.kill(peers[0].card.pid, signal.SIGCONT)
-    wait_for(lambda: peers[1].lost)
+        os.kill(peers[0].record.pid, signal.SIGCONT)
+    wait_for(lambda: peers[1].loss_reason)
     if rank == 0:
-        assert re.search("worker 'worker-1' .* has left RPC", peers[1].lost), peers[1].lost
+        reason = peers[1].loss_reason
+        assert re.search("worker 'worker-1' .* has left RPC", reason), reason
     rpc.shutdown(graceful=False)
     os._exit(0)  # the group can't end
 

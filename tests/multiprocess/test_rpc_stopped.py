@@ -15,7 +15,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
 from tests.ranks import RankServer
 from tests.rpc_training import worker
 from tests.waiting import wait_for
@@ -58,7 +58,7 @@ def call_one_who_is_stopped() -> None:
     """Connecting and sending count too, and the worker is no worse for it."""
     assert rpc.rpc_sync(1, echo, (1,)) == 1
     much = [torch.ones(1000) for _ in range(3000)]  # they go by the socket, which hasn't that room
-    with stopped(agent().peers[1].card.pid):
+    with stopped(agent().peers[1].record.pid):
         for what, words in ((much, "doesn't read: is it stopped"), (1, "answer within 1 s: is it")):
             begun = time.monotonic()
             with pytest.raises(CallTimeout, match=f"echo.* worker 'w1' .*{words}"):
@@ -70,7 +70,7 @@ def call_one_who_is_stopped() -> None:
 def begin_calls_of_one_who_is_stopped() -> None:
     """Nobody is held by what there is no room for; it goes out, each once, when there is."""
     rpc.rpc_async(1, note, (0,)).wait()
-    with stopped(agent().peers[1].card.pid):
+    with stopped(agent().peers[1].record.pid):
         begun = time.monotonic()
         late = [rpc.rpc_async(1, note, (0, "x" * 1000), timeout=1) for _ in range(1000)]
         kept = [rpc.rpc_async(1, note, (number, "x" * 1000)) for number in range(1000)]

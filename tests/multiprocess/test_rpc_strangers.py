@@ -19,9 +19,10 @@ import zmq
 
 from phalanx import rpc
 from phalanx.errors import PhalanxError
-from phalanx.rpc import door, near, workers
-from phalanx.rpc.state import agent
-from phalanx.rpc.wire import Kind, written
+from phalanx.rpc import workers
+from phalanx.rpc.codec.message import Kind, encode_frame
+from phalanx.rpc.current_agent import agent
+from phalanx.rpc.transport import auth, local
 from tests.fuzz.attack import under_attack
 from tests.ranks import RankServer
 from tests.waiting import wait_for
@@ -53,13 +54,13 @@ KEY = bytes(range(32))
 
 
 class Guarded:
-    """A door with a thread that lets in who may come, as the worker's reactor does."""
+    """An acceptor with a thread that lets in who may come, as the worker's reactor does."""
 
     def __init__(self, name: str = "") -> None:
         self.address = name or f"phalanx-test-{os.urandom(16).hex()}"
         self.refused = 0
-        self.door = door.Door(KEY, self.address, self._refuse)
-        self.admitted: list[near.Stream] = []
+        self.acceptor = auth.Acceptor(KEY, self.address, self._refuse)
+        self.admitted: list[local.LocalConnection] = []
         self._over = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -70,27 +71,27 @@ class Guarded:
     def _serve(self) -> None:
         waiting: list[int] = []
         while not self._over:
-            waiting += self.door.knock()
-            for descriptor in self.door.crowd():
+            waiting += self.acceptor.accept()
+            for descriptor in self.acceptor.find_excess():
                 waiting.remove(descriptor)
-                self.door.turn_away(descriptor)
+                self.acceptor.reject(descriptor)
             for descriptor in list(waiting):
-                if not near.is_readable(descriptor):
+                if not local.is_readable(descriptor):
                     continue
-                stream = self.door.admit(descriptor)
+                stream = self.acceptor.authenticate(descriptor)
                 if stream is True:
                     continue
                 waiting.remove(descriptor)
-                if isinstance(stream, near.Stream):
+                if isinstance(stream, local.LocalConnection):
                     self.admitted.append(stream)
                 else:
-                    self.door.turn_away(descriptor)
+                    self.acceptor.reject(descriptor)
             time.sleep(0.001)
 
     def close(self) -> None:
         self._over = True
         self._thread.join()
-        self.door.close()
+        self.acceptor.close()
         for stream in self.admitted:
             stream.close()
 
@@ -125,23 +126,23 @@ def is_turned_away(stranger: socket.socket) -> bool:
 
 def test_a_proof_is_good_for_one_connection(guarded: Guarded) -> None:
     """Neither the listener's proof, nor that of another connection, is one who connects needs."""
-    hello = door._MAGIC + bytes(32)
+    hello = auth._MAGIC + bytes(32)
     with knock(guarded.address) as first, knock(guarded.address) as second:
         first.sendall(hello)
         said = hear(first, 64)
         nonce, proof = said[:32], said[32:]
         # Its own challenge, as that of a second connection: what comes back proves nothing here.
-        second.sendall(door._MAGIC + nonce)
+        second.sendall(auth._MAGIC + nonce)
         reflected = hear(second, 64)[32:]
         first.sendall(reflected)
         second.sendall(proof)
         assert is_turned_away(first)
         assert is_turned_away(second)
     # What was recorded of one that was let in.
-    own = door._own_key(KEY, guarded.address)
+    own = auth._derive_key(KEY, guarded.address)
     with knock(guarded.address) as good, knock(guarded.address) as replay:
         good.sendall(hello)
-        right = door._proof(own, b"connects", hear(good, 64)[:32], bytes(32))
+        right = auth._make_proof(own, b"connects", hear(good, 64)[:32], bytes(32))
         good.sendall(right)
         wait_for(lambda: len(guarded.admitted) == 1)
         replay.sendall(hello)
@@ -167,25 +168,25 @@ def test_a_proof_is_good_at_one_address(guarded: Guarded) -> None:
 
         thread = threading.Thread(target=relay)
         thread.start()
-        with pytest.raises(PhalanxError, match="doesn't know the job's key"):
-            door.connect(KEY, fake)
+        with pytest.raises(PhalanxError, match="does not know the job's key"):
+            auth.connect(KEY, fake)
         thread.join(20)
     assert not guarded.admitted
 
 
 def test_who_listens_is_not_trusted_either(guarded: Guarded) -> None:
-    with pytest.raises(PhalanxError, match="doesn't know the job's key"):
-        door.connect(bytes(32), guarded.address)
+    with pytest.raises(PhalanxError, match="does not know the job's key"):
+        auth.connect(bytes(32), guarded.address)
     with pytest.raises(OSError, match="refused"):
-        door.connect(KEY, "phalanx-test-nobody")
+        auth.connect(KEY, "phalanx-test-nobody")
 
 
 def test_another_user(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """In whichever direction: nothing is said to one who runs as somebody else."""
     users = iter((4242, os.geteuid(), 4242))
-    monkeypatch.setattr(door, "_user", lambda _: next(users))
+    monkeypatch.setattr(auth, "_peer_user", lambda _: next(users))
     with pytest.raises(PhalanxError, match="another user"):
-        door.connect(KEY, guarded.address)
+        auth.connect(KEY, guarded.address)
     # Seen from there it was this one; the next one isn't.
     wait_for(lambda: guarded.refused == 1)
     with knock(guarded.address) as stranger:
@@ -198,11 +199,11 @@ def test_many_who_say_nothing(guarded: Guarded) -> None:
     try:
         for number in range(300):
             silent.append(knock(guarded.address))
-            silent[-1].send(door._MAGIC[:1])
+            silent[-1].send(auth._MAGIC[:1])
             if number % 50 == 0:
-                door.connect(KEY, guarded.address).close()
-        wait_for(lambda: guarded.refused >= 300 - door._MOST_STRANGERS)
-        assert len(guarded.door._strangers) <= door._MOST_STRANGERS
+                auth.connect(KEY, guarded.address).close()
+        wait_for(lambda: guarded.refused >= 300 - auth._MAX_HANDSHAKES)
+        assert len(guarded.acceptor._handshakes) <= auth._MAX_HANDSHAKES
     finally:
         for stranger in silent:
             stranger.close()
@@ -212,15 +213,15 @@ def test_announcements_are_not_believed() -> None:
     """What is announced isn't allocated; more than a frame ends the connection."""
     for length in (2**28 + 1, 10**12, 2**64 - 1):
         one, other = socket.socketpair()
-        stream = near.Stream(one)
+        stream = local.LocalConnection(one)
         with other:
-            other.sendall(near._LENGTH.pack(length) + b"and little more")
+            other.sendall(local._LENGTH.pack(length) + b"and little more")
             assert stream.read() is None
         stream.close()
     one, other = socket.socketpair()
-    stream = near.Stream(one)
+    stream = local.LocalConnection(one)
     with other:
-        other.sendall(near._LENGTH.pack(2**28) + bytes(1000))
+        other.sendall(local._LENGTH.pack(2**28) + bytes(1000))
         assert stream.read() == []
         assert stream._buffer.__sizeof__() < 10_000
     stream.close()
@@ -228,13 +229,13 @@ def test_announcements_are_not_believed() -> None:
 
 def test_who_does_not_read_holds_up_one_thread() -> None:
     one, other = socket.socketpair()
-    stream = near.Stream(one)
+    stream = local.LocalConnection(one)
     answers = [os.urandom(50_000) for _ in range(40)]
-    threads = [threading.Thread(target=stream.answer, args=(each,)) for each in answers]
+    threads = [threading.Thread(target=stream.send_answer, args=(each,)) for each in answers]
     for thread in threads:
         thread.start()
     wait_for(lambda: sum(thread.is_alive() for thread in threads) == 1)
-    reader, come = near.Stream(other), []
+    reader, come = local.LocalConnection(other), []
     while len(come) < len(answers):
         message = reader.receive(time.monotonic() + 20)
         assert message is not None
@@ -260,7 +261,7 @@ def watched() -> list[str]:
         victim = agent().peers[1]
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         canary = f"{os.environ['FOLDER']}/canary"
-        bomb = written(
+        bomb = encode_frame(
             Kind.CALL, 0, 0, 1, payload=pickle.dumps((Path.touch, (Path(canary),), {}, 1))
         )
         for _ in range(5):

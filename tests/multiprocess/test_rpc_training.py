@@ -19,7 +19,7 @@ from phalanx.errors import PeerLost
 from phalanx.parallel import DataParallel
 from phalanx.rpc import DistributedOptimizer, RemoteModule, RRef
 from phalanx.rpc import autograd as dist_autograd
-from phalanx.rpc.autograd.transport import graph
+from phalanx.rpc.autograd.container import graph
 from tests.ranks import RankServer
 from tests.rpc_training import (
     LIMIT,
@@ -184,7 +184,7 @@ def check_nested() -> None:
 
 def kept(module: RRef[nn.Module], part: str, root: int) -> dict[str, Tensor | None]:
     """The gradients of a part that are kept for a worker."""
-    seen = graph().gradients.seen(graph().root._replace(worker=root))
+    seen = graph().gradients.peek(graph().root._replace(worker=root))
     named = getattr(module.local_value(), part).named_parameters()
     return {name: seen.get(parameter) for name, parameter in named}
 
@@ -222,7 +222,7 @@ def product_of(inputs: Tensor, weight: RRef[Tensor]) -> Tensor:
 
 
 def gradient_of(parameter: RRef[Tensor], root: int) -> Tensor | None:
-    seen = graph().gradients.seen(graph().root._replace(worker=root))
+    seen = graph().gradients.peek(graph().root._replace(worker=root))
     return seen.get(parameter.local_value())
 
 
@@ -286,7 +286,7 @@ def check_apart(module: RRef[nn.Module], gradients: list[Tensor]) -> None:
     assert isinstance(own, nn.Linear)
     for rank, gradient in enumerate(gradients, 1):
         assert gradient.shape == (2, 4)
-        seen = graph().gradients.seen(graph().root._replace(worker=rank))
+        seen = graph().gradients.peek(graph().root._replace(worker=rank))
         if rank == 1:
             assert not seen
         else:
@@ -339,11 +339,11 @@ def with_a_death() -> str:
     if rank == 0:
         root = graph().root._replace(worker=1)
         assert graph().pending
-        assert graph().gradients.seen(root)
+        assert graph().gradients.peek(root)
     dist.barrier()
     if rank == 0:
         end = time.monotonic() + LIMIT
-        while graph().pending or graph().gradients.seen(root):
+        while graph().pending or graph().gradients.peek(root):
             assert time.monotonic() < end
             time.sleep(0.01)
         rpc.shutdown(graceful=False)

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError, RemoteError, UsageError
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
 from tests.ranks import RankServer
+from tests.rpc_training import little_address_space
 from tests.waiting import wait_for
 
 
@@ -65,7 +66,7 @@ def let_go() -> None:
 
 def leased() -> int:
     gc.collect()
-    return agent().arena.leased
+    return agent().shm_sender.leased_count
 
 
 def all_returned(*workers: int) -> None:
@@ -143,7 +144,7 @@ def make_mistakes() -> None:
             rpc.rpc_sync(1, echo, (1,), timeout=timeout)  # type: ignore[arg-type]
     assert rpc.rpc_sync(1, echo, (1,), timeout=0) == 1
     for worker in ("", 2, -1, None, 1.0, b"worker-1"):
-        with pytest.raises(UsageError, match="no worker is called"):
+        with pytest.raises(UsageError, match="could not find destination"):
             rpc.rpc_sync(worker, echo, (1,))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"70000 tensors, of 65534 that one call takes"):
         rpc.rpc_sync(1, echo, (list(torch.zeros(70_000)),))
@@ -198,8 +199,12 @@ def lease_and_fail() -> None:
         rpc.rpc_sync(1, sleep, (0.2, tensor), timeout=0.05)
     with pytest.raises(CallTimeout):
         rpc.rpc_async(1, sleep, (0.2, tensor), timeout=0.05).wait()
-    with pytest.raises(PhalanxError, match="no room for a tensor"):
-        rpc.rpc_sync(1, echo, ([tensor, torch.zeros(1, dtype=torch.uint8).expand(2**60)],))
+    vast = torch.zeros(2**28, dtype=torch.uint8)
+    with (
+        little_address_space(vast.nbytes // 2),
+        pytest.raises(PhalanxError, match="no room for a tensor"),
+    ):
+        rpc.rpc_sync(1, echo, ([tensor, vast],))
     text = os.urandom(3_000_000)  # larger than what goes by the socket
     assert rpc.rpc_sync(1, echo, (text,)) == text
     with pytest.raises(ArithmeticError):
@@ -256,7 +261,7 @@ def answer_large(size: int) -> Tensor:
 
 def values_owned() -> int:
     gc.collect()
-    return len(agent().values)
+    return len(agent().owned_values)
 
 
 def run_out() -> None:
@@ -266,9 +271,15 @@ def run_out() -> None:
     rref = rpc.remote(2, echo, (5,))
     assert rref.to_here() == 5
     with NoRoom():
-        for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        failed = rpc.remote(1, echo, (small,))
+        for call in (
+            partial(rpc.rpc_sync, 1, echo, (small,)),
+            rpc.rpc_async(1, echo, (small,)).wait,
+            failed.to_here,
+        ):
             with pytest.raises(PhalanxError, match="no connection can be made: Too many open"):
-                call(1, echo, (small,))
+                call()
+        del failed
         with pytest.raises(UsageError, match="can't be sent"):
             rpc.rpc_sync(2, echo, ([rref, rpc.RRef(1), threading.Lock()],))
     assert rpc.rpc_sync(1, echo, (3,)) == rpc.rpc_async(1, echo, (3,)).wait() == 3
@@ -390,7 +401,7 @@ def in_a_child(function: Any) -> str:
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
         os.write(writer, said.encode())
-        from phalanx.rpc.lifetime import _leave_at_exit
+        from phalanx.rpc.init import _leave_at_exit
 
         _leave_at_exit()
         os._exit(0)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx import rpc
 from phalanx.errors import PeerLost, PhalanxError, UsageError
-from phalanx.rpc.state import agent
+from phalanx.rpc.current_agent import agent
 from phalanx.rpc.table import (
     SGD,
     Adam,
@@ -320,7 +320,7 @@ def lose_trainers() -> str:
     bag = ShardedEmbeddingBag(EMBEDDINGS, 5, places)
     places[0].local_value().enrol(1, 1)
     bag(torch.tensor([[1, 2]])).sum().backward()
-    other = agent().peers[1].card.pid
+    other = agent().peers[1].record.pid
     os.kill(other, signal.SIGKILL)
     with pytest.raises(PeerLost) as caught:
         bag.step()

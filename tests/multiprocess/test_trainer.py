@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from phalanx.errors import UsageError
-from phalanx.observe import recording
-from phalanx.observe.boxes import read_box
-from phalanx.observe.own import waited
+from phalanx.observe import recorder
+from phalanx.observe.own_wait_time import measure_wait_share
+from phalanx.observe.recorder_reader import read_recorder
 from phalanx.parallel import DataParallel
 from phalanx.train import Trainer
 from tests.ranks import RankServer
@@ -234,16 +234,16 @@ def shown_to_others(seed: int) -> tuple[Any, Any]:
     """Train, and read what this rank's black box says of it; then let rank 1 come late."""
     model = made_model(seed)
     result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
-    job = recording.own_directory()
+    job = recorder.get_job_directory()
     assert job is not None
-    box = read_box(job, f"{os.getpid()}.box", 100)
+    box = read_recorder(job, f"{os.getpid()}.box", 100)
     begun = time.monotonic_ns()
     if dist.get_rank() == 1:
         time.sleep(0.3)
     dist.barrier()
-    share = waited(begun, time.monotonic_ns())
+    share = measure_wait_share(begun, time.monotonic_ns())
     assert share is not None
-    assert waited(begun, begun) is None
+    assert measure_wait_share(begun, begun) is None
     part = share * (time.monotonic_ns() - begun) / 1e9
     return [tuple(report[1:]) for report in box["reports"]], (part, result.losses)
 

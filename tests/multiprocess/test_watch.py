@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.observe.reading import read
-from phalanx.observe.watch import View, view
+from phalanx.observe.job_reader import read_job
+from phalanx.observe.watch import View, build_view
 from tests import perfetto_reader
 from tests.ranks import RankServer, Run
 
@@ -83,7 +83,7 @@ def training(ranks: RankServer, jobs: Path, size: int) -> Iterator[Run]:
 
 
 def look() -> View:
-    return view(read(None, 512))
+    return build_view(read_job(None, 512))
 
 
 def reports(seen: View) -> list[int]:
@@ -107,7 +107,7 @@ def finish(run: Run, jobs: Path) -> list[int]:
 
 def test_a_planted_straggler_is_named(ranks: RankServer, jobs: Path) -> None:
     with training(ranks, jobs, 3) as run:
-        wait_until(lambda: look().verdict == "straggler", "a straggler")
+        wait_until(lambda: look().balance == "straggler", "a straggler")
         seen = json.loads(command("watch", "--once", "--json"))
         assert seen["straggler"]["rank"] == SLOW
         assert seen["straggler"]["waiting"] == [0, 2]
@@ -130,7 +130,7 @@ def test_the_timeline_has_all_operations_with_waiting_apart_from_working(
     with training(ranks, jobs, 3) as run:
         wait_until(lambda: min(reports(look())) >= 10, "ten steps")
         out = command("trace", "-o", str(path))
-        kept = read(None)
+        kept = read_job(None)
         finish(run, jobs)
     found = perfetto_reader.load(path.read_bytes())
     assert re.match(rf"{path}: 3 ranks, \d+ operations, ", out)

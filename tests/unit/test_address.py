@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import socket
 
 import pytest
@@ -64,6 +63,6 @@ def test_loopback_is_no_way_to_another_machine(
     here: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
-    elsewhere = dataclasses.replace(here, network="another")
+    elsewhere = here._replace(network="another")
     with pytest.raises(UsageError, match=r"can't reach this one at 127.0.0.1.*PHALANX_INTERFACE"):
         own_address(dist.HashStore(), [here, elsewhere])  # type: ignore[attr-defined]

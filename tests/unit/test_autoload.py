@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 SCRIPT = """
 import sys
@@ -46,6 +49,35 @@ def test_a_script_that_never_imports_phalanx(tmp_path: Path) -> None:
     assert backend == "phalanx"
 
 
+def test_modules_that_the_first_group_imports(tmp_path: Path) -> None:
+    """No package of others, and none of ours that a group of one host never uses."""
+    script = """
+import sys
+import torch.distributed as dist
+before = set(sys.modules)
+url = "file://" + sys.argv[1]
+dist.init_process_group("phalanx", init_method=url, rank=0, world_size=1)
+dist.barrier()
+print(" ".join(sorted(set(sys.modules) - before)))
+dist.destroy_process_group()
+"""
+    (modules,) = run(script, str(tmp_path / "store"))
+    names = modules.split()
+    packages = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    assert packages == {"phalanx"}
+    heavy = {"asyncio", "concurrent", "ctypes", "email", "http", "ssl", "urllib"}
+    assert not heavy.intersection(names)
+    layers = {".".join(name.split(".")[:2]) for name in names if name.startswith("phalanx.")}
+    assert layers <= {
+        f"phalanx.{name}"
+        for name in (
+            "_native address backend engines env env_hosts errors observe system topology "
+            "torch_versions"
+        ).split()
+    }
+    assert "phalanx.backend.spanning" not in names
+
+
 def test_what_the_entry_point_imports_by_itself() -> None:
     """The two modules bring nothing along that torch hasn't imported anyway."""
     script = """
@@ -62,9 +94,46 @@ print(" ".join(sorted(set(sys.modules) - before)))
     assert run(script) == ["phalanx phalanx._autoload"]
 
 
-def test_the_entry_point_is_installed() -> None:
-    (entry,) = importlib.metadata.entry_points(group="torch.backends", name="phalanx")
+GROUPS = ("torch.backends", "torch.distributed.backends")
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_the_entry_point_is_installed(group: str) -> None:
+    (entry,) = importlib.metadata.entry_points(group=group, name="phalanx")
     assert entry.value == "phalanx._autoload:register"
+
+
+def test_both_entry_points_register_once() -> None:
+    """PyTorch calls the first at `import torch`, the second for a name that it doesn't know."""
+    script = f"""
+import warnings
+warnings.simplefilter("error")
+import importlib.metadata
+import os
+from torch.distributed import Backend
+once = Backend._plugins["PHALANX"]
+for group in {GROUPS}:
+    (entry,) = importlib.metadata.entry_points(group=group, name="phalanx")
+    entry.load()()
+print(Backend._plugins["PHALANX"] is once, Backend.backend_list.count("phalanx"))
+"""
+    assert run(script) == ["True 1"]
+
+
+def test_the_backend_is_found_without_the_first_entry_point(tmp_path: Path) -> None:
+    """As where the user has switched off what other packages do at `import torch`."""
+    script = """
+import sys
+import torch.distributed as dist
+assert "PHALANX" not in dist.Backend._plugins
+if not hasattr(dist.Backend, "_ensure_backend_registered"):  # before PyTorch 2.14
+    from phalanx._autoload import register
+    register()
+dist.init_process_group("phalanx", init_method="file://" + sys.argv[1], rank=0, world_size=1)
+print(dist.get_backend())
+"""
+    env = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    assert run(script, str(tmp_path / "store"), env=env) == ["phalanx"]
 
 
 def test_importing_phalanx_is_light() -> None:

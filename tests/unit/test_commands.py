@@ -12,16 +12,16 @@ import pytest
 from phalanx.cli import jobs as jobs_command
 from phalanx.cli import main, run
 from phalanx.errors import UsageError
-from phalanx.observe import explain, finding, reading
-from phalanx.observe.directory import Directory, description, new_name
+from phalanx.observe import explain, job_lookup, job_reader
+from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from tests.made_jobs import Made
 from tests.synthetic_jobs import straggling
 
 
 def made(jobs: Path, command: str = "train.py") -> str:
     """A job that has ended, without a rank."""
-    with Directory(str(jobs), new_name(), create=True) as job:
-        job.describe({**description(job.name, 1), "command": [command]})
+    with JobDirectory(str(jobs), make_job_name(), create=True) as job:
+        job.write_description({**describe_job(job.name, 1), "command": [command]})
         return job.name
 
 
@@ -45,7 +45,7 @@ def test_a_job_that_is_gone_does_not_keep_others_from_being_removed(
 ) -> None:
     names = [made(jobs) for _ in range(3)]
     listed = jobs_command._summaries()
-    Directory(str(jobs), listed[0][0].name).remove()
+    JobDirectory(str(jobs), listed[0][0].name).remove()
     gone = listed[0][0].name
     monkeypatch.setattr(jobs_command, "_summaries", lambda: listed)
     monkeypatch.setattr("sys.argv", ["phalanx", "jobs", "--remove-ended"])
@@ -55,7 +55,7 @@ def test_a_job_that_is_gone_does_not_keep_others_from_being_removed(
     shown = capsys.readouterr()
     assert {*shown.out.splitlines()} == {f"removed {name}" for name in names if name != gone}
     assert f"there is no job '{gone}'" in shown.err
-    assert finding.job_names() == []
+    assert job_lookup.list_jobs() == []
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,8 @@ def test_what_can_not_be_explained_is_said_in_a_line(
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(reading, "read", fail if where == "read" else lambda _: straggling(2, 1))
+    read = fail if where == "read" else lambda _: straggling(2, 1)
+    monkeypatch.setattr(job_reader, "read_job", read)
     monkeypatch.setattr(explain, "as_text", fail)
     run._explain("20261121-0901-k3f9x2")
     assert capsys.readouterr().err == f"\nphalanx run: can't explain it: {words}\n"

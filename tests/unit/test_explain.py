@@ -13,15 +13,22 @@ from typing import get_args
 import pytest
 from rich.console import Console
 
-from phalanx.observe.culprit import Kind
+from phalanx.observe import job_reader
+from phalanx.observe.diagnosis import Kind
 from phalanx.observe.explain import as_json, as_text, explain
-from phalanx.observe.explain.words import clock_time, collapsed, joined, named, span
+from phalanx.observe.explain.formatting import (
+    collapse_numbers,
+    format_duration,
+    format_ranks,
+    format_time,
+    join_texts,
+)
 from phalanx.observe.model import Job
 from tests.made_up import SECOND, Story
 
 
 def first_lines(story: Story) -> list[str]:
-    """The verdict's own lines: those between the headline and the table."""
+    """The diagnosis's own lines: those between the headline and the table."""
     return as_text(story.job()).split("\n\n")[1].splitlines()
 
 
@@ -34,7 +41,7 @@ def busy(size: int = 3, seconds: float = 34) -> Story:
     return Story(size).together(2).begins([0, 2], waiting_for=1).passes(seconds).runs(1)
 
 
-def test_the_verdict_comes_first_with_who_why_since_when_and_where() -> None:
+def test_the_diagnosis_comes_first_with_who_why_since_when_and_where() -> None:
     first, second = first_lines(busy())
     assert first.startswith("Rank 1 (pid 801) has been in code of its own for 34 s (since ")
     assert "after all_reduce #2 float32[10] SUM at train.py:40" in first
@@ -160,8 +167,8 @@ def test_the_table_fits_80_columns(size: int) -> None:
     assert names.split()[-5:] == "operation called at since step".split()
     rows = [line for line in lines if "#2" in line and "5 min 45 s" in line and "16" in line]
     assert len(rows) == (1 if size == 64 else size - 1), "no row is wrapped"
-    culprit = next(line for line in out.getvalue().splitlines() if "own code  " in line)
-    assert "\x1b[1;31m" in culprit
+    at_fault = next(line for line in out.getvalue().splitlines() if "own code  " in line)
+    assert "\x1b[1;31m" in at_fault
 
 
 HOSTILE = "\x1b]0;owned\x07\u202e[bold]x[/bold]\nRank 0 is fine"
@@ -170,7 +177,7 @@ PLANTS: dict[str, Callable[[Job], Job]] = {
     "command": lambda job: replace(job, command=(HOSTILE,)),
     "problems": lambda job: replace(job, problems=(HOSTILE,)),
 }
-for name in ("host", "last_words", "problem", "note"):
+for name in ("host", "exception", "problem", "note"):
     PLANTS[name] = lambda job, name=name: replace(
         job, ranks=tuple(replace(rank, **{name: HOSTILE}) for rank in job.ranks)
     )
@@ -218,13 +225,13 @@ def test_hostile_texts_are_escaped(plant: str, end: str) -> None:
 def test_json_has_what_the_page_promises() -> None:
     story = busy().reports([0], 17)
     found = as_json(story.job())
-    assert list(found) == ["version", "job", "verdict", "ranks", "advice", "problems"]
+    assert list(found) == ["version", "job", "verdict", "ranks", "advice", "problems", "workers"]
     assert found["job"]["running"] is True
-    verdict = found["verdict"]
-    assert (verdict["kind"], verdict["ranks"]) == ("busy", [1])
-    assert verdict["text"] == first_lines(story)
-    assert verdict["waiting"][0]["ranks"] == [0, 2]
-    operation = verdict["waiting"][0]["operation"]
+    diagnosis = found["verdict"]
+    assert (diagnosis["kind"], diagnosis["ranks"]) == ("busy", [1])
+    assert diagnosis["text"] == first_lines(story)
+    assert diagnosis["waiting"][0]["ranks"] == [0, 2]
+    operation = diagnosis["waiting"][0]["operation"]
     assert operation["site"] == "/srv/job/train.py:40"
     assert operation["end"] is None
     assert abs(found["ranks"][1]["since"] - (story.unix - 34)) < 0.1
@@ -311,7 +318,7 @@ def test_the_page_lists_what_json_has(repository: Path) -> None:
     ],
 )
 def test_collapsed(numbers: list[int], text: str) -> None:
-    assert collapsed(numbers) == text
+    assert collapse_numbers(numbers) == text
 
 
 @pytest.mark.parametrize(
@@ -327,16 +334,26 @@ def test_collapsed(numbers: list[int], text: str) -> None:
     ],
 )
 def test_spans(seconds: float, text: str) -> None:
-    assert span(int(seconds * SECOND)) == text
+    assert format_duration(int(seconds * SECOND)) == text
 
 
 def test_lists_and_names() -> None:
-    assert [joined(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-    assert named([3]) == "rank 3"
-    assert named([2, 0]) == "ranks 0 and 2"
-    assert named([0, 1, 2, 7]) == "ranks 0-2, 7"
+    assert [join_texts(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
+    assert format_ranks([3]) == "rank 3"
+    assert format_ranks([2, 0]) == "ranks 0 and 2"
+    assert format_ranks([0, 1, 2, 7]) == "ranks 0-2, 7"
 
 
 @pytest.mark.parametrize("time", (10**30, -(10**30)))
 def test_times_that_no_calendar_has(time: int) -> None:
-    assert clock_time(time) == "?"
+    assert format_time(time) == "?"
+
+
+def test_a_job_whose_start_is_not_known(jobs: Path) -> None:
+    """A launcher that failed between making the directory and describing it leaves such a job."""
+    name = "20261122-2159-8nezfx"
+    jobs.mkdir(mode=0o700)
+    (jobs / name).mkdir(mode=0o700)
+    job = job_reader.read_job(name)
+    assert "1970" not in as_text(job)
+    assert as_json(job)["job"]["started"] is None

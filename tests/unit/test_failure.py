@@ -67,6 +67,9 @@ class Group:
     def pid(self, rank: int) -> int:
         return 800 + rank
 
+    def host(self, rank: int) -> str:
+        return "node-b" if rank == 7 else ""
+
     def behind(self, _rank: int) -> list[int]:
         return list(self.late)
 
@@ -279,7 +282,13 @@ def test_messages_are_known_by_all_that_they_are() -> None:
                     operation(8, kind="recv", peer=4),
                 ]
             },
-            "rank 5 is in recv float32[1024] at train.py:40 for N s, waiting for rank 3 there",
+            "rank 5 is in recv float32[1024] at train.py:40 for N s, "
+            "waiting for rank 3 (pid 803) there",
+        ),
+        (
+            {"open": [operation(41, waiting_for=7)]},
+            "rank 5 is in all_reduce #41 float32[1024] at train.py:40 for N s, "
+            "waiting for rank 7 (pid 807 on node-b) there",
         ),
     ],
 )

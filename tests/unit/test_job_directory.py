@@ -12,15 +12,21 @@ from pathlib import Path
 import pytest
 
 from phalanx import env
-from phalanx.observe.directory import Directory, description, names, new_name, prune
-from phalanx.observe.files import Refused
+from phalanx.observe.files import UnusableFileError
+from phalanx.observe.job_directory import (
+    JobDirectory,
+    describe_job,
+    list_job_names,
+    make_job_name,
+    prune,
+)
 
 KEPT = (20, 2**28)
 
 
 def make(base: Path, name: str | None = None, size: int = 0, time: float | None = None) -> str:
     """A job that has ended, with a file of so many bytes."""
-    with Directory(str(base), name or new_name(), create=True) as job:
+    with JobDirectory(str(base), name or make_job_name(), create=True) as job:
         fd = job.create("1.box")
         os.posix_fallocate(fd, 0, size or 1)
         os.close(fd)
@@ -30,7 +36,7 @@ def make(base: Path, name: str | None = None, size: int = 0, time: float | None 
 
 
 def test_names_are_the_time_and_something_random() -> None:
-    made = {new_name() for _ in range(1000)}
+    made = {make_job_name() for _ in range(1000)}
     assert len(made) == 1000
     assert all(env.JOB_NAME.fullmatch(name) for name in made)
 
@@ -39,8 +45,8 @@ def test_only_the_user_can_read_what_is_written(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     before = os.umask(0)
     try:
-        with Directory(str(base), new_name(), create=True) as job:
-            job.describe(description(job.name, 2))
+        with JobDirectory(str(base), make_job_name(), create=True) as job:
+            job.write_description(describe_job(job.name, 2))
             os.close(job.create("812.box"))
             found = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
     finally:
@@ -126,8 +132,8 @@ REFUSED = [
 def test_a_place_that_is_not_ours_alone_is_refused(tmp_path, monkeypatch, place, message) -> None:
     monkeypatch.setenv("PHALANX_JOBS_DIR", str(place(tmp_path / "jobs")))
     before = os.listdir("/proc/self/fd")
-    with pytest.raises(Refused, match=message):
-        Directory(env.jobs_directory(), new_name(), create=True)
+    with pytest.raises(UnusableFileError, match=message):
+        JobDirectory(env.jobs_directory(), make_job_name(), create=True)
     assert os.listdir("/proc/self/fd") == before
 
 
@@ -141,44 +147,44 @@ def test_a_jobs_own_directory_is_checked_as_well(tmp_path, place, message) -> No
     name = make(base)
     os.rename(base / name, tmp_path / "aside")
     place(base / name)
-    with pytest.raises(Refused, match=message):
-        Directory(str(base), name, create=True)
+    with pytest.raises(UnusableFileError, match=message):
+        JobDirectory(str(base), name, create=True)
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
-    with Directory(str(tmp_path / "jobs"), new_name(), create=True) as job:
+    with JobDirectory(str(tmp_path / "jobs"), make_job_name(), create=True) as job:
         for name in ("1.box", f"job.json.{os.getpid()}"):
             os.symlink(tmp_path / "victim", f"{job.path}/{name}")
         with pytest.raises(FileExistsError):
             job.create("1.box")
         with pytest.raises(FileExistsError):
-            job.describe(description(job.name, 1))
+            job.write_description(describe_job(job.name, 1))
     assert (tmp_path / "victim").read_text() == "precious"
 
 
 def test_a_job_has_ended_when_nobody_holds_its_directory(tmp_path: Path) -> None:
-    base, name = str(tmp_path / "jobs"), new_name()
-    first = Directory(base, name, create=True)
-    second, reader = Directory(base, name), Directory(base, name)
-    assert reader.ended()
-    first.hold()
-    second.hold()
-    assert not reader.ended()
-    assert not first.claim()  # and holds it no longer
-    assert not reader.ended()
-    assert second.claim()
-    assert not reader.ended()
+    base, name = str(tmp_path / "jobs"), make_job_name()
+    first = JobDirectory(base, name, create=True)
+    second, reader = JobDirectory(base, name), JobDirectory(base, name)
+    assert reader.has_ended()
+    first.lock_shared()
+    second.lock_shared()
+    assert not reader.has_ended()
+    assert not first.lock_exclusive()  # and holds it no longer
+    assert not reader.has_ended()
+    assert second.lock_exclusive()
+    assert not reader.has_ended()
     second.close()
     second.close()
-    assert reader.ended()
+    assert reader.has_ended()
     first.close()
     reader.close()
 
 
 def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
-    job = Directory(str(tmp_path / "jobs"), new_name(), create=True)
-    job.hold()
+    job = JobDirectory(str(tmp_path / "jobs"), make_job_name(), create=True)
+    job.lock_shared()
     here, there = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -188,29 +194,29 @@ def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> No
             there.recv(1)  # until the parent has looked
         os._exit(0)
     there.close()
-    with here, Directory(str(tmp_path / "jobs"), job.name) as reader:
+    with here, JobDirectory(str(tmp_path / "jobs"), job.name) as reader:
         assert here.recv(10) == b"closed"
-        assert not reader.ended()
+        assert not reader.has_ended()
         job.close()
-        assert reader.ended()
+        assert reader.has_ended()
     assert os.waitpid(pid, 0)[1] == 0
 
 
 def test_a_directory_that_is_removed_can_not_be_held(tmp_path: Path) -> None:
-    base, name = str(tmp_path / "jobs"), new_name()
-    late = Directory(base, name, create=True)
+    base, name = str(tmp_path / "jobs"), make_job_name()
+    late = JobDirectory(base, name, create=True)
     make(tmp_path / "jobs")
-    with Directory(base, name) as other:
-        assert other.claim()
+    with JobDirectory(base, name) as other:
+        assert other.lock_exclusive()
         other.remove()
-    with pytest.raises(Refused, match="has just been removed"):
-        late.hold()
+    with pytest.raises(UnusableFileError, match="has just been removed"):
+        late.lock_shared()
     # A new one of that name is another one.
-    Directory(base, name, create=True).close()
-    with pytest.raises(Refused, match="has just been removed"):
-        late.hold()
+    JobDirectory(base, name, create=True).close()
+    with pytest.raises(UnusableFileError, match="has just been removed"):
+        late.lock_shared()
     late.remove()
-    assert name in names(base)
+    assert name in list_job_names(base)
 
 
 def test_removing_follows_no_link_and_takes_what_it_finds(tmp_path: Path) -> None:
@@ -222,7 +228,7 @@ def test_removing_follows_no_link_and_takes_what_it_finds(tmp_path: Path) -> Non
     (base / name / "2.box").mkdir()
     (base / name / "2.box/deep").mkdir()
     os.mkfifo(base / name / "3.box")
-    with Directory(str(base), name) as job:
+    with JobDirectory(str(base), name) as job:
         job.remove()
     assert list(base.iterdir()) == []
     assert (tmp_path / "precious/file").exists()
@@ -231,14 +237,14 @@ def test_removing_follows_no_link_and_takes_what_it_finds(tmp_path: Path) -> Non
 def test_pruning_keeps_the_newest_ended_jobs_and_all_that_run(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     ended = [make(base, time=1000.0 + number) for number in range(6)]
-    running = Directory(str(base), make(base, time=1.0))
-    running.hold()
+    running = JobDirectory(str(base), make(base, time=1.0))
+    running.lock_shared()
     prune(str(base), (10, 2**30))
-    assert set(names(str(base))) == {*ended, running.name}
+    assert set(list_job_names(str(base))) == {*ended, running.name}
     prune(str(base), (4, 2**30))
-    assert set(names(str(base))) == {*ended[2:], running.name}
+    assert set(list_job_names(str(base))) == {*ended[2:], running.name}
     prune(str(base), (0, 0))
-    assert names(str(base)) == [running.name]
+    assert list_job_names(str(base)) == [running.name]
     running.close()
 
 
@@ -246,7 +252,7 @@ def test_pruning_keeps_no_more_than_so_many_bytes(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     ended = [make(base, size=2**20, time=1000.0 + number) for number in range(5)]
     prune(str(base), (100, 2**20 * 7 // 2))
-    assert set(names(str(base))) == set(ended[2:])
+    assert set(list_job_names(str(base))) == set(ended[2:])
 
 
 def test_pruning_leaves_what_is_no_job(tmp_path: Path) -> None:
@@ -261,7 +267,7 @@ def test_pruning_leaves_what_is_no_job(tmp_path: Path) -> None:
 
 
 def test_a_base_that_is_missing_has_no_jobs(tmp_path: Path) -> None:
-    assert names(str(tmp_path / "jobs")) == []
+    assert list_job_names(str(tmp_path / "jobs")) == []
     prune(str(tmp_path / "jobs"), KEPT)
     assert list(tmp_path.iterdir()) == []
 

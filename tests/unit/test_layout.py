@@ -64,8 +64,8 @@ def test_a_probe_is_found_by_its_nonce() -> None:
         assert Place.parse(place.text) == place
         assert place.opens()
         wrong = Place.parse(Place.of_this_process(2, "gloo", other).text)
-        assert not Place(**{**vars(wrong), "nonce": probe.nonce}).opens()
-        assert not Place(**{**vars(place), "pid": 2**22 - 1}).opens()
+        assert not wrong._replace(nonce=probe.nonce).opens()
+        assert not place._replace(pid=2**22 - 1).opens()
     assert not place.opens()
 
 

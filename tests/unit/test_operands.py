@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from phalanx.errors import UsageError
 
 def test_a_contiguous_tensor_is_taken_as_it_is() -> None:
     for tensor in (torch.ones(3, 4), torch.tensor(1), torch.ones(0, 5), torch.ones(8)[2:5]):
-        flat = operands.dense(tensor, "op", written=True)
+        flat = operands.writable(tensor, "op")
         assert flat is tensor
         operands.settle(tensor, flat)
 
@@ -22,7 +23,7 @@ def test_another_layout_is_copied_and_settled() -> None:
     base = torch.zeros(4, 6)
     view = base.t()[::2]
     view.copy_(torch.arange(12.0).reshape(3, 4))
-    flat = operands.dense(view, "op", written=True)
+    flat = operands.writable(view, "op")
     assert flat.is_contiguous()
     assert torch.equal(flat, view)
     flat += 1
@@ -43,9 +44,9 @@ def test_settle_writes_to_leaves_and_to_inference_tensors() -> None:
 
 def test_shared_elements_are_refused_only_where_they_are_written() -> None:
     expanded = torch.ones(1, 3).expand(4, 3)
-    assert torch.equal(operands.dense(expanded, "op", written=False), torch.ones(4, 3))
+    assert torch.equal(operands.dense(expanded, "op"), torch.ones(4, 3))
     with pytest.raises(UsageError) as caught:
-        operands.dense(expanded, "op", written=True)
+        operands.writable(expanded, "op")
     assert str(caught.value) == (
         "op: elements of the tensor of shape (4, 3) and strides (0, 1) share memory (expand()?): "
         "pass a tensor of its own, as from clone()"
@@ -53,13 +54,15 @@ def test_shared_elements_are_refused_only_where_they_are_written() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("written", (True, False))
-def test_sparse_and_foreign_tensors_are_refused(written: bool) -> None:
+@pytest.mark.parametrize("taken", (operands.dense, operands.writable))
+def test_sparse_and_foreign_tensors_are_refused(
+    taken: Callable[[torch.Tensor, str], torch.Tensor],
+) -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
         with pytest.raises(UsageError, match=r"op: got a tensor of layout torch.sparse_.*to_dense"):
-            operands.dense(tensor, "op", written=written)
+            taken(tensor, "op")
     with pytest.raises(UsageError, match=r"op: the tensor is on meta, expected cpu"):
-        operands.dense(torch.ones(3, device="meta"), "op", written=written)
+        taken(torch.ones(3, device="meta"), "op")
 
 
 def test_only() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import phalanx
 from phalanx.errors import UsageError
-from phalanx.observe import recording
+from phalanx.observe import recorder
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,9 @@ def test_what_can_not_be_shown(given: dict[str, object], message: str) -> None:
 @pytest.mark.filterwarnings("error")
 def test_what_can_be_shown(monkeypatch) -> None:
     told = []
-    monkeypatch.setattr(recording, "_own", object())
-    monkeypatch.setattr(recording, "_note", "")
-    monkeypatch.setattr(recording._native, "report", lambda *given: told.append(given))
+    monkeypatch.setattr(recorder, "_recorder", object())
+    monkeypatch.setattr(recorder, "_note", "")
+    monkeypatch.setattr(recorder._native, "report", lambda *given: told.append(given))
     phalanx.report(step=0)
     phalanx.report(step=np.int64(7), loss=np.float32(0.5))
     phalanx.report(step=torch.tensor(8), loss=torch.tensor([[0.25]], requires_grad=True))
@@ -89,12 +89,12 @@ def test_without_a_group_it_says_so_once() -> None:
 ALONE = """
 import os
 import torch, phalanx
-from phalanx.observe.reading import read
+from phalanx.observe.job_reader import read_job
 with phalanx.init(device="cpu") as session:
     for step in range(300):
         phalanx.report(step=step, loss=torch.tensor(1.0 / (step + 1)))
     phalanx.report(note="x" * 254 + "ü")
-    job = read()
+    job = read_job()
 (rank,) = job.ranks
 assert job.running and rank.process.state == "running", rank
 assert rank.pid == os.getpid()

@@ -6,12 +6,9 @@ same goes through real calls between processes is shown elsewhere (tests/multipr
 
 from __future__ import annotations
 
-import gc
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,104 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx.rpc.autograd.gradients import Gradients, Root
-from phalanx.rpc.autograd.graph import AutogradGraph
-from phalanx.rpc.autograd.note import Note, Source, packed, unpacked
-from phalanx.rpc.autograd.running import Answer, Request
-
-# Seconds within which a call returns, and what isn't needed any more is freed.
-LIMIT = 60.0
-
-Program = Callable[["World", int, Sequence[Tensor]], list[Tensor]]
-
-
-class World:
-    """Workers with parameters, and with values that calls leave there; all in one process."""
-
-    def __init__(self, size: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self.size, self.stores = size, True
-        self.stored: list[list[Tensor]] = [[] for _ in range(size)]
-        self.parameters = [
-            [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)]
-            for _ in range(size)
-        ]
-        for parameter in self.of_all():
-            parameter.requires_grad_()
-
-    def of_all(self) -> list[Tensor]:
-        return [parameter for own in self.parameters for parameter in own]
-
-    def call(self, me: int, to: int, program: Program, arguments: list[Tensor]) -> list[Tensor]:
-        return program(self, to, arguments)
-
-
-class Workers(World):
-    """The same with a graph for each, so that calls carry copies."""
-
-    def __init__(self, size: int, seed: int, pool: ThreadPoolExecutor) -> None:
-        super().__init__(size, seed)
-        self.pool = pool
-        self.told = 0
-        self.graphs = [AutogradGraph(worker, Calls(self)) for worker in range(size)]
-
-    def call(self, me: int, to: int, program: Program, arguments: list[Tensor]) -> list[Tensor]:
-        there, note = self.graphs[me].send(to, arguments)
-
-        def execute() -> tuple[list[Tensor], bytes]:
-            arrived = self.graphs[to].receive(me, [tensor.clone() for tensor in there], note)
-            return self.graphs[to].send(me, program(self, to, arrived))
-
-        back, note = self.pool.submit(execute).result(LIMIT)
-        return self.graphs[me].receive(to, [tensor.clone() for tensor in back], note)
-
-    def free(self) -> None:
-        """Wait until nothing is kept for a backward pass; a time limit fails the test."""
-        gc.collect()
-        end = time.monotonic() + LIMIT
-        while any(graph.pending for graph in self.graphs) and time.monotonic() < end:
-            time.sleep(0.002)
-        assert not any(graph.pending for graph in self.graphs)
-
-
-class Calls:
-    """The transport: a call is a function on another thread."""
-
-    def __init__(self, world: Workers) -> None:
-        self._world = world
-
-    def backward(self, peer: int, request: Request) -> Answer:
-        return self.begin_backward(peer, request).wait()
-
-    def begin_backward(self, peer: int, request: Request) -> Coming:
-        return Coming(self._world.pool.submit(self._world.graphs[peer].backward, request))
-
-    def release(self, peer: int, numbers: list[int]) -> None:
-        self._world.told += len(numbers)
-        self._world.graphs[peer].released(numbers)
-
-
-class Coming:
-    def __init__(self, future: Future[Answer]) -> None:
-        self._future = future
-
-    def wait(self) -> Answer:
-        return self._future.result(LIMIT)
+from phalanx.rpc.autograd.metadata import AutogradMetadata, Source, pack_metadata, unpack_metadata
+from tests.rpc_worlds import LIMIT, Program, Workers, World, workers
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(64) as pool:
         yield pool
-
-
-@contextmanager
-def workers(size: int, seed: int, pool: ThreadPoolExecutor) -> Iterator[Workers]:
-    world = Workers(size, seed, pool)
-    try:
-        yield world
-    finally:
-        for graph in world.graphs:
-            graph.close()
 
 
 def program(seed: int, depth: int) -> Program:
@@ -200,7 +107,7 @@ def test_concurrent_trainers_do_not_mix(
 def check(alone: World, together: Workers, me: int) -> None:
     """This worker called backward: its gradients are in `grad`, others' kept for it."""
     for worker, (own, others) in enumerate(zip(together.parameters, alone.parameters, strict=True)):
-        kept = together.graphs[worker].gradients.seen(Root(me))
+        kept = together.graphs[worker].gradients.peek(Root(me))
         for parameter, oracle in zip(own, others, strict=True):
             found = parameter.grad if worker == me else kept.get(parameter)
             zeros = torch.zeros_like(parameter)
@@ -308,8 +215,8 @@ def test_who_is_dead_holds_nothing(pool: ThreadPoolExecutor) -> None:
             results[0].sum().backward()
         world.graphs[1].forget(0)
         assert world.graphs[1].pending == 1
-        assert not world.graphs[1].gradients.seen(Root(0))
-        assert world.graphs[1].gradients.seen(Root(2)).keys() == {weight}
+        assert not world.graphs[1].gradients.peek(Root(0))
+        assert world.graphs[1].gradients.peek(Root(2)).keys() == {weight}
         del results
         world.free()
 
@@ -323,8 +230,8 @@ def test_sums_do_not_depend_on_the_order_of_calls() -> None:
     for seed in range(10):
         gradients = Gradients()
         for path, part in random.Random(seed).sample(parts, len(parts)):
-            gradients.add(Root(1), 7, path, [(parameter, part)])
-        gradients.add(Root(1), 8, (0,), [(parameter, parts[0][1])])
+            gradients.add(Root(1), 7, path, [(parameter, part.clone())])
+        gradients.add(Root(1), 8, (0,), [(parameter, parts[0][1].clone())])
         (found,) = gradients.take(Root(1), [parameter])
         assert found is not None
         assert torch.equal(found, oracle + parts[0][1])
@@ -341,19 +248,19 @@ def test_sums_do_not_depend_on_the_order_of_calls() -> None:
     ).map(tuple),
 )
 def test_notes(number: int, indices: tuple[int, ...], reach: tuple[Source, ...]) -> None:
-    note = Note(number, indices, reach)
-    assert unpacked(packed(note), 100) == note
-    for wrong in (packed(note)[:-1], packed(note) + b"\0"):
+    note = AutogradMetadata(number, indices, reach)
+    assert unpack_metadata(pack_metadata(note), 100) == note
+    for wrong in (pack_metadata(note)[:-1], pack_metadata(note) + b"\0"):
         with pytest.raises(ValueError, match="a note of"):
-            unpacked(wrong, 100)
+            unpack_metadata(wrong, 100)
     with pytest.raises(ValueError, match="a message of"):
-        unpacked(packed(note), max(indices))
+        unpack_metadata(pack_metadata(note), max(indices))
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_note_or_refused(data: bytes) -> None:
     try:
-        unpacked(data, 3)
+        unpack_metadata(data, 3)
     except ValueError:
         return
     assert len(data) >= 20

@@ -93,6 +93,7 @@ def test_none_good(tmp_path: Path) -> None:
         ({"step": 7}, "of step 7, the name says another"),
         ({"files": [{"name": "../../secret", "bytes": 1}]}, "name different files"),
         ({"tensors": 3}, "isn't a manifest of this format"),
+        ({"state": {"x": {"$tensor": "y"}}}, "isn't a manifest of this format: KeyError"),
         ({"tensors": {"x": {"dtype": "F32", "shape": [2], "pieces": []}}}, "x is in no file"),
     ],
 )
@@ -104,14 +105,46 @@ def test_a_foreign_manifest(
     snapshots.save(1, {"x": torch.ones(2)})
     path = snapshots.save(2, {"x": torch.ones(2)})
     said = json.loads((path / "manifest.json").read_text()) | change
-    (path / "manifest.json").write_text(json.dumps(said))
+    write_manifest(path, json.dumps(said))
+    check_falls_back(snapshots)
+    assert words in caplog.text
+
+
+@pytest.mark.parametrize("depth", (990, 100_000))
+def test_a_nested_manifest(depth: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    snapshots = Snapshots(tmp_path)
+    snapshots.save(1, {"x": torch.ones(2)})
+    path = snapshots.save(2, {"x": torch.ones(2), "nested": "HERE"})
+    text = (path / "manifest.json").read_text()
+    write_manifest(path, text.replace('"HERE"', "[" * depth + "]" * depth))
+    check_falls_back(snapshots)
+    assert "isn't a manifest of this format: RecursionError" in caplog.text
+
+
+@pytest.mark.parametrize("name", ("manifest.json", "SHA256SUMS", "state-00000.safetensors"))
+def test_a_fifo(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Opening it would wait for a writer."""
+    snapshots = Snapshots(tmp_path)
+    snapshots.save(1, {"x": torch.ones(2)})
+    path = snapshots.save(2, {"x": torch.ones(2)})
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    check_falls_back(snapshots)
+    assert f"{name} is not a regular file" in caplog.text
+
+
+def write_manifest(path: Path, text: str) -> None:
+    """Replace the manifest of a snapshot, and its checksum."""
+    (path / "manifest.json").write_text(text)
     sums = (path / "SHA256SUMS").read_text().splitlines()[1:]
-    digest = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+    digest = hashlib.sha256(text.encode()).hexdigest()
     (path / "SHA256SUMS").write_text("\n".join([f"{digest}  manifest.json", *sums, ""]))
+
+
+def check_falls_back(snapshots: Snapshots) -> None:
     loaded = snapshots.load()
     assert loaded is not None
     assert loaded.step == 1
-    assert words in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"\2" + b"\0" * 7 + b"[]"])

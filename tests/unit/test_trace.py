@@ -13,7 +13,7 @@ from perfetto.protos.perfetto.trace import perfetto_trace_pb2 as protos
 
 from phalanx.errors import UsageError
 from phalanx.observe.model import Group, Job, Operation, Rank, Report, Start
-from phalanx.observe.trace import Written, timeline, write
+from phalanx.observe.trace import OperationCounts, build_timeline, write
 from tests import arbitrary_jobs, perfetto_reader
 from tests.perfetto_reader import File, Read
 from tests.synthetic_jobs import (
@@ -30,7 +30,7 @@ from tests.synthetic_jobs import (
 )
 
 
-def written(made: Job) -> tuple[File, list[Written]]:
+def written(made: Job) -> tuple[File, list[OperationCounts]]:
     file = io.BytesIO()
     ranks = list(write(made, file))
     return perfetto_reader.load(file.getvalue()), ranks
@@ -201,7 +201,7 @@ def test_reports_are_counters() -> None:
     ("ended", "word"),
     [
         (
-            rank(0, state="gone", ending="failed", last_words="ValueError: x", ended=ago(2)),
+            rank(0, state="gone", ending="failed", exception="ValueError: x", ended=ago(2)),
             "failed",
         ),
         (rank(0, state="gone", ending="exited", ended=ago(2)), "ended"),
@@ -213,7 +213,7 @@ def test_the_end_of_a_rank_is_marked(ended: Rank, word: str) -> None:
     instants = [instant for track in found.of(0) for instant in track.instants]
     assert [name for _, name, _ in instants] == ["black box opened", word]
     assert instants[1][0] == ago(2)
-    assert instants[1][2]["last words"] == ended.last_words
+    assert instants[1][2]["last words"] == ended.exception
 
 
 def ending_of(made: Job) -> tuple[int, str]:
@@ -265,7 +265,7 @@ def test_an_end_that_cannot_be_right_ends_nothing() -> None:
 
 def test_operations_that_were_not_kept_are_counted() -> None:
     made = rank(0, history=[collective(3, 2)], open=[collective(1, None)], operations=5002)
-    assert timeline(made, job(made), {}).earlier == 5000
+    assert build_timeline(made, job(made), {}).earlier == 5000
 
 
 def test_texts_of_the_job_are_escaped() -> None:

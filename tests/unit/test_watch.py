@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.observe.model import Group, Job, Process, Rank, Report, Start
-from phalanx.observe.watch import Row, View, as_json, ending, view
+from phalanx.observe.watch import Row, View, as_json, build_view, get_outcome
 from tests.synthetic_jobs import NOW, SECOND, ago, collective, job, message, rank, straggling, world
 
 
@@ -20,13 +20,13 @@ def row(seen: View, number: int) -> Row:
 def reporting(*reports: tuple[float, int, float]) -> Row:
     """The row of a rank that reported (seconds ago, step, loss)."""
     given = tuple(Report(ago(when), step, loss) for when, step, loss in reports)
-    return view(job(rank(0, reports=given), rank(1))).rows[0]
+    return build_view(job(rank(0, reports=given), rank(1))).rows[0]
 
 
 @pytest.mark.parametrize(("size", "slow"), [(2, 1), (8, 3), (64, 0), (64, 63)])
 def test_the_straggler_is_named_with_how_much_the_others_wait(size: int, slow: int) -> None:
-    seen = view(straggling(size, slow, share=0.6))
-    assert seen.verdict == "straggler"
+    seen = build_view(straggling(size, slow, share=0.6))
+    assert seen.balance == "straggler"
     assert seen.straggler is not None
     assert seen.straggler.rank == slow
     assert seen.straggler.share == pytest.approx(0.6, abs=0.01)
@@ -38,9 +38,9 @@ def test_the_straggler_is_named_with_how_much_the_others_wait(size: int, slow: i
 
 def test_ranks_that_wait_for_each_other_alike_are_even() -> None:
     history = [[collective(t + 0.1, t, 0.1, 1 - r) for t in range(5)] for r in range(2)]
-    seen = view(job(rank(0, history=history[0]), rank(1, history=history[1])))
-    assert (seen.verdict, seen.straggler) == ("even", None)
-    assert seen.most == pytest.approx(0.1, abs=0.01)
+    seen = build_view(job(rank(0, history=history[0]), rank(1, history=history[1])))
+    assert (seen.balance, seen.straggler) == ("even", None)
+    assert seen.max_share == pytest.approx(0.1, abs=0.01)
 
 
 def test_in_an_even_job_the_rank_that_all_look_at_first_is_no_straggler() -> None:
@@ -51,35 +51,35 @@ def test_in_an_even_job_the_rank_that_all_look_at_first_is_no_straggler() -> Non
         whom = 0 if r else 1
         history = [collective(t + 0.4, t, 0.4, whom) for t in range(5)]
         ranks.append(rank(r, size, history))
-    seen = view(job(*ranks))
-    assert (seen.verdict, seen.straggler) == ("even", None)
+    seen = build_view(job(*ranks))
+    assert (seen.balance, seen.straggler) == ("even", None)
 
 
 def test_waits_too_short_to_matter_name_nobody() -> None:
     history = [collective(t + 0.01, t, 0.01, 1) for t in range(5)]
-    assert view(job(rank(0, history=history), rank(1))).verdict == "nobody"
+    assert build_view(job(rank(0, history=history), rank(1))).balance == "nobody"
 
 
 def test_one_rank_waits_for_nobody() -> None:
-    assert view(job(rank(0, 1))).verdict == "alone"
+    assert build_view(job(rank(0, 1))).balance == "alone"
 
 
 def test_a_rank_that_waits_itself_is_not_the_straggler() -> None:
-    """2 waits for 1 as 1 waits for 0: the culprit is 0."""
+    """2 waits for 1 as 1 waits for 0: the rank at fault is 0."""
     chain = [rank(r, 3, open=[collective(60, None, whom=r - 1)] if r else ()) for r in range(3)]
-    seen = view(job(*chain))
+    seen = build_view(job(*chain))
     assert seen.straggler is not None
     assert (seen.straggler.rank, seen.straggler.waiting) == (0, (1,))
 
 
 def test_nothing_moves_when_all_that_live_wait() -> None:
     ring = [rank(r, 3, open=[message(60, None, whom=(r + 1) % 3)]) for r in range(3)]
-    assert view(job(*ring)).verdict == "stuck"
+    assert build_view(job(*ring)).balance == "stuck"
 
 
 def test_a_rank_in_code_of_its_own_holds_up_those_that_wait() -> None:
-    seen = view(job(rank(0, open=[collective(60, None, whom=1)]), rank(1)))
-    assert seen.verdict == "straggler"
+    seen = build_view(job(rank(0, open=[collective(60, None, whom=1)]), rank(1)))
+    assert seen.balance == "straggler"
     assert seen.straggler is not None
     assert (seen.straggler.rank, seen.straggler.share) == (1, 1.0)
 
@@ -88,7 +88,7 @@ def test_a_dead_rank_is_named_and_waits_for_nobody() -> None:
     dead = rank(1, 3, [collective(20, 19, 1, 0)], [collective(4, None, whom=0)], state="gone")
     dead = replace(dead, start=Start(4001, 0, 0.0, (NOW / SECOND) - 1, -9))
     waiting = [rank(r, 3, open=[collective(4, None, whom=1)]) for r in (0, 2)]
-    seen = view(job(waiting[0], dead, waiting[1]))
+    seen = build_view(job(waiting[0], dead, waiting[1]))
     assert seen.straggler is not None
     assert seen.straggler.rank == 1
     lost = row(seen, 1)
@@ -102,7 +102,7 @@ def test_a_dead_rank_is_named_and_waits_for_nobody() -> None:
     ("start", "more", "state"),
     [
         (Start(4000, 0, 0.0, 1.0, 3), {}, "exit 3"),
-        (None, {"ending": "failed", "last_words": "ValueError: x"}, "failed"),
+        (None, {"ending": "failed", "exception": "ValueError: x"}, "failed"),
         (None, {"ending": "exited"}, "ended"),
         (None, {}, "gone"),
         (Start(4000, 0, 0.0, 1.0, -15, True), {}, "stopped by launcher"),
@@ -112,11 +112,11 @@ def test_the_state_says_how_a_rank_ended(
     start: Start | None, more: dict[str, str], state: str
 ) -> None:
     ended = rank(0, state="gone", start=start, **more)
-    assert view(job(ended, rank(1))).rows[0].state == state
+    assert build_view(job(ended, rank(1))).rows[0].state == state
 
 
 def test_a_rank_that_never_came_is_absent() -> None:
-    seen = view(job(rank(0), Rank(1)))
+    seen = build_view(job(rank(0), Rank(1)))
     assert (seen.rows[1].state, seen.rows[1].waiting, seen.rows[1].abnormal) == ("absent", None, 1)
 
 
@@ -129,13 +129,13 @@ def test_numbers_in_a_group_become_ranks_of_the_job(noted: bool) -> None:
     for number, group in pair.items():
         ranks[number] = replace(ranks[number], groups=(world(number, 6), group))
     ranks[5] = replace(ranks[5], open=(collective(10, None, whom=1, group=1, peer=1),))
-    seen = view(job(*ranks))
+    seen = build_view(job(*ranks))
     assert (row(seen, 5).waits_for, row(seen, 5).activity.waits_for) == (2, 2)
     assert (row(seen, 5).activity.group, row(seen, 5).activity.peer) == ("pair", 2)
 
 
 def test_a_wait_in_a_group_without_a_note_counts_for_nobody() -> None:
-    seen = view(job(rank(0, open=[collective(10, None, whom=1, group=-1)]), rank(1)))
+    seen = build_view(job(rank(0, open=[collective(10, None, whom=1, group=-1)]), rank(1)))
     assert (row(seen, 0).waiting, row(seen, 0).waits_for) == (1.0, -1)
     assert seen.straggler is None
 
@@ -144,29 +144,29 @@ def test_a_history_that_ran_over_counts_for_as_long_as_it_reaches() -> None:
     """20 operations in the last second, of which 60% waited; what was before isn't known."""
     history = [collective(0.05 * i + 0.03, 0.05 * i, 0.03, 1) for i in range(20, -1, -1)]
     busy = rank(0, history=history, operations=100_000)
-    assert row(view(job(busy, rank(1))), 0).waiting == pytest.approx(0.6, abs=0.02)
-    assert row(view(job(busy, rank(1))), 0).operations == pytest.approx(20, rel=0.06)
+    assert row(build_view(job(busy, rank(1))), 0).waiting == pytest.approx(0.6, abs=0.02)
+    assert row(build_view(job(busy, rank(1))), 0).operations == pytest.approx(20, rel=0.06)
 
 
 def test_before_its_black_box_was_opened_a_rank_did_not_work() -> None:
     young = rank(0, opened=ago(1), history=[collective(0.5, 0, 0.5, 1)])
-    assert row(view(job(young, rank(1))), 0).waiting == pytest.approx(0.5)
+    assert row(build_view(job(young, rank(1))), 0).waiting == pytest.approx(0.5)
 
 
 def test_waits_at_the_same_time_count_once() -> None:
     posted = [message(4 - 0.1 * i, None, whom=i % 2, number=i + 1) for i in range(20)]
-    assert row(view(job(rank(0, open=posted), rank(1))), 0).waiting == pytest.approx(0.8)
+    assert row(build_view(job(rank(0, open=posted), rank(1))), 0).waiting == pytest.approx(0.8)
 
 
 def test_the_wait_of_a_message_is_at_its_end() -> None:
     """Posted 20 s ago, waited for in its last 2 s: all of that in the window of 5 s."""
     got = rank(0, history=[message(20, 1, 2, 1)])
-    assert row(view(job(got, rank(1))), 0).waiting == pytest.approx(0.4)
+    assert row(build_view(job(got, rank(1))), 0).waiting == pytest.approx(0.4)
 
 
 def test_who_posted_a_message_and_does_not_wait_for_it_is_in_its_own_code() -> None:
     posted = row(
-        view(job(rank(0, history=[collective(9, 8)], open=[message(4, None)]), rank(1))), 0
+        build_view(job(rank(0, history=[collective(9, 8)], open=[message(4, None)]), rank(1))), 0
     )
     assert posted.waiting == 0
     assert not posted.activity.under_way
@@ -176,7 +176,7 @@ def test_who_posted_a_message_and_does_not_wait_for_it_is_in_its_own_code() -> N
 
 def test_what_waits_is_shown_before_what_is_older() -> None:
     both = rank(0, open=[message(30, None), collective(2, None, whom=1)])
-    activity = row(view(job(both, rank(1))), 0).activity
+    activity = row(build_view(job(both, rank(1))), 0).activity
     assert activity.operation is not None
     assert activity.operation.kind == "all_reduce"
     assert (activity.others, activity.waits_for) == (1, 1)
@@ -185,7 +185,7 @@ def test_what_waits_is_shown_before_what_is_older() -> None:
 
 def test_outside_of_operations_the_last_one_is_told() -> None:
     idle = rank(0, history=[collective(9, 8), collective(3, 2)])
-    activity = row(view(job(idle, rank(1))), 0).activity
+    activity = row(build_view(job(idle, rank(1))), 0).activity
     assert not activity.under_way
     assert activity.seconds == pytest.approx(2)
 
@@ -239,7 +239,7 @@ def test_json_is_strict_and_escaped() -> None:
         0, reports=(Report(ago(1), 3, math.inf),), history=[collective(3, 2, site="\x1b[2J")]
     )
     made = job(odd, rank(1, problem="bad\u202e"), problems=("\x07",))
-    text = json.dumps(as_json(made, view(made)), allow_nan=False)
+    text = json.dumps(as_json(made, build_view(made)), allow_nan=False)
     assert text.isascii()
     assert text.isprintable()
     read = json.loads(text)
@@ -249,7 +249,7 @@ def test_json_is_strict_and_escaped() -> None:
 
 def test_json_names_the_straggler() -> None:
     made = straggling(4, 3)
-    read = json.loads(json.dumps(as_json(made, view(made)), allow_nan=False))
+    read = json.loads(json.dumps(as_json(made, build_view(made)), allow_nan=False))
     assert (read["verdict"], read["straggler"]["rank"], read["world_size"]) == ("straggler", 3, 4)
     assert read["straggler"]["waiting"] == [0, 1, 2]
     assert read["ranks"][0]["waits"] == {"3": pytest.approx(0.6, abs=0.01)}
@@ -274,7 +274,7 @@ def gone(number: int, **more: object) -> Rank:
             (False, "failed: rank 0 (pid 4000) raised an exception"),
         ),
         (
-            job(gone(0, ending="failed", last_words="KeyboardInterrupt"), gone(1, ending="exited")),
+            job(gone(0, ending="failed", exception="KeyboardInterrupt"), gone(1, ending="exited")),
             (False, "was interrupted"),
         ),
         (
@@ -284,7 +284,7 @@ def gone(number: int, **more: object) -> Rank:
     ],
 )
 def test_how_a_job_ended(made: Job, expected: tuple[bool, str] | None) -> None:
-    found = ending(made)
+    found = get_outcome(made)
     if expected is None or found is None:
         assert found == expected
     else:
@@ -294,22 +294,22 @@ def test_how_a_job_ended(made: Job, expected: tuple[bool, str] | None) -> None:
 
 def test_a_rank_on_another_machine_has_no_process_here() -> None:
     far = rank(1, state=None)
-    seen = view(job(rank(0), far))
+    seen = build_view(job(rank(0), far))
     assert (seen.rows[1].state, seen.rows[1].memory) == ("elsewhere", None)
 
 
 def test_a_stopped_rank_does_not_wait_whatever_it_is_in() -> None:
     waiting = [rank(r, open=[collective(60, None, whom=1 - r)]) for r in range(2)]
     stopped = replace(waiting[1], process=Process("stopped"))
-    seen = view(job(waiting[0], stopped))
+    seen = build_view(job(waiting[0], stopped))
     assert seen.rows[1].abnormal
     assert seen.rows[1].waiting is None
-    assert seen.verdict == "straggler"
+    assert seen.balance == "straggler"
     assert seen.straggler is not None
     assert seen.straggler.rank == 1
 
 
 def test_when_all_have_ended_nobody_holds_up_anybody() -> None:
     dead = [rank(r, state="gone", open=[collective(60, None, whom=1 - r)]) for r in range(2)]
-    seen = view(job(*dead))
-    assert (seen.verdict, seen.straggler) == ("over", None)
+    seen = build_view(job(*dead))
+    assert (seen.balance, seen.straggler) == ("over", None)

@@ -12,7 +12,7 @@ import pytest
 
 from phalanx.cli import main
 from phalanx.errors import UsageError
-from phalanx.observe import reading
+from phalanx.observe import job_reader
 from phalanx.observe.model import Job, Process
 from tests import perfetto_reader
 from tests.synthetic_jobs import NAME, job, rank, straggling
@@ -49,7 +49,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
                 raise one
             return one
 
-        monkeypatch.setattr(reading, "read", read)
+        monkeypatch.setattr(job_reader, "read_job", read)
         return asked
 
     return prepare
@@ -105,7 +105,7 @@ def test_a_job_whose_directory_goes_away_ended_well(
     [
         ended(straggling(2, 1), 1),
         job(rank(0), rank(1, state="gone")),
-        job(rank(0), rank(1, ending="failed", last_words="KeyboardInterrupt")),
+        job(rank(0), rank(1, ending="failed", exception="KeyboardInterrupt")),
     ],
     ids=("code", "gone", "interrupted"),
 )

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from phalanx.observe.model import Job, Operation, Process, Rank, Report
-from phalanx.observe.watch import as_json, ending, render, view
-from phalanx.observe.watch.table import activity, fold
+from phalanx.observe.watch import as_json, build_view, get_outcome, render
+from phalanx.observe.watch.table import describe_activity, fold
 from tests import arbitrary_jobs
 from tests.synthetic_jobs import ago, collective, job, message, rank, straggling
 
@@ -24,7 +24,7 @@ HOSTILE = "\x1b]0;owned\x07\x1b[2J\n\r\x9b31m\u202eevil\u2066\u200b\ud800 [bold]
 def lines(made: Job, width: int = 120, height: int | None = None) -> list[str]:
     """The table as a terminal of that size gets it, without styles."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render(made, view(made), console, height))
+    console.print(render(made, build_view(made), console, height))
     written = console.file.getvalue()  # type: ignore[attr-defined]
     return [line.rstrip() for line in written.splitlines()]
 
@@ -76,7 +76,7 @@ def test_what_a_rank_noted_is_beside_what_it_is_in(state: str) -> None:
     waiting = job(rank(0, 2, history, open_, note="x" * 300), rank(1, 2, history))
     assert '2.0 s, "xxx' in cells(waiting)["in"]
     assert "x" * 61 not in cells(waiting)["in"]
-    assert as_json(waiting, view(waiting))["ranks"][0]["note"] == "x" * 300
+    assert as_json(waiting, build_view(waiting))["ranks"][0]["note"] == "x" * 300
 
 
 def test_a_row_tells_all_of_a_rank() -> None:
@@ -134,8 +134,8 @@ def test_a_rank_outside_of_operations_is_in_its_own_code() -> None:
     ],
 )
 def test_operations_in_words(operation: Operation, words: str) -> None:
-    seen = view(job(rank(0, open=[operation]), rank(1)))
-    assert activity(seen.rows[0]).startswith(words)
+    seen = build_view(job(rank(0, open=[operation]), rank(1)))
+    assert describe_activity(seen.rows[0]).startswith(words)
 
 
 def test_the_line_on_top_names_the_straggler_and_what_it_is_in() -> None:
@@ -190,13 +190,13 @@ def test_what_is_not_as_it_should_be_keeps_its_line() -> None:
 def test_many_kinds_are_folded_into_few_lines() -> None:
     """Each of 64 ranks waits for another: a line for each would be as long as the table."""
     ring = [rank(r, 64, open=[message(60, None, whom=(r + 1) % 64)]) for r in range(64)]
-    seen = view(job(*ring))
+    seen = build_view(job(*ring))
     shown, folds = fold(seen, 10)
     assert len(shown) + len(folds) == 10
     assert {row.rank for row in shown} | {row.rank for one in folds for row in one.rows} == set(
         range(64)
     )
-    assert folds[-1].what == "of several kinds"
+    assert folds[-1].state == "of several kinds"
 
 
 def test_texts_are_wrapped_where_there_is_room_and_cut_visibly_where_there_is_none() -> None:
@@ -232,20 +232,20 @@ def test_nothing_of_the_job_reaches_the_terminal_unescaped() -> None:
 def test_whatever_was_read_can_be_shown(
     made: Job, width: int, height: int | None, window: float
 ) -> None:
-    seen = view(made, window)
+    seen = build_view(made, window)
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(made, seen, console, height))
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert written.replace("\n", "").isprintable()
     json.loads(json.dumps(as_json(made, seen), allow_nan=False))
-    ending(made)
+    get_outcome(made)
     for row in seen.rows:
         assert row.waiting is None or 0 <= row.waiting <= 1
 
 
 @given(made=arbitrary_jobs.jobs(), room=st.integers(1, 80))
 def test_folding_loses_no_rank(made: Job, room: int) -> None:
-    seen = view(made)
+    seen = build_view(made)
     shown, folds = fold(seen, room)
     assert len(shown) + len(folds) <= room
     told = [row.rank for row in shown] + [row.rank for one in folds for row in one.rows]

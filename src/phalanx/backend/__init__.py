@@ -1,17 +1,17 @@
 """The backend "phalanx" of `torch.distributed`.
 
-One class in layers: `membership` subclasses PyTorch's `ProcessGroup` and has all that it asks for
-besides operations; on it stand `messages` (send and recv), `running` (how a collective runs),
-`collectives` (those on lists of tensors) and `process_group` (those on single tensors, coalesced
-ones, and what makes a group). They check arguments (`operands`, `dtypes`, `options`), and run each
-operation in the caller's thread or hand it to the group's `progress` threads, as `work` objects
-with `futures`; `sparse` and `cuda` take the tensors of their kind. When the core reports that
-something went wrong, `failure` says it in words, with the user's `call_site`, and `witness` adds
-what the black boxes of the other ranks tell. `ring` finds ranks that wait for each other in several
-groups, `waiting` shows it the waits for works, and `abort` is `phalanx.abort`.
+The process group is one class in layers. `membership` subclasses PyTorch's `ProcessGroup` and has
+everything but the operations. On it build `messages` (send and recv), `running` (the execution of a
+collective), `collectives` (those on lists of tensors) and `process_group` (those on single tensors,
+the coalesced ones, and the creation of a group). These layers check arguments (`operands`,
+`dtypes`, `options`). They run each operation in the caller's thread, or in the group's `progress`
+threads with a `work` object and its `futures`. `sparse` and `cuda` handle tensors of their kind.
+When the core reports a failure, `failure` describes it with the user's `call_site`, and `witness`
+adds information from the black boxes of the other ranks. `ring` detects deadlocks across groups,
+`waiting` shows it the waits for works, and `abort` is `phalanx.abort`.
 
-Beside them: `shared` makes tensors that peers can reach, `profiling` tells PyTorch's profiler,
-`lifetime` looks after groups at the end of their process and in forked children, `edges` covers
-functions of PyTorch that refuse other backends, and `replace` puts "phalanx" in the place of those
-where the user wants that.
+Besides, `shared` makes tensors that peers can reach, `profiling` reports operations to PyTorch's
+profiler, and `operators` shows them to dispatch modes. `lifetime` handles groups at process exit
+and in forked children, `edges` patches functions of PyTorch that refuse other backends, and
+`replace` substitutes "phalanx" for other backends on request.
 """

@@ -1,4 +1,4 @@
-"""`phalanx.abort`: wake every rank of a group that can't go on."""
+"""The function `phalanx.abort`, which breaks a group that cannot continue."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from phalanx.errors import UsageError
 
 
 def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
-    """Break a group: every rank that waits in it, or comes to it, raises `Aborted` at once.
+    """Break a group: every rank that waits in it, or enters an operation, raises `Aborted` at once.
 
-    This rank leaves the group; the others should too (`destroy_process_group`). The same processes
-    can form another group then, all of them or those that are left. Doesn't block beyond the two
-    seconds that this rank's own pending operations have to end.
+    This rank leaves the group; the others should too (`destroy_process_group`). The same processes,
+    or the remaining ones, can then form another group. Blocks for at most the two seconds that this
+    rank's own pending operations have to end.
 
     Args:
-        group: The group; None for the default one.
-        reason: Why, in a line; the others' exceptions and `phalanx explain` say it. What is longer
-            than 639 bytes of UTF-8 is cut.
+        group: The group; None for the default group.
+        reason: The reason, in one line, for the exceptions of the other ranks and
+            `phalanx explain`. Text beyond 639 bytes of UTF-8 is cut.
 
     Raises:
-        UsageError: There is no such group, or it isn't one of Phalanx; a reason that is no text.
+        UsageError: There is no such group, it is not a group of Phalanx, or `reason` is not a str.
     """
     if group is None:
         group = dist.group.WORLD if dist.is_initialized() else None

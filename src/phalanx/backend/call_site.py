@@ -1,4 +1,4 @@
-"""Where in the user's code an operation was called."""
+"""The location in the user's code at which an operation was called."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing_extensions import deprecated
 import phalanx
 from phalanx import _native
 
-# Whatever begins so belongs to torch or to Phalanx. (PyTorch wraps functions in `deprecated`, whose
-# frame lies between the user's and torch's.)
+# Paths with these prefixes are not the user's code. `deprecated` is among them since PyTorch wraps
+# functions in it, so that its frame lies between those of the user and of torch.
 _native.set_foreign_code(
     [
         *(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, phalanx)),
@@ -23,10 +23,10 @@ _native.set_foreign_code(
 
 
 def call_site() -> str:
-    """The innermost "file:line" of this thread that belongs neither to torch nor to Phalanx."""
+    """Return the innermost "file:line" of this thread that is neither in torch nor in Phalanx."""
     return brief(_native.call_site_text(_native.call_site()))
 
 
 def brief(site: str) -> str:
-    """A call site without its directories."""
+    """Return a call site without its directories."""
     return site.rpartition("/")[2] or "an unknown place"

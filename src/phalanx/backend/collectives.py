@@ -1,7 +1,7 @@
 """Collectives on lists of tensors.
 
-Each method checks its arguments, so that a mistake raises here before a peer is touched, names the
-native call, and lets `_collective` run it.
+Each method checks its arguments, so that a mistake raises before any communication, and passes the
+native call to `_collective`, which runs it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
+from phalanx._native import misplaced, overlap
 from phalanx.backend.call_site import call_site
-from phalanx.backend.dtypes import Reduction, code_of, factor_of, reduction
-from phalanx.backend.operands import dense, only, same_kind, settle
+from phalanx.backend.dtypes import code_of, factor_of, reduction
+from phalanx.backend.operands import dense, only, same_kind, settle, writable
 from phalanx.backend.options import options_of
 from phalanx.backend.running import NativeCall, Running, Tensors, divided, in_turn
 from phalanx.backend.sparse import sparse_sum
@@ -39,13 +40,13 @@ _barrier = options_of(dist.BarrierOptions)
 
 
 class Collectives(Running):
-    """A group whose ranks do the same operations in the same order.
+    """A group whose ranks call the same operations in the same order.
 
-    As with PyTorch's own groups, each method takes an options object, or the option that matters
-    most (root or operator), and a timeout; and one tensor in the place of a list of one.
+    As in PyTorch's own groups, each method takes an options object, or its main option (root or
+    operator), and a timeout. A tensor may stand for a list of one tensor.
     """
 
-    # Collectives, in the order of PyTorch's documentation.
+    # The collectives are in the order of PyTorch's documentation.
 
     def broadcast(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
@@ -55,10 +56,11 @@ class Collectives(Running):
         tensor = only(tensors, "broadcast")
         root = self._check_root(opts.rootRank, "broadcast")
         code = code_of(tensor.dtype, "broadcast")
-        flat = dense(tensor, "broadcast", written=root != self._rank)
+        flat = (dense if root == self._rank else writable)(tensor, "broadcast")
         call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
         outputs = [] if root == self._rank else [(tensor, flat)]
-        return self._collective("broadcast", call, tensor, opts, outputs, 0, root, keep=flat)
+        operator = "broadcast", [tensor], opts
+        return self._collective("broadcast", call, tensor, opts, outputs, operator, 0, root, flat)
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
@@ -66,16 +68,21 @@ class Collectives(Running):
         """Combine the tensors of all ranks; every rank gets the result, in place."""
         opts = _allreduce(opts, timeout)
         tensor = only(tensors, "all_reduce")
+        operator = "allreduce", [tensor], opts
         if tensor.is_sparse:
             call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
-            return self._collective("all_reduce", call, tensor, opts, [])
+            return self._collective("all_reduce", call, tensor, opts, [], operator)
         op = opts.reduceOp
         how = reduction(op, tensor, "all_reduce")
-        flat = self._reducible(tensor, how, op, "all_reduce", written=True)
+        flat = writable(tensor, "all_reduce")
+        if how.multiplied:
+            flat = multiplied(flat, op)
         call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op)
         if how.divided:
             call = divided(call, flat, self._size)
-        return self._collective("all_reduce", call, tensor, opts, [(tensor, flat)], how.op)
+        return self._collective(
+            "all_reduce", call, tensor, opts, [(tensor, flat)], operator, how.op
+        )
 
     def reduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
@@ -87,14 +94,17 @@ class Collectives(Running):
         is_root = root == self._rank
         op = opts.reduceOp
         how = reduction(op, tensor, "reduce")
-        flat = self._reducible(tensor, how, op, "reduce", written=is_root)
+        flat = (writable if is_root else dense)(tensor, "reduce")
+        if how.multiplied:
+            flat = multiplied(flat, op)
         call: NativeCall = partial(
             self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root
         )
         if how.divided and is_root:
             call = divided(call, flat, self._size)
         outputs = [(tensor, flat)] if is_root else []
-        return self._collective("reduce", call, tensor, opts, outputs, how.op, root, keep=flat)
+        operator = "reduce", [tensor], opts
+        return self._collective("reduce", call, tensor, opts, outputs, operator, how.op, root, flat)
 
     def allgather(
         self,
@@ -108,23 +118,28 @@ class Collectives(Running):
         tensor = only(input_tensors, "all_gather")
         outputs = self._per_rank(output_tensors, "all_gather", "outputs")
         same_kind(outputs, tensor, "all_gather", sized=(self._rank,))
-        flat = dense(tensor, "all_gather", written=False)
-        flats = [dense(output, "all_gather", written=True) for output in outputs]
+        flat = dense(tensor, "all_gather")
+        pairs = [(output, writable(output, "all_gather")) for output in outputs]
+        flats = [output for _, output in pairs]
         code = code_of(tensor.dtype, "all_gather")
         native = self._native
-        if all(output.numel() == flat.numel() for output in flats):
+        if [output.numel() for output in flats] == [flat.numel()] * self._size:
             addresses = [output.data_ptr() for output in flats]
+            if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+                flat = flat.clone()
             call: NativeCall = partial(
                 native.all_gather, flat.data_ptr(), addresses, flat.numel(), code
             )
         else:
+            if _overlaps(flat, [flats[self._rank]], code):
+                flat = flat.clone()
             settle(flats[self._rank].view(-1), flat.view(-1))
             call = in_turn(
                 partial(native.broadcast, output.data_ptr(), output.numel(), code, root)
                 for root, output in enumerate(flats)
             )
-        pairs = list(zip(outputs, flats, strict=True))
-        return self._collective("all_gather", call, tensor, opts, pairs, keep=flat)
+        operator = "allgather", [outputs], [tensor], opts
+        return self._collective("all_gather", call, tensor, opts, pairs, operator, 0, -1, flat)
 
     def gather(
         self,
@@ -141,13 +156,16 @@ class Collectives(Running):
         if root == self._rank:
             outputs = self._per_rank(output_tensors, "gather", "outputs")
             same_kind(outputs, tensor, "gather")
-        flat = dense(tensor, "gather", written=False)
-        flats = [dense(output, "gather", written=True) for output in outputs]
+        flat = dense(tensor, "gather")
+        flats = [writable(output, "gather") for output in outputs]
         code = code_of(tensor.dtype, "gather")
         addresses = [output.data_ptr() for output in flats]
+        if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            flat = flat.clone()
         call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
         pairs = list(zip(outputs, flats, strict=True))
-        return self._collective("gather", call, tensor, opts, pairs, root=root, keep=flat)
+        operator = "gather", [outputs] if outputs else [], [tensor], opts
+        return self._collective("gather", call, tensor, opts, pairs, operator, 0, root, flat)
 
     def scatter(
         self,
@@ -156,7 +174,7 @@ class Collectives(Running):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Give every rank its tensor of the root's list."""
+        """Send each rank its tensor from the root's list."""
         opts = _scatter(opts, timeout)
         tensor = only(output_tensors, "scatter")
         root = self._check_root(opts.rootRank, "scatter")
@@ -164,20 +182,17 @@ class Collectives(Running):
         if root == self._rank:
             inputs = self._per_rank(input_tensors, "scatter", "inputs")
             same_kind(inputs, tensor, "scatter")
-        flat = dense(tensor, "scatter", written=True)
-        flats = [dense(item, "scatter", written=False) for item in inputs]
+        flat = writable(tensor, "scatter")
+        flats = [dense(item, "scatter") for item in inputs]
         code = code_of(tensor.dtype, "scatter")
         addresses = [item.data_ptr() for item in flats]
+        if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            flat = torch.empty_like(flat)
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
+        pairs = [(tensor, flat)]
+        operator = "scatter", [tensor], [inputs] if inputs else [], opts
         return self._collective(
-            "scatter",
-            call,
-            tensor,
-            opts,
-            [(tensor, flat)],
-            root=root,
-            keep=flats,
-            inputs=inputs,
+            "scatter", call, tensor, opts, pairs, operator, 0, root, flats, inputs
         )
 
     def reduce_scatter(
@@ -192,13 +207,17 @@ class Collectives(Running):
         tensor = only(output_tensors, "reduce_scatter")
         inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
         same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
-        flat = dense(tensor, "reduce_scatter", written=True)
+        flat = writable(tensor, "reduce_scatter")
         op = opts.reduceOp
         how = reduction(op, tensor, "reduce_scatter")
-        sources = [self._reducible(item, how, op, "reduce_scatter") for item in inputs]
+        sources = [dense(item, "reduce_scatter") for item in inputs]
+        if how.multiplied:
+            sources = [multiplied(source, op) for source in sources]
         native = self._native
-        if all(source.numel() == flat.numel() for source in sources):
+        if [source.numel() for source in sources] == [flat.numel()] * self._size:
             addresses = [source.data_ptr() for source in sources]
+            if misplaced(flat.data_ptr(), addresses, flat.numel(), how.dtype, self._rank):
+                flat = torch.empty_like(flat)
             call: NativeCall = partial(
                 native.reduce_scatter,
                 addresses,
@@ -208,6 +227,8 @@ class Collectives(Running):
                 how.op,
             )
         else:
+            if _overlaps(flat, sources, how.dtype):
+                flat = torch.empty_like(flat)
             settle(flat.view(-1), sources[self._rank].view(-1))
             sources[self._rank] = flat
             call = in_turn(
@@ -216,8 +237,9 @@ class Collectives(Running):
             )
         if how.divided:
             call = divided(call, flat, self._size)
+        pairs, operator = [(tensor, flat)], ("reduce_scatter", [tensor], [inputs], opts)
         return self._collective(
-            "reduce_scatter", call, tensor, opts, [(tensor, flat)], how.op, keep=sources
+            "reduce_scatter", call, tensor, opts, pairs, operator, how.op, -1, sources
         )
 
     def alltoall(
@@ -227,46 +249,55 @@ class Collectives(Running):
         opts: Any = None,
         timeout: timedelta | None = None,
     ) -> dist.Work:
-        """Give every rank its tensor of the list; sizes may differ from pair to pair."""
+        """Send each rank its tensor from the list; sizes may differ between pairs of ranks."""
         opts = _alltoall(opts, timeout)
         outputs = self._per_rank(output_tensors, "all_to_all", "outputs")
         inputs = self._per_rank(input_tensors, "all_to_all", "inputs")
         same_kind(inputs, inputs[0], "all_to_all", sized=())
         same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
-        sources = [dense(item, "all_to_all", written=False) for item in inputs]
-        flats = [dense(output, "all_to_all", written=True) for output in outputs]
-        taken = {flat.data_ptr() for flat in flats}
-        # In place: what comes would overwrite what others haven't got yet.
-        sources = [item.clone() if item.data_ptr() in taken else item for item in sources]
+        sources = [dense(item, "all_to_all") for item in inputs]
+        flats = [writable(output, "all_to_all") for output in outputs]
+        code = code_of(inputs[0].dtype, "all_to_all")
+        counts = [source.numel() for source in sources], [flat.numel() for flat in flats]
+        starts = [source.data_ptr() for source in sources], [flat.data_ptr() for flat in flats]
+        if overlap(starts[0], counts[0], starts[1], counts[1], code):
+            # Incoming data would overwrite parts that other ranks have not read yet.
+            sources = [source.clone() for source in sources]
+            starts = [source.data_ptr() for source in sources], starts[1]
         call = partial(
             self._native.all_to_all,
-            [source.data_ptr() for source in sources],
-            [source.numel() for source in sources],
-            [flat.data_ptr() for flat in flats],
-            [flat.numel() for flat in flats],
-            code_of(inputs[0].dtype, "all_to_all"),
+            starts[0],
+            counts[0],
+            starts[1],
+            counts[1],
+            code,
         )
         pairs = list(zip(outputs, flats, strict=True))
-        return self._collective("all_to_all", call, inputs[0], opts, pairs, keep=sources)
+        operator = "alltoall", outputs, inputs, opts
+        return self._collective(
+            "all_to_all", call, inputs[0], opts, pairs, operator, 0, -1, sources
+        )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        """Block until all ranks have come."""
+        """Block until all ranks have entered the barrier."""
         opts = _barrier(opts, timeout)
-        return self._collective("barrier", self._native.barrier, None, opts, [])
+        return self._collective("barrier", self._native.barrier, None, opts, [], ("barrier", opts))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Block until all ranks have come; when the time is up, every rank learns who has not.
+        """Block until all ranks have entered; on a timeout, name the missing ranks on every rank.
 
         Args:
-            timeout: How long to wait; the group's timeout if None. Zero or less has passed already.
-            wait_all_ranks: Name all missing ranks, not only the first, in PyTorch's own words at
-                the end of the message. Its beginning names all of them either way.
+            timeout: The maximum time to wait; the group's timeout if None. If it is zero or less,
+                the call raises without waiting.
+            wait_all_ranks: Whether the part of the message in PyTorch's wording, at its end, names
+                all missing ranks, not only the first. The beginning names all in either case.
 
         Raises:
-            CollectiveTimeout: Ranks that did not come in time, by number and pid. The group is
-                broken then, as after every timeout, unless the time had passed before the call.
+            CollectiveTimeout: Some ranks did not arrive in time; the message has their numbers and
+                pids. The group is then broken, as after every timeout, unless `timeout` was zero
+                or less.
         """
         opts = dist.BarrierOptions()
         opts.asyncOp = False
@@ -279,28 +310,17 @@ class Collectives(Running):
                 )
         native = self._native
         try:
-            self._collective("monitored_barrier", native.barrier, None, opts, [])
+            operator = "monitored_barrier", opts.timeout, wait_all_ranks
+            self._collective("monitored_barrier", native.barrier, None, opts, [], operator)
         except CollectiveTimeout as error:
             late = [] if native.closed else native.behind(0)
             words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
             raise CollectiveTimeout(f"{error}. {words}") from None
 
-    # Checks and words.
-
-    @staticmethod
-    def _reducible(
-        tensor: torch.Tensor, how: Reduction, op: Any, name: str, *, written: bool = False
-    ) -> torch.Tensor:
-        """The tensor as the core takes it; times the factor if the operator has one."""
-        flat = dense(tensor, name, written=written)
-        if not how.multiplied:
-            return flat
-        factor = factor_of(op)
-        # Never in place: the user's own tensor keeps its values where it isn't the result.
-        return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
+    # Checks.
 
     def _per_rank(self, lists: list[Tensors] | Tensors, name: str, what: str) -> Tensors:
-        """The list that holds one tensor for each rank, alone or in a list of one, checked."""
+        """Return the list of one tensor per rank, given as it is or in a list of one, checked."""
         nested = len(lists) == 1 and not isinstance(lists[0], torch.Tensor)
         tensors: Any = lists[0] if nested else lists
         if len(tensors) != self._size:
@@ -315,8 +335,22 @@ class Collectives(Running):
         return root
 
 
+def multiplied(flat: torch.Tensor, op: Any) -> torch.Tensor:
+    """Return a contiguous tensor multiplied by the factor of an operator."""
+    factor = factor_of(op)
+    # Never in place, since `flat` may be the user's tensor, which keeps its values if it is not the
+    # result.
+    return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
+
+
+def _overlaps(tensor: torch.Tensor, tensors: Tensors, dtype: int) -> bool:
+    """Return whether a contiguous tensor overlaps any of several that do not overlap each other."""
+    starts, counts = [each.data_ptr() for each in tensors], [each.numel() for each in tensors]
+    return overlap([tensor.data_ptr()], [tensor.numel()], starts, counts, dtype)
+
+
 def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
-    """What Gloo's monitored_barrier says, for programs that look for it."""
+    """Return the message of Gloo's monitored_barrier, for programs that search for it."""
     if rank != 0:
         return (
             f"Rank {rank} successfully reached monitoredBarrier, but received errors while waiting "

@@ -1,13 +1,13 @@
-"""CUDA tensors: to NCCL where ranks have devices of their own, else through host memory.
+"""CUDA tensors: through NCCL if each rank has a device of its own, else through host memory.
 
-NCCL refuses two ranks on one device. Whether that is so can't be known when the group is made, as
-scripts pick their device later; so a rank publishes the device of its first CUDA tensor in the
-group's store, and those who communicate compare. A build of torch without CUDA pays nothing: the
-methods are wrapped only where CUDA is built in. Where the group's engine is "nccl", host memory is
-an error.
+NCCL rejects two ranks on one device. This cannot be checked when the group is formed, since scripts
+choose their device later. Therefore each rank publishes the device of its first CUDA tensor in the
+group's store, and ranks compare devices when they communicate. A build of torch without CUDA has no
+overhead, since the methods are wrapped only in builds with CUDA. If the group's engine is "nccl",
+host memory is never used; its use is an error.
 
-This has been written against PyTorch's `ProcessGroupNCCL`, and run only with stand-ins for devices
-and for NCCL: the tests run where there is no GPU.
+This module was written against PyTorch's `ProcessGroupNCCL`, and has run only with stand-ins for
+devices and for NCCL, since the tests run without a GPU.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _T = TypeVar("_T")
 
 
 class NcclChild:
-    """The NCCL group inside of a Phalanx group, made when the first CUDA tensor comes.
+    """The NCCL group inside of a Phalanx group, created at the first CUDA tensor.
 
     Args:
         store: The group's store. Keys begin with "phalanx/cuda/".
         rank: This process's rank in the group.
         size: World size of the group.
-        timeout: Of NCCL's operations, and of the wait for the peers' devices.
-        make: Makes the NCCL group; replaced in tests.
+        timeout: The timeout of NCCL's operations, and of the wait for the peers' devices.
+        make: Creates the NCCL group; replaced in tests.
     """
 
     def __init__(
@@ -60,16 +60,16 @@ class NcclChild:
         self._devices: dict[int, str] = {}
         self._group: Any = None
         self.required = False
-        """Whether host memory is no way either: the group's engine is "nccl"."""
+        """True if the group's engine is "nccl": CUDA tensors must not go through host memory."""
 
     def group_for(self, device: torch.device, peer: int | None = None) -> Any:
-        """The NCCL group, or None if host memory is the way.
+        """Return the NCCL group, or None if tensors go through host memory.
 
-        Blocks at the first use until the peers have used a CUDA tensor too, which they must, since
-        an operation has the same kind of device on all its ranks.
+        Blocks at the first use until the peers have used a CUDA tensor too. They must, since an
+        operation has the same kind of device on all its ranks.
 
         Args:
-            device: Of this rank's tensor.
+            device: The device of this rank's tensor.
             peer: The other rank of a message; None for a collective.
 
         Raises:
@@ -88,14 +88,14 @@ class NcclChild:
             return self._group
 
     def check_any_source(self, device: torch.device) -> None:
-        """Refuse a recv from any rank, unless all of them send through host memory.
+        """Reject a recv from any rank, unless all ranks send to this one through host memory.
 
-        NCCL has no such recv, and a message from a rank that shares no device with this one comes
-        by NCCL. Blocks as `group_for` does, for all ranks.
+        NCCL has no such recv, and a message from a rank on another device goes through NCCL. Blocks
+        as `group_for` does, for all ranks.
 
         Raises:
             torch.distributed.DistStoreError: A rank's device was not published in time.
-            UsageError: A message may come by NCCL; says of which rank.
+            UsageError: Messages of some rank go through NCCL; the message names that rank.
         """
         with self._lock:
             self._publish(identity(device))
@@ -113,7 +113,7 @@ class NcclChild:
             self._group.shutdown()
 
     def abort(self) -> None:
-        """Wake those who wait in the NCCL group, if there is one."""
+        """Abort the NCCL group, if there is one, and wake its waiting callers."""
         if self._group is not None:
             self._group.abort()
 
@@ -137,7 +137,7 @@ class NcclChild:
         return f"rank {self._rank}/{self._size}: engine is 'nccl', but {why}; or choose 'gloo'"
 
     def _apart(self, ranks: Iterable[int]) -> bool:
-        """Whether these ranks have a device each, and NCCL to use it."""
+        """Return whether these ranks each have a device of their own, and NCCL."""
         for rank in ranks:
             if rank not in self._devices:
                 key = f"phalanx/cuda/{rank}"
@@ -148,7 +148,7 @@ class NcclChild:
 
 
 def identity(device: torch.device) -> str:
-    """What tells a device from all others on all hosts; empty if NCCL can't be used on it."""
+    """Return an identifier of a device, unique over all hosts; empty if there is no NCCL."""
     if not dist.is_nccl_available():
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
@@ -162,7 +162,7 @@ def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
-    """The first CUDA tensor among an operation's arguments, which may be lists of lists."""
+    """Return the first CUDA tensor among an operation's arguments, which may be nested lists."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             if argument.is_cuda:
@@ -175,10 +175,10 @@ def cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
 
 
 def handing_over(*names: str) -> Callable[[type[_T]], type[_T]]:
-    """Make a class hand operations on CUDA tensors to its `_nccl` child, where it has a group.
+    """Make a class delegate operations on CUDA tensors to the NCCL group of its `_nccl`, if any.
 
     Args:
-        names: The methods. Those of messages have the peer for their second argument.
+        names: The names of the methods. "send" and "recv" have the peer as second argument.
     """
 
     def decorate(cls: type[_T]) -> type[_T]:

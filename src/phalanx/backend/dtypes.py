@@ -1,9 +1,8 @@
-"""Numbers by which the core knows dtypes and reduction operators."""
+"""The core's codes for dtypes and reduction operators."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed import ReduceOp
@@ -17,7 +16,7 @@ CODES: dict[torch.dtype, int] = {
 }
 NAMES: dict[int, str] = {code: name for name, code in _native.DTYPES.items()}
 
-# The number that PyTorch gives an operator is its hash: the cheapest way to ask for it.
+# The hash of an operator is its number in PyTorch, and the cheapest way to get it.
 _OPS: dict[int, int] = {
     hash(getattr(ReduceOp, name.upper())): code
     for name, code in _native.REDUCE_OPS.items()
@@ -29,16 +28,15 @@ _PREMUL_SUM = hash(ReduceOp.PREMUL_SUM)
 OP_NAMES: dict[int, str] = {code: name.upper() for name, code in _native.REDUCE_OPS.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Reduction:
-    """What the core and this layer need to know of an operator on a dtype.
+class Reduction(NamedTuple):
+    """The implementation of an operator on a dtype.
 
     Attributes:
-        dtype: The core's number.
-        op: The core's number; that of SUM for PREMUL_SUM, and for AVG of integers.
-        multiplied: Whether tensors are multiplied by a factor first, as PREMUL_SUM has it.
-        divided: Whether the result is divided by the world size, rounded towards zero: AVG of
-            integers, as on NCCL.
+        dtype: The core's code of the dtype.
+        op: The core's code of the operator; that of SUM for PREMUL_SUM and for AVG of integers.
+        multiplied: Whether tensors are first multiplied by a factor, as PREMUL_SUM requires.
+        divided: Whether the result is divided by the world size, rounded towards zero. This is so
+            for AVG of integers, as on NCCL.
     """
 
     dtype: int
@@ -47,7 +45,7 @@ class Reduction:
     divided: bool = False
 
 
-# All that there are: asking is one look-up, of an operation's whole cost a tenth.
+# Precomputed, so that an operation needs a single look-up; even this is a tenth of its total cost.
 _REDUCTIONS: dict[tuple[torch.dtype, int], Reduction] = {
     (dtype, number): Reduction(code, op)
     for dtype, code in CODES.items()
@@ -61,13 +59,13 @@ _REDUCTIONS.update(
 )
 _REDUCTIONS.update(
     ((dtype, _AVG), Reduction(CODES[dtype], _OPS[_SUM], divided=True))
-    # PyTorch can't divide the larger unsigned ones.
+    # PyTorch cannot divide larger unsigned integers.
     for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 )
 
 
 def code_of(dtype: torch.dtype, what: str) -> int:
-    """The core's number of a dtype; `what` names the operation in the error."""
+    """Return the core's code of a dtype; `what` names the operation in the error."""
     code = CODES.get(dtype)
     if code is None:
         known = ", ".join(_native.DTYPES)
@@ -76,7 +74,7 @@ def code_of(dtype: torch.dtype, what: str) -> int:
 
 
 def reduction(op: ReduceOp, tensor: torch.Tensor, what: str) -> Reduction:
-    """An operator, checked against a tensor's dtype; `what` names the operation in the error."""
+    """Return the reduction of a tensor by an operator; `what` names the operation in the error."""
     number, dtype = hash(op), tensor.dtype
     found = _REDUCTIONS.get((dtype, number))
     if found is not None:
@@ -94,7 +92,7 @@ def reduction(op: ReduceOp, tensor: torch.Tensor, what: str) -> Reduction:
 
 
 def factor_of(op: ReduceOp) -> float | torch.Tensor:
-    """The factor of a PREMUL_SUM."""
+    """Return the factor of a PREMUL_SUM."""
     state: Any = op.__getstate__()
     factor: float | torch.Tensor = state[1]
     return factor

@@ -1,12 +1,12 @@
-"""Functions of `torch.distributed` that look at a backend's name or class, and refuse ours.
+"""Patches of `torch.distributed` functions that check a backend's name or class and reject ours.
 
-They are few, and each does for a group of Phalanx what it does for one of Gloo. For all other
-groups they are PyTorch's own.
+With a group of Phalanx, each patched function does what it does with a group of Gloo. With all
+other groups, it calls PyTorch's own.
 
-Beside them are two places where PyTorch's C++ takes a group, or a work, for one written in C++.
-One functional collective asks for a registered backend, which a group in Python doesn't have: the
-compiler's all_gather into a tensor that it has made. And DDP's `join` hands its C++ a work and
-drops the Python object, which is what knows when the work has ended.
+Two more patches concern C++ code of PyTorch that expects a group, or a work, written in C++. One
+functional collective, the compiler's all_gather into a tensor that it has allocated, requires a
+registered backend, which a group in Python does not have. DDP's `join` hands a work to C++ and
+drops the Python object, which knows when the work has ended.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from phalanx import torch_versions
 from phalanx.backend.membership import Membership
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 _done = False
-# A kernel is registered for as long as its library lives.
+# The libraries of the registered kernels. A kernel is unregistered when its library is freed.
 _kernels: list[torch.library.Library] = []
-# What DDP's next backward waits for, by module.
+# The work that DDP's next backward waits for, by module.
 _announced: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
 def smooth() -> None:
-    """Make those functions accept groups of Phalanx; once, when the first group is made."""
+    """Apply the patches; called for every group, has an effect for the first one only."""
     global _done  # noqa: PLW0603
     if not _done:
         _done = True
         _put("monitored_barrier", _monitored_barrier)
-        _put("_set_pg_timeout", _set_pg_timeout)
+        if not torch_versions.GROUPS_SET_TIMEOUT:
+            _put("_set_pg_timeout", _set_pg_timeout)
         _register_kernels()
         _keep_announcements()
 
 
 def _put(name: str, ours: Callable[..., Any]) -> None:
-    theirs = getattr(c10d, name, None)
-    if theirs is None:  # a PyTorch that has dropped it
-        return
+    theirs = getattr(c10d, name)
 
     @functools.wraps(theirs)
     def call(*args: Any, **options: Any) -> Any:
@@ -81,15 +81,16 @@ def _set_pg_timeout(theirs: Callable[..., None], timeout: timedelta, group: Any 
 
 
 def _ours(group: Any) -> Membership | None:
-    """The group, or the default one, if it is a group of Phalanx."""
+    """Return the group, or the default group if None, if it is a group of Phalanx; else None."""
     group = dist.group.WORLD if group is None else group
     return group if isinstance(group, Membership) else None
 
 
 def _register_kernels() -> None:
-    # PyTorch has one kernel for all devices. One for a device goes before it, and replaces nothing.
+    # PyTorch has one kernel for all devices. A kernel for one device takes precedence over it
+    # without replacing it.
     name = "all_gather_into_tensor_out"
-    if hasattr(torch.ops._c10d_functional, name):
+    if torch_versions.has_functional_op(name):
         library: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]
         for device in ("CPU", "CUDA"):
             library.impl(name, _all_gather_into_tensor_out, device)
@@ -103,15 +104,13 @@ def _all_gather_into_tensor_out(
     *,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Do what PyTorch's kernel does, for a group of any backend, through its Python method."""
+    """Do the work of PyTorch's kernel through the group's Python method, for any backend."""
     if isinstance(group, str):
         resolve: Any = torch._C._distributed_c10d._resolve_process_group
         group = resolve(group)
     elif not isinstance(group, dist.ProcessGroup):
         group = dist.ProcessGroup.unbox(group)
-    # Its name before PyTorch 2.13.
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    work = gather(out, input, group=group, async_op=True)
+    work = torch_versions.all_gather_single(out, input, group=group, async_op=True)
     torch._C._distributed_c10d._register_work(out, work)  # for wait_tensor
     return out
 

@@ -1,13 +1,13 @@
-"""What the core reports, in words: who did what where, and what that means for this rank."""
+"""Exceptions and their messages for the failures that the core reports."""
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+from phalanx import _native
 from phalanx.backend import witness
 from phalanx.backend.call_site import brief
 from phalanx.backend.dtypes import NAMES, OP_NAMES
@@ -18,22 +18,21 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.hosts import HostsGroup
-from phalanx.hosts.story import Told
 from phalanx.observe.escape import escape
+from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx import _native
+    from phalanx.hosts.story import Told
 
 
 _MOST_WHEREABOUTS = 8
-"""Of so many late ranks an error tells where they are; `phalanx explain` tells of all."""
+"""The maximum number of late ranks that an error describes; `phalanx explain` describes all."""
 
 
 _ENDED = ("", "Z", "X")
-"""What the kernel says of a process that is gone."""
+"""The states of a process that has ended, as `witness.state_of` returns them."""
 
 
 _KINDS = {
@@ -52,17 +51,17 @@ _ECHOED = {
     "CollectiveMismatch": "mismatch",
     "CollectiveTimeout": "timeout",
 }
-"""What a reason begins with that is not of this host's group alone."""
+"""Native codes by exception class name, the prefix of an abort reason from another group."""
 
 
 class HostsWords:
-    """How a group that spans hosts speaks of what happens (see `hosts.failing`)."""
+    """The error messages of a group that spans hosts (see `hosts.failing`)."""
 
     def __init__(self, group: Callable[[], _native.Group]) -> None:
         self._group = group
 
     def explained(self, status: Any, timeout: float) -> tuple[str, str]:
-        """What kind of failure it is, as a native code, and why, as an error has it."""
+        """Return the kind of the failure, as a native code, and the text of its error."""
         group = self._group()
         if status.code == "aborted":
             name, _, words = witness.reason(group, status.reporter).partition(": ")
@@ -71,16 +70,16 @@ class HostsWords:
         return status.code, _explain(status, group, timeout)[1]
 
     def reason(self, told: Told) -> str:
-        """What the ranks of one host leave each other, when they break their group for all."""
+        """Return the reason with which to abort this host's group, as `explained` interprets it."""
         kind = _KINDS.get(told.code, PhalanxError)
         return f"{kind.__name__}: {told.words}" if kind.__name__ in _ECHOED else told.words
 
     def operation(self, fingerprint: Any, site: str) -> str:
-        """An operation and where it was called."""
+        """Return the text for an operation and its call site."""
         return _operation(fingerprint) + self.ending(site)
 
     def ending(self, site: str) -> str:
-        """Text such as " at train.py:77", or nothing."""
+        """Return text such as " at train.py:77", or "" without a call site."""
         return f" at {escape(brief(site))}" if site else ""
 
 
@@ -91,37 +90,38 @@ def error_for(
     operation: str,
     timeout: float,
 ) -> PhalanxError:
-    """The exception for a status.
+    """Return the exception for a status.
 
     Args:
-        status: What the core reports.
-        group: The group, asked for pids and how processes ended.
+        status: The failure that the core, or a group that spans hosts, reports.
+        group: The group, which knows the pids of its ranks and how processes ended.
         place: This rank, as in "rank 2/8".
-        operation: The operation of this rank with its call site, in words.
-        timeout: The seconds that this operation had.
+        operation: The operation of this rank with its call site, as text.
+        timeout: The timeout of this operation in seconds.
     """
-    if isinstance(status, Told):  # by a rank of this host or of another one
-        kind, text = _KINDS.get(status.code, PhalanxError), status.words
-    else:
-        kind, text = _explain(status, group, timeout)
+    words = getattr(status, "words", None)
+    if words is None:
+        kind, text = _explain(status, group, timeout)  # type: ignore[arg-type]
+    else:  # the text comes from a rank of this host or of another one
+        kind, text = _KINDS.get(status.code, PhalanxError), words
     return kind(f"[{place} on {socket.gethostname()}] {operation}: {text}")
 
 
 def unfinished(
     group: _native.Group, rank: int, place: str, operation: str, seconds: float, called: float
 ) -> CollectiveTimeout:
-    """The exception for a wait that has ended before its operation, which goes on.
+    """Return the exception for a wait that timed out while its operation continues.
 
     Args:
-        group: The group, asked for whom the operation waits.
-        rank: This rank in it.
-        place: The same in words, as in "rank 2/8".
-        operation: The operation with its call site, in words.
-        seconds: What the wait had.
-        called: When the operation was called, in monotonic seconds.
+        group: The group, which knows the ranks that the operation waits for.
+        rank: This rank in the group.
+        place: This rank as text, as in "rank 2/8".
+        operation: The operation with its call site, as text.
+        seconds: The timeout of the wait, in seconds.
+        called: The time at which the operation was called, in monotonic seconds.
     """
     late = [] if group.closed else group.behind(rank)
-    names = ", ".join(_name(group, other) for other in late) or "its peers"
+    names = ", ".join(witness.named(group, other) for other in late) or "its peers"
     return CollectiveTimeout(
         f"[{place} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} until "
         f"the timeout of {seconds:g} s of this wait, {time.monotonic() - called:.1f} s after the "
@@ -130,7 +130,7 @@ def unfinished(
 
 
 def left_behind(place: str, what: str) -> Aborted:
-    """The exception for what was under way when this rank left the group."""
+    """Return the exception for an operation that was in progress when this rank left the group."""
     return Aborted(
         f"[{place} on {socket.gethostname()}] {what}: this rank has left the group "
         "(destroy_process_group) before the operation ended: wait for its work first"
@@ -138,14 +138,15 @@ def left_behind(place: str, what: str) -> Aborted:
 
 
 def absence(world: Any, member: int, holder: str) -> str:
-    """What is known of a rank that doesn't come to where a group is formed: without its subject.
+    """Describe a rank that is missing while a group is formed, in a predicate without a subject.
 
     Args:
-        world: The default group, in which the rank is already; None if there is none of Phalanx.
-        member: Its number there.
-        holder: The process that has claimed the rank's place, as in "pid 812 on node-a", or empty.
+        world: The default group, which the rank is in already; None if it is not one of Phalanx.
+        member: The rank's number in the default group.
+        holder: The process that has claimed the rank, as in "pid 812 on node-a", or empty.
     """
-    host = world.host(member) if isinstance(world, HostsGroup) else ""
+    one_host = world is None or isinstance(world, _native.Group)
+    host = "" if one_host else world.host(member)
     if host:
         return f"(pid {world.pid(member)} on {host}) has given no sign yet"
     if world is not None:
@@ -163,7 +164,7 @@ def absence(world: Any, member: int, holder: str) -> str:
 
 
 def other_end(kind: str, peer: int, tag: int) -> str:
-    """Whom a message is for or from, in words; a `peer` below zero is any rank."""
+    """Return text for the peer and tag of a message; a negative `peer` means any rank."""
     rank = f"rank {peer}" if peer >= 0 else "any rank"
     return f"{'to' if kind == 'send' else 'from'} {rank} tag {tag}"
 
@@ -175,7 +176,8 @@ def _explain(
     match status.code:
         case "peer_lost":
             return PeerLost, (
-                f"{_name(group, peer)} {_ending(group, peer)}{witness.last_deed(group, peer)}"
+                f"{witness.named(group, peer)} {_ending(group, peer)}"
+                f"{witness.last_deed(group, peer)}"
             )
         case "mismatch" if status.mine.kind == "all_to_all" and status.mine.root >= 0:
             return CollectiveMismatch, (
@@ -195,7 +197,7 @@ def _explain(
             )
         case "left":
             return CollectiveMismatch, (
-                f"{_name(group, peer)} has left the group (destroy_process_group)"
+                f"{witness.named(group, peer)} has left the group (destroy_process_group)"
                 f"{witness.leaving_site(group, peer)} "
                 f"while rank {reporter} is in {_placed(status.mine, group, reporter)}"
             )
@@ -207,8 +209,10 @@ def _explain(
                 f"the group was aborted by rank {reporter}{where}{': ' + why if why else ''}"
             )
         case "interrupted":
+            words = "" if group.closed else witness.last_words(group, reporter)
+            how = f" ({words})" if words else ""
             return Aborted, (
-                f"rank {reporter} was interrupted in {_placed(status.mine, group, reporter)}"
+                f"rank {reporter} was interrupted{how} in {_placed(status.mine, group, reporter)}"
             )
         case "out_of_memory":
             return PhalanxError, (
@@ -219,11 +223,6 @@ def _explain(
             return PhalanxError, f"system error on rank {reporter}: {os.strerror(status.error)}"
 
 
-def _name(group: _native.Group, peer: int) -> str:
-    # Another thread may have left the group meanwhile, and the pids with it.
-    return f"rank {peer}" if group.closed else f"rank {peer} (pid {group.pid(peer)})"
-
-
 def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> str:
     if status.peer == status.reporter:
         return (
@@ -231,7 +230,7 @@ def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> s
             "another thread of it is in an operation of this group"
         )
     late = _late(status, group)
-    names = ", ".join(_name(group, rank) for rank in late) or "any rank"
+    names = ", ".join(witness.named(group, rank) for rank in late) or "any rank"
     operation = _placed(status.mine, group, status.reporter)
     words = (
         f"rank {status.reporter} waited for {names} in {operation} until the timeout of "
@@ -241,7 +240,7 @@ def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> s
 
 
 def _places(group: _native.Group, late: list[int]) -> str:
-    """Where ranks are that don't come."""
+    """Return text about the whereabouts of late ranks."""
     words = ""
     for rank in late[:_MOST_WHEREABOUTS]:
         if not group.closed:
@@ -252,7 +251,7 @@ def _places(group: _native.Group, late: list[int]) -> str:
 
 
 def _late(status: _native.Status, group: _native.Group) -> list[int]:
-    """Whom a rank waited for until its deadline: all who have not come, in a collective."""
+    """Return the ranks that a rank waited for until its deadline: all late ones in a collective."""
     if status.mine.kind not in ("send", "recv") and not group.closed:
         late = group.behind(status.reporter)
         if late:
@@ -261,7 +260,7 @@ def _late(status: _native.Status, group: _native.Group) -> list[int]:
 
 
 def _ending(group: _native.Group, peer: int) -> str:
-    """How a process ended, as far as the kernel tells those who are not its parent."""
+    """Describe the end of a process, as far as a process that is not its parent can know it."""
     words = witness.last_words(group, peer)
     if words:
         return f"failed with {words}"
@@ -271,15 +270,8 @@ def _ending(group: _native.Group, peer: int) -> str:
         return "failed with an exception that nobody caught" if failing else "has died"
     code = os.waitstatus_to_exitcode(wait_status)
     if code < 0:
-        return f"was killed by {_signal_name(-code)}"
+        return f"was killed by {signal_name(-code)}"
     return f"exited with code {code}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
 
 
 def _placed(fingerprint: _native.Fingerprint, group: _native.Group, rank: int) -> str:
@@ -287,13 +279,13 @@ def _placed(fingerprint: _native.Fingerprint, group: _native.Group, rank: int) -
 
 
 def _operation(fingerprint: _native.Fingerprint) -> str:
-    """An operation in words: "all_reduce #41 float32[1024] SUM"."""
+    """Format an operation, as in "all_reduce #41 float32[1024] SUM"."""
     kind = fingerprint.kind
     if kind == "none":
         return "no operation"
     shape = f"{NAMES[fingerprint.dtype]}[{fingerprint.count}]"
     if kind in ("send", "recv"):
-        # What counts collectives is the tag here.
+        # For messages, this field is the tag.
         return f"{kind} {shape} {other_end(kind, fingerprint.root, fingerprint.sequence)}"
     number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
     if kind == "barrier":

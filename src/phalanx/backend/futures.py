@@ -1,8 +1,8 @@
-"""The futures of works: as PyTorch's, but what went wrong stays what it was.
+"""The futures of works, which unlike PyTorch's preserve exceptions.
 
-PyTorch's own futures can't be given an error from Python: `set_exception` stores the exception as
-the value, which C++ takes for the result (DDP's reducer looks for a tensor in it, and crashes), and
-`then` makes a RuntimeError of whatever its callback raises.
+PyTorch's own futures cannot be failed from Python. `set_exception` stores the exception as the
+value, which C++ takes for the result: DDP's reducer looks for a tensor in it, and crashes. `then`
+converts any exception of its callback to a RuntimeError.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class WorkFuture(Future[Any]):
-    """A future that fails with the exception that it is given, in Python, here and down the chain.
+    """A future that fails, with all futures chained to it, with the exception that it is given.
 
-    C++ code gets a RuntimeError with the same words.
+    C++ code gets a RuntimeError with the same message.
 
     Args:
-        until_over: Blocks until what the future is of has ended: a wait that Python can see, where
-            PyTorch's own in C++ could only be left to the deadline.
+        until_over: Blocks until the operation of the future has ended. Python code observes this
+            wait; PyTorch's own wait in C++ could only be ended by the deadline.
     """
 
     def __init__(self, until_over: Callable[[], None] | None = None) -> None:
@@ -33,24 +33,27 @@ class WorkFuture(Future[Any]):
         self._until_over = until_over
 
     def wait(self) -> Any:
-        """Block until it has ended; its value, or raise what went wrong."""
+        """Block until the future has ended; return its value or raise its exception."""
         until_over = self._until_over
         if until_over is not None:
             until_over()
         return super().wait()
 
     def set_result(self, result: Any) -> None:
-        """End it with a value."""
+        """End the future with a value."""
         super().set_result(result)
-        self._until_over = None  # which holds the work, and so its tensors and this future
+        self._until_over = None  # it references the work, and so its tensors and this future
 
     def fail(self, error: BaseException) -> None:
-        """End it: `wait` and `value` raise an exception like `error`."""
+        """End the future with a failure: `wait` and `value` raise a copy of `error`."""
         self._set_unwrap_func(_raise)
         self.set_result(_Failed(_twin(error)))
 
     def then(self, callback: Callable[[Future[Any]], T]) -> Future[T]:
-        """A future of what `callback` returns or raises when it is given this one, ended."""
+        """Return a future of the result or exception of `callback`, called when this one has ended.
+
+        The argument of `callback` is this future.
+        """
         child = WorkFuture(self._until_over)
 
         def run(_ended: object) -> None:
@@ -66,13 +69,13 @@ class WorkFuture(Future[Any]):
 
 
 class _Failed:
-    """Stands in a future where there is no value."""
+    """The value of a failed future."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
 
     def __reduce__(self) -> NoReturn:
-        # C++ looks for the tensors of a value by pickling it.
+        # C++ pickles a value to find its tensors.
         raise self.error
 
     def __str__(self) -> str:
@@ -84,13 +87,13 @@ def _raise(failed: _Failed) -> NoReturn:
 
 
 def _twin(error: BaseException) -> BaseException:
-    """The same exception without a traceback.
+    """Return a copy of an exception without its traceback; the exception itself if it has no copy.
 
-    In its frames stand the work and the future themselves. As the future's value is held in C++,
-    the garbage collector would never see that the ring of them can go.
+    The traceback's frames reference the work and the future. Since C++ holds the future's value,
+    the garbage collector could not detect and free this reference cycle.
     """
     try:
         twin = copy.copy(error)
-    except Exception:  # noqa: BLE001 - one that can't be made from its own arguments
+    except Exception:  # noqa: BLE001 - not constructible from its own arguments
         return error
     return twin if type(twin) is type(error) else error

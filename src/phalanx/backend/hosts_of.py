@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""The function `phalanx.host_ranks`, which returns the ranks of a group by host."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["host_ranks"]
 
 
 def host_ranks(group: ProcessGroup | None = None) -> list[list[int]]:
-    """The ranks of a group by host: those in one list share memory. Blocks for nothing.
+    """Return the ranks of a group by host; the ranks in one list share memory. Never blocks.
 
-    On the backend "phalanx" this is what ranks proved to each other as the group was formed. Of
-    other backends nothing is known: each rank counts as a host of its own.
+    On the backend "phalanx", the ranks proved this to each other when the group was formed. On
+    other backends it is unknown, and each rank counts as a host of its own.
 
     Args:
-        group: The default group if None.
+        group: The group; None for the default group.
 
     Returns:
-        For each host its ranks in ascending order, numbered as in the default group; hosts in
-        order of their lowest rank.
+        A list of ranks in ascending order for each host, numbered as in the default group. Hosts
+        are in order of their lowest rank.
 
     Raises:
-        UsageError: There is no process group, or this rank isn't in `group`.
+        UsageError: There is no process group, or this rank is not in `group`.
     """
     if not dist.is_initialized():
         raise UsageError("host_ranks: no process group, expected one: call phalanx.init() first")

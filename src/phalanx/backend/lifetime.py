@@ -1,8 +1,8 @@
-"""Groups at the end of their process, and in processes that are forked from it.
+"""The handling of groups at process exit and in forked children.
 
-A script that ends without `destroy_process_group()` must end cleanly: the threads are stopped while
-the interpreter still runs. The group is not left then: when peers still need this rank, its death
-tells them so, with the exit code for a reason. A forked child (a DataLoader's worker) inherits the
+A script that ends without `destroy_process_group()` must end cleanly, so the threads are stopped
+while the interpreter still runs. The group is not left: peers that still need this rank learn of
+its death, with the exit code as the reason. A forked child (a DataLoader's worker) inherits the
 object, but not the membership.
 """
 
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from phalanx import _native
 from phalanx.backend import ring
 from phalanx.errors import UsageError
-from phalanx.hosts import HostsGroup
-from phalanx.observe import last_words, recording
+from phalanx.observe import exception_hook, recorder
 
 if TYPE_CHECKING:
     from phalanx.backend.membership import Membership
@@ -29,12 +28,12 @@ _parents_groups: list[_native.Group] = []
 
 
 def register(group: Membership) -> None:
-    """Look after a group until its end."""
+    """Handle a group at process exit and in forked children, until the group is gone."""
     _groups.add(group)
 
 
 class Unusable:
-    """Stands where a group has its native part, once this process can't use that any more."""
+    """A substitute for the native part of a group that this process can no longer use."""
 
     closed = True
 
@@ -46,7 +45,7 @@ class Unusable:
 
 
 def left() -> Unusable:
-    """For a group that this rank has left."""
+    """Return the substitute for a group that this rank has left."""
     return Unusable(
         "this rank has left the process group (destroy_process_group, shutdown or abort): "
         "form another one with init_process_group or new_group"
@@ -61,29 +60,29 @@ def _inherited(parent: int) -> Unusable:
 
 
 def _at_exit() -> None:
-    # After an uncaught exception, peers should hear of this rank's end and not wait for it.
+    # After an uncaught exception, peers should learn of this rank's end at once.
     patience = 0.0 if hasattr(sys, "last_value") else None
     for group in list(_groups):
         if not group._native.closed:
             group.quiesce(patience)
-            native: Any = group._native
-            if isinstance(native, HostsGroup):
+            if len(group.hosts) > 1:
+                native: Any = group._native
                 native.disconnect(abrupt=patience is not None)
-    recording.close()
+    recorder.close()
 
 
 def fail(error: BaseException) -> None:
-    """Have the peers in all groups of this process lose it, though it may live on."""
-    why = last_words.SESSION_ENDED + last_words.words_of(error)
+    """Report this process as lost to its peers in all its groups, though it may continue."""
+    why = exception_hook.SESSION_ENDED + exception_hook.format_exception(error)
     _fail(why)
     for native in _natives():
-        native.abort(why)  # for what its own threads have under way
+        native.abort(why)  # ends operations of its own threads
 
 
 def _fail(why: str = "") -> None:
-    # An exception ends this process: peers that wait for it need not wait for its end. All groups
-    # are told before anybody is woken: who hears of it may leave its other groups at once, and
-    # their ranks must see who is to blame.
+    # An exception ends this process, so peers need not wait for its exit. All groups are marked
+    # before any peer is woken: a woken peer may leave its other groups at once, and the ranks of
+    # those must see this rank as the cause.
     natives = _natives()
     for wake in (False, True):
         for native in natives:
@@ -95,18 +94,18 @@ def _natives() -> list[_native.Group]:
 
 
 def busy_elsewhere(native: _native.Group) -> bool:
-    """Whether the thread of another group than this one has something to do."""
+    """Return whether the collective thread of a group other than `native` has pending calls."""
     return any(group._collectives.pending for group in list(_groups) if group._native is not native)
 
 
 def look_for_rings() -> bool:
-    """As `ring.look`, at all groups of this process."""
+    """Call `ring.look` with all groups of this process."""
     return ring.look(_natives())
 
 
 def failed(native: _native.Group) -> None:
-    """Tell others what they can't see, before this rank raises why its operation has failed."""
-    # Another thread may leave a group meanwhile.
+    """Pass a deadlock that broke `native` on to other ranks, before this rank raises the error."""
+    # Another thread may leave a group in the meantime.
     with contextlib.suppress(ValueError, UsageError):
         ring.pass_on(native, _natives())
 
@@ -119,7 +118,7 @@ def _in_child() -> None:
         group.replace_native(_inherited(parent))
 
 
-last_words.on_failure(_fail)
+exception_hook.on_failure(_fail)
 _native.set_watcher(look_for_rings)
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_in_child)

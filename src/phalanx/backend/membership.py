@@ -1,8 +1,8 @@
-"""What PyTorch asks of any process group: its name, its timeout, and how it ends."""
+"""The base of a process group, without operations: its name, its timeout, and its end."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,15 +24,36 @@ if TYPE_CHECKING:
 
 _STOP_SECONDS = 2.0
 
+_NO_RECONFIGURE = (
+    "a group of Phalanx keeps its ranks: to go on with others, call destroy_process_group() and "
+    "init_process_group() on all of them"
+)
+_NO_WINDOW = "Phalanx has no one-sided operations: exchange tensors with isend() and irecv()"
+_NO_HOOKS = (
+    "PyTorch calls these hooks for its own groups only: `phalanx watch`, `phalanx trace` and "
+    "PyTorch's profiler show the operations of a group of Phalanx"
+)
+
+
+def _unsupported(method: str, advice: str) -> Any:
+    """Return a method that raises `NotImplementedError` on every call."""
+
+    def refuse(self: Any, *_arguments: object, **_options: object) -> NoReturn:
+        raise NotImplementedError(f"[{self._place}] {method} is not supported: {advice}")
+
+    return refuse
+
 
 class Membership(dist.ProcessGroup):
-    """This rank's membership of a group: the native group, its threads, and leaving it."""
+    """The membership of this rank in a group: the native group, its threads, and leaving it."""
 
-    # PyTorch asks a group's backend what it can; this group has none beside itself.
+    # PyTorch queries these on a group's backend. This group is its own backend.
     supports_splitting = False
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
+    supports_reconfigure = False
+    supports_window = False
 
     def __init__(
         self,
@@ -55,7 +76,7 @@ class Membership(dist.ProcessGroup):
         self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
         """The ranks of each host."""
         self.engine = ""
-        """What carries bytes between hosts, where there are several."""
+        """The name of the engine between hosts, if there are several."""
         self._timeout = timeout.total_seconds()
         self._nccl = NcclChild(store, rank, size, timeout)
         self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
@@ -65,18 +86,18 @@ class Membership(dist.ProcessGroup):
         self._joined: list[dist.Work] | None = None  # while operations are coalesced
         lifetime.register(self)
 
-    # What PyTorch asks of a group.
+    # Methods that PyTorch requires of a group.
 
     def getBackendName(self) -> str:  # noqa: N802 - PyTorch's name
-        # For PyTorch's C++ alone: of a group with the name "gloo", it takes the Gloo backend.
+        # Only PyTorch's C++ calls this. Given the name "gloo", it would use the Gloo backend.
         return "phalanx"
 
     def name(self) -> str:
-        """The backend's name: "phalanx", or that of the backend in whose place the group is."""
+        """Return the backend's name: "phalanx", or that of the backend that the group replaces."""
         return self._answers_to
 
     def stand_in_for(self, name: str) -> None:
-        """Answer to the name of another backend (see `replace`)."""
+        """Set the name of the backend that this group replaces (see `replace`)."""
         self._answers_to = name
 
     def getGroupName(self) -> str:  # noqa: N802
@@ -102,6 +123,17 @@ class Membership(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:  # noqa: ARG002 - PyTorch's signature
         return self
 
+    get_backend = _get_backend  # called by `dist.get_backend_impl`
+
+    # Methods of PyTorch 2.14 that Phalanx does not support.
+
+    get_reconfigure_handle = _unsupported("get_reconfigure_handle", _NO_RECONFIGURE)
+    reconfigure = _unsupported("reconfigure", _NO_RECONFIGURE)
+    new_window = _unsupported("new_window", _NO_WINDOW)
+    register_abort_hook = _unsupported("register_abort_hook", _NO_HOOKS)
+    register_pre_hook = _unsupported("register_pre_hook", _NO_HOOKS)
+    register_post_hook = _unsupported("register_post_hook", _NO_HOOKS)
+
     def _has_hooks(self) -> bool:
         return False
 
@@ -115,11 +147,14 @@ class Membership(dist.ProcessGroup):
         self._collectives.drain()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set how long an operation may wait for its peers, from the next one on."""
+        """Set the time that an operation may wait for its peers, from the next operation on."""
         self._timeout = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Leave the group: what runs ends within two seconds or is given up; peers are told."""
+        """Leave the group and notify its peers.
+
+        Operations in progress that do not end within two seconds abort the group.
+        """
         native = self._native
         if not native.closed:
             self.quiesce()
@@ -131,7 +166,7 @@ class Membership(dist.ProcessGroup):
             self._kept.clear()
 
     def abort(self, reason: str = "") -> None:
-        """Wake every rank out of what it waits for, with `Aborted`, and leave the group."""
+        """Make every waiting rank of the group raise `Aborted`, and leave the group."""
         if not isinstance(reason, str):
             raise UsageError(f"abort: reason is {reason!r}, expected a text that says why")
         if not self._native.closed:
@@ -140,9 +175,9 @@ class Membership(dist.ProcessGroup):
             self.shutdown()
 
     def fail(self, error: BaseException) -> None:
-        """Leave the group since `error` ended what this rank does: its peers raise `PeerLost`.
+        """Leave the group because of `error`, so that its peers raise `PeerLost`.
 
-        So do those in all other groups of this process, which can't be used any more either.
+        The peers in all other groups of this process do so too; those groups become unusable.
         """
         if not self._native.closed:
             lifetime.fail(error)
@@ -150,10 +185,10 @@ class Membership(dist.ProcessGroup):
             self.shutdown()
 
     def quiesce(self, patience: float | None = None) -> None:
-        """End the group's threads; operations that don't end in time abort the group.
+        """End the group's threads; operations that do not end in time abort the group.
 
         Args:
-            patience: Seconds that they have, two if None.
+            patience: The time for operations to end, in seconds; two if None.
         """
         if not self._collectives.stop(_STOP_SECONDS if patience is None else patience):
             self._native.abort("it left while an operation of its own was under way")
@@ -161,5 +196,5 @@ class Membership(dist.ProcessGroup):
         self._messages.stop(_STOP_SECONDS)
 
     def replace_native(self, native: Any) -> None:
-        """Put another object in the place of the native group (see `lifetime`)."""
+        """Replace the native group by another object (see `lifetime`)."""
         self._native = native

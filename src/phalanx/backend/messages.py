@@ -1,4 +1,4 @@
-"""Send and recv of a process group."""
+"""The send and recv operations of a process group."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from phalanx._native import call_site as call_site_number
@@ -16,65 +17,70 @@ from phalanx.backend.call_site import brief, call_site
 from phalanx.backend.dtypes import code_of
 from phalanx.backend.failure import error_for, left_behind, other_end
 from phalanx.backend.membership import Membership
-from phalanx.backend.operands import dense, label, only, settle, tell_once
-from phalanx.backend.profiling import begin_event, profiling
+from phalanx.backend.operands import dense, label, only, settle, tell_once, writable
+from phalanx.backend.operators import EVENTS, active_modes, is_wrapper, through_operator
+from phalanx.backend.profiling import begin_event, event, profiling
 from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
-
     from phalanx import _native
+    from phalanx.backend.operators import Operator
     from phalanx.errors import PhalanxError
 
     Tensors = list[torch.Tensor]
 
 _ANY_SOURCE = -1
-# PyTorch's send is isend and wait.
+_IS_WRAPPED = torch.version.cuda is not None  # by `cuda.handing_over`, which adds a frame
+# PyTorch's send is isend followed by wait.
 _BLOCKING = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
-# What a blocking call gives back: nobody sees it but PyTorch, which waits for it.
+# The result of a blocking call. Only PyTorch sees it, and waits for it.
 _DONE = FinishedWork([])
-# So much private memory for messages that come before they are asked for is worth a word.
+# Bytes of private memory for messages that arrive before their recv, above which a warning is due.
 _MUCH_EARLY = 256 * 2**20
 
 
 class Messages(Membership):
-    """A group of which any rank sends to any other, each message on its own.
+    """A group in which any rank can send messages to any other.
 
-    Any order of isend and irecv on both sides completes. Messages of one source and tag keep
-    theirs. Of `dist.send` and `dist.recv`, which wait at once, no handle is ever made.
+    The operations complete for any order of isend and irecv on both sides. Messages of one source
+    and tag keep their order. `dist.send` and `dist.recv` wait at once, so no handle is made.
     """
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
-        """Send a tensor to a rank of the group; done when it stands in shared memory."""
+        """Send a tensor to a rank of the group; complete when the tensor is in shared memory."""
         blocking = _is_blocking()
-        if profiling():
-            return self._profiled_message("send", tensors, partial(self._send, dst, tag, blocking))
+        if active_modes() or profiling():
+            run = partial(self._send, dst, tag, blocking, tensors)
+            return self._observed("send", ("send", tensors, dst, tag), run)
         return self._send(dst, tag, blocking, tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """Receive a tensor of exactly this dtype and element count from a rank of the group."""
         _check_peer(src, self._size, "recv")
         blocking = _is_blocking()
-        if profiling():
-            return self._profiled_message("recv", tensors, partial(self._recv, src, tag, blocking))
+        if active_modes() or profiling():
+            run = partial(self._recv, src, tag, blocking, tensors)
+            return self._observed("recv", ("recv", tensors, src, tag), run)
         return self._recv(src, tag, blocking, tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
-        """Receive from whichever rank sends first; `Work._source_rank()` tells which."""
+        """Receive from any rank; `Work._source_rank()` returns the rank of the sender."""
         blocking = _is_blocking()
-        receive = partial(self._recv, _ANY_SOURCE, tag, blocking)
-        if profiling():
-            return self._profiled_message("recvAnySource", tensors, receive)
-        return receive(tensors)
+        run = partial(self._recv, _ANY_SOURCE, tag, blocking, tensors)
+        if active_modes() or profiling():
+            return self._observed("recvAnySource", ("recv_anysource", tensors, tag), run)
+        return run()
 
     def _send(self, dst: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
         tensor = only(tensors, "send")
         _check_peer(dst, self._size, "send")
         _check_tag(tag, "send")
-        flat = dense(tensor, "send", written=False)
+        if type(tensor) is not torch.Tensor and is_wrapper(tensor):
+            return through_operator(self, ("send", [tensor], dst, tag), lambda: _DONE)
+        flat = dense(tensor, "send")
         code = code_of(tensor.dtype, "send")
         native = self._native
         if blocking:
@@ -89,7 +95,12 @@ class Messages(Membership):
     def _recv(self, src: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
         tensor = only(tensors, "recv")
         _check_tag(tag, "recv")
-        flat = dense(tensor, "recv", written=True)
+        if type(tensor) is not torch.Tensor and is_wrapper(tensor):
+            operator: Operator = ("recv", [tensor], src, tag)
+            if src == _ANY_SOURCE:
+                operator = ("recv_anysource", [tensor], tag)
+            return through_operator(self, operator, lambda: _DONE)
+        flat = writable(tensor, "recv")
         code = code_of(tensor.dtype, "recv")
         native = self._native
         if not blocking:
@@ -112,7 +123,7 @@ class Messages(Membership):
         peer: int,
         tag: int,
     ) -> dist.Work:
-        """The work of a message that was posted, of which nobody knows when he waits for it."""
+        """Return the work of a message that was posted and may still be in progress."""
         if message.done and message.status is None:
             if name == "recv":
                 _received(native, tensor, flat)
@@ -135,12 +146,21 @@ class Messages(Membership):
             self._joined.append(work)
         return work
 
+    def _observed(self, kind: str, operator: Operator, run: Callable[[], dist.Work]) -> dist.Work:
+        """Run a message operation in view of dispatch modes or the profiler."""
+        if profiling():
+            run = partial(self._profiled_message, kind, operator[1], run)
+        if active_modes():
+            return through_operator(self, operator, run)
+        with event(EVENTS[operator[0]], operator[1]):
+            return run()
+
     def _profiled_message(
-        self, event: str, tensors: Tensors, run: Callable[[Tensors], dist.Work]
+        self, kind: str, tensors: Tensors, run: Callable[[], dist.Work]
     ) -> dist.Work:
-        end = begin_event(f"{self.name()}:{event}", list(tensors))
+        end = begin_event(f"{self.name()}:{kind}", list(tensors))
         try:
-            work = run(tensors)
+            work = run()
         except BaseException:
             end()
             raise
@@ -151,7 +171,7 @@ class Messages(Membership):
         return work
 
     def _keep(self, work: MessageWork) -> None:
-        """Hold on to a message, whose memory the core uses, until it is done."""
+        """Keep a message alive until it is done, since the core uses its memory."""
         self._kept.append(work)
         if len(self._kept) >= self._kept_limit:
             self._kept = [kept for kept in self._kept if not kept.is_completed()]
@@ -196,7 +216,9 @@ def _received(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -
 
 
 def _is_blocking() -> bool:
-    """Whether `dist.send` or `dist.recv` (by way of isend, irecv) called who calls this."""
+    """Return whether `dist.send` or `dist.recv` called the caller, by way of isend or irecv."""
     caller = sys._getframe(1).f_back
+    if _IS_WRAPPED:
+        caller = caller and caller.f_back
     caller = caller and caller.f_back
     return caller is not None and caller.f_code in _BLOCKING

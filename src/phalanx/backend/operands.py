@@ -1,6 +1,6 @@
-"""Tensors as the core takes them: contiguous, in host memory.
+"""Checks of tensors, and their conversion to contiguous tensors in host memory for the core.
 
-Everything here runs before any peer is touched, so that a mistake on one rank stays there.
+All checks run before any communication, so that a mistake on one rank does not affect others.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("phalanx")
 _told: set[str] = set()
+_STRIDED = torch.strided
 
 
 def only(tensors: Sequence[torch.Tensor] | torch.Tensor, what: str) -> torch.Tensor:
-    """The one tensor of a list of one, or a tensor itself."""
+    """Return the only tensor of a list, or a tensor itself."""
     if isinstance(tensors, torch.Tensor):
         return tensors
     if len(tensors) != 1:
@@ -28,38 +29,48 @@ def only(tensors: Sequence[torch.Tensor] | torch.Tensor, what: str) -> torch.Ten
     return tensors[0]
 
 
-def dense(tensor: torch.Tensor, what: str, *, written: bool) -> torch.Tensor:
-    """The tensor itself, or a contiguous copy of it in host memory.
+def dense(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the tensor itself if the core can use it, else a contiguous copy in host memory.
 
     Args:
-        tensor: What the caller of the operation gave.
-        what: The operation's name, for errors.
-        written: Whether the operation writes to it: `settle` then copies back what came out.
+        tensor: The tensor that the caller of the operation gave.
+        what: The name of the operation, for errors.
 
     Raises:
-        UsageError: The tensor is sparse, quantized, on a device that is neither CPU nor CUDA, or
-            to be written while several of its elements share memory.
+        UsageError: The tensor is sparse, quantized, or on a device that is neither CPU nor CUDA.
     """
-    if tensor.is_cpu and tensor.layout is torch.strided:
+    if tensor.is_cpu and tensor.layout is _STRIDED:
         if tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj():
             return tensor
     else:
         _check_kind(tensor, what)
-    if written and torch._debug_has_internal_overlap(tensor) == 1:
-        raise UsageError(
-            f"{what}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()} share memory (expand()?): pass a tensor of its own, as from clone()"
-        )
     flat = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     with torch.inference_mode():
         flat.copy_(tensor)
     return flat
 
 
+def writable(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Return the result of `dense` for a tensor to which the operation writes.
+
+    After the operation, `settle` copies the result back.
+
+    Raises:
+        UsageError: As for `dense`, or several elements of the tensor share memory.
+    """
+    flat = dense(tensor, what)
+    if flat is not tensor and torch._debug_has_internal_overlap(tensor) == 1:
+        raise UsageError(
+            f"{what}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} share memory (expand()?): pass a tensor of its own, as from clone()"
+        )
+    return flat
+
+
 def settle(tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    """Copy a result back where `dense` had made a copy."""
+    """Copy a result back to the user's tensor if `writable` had made a copy."""
     if flat is not tensor:
-        # Neither autograd nor inference mode has a say in what a collective writes.
+        # Collectives write to any tensor, regardless of autograd and inference mode.
         with torch.inference_mode():
             tensor.copy_(flat)
 
@@ -76,10 +87,10 @@ def same_kind(
     Args:
         tensors: The list that the caller of the operation gave.
         like: The tensor of this rank.
-        what: The operation's name, for errors.
-        sized: Which entries must have the element count of `like`; None for all.
+        what: The name of the operation, for errors.
+        sized: Indices of the tensors that must have the element count of `like`; None for all.
     """
-    dtype, device, count = like.dtype, like.device, like.numel()
+    dtype, device, on_cpu, count = like.dtype, like.device, like.is_cpu, like.numel()
     for index, tensor in enumerate(tensors):
         counts = sized is None or index in sized
         if tensor.dtype is not dtype or (counts and tensor.numel() != count):
@@ -87,7 +98,7 @@ def same_kind(
                 f"{what}: tensor {index} of the list is {label(tensor)}, expected "
                 f"{label(like) if counts else dtype} like the tensor of this rank"
             )
-        if tensor.device != device:
+        if not (on_cpu and tensor.is_cpu) and tensor.device != device:
             raise UsageError(
                 f"{what}: tensor {index} of the list is on {tensor.device}, the tensor of this "
                 f"rank on {device}; expected one device"
@@ -96,7 +107,8 @@ def same_kind(
 
 def same_pair(output: torch.Tensor, source: torch.Tensor, what: str) -> None:
     """Check that an output has the dtype and the device of its input."""
-    if output.dtype is not source.dtype or output.device != source.device:
+    is_on_cpu = output.is_cpu and source.is_cpu  # faster than a comparison of devices
+    if output.dtype is not source.dtype or not (is_on_cpu or output.device == source.device):
         raise UsageError(
             f"{what}: the output is {label(output)} on {output.device}, the input {label(source)} "
             f"on {source.device}; expected one dtype and one device"
@@ -104,7 +116,7 @@ def same_pair(output: torch.Tensor, source: torch.Tensor, what: str) -> None:
 
 
 def label(tensor: torch.Tensor) -> str:
-    """A tensor in a message: "float32[3, 4]"."""
+    """Format a tensor for a message, as in "float32[3, 4]"."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
@@ -122,7 +134,7 @@ def _check_kind(tensor: torch.Tensor, what: str) -> None:
 
 
 def tell_once(key: str, message: str) -> None:
-    """Log that a slower path is taken, the first time."""
+    """Log a warning, for example of a slower path, once per key in this process."""
     if key not in _told:
         _told.add(key)
         _log.warning(message)

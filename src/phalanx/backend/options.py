@@ -1,7 +1,7 @@
-"""The options of operations, in the forms that PyTorch's own groups take.
+"""The options of groups, and those of operations in the forms that PyTorch's own groups accept.
 
-A group's methods get an options object from `torch.distributed`, and from those who call them
-directly the option that matters (root, operator) or nothing.
+`torch.distributed` passes an options object to a group's methods. Direct callers pass the main
+option (root or operator) or nothing.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """What a group of the backend "phalanx" can be told, as `pg_options`.
+    """The options of a group of the backend "phalanx", given as `pg_options`.
 
     Attributes:
-        engine: What carries bytes between hosts, one of `phalanx.engines.NAMES`; empty for what
-            `PHALANX_ENGINE` says, else the default group's, else "gloo".
+        engine: The engine between hosts, one of `phalanx.engines.NAMES`. If empty, it is taken from
+            `PHALANX_ENGINE`, else from the default group, else it is "gloo".
     """
 
     engine: str = ""
 
 
 def engine_of(options: object, world: object) -> str:
-    """The engine of a new group.
+    """Return the name of the engine for a new group.
 
     Args:
-        options: The `Options` that it was given. Others are those of a backend in whose place the
-            group is.
-        world: The default group, if there is one.
+        options: The options given for the group. Anything but an `Options` is ignored, since it is
+            meant for a backend that Phalanx replaces.
+        world: The default group, or None.
 
     Raises:
         UsageError: There is no such engine.
@@ -48,11 +48,11 @@ def engine_of(options: object, world: object) -> str:
 def options_of(
     kind: Callable[[], Any], field: str | None = None
 ) -> Callable[[Any, timedelta | None], Any]:
-    """A function that makes an options object of what a method was given.
+    """Return a function that makes an options object from the arguments of a method.
 
     Args:
         kind: The class of the options.
-        field: What a value that is no options object is meant for.
+        field: The field for a value that is not an options object; "timeout" if None.
     """
 
     def options(given: Any, timeout: timedelta | None) -> Any:

@@ -1,14 +1,14 @@
-"""Operations as events of PyTorch's profiler, named and shaped as those of its own backends.
+"""Operations as events of PyTorch's profiler, with names and shapes as in its own backends.
 
 An event is named "phalanx:all_reduce" (or "gloo:all_reduce", see `replace`) and has the shapes of
-the tensors. It begins with the call and ends with the operation, in another thread than it began
-in: that is how the profiler knows an event to be asynchronous, and leaves what it took out of the
-caller's own time.
+the tensors. It begins with the call and ends with the operation, in another thread. The profiler
+thereby recognizes the event as asynchronous, and excludes its duration from the caller's self time.
 """
 
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,20 +16,30 @@ from torch._C import _autograd
 from torch.futures import Future
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from phalanx import _native
 
-__all__ = ["begin_event", "profiled", "profiling"]
+__all__ = ["begin_event", "event", "profiled", "profiling"]
 
 profiling: Callable[[], bool] = _autograd._profiler_enabled
-"""Whether a profiler records in the calling thread."""
+"""Return whether a profiler records in the calling thread."""
+
+
+@contextmanager
+def event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Record an event in the calling thread alone, such as "c10d::allreduce_"."""
+    handle = _autograd._record_function_with_args_enter(name, *tensors)
+    try:
+        yield
+    finally:
+        _autograd._record_function_with_args_exit(handle)
 
 
 def profiled(
     name: str, tensors: Sequence[torch.Tensor], call: Callable[[float], _native.Status | None]
 ) -> Callable[[float], _native.Status | None]:
-    """Begin an event now, for a native call that is made later; it ends the event."""
+    """Begin an event now; return a wrapper of the native `call` that ends the event."""
     end = begin_event(name, tensors)
 
     def run(timeout: float) -> _native.Status | None:
@@ -42,14 +52,16 @@ def profiled(
 
 
 def begin_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-    """Begin an event in the calling thread; the result, called once in any thread, ends it.
+    """Begin an event in the calling thread; return a function that ends it, called once.
+
+    The function may be called in any thread.
 
     Args:
-        name: such as "phalanx:all_reduce".
-        tensors: whose shapes the event gets, if the profiler records shapes.
+        name: The name of the event, such as "phalanx:all_reduce".
+        tensors: The tensors whose shapes the event has, if the profiler records shapes.
     """
     event = _autograd._record_function_with_args_enter(name, *tensors)
-    # A future carries the profiler's state, which is the caller's, to the thread that ends it.
+    # The future carries the profiler's state, which is per thread, to the thread that ends it.
     ended: Future[None] = Future()
     torch.ops.profiler._call_end_callbacks_on_jit_fut(event, ended)
 

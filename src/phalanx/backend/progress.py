@@ -1,7 +1,7 @@
-"""The threads of a group that work while its caller does something else.
+"""The background threads of a group.
 
-Both start when first needed. They are daemons, since a thread that is joined by the interpreter
-before `atexit` could hang a script that forgot to leave; `stop` ends them in good order.
+Both start when first needed. They are daemons: the interpreter joins other threads before `atexit`,
+which could hang a script that did not leave the group. `stop` ends them in an orderly way.
 """
 
 from __future__ import annotations
@@ -10,30 +10,29 @@ import threading
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from phalanx.hosts.messages import RemoteMessage
-
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx import _native
+    from phalanx.hosts.messages import RemoteMessage
 
 
 class CollectiveThread:
-    """Runs asynchronous collectives, one after another, in the order of their calls."""
+    """A thread that runs asynchronous collectives one by one, in the order of their calls."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self.pending = 0
-        """Calls that were submitted and haven't ended yet."""
+        """The number of calls that were submitted and have not ended."""
         self._thread: threading.Thread | None = None
 
     def submit(self, call: Callable[[], None]) -> None:
         """Queue a call, which must not raise.
 
-        In this thread itself, where callbacks of futures run, it has ended when this returns, and
-        so have those queued before: a callback may wait for what it starts.
+        If this is called in the thread itself, where callbacks of futures run, the call and all
+        calls queued before have ended on return. A callback may thus wait for its own operations.
         """
         with self._lock:
             self.pending += 1
@@ -45,14 +44,14 @@ class CollectiveThread:
             self._run_up_to(call)
 
     def drain(self) -> None:
-        """Block until the calls before have ended, each within its own deadline."""
+        """Block until all calls queued before have ended, each within its own deadline."""
         if self._thread is not None and self.pending:
             ended = threading.Event()
             self.submit(ended.set)
             ended.wait()
 
     def stop(self, seconds: float) -> bool:
-        """End the thread after the calls before; whether it ended within `seconds`."""
+        """End the thread after the queued calls; return whether it ended within `seconds`."""
         with self._lock:
             thread = self._thread
             self._queue.put(None)
@@ -64,7 +63,7 @@ class CollectiveThread:
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
             self._do(call)
-            # Else a finished operation would keep its tensors until the next one comes.
+            # Otherwise a finished operation would keep its tensors until the next call.
             del call
 
     def _run_up_to(self, last: Callable[[], None]) -> None:
@@ -85,7 +84,7 @@ class CollectiveThread:
 
 
 class MessageThread:
-    """Moves messages that nobody waits for, and reports those that are watched."""
+    """A thread that moves messages without a waiting caller, and reports watched messages."""
 
     def __init__(self, name: str, group: _native.Group) -> None:
         self._name = name
@@ -95,7 +94,7 @@ class MessageThread:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Make sure that the thread runs."""
+        """Start the thread unless it has been started."""
         if self._thread is not None:
             return
         with self._lock:
@@ -106,8 +105,8 @@ class MessageThread:
     def watch(
         self, message: _native.Message | RemoteMessage, timeout: float, report: Callable[[], None]
     ) -> None:
-        """Call `report` in the thread when the message is done, after `timeout` seconds at most."""
-        if isinstance(message, RemoteMessage):
+        """Call `report` in the thread when the message is done, within `timeout` seconds."""
+        if hasattr(message, "watch"):  # a message to or from another host
             message.watch(timeout, report)
             return
         with self._lock:
@@ -116,7 +115,7 @@ class MessageThread:
         self.start()
 
     def stop(self, seconds: float) -> bool:
-        """End the thread; whether it ended within `seconds`."""
+        """End the thread; return whether it ended within `seconds`."""
         self._group.stop()
         with self._lock:
             thread = self._thread

@@ -1,10 +1,10 @@
-"""Phalanx in the place of other backends, for scripts that name those (`PHALANX_REPLACE`).
+"""Replacement of other backends by Phalanx, for scripts that name those (`PHALANX_REPLACE`).
 
-PyTorch forms every group, the default one and those of `new_group`, in one private function of its
-own, `_new_process_group_helper`. The function that `install` puts in its place asks it for a group
-of "phalanx" where one of a replaced name is wanted. `get_backend()`, the group's configuration and
-its own name stay those that the script asked for, since scripts branch on them. Everything else is
-left alone: `ProcessGroupGloo`, made directly, is still Gloo.
+PyTorch forms every group, the default group and those of `new_group`, in one private function,
+`_new_process_group_helper`. `install` wraps this function to request a group of "phalanx" if the
+script requests a replaced backend. `get_backend()`, the group's configuration and its own name keep
+the requested backend, since scripts branch on them. Nothing else changes: a `ProcessGroupGloo` that
+is constructed directly is still Gloo.
 """
 
 from __future__ import annotations
@@ -15,41 +15,36 @@ import sys
 from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]
 from torch.distributed import distributed_c10d as c10d
 
-from phalanx import env
+from phalanx import env, torch_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["install"]
 
-_HELPER = "_new_process_group_helper"
-_PARAMETERS = frozenset(
-    "group_size group_rank global_ranks_in_group backend store group_name timeout".split()
-)
 _said: set[str] = set()
 
 
 def install(create: Callable[..., Any]) -> None:
-    """Put Phalanx in the place of the backends that `PHALANX_REPLACE` names.
+    """Replace the backends that `PHALANX_REPLACE` names by Phalanx.
 
-    Never raises, since it runs inside of `import torch`: when the names are wrong, or PyTorch isn't
-    as it must be, forming a group raises `UsageError`.
+    Never raises, since it runs inside of `import torch`. If the names are invalid, or PyTorch's
+    private function is missing or changed, forming a group raises `UsageError`.
 
     Args:
-        create: the creator of "phalanx", for the names that PyTorch doesn't know any more.
+        create: The creator of "phalanx", registered for names that PyTorch does not know anymore.
     """
     try:
         names = env.replaced_backends()
-        original = _helper()
+        original = torch_versions.group_factory()
     except ValueError as error:
         _refuse(str(error))
         return
-    setattr(c10d, _HELPER, _replacing(original, names))
+    setattr(c10d, torch_versions.FACTORY, _replacing(original, names))
     if "mpi" in names:
         c10d._MPI_AVAILABLE = True
     for name in names:
@@ -57,23 +52,14 @@ def install(create: Callable[..., Any]) -> None:
             dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
 
 
-def _helper() -> Callable[..., Any]:
-    helper: Callable[..., Any] | None = getattr(c10d, _HELPER, None)
-    if helper is None or not _PARAMETERS.issubset(inspect.signature(helper).parameters):
-        raise ValueError(
-            f"PHALANX_REPLACE: torch {torch.__version__} forms groups in a way that this version "
-            "of Phalanx doesn't know, so it can't stand in for another backend: unset the "
-            'variable (or leave out --replace) and name the backend "phalanx" in the script'
-        )
-    return helper
-
-
 def _refuse(reason: str) -> None:
     def refuse(*_args: object, **_options: object) -> NoReturn:
         raise _usage_error(reason)
 
     c10d.init_process_group = dist.init_process_group = refuse
-    setattr(c10d, _HELPER, refuse)  # for the modules that hold init_process_group by now
+    setattr(
+        c10d, torch_versions.FACTORY, refuse
+    )  # for modules that have already imported init_process_group
 
 
 def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
@@ -106,13 +92,13 @@ def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable
 def _replaced_name(
     backends: dict[str, Any], arguments: dict[str, Any], names: tuple[str, ...]
 ) -> str | None:
-    """The name that Phalanx stands in for; None if it can't, or isn't wanted to."""
+    """Return the name of the backend that Phalanx replaces; None if it replaces none."""
     replaced = [name for name in backends.values() if name in names]
     others = {device: name for device, name in backends.items() if name not in names}
     if not replaced:
         return None
-    # A Python group replaces all of PyTorch's: what serves another device would be gone. NCCL has a
-    # place in ours, but not with options of its own.
+    # A Python group replaces the backends of all devices, so those of other devices would be lost.
+    # A group of Phalanx can contain NCCL, but not with options of its own.
     own = bool(others) and arguments.get("backend_options") is not None
     if others not in ({}, {"cuda": "nccl"}) or own:
         why = f"for {'the options of ' * own}{', '.join(others.values())}, which would be lost"
@@ -122,7 +108,7 @@ def _replaced_name(
 
 
 def _find_place(arguments: dict[str, Any]) -> None:
-    """Fill in what MPI's runtime would say: this process's rank, the world size, and a store."""
+    """Fill in the values that come from MPI's runtime: rank, world size, and a store."""
     try:
         launcher = "" if os.environ.get("RANK", "").strip() else env.launcher()
         place = None if launcher else env.place()
@@ -142,7 +128,7 @@ def _find_place(arguments: dict[str, Any]) -> None:
 
 
 def _usage_error(text: str) -> Exception:
-    # Not imported above: where `phalanx.errors` is what imports torch, it isn't ready by then.
+    # Not imported above: if `phalanx.errors` is what imports torch, it is not ready at that point.
     from phalanx.errors import UsageError
 
     return UsageError(text)

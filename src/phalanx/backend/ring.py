@@ -1,30 +1,30 @@
-"""Finds ranks that wait for each other in different groups, before any deadline ends that.
+"""Detection of deadlocks across groups, before any deadline ends them.
 
-Two groups that ranks use in opposite order are a ring of waits: rank 0 waits in group A for rank 1,
-which waits in group B for rank 0. In each group by itself nothing is wrong, no fingerprints are
-ever compared, and nobody moves again. Black boxes show it: a rank that has waited for a second
-follows the waits from box to box, and where they lead back to itself, twice with the very same
-operations, it breaks its groups on that ring. Who is thrown out of one passes that on to the others
-who wait for it: so every rank of the ring hears of it, also where no group has them all.
+If ranks use two groups in opposite order, their waits form a ring: rank 0 waits in group A for rank
+1, which waits in group B for rank 0. Each group by itself looks correct, no fingerprints are
+compared, and no rank makes progress. The black boxes show the deadlock. A rank that has waited for
+a second follows the waits from box to box. If they lead back to itself, twice with exactly the same
+operations, it breaks its groups on that ring. A rank whose group is broken so passes the failure on
+to the ranks that wait for it in its other groups. Thus every rank of the ring learns of the
+deadlock, even if no group contains them all.
 
-Only what is certain counts as a link: the main thread of a rank stands in a collective, or waits
-without a limit for an asynchronous one while no thread of a group is in anything else (see
-`waiting`); the rank that it waits for has not come to that one; and no other thread of the waiting
-rank takes part in operations. A rank that is merely stopped, or busy in a signal handler, still
-says whom it waited for when it stopped; but who is waited for has come by then. For all else there
-are deadlines, and `phalanx explain`.
+Only certain waits count as links. The main thread of a rank is in a collective, or waits without a
+timeout for an asynchronous one while no thread of a group is in another operation (see `waiting`).
+The rank that it waits for has not entered that collective. No other thread of the waiting rank
+takes part in operations. The box of a rank that is merely stopped, or busy in a signal handler,
+still shows its wait, but the rank that it waited for has arrived by then. All other cases are left
+to deadlines and `phalanx explain`.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.backend import witness
 from phalanx.backend.call_site import brief
 from phalanx.observe.escape import escape
-from phalanx.observe.members import ranks_of
+from phalanx.observe.rank_ranges import parse_rank_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,15 +35,14 @@ Box = dict[str, Any]
 
 _HISTORY = 64
 _LONGEST = 16
-"""Rings of more ranks than this are left to the deadline."""
+"""The maximum number of ranks in a ring; longer rings are left to the deadline."""
 _MAIN = 0
 _GROUP = 1
 _OTHER = 2
 
 
-@dataclass(frozen=True)
-class _Link:
-    """A rank of the job that waits in an operation of a group for another rank of the job."""
+class _Link(NamedTuple):
+    """A wait of a rank of the job, in an operation of a group, for another rank of the job."""
 
     rank: int
     number: int
@@ -58,14 +57,14 @@ _suspected: tuple[_Link, ...] = ()
 
 
 def look(groups: Iterable[_native.Group]) -> bool:
-    """Look for a ring through this rank; break the groups on one that was there the last time.
+    """Search for a ring through this rank; break its groups if the previous call found the same.
 
     Args:
-        groups: All groups of this process that it hasn't left.
+        groups: All groups that this process has not left.
 
     Returns:
-        Whether there is a ring that has to be looked at once more. False in other threads than
-        the main one, whose waits alone are looked at.
+        Whether there is a ring that another call must confirm. Always False outside the main
+        thread, since only its waits are examined.
     """
     global _suspected  # noqa: PLW0603
     if threading.current_thread() is not threading.main_thread():
@@ -80,14 +79,15 @@ def look(groups: Iterable[_native.Group]) -> bool:
 
 
 def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
-    """Break the groups in which ranks wait for this one, if a ring has thrown it out of `broken`.
+    """Break the groups in which ranks wait for this one, if a ring caused `broken` to be broken.
 
-    This rank raises now and won't come. Who finds a ring breaks its own groups alone; the other
-    ranks would hear of it by the death of this one.
+    This rank is about to raise, so it will not enter the operations that these ranks wait in. The
+    rank that finds a ring breaks only its own groups. Without this call, the other ranks would
+    learn of the failure only by the death of this rank.
 
     Args:
         broken: The group in which an operation of this rank has failed.
-        groups: All groups of this process that it hasn't left.
+        groups: All groups that this process has not left.
     """
     if threading.current_thread() is not threading.main_thread() or broken.closed:
         return
@@ -97,7 +97,7 @@ def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
     own = broken.black_box(broken.rank, _HISTORY)
     if own is None or _has_others(own):
         return
-    # What has been told to all hosts has words; on one host they stand with who found the ring.
+    # In a group of several hosts the status has the reason; on one host, the finder's box has it.
     why = getattr(status, "words", "") or witness.reason(broken, status.reporter)
     boxes: dict[int, Box | None] = {}
     for group in groups:
@@ -107,13 +107,16 @@ def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
 
 
 def _in_vain(own: Box, group: _native.Group, boxes: dict[int, Box | None]) -> int | None:
-    """A rank of the group that waits there for an operation to which this rank hasn't come."""
+    """Return a rank of the group that waits there in an operation that this rank has not entered.
+
+    Returns None if there is no such rank.
+    """
     note = next((each for each in own["groups"] if each["identity"] == group.identity), None)
     for peer in range(note["size"] if note else 0):
         if peer == group.rank:
             continue
         pid = group.pid(peer)
-        if boxes.get(pid) is None:  # that of another host's can't be read
+        if boxes.get(pid) is None:  # boxes of other hosts cannot be read
             boxes[pid] = group.black_box(peer, _HISTORY)
         box = boxes[pid]
         wait = _wait(box) if box else None
@@ -144,9 +147,9 @@ def _ring(groups: dict[int, _native.Group]) -> tuple[_Link, ...]:
 
 
 def _is_missing(box: Box, identity: int, sequence: int) -> bool:
-    """Whether the rank of this box has not begun a collective of a group, nor does so by itself.
+    """Return whether the rank of this box has not begun a collective and cannot begin it by itself.
 
-    A thread of the group that is in an earlier one may have more to do afterwards.
+    If a thread of the group is in an earlier collective, it may have more queued.
     """
     indices = [i for i, note in enumerate(box["groups"]) if note["identity"] == identity]
     if not indices or box["groups"][indices[-1]]["sequence"] >= sequence:
@@ -155,20 +158,20 @@ def _is_missing(box: Box, identity: int, sequence: int) -> bool:
 
 
 def _has_others(box: Box) -> bool:
-    """Whether other threads than the main one and those of groups take part in operations."""
+    """Return whether threads besides the main one and those of groups take part in operations."""
     return any(each["thread"] == _OTHER for each in (*box["done"], *box["open"]))
 
 
 def _in_threads(box: Box) -> list[Box]:
-    """What threads of groups are in."""
+    """Return the operations that threads of groups are in."""
     return [each for each in box["open"] if each["thread"] == _GROUP]
 
 
 def _wait(box: Box) -> Box | None:
-    """The collective that a rank's main thread waits in; None if it may come out by itself.
+    """Return the collective that a rank's main thread waits in; None if it may return by itself.
 
-    Or waits for, while a group's thread does it. Whatever else such threads do may end that wait: a
-    callback may call anything.
+    The main thread may also wait for a collective that a group's thread is in. If such threads are
+    in other operations too, those may end the wait, since a callback may call anything.
     """
     waits = [each for each in box["open"] if each["thread"] == _MAIN and each["group"] >= 0]
     awaited = [each for each in _in_threads(box) if each["number"] == box["main_waits"]]
@@ -181,13 +184,13 @@ def _wait(box: Box) -> Box | None:
 
 
 def _link(box: Box) -> _Link | None:
-    """The wait of a rank; None if there is none that counts."""
+    """Return the wait of a rank; None if there is none that counts."""
     wait = _wait(box)
     if wait is None:
         return None
     note = box["groups"][wait["group"]]
     peer = wait["waiting_for"]
-    members = ranks_of(note["members"])
+    members = parse_rank_ranges(note["members"])
     if not 0 <= peer < len(members):
         return None
     site = f" at {escape(brief(wait['site']))}" if wait["site"] else ""
@@ -202,14 +205,19 @@ def _link(box: Box) -> _Link | None:
 
 
 def _box_of(link: _Link, groups: dict[int, _native.Group]) -> Box | None:
-    """The box of the rank that is waited for, if this rank shares a group with it."""
+    """Return the box of the rank that is waited for; None if this rank shares no group with it."""
     if link.identity in groups:
         return groups[link.identity].black_box(link.peer_in_group, _HISTORY)
     for group in groups.values():
         own = group.black_box(group.rank, 0)
         notes = own["groups"] if own else []
         members = next(
-            (ranks_of(note["members"]) for note in notes if note["identity"] == group.identity), ()
+            (
+                parse_rank_ranges(note["members"])
+                for note in notes
+                if note["identity"] == group.identity
+            ),
+            (),
         )
         if link.peer in members:
             return group.black_box(members.index(link.peer), _HISTORY)

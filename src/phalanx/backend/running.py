@@ -1,9 +1,10 @@
-"""How a collective runs: in the caller's thread or in the group's, watched by a profiler or not."""
+"""The execution of collectives in the caller's or the group's thread, with profiler events."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,8 @@ from phalanx.backend.dtypes import OP_NAMES
 from phalanx.backend.failure import error_for, unfinished
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import label, settle
-from phalanx.backend.profiling import profiled, profiling
+from phalanx.backend.operators import EVENTS, Operator, active_modes, is_wrapper, through_operator
+from phalanx.backend.profiling import event, profiled, profiling
 from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ NativeCall = Callable[[float], "_native.Status | None"]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 
 _DONE = FinishedWork([])
+_PLAIN = (torch.Tensor, type(None))
+"""Types that are never wrappers, which saves each operation a closer check."""
 _SMALL_BYTES = 256 * 1024
 
 
@@ -42,19 +46,36 @@ class Running(Messages):
         subject: torch.Tensor | None,
         opts: Any,
         outputs: Pairs,
+        operator: Operator | None,
         op: int = 0,
         root: int = -1,
         keep: object = None,
         inputs: Sequence[torch.Tensor] | None = None,
     ) -> dist.Work:
-        """Run now, or in the group's thread when asked to or when others are queued there.
+        """Run now, or in the group's thread if asynchronous or if others are queued there.
 
-        `outputs` are pairs of the user's tensor and the contiguous one that the core writes; `keep`
-        only has to live until the operation has ended. A profiler is told of the shapes of
-        `inputs`, else of `subject`.
+        Args:
+            name: The name of the operation.
+            call: The native call.
+            subject: The tensor that stands for the operation in messages; None for a barrier.
+            opts: The options of the operation.
+            outputs: Pairs of the user's tensor and the contiguous one that the core writes.
+            operator: The operation as dispatch modes see it; None if they have seen it.
+            op: The core's code of the reduction operator; 0 if there is none.
+            root: The root; -1 if there is none.
+            keep: An object that must live until the operation has ended.
+            inputs: The tensors whose shapes the profiler records; `subject` if None.
         """
-        if profiling():
-            call = self._profiled(name, call, subject, inputs)
+        if active_modes() or profiling() or (type(subject) not in _PLAIN and is_wrapper(subject)):
+            if operator is not None:
+                again = partial(self._collective, name, call, subject, opts, outputs, None)
+                run = partial(again, op, root, keep, inputs)
+                if active_modes() or is_wrapper(subject):
+                    return through_operator(self, operator, run)
+                with event(EVENTS[operator[0]], _inputs(subject, inputs)):
+                    return run()
+            if profiling():
+                call = self._profiled(name, call, _inputs(subject, inputs))
         timeout = seconds_of(opts.timeout, self._timeout)
         if opts.asyncOp or self._collectives.pending:
             return self._queued(name, call, subject, opts, outputs, op, root, keep, timeout)
@@ -82,7 +103,7 @@ class Running(Messages):
         at_once = self._has_come_last(subject)
 
         def run(_keep: object = keep) -> None:
-            if not at_once:  # the group's thread speaks for the caller's
+            if not at_once:  # the group's thread acts for the caller
                 _native.set_caller(place)
             status = call(timeout)
             if status is not None:
@@ -111,10 +132,10 @@ class Running(Messages):
         return work
 
     def _has_come_last(self, subject: torch.Tensor | None) -> bool:
-        """Whether an asynchronous operation may as well be done at once.
+        """Return whether an asynchronous operation may as well run at once in this thread.
 
-        What other ranks wait for already, nothing is left to overlap with, and the way to another
-        thread and back takes longer than the operation, if that is small.
+        If all other ranks already wait for it, there is nothing left to overlap with. For a small
+        operation, the switch to another thread and back takes longer than the operation.
         """
         small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
         return small and not self._collectives.pending and self._native.awaited()
@@ -142,9 +163,9 @@ class Running(Messages):
         site: str,
         begun: bool = True,
     ) -> str:
-        """The operation that is under way, or one that is queued and has no number yet."""
+        """Return text for an operation in progress, or a queued one, which has no number yet."""
         native = self._native
-        # Another thread may have left the group meanwhile.
+        # Another thread may have left the group in the meantime.
         words = [f"{name} #{native.sequence}" if begun and not native.closed else name]
         if subject is not None:
             words.append(label(subject))
@@ -154,18 +175,10 @@ class Running(Messages):
             words.append(f"root {root}")
         return f"{' '.join(words)} at {site}"
 
-    def _profiled(
-        self,
-        name: str,
-        call: NativeCall,
-        subject: torch.Tensor | None,
-        inputs: Sequence[torch.Tensor] | None,
-    ) -> NativeCall:
-        if inputs is None:
-            inputs = [] if subject is None else [subject]
-        # One name for all forms of an operation, as PyTorch's backends have it.
-        event = name.removesuffix("_coalesced").removesuffix("_single")
-        return profiled(f"{self.name()}:{event}", inputs, call)
+    def _profiled(self, name: str, call: NativeCall, inputs: Sequence[torch.Tensor]) -> NativeCall:
+        # All forms of an operation have one name, as in PyTorch's backends.
+        kind = name.removesuffix("_coalesced").removesuffix("_single")
+        return profiled(f"{self.name()}:{kind}", inputs, call)
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
         self._joined = []
@@ -174,9 +187,22 @@ class Running(Messages):
         works, self._joined = self._joined or [], None
         return JointWork(works)
 
+    # The names that PyTorch's C++ calls from 2.14 on.
+    start_coalescing = _start_coalescing
+    end_coalescing = _end_coalescing
+
+
+def _inputs(
+    subject: torch.Tensor | None, inputs: Sequence[torch.Tensor] | None
+) -> Sequence[torch.Tensor]:
+    """Return the tensors whose shapes the profiler records."""
+    if inputs is not None:
+        return inputs
+    return [] if subject is None else [subject]
+
 
 def divided(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
-    """A call after which its result is divided by a number, rounded towards zero."""
+    """Return a call that then divides its result by `size`, rounded towards zero."""
 
     def run(timeout: float) -> _native.Status | None:
         status = call(timeout)
@@ -189,7 +215,7 @@ def divided(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
 
 
 def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
-    """One call that makes all of them, each with the whole timeout, until one fails."""
+    """Return a call that makes all calls in order, each with the whole timeout, until one fails."""
     steps = list(calls)
 
     def run(timeout: float) -> _native.Status | None:

@@ -1,4 +1,4 @@
-"""Tensors in memory that the other ranks of the host can reach."""
+"""Tensors in memory that the other ranks of the host can access."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
 
 
 def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Make a tensor on which collectives of Phalanx skip the copies through the segment.
+    """Create a tensor with which collectives of Phalanx skip the copies through the segment.
 
-    Use it for what is communicated again and again, such as gradient buckets: large operations then
-    take about as long as the memory needs. It is an ordinary CPU tensor in every other way, and so
-    are its views: what counts is where an operation's tensors lie. The fast path is taken where
-    those of all ranks do (of all ranks that give something: the root's, for a broadcast); else they
-    are staged as always. Any group will do, and no other rank has to call this.
+    Use it for data that is communicated repeatedly, such as gradient buckets; large operations then
+    run at about the speed of memory. In all other respects, the tensor and its views are ordinary
+    CPU tensors. Collectives take the fast path if the tensors of all ranks that provide data (for a
+    broadcast, only the root) are in such memory, and stage them through the segment otherwise. This
+    works with any group, and no other rank has to call this function.
 
-    The memory is this process's own, taken at once, and given back when the tensor and its views
-    are gone. To a forked child the tensor is one like any other.
+    The memory belongs to this process. It is allocated at once, and freed when the tensor and its
+    views are gone. In a forked child, the tensor is an ordinary one.
 
     Args:
         size: Shape, as for `torch.empty`: several integers or one sequence.
-        dtype: Default `torch.get_default_dtype()`.
+        dtype: The dtype; default `torch.get_default_dtype()`.
 
     Returns:
-        A contiguous tensor with undefined values, page-aligned.
+        A contiguous, page-aligned tensor with undefined values.
 
     Raises:
         UsageError: A size is negative.
-        PhalanxError: There is not so much memory.
+        PhalanxError: Not enough memory.
 
     Example:
         >>> bucket = phalanx.empty_shared(25_000_000)

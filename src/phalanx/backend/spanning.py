@@ -1,4 +1,4 @@
-"""Groups that span hosts: what is made once it is known who shares one."""
+"""The setup of groups that span hosts, once the ranks of each host are known."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from phalanx import engines, topology
 from phalanx.backend.failure import HostsWords
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.hosts import HostsGroup
+from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["spanning"]
 
 _COUNT, _OPEN = "phalanx/engines", "phalanx/open"
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 
 
 def spanning(
@@ -29,13 +29,14 @@ def spanning(
     engine: str,
     timeout: timedelta,
 ) -> Any:
-    """A group of several hosts, in the place of the native one of this host.
+    """Return a group of several hosts, which takes the place of the native group of this host.
 
-    Blocks until all ranks have opened their ends of the engine.
+    Blocks until all ranks have opened their engines.
 
     Raises:
-        UsageError: This machine has no such interface, or has not what the engine needs.
-        PhalanxError: The engine can't be had here or on another rank, or that one didn't come.
+        UsageError: This machine has no such interface, or lacks something that the engine needs.
+        PhalanxError: The engine cannot be opened here or on another rank, or a rank did not open
+            its engine in time.
     """
     try:
         opened = _opened(layout, places, store, engine, timeout)
@@ -75,15 +76,14 @@ def _opened(
 
 
 def _all_open(store: Any, size: int, this: str, end: float) -> None:
-    """Wait until all ranks have an engine; one that has none says so to all."""
+    """Wait until all ranks have opened their engines; raise if one could not."""
     if store.add(_COUNT, 1) == size:
         store.compare_set(_OPEN, "", "all")
-    pause = _FIRST_PAUSE
-    while not store.check([_OPEN]):
-        if time.monotonic() > end:
-            raise PhalanxError(f"[{this}] not all ranks have opened their engines in time")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
+    for _ in attempts(end):
+        if store.check([_OPEN]):
+            break
+    else:
+        raise PhalanxError(f"[{this}] not all ranks have opened their engines in time")
     said = store.get(_OPEN).decode()
     if said != "all":
         raise PhalanxError(f"[{this}] {said}")

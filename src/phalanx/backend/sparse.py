@@ -22,14 +22,14 @@ __all__ = ["sparse_sum"]
 def sparse_sum(
     native: _native.Group, tensor: torch.Tensor, op: dist.ReduceOp, size: int
 ) -> Callable[[float], _native.Status | None]:
-    """The call that sums a sparse COO tensor over `size` ranks, in place.
+    """Return a call that sums a sparse COO tensor over `size` ranks, in place.
 
-    Ranks tell each other how many entries they have, then all entries go to every rank, which adds
-    up those of the same indices: the algorithm of PyTorch's ProcessGroupGloo.
+    The ranks exchange their numbers of entries, then gather all entries on every rank, which adds
+    up entries with the same indices. This is the algorithm of PyTorch's ProcessGroupGloo. The call
+    raises `CollectiveMismatch` on all ranks if their tensors differ in shape.
 
     Raises:
-        UsageError: another operator than SUM, or another device than the CPU. What the call
-            raises: `CollectiveMismatch` on all ranks, if their tensors differ in shape.
+        UsageError: The operator is not SUM, or the device is not the CPU.
     """
     if hash(op) != hash(dist.ReduceOp.SUM):
         raise UsageError(f"all_reduce: sparse tensors can only be summed, got {op}")
@@ -70,7 +70,7 @@ def sparse_sum(
 def _gather_rows(
     native: _native.Group, rows: torch.Tensor, counts: list[int], timeout: float
 ) -> tuple[torch.Tensor, _native.Status | None]:
-    """Collect `counts` rows of each rank, one below the other."""
+    """Gather and concatenate the rows of all ranks; `counts` has the number of rows per rank."""
     whole = rows.new_empty(sum(counts), *rows.shape[1:])
     parts = torch.split(whole, counts)
     status = native.all_to_all(

@@ -1,7 +1,7 @@
-"""How the main thread waits for what a group's thread does.
+"""Waits of the main thread for operations of a group's thread.
 
-A wait that lasts is shown in the black box and looked at, since it may be part of a ring of waits
-(see `ring`). The waits of blocking collectives the core looks at itself, as seldom as these.
+A long wait is shown in the black box and checked for deadlocks across groups (see `ring`). The core
+checks the waits of blocking collectives itself, at the same intervals.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from phalanx.backend import lifetime
 from phalanx.errors import UsageError
 
 SHORT = 0.3
-"""Seconds of a wait that nobody is told of."""
+"""The length of a wait, in seconds, before it is shown in the black box."""
 _FIRST_LOOK = 1.0
 _SECOND_LOOK = 0.5
 _GROUP = 1
 
 
 def until(ended: threading.Event, native: _native.Group) -> None:
-    """Block until an operation has ended, after `SHORT` seconds of doing so.
+    """Block until an operation has ended; the caller has already waited for `SHORT` seconds.
 
     Args:
-        ended: When it has.
-        native: The group whose thread does it, or what was queued there before.
+        ended: The event that is set when the operation has ended.
+        native: The group whose thread runs the operation, or runs those queued before it.
     """
     if threading.current_thread() is not threading.main_thread():
         ended.wait()
@@ -45,21 +45,23 @@ def until(ended: threading.Event, native: _native.Group) -> None:
 
 
 def _show(ended: threading.Event, native: _native.Group) -> None:
-    """Say in the black box what the main thread waits for, if nothing else can end that wait.
+    """Show in the black box what the main thread waits for, if nothing else can end that wait.
 
-    What other groups have under way or queued could: a future's callback may call anything.
+    Operations of other groups, in progress or queued, could end it: a future's callback may call
+    anything.
     """
     number = 0
-    # Another thread may leave the group meanwhile.
+    # Another thread may leave the group in the meantime.
     with contextlib.suppress(ValueError):
         number = _under_way(native)
-    # What was under way before the operation had ended came before it, or is it.
+    # Checked after `_under_way`: if the operation has not ended yet, the number read above is that
+    # of this operation or an earlier one.
     over = ended.is_set() or lifetime.busy_elsewhere(native)
     _native.main_waits(0 if over else number)
 
 
 def _under_way(native: _native.Group) -> int:
-    """The number of the collective that a group's thread is in; 0: none."""
+    """Return the number of the collective that the group's thread is in; 0 if there is none."""
     box = native.black_box(native.rank, 0)
     if box is None:
         return 0

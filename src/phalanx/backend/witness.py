@@ -1,37 +1,43 @@
-"""What black boxes say of the ranks of a group: the half of an error that a rank can't know itself.
+"""Descriptions of the ranks of a group from their black boxes, for error messages.
 
-A rank that is dead, stopped or somewhere else can't be asked. Its box can: the core copies it, and
-here it is put in words. Where there is no box (its directory could not be written, or the file is
-gone) the words are fewer.
+A rank that is dead, stopped or busy cannot be queried. Its black box can: the core copies it, and
+this module describes its content. If there is no box (its directory could not be written, or the
+file is gone), the descriptions are shorter.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from phalanx import _native
 from phalanx.backend.call_site import brief
 from phalanx.backend.dtypes import NAMES
 from phalanx.observe.escape import escape
-from phalanx.observe.last_words import SESSION_ENDED
-
-if TYPE_CHECKING:
-    from phalanx import _native
+from phalanx.observe.exception_hook import SESSION_ENDED
 
 Box = dict[str, Any]
 
 _LONG = 640
-"""Characters of what a rank says itself; more than its box has room for."""
+"""The maximum length of a rank's own text, in characters; longer than its box can hold."""
 _COPIES = 3
-"""So often a box is copied: an operation that ends meanwhile may be in no part of a copy."""
+"""The number of copies of a box to search; one may lack an operation that ends during the copy."""
 _HISTORY = 512
-"""How many of a rank's last operations are looked through for the one with a fingerprint."""
+"""The number of a rank's last operations to search for a fingerprint."""
 _LAST = 8
-"""So many are read where the newest is all that is asked for: survivors read while others wait."""
+"""The number of operations to read if only the newest matters; kept small since ranks wait."""
+
+
+def named(group: Any, rank: int) -> str:
+    """Return text for a rank with its pid, and with its host if it is on another host."""
+    if group.closed:  # another thread has left the group, so the pids are unknown
+        return f"rank {rank}"
+    host = "" if isinstance(group, _native.Group) else group.host(rank)
+    return f"rank {rank} (pid {group.pid(rank)}{f' on {host}' if host else ''})"
 
 
 def site_of(group: _native.Group, rank: int, operation: _native.Fingerprint) -> str:
-    """Where a rank called an operation: " at train.py:40", or nothing."""
+    """Return the call site of a rank's operation, as in " at train.py:40"; empty if unknown."""
     for _ in range(_COPIES):
         box = _box(group, rank, _HISTORY)
         if box is None:
@@ -43,28 +49,31 @@ def site_of(group: _native.Group, rank: int, operation: _native.Fingerprint) -> 
 
 
 def leaving_site(group: _native.Group, rank: int) -> str:
-    """Where a rank left the group, or aborted it: " at train.py:77", or nothing."""
+    """Return the call site at which a rank left or aborted the group, or "": " at train.py:77"."""
     note = _note(group, rank)
     return f" at {escape(brief(note['left_at']))}" if note and note["left_at"] else ""
 
 
 def reason(group: _native.Group, rank: int) -> str:
-    """Why a rank aborted the group, in its own words; empty if it gave none."""
+    """Return the reason that a rank gave for aborting the group; empty if it gave none."""
     note = _note(group, rank)
     return escape(note["why"], _LONG) if note else ""
 
 
 def last_words(group: _native.Group, rank: int) -> str:
-    """The exception that ended a rank's process, or its session; empty if none did."""
+    """Return the exception that ended a rank's process or session; empty if none did."""
     note = _note(group, rank)
-    if note and note["why"].startswith(SESSION_ENDED):  # whatever its process did afterwards
+    if note and note["why"].startswith(SESSION_ENDED):  # takes precedence over the process's end
         return escape(note["why"].removeprefix(SESSION_ENDED), _LONG)
     box = _box(group, rank)
     return escape(box["last_words"], _LONG) if box and box["ending"] == "failed" else ""
 
 
 def last_deed(group: _native.Group, rank: int) -> str:
-    """What a dead rank did last: " in all_reduce #41 at train.py:40, after step 17"; or nothing."""
+    """Return the last operation of a dead rank; empty if its box cannot be read.
+
+    For example ", in all_reduce #41 at train.py:40, after step 17".
+    """
     box = _box(group, rank)
     if box is None:
         return ""
@@ -77,7 +86,7 @@ def last_deed(group: _native.Group, rank: int) -> str:
 
 
 def whereabouts(group: _native.Group, rank: int) -> str:
-    """What a rank that doesn't come does instead: a sentence without its subject."""
+    """Describe the current activity of a late rank, in a predicate without a subject."""
     state = state_of(group.pid(rank))
     box = _box(group, rank)
     if state in ("T", "t"):
@@ -88,13 +97,14 @@ def whereabouts(group: _native.Group, rank: int) -> str:
     if current is None:
         return "is in its own code" + _since_last(box)
     words = f"is in {_words(current)}{_group(box, current, group)} for {_ago(current['begin'])}"
-    if current["waiting_for"] >= 0:
-        words += f", waiting for rank {current['waiting_for']} there"
+    if (other := current["waiting_for"]) >= 0:
+        who = named(group, other) if _is_of(box, current, group) else f"rank {other}"
+        words += f", waiting for {who} there"
     return words + _step(box)
 
 
 def state_of(pid: int) -> str:
-    """The letter that the kernel has for a process's state; empty if it is gone."""
+    """Return the kernel's letter for a process's state; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
@@ -103,7 +113,7 @@ def state_of(pid: int) -> str:
 
 
 def _box(group: _native.Group, rank: int, history: int = _LAST) -> Box | None:
-    # Another thread may have left the group meanwhile.
+    # Another thread may have left the group in the meantime.
     return None if group.closed or rank < 0 else group.black_box(rank, history)
 
 
@@ -114,9 +124,10 @@ def _note(group: _native.Group, rank: int) -> Box | None:
 
 
 def _under_way(box: Box) -> Box | None:
-    """The operation that a rank is in; None if it is in its own code.
+    """Return the operation that blocks a rank; None if the rank is in its own code.
 
-    As `phalanx explain` has it: a message may be posted long before anybody waits for it.
+    A message that nothing waits for does not count, as in `phalanx explain`: it may be posted long
+    before its wait.
     """
     blocking = [
         operation
@@ -130,7 +141,7 @@ def _under_way(box: Box) -> Box | None:
 
 
 def _find(box: Box, group: _native.Group, wanted: _native.Fingerprint) -> Box | None:
-    """The newest operation of this group with this fingerprint."""
+    """Return the newest operation of this group with this fingerprint; None if there is none."""
     for operation in reversed([*box["done"], *box["open"]]):
         same = operation["kind"] == wanted.kind and operation["sequence"] == wanted.sequence
         if same and _is_of(box, operation, group) and _fits(operation, wanted):
@@ -140,7 +151,7 @@ def _find(box: Box, group: _native.Group, wanted: _native.Fingerprint) -> Box | 
 
 def _fits(operation: Box, wanted: _native.Fingerprint) -> bool:
     if wanted.kind not in ("send", "recv"):
-        return True  # its number in the group says it all
+        return True  # the number in the group identifies it
     found = operation["count"], operation["dtype"]
     return found == (wanted.count, NAMES[wanted.dtype])
 
@@ -176,7 +187,7 @@ def _since_last(box: Box) -> str:
 
 
 def _step(box: Box) -> str:
-    # A report may say nothing of the step, which is below zero then.
+    # The step is negative in a report without one.
     steps = [step for _, step, _ in box["reports"] if step >= 0]
     return f", after step {steps[-1]}" if steps else ""
 

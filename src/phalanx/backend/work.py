@@ -1,4 +1,4 @@
-"""What an operation gives back: `torch.distributed.Work` for each way of running one."""
+"""The results of operations: a `torch.distributed.Work` for each way of running one."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ Tensors = list[torch.Tensor]
 
 
 def seconds_of(timeout: timedelta | None, default: float) -> float:
-    """The seconds of an optional timeout; PyTorch says "unset" by zero or less."""
-    seconds = default if timeout is None else timeout.total_seconds()
-    return seconds if seconds > 0 else default
+    """Return an optional timeout in seconds; PyTorch passes zero or less if it is unset."""
+    if timeout is None or timeout.days < 0:
+        return default
+    return timeout.total_seconds() or default
 
 
 class FinishedWork(Work):
@@ -62,14 +63,14 @@ class FinishedWork(Work):
 
 
 class JointWork(Work):
-    """Several operations as one."""
+    """Several operations combined into one work."""
 
     def __init__(self, works: list[Work]) -> None:
         super().__init__()
         self._works = works
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all have ended; raise what the first that failed raised."""
+        """Block until all have ended; raise the error of the first that failed."""
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
         return True
@@ -90,7 +91,7 @@ class JointWork(Work):
         return [tensor for work in self._works for tensor in work.result()]
 
     def get_future(self) -> Future[Tensors]:
-        """A future of all output tensors."""
+        """Return a future of all output tensors."""
         futures = [work.get_future() for work in self._works]
         together = WorkFuture(lambda: _until_all_over(futures))
 
@@ -108,7 +109,7 @@ class JointWork(Work):
 
 def _until_all_over(futures: list[Future[Tensors]]) -> None:
     for future in futures:
-        with contextlib.suppress(Exception):  # it is raised by the future of all
+        with contextlib.suppress(Exception):  # the combined future raises it
             future.wait()
 
 
@@ -120,20 +121,20 @@ class FinishedMessage(FinishedWork):
         self._peer = peer
 
     def source_rank(self) -> int:
-        """The rank in the group that the message came from."""
+        """Return the rank in the group that sent the message."""
         return self._peer
 
     _source_rank = source_rank
 
 
 class PendingWork(Work):
-    """What the works that end later have in common: a result or an error, and a future.
+    """The base class of works that end later, with a result or an error, and a future.
 
-    A subclass calls `_complete` exactly once, in whichever thread sees the end first.
+    A subclass calls `_complete` exactly once, in the first thread that sees the end.
     """
 
     _ended: threading.Event | None = None
-    """Of a subclass whose `wait` sleeps in Python."""
+    """An event set at the end, in a subclass whose `wait` blocks in Python."""
 
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
@@ -160,7 +161,7 @@ class PendingWork(Work):
         return self._outputs
 
     def get_future(self) -> Future[Tensors]:
-        """A future of the list of output tensors; callbacks run in the group's thread."""
+        """Return a future of the list of output tensors; callbacks run in the group's thread."""
         with self._lock:
             if self._future is None:
                 self._future = WorkFuture(self._until_over)
@@ -169,7 +170,7 @@ class PendingWork(Work):
             return self._future
 
     def _until_over(self) -> None:
-        """What a future's wait does first."""
+        """Block before a future's own wait; does nothing unless overridden."""
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
@@ -193,10 +194,10 @@ class CollectiveWork(PendingWork):
 
     Args:
         run: Runs the operation to its end in that thread, or raises.
-        outputs: The tensors that it writes.
-        group: Whose thread that is.
-        late: The error of a wait that had so many seconds and has ended before the operation, of
-            which it is given whether it has begun.
+        outputs: The tensors that the operation writes.
+        group: The group.
+        late: Returns the error of a wait that timed out before the operation ended. Its arguments
+            are the timeout in seconds, and whether the operation has begun.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class CollectiveWork(PendingWork):
         self._late: Callable[[float, bool], PhalanxError] | None = late
 
     def execute(self) -> None:
-        """Run the operation, in the group's thread or in that of the caller."""
+        """Run the operation in the current thread, that of the group or of the caller."""
         run, self._run = self._run, None
         error: BaseException | None = None
         try:
@@ -222,14 +223,14 @@ class CollectiveWork(PendingWork):
         except BaseException as caught:  # noqa: BLE001 - raised again where the user waits
             error = caught
         del run
-        self._late = None  # which keeps the tensors
+        self._late = None  # frees the tensors that it references
         self._complete(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation has ended; raise what it raised.
+        """Block until the operation has ended; raise its error if it failed.
 
-        Its own deadline ends it and breaks the group. A `timeout` only ends this wait, with a
-        `CollectiveTimeout` that names who is missing, and the operation goes on: so it is on Gloo.
+        The operation's own deadline ends it and breaks the group. As on Gloo, `timeout` only ends
+        this wait, with a `CollectiveTimeout` that names the missing ranks; the operation continues.
         """
         late, seconds = self._late, seconds_of(timeout, 0.0)
         if not self._ended.wait(seconds or waiting.SHORT):
@@ -249,16 +250,16 @@ class CollectiveWork(PendingWork):
 
 
 class MessageWork(PendingWork):
-    """A send or recv that is under way.
+    """A send or recv that is in progress.
 
     Args:
-        message: The core's handle.
-        group: Who moves it.
-        end: Called once when it is done, with the status and the seconds that its wait had: copies
-            back what was staged, or returns the error.
-        outputs: The tensor.
-        thread: Where the message is watched when somebody asks for a future.
-        timeout: The seconds that a wait for it may take, and a future.
+        message: The core's handle of the message.
+        group: The group, which moves the message.
+        end: Called once when the message is done, with the status and the timeout of the wait in
+            seconds. Copies back a staged tensor, or returns the error.
+        outputs: A list of the tensor.
+        thread: The thread that watches the message if a future is requested.
+        timeout: The default timeout of a wait and the timeout of a future, in seconds.
     """
 
     def __init__(
@@ -279,10 +280,10 @@ class MessageWork(PendingWork):
         self._ending = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the message has moved; raise what went wrong.
+        """Block until the message is transferred; raise its error if it failed.
 
-        A deadline that passes, the group's or `timeout`, breaks the group: the buffer may be half
-        written, and the channel stands in the middle of a message.
+        If the deadline passes, the group's or that of `timeout`, the group is broken: the buffer
+        may be partly written, and the channel is in the middle of a message.
         """
         if not self._over:
             seconds = seconds_of(timeout, self._timeout)
@@ -292,7 +293,7 @@ class MessageWork(PendingWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended. Moves what can be moved, so a loop around it gets on."""
+        """Return whether the message has ended; makes progress, so polling in a loop completes."""
         if not self._over and (self._message.done or self._test()):
             self._finish(self._message.status)
         return self._over
@@ -309,13 +310,13 @@ class MessageWork(PendingWork):
         return future
 
     def source_rank(self) -> int:
-        """The rank in the group that the message came from."""
+        """Return the rank in the group that sent the message."""
         return self._message.peer
 
     _source_rank = source_rank
 
     def give_up(self, error: BaseException) -> None:
-        """End it with `error`, unless it has ended: nobody moves it any more."""
+        """End the work with `error`, unless it has ended; the message no longer makes progress."""
         with self._ending:
             end, self._end = self._end, None
             if end is not None:

@@ -1,13 +1,14 @@
-"""Measurements: how fast is this machine, against Gloo, Open MPI, MPICH and its own memory.
+"""Benchmarks of Phalanx against Gloo, Open MPI, MPICH and the memory bandwidth of this machine.
 
-- `operations`, `elements`: what is measured, the bytes that it has to move, and what it must give.
-- `plan`: what the user asked for, checked.
-- `systems`: what is compared, how its processes are started and with which settings.
-- `rank`, `work`: what one process of a system runs; `torch_rank`, `mpi_rank` are the two kinds.
-- `messages`, `process_set`: how the one parent talks to the processes of a system.
-- `measure`: the rounds: the systems take turns. `machine`: memory, caches, versions.
+- `operations`, `elements`: the measured operations, their memory traffic and expected results.
+- `plan`: the validated request of the user.
+- `systems`: the compared systems, the commands that start their processes, and their settings.
+- `rank`, `work`: the program of one process of a system; `torch_rank` and `mpi_rank` implement the
+  two kinds of systems.
+- `messages`, `process_set`: communication between the parent and the processes of a system.
+- `measure`: the rounds, in which the systems take turns. `machine`: memory, caches, versions.
 - `figures`: the results and their JSON; `table` and `plot` show them.
-- `algorithms`: the same for `phalanx bench --algorithms`.
+- `algorithms`: the results of `phalanx bench --algorithms`.
 
 Nothing here imports torch, MPI or matplotlib until it is needed.
 """

@@ -1,6 +1,6 @@
-"""Elements as numpy knows them, for ranks that don't import torch, and what a result has to be.
+"""Elements in numpy, for ranks that do not import torch, and the expected results of operations.
 
-A bfloat16 is unknown to numpy: its 16 bits are held as a uint16.
+Numpy has no bfloat16; its 16 bits are stored as a uint16.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ STORAGE: dict[str, np.dtype[Any]] = {
     "int64": np.dtype(np.int64),
     "uint8": np.dtype(np.uint8),
 }
-"""By dtype name, what an array of it is in numpy."""
+"""The numpy dtypes that store the elements, by dtype name."""
 
 
 def encode(values: NDArray[np.int64], dtype: str) -> NDArray[Any]:
-    """Whole numbers as elements of `dtype`; exact up to 256 in every dtype but the 8-bit ones."""
+    """Convert integers to `dtype`; exact up to 256 in every dtype except the 8-bit ones."""
     if dtype == "bfloat16":  # the upper half of a float32
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return values.astype(STORAGE[dtype])
 
 
 def decode(stored: NDArray[Any], dtype: str) -> NDArray[np.float64]:
-    """What `encode` made, as float64."""
+    """Convert the result of `encode` to float64."""
     if dtype == "bfloat16":
         stored = (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float64)
 
 
 def given(seed: int, rank: int, count: int) -> NDArray[np.int64]:
-    """The input of a rank: 0, 1 and 2 at random, so that sums are exact in every dtype."""
+    """Return a rank's input: random values 0, 1 and 2, so that sums are exact in every dtype."""
     return np.random.default_rng((seed, rank)).integers(0, 3, count)
 
 
 def expected(
     operation: Operation, seed: int, rank: int, ranks: int, count: int
 ) -> NDArray[np.int64]:
-    """What a rank must have got in the end, computed with numpy from everybody's input.
+    """Return the expected result of a rank, computed with numpy from the inputs of all ranks.
 
     Args:
-        operation: which; a reduction is SUM.
-        seed: of the inputs.
-        rank: whose result.
-        ranks: the number of ranks.
-        count: elements of the operation.
+        operation: The operation; reductions use SUM.
+        seed: Seed of the inputs.
+        rank: Rank of the result.
+        ranks: Number of ranks.
+        count: Number of elements of the operation.
     """
     inputs = [given(seed, r, operation.reads_of(r, ranks, count)) for r in range(ranks)]
     part = slice(rank * count // ranks, (rank + 1) * count // ranks)

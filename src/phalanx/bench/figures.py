@@ -1,4 +1,4 @@
-"""The results: medians and quartiles, the limit, and how they are stored."""
+"""The results of a measurement: medians, quartiles, the memory limit, and their storage."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _FORMAT = "phalanx bench 2"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one operation.
+    """The time of one operation, in seconds.
 
     Attributes:
-        median: Over the rounds.
+        median: Median over the rounds.
         low: Lower quartile.
         high: Upper quartile.
-        rounds: How many there were.
+        rounds: Number of rounds.
     """
 
     median: float
@@ -37,24 +37,25 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
-        """Summarise the rounds, at least two."""
+        """Summarize the times of the rounds, at least two."""
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, low, high, len(seconds))
 
 
 @dataclass(frozen=True)
 class Figure:
-    """All systems' timings of an operation with one dtype and size.
+    """The timings of all systems for an operation with one dtype and size.
 
     Attributes:
-        operation: Its name.
-        dtype: Of the elements.
-        size: Bytes asked for; 0 for a barrier.
-        bytes: Bytes of the largest buffer: `size`, made whole elements for every rank.
-        traffic: Bytes that memory has to move for it, read and written, over all ranks.
-        cached: The buffers fit the caches together, so the memory's speed is no limit.
-        limit: Seconds that memory needs for the traffic; None for a barrier.
-        timings: By system; those that lack the operation are left out.
+        operation: Name of the operation.
+        dtype: Name of the dtype.
+        size: Requested size in bytes; 0 for a barrier.
+        bytes: Bytes of the largest buffer: `size`, rounded up to whole elements and equal parts.
+        traffic: Bytes that the memory must read and write, over all ranks.
+        cached: Whether all buffers together take less than twice the size of the caches, so that
+            memory bandwidth is no limit.
+        limit: Seconds that the memory needs for the traffic; None for a barrier.
+        timings: Timings by system, without systems that lack the operation.
     """
 
     operation: str
@@ -67,18 +68,21 @@ class Figure:
     timings: dict[str, Timing]
 
     def ratio(self, system: str, rivals: Sequence[str]) -> float | None:
-        """How many times faster a system is than the fastest of the rivals; None if not known."""
+        """Return how many times faster a system is than the fastest rival; None if unknown."""
         times = [self.timings[rival].median for rival in rivals if rival in self.timings]
         if system not in self.timings or not times:
             return None
         return min(times) / self.timings[system].median
 
     def over_mpi(self, system: str) -> float | None:
-        """How many times faster a system is than the better MPI."""
+        """Return how many times faster a system is than the faster MPI; None if unknown."""
         return self.ratio(system, MPI)
 
     def reached(self, system: str) -> float | None:
-        """The part of the memory's speed that a system reaches; None where that says nothing."""
+        """Return the fraction of the memory bandwidth that a system reaches.
+
+        None if the operation has no limit, the figure is `cached`, or there is no timing.
+        """
         if self.limit is None or self.cached or system not in self.timings:
             return None
         return self.limit / self.timings[system].median
@@ -86,18 +90,18 @@ class Figure:
 
 @dataclass
 class Report:
-    """Everything about one run.
+    """The report of a run.
 
     Attributes:
-        command: The command line.
-        date: When it began, UTC.
-        machine: Processor, caches, memory.
-        versions: Of every package and library.
-        settings: Of the run, and of each system.
-        bandwidth: Bytes a second that the memory moves, read and written, by method.
-        figures: In the order of measuring.
-        notes: What is missing, and why.
-        wrong: Results that were not the expected ones.
+        command: Command line of the run.
+        date: Start of the run, in UTC.
+        machine: Properties of the machine: processor, caches, memory.
+        versions: Versions of packages and libraries.
+        settings: Settings of the run and of each system.
+        bandwidth: Memory bandwidth in bytes per second, reads plus writes, by method.
+        figures: Figures in the order of measurement.
+        notes: Descriptions of missing results, with reasons.
+        wrong: Descriptions of wrong results.
     """
 
     command: str
@@ -112,7 +116,7 @@ class Report:
 
     @property
     def limit(self) -> float:
-        """The memory's bytes a second: what the best method reached."""
+        """The memory bandwidth in bytes per second, of the fastest method."""
         return max(self.bandwidth.values())
 
 
@@ -126,21 +130,21 @@ def read(path: Path) -> Report:
     """Load what `write` stored.
 
     Raises:
-        UsageError: the file can't be read, or holds something else.
+        UsageError: The file can't be read, or has another format.
     """
     return report_of(document_of(path, _FORMAT, "phalanx bench --json"))
 
 
 def document_of(path: Path, wanted: str, command: str) -> dict[str, Any]:
-    """What a file holds besides the name of its format.
+    """Load a JSON document, without the names of its format and unit.
 
     Args:
-        path: of the file.
-        wanted: the format that it must have.
-        command: what writes such files.
+        path: Path of the file.
+        wanted: Expected format.
+        command: Command that writes such files, for the error message.
 
     Raises:
-        UsageError: the file can't be read, or has another format.
+        UsageError: The file can't be read, or has another format.
     """
     try:
         document = json.loads(path.read_text())
@@ -156,7 +160,7 @@ def document_of(path: Path, wanted: str, command: str) -> dict[str, Any]:
 
 
 def report_of(document: dict[str, Any]) -> Report:
-    """A report from its JSON."""
+    """Create a report from its JSON object."""
     figures = [_figure(entry) for entry in document.pop("figures")]
     return Report(**document, figures=figures)
 

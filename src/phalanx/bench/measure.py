@@ -1,9 +1,10 @@
-"""The rounds: within each, the systems take turns, and the order rotates from round to round.
+"""The rounds of a measurement. The systems take turns; their order rotates from round to round.
 
-In a system's turn its ranks rewrite all their buffers, meet, run some operations that aren't timed,
-meet again, and time as many as take about 20 ms, each with the next buffers. The buffers of a size
-are so many that together they exceed the caches, 64 at most. A turn's time is the slowest rank's,
-divided by the number of operations. There are at least 5 rounds, and more as long as 1.5 s last.
+In a system's turn, its ranks rewrite all their buffers, wait in a barrier, run some warm-up
+operations, wait in a barrier again, and time as many operations as take about 20 ms, each with the
+next buffers. The sets of buffers of a rank take 96 MiB together, to exceed the caches, but there
+are at most 64 sets. The time of a turn is that of the slowest rank, divided by the number of
+operations. There are at least 5 rounds, and more until 1.5 s have passed.
 """
 
 from __future__ import annotations
@@ -40,28 +41,29 @@ _TURN_SECONDS = 0.02
 _OPERATIONS_AT_MOST = 2000
 _BUFFERS_AT_MOST = 64
 _POOL_BYTES = 96 * 2**20
-# Up to this size every result is checked; above, where numpy takes its time, the least size's.
+# Size up to which every result is checked, since numpy is slow above it. The least size of a plan
+# is always checked.
 _CHECKED_BYTES = 2**22
 _STREAM_SECONDS, _STREAM_REPEATS = 0.15, 3
 
 
 class Audience(Protocol):
-    """Whoever is told how the measurement goes."""
+    """A listener for the progress of a measurement."""
 
     def begin(self, report: Report, figures: int) -> None:
-        """It begins; there will be that many figures."""
+        """Handle the start of a measurement of `figures` figures."""
 
     def working(self, what: str) -> None:
-        """What is being measured now."""
+        """Handle the start of an activity; `what` describes it."""
 
     def section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
-        """The figures of an operation and a dtype follow, of these systems."""
+        """Handle the start of the figures of an operation and a dtype, for `systems`."""
 
     def figure(self, figure: Figure) -> None:
-        """A figure is there."""
+        """Handle a new figure."""
 
     def note(self, text: str) -> None:
-        """Something is missing, and why."""
+        """Handle a note about missing results, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -83,19 +85,19 @@ class _Cell:
 
 
 def measure(plan: Plan, audience: Audience) -> Report:
-    """Measure everything of a plan; blocks for minutes.
+    """Carry out a plan; blocks for minutes.
 
     Args:
-        plan: what to measure.
-        audience: is told of each figure as it comes.
+        plan: The measurements to make.
+        audience: Listener that receives each figure when it is complete.
 
     Returns:
-        All figures. Systems that aren't installed, that lack an operation or whose ranks die are
-        named in its notes.
+        A report with all figures. Its notes name systems that are not installed, that lack an
+        operation or whose ranks die.
 
     Raises:
-        LaunchError: not even the memory's speed could be measured, or no system is left.
-        UsageError: see ProcessSet.
+        LaunchError: The memory bandwidth can't be measured, or no system is left.
+        UsageError: No socket can be created in the folder for temporary files.
     """
     report = _report(plan)
     report.bandwidth = _bandwidth(plan)
@@ -119,14 +121,17 @@ def measure(plan: Plan, audience: Audience) -> Report:
 
 
 def buffers_for(size: int) -> int:
-    """How many sets of buffers exceed the caches together, where one takes `size` bytes a rank."""
+    """Return how many sets of buffers, of `size` bytes per rank each, to use in turn.
+
+    Together they take about 96 MiB per rank to exceed the caches, but there are at most 64 sets.
+    """
     if size >= _POOL_BYTES:
         return 1
     return max(2, min(_BUFFERS_AT_MOST, _POOL_BYTES // max(size, 1)))
 
 
 class _Run:
-    """The systems that are still there, and what they have given so far."""
+    """A running measurement: the remaining systems and the report so far."""
 
     def __init__(self, plan: Plan, report: Report, audience: Audience) -> None:
         self._plan, self._report, self._audience = plan, report, audience
@@ -135,11 +140,11 @@ class _Run:
 
     @property
     def systems(self) -> list[str]:
-        """The systems that are still there."""
+        """Names of the remaining systems."""
         return list(self._sets)
 
     def start(self) -> None:
-        """Start all systems at once, then wait for each."""
+        """Start all systems, then wait until each is ready."""
         for name in self._plan.systems:
             try:
                 self._sets[name] = ProcessSet(name, self._plan.ranks, self._plan.timeout)
@@ -222,7 +227,11 @@ class _Run:
         return rounds >= _ROUNDS_AT_MOST or seconds > self._plan.seconds
 
     def _prepare(self, name: str, cell: _Cell, prepare: Prepare) -> bool:
-        """Get a system ready, once with a comparison; False if it lacks the operation."""
+        """Prepare a system, and check a result unless the size is too large.
+
+        Returns:
+            False if the system lacks the operation or its result is wrong.
+        """
         key = (name, cell.operation.name, cell.dtype)
         if key in self._unsupported:
             return False
@@ -246,7 +255,7 @@ class _Run:
         return True
 
     def _operations(self, each: Contender, cell: _Cell) -> int:
-        """How many operations fit a turn, tried out."""
+        """Determine by trial how many operations fit into a turn."""
         operations = 1
         for _ in range(2):
             taken = self._turn(each, cell, operations, 0) * cell.operation.ways
@@ -283,7 +292,7 @@ class _Run:
 
 
 def _bandwidth(plan: Plan) -> dict[str, float]:
-    """The memory's bytes a second, by method, with as many processes as the systems have."""
+    """Measure the memory bandwidth in bytes per second by method, with the plan's rank count."""
     size = max(2**27, 4 * machine.cache_bytes())
     best = dict.fromkeys(METHODS, 0.0)
     size = min(size, machine.available_memory() // (4 * plan.ranks))

@@ -1,9 +1,9 @@
-"""The memory's own speed: the limit that every operation is compared with.
+"""The memory bandwidth, with which every operation is compared.
 
-Each rank copies arrays far larger than the caches, all at the same time, in each of two ways. The
-bytes that are read count, and those that are written. The faster way is the limit: `copy` is one
-call of the C library, which may write past the caches then; `blocks` copies half a MiB at a time,
-which goes through them.
+All ranks copy arrays far larger than the caches at the same time, by two methods. Bytes read and
+bytes written both count. The faster method is the limit. `copy` copies the whole array by one call
+of the C library, which may write past the caches; `blocks` copies half a MiB at a time, through the
+caches.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Streams:
         self._arrays: list[NDArray[np.int64]] = []
 
     def run(self, method: str, size: int, start: float, seconds: float) -> float:
-        """Copy in one way, from `start` (monotonic) on; returns bytes a second.
+        """Copy memory by one method and return the bandwidth in bytes per second.
 
         Args:
-            method: one of METHODS.
-            size: bytes of each of two arrays.
-            start: when to begin.
-            seconds: for how long, to the end of the pass that is running then.
+            method: Name in METHODS.
+            size: Size of each of two arrays in bytes; fixed by the first call.
+            start: Start time on the clock of `time.monotonic`.
+            seconds: Duration in seconds; the pass running at its end is completed.
         """
         if not self._arrays:
             self._arrays = [np.ones(size // 8, np.int64) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""What the parent says to the processes of a system, and what they answer."""
+"""Messages between the parent and the processes of a system."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ __all__ = ["Command", "Hello", "Prepare", "Reply", "Stop", "Stream", "Turn"]
 
 @dataclass(frozen=True)
 class Hello:
-    """A process's first words: who it is, and the version of what it measures."""
+    """The first message of a process, with its identity and the version of its system."""
 
     rank: int
     pid: int
     version: str = ""
     error: str = ""
-    """Why it can't measure; it ends then."""
+    """Reason why the process can't measure, and ends; empty if it can."""
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Get ready for an operation; buffers of earlier ones are freed.
+    """A command to prepare an operation and free the buffers of the previous one.
 
     Attributes:
-        operation: Its name.
-        dtype: Its name.
-        count: Elements of the operation.
-        buffers: How many sets of buffers to take in turn.
-        seed: Of the inputs for which one result is compared; None compares nothing.
-        algorithms: Of `phalanx.parallel`, that do the operation too, on the same buffers.
+        operation: Name of the operation.
+        dtype: Name of the dtype.
+        count: Number of elements of the operation.
+        buffers: Number of sets of buffers to use in turn.
+        seed: Seed of the inputs for which a result is checked; None to check nothing.
+        algorithms: Names of algorithms of `phalanx.parallel` to run on the same buffers.
     """
 
     operation: str
@@ -41,9 +41,13 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Turn:
-    """Rewrite all buffers, then time `operations` after some that aren't timed: seconds of one.
+    """A command to rewrite all buffers and time an operation; the answer is in seconds.
 
-    They are done by an algorithm of those that were prepared; "" is the system's own way.
+    Attributes:
+        value: Value of the elements of the rewritten buffers.
+        operations: Number of operations to time.
+        warm_ups: Number of operations to run before, without timing them.
+        algorithm: A prepared algorithm; "" for the system's own implementation.
     """
 
     value: int
@@ -54,13 +58,13 @@ class Turn:
 
 @dataclass(frozen=True)
 class Stream:
-    """Move memory from one moment on for a while, all ranks together: bytes a second.
+    """A command to copy memory on all ranks at the same time; the answer is in bytes per second.
 
     Attributes:
-        method: One of `phalanx.bench.memory.METHODS`.
-        size: Bytes of each array.
-        start: When, as `time.monotonic` counts.
-        seconds: For how long.
+        method: A name in `phalanx.bench.memory.METHODS`.
+        size: Size of each array in bytes.
+        start: Start time on the clock of `time.monotonic`.
+        seconds: Duration in seconds.
     """
 
     method: str
@@ -71,7 +75,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Stop:
-    """Free everything and end."""
+    """A command to free all buffers and end."""
 
 
 Command = Prepare | Turn | Stream | Stop
@@ -82,10 +86,10 @@ class Reply:
     """The answer to a command.
 
     Attributes:
-        value: Seconds for a turn, bytes a second for a stream.
-        missing: The system doesn't have this operation: why.
-        wrong: The result isn't the expected one: how.
-        error: The command failed: what was raised.
+        value: Seconds of one operation for a `Turn`, bytes per second for a `Stream`.
+        missing: Reason why the system lacks the operation; empty if it has it.
+        wrong: Description of a wrong result; empty if the result is right or was not checked.
+        error: Description of the exception that the command raised; empty if it succeeded.
     """
 
     value: float = 0.0

@@ -1,4 +1,4 @@
-"""Open MPI and MPICH, through mpi4py's calls for buffers."""
+"""Open MPI and MPICH, through mpi4py's functions for buffers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import mpi4py
 import numpy as np
 
-# No MPI call comes from another thread: MPI may spare its locks. Set before MPI is imported.
+# Only the main thread calls MPI, so MPI needs no locks. Must be set before MPI is imported.
 mpi4py.rc.thread_level = "funneled"
 
 from mpi4py import MPI  # noqa: E402
@@ -30,7 +30,7 @@ _TYPES = {
     "int32": MPI.INT32_T,
     "int64": MPI.INT64_T,
     "uint8": MPI.UINT8_T,
-    # MPI has no 16-bit floats. It can move them.
+    # MPI has no 16-bit floats, but can move them as integers.
     "float16": MPI.UINT16_T,
     "bfloat16": MPI.UINT16_T,
 }
@@ -39,7 +39,7 @@ _ALIGNMENT = 64
 
 
 class MpiSystem:
-    """One rank of an MPI library: the one that mpi4py was told to load."""
+    """A rank of the MPI library that mpi4py has loaded."""
 
     def __init__(self) -> None:
         self._world = MPI.COMM_WORLD
@@ -47,7 +47,10 @@ class MpiSystem:
         self.version = _version(MPI.Get_library_version())
 
     def empty(self, count: int, dtype: str) -> tuple[Any, NDArray[Any]]:
-        """An array with its count and MPI type, aligned as a tensor would be; and the array."""
+        """Return a buffer for mpi4py, an array with its MPI type, and the array itself.
+
+        The array is aligned like a tensor.
+        """
         storage = STORAGE[dtype]
         memory = np.empty(count * storage.itemsize + _ALIGNMENT, np.uint8)
         offset = -memory.ctypes.data % _ALIGNMENT
@@ -55,7 +58,7 @@ class MpiSystem:
         return [array.view(np.uint16) if storage.itemsize == 2 else array, _TYPES[dtype]], array
 
     def bind(self, operation: str, source: Any, target: Any, dtype: str) -> Callable[[], object]:
-        """The call of mpi4py."""
+        """Return the call of mpi4py on these buffers."""
         if operation in _REDUCTIONS and STORAGE[dtype].itemsize == 2:
             raise UnsupportedError(f"MPI has no {dtype} to reduce")
         world, root = self._world, self.rank == 0
@@ -84,7 +87,7 @@ class MpiSystem:
         self._world.Barrier()
 
     def close(self) -> None:
-        """Leave MPI."""
+        """Finalize MPI."""
         MPI.Finalize()
 
     def _ping_pong(self, source: Any, target: Any) -> Callable[[], object]:
@@ -111,10 +114,10 @@ class MpiSystem:
 
 
 def _nothing() -> None:
-    """A rank that has no part in an operation."""
+    """Do nothing, on a rank that takes no part in an operation."""
 
 
 def _version(text: str) -> str:
-    """The name and number in a library's description, which can be many lines long."""
+    """Return the name and version from a library's description, which may have many lines."""
     words = text.replace("\0", "").replace("Version:", "").replace(",", " ").split()
     return " ".join(words[: 3 if words[0] == "Open" else 2])

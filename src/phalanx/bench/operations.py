@@ -1,8 +1,8 @@
 """The operations that are measured: the buffers of each rank, and the least memory traffic.
 
-The size of an operation is that of the largest buffer that a rank has in it: an all_gather's
-output, a reduce_scatter's input, the output of a gather's root. Every rank's part of it is a p-th,
-with p the number of ranks. (It is what nccl-tests calls size.)
+The size of an operation is the size of the largest buffer of any rank: the output of an all_gather,
+the input of a reduce_scatter, the output of the root of a gather. The part of each rank is 1/p of
+it, for p ranks. (nccl-tests defines size in the same way.)
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ Portion = Literal["all", "part", "none"]
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation; rank 0 is the root of those that have one.
+    """An operation; rank 0 is its root if it has one.
 
     Attributes:
-        name: As on the command line.
-        reads: What the root and what every other rank reads.
-        writes: What the root and what every other rank writes.
-        in_place: The output takes the input's place.
-        ways: How often the data goes there and back in one call; figures are for one way.
-        pair: Only ranks 0 and 1 take part, in both directions one after the other.
+        name: Name on the command line.
+        reads: Portions that the root and every other rank read.
+        writes: Portions that the root and every other rank write.
+        in_place: Whether the output replaces the input.
+        ways: Number of one-way transfers in a call; figures are for one of them.
+        pair: Whether only ranks 0 and 1 take part, in both directions one after the other.
     """
 
     name: str
@@ -37,21 +37,23 @@ class Operation:
 
     @property
     def has_size(self) -> bool:
-        """Whether there is data at all; a barrier has none."""
+        """True if the operation has data; a barrier has none."""
         return any(portion != "none" for portion in self.reads)
 
     @property
     def is_split(self) -> bool:
-        """Whether a rank's part is a p-th of the size."""
+        """True if the part of a rank is 1/p of the size, for p ranks."""
         return "part" in (*self.reads, *self.writes) or self.name == "all_to_all"
 
     def elements(self, size: int, itemsize: int, ranks: int) -> int:
-        """How many elements the largest buffer has: whole ones, and as many for every rank.
+        """Return the number of elements of the largest buffer.
+
+        The size is rounded up to whole elements, and to equal parts for the ranks.
 
         Args:
-            size: bytes that were asked for.
-            itemsize: bytes of an element.
-            ranks: the number of ranks.
+            size: Requested size in bytes.
+            itemsize: Size of an element in bytes.
+            ranks: Number of ranks.
         """
         if not self.has_size:
             return 0
@@ -59,15 +61,15 @@ class Operation:
         return -(-size // (itemsize * share)) * share
 
     def reads_of(self, rank: int, ranks: int, count: int) -> int:
-        """How many elements this rank gives, of an operation of `count` elements."""
+        """Return how many elements a rank reads in an operation of `count` elements."""
         return self._count(self.reads, rank, ranks, count)
 
     def writes_of(self, rank: int, ranks: int, count: int) -> int:
-        """How many elements this rank gets."""
+        """Return how many elements a rank writes in an operation of `count` elements."""
         return self._count(self.writes, rank, ranks, count)
 
     def buffers_of(self, rank: int, ranks: int, count: int) -> tuple[int, int]:
-        """Elements of the buffer that is read and of the one that is written; one if in place."""
+        """Return the elements of a rank's input and output buffer; (0, n) if in place."""
         reads, writes = (
             self.reads_of(rank, ranks, count),
             self.writes_of(rank, ranks, count),
@@ -75,9 +77,9 @@ class Operation:
         return (0, max(reads, writes)) if self.in_place else (reads, writes)
 
     def traffic(self, ranks: int, count: int) -> int:
-        """The elements that have to cross the memory bus, over all ranks, for one way.
+        """Return the least number of elements that cross the memory bus, over all ranks, one way.
 
-        Every input is read once and every output written once: nobody can do with less.
+        No implementation can do with less than to read every input and write every output once.
         """
         moved = sum(
             self.reads_of(rank, ranks, count) + self.writes_of(rank, ranks, count)
@@ -115,7 +117,7 @@ OPERATIONS = {
         Operation("barrier", _NOBODY, _NOBODY),
     )
 }
-"""By name, in the order in which they are measured."""
+"""All operations by name, in the order of measurement."""
 
 ALGORITHMS = (
     "ring_all_reduce_simple",
@@ -123,4 +125,4 @@ ALGORITHMS = (
     "halving_doubling_all_reduce",
     "tree_all_reduce",
 )
-"""Functions of `phalanx.parallel` that do what the operation all_reduce does."""
+"""Names of the functions of `phalanx.parallel` that implement all_reduce."""

@@ -1,4 +1,4 @@
-"""What to measure, read from the words of the command line and checked."""
+"""The plan of a measurement, and parsers of its command-line options."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure.
+    """The plan of a measurement.
 
     Attributes:
         operations: Names in OPERATIONS.
         dtypes: Names in STORAGE.
-        sizes: Bytes, each once.
+        sizes: Sizes in bytes, without duplicates.
         systems: Names in SYSTEMS.
-        ranks: Processes of each system.
-        rounds: How many for each figure; None for as many as fit `seconds`, at least 5.
-        seconds: For all rounds of a figure, unless `rounds` is given.
-        timeout: Seconds that a system's answer may take.
-        algorithms: Names in ALGORITHMS, to measure beside each system's own all_reduce.
+        ranks: Number of processes of each system.
+        rounds: Number of rounds for each figure; None for as many as fit into `seconds`, but at
+            least 5.
+        seconds: Seconds for all rounds of a figure, unless `rounds` is given.
+        timeout: Seconds that the answer of a system may take.
+        algorithms: Names in ALGORITHMS, to measure besides each system's own all_reduce.
     """
 
     operations: Sequence[str]
@@ -44,17 +45,17 @@ class Plan:
     algorithms: Sequence[str] = ()
 
     def contenders_of(self, system: str) -> Iterator[Contender]:
-        """What takes turns on the processes of a system: its own way, and every algorithm."""
+        """Yield the contenders of a system: its own implementation, then every algorithm."""
         for algorithm in ("", *self.algorithms):
             yield Contender(system, algorithm)
 
 
 class Contender(NamedTuple):
-    """What is timed in a turn.
+    """The combination of a system and an algorithm, timed in a turn.
 
     Attributes:
         system: Name in SYSTEMS.
-        algorithm: Name in ALGORITHMS; "" for the system's own way.
+        algorithm: Name in ALGORITHMS; "" for the system's own implementation.
     """
 
     system: str
@@ -62,15 +63,15 @@ class Contender(NamedTuple):
 
     @property
     def label(self) -> str:
-        """Its name in a figure: "gloo", or "gloo tree_all_reduce"."""
+        """The name in a figure, such as "gloo" or "gloo tree_all_reduce"."""
         return f"{self.system} {self.algorithm}".rstrip()
 
 
 def names_of(text: str, what: str, known: Iterable[str]) -> list[str]:
-    """Read "a,b"; "all" is everything known, in its order.
+    """Parse names such as "a,b"; "all" means all known names, in their order.
 
     Raises:
-        UsageError: a name that isn't known, or none at all.
+        UsageError: A name is unknown, or there is none.
     """
     known = list(known)
     given = [part.strip() for part in text.split(",") if part.strip()]
@@ -86,10 +87,10 @@ def names_of(text: str, what: str, known: Iterable[str]) -> list[str]:
 
 
 def sizes_of(text: str, dtypes: Sequence[str]) -> list[int]:
-    """Read "4,1KiB,64MiB" as bytes, in ascending order.
+    """Parse sizes such as "4,1KiB,64MiB"; return bytes in ascending order.
 
     Raises:
-        UsageError: no size, or one that isn't a multiple of an element's.
+        UsageError: A size is malformed, or no multiple of the size of the largest element.
     """
     sizes = set()
     itemsize, dtype = max((STORAGE[dtype].itemsize, dtype) for dtype in dtypes)
@@ -107,10 +108,10 @@ def sizes_of(text: str, dtypes: Sequence[str]) -> list[int]:
 
 
 def ranks_of(text: str, *, several: bool) -> list[int]:
-    """Read "4", or "2,3,4" where there may be several; each once, in ascending order.
+    """Parse rank counts: "4", or "2,3,4" if `several`; return each once, in ascending order.
 
     Raises:
-        UsageError: no numbers from 2 to 64, or several where there is one.
+        UsageError: A part is no number from 2 to 64, or there are several without `several`.
     """
     counts = set()
     for part in text.split(","):
@@ -123,7 +124,7 @@ def ranks_of(text: str, *, several: bool) -> list[int]:
 
 
 def label_of(size: int) -> str:
-    """A size in words: "256 KiB"."""
+    """Return a size with its unit, such as "256 KiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit and size % unit == 0:
             return f"{size // unit} {name}"

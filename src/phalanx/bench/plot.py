@@ -1,4 +1,4 @@
-"""The figures as a picture: latency and bandwidth against size, a line for each system."""
+"""Plots of latency and bandwidth against size, with a line for each system."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMES", "SETTINGS", "check_plot", "plot"]
 
-# Okabe and Ito's colours, which the colour-blind can tell apart, and a marker each.
+# Okabe and Ito's palette, which is safe for colour-blind readers, with a marker each.
 _STYLES = {
     "phalanx": ("#0072B2", "o"),
     "phalanx-shared": ("#56B4E9", "s"),
@@ -44,10 +44,10 @@ SETTINGS: dict[Any, Any] = {
 
 
 def check_plot(path: Path) -> None:
-    """See that a picture can be made, before minutes are spent on what it should show.
+    """Check that a plot can be written to `path`, before a measurement that takes minutes.
 
     Raises:
-        UsageError: matplotlib isn't installed, or doesn't write such files.
+        UsageError: Matplotlib is not installed, or does not support the file format.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -59,13 +59,13 @@ def check_plot(path: Path) -> None:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw two panels for each operation and dtype, latency and bandwidth; a barrier has none.
+    """Draw two panels for each operation and dtype: latency and bandwidth. A barrier has none.
 
-    Bandwidth is the size over the time: the algorithm bandwidth of nccl-tests. The dashed line is
-    the limit, drawn over the sizes that don't fit the caches.
+    Bandwidth is the size divided by the time: the algorithm bandwidth of nccl-tests. The dashed
+    line is the limit, drawn over the sizes that do not fit into the caches.
 
     Raises:
-        UsageError: see check_plot; or the report has no figure with a size.
+        UsageError: `check_plot` fails, or the report has no figure with a size.
     """
     check_plot(path)
     import matplotlib as mpl
@@ -80,7 +80,7 @@ def plot(report: Report, path: Path) -> None:
     across = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // across)
     with mpl.rc_context(SETTINGS):
-        # Read at half its width in dots, the text is as large as a page's.
+        # Shown at half its width in pixels, the text is as large as that of a page.
         picture = Picture(figsize=((4.5 if across == 1 else 3) * 2 * across, 2.5 * rows + 1))
         axes = picture.subplots(rows, 2 * across, squeeze=False)
         for panel in axes.flat:

@@ -1,7 +1,7 @@
-"""The processes of one system, seen from the parent: start them, ask them, name the one that dies.
+"""The processes of one system, as managed by the parent.
 
-Every wait has a bound. A set in which a process dies, hangs or fails is lost as a whole: its
-processes are killed, and the parent goes on with the other systems.
+Every wait is bounded. If a process dies, hangs or fails, the whole set is lost: its processes are
+killed, and the parent continues with the other systems.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from phalanx.bench.messages import Command, Hello, Reply, Stop
 from phalanx.bench.rank import SOCKET
 from phalanx.bench.systems import programs
 from phalanx.errors import UsageError
-from phalanx.launch.failure import signal_name
+from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -32,7 +32,7 @@ __all__ = ["LostError", "ProcessSet"]
 
 _START_LIMIT = 120.0
 _STOP_LIMIT = 10.0
-# What the other ranks get to answer when one has answered with an error.
+# Seconds that the other ranks have to answer after one has answered with an error.
 _GRACE = 5.0
 _TICK = 0.2
 
@@ -44,23 +44,23 @@ main()
 
 
 class LostError(Exception):
-    """A system can't be measured any more: which rank, and why."""
+    """A system can no longer be measured; the message names the rank and the reason."""
 
 
 class ProcessSet:
     """The processes of a system; a context manager that leaves none behind."""
 
     def __init__(self, name: str, ranks: int, timeout: float) -> None:
-        """Start the processes; they get ready while the caller does something else.
+        """Start the processes without waiting until they are ready.
 
         Args:
-            name: the system.
-            ranks: how many.
-            timeout: seconds that an answer may take.
+            name: Name of the system.
+            ranks: Number of ranks.
+            timeout: Seconds that an answer may take.
 
         Raises:
-            AbsentError: the system isn't installed.
-            UsageError: the folder for temporary files is unfit for a socket.
+            AbsentError: The system is not installed.
+            UsageError: No socket can be created in the folder for temporary files.
         """
         self.name = name
         self.version = ""
@@ -92,7 +92,7 @@ class ProcessSet:
         """Wait until every rank is ready.
 
         Raises:
-            LostError: one isn't.
+            LostError: A rank ended, failed, or was not ready in time.
         """
         deadline = time.monotonic() + _START_LIMIT
         while len(self._connections) < self._ranks:
@@ -105,14 +105,16 @@ class ProcessSet:
                 raise LostError(f"it wasn't ready within {_START_LIMIT:g} s{self._last_words()}")
 
     def ask(self, command: Command, doing: str) -> list[Reply]:
-        """Send a command to all ranks and wait for their answers; they come in rank order.
+        """Send a command to all ranks, wait for their answers and return them in rank order.
+
+        An answer with an error is returned too, unless it keeps other ranks from answering.
 
         Args:
-            command: what to do.
-            doing: how to name it in an error.
+            command: The command.
+            doing: Name of the command in an error message.
 
         Raises:
-            LostError: a rank died, hung or failed.
+            LostError: A rank died or did not answer in time.
         """
         for rank, connection in self._connections.items():
             try:
@@ -135,7 +137,7 @@ class ProcessSet:
         return [replies[rank] for rank in range(self._ranks)]
 
     def close(self) -> None:
-        """End the processes: kindly where they listen, by SIGKILL where they don't."""
+        """End the processes: first by the command `Stop`, then by signals."""
         self._socket.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
@@ -151,14 +153,14 @@ class ProcessSet:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """End the processes at once; for a set that is lost."""
+        """End the processes of a lost set at once."""
         for connection in self._connections.values():
             connection.close()
         self._connections = {}
         self.close()
 
     def _start(self, folder: Path) -> None:
-        # TemporaryDirectory lets nobody else in, so the socket needs no password.
+        # Only this user can enter a TemporaryDirectory, so the socket needs no authentication.
         try:
             self._socket.bind(str(folder / SOCKET))
         except OSError as error:
@@ -179,7 +181,7 @@ class ProcessSet:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    # Ctrl-C reaches the parent only, which ends the others.
+                    # Ctrl-C reaches only the parent, which ends the other processes.
                     start_new_session=True,
                 )
                 self._processes.append(process)
@@ -213,7 +215,10 @@ class ProcessSet:
         return reply
 
     def _died(self, rank: int, doing: str) -> LostError:
-        """Name every rank that is dead: when one dies, an MPI launcher kills the others."""
+        """Return an error that names every dead rank.
+
+        There may be several: if one rank dies, an MPI launcher kills the others.
+        """
         deadline = time.monotonic() + _GRACE
         while (ended := self._ended()) is None and time.monotonic() < deadline:
             time.sleep(_TICK / 10)
@@ -232,7 +237,7 @@ class ProcessSet:
         return f"no answer within {self._timeout:g} s to {doing} from {self._names(missing)}"
 
     def _ended(self) -> str | None:
-        """How the first of the processes that this one started has ended."""
+        """Describe the end of the first started process that has ended; None if all run."""
         for process in self._processes:
             code = process.poll()
             if code is not None:
@@ -242,7 +247,7 @@ class ProcessSet:
         return None
 
     def _last_words(self) -> str:
-        """The end of what the processes have written, for one line."""
+        """Return the last lines of the processes' output, joined to one line."""
         output = Path(self._folder.name) / "output"
         lines = output.read_text(errors="replace").split("\n") if output.exists() else []
         lines = [line.strip() for line in lines if line.strip(" -\t")]
@@ -264,7 +269,7 @@ class ProcessSet:
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in self._processes:
                 if process.poll() is None:
-                    # With what a launcher has started in its session.
+                    # The whole group, since a launcher may have started further processes.
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, number)
             if self._wait(_GRACE):

@@ -1,7 +1,7 @@
-"""What a process of a system runs: it waits for the parent's commands, blocked, and answers them.
+"""The program of a process of a system: it waits for the parent's commands and answers them.
 
-A process that has nothing to do sleeps in a read, so the systems that don't have their turn cost
-nothing. One that loses its parent ends at once, from within whatever it is doing.
+An idle process blocks in a read, so systems that wait for their turn use no CPU time. A process
+ends immediately when its parent dies, even during an operation.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from phalanx.bench.work import System, UnsupportedError, Work
 __all__ = ["SOCKET", "main"]
 
 SOCKET = "parent"
-"""The parent's Unix socket in the folder that it made, which nobody else can enter."""
+"""Name of the parent's Unix socket, in a private folder that the parent has created."""
 
-# Seconds after which a process ends that nobody wants any more.
+# Seconds after which a process ends that has lost its connection with the parent.
 _GIVEN_UP = 5.0
 
 
@@ -40,7 +40,7 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "-1"))
     try:
         system = _make(name, folder, float(timeout))
-    except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told
+    except Exception as error:  # noqa: BLE001 - reported to the parent
         connection.send(Hello(rank, os.getpid(), error=_words(error)))
         return
     rank, version = (system.rank, system.version) if system else (rank, "")
@@ -48,8 +48,8 @@ def main() -> None:
     try:
         _Rank(system).serve(connection)
     except (EOFError, OSError):
-        # The parent has died, and the watch ends this process; or it has given this system up, and
-        # kills it. There is no leaving the system's group in either case.
+        # Either the parent has died and watch() ends this process, or the parent has given up on
+        # this system and kills it. In neither case can the process leave the system's group.
         time.sleep(_GIVEN_UP)
         os._exit(1)
     if system:
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 class _Rank:
-    """The answers to the parent's commands."""
+    """The handler of the parent's commands."""
 
     def __init__(self, system: System | None) -> None:
         self._system = system
@@ -65,7 +65,7 @@ class _Rank:
         self._streams = Streams()
 
     def serve(self, connection: Connection) -> None:
-        """Answer until the parent says to stop; raises EOFError or OSError if it vanishes."""
+        """Answer commands until `Stop`; raise EOFError or OSError if the connection is lost."""
         while not isinstance(command := connection.recv(), Stop):
             connection.send(self._answer(command))
         self._release()
@@ -83,7 +83,7 @@ class _Rank:
             return Reply(self._work.time(command))
         except UnsupportedError as error:
             return Reply(missing=str(error))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the parent is told
+        except Exception as error:  # noqa: BLE001 - reported to the parent
             return Reply(error=_words(error))
 
     def _prepare(self, command: Prepare) -> Reply:
@@ -99,7 +99,7 @@ class _Rank:
 
 
 def _make(name: str, folder: str, timeout: float) -> System | None:
-    if name == "memory":  # no system at all: ranks that only move memory
+    if name == "memory":  # these ranks only copy memory
         return None
     if name in ("openmpi", "mpich"):
         from phalanx.bench.mpi_rank import MpiSystem
@@ -112,9 +112,9 @@ def _make(name: str, folder: str, timeout: float) -> System | None:
 
 
 def _end_with(parent: int, folder: str) -> None:
-    """End this process, and remove the parent's folder, when the parent has died.
+    """Watch the parent; when it dies, remove its folder and end this process.
 
-    The parent needn't be the process that started this one: an MPI launcher stands in between.
+    `parent` need not be the direct parent: an MPI launcher may be in between.
     """
     try:
         handle = os.pidfd_open(parent)
@@ -130,7 +130,7 @@ def _end_with(parent: int, folder: str) -> None:
 
 
 def _words(error: Exception) -> str:
-    """An error in one line."""
+    """Return a description of an error in one line."""
     if isinstance(error, UnsupportedError):
         return str(error)
     lines = str(error).strip().splitlines() or [""]

@@ -1,12 +1,12 @@
-"""What is compared: how the processes of each system are started, and with which settings.
+"""The compared systems: the commands that start their processes, and their settings.
 
-A system is a set of processes of its own. Open MPI, MPICH and mpi4py are the wheels of the extra
-`bench`: both libraries live in one environment, and mpi4py loads the one that its rank is told to.
-Both wheels bring a program `mpiexec`, of which the one installed last remains; so each library's
-own launcher is started, by its own name.
+Each system has its own set of processes. Open MPI, MPICH and mpi4py are wheels of the extra
+`bench`. Both libraries are installed in one environment; an environment variable of the rank
+selects the library that mpi4py loads. Both wheels install a program `mpiexec`, and the last one
+installed overwrites the other, so each library is started by its own launcher.
 
-Each rival runs with the settings that were fastest for it (`docs/design/bench.md`). All of them are
-environment variables: one that you set yourself stands.
+Each rival runs with the settings that were fastest for it (`docs/design/bench.md`). All settings
+are environment variables; values that the user has set take precedence.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ MPI = ("openmpi", "mpich")
 
 _INSTALL = 'pip install "phalanx[bench]"'
 
-# Memory that a library frees stays in its process. Otherwise each large reduction's scratch buffer
-# is mapped and cleared anew by the kernel, which takes longer than reducing.
+# Keeps freed memory in the process. Otherwise the kernel maps and clears the scratch buffer of each
+# large reduction anew, which takes longer than the reduction.
 _KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(64 * 2**20),
 }
-# The pages of tensors, which numpy's arrays would not have.
+# Makes numpy's arrays use the same page size as tensors.
 _SMALL_PAGES = {"NUMPY_MADVISE_HUGEPAGE": "0"}
 
 
-# Open MPI's other way through shared memory. It is meant for networks, so that it must be told to
-# take part where there is none; and it never gives its core away, so every rank needs one.
+# Open MPI's UCX transport through shared memory. UCX is meant for networks, so it must be enabled
+# explicitly on a machine without one. It never yields its core, so every rank needs its own.
 _UCX = {
     "OMPI_MCA_pml": "ucx",
     "OMPI_MCA_pml_ucx_tls": "any",
@@ -56,27 +56,32 @@ _UCX = {
 
 
 class AbsentError(Exception):
-    """A system isn't there; the message says why, and what brings it."""
+    """A system is not available; the message says why and how to install it."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A process to start: its arguments, and what its environment has besides this process's."""
+    """A process to start.
+
+    Attributes:
+        arguments: Command line of the process.
+        environment: Environment variables to add to those of this process.
+    """
 
     arguments: Sequence[str]
     environment: Mapping[str, str]
 
 
 def programs(name: str, ranks: int, command: Sequence[str]) -> list[Program]:
-    """What to start for a system: a process for each rank, or an MPI launcher.
+    """Return the programs to start for a system: one for each rank, or an MPI launcher.
 
     Args:
-        name: the system.
-        ranks: how many.
-        command: what each rank runs.
+        name: Name of the system.
+        ranks: Number of ranks.
+        command: Command that each rank runs.
 
     Raises:
-        AbsentError: it isn't installed.
+        AbsentError: The system is not installed.
     """
     extra = settings(name, ranks)
     if name in MPI:
@@ -94,7 +99,7 @@ def programs(name: str, ranks: int, command: Sequence[str]) -> list[Program]:
 
 
 def settings(name: str, ranks: int) -> dict[str, str]:
-    """The environment variables that a system gets, those that the user has set left out."""
+    """Return the environment variables for a system, except those that the user has set."""
     wanted: dict[str, str] = dict(rank_defaults(ranks, os.environ))
     if name == "gloo":
         wanted |= {"GLOO_SOCKET_IFNAME": "lo"}
@@ -103,13 +108,16 @@ def settings(name: str, ranks: int) -> dict[str, str]:
     if name == "openmpi" and _fits(ranks):
         wanted |= _UCX
     if name == "mpich":
-        # Off by default, as it needs a permission that isn't always given.
+        # MPICH disables it by default, since it needs a permission that may be missing.
         wanted |= {"MPIR_CVAR_CH4_CMA_ENABLE": str(int(single_copy_works()))}
     return {key: value for key, value in wanted.items() if key not in os.environ}
 
 
 def _options(name: str, ranks: int) -> list[str]:
-    """A core for each rank where there are enough; the kernel places them where there aren't."""
+    """Return launcher options that bind each rank to a core if there are enough cores.
+
+    Otherwise the kernel places the ranks.
+    """
     fits = _fits(ranks)
     if name == "mpich":
         return ["-bind-to", "core" if fits else "none"]
@@ -123,7 +131,11 @@ def _fits(ranks: int) -> bool:
 
 
 def _wheel(name: str) -> tuple[Path, Path]:
-    """The library and the launcher that a wheel has installed."""
+    """Return the paths of the library and the launcher of a wheel.
+
+    Raises:
+        AbsentError: mpi4py or the wheel is not installed, or a file is missing.
+    """
     names = {"openmpi": ("libmpi.so.40", "prterun"), "mpich": ("libmpi.so.12", "mpiexec.hydra")}
     if importlib.util.find_spec("mpi4py") is None:
         raise AbsentError(f"mpi4py isn't installed: {_INSTALL}")

@@ -1,6 +1,6 @@
-"""The figures on the terminal: a table for each operation that fills while it is measured.
+"""Display of the figures: a table for each operation, filled during the measurement.
 
-On a terminal it is redrawn with a progress bar below it. Where stdout is something else, each
+On a terminal, the table is redrawn with a progress bar below it. If stdout is no terminal, each
 figure is a plain line.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Display", "microseconds", "row", "timing"]
 
-# Columns that a terminal must have for the spread to stand beside the median.
+# Columns of a terminal from which the spread is shown beside the median rather than below it.
 _WIDE = 100
 _LIMITED = ("phalanx", "phalanx-shared")
 _HEADINGS = {"phalanx-shared": "shared"}
@@ -35,13 +35,13 @@ _ABSENT = "-"
 
 
 def microseconds(seconds: float) -> str:
-    """Three digits of a time in microseconds."""
+    """Format a time in microseconds with about three digits."""
     value = seconds * 1e6
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
 def timing(value: Timing | None, *, wide: bool = True) -> str:
-    """Median and half the distance of the quartiles, in microseconds; "-" for none."""
+    """Format the median and half the interquartile range, in microseconds; "-" for none."""
     if value is None:
         return _ABSENT
     spread = f"±{microseconds((value.high - value.low) / 2)}"
@@ -49,7 +49,7 @@ def timing(value: Timing | None, *, wide: bool = True) -> str:
 
 
 def row(figure: Figure, systems: list[str], *, wide: bool = True) -> list[str]:
-    """The cells of a figure: size, every system, both ratios, and the part of the limit."""
+    """Return the cells of a figure: size, every system, both ratios, and fraction of the limit."""
     cells = [label_of(figure.size) if figure.size else _ABSENT]
     cells += [timing(figure.timings.get(name), wide=wide) for name in systems]
     cells += [_ratio(figure.ratio("phalanx", ["gloo"])), _ratio(figure.over_mpi("phalanx"))]
@@ -57,12 +57,12 @@ def row(figure: Figure, systems: list[str], *, wide: bool = True) -> list[str]:
 
 
 def header(systems: list[str]) -> list[str]:
-    """What `row` has in its columns."""
+    """Return the column headings for `row`."""
     return ["size", *(_HEADINGS.get(name, name) for name in systems), "vs Gloo", "vs MPI", "limit"]
 
 
 class Display:
-    """Shows a run on the terminal; a context manager. It is the `Audience` of `measure`."""
+    """A display of a run on the terminal; a context manager, and the `Audience` of `measure`."""
 
     legend = (
         "the systems take turns\n"
@@ -70,10 +70,10 @@ class Display:
         "limit: the part of the memory's speed that phalanx reaches, in parentheses with "
         f"shared tensors; {_ABSENT} for what fits the caches"
     )
-    """The rest of the sentence that says how it is measured, and what the columns are."""
+    """The end of the sentence about the method, and descriptions of the columns."""
 
     def __init__(self, plan: Plan, console: Console | None = None) -> None:
-        """Show to `console`, by default stdout."""
+        """Create a display on `console`, by default stdout."""
         self._console = console or Console(highlight=False)
         self._systems = list(plan.systems)
         self._ranks = plan.ranks
@@ -104,7 +104,7 @@ class Display:
         self._live.stop()
 
     def begin(self, report: Report, figures: int) -> None:
-        """Say where, with what and how it is measured."""
+        """Print the machine and the method of the measurement."""
         machine = report.machine
         self._print(
             f"{machine['processor']}, {machine['cores']} cores, "
@@ -122,11 +122,11 @@ class Display:
         self._progress.update(self._task, total=figures)
 
     def working(self, what: str) -> None:
-        """Name what is being measured beside the bar."""
+        """Show the current activity beside the progress bar."""
         self._progress.update(self._task, description=what)
 
     def section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
-        """Begin the table of an operation, with a column for each system that is there."""
+        """Begin the table of an operation, with a column for each remaining system."""
         self._finish_table()
         self._systems = list(systems)
         name = f"{operation}, {dtype}" if OPERATIONS[operation].has_size else operation
@@ -152,7 +152,7 @@ class Display:
         self._refresh()
 
     def note(self, text: str) -> None:
-        """Say what is missing: below the table, or where there is none at once."""
+        """Show a note below the current table; without a table, print it at once."""
         if self._table is None:
             self._console.print(_note(text), soft_wrap=not self._console.is_terminal)
         else:
@@ -160,15 +160,15 @@ class Display:
             self._refresh()
 
     def header(self) -> list[str]:
-        """The headings of the columns."""
+        """Return the headings of the columns."""
         return header(self._systems)
 
     def widths(self) -> list[int]:
-        """How wide the columns are where there is no terminal."""
+        """Return the widths of the columns for output without a terminal."""
         return [8, *(13 for _ in self._systems), 8, 8, 9]
 
     def rows(self, figure: Figure, *, wide: bool) -> list[list[str]]:
-        """The cells that show a figure, in one line or in several."""
+        """Return the rows of cells that show a figure."""
         return [row(figure, self._systems, wide=wide)]
 
     def _refresh(self) -> None:
@@ -203,7 +203,7 @@ def _ratio(value: float | None) -> str:
 
 
 def _reached(figure: Figure, systems: list[str]) -> str:
-    """The parts of the limit, the shared tensors' in parentheses."""
+    """Format the fractions of the limit, that of shared tensors in parentheses."""
     plain, shared = (figure.reached(name) if name in systems else None for name in _LIMITED)
     words = [] if plain is None else [f"{plain:.0%}"]
     words += [] if shared is None else [f"({shared:.0%})"]

@@ -14,6 +14,7 @@ import phalanx
 from phalanx._autoload import register
 from phalanx.bench.work import UnsupportedError
 from phalanx.parallel.algorithms import ALGORITHMS
+from phalanx.torch_versions import all_gather_single, reduce_scatter_single
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,22 +23,18 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchSystem"]
 
-# PyTorch 2.13 renamed these, and warns at every call of the older names.
-_all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 class TorchSystem:
-    """One rank of a backend, called as every script calls it: through `torch.distributed`."""
+    """A rank of a backend, called through `torch.distributed`."""
 
     def __init__(self, backend: str, store: str, timeout: float, *, shared: bool) -> None:
         """Join the group.
 
         Args:
-            backend: its name for `torch.distributed`.
-            store: path of the file in which the ranks meet.
-            timeout: seconds that an operation may take.
-            shared: tensors live in the memory that the ranks share.
+            backend: Name of the backend in `torch.distributed`.
+            store: Path of the file for the rendezvous.
+            timeout: Seconds that an operation may take.
+            shared: Whether tensors are allocated in the memory that the ranks share.
         """
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.version = (
@@ -48,7 +45,7 @@ class TorchSystem:
         self._empty: Callable[..., torch.Tensor] = torch.empty
         if shared:
             self._empty = _empty_shared()
-        register()  # does nothing where torch has loaded it already
+        register()  # does nothing if torch has loaded the backend already
         dist.init_process_group(
             backend,
             init_method=f"file://{store}",
@@ -58,8 +55,8 @@ class TorchSystem:
         )
 
     def empty(self, count: int, dtype: str) -> tuple[torch.Tensor, NDArray[Any]]:
-        """A tensor, and its memory; a bfloat16 is a uint16 there."""
-        make = self._empty if count else torch.empty  # what has no element needs no shared memory
+        """Return a tensor, and a numpy array of its memory, of dtype uint16 for bfloat16."""
+        make = self._empty if count else torch.empty  # an empty tensor needs no shared memory
         tensor = make(count, dtype=getattr(torch, dtype))
         bits = tensor.view(torch.uint16) if dtype == "bfloat16" else tensor
         return tensor, bits.numpy()
@@ -69,9 +66,9 @@ class TorchSystem:
         operation: str,
         source: torch.Tensor,
         target: torch.Tensor,
-        dtype: str,  # noqa: ARG002 - a tensor knows it
+        dtype: str,  # noqa: ARG002 - the tensors have it
     ) -> Callable[[], object]:
-        """The call of `torch.distributed`."""
+        """Return the call of `torch.distributed` or of an algorithm on these buffers."""
         if operation in ALGORITHMS:
             return partial(ALGORITHMS[operation], target)
         root = self.rank == 0
@@ -86,8 +83,8 @@ class TorchSystem:
                 dist.scatter, target, self._parts(source) if root else None, 0
             ),
             "all_gather": lambda: partial(dist.all_gather, self._parts(target), source),
-            "all_gather_into_tensor": lambda: partial(_all_gather_single, target, source),
-            "reduce_scatter": lambda: partial(_reduce_scatter_single, target, source),
+            "all_gather_into_tensor": lambda: partial(all_gather_single, target, source),
+            "reduce_scatter": lambda: partial(reduce_scatter_single, target, source),
             "all_to_all": lambda: partial(dist.all_to_all_single, target, source),
             "send_recv": lambda: self._ping_pong(source, target),
             "isend_irecv": lambda: self._exchange(source, target),
@@ -130,7 +127,7 @@ class TorchSystem:
 
 
 def _nothing() -> None:
-    """A rank that has no part in an operation."""
+    """Do nothing, on a rank that takes no part in an operation."""
 
 
 def _empty_shared() -> Callable[..., torch.Tensor]:

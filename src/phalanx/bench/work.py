@@ -1,6 +1,6 @@
-"""One operation on one rank: its buffers, the check of its result, and the clock.
+"""An operation on one rank: its buffers, the check of its result, and its timing.
 
-The same code times every system: what differs is the `System` that it is given.
+The same code times every system; only the `System` differs.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
 
 __all__ = ["System", "UnsupportedError", "Work"]
 
-# A byte of which no element consists that `given` makes, so that an untouched output shows.
+# A byte that occurs in no element that `given` makes, so that unwritten output is detected.
 _POISON = 0xA5
 
 
 class UnsupportedError(Exception):
-    """The system doesn't have this operation for this dtype; the message says why."""
+    """The system lacks this operation for this dtype; the message says why."""
 
 
 class System(Protocol):
-    """What is measured, on one rank.
+    """A measured system, on one rank.
 
     Attributes:
-        rank: This process's.
-        ranks: How many there are.
-        version: Of the library that does the work.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        version: Name and version of the measured library.
     """
 
     rank: int
@@ -46,15 +46,15 @@ class System(Protocol):
     version: str
 
     def empty(self, count: int, dtype: str) -> tuple[Any, NDArray[Any]]:
-        """A buffer as the system wants it, and the same memory as a numpy array."""
+        """Allocate a buffer; return it in the system's form and as a numpy array."""
 
     def bind(self, operation: str, source: Any, target: Any, dtype: str) -> Callable[[], object]:
-        """A call that does an operation, or an algorithm, on these buffers; it blocks.
+        """Return a blocking call of an operation or an algorithm on these buffers.
 
-        `source` and `target` are the same buffer where an operation works in place.
+        `source` and `target` are the same buffer if the operation works in place.
 
         Raises:
-            UnsupportedError: there is no such operation.
+            UnsupportedError: The system lacks the operation.
         """
 
     def barrier(self) -> object:
@@ -65,10 +65,14 @@ class System(Protocol):
 
 
 class Work:
-    """An operation that is ready to be timed, with its buffers."""
+    """A prepared operation with its buffers, ready to be timed."""
 
     def __init__(self, system: System, command: Prepare) -> None:
-        """Allocate and bind; raises UnsupportedError."""
+        """Allocate the buffers and bind the operation.
+
+        Raises:
+            UnsupportedError: The system lacks the operation.
+        """
         self._system = system
         self._command = command
         self._operation = OPERATIONS[command.operation]
@@ -81,14 +85,14 @@ class Work:
             self._add_buffers()
 
     def check(self, seed: int) -> str:
-        """Run the operation once in each way and compare; returns what is wrong, or nothing."""
-        # All of them: a rank that left out one would keep the others waiting.
+        """Run the operation once with each algorithm; describe wrong results, or return ""."""
+        # No early exit: the other ranks would wait for a rank that skips an algorithm.
         found = {algorithm: self._check(seed, algorithm) for algorithm in self._calls}
         words = [f"{name}: {wrong}" if name else wrong for name, wrong in found.items() if wrong]
         return "; ".join(words)
 
     def time(self, turn: Turn) -> float:
-        """Rewrite the buffers, then time the calls: seconds of one operation, one way."""
+        """Rewrite the buffers, time the calls and return the seconds of one operation, one way."""
         value = encode(np.array([turn.value]), self._command.dtype)
         for source, target in self._views:
             source[...] = value
@@ -131,7 +135,7 @@ class Work:
         )
 
     def _add_buffers(self) -> None:
-        """All ranks allocate the same, as memory that they share may ask for it."""
+        """Add a set of buffers, of the same size on all ranks as shared memory may require."""
         system, dtype = self._system, self._command.dtype
         sizes = [
             self._operation.buffers_of(rank, system.ranks, self._command.count)
@@ -141,7 +145,7 @@ class Work:
         source, source_view = target, target_view
         if not self._operation.in_place:
             source, source_view = system.empty(max(size[0] for size in sizes), dtype)
-        # What this rank doesn't use is never touched, so it costs no memory.
+        # The rest of the buffers is never touched, so it takes no memory.
         reads, writes = sizes[system.rank]
         views = (target_view[:writes], target_view[:writes])
         if not self._operation.in_place:

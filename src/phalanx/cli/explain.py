@@ -41,9 +41,9 @@ def command(
     import sys
 
     from phalanx.observe.explain import as_json, as_text, explain
-    from phalanx.observe.reading import read
+    from phalanx.observe.job_reader import read_job
 
-    found = read(job)
+    found = read_job(job)
     if json:
         import json as format_
 

@@ -14,7 +14,7 @@ import typer
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from phalanx.observe.reading import Summary
+    from phalanx.observe.job_reader import JobSummary
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -59,25 +59,25 @@ def command(
     elif jobs:
         _print(jobs)
     else:
-        from phalanx.observe.finding import base_directory
+        from phalanx.observe.job_lookup import get_base_directory
 
-        print(f"no jobs in {base_directory()}: none runs, and none that failed was kept")
+        print(f"no jobs in {get_base_directory()}: none runs, and none that failed was kept")
     for line in refused:
         sys.stderr.write(f"phalanx jobs: {line}\n")
 
 
-def _summaries() -> tuple[list[Summary], list[str]]:
+def _summaries() -> tuple[list[JobSummary], list[str]]:
     """All jobs, newest first, and why some can't be read."""
-    from phalanx.observe.directory import Directory
     from phalanx.observe.escape import escape
-    from phalanx.observe.finding import base_directory, job_names
-    from phalanx.observe.reading import summary
+    from phalanx.observe.job_directory import JobDirectory
+    from phalanx.observe.job_lookup import get_base_directory, list_jobs
+    from phalanx.observe.job_reader import read_summary
 
     jobs, refused = [], []
-    for name in job_names():
+    for name in list_jobs():
         try:
-            with Directory(base_directory(), name) as job:
-                found = summary(job)
+            with JobDirectory(get_base_directory(), name) as job:
+                found = read_summary(job)
         except FileNotFoundError:  # it has just ended
             continue
         except OSError as error:
@@ -89,7 +89,7 @@ def _summaries() -> tuple[list[Summary], list[str]]:
 
 
 def _remove(names: list[str], *, ended: bool) -> None:
-    from phalanx.observe.finding import remove
+    from phalanx.observe.job_lookup import remove_job
 
     if ended:
         jobs, _ = _summaries()
@@ -99,7 +99,7 @@ def _remove(names: list[str], *, ended: bool) -> None:
     failed = False
     for name in dict.fromkeys(names):
         try:
-            print(f"removed {remove(name)}")
+            print(f"removed {remove_job(name)}")
         except ValueError as error:  # a UsageError, as where somebody else has just removed it
             failed = True
             sys.stderr.write(f"phalanx: error: {error}\n")
@@ -107,13 +107,13 @@ def _remove(names: list[str], *, ended: bool) -> None:
         raise typer.Exit(2)
 
 
-def _print(jobs: list[Summary]) -> None:
+def _print(jobs: list[JobSummary]) -> None:
     from rich.console import Console
 
     Console(highlight=False).print(_table(jobs))
 
 
-def _table(jobs: list[Summary]) -> Table:
+def _table(jobs: list[JobSummary]) -> Table:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text

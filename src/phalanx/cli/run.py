@@ -275,15 +275,15 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
     from phalanx.errors import UsageError
     from phalanx.observe.escape import escape
     from phalanx.observe.explain import as_text, explain
-    from phalanx.observe.reading import read
+    from phalanx.observe.job_reader import read_job
 
     try:
-        read_job = read(job)
+        found = read_job(job)
         if console is None:
-            text = as_text(read_job, encoding)
+            text = as_text(found, encoding)
         else:
             with console.capture() as captured:
-                console.print(explain(read_job))
+                console.print(explain(found))
             text = captured.get()
     except Exception as error:  # noqa: BLE001 - the job's own exit code matters more
         kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "

@@ -7,7 +7,7 @@ import typer
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job
-    from phalanx.observe.trace import Written
+    from phalanx.observe.trace import OperationCounts
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -42,11 +42,11 @@ def command(
 ) -> None:
     """Write the timeline of a job."""
     from phalanx.errors import UsageError
-    from phalanx.observe.reading import read
+    from phalanx.observe.job_reader import read_job
     from phalanx.observe.trace import check
 
     check()
-    found = read(job)
+    found = read_job(job)
     if not any(rank.pid for rank in found.ranks):
         raise UsageError(
             f"job {found.name}: none of its ranks left a trace, so there is no timeline"
@@ -55,7 +55,7 @@ def command(
     _report(path, found, _write(path, found, force))
 
 
-def _write(path: Path, job: "Job", force: bool) -> "list[Written]":
+def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":
     from rich.console import Console
     from rich.progress import track
 
@@ -101,7 +101,7 @@ def _unwritable(path: Path, error: OSError) -> Exception:
     return UsageError(f"can't write {path} ({error.strerror}): name another file with -o")
 
 
-def _report(path: Path, job: "Job", written: "list[Written]") -> None:
+def _report(path: Path, job: "Job", written: "list[OperationCounts]") -> None:
     from phalanx.observe.escape import escape
 
     operations = sum(rank.operations for rank in written)

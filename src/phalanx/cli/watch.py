@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -97,7 +98,7 @@ class _Looks:
     def ending(self) -> tuple[bool, str]:
         """Whether the job ended well (or goes on), and a sentence; empty while it goes on."""
         from phalanx.observe.escape import escape
-        from phalanx.observe.watch import ending, has_failed
+        from phalanx.observe.watch import get_outcome, has_failed
 
         if self._last is None:
             return True, ""
@@ -109,7 +110,7 @@ class _Looks:
                 False,
                 f"Job {name} had failed when it was last looked at, and its records are gone.",
             )
-        end = ending(self._last)
+        end = get_outcome(self._last)
         if end is None:
             return True, ""
         well, words = end
@@ -118,19 +119,23 @@ class _Looks:
 
     def __iter__(self) -> Iterator["Job"]:
         from phalanx.errors import UsageError
-        from phalanx.observe.reading import read
-        from phalanx.observe.watch import history
+        from phalanx.observe.job_reader import read_job
+        from phalanx.observe.watch import get_history_length
 
         over_since: float | None = None
         while True:
             began = time.monotonic()
             try:
-                job = read(self._name, history(len(self._last.ranks) if self._last else 1))
+                job = read_job(
+                    self._name, get_history_length(len(self._last.ranks) if self._last else 1)
+                )
             except UsageError:
                 if self._last is None or os.path.lexists(self._last.path):
                     raise
                 self._removed = True  # as is done after a good end
                 return
+            if self._last is not None:  # it was given the name of the first
+                job = replace(job, others=self._last.others)
             self._last, self._name = job, job.name
             yield job
             over_since = (over_since or began) if self._is_over(job) else None
@@ -139,9 +144,9 @@ class _Looks:
             time.sleep(max(self._interval - (time.monotonic() - began), 0))
 
     def _is_over(self, job: "Job") -> bool:
-        from phalanx.observe.watch import ending
+        from phalanx.observe.watch import get_outcome
 
-        return ending(job) is not None
+        return get_outcome(job) is not None
 
     def _grace(self, job: "Job") -> float:
         launched = any(rank.start is not None for rank in job.ranks)
@@ -149,28 +154,30 @@ class _Looks:
 
 
 def _print_json(looks: _Looks) -> None:
-    from phalanx.observe.watch import as_json, view
+    from phalanx.observe.watch import as_json, build_view
 
     for job in looks:
-        print(json.dumps(as_json(job, view(job, looks.window)), allow_nan=False), flush=True)
+        print(json.dumps(as_json(job, build_view(job, looks.window)), allow_nan=False), flush=True)
 
 
 def _print(looks: _Looks, console: "Console") -> None:
-    from phalanx.observe.watch import render, view
+    from phalanx.observe.watch import build_view, render
 
     for job in looks:
-        console.print(render(job, view(job, looks.window), console))
+        console.print(render(job, build_view(job, looks.window), console))
 
 
 def _show_live(looks: _Looks, console: "Console") -> None:
     """Draw on the terminal's other screen, and leave the last table on the usual one."""
     from rich.live import Live
 
-    from phalanx.observe.watch import render, view
+    from phalanx.observe.watch import build_view, render
 
     job: Job | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
         for job in looks:
-            live.update(render(job, view(job, looks.window), console, console.height), refresh=True)
+            live.update(
+                render(job, build_view(job, looks.window), console, console.height), refresh=True
+            )
     if job is not None:
-        console.print(render(job, view(job, looks.window), console))
+        console.print(render(job, build_view(job, looks.window), console))

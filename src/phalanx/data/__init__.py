@@ -1,10 +1,15 @@
-"""Data for ranks: who gets which samples, and loops over them that end together.
+"""Data sets, samplers and loops for distributed training and evaluation.
 
-`partition` splits a data set by fractions; `batches` splits every global batch over the ranks, so
-that a step sees the same samples at every world size; `evaluation` shares out a set exactly, and
-combines the ranks' metrics; `resuming` goes on in the middle of an epoch; `uneven` keeps ranks in
-step that have more or less data than others; `idx` reads MNIST's file format. All of it is plain
-PyTorch: any data set, any `DataLoader`, any backend, or none. `ranks` is what they share.
+- `partition`: splits a data set by fractions.
+- `batches`: splits every global batch over the ranks, so that a step uses the same samples at every
+  world size.
+- `evaluation`: distributes a data set without duplicates, and combines the ranks' metrics.
+- `resuming`: samplers that resume in the middle of an epoch.
+- `uneven`: loops over uneven inputs.
+- `idx`: reads MNIST's file format.
+- `ranks`: functions that these modules share.
+
+All modules work with any data set, any `DataLoader` and any backend, and without a process group.
 """
 
 from phalanx.data.batches import GlobalBatchSampler, per_rank_batch_size

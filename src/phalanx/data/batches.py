@@ -1,4 +1,4 @@
-"""Split every global batch over the ranks: a step sees the same samples at any world size."""
+"""Splitting global batches over the ranks: a step has the same samples at any world size."""
 
 import zlib
 from collections.abc import Iterator, Sized
@@ -15,23 +15,23 @@ from phalanx.errors import UsageError
 
 __all__ = ["GlobalBatchSampler", "per_rank_batch_size"]
 
-# Samples at the head of an epoch's order that a state remembers the checksum of.
+# Number of samples at the start of an epoch's order whose checksum is part of a state.
 _HEAD = 1000
 
 
 def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
-    """Return how many samples of a global batch a rank takes.
+    """Return the number of samples of a global batch on a rank.
 
-    The sizes of all ranks sum to `global_batch` exactly and differ by at most 1: what doesn't
-    divide goes to the first ranks, one sample each.
+    The sizes of all ranks sum to `global_batch` exactly and differ by at most 1. The first ranks
+    get one sample more each if `world_size` does not divide `global_batch`.
 
     Args:
-        global_batch: Samples in a step of all ranks together, at least `world_size`.
+        global_batch: Number of samples in a step on all ranks together, at least `world_size`.
         world_size: Number of ranks.
         rank: This rank, in `[0, world_size)`.
 
     Raises:
-        UsageError: A rank outside the world, or fewer samples than ranks.
+        UsageError: The rank is not in `[0, world_size)`, or there are fewer samples than ranks.
     """
     check_rank(world_size, rank)
     if global_batch < world_size:
@@ -44,35 +44,37 @@ def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
 
 
 class GlobalBatchSampler(Resumable[list[int]]):
-    """Yield this rank's share of each global batch, as a list of indices into the data set.
+    """A batch sampler that yields this rank's share of each global batch as a list of indices.
 
-    In an epoch the samples are shuffled once, the same way on every rank and at every world size;
-    global batch `k` is the next `global_batch` of them, and each rank takes a slice of it as long
-    as `per_rank_batch_size` says. The last global batch may be smaller. Every rank makes the same
-    number of steps, so that collectives inside the loop fit together: a rank for which the last
-    batch has no sample gets the batch's first one again, with weight 0.
+    The samples of an epoch are shuffled once, in the same way on every rank and at every world
+    size. Consecutive slices of `global_batch` samples form the global batches. Each rank takes a
+    contiguous slice of a global batch, with the length given by `per_rank_batch_size`. The last
+    global batch may be smaller. Every rank makes the same number of steps, so that collectives in
+    the loop match. If the last batch has no sample for a rank, the rank gets the first sample of
+    the batch with weight 0.
 
-    Pass it to a `DataLoader` as `batch_sampler`, or, for data that can fetch a list of indices at
-    once (`TensorDataset`, `Partition`), as `sampler` with `batch_size=None`, which is faster.
+    Pass it to a `DataLoader` as `batch_sampler`. For data that can fetch a list of indices at once
+    (`TensorDataset`, `Partition`), pass it as `sampler` with `batch_size=None`, which is faster.
 
     It resumes at a sample: call `advance()` after each step, save `state_dict()`, and load it into
-    a sampler of the same data and seed. World size, global batch and `drop_last` may be others
-    then: what is left of the epoch's order is cut into batches anew. Steps, in `len()` and
-    `weight()`, count from where the iteration begins.
+    a sampler with the same data and seed. World size, global batch and `drop_last` may differ then:
+    the rest of the epoch's order is split into new batches. `len()` and `weight()` count steps from
+    the beginning of the iteration.
 
     Args:
-        data: Anything with a length: the data set.
-        global_batch: Samples in a step of all ranks together, at least one per rank.
-        world_size: Number of ranks; the default group's, or 1 where there is no group.
-        rank: This rank; the default group's, or 0. Give both of them or none.
-        shuffle: Draw a new order for every epoch; otherwise the data set's own order.
-        seed: Seed of the shuffle, the same on every rank. The order of an epoch comes from
+        data: The data set, or any object with a length.
+        global_batch: Number of samples in a step on all ranks together, at least one per rank.
+        world_size: Number of ranks; by default that of the default group, or 1 without a group.
+        rank: This rank; by default that in the default group, or 0 without a group. Give both
+            `world_size` and `rank`, or neither.
+        shuffle: True to draw a new order for every epoch; False to use the data set's order.
+        seed: The seed of the shuffle, the same on every rank. The order of an epoch comes from
             `seed + epoch`, as in PyTorch's `DistributedSampler`.
-        drop_last: Leave out a last global batch that is smaller.
+        drop_last: True to drop the last global batch if it is smaller.
 
     Raises:
-        UsageError: Empty data, a rank outside the world, fewer samples in a batch than ranks, or
-            nothing left once the last batch is dropped.
+        UsageError: The data set is empty, the rank is not in `[0, world_size)`, a global batch has
+            fewer samples than there are ranks, or nothing is left after dropping the last batch.
     """
 
     def __init__(
@@ -105,10 +107,10 @@ class GlobalBatchSampler(Resumable[list[int]]):
         """Return this rank's share of global batch `step` of the iteration, from 0 to 1.
 
         The weights of all ranks sum to 1. A mean over this rank's samples times its weight, summed
-        over the ranks, is the mean over the global batch: pass it to `average_gradients`.
+        over the ranks, is the mean over the global batch. Pass the weight to `average_gradients`.
 
         Raises:
-            UsageError: There is no such step.
+            UsageError: `step` is out of range.
         """
         steps = self._left(self._start)
         if not 0 <= step < steps:
@@ -118,9 +120,9 @@ class GlobalBatchSampler(Resumable[list[int]]):
         return (stop - start) / size
 
     def __len__(self) -> int:
-        """Return the steps of the current iteration; once it has ended, those of the next.
+        """Return the number of steps in the current iteration, or in the next once it has ended.
 
-        The same on every rank. An iteration has ended when `advance` has come to the epoch's end.
+        It is the same on every rank. An iteration ends when `advance` reaches the end of the epoch.
         """
         return self._steps()
 
@@ -134,7 +136,7 @@ class GlobalBatchSampler(Resumable[list[int]]):
             yield batch[first:last].tolist() or batch[:1].tolist()
 
     def _order(self) -> Tensor:
-        """Return the samples of the epoch in their order, int64 [samples]."""
+        """Return the indices of the samples in the order of the epoch, int64 [samples]."""
         key = (self.epoch, self.seed, self.shuffle)
         if self._cached is None or self._cached[0] != key:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
@@ -146,7 +148,7 @@ class GlobalBatchSampler(Resumable[list[int]]):
         return min(self.global_batch, self.samples - self._start - step * self.global_batch)
 
     def _identity(self) -> dict[str, Any]:
-        # PyTorch doesn't promise that another version of it shuffles in the same way.
+        # PyTorch does not guarantee that its versions shuffle in the same way.
         head = zlib.crc32(self._order()[:_HEAD].numpy().tobytes())
         described = {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
         return {"sampler": "GlobalBatchSampler", **described, "order": head}

@@ -1,4 +1,4 @@
-"""Evaluate exactly: every sample counts once, on some rank, and metrics are the whole set's."""
+"""Exact evaluation: every sample counts once, and metrics are those of the whole data set."""
 
 import math
 import zlib
@@ -21,26 +21,27 @@ Number: TypeAlias = float | int | Tensor
 
 
 class EvaluationSampler(Resumable[int]):
-    """Yield this rank's samples, each of the data set on exactly one rank, in the set's order.
+    """A sampler that assigns each sample to exactly one rank, in the order of the data set.
 
-    PyTorch's `DistributedSampler` repeats samples until all ranks have as many, or drops some: the
-    accuracy is then that of another set. Here rank `r` has samples `r`, `r + world size`, ...;
-    some ranks may have one more than others, and with fewer samples than ranks some have none. So
-    ranks may differ in their number of batches: leave collectives out of the loop and combine the
-    results with `mean_over_ranks` after it, or run the loop through `until_all_end`.
+    PyTorch's `DistributedSampler` repeats or drops samples until all ranks have the same number, so
+    the accuracy is that of a different set. Here rank `r` has samples `r`, `r + world size`, ...;
+    some ranks may have one more than others, and with fewer samples than ranks some have none. The
+    number of batches may therefore differ between ranks. Do not use collectives in the loop;
+    combine the results with `mean_over_ranks` after it, or run the loop through `until_all_end`.
 
-    Give it to a `DataLoader` as `sampler`, with any `batch_size`. It resumes as
-    `GlobalBatchSampler` does, at any world size, once `advance(samples)` is told how many samples
-    of its own each rank is done with. Save rank 0's state, at a moment when all ranks have made
-    as many steps.
+    Pass it to a `DataLoader` as `sampler`, with any `batch_size`. It resumes like
+    `GlobalBatchSampler`, at any world size, if each rank calls `advance(samples)` with the number
+    of its own samples that it has processed. Save rank 0's state when all ranks have made the same
+    number of steps.
 
     Args:
-        data: Anything with a length: the data set.
-        world_size: Number of ranks; the default group's, or 1 where there is no group.
-        rank: This rank; the default group's, or 0. Give both of them or none.
+        data: The data set, or any object with a length.
+        world_size: Number of ranks; by default that of the default group, or 1 without a group.
+        rank: This rank; by default that in the default group, or 0 without a group. Give both
+            `world_size` and `rank`, or neither.
 
     Raises:
-        UsageError: Empty data, or a rank outside the world.
+        UsageError: The data set is empty, or the rank is not in `[0, world_size)`.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class EvaluationSampler(Resumable[int]):
             raise UsageError("EvaluationSampler: 0 samples given, expected at least 1")
 
     def __len__(self) -> int:
-        """Return this rank's samples in the current iteration; once it has ended, in the next."""
+        """Return the number of this rank's samples in the current iteration.
+
+        Once the iteration has ended, the number is that of the next iteration.
+        """
         return self._steps()
 
     def __iter__(self) -> Iterator[int]:
@@ -71,7 +75,7 @@ class EvaluationSampler(Resumable[int]):
         return self.samples
 
     def _stride(self) -> int:
-        # All ranks side by side: what they have seen is a beginning of the set.
+        # A step covers one sample on each rank, so the ranks together cover a prefix of the set.
         return self.world_size
 
     def _left(self, position: int) -> int:
@@ -97,32 +101,33 @@ def mean_over_ranks(
     count: Number | Mapping[str, Number],
     group: dist.ProcessGroup | None = None,
 ) -> float | dict[str, float]:
-    """Return sums over all ranks divided by counts over all ranks; blocks until it is known.
+    """Return the total over all ranks divided by the count over all ranks. Collective; blocks.
 
-    That is what one process gets from the whole set, whatever ranks had how many samples; a mean of
-    the ranks' means isn't. Sums are made in float64, by one all-reduce. Totals that are whole
-    numbers (correct answers) give the very result of one process; others may differ from it
-    by the rounding of a float64 sum, whose order differs. All ranks get the same bits.
+    The result is the mean that one process computes over the whole set, even if the number of
+    samples differs between ranks. A mean of the ranks' means is different. One all-reduce sums in
+    float64. Integer totals (correct answers) give exactly the result of one process. Other totals
+    may differ from it by the rounding of a float64 sum, whose order differs. The result is bitwise
+    equal on all ranks.
 
-    All ranks of the group must call it, with the same names. Without a process group this process
-    is the only one.
+    All ranks of the group must call it, with the same names. Without a process group the result is
+    that of this process.
 
     Args:
         total: The sum of a metric over this rank's samples, a number or a tensor of one element; or
-            several by name.
-        count: How many samples (or tokens, or weights) `total` sums over; one for all metrics, or
-            one by name for each. A rank that had none gives 0, and its total doesn't count then,
-            even if NaN.
+            a mapping of such sums by name.
+        count: The number of samples (or tokens, or weights) in `total`: one for all metrics, or a
+            mapping with one for each name. A rank without samples gives 0; its total is then
+            ignored, even if NaN.
         group: The group to combine; the default group if None.
 
     Returns:
         The mean, or for several metrics the means by name, in the order of `total`.
 
     Raises:
-        UsageError: No number, a count that is negative or not finite, other names in `count` than
-            in `total`, no rank in the group, other names on another rank, or a count
-            that is 0 on all ranks together.
-        torch.distributed.DistBackendError: The backend failed: a rank died or didn't come.
+        UsageError: A value is not a number, a count is negative or not finite, the names of `count`
+            and `total` differ, this rank is not in the group, the names differ between ranks, or a
+            count is 0 on all ranks together.
+        torch.distributed.DistBackendError: A rank died or did not join the collective.
 
     Example:
         >>> accuracy = mean_over_ranks(correct, seen)
@@ -167,7 +172,7 @@ def _means(
     names: list[str], shares: list[tuple[float, float]], group: dist.ProcessGroup | None
 ) -> list[float]:
     world_size, _ = place_in(group, "mean_over_ranks")
-    # The ranks' names must be the same: their checksum is summed along.
+    # The all-reduce also sums a checksum of the names, to check that they are equal on all ranks.
     mark = zlib.crc32("\0".join(names).encode())
     flat = [number for pair in shares for number in pair]
     sums = sum_over_ranks([mark, *flat], torch.float64, group)

@@ -1,7 +1,8 @@
 """Read IDX files, the format of MNIST (http://yann.lecun.com/exdb/mnist/).
 
-A file is: two zero bytes, one byte for the element type, one for the number of dimensions, the
-dimensions as big-endian 32-bit integers, then the elements, big-endian, the last dimension fastest.
+A file consists of two zero bytes, one byte for the element type, one byte for the number of
+dimensions, the dimensions as big-endian 32-bit integers, and the elements in big-endian and
+row-major order.
 """
 
 import gzip
@@ -24,18 +25,20 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_idx(path: str | PathLike[str]) -> Tensor:
-    """Return the contents of an IDX file, plain or compressed by gzip (told by its first bytes).
+    """Return the contents of an IDX file, which may be compressed by gzip.
+
+    The first bytes of the file determine whether it is compressed.
 
     Args:
-        path: The file. It is read into memory as a whole.
+        path: The path of the file. The whole file is read into memory.
 
     Returns:
-        A tensor of the file's shape, and of its dtype: uint8, int8, int16, int32, float32 or
+        A tensor with the shape and dtype of the file: uint8, int8, int16, int32, float32 or
         float64.
 
     Raises:
-        UsageError: The file is missing or unreadable, isn't IDX, is shorter or longer than its
-            header says; the message names the file.
+        UsageError: The file is missing or unreadable, is not in IDX format, or does not have the
+            length that its header gives. The message names the file.
     """
     content = _read(Path(path))
     dtype, shape = _header(path, content)
@@ -51,18 +54,19 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
 
 
 def load_mnist(directory: str | PathLike[str]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the images and labels of each part of MNIST that a directory holds.
+    """Return the images and labels of each part of MNIST in a directory.
 
     Args:
-        directory: Holds the files under their usual names, such as `t10k-images-idx3-ubyte` or
-            `train-labels-idx1-ubyte.gz`.
+        directory: The directory of the files, which have their usual names, such as
+            `t10k-images-idx3-ubyte` or `train-labels-idx1-ubyte.gz`.
 
     Returns:
-        For "train", for "t10k", or for both: images uint8 [n, height, width] and labels int64 [n].
+        A dict with "train", "t10k" or both. The values are pairs of images, uint8 [n, height,
+        width], and labels, int64 [n].
 
     Raises:
-        UsageError: Neither part is there, a part's labels or images are missing, or a file isn't
-            what its name says.
+        UsageError: The directory has neither part, a part lacks its labels or images, or the
+            content of a file does not match its name.
     """
     parts = {}
     for part in ("train", "t10k"):

@@ -1,4 +1,4 @@
-"""Split a data set by fractions: every rank computes the same split, and takes one part of it."""
+"""Splitting a data set by fractions: every rank computes the same split, and takes one part."""
 
 import math
 from collections.abc import Sequence, Sized
@@ -13,22 +13,22 @@ __all__ = ["DataPartitioner", "Partition", "length"]
 
 T_co = TypeVar("T_co", covariant=True)
 
-# Fractions are sums of floats: ten times 0.1 is not 1.
+# Tolerance for rounding in the sum of fractions: the sum of ten times 0.1 is not exactly 1.
 _ROUNDING = 1e-9
 
 
 class Partition(Subset[T_co]):
     """A view of some samples of a data set: sample `i` is sample `indices[i]` of the data set.
 
-    Nothing is copied. Like every `torch.utils.data.Subset` it takes a list of indices too, if the
-    data set does, which fetches a whole batch at once.
+    Nothing is copied. Like every `torch.utils.data.Subset` it supports batched fetching by a list
+    of indices if the data set does.
 
     Args:
         data: A data set with a length.
-        indices: The samples to show, each in `[0, len(data))`, in this order.
+        indices: The samples of the view in order, each in `[0, len(data))`.
 
     Raises:
-        UsageError: The data set has no length, or an index lies outside it.
+        UsageError: The data set has no length, or an index is out of range.
     """
 
     def __init__(self, data: Dataset[T_co], indices: Sequence[int]) -> None:
@@ -43,21 +43,22 @@ class Partition(Subset[T_co]):
 
 
 class DataPartitioner(Generic[T_co]):
-    """Split a data set at random into parts of given fractions.
+    """A random split of a data set into parts of given fractions.
 
-    No sample is in two parts, and fractions that sum to 1 lose none: each part's size is its
-    fraction of the data rounded down or up (largest remainder method, the earlier part first
-    where remainders are equal). The shuffle has a random generator of its own: it depends on
-    `seed` and the number of samples only, and leaves PyTorch's global generator alone.
+    No sample is in two parts, and no sample is lost if the fractions sum to 1. The size of a part
+    is its fraction of the data, rounded down or up by the largest remainder method; if remainders
+    are equal, the earlier part comes first. The shuffle uses a separate random generator. It
+    depends only on `seed` and the number of samples, and does not affect PyTorch's global
+    generator.
 
     Args:
         data: A data set with a length.
-        sizes: A fraction of the data for each part, each above 0, together at most 1.
-        seed: Seed of the shuffle: ranks that split the same data must give the same one.
+        sizes: The fraction of the data for each part. Each is above 0, and their sum is at most 1.
+        seed: The seed of the shuffle. Ranks that split the same data must give the same seed.
 
     Raises:
-        UsageError: No fraction, a fraction that isn't above 0, a sum above 1, more parts than
-            samples, or a part that would be empty.
+        UsageError: There is no fraction, a fraction is not above 0, the sum is above 1, there are
+            more parts than samples, or a part would be empty.
 
     Example:
         >>> train, held_out = map(DataPartitioner(data, [0.8, 0.2], seed=1).use, range(2))
@@ -80,7 +81,7 @@ class DataPartitioner(Generic[T_co]):
         """Return part `rank`, a number from 0 to `len(self) - 1`.
 
         Raises:
-            UsageError: There is no such part.
+            UsageError: `rank` is out of range.
         """
         if not 0 <= rank < len(self):
             raise UsageError(
@@ -91,7 +92,11 @@ class DataPartitioner(Generic[T_co]):
 
 
 def length(data: object) -> int:
-    """Return the number of samples; UsageError if the data set can't tell."""
+    """Return the number of samples in a data set.
+
+    Raises:
+        UsageError: The data set has no length.
+    """
     if not isinstance(data, Sized):
         raise UsageError(
             f"{type(data).__name__} given, expected a data set with a length: "
@@ -101,11 +106,11 @@ def length(data: object) -> int:
 
 
 def _counts(samples: int, sizes: list[float]) -> list[int]:
-    """Return how many of the samples each part gets."""
+    """Return the number of samples in each part."""
     _check_sizes(samples, sizes)
     quotas = [size * samples for size in sizes]
     counts = [math.floor(quota) for quota in quotas]
-    # What rounding down left over goes to the parts that lost most by it.
+    # The remaining samples go to the parts with the largest remainders.
     by_loss = sorted(range(len(sizes)), key=lambda part: counts[part] - quotas[part])
     left_over = round(samples * math.fsum(sizes)) - sum(counts)
     for part in by_loss[:left_over]:

@@ -1,4 +1,4 @@
-"""What the modules of this folder need to know of the ranks: one's place, one's share, and sums."""
+"""Shared functions: the rank and world size, slices of samples, and sums over ranks."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,11 @@ __all__ = ["check_rank", "place", "place_in", "share", "sum_over_ranks"]
 
 
 def place(world_size: int | None, rank: int | None) -> tuple[int, int]:
-    """Return the world size and rank given, or the default group's, or (1, 0) without a group."""
+    """Return the given world size and rank, or those of the default group, or (1, 0) without one.
+
+    Raises:
+        UsageError: Only one of them is given, or the rank is not in `[0, world_size)`.
+    """
     if (world_size is None) != (rank is None):
         raise UsageError(
             f"world size {world_size} and rank {rank} given, expected both or none of them"
@@ -24,7 +28,11 @@ def place(world_size: int | None, rank: int | None) -> tuple[int, int]:
 
 
 def place_in(group: dist.ProcessGroup | None, caller: str) -> tuple[int, int]:
-    """Return world size and rank in a group; without any process group (1, 0)."""
+    """Return the world size and rank in a group, or (1, 0) without any process group.
+
+    Raises:
+        UsageError: This rank is not in the group.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return 1, 0
     world_size, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -34,7 +42,7 @@ def place_in(group: dist.ProcessGroup | None, caller: str) -> tuple[int, int]:
 
 
 def check_rank(world_size: int, rank: int) -> None:
-    """Raise UsageError for a rank outside the world."""
+    """Raise UsageError if the rank is not in `[0, world_size)` or there are no ranks."""
     if world_size < 1:
         raise UsageError(f"world size {world_size} given, expected at least 1")
     if not 0 <= rank < world_size:
@@ -42,7 +50,7 @@ def check_rank(world_size: int, rank: int) -> None:
 
 
 def share(size: int, world_size: int, rank: int) -> tuple[int, int]:
-    """Return where a rank's slice of `size` samples starts and stops."""
+    """Return the start and stop of a rank's slice of `size` samples."""
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
     return start, start + base + (rank < extra)
@@ -51,7 +59,7 @@ def share(size: int, world_size: int, rank: int) -> tuple[int, int]:
 def sum_over_ranks(
     values: Sequence[int | float], dtype: torch.dtype, group: dist.ProcessGroup | None
 ) -> list[int | float]:
-    """Return the element-wise sums over the ranks of a group, by one all-reduce; blocks."""
+    """Return the element-wise sums over the ranks of a group, by one all-reduce. Blocks."""
     if not (dist.is_available() and dist.is_initialized()):
         return list(values)
     on = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")

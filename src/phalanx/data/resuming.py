@@ -1,4 +1,4 @@
-"""Samplers that go on in the middle of an epoch, and a wrapper for those that can't."""
+"""Samplers that resume in the middle of an epoch, and a wrapper for other samplers."""
 
 import itertools
 import logging
@@ -18,42 +18,42 @@ _log = logging.getLogger(__name__)
 
 
 class Resumable(Sampler[T_co]):
-    """A sampler with a position: how much of the epoch's order has been trained on.
+    """A sampler with a position: the part of the epoch's order that has been trained on.
 
-    What a `DataLoader` has fetched isn't what has been trained on: with workers it draws several
-    batches ahead. So only the loop knows, and says so with `advance` after each step. An iteration
-    begins at the position. One that is made after the epoch's end begins the epoch anew.
+    A `DataLoader` with workers prefetches several batches, so the items that it has drawn have not
+    all been trained on. The training loop must therefore call `advance` after each step. An
+    iteration begins at the position. After the end of the epoch it begins at the first item again.
     """
 
     def __init__(self) -> None:
         self.epoch = 0
         self._position = 0
         self._start = 0  # the position at which the current or next iteration begins
-        self._begun = False  # there is a current iteration
-        self._anew = False  # the epoch has ended here: the next iteration is another one
+        self._begun = False  # True if there is a current iteration
+        self._anew = False  # True if the epoch has ended: the next iteration starts over
         self._drawn = 0
         self._warned = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order of the samples, that the next iteration yields.
+        """Set the epoch, which determines the order of the samples in the next iteration.
 
-        Call it on every rank before each epoch; otherwise every epoch has the same order. The epoch
-        that it is in already, as after `load_state_dict`, goes on where it is; another one begins
-        at its first sample.
+        Call it on every rank before each epoch; otherwise every epoch has the same order. If
+        `epoch` is the current epoch, as after `load_state_dict`, the position stays. Any other
+        epoch begins at its first sample.
         """
         if epoch != self.epoch:
             self.epoch = epoch
             self._go_to(0)
 
     def advance(self, steps: int = 1) -> None:
-        """Say that the next `steps` items of this sampler have been trained on.
+        """Mark the next `steps` items of this sampler as trained on.
 
-        An item is what the sampler yields: a batch of `GlobalBatchSampler`, a sample of the others.
-        Call it on every rank after `optimizer.step()`; it doesn't communicate. Who never resumes
-        needn't.
+        An item is a batch for `GlobalBatchSampler`, and a sample for other samplers. Call it on
+        every rank after `optimizer.step()`. It does not communicate. It is not needed if the run
+        never resumes.
 
         Raises:
-            UsageError: Fewer steps are left in the epoch, or a negative number is given.
+            UsageError: The epoch has fewer steps left, or `steps` is negative.
         """
         left = self._left(self._position)
         if not 0 <= steps <= left:
@@ -69,10 +69,11 @@ class Resumable(Sampler[T_co]):
             self._start = self._position
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the epoch stands: numbers and words only, fit for JSON.
+        """Return the state of the sampler: numbers and strings only, suitable for JSON.
 
-        It holds the epoch, the position, and what the order depends on. It is the same on every
-        rank once all have made the same number of steps: save rank 0's, give it to all.
+        It has the epoch, the position, and the values that determine the order. It is the same on
+        all ranks that have made the same number of steps. Save rank 0's state, and load it on all
+        ranks.
         """
         if self._drawn > 1 and self._position == self._start and not self._warned:
             self._warned = True
@@ -85,15 +86,15 @@ class Resumable(Sampler[T_co]):
         return {"epoch": self.epoch, "position": self._position, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken: the next iteration yields what was left of its epoch.
+        """Restore a state: the next iteration yields the remaining items of its epoch.
 
-        If nothing was left, it yields nothing, and the iteration after it the next whole epoch. So
-        `for epoch in range(sampler.epoch, epochs)` with `sampler.set_epoch(epoch)` does what is
-        left. Iterators that exist already don't notice.
+        If the epoch has no items left, the next iteration yields nothing, and the one after it a
+        whole epoch. `for epoch in range(sampler.epoch, epochs)` with `sampler.set_epoch(epoch)`
+        therefore completes the remaining work. Existing iterators are not affected.
 
         Raises:
-            UsageError: A state of another sampler, data set, seed or order, or no such state; the
-                sampler stays as it was.
+            UsageError: The state is of a different sampler, data set, seed or order, or is not a
+                valid state. The sampler stays unchanged.
         """
         epoch, position = _numbers(state, f"{type(self).__name__}.load_state_dict")
         before, self.epoch = self.epoch, epoch
@@ -105,7 +106,7 @@ class Resumable(Sampler[T_co]):
         self._go_to(position)
 
     def _begin(self) -> int:
-        """Return the position at which the iteration that is being made begins."""
+        """Start a new iteration, and return the position at which it begins."""
         if self._anew:
             self._go_to(0)
         self._start, self._drawn, self._begun = self._position, 0, True
@@ -123,7 +124,7 @@ class Resumable(Sampler[T_co]):
         self._drawn = 0
 
     def _steps(self) -> int:
-        """Return the items of the current iteration; once it has ended, those of the next."""
+        """Return the number of items in the current iteration, or in the next once it has ended."""
         return self._left(0 if self._anew else self._start)
 
     def _check(self, state: Mapping[str, Any], position: int) -> None:
@@ -143,7 +144,7 @@ class Resumable(Sampler[T_co]):
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """Return what the order of epoch `self.epoch` depends on."""
+        """Return the values that determine the order of epoch `self.epoch`."""
 
     @abstractmethod
     def _size(self) -> int:
@@ -151,15 +152,19 @@ class Resumable(Sampler[T_co]):
 
     @abstractmethod
     def _stride(self) -> int:
-        """Return by how much a step moves the position."""
+        """Return the distance by which a step moves the position."""
 
     @abstractmethod
     def _left(self, position: int) -> int:
-        """Return the steps that this rank makes from a position to the end of the epoch."""
+        """Return the number of steps of this rank from a position to the end of the epoch."""
 
 
 def _numbers(state: Mapping[str, Any], name: str) -> tuple[int, int]:
-    """Return epoch and position of a state; UsageError if it is no state."""
+    """Return the epoch and position of a state.
+
+    Raises:
+        UsageError: The state is invalid.
+    """
     if isinstance(state, Mapping):
         epoch, position = state.get("epoch"), state.get("position")
         if type(epoch) is int and type(position) is int:
@@ -184,18 +189,19 @@ _ADVICE = {
 
 
 class ResumableSampler(Resumable[T_co]):
-    """Make a sampler resumable, such as PyTorch's `DistributedSampler`: skip what was consumed.
+    """A wrapper that makes a sampler resumable, such as PyTorch's `DistributedSampler`.
 
-    It yields what the sampler yields, from the position on: `set_epoch`, `advance`, `state_dict`
-    and `load_state_dict` are those of `GlobalBatchSampler`, and a step is one item (give `advance`
-    the size of the batch). The world size must be that of the state: a `DistributedSampler`
-    of another one deals the samples out anew.
+    It yields the items of the sampler from the position on, and skips earlier ones. `set_epoch`,
+    `advance`, `state_dict` and `load_state_dict` are those of `GlobalBatchSampler`. A step is one
+    item, so call `advance` with the size of the batch. The world size must be that of the state,
+    because a `DistributedSampler` distributes the samples differently at another world size.
 
     Args:
-        sampler: Has a length, and yields the same items each time it is iterated in an epoch.
+        sampler: A sampler that has a length and yields the same items in every iteration of an
+            epoch.
 
     Raises:
-        UsageError: No length; or a sampler that draws another order at each iteration, such as
+        UsageError: The sampler has no length, or yields a different order in each iteration, like
             `RandomSampler`.
 
     Example:
@@ -212,7 +218,7 @@ class ResumableSampler(Resumable[T_co]):
             )
         inner: Any = sampler
         while inner is not None:
-            if hasattr(inner, "generator"):  # of RandomSampler and its like
+            if hasattr(inner, "generator"):  # RandomSampler and similar samplers
                 raise UsageError(
                     f"ResumableSampler: {type(inner).__name__} given, which draws another order at "
                     "each iteration: use GlobalBatchSampler, or DistributedSampler (in one process "
@@ -222,17 +228,17 @@ class ResumableSampler(Resumable[T_co]):
         self.sampler: Any = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch here and in the sampler within, if it knows epochs."""
+        """Set the epoch of this sampler, and that of the wrapped sampler if it supports epochs."""
         super().set_epoch(epoch)
         self._tell_epoch()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; see `Resumable.load_state_dict`."""
+        """Restore a state; see `Resumable.load_state_dict`."""
         super().load_state_dict(state)
         self._tell_epoch()
 
     def __len__(self) -> int:
-        """Return the items of the current iteration; once it has ended, those of the next."""
+        """Return the number of items in the current iteration, or in the next once it has ended."""
         return self._steps()
 
     def __iter__(self) -> Iterator[T_co]:

@@ -1,4 +1,4 @@
-"""Loops over uneven inputs: ranks that run out of data don't hang the rest."""
+"""Loops over uneven inputs, in which a rank that runs out of data does not block the others."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ __all__ = ["samples_in", "until_all_end", "until_one_ends"]
 
 T = TypeVar("T")
 
-# What a rank says instead of the number of its samples.
+# Values that a rank sends instead of its number of samples.
 _ENDED, _NOTHING, _FAILED = -1, -2, -3
 _END = object()
 
@@ -27,33 +27,33 @@ def until_all_end(
     example: T | None = None,
     size: Callable[[T], int] | None = None,
 ) -> Iterator[tuple[T, float]]:
-    """Yield batches with weights, as often on every rank, until all ranks have run out of data.
+    """Yield batches with weights, equally often on every rank, until all ranks run out of data.
 
-    Before each step the ranks agree, by an all-reduce of one int64 per rank. A rank that has run
-    out gets its last batch again, with weight 0: it makes the step as the others do, so any
-    collective in the loop finds all ranks. The weights of a step sum to 1 over the ranks.
+    Before each step the ranks agree by an all-reduce of one int64 per rank. A rank that has run out
+    of data gets its last batch again, with weight 0. It makes the same steps as the others, so
+    every collective in the loop includes all ranks. The weights of a step sum to 1 over the ranks.
 
-    A mean over the batch times the weight, summed over ranks, is the mean over all samples of
-    the step. So call `average_gradients(model, weight=weight)`; or, where gradients are averaged
-    over ranks (DDP, `DataParallel`), `(loss * weight * world_size).backward()`. The latter needs a
-    finite loss on every rank.
+    A mean over the batch times the weight, summed over the ranks, is the mean over all samples of
+    the step. Therefore call `average_gradients(model, weight=weight)`. If gradients are averaged
+    over the ranks (DDP, `DataParallel`), call `(loss * weight * world_size).backward()` instead,
+    which needs a finite loss on every rank.
 
-    What the loop does besides happens on batches of weight 0 too. Multiply by the weight what
-    counts; BatchNorm's statistics see the repeated batch.
+    The loop body also runs for batches of weight 0. Multiply everything that counts by the weight.
+    The statistics of BatchNorm include the repeated batch.
 
-    All ranks of the group must run the loop to its end. A rank that leaves it early (break, return,
-    an exception) is missed by the others at their next collective, which says so as the backend
-    does: "phalanx" names the rank. What the loader raises is told to all ranks. Without a process
-    group it is a plain loop.
+    All ranks of the group must run the loop to its end. If a rank leaves it early (break, return,
+    an exception), the next collective of the other ranks fails as defined by the backend; "phalanx"
+    names the rank. If a loader raises an exception, all ranks are notified. Without a process group
+    it is a plain loop.
 
     Args:
-        loader: Anything iterable: a `DataLoader`, also of an iterable data set, or a generator. Its
-            length isn't asked for.
+        loader: Any iterable, such as a `DataLoader` (even of an iterable data set) or a generator.
+            It needs no length.
         group: The group that makes the steps; the default group if None.
-        example: What a rank without any batch of its own computes on, with weight 0. Needed on
+        example: The batch, with weight 0, for a rank that has no batch of its own. Required on
             ranks that may have no data at all.
-        size: How many samples a batch counts for; `samples_in` if None. `lambda batch: 1` gives
-            ranks that have data the same weight.
+        size: A function that returns the number of samples in a batch; `samples_in` if None.
+            `lambda batch: 1` gives all ranks that have data the same weight.
 
     Yields:
         The batch and its weight, from 0 to 1.
@@ -61,8 +61,8 @@ def until_all_end(
     Raises:
         UsageError: A rank has no batch and no example while others have data (on all ranks), or
             this rank is not in the group.
-        PhalanxError: Another rank's loader, or `size`, raised; the message names the rank.
-        torch.distributed.DistBackendError: The backend failed: a rank died or didn't come.
+        PhalanxError: The loader or `size` of another rank raised; the message names the rank.
+        torch.distributed.DistBackendError: A rank died or did not join the collective.
 
     Example:
         >>> for (images, labels), weight in until_all_end(loader):
@@ -80,32 +80,32 @@ def until_one_ends(
     *,
     size: Callable[[T], int] | None = None,
 ) -> Iterator[tuple[T, float]]:
-    """Yield batches with weights until the first rank has run out of data; all stop together.
+    """Yield batches with weights until the first rank runs out of data; all stop together.
 
-    No batch is repeated, but what other ranks have left isn't seen; a batch that they fetched
-    for the step that doesn't happen is dropped. Otherwise as `until_all_end`.
+    No batch is repeated, but the remaining data of the other ranks is not used. A batch that they
+    fetched for the step that does not happen is dropped. Otherwise as `until_all_end`.
 
     Args:
-        loader: Anything iterable.
+        loader: Any iterable.
         group: The group that makes the steps; the default group if None.
-        size: How many samples a batch counts for; `samples_in` if None.
+        size: A function that returns the number of samples in a batch; `samples_in` if None.
 
     Yields:
         The batch and its weight, from 0 to 1.
 
     Raises:
         UsageError: This rank is not in the group.
-        PhalanxError: Another rank's loader, or `size`, raised; the message names the rank.
-        torch.distributed.DistBackendError: The backend failed: a rank died or didn't come.
+        PhalanxError: The loader or `size` of another rank raised; the message names the rank.
+        torch.distributed.DistBackendError: A rank died or did not join the collective.
     """
     return _Steps("until_one_ends", loader, group, size or samples_in, None).until_one_ends()
 
 
 def samples_in(batch: object) -> int:
-    """Return the first dimension of the first tensor in a batch, looking into nested containers.
+    """Return the length of the first tensor with a dimension in a batch, including nested ones.
 
     Raises:
-        UsageError: There is no tensor with a dimension.
+        UsageError: The batch has no tensor with at least one dimension.
     """
     if (tensor := _first_tensor(batch)) is None:
         raise UsageError(
@@ -133,7 +133,7 @@ class _Steps(Generic[T]):
     loader: Iterable[T]
     group: dist.ProcessGroup | None
     size: Callable[[T], int]
-    batch: T | None  # the last one, or the example
+    batch: T | None  # the last batch, or the example
     iterator: Iterator[T] | None = None
     step: int = 0
     ended: bool = False
@@ -159,7 +159,7 @@ class _Steps(Generic[T]):
             yield self.weighted(sizes)
 
     def agree(self) -> list[int]:
-        """Fetch a batch; return how many samples each rank has, or what it says instead."""
+        """Fetch a batch; return each rank's number of samples or status code. Collective."""
         table: list[int | float] = [0] * self.world_size
         table[self.rank] = self.fetch()
         self.step += 1
@@ -185,7 +185,7 @@ class _Steps(Generic[T]):
             if batch is not _END:
                 self.batch = cast(T, batch)
                 return self.measured(self.batch)
-        except Exception as error:  # noqa: BLE001 - it is raised once the others know: they wait
+        except Exception as error:  # noqa: BLE001 - raised after the waiting ranks are notified
             self.error = error
             return _FAILED
         self.ended = True

@@ -1,13 +1,13 @@
-"""Is this machine fit for Phalanx, and the network between machines?
+"""Checks of this machine and of the network between machines, behind `phalanx doctor`.
 
-- `finding`: what a check says: a level, a sentence, and what to do next.
+- `finding`: the result of a check: a level, a sentence, and advice.
 - `versions`, `environment`, `machine`, `kernel`, `network`, `libraries`, `devices`: one area each,
-  a function `check` that looks and changes nothing. `examination` calls them all.
-- `peers`: every pair of hosts probed: whether they reach each other, how late and how fast.
-- `show` prints it for people, `report` for programs.
+  with a function `check` that changes nothing. `examination` calls them all.
+- `peers`: probes of every pair of hosts: reachability, latency and bandwidth.
+- `show` prints the findings for people, `report` formats them for programs.
 
-A check tries what Phalanx will do rather than asking for version numbers: it makes a segment, opens
-the memory of another process, loads the MPI library.
+A check tries the calls that Phalanx makes rather than comparing version numbers: it creates a
+segment, opens the memory of another process and loads the MPI library.
 """
 
 from phalanx.doctor.examination import examine

@@ -1,4 +1,4 @@
-"""GPUs: those that torch can use, and those that it can't."""
+"""Checks of GPUs: usable by torch, or only known to the driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SECONDS = 20.0
 
 
 def check() -> list[Finding]:
-    """What torch sees, compared with what the driver's own tool sees."""
+    """Compare the GPUs that torch can use with those that nvidia-smi lists."""
     there = _driver()
     if torch.cuda.is_available():
         return [_usable()]
@@ -49,7 +49,7 @@ def _usable() -> Finding:
 
 
 def _driver() -> list[str]:
-    """The GPUs that nvidia-smi lists; none if it isn't there or doesn't answer."""
+    """Return the names of the GPUs that nvidia-smi lists; empty if it is absent or fails."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return []

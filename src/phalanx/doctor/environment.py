@@ -1,4 +1,4 @@
-"""The environment variables that Phalanx reads: malformed, or misspelt."""
+"""Checks of the environment variables that Phalanx reads: malformed or misspelt ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KERNELS = ("baseline", "avx2", "avx512")
 
 
 def check() -> list[Finding]:
-    """One finding for each variable that is wrong; one in all if none is."""
+    """Return one finding for each wrong variable, or a single finding if all are right."""
     found = [*_malformed(), *_choices(), *_unknown()]
     if found:
         return found

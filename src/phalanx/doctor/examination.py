@@ -1,4 +1,4 @@
-"""All checks of this machine, in the order in which they are shown."""
+"""All checks of this machine, in display order."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _CHECKS = (
 
 
 def examine() -> list[Finding]:
-    """Look at this machine as this process finds it; takes some seconds and changes nothing."""
+    """Run all checks of this machine in this process; takes some seconds and changes nothing."""
     found = versions.check()
     if any(finding.level == "problem" for finding in found):
-        return found  # nothing else could be tried
+        return found  # the other checks need torch.distributed and the core
     return found + [finding for check in _CHECKS for finding in check()]

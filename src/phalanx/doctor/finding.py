@@ -1,4 +1,4 @@
-"""What a check says."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Level = Literal["ok", "note", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """A finding about one subject.
 
     Attributes:
-        area: Under which heading it stands.
-        name: What was looked at; with the area it stays the same from version to version.
-        level: "ok"; "note": Phalanx works, but not all of it or not at its best; "problem".
-        words: What was found, a sentence without its full stop.
-        advice: What to do next; empty if all is well.
-        values: The same as numbers and texts, for programs.
+        area: Heading of the finding.
+        name: Subject of the finding. Area and name are stable across versions.
+        level: "ok"; "note" if Phalanx works, but not completely or not at its best; or "problem".
+        words: Description of the finding, a sentence without its full stop.
+        advice: Suggested next step; empty if all is well.
+        values: The same information as numbers and strings, for programs.
     """
 
     area: str
@@ -35,29 +35,29 @@ class Finding:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """Return the finding as a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod
     def parse(cls, found: Mapping[str, Any]) -> Finding:
-        """From what `as_json` gave, perhaps on another host."""
+        """Create a finding from the result of `as_json`, perhaps of another host."""
         return cls(**found)
 
 
 @dataclass(frozen=True)
 class Says:
-    """Makes the findings of one area."""
+    """A factory of the findings of one area."""
 
     area: str
 
     def ok(self, name: str, words: str, /, **values: Any) -> Finding:
-        """All is well."""
+        """Create a finding that all is well."""
         return Finding(self.area, name, "ok", words, "", values)
 
     def note(self, name: str, words: str, advice: str, /, **values: Any) -> Finding:
-        """It works, but there is something to know."""
+        """Create a finding that the subject works, with a limitation."""
         return Finding(self.area, name, "note", words, advice, values)
 
     def problem(self, name: str, words: str, advice: str, /, **values: Any) -> Finding:
-        """It doesn't work."""
+        """Create a finding that the subject does not work."""
         return Finding(self.area, name, "problem", words, advice, values)

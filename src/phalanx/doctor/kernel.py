@@ -1,4 +1,4 @@
-"""What Phalanx needs of the kernel, tried out: the same calls that a rank makes."""
+"""Checks of the kernel features that Phalanx needs, by the same calls that a rank makes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _CHILD_SECONDS = 10.0
 _POPULATES = (5, 14)
 _WORDS = b"phalanx doctor"
 
-# Another process: a piece of memory of its own, and whether it can open that of its parent.
+# Runs in a child process: creates memory of its own and tries to open its parent's memory.
 _CHILD = """
 import os, sys
 mine = os.memfd_create("phalanx-doctor")
@@ -38,7 +38,7 @@ sys.stdin.read()
 
 
 def check() -> list[Finding]:
-    """Shared memory, opening a peer's, watching a peer's process."""
+    """Check shared memory, access to a peer's memory, and watching a peer's process."""
     return [_version(), _segment(), _arena(), _peers(), _watching()]
 
 
@@ -59,14 +59,14 @@ def _version() -> Finding:
 
 
 def _container() -> str:
-    """What this process seems to be confined by; empty for a machine of its own."""
+    """Return the kind of container that this process seems to run in; empty if none."""
     if Path("/.dockerenv").exists():
         return "docker"
     if Path("/run/.containerenv").exists():
         return "podman"
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         return "kubernetes"
-    return os.environ.get("container", "")  # noqa: SIM112 - systemd's name for it
+    return os.environ.get("container", "")  # noqa: SIM112 - the name that systemd uses
 
 
 def _segment() -> Finding:
@@ -120,7 +120,11 @@ def _peers() -> Finding:
 
 
 def _with_child(fd: int) -> tuple[str, str]:
-    """Whether a child can open this process's memory, and this process the child's."""
+    """Try to open this process's memory in a child, and the child's memory here.
+
+    Returns:
+        The results of the child and of this process: "yes", or the reason of the failure.
+    """
     answer, given = os.pipe()
     own = [str(os.getpid()), str(fd), _WORDS.decode()]
     command = [sys.executable, "-I", "-S", "-c", _CHILD, *own]

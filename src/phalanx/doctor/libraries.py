@@ -1,4 +1,4 @@
-"""What carries bytes between hosts, and what starts ranks there."""
+"""Checks of the libraries that connect hosts and of the programs that start ranks there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["check"]
 _says = Says("engines")
 _SECONDS = 30.0
 
-# Loading an MPI library in this process would tie it to that library; a library can also crash.
+# Run in a child process: loading an MPI library here would tie this process to it, and could crash.
 _LOAD = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -27,7 +27,7 @@ print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0].strip())
 
 
 def check() -> list[Finding]:
-    """Gloo, MPI, ZeroMQ; ssh and Slurm."""
+    """Check Gloo, MPI, ZeroMQ, ssh and Slurm."""
     return [_gloo(), _mpi(), _zeromq(), _ssh(), *_slurm()]
 
 
@@ -75,13 +75,16 @@ def _mpi() -> Finding:
 
 
 def _launcher() -> str | None:
-    """That of a wheel is beside Python, whether or not its environment is active."""
+    """Return the path of the MPI launcher, or None.
+
+    The launcher of a wheel is beside Python, even if Python's environment is not active.
+    """
     where = os.pathsep.join((os.environ.get("PATH", ""), os.path.dirname(sys.executable)))
     return shutil.which("mpirun", path=where) or shutil.which("mpiexec", path=where)
 
 
 def _library() -> tuple[str, str]:
-    """The MPI library that mpi4py loads, or why it can't."""
+    """Return the MPI library that mpi4py loads and an empty string, or "" and the reason."""
     command = [sys.executable, "-c", _LOAD]
     try:
         ended = subprocess.run(

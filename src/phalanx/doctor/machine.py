@@ -1,4 +1,4 @@
-"""What there is to work with: cores, memory, open files, a place for the records of jobs."""
+"""Checks of the machine's resources: cores, memory, open files, and storage for job records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from phalanx import env
 from phalanx.bench.machine import machine
 from phalanx.doctor.finding import Finding, Says
 from phalanx.launch.cores import limits, usable_cores
-from phalanx.observe.directory import names
+from phalanx.observe.job_directory import list_job_names
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,13 +23,13 @@ __all__ = ["check"]
 _says = Says("machine")
 _GIB = 2**30
 _ROOMY = _GIB
-"""Bytes of memory below which ranks with torch in them are at risk: each takes some 300 MiB."""
+"""Bytes of free memory below which the check warns; a rank with torch takes some 300 MiB."""
 _FILES = 1024
 _DISK = 64 * 2**20
 
 
 def check() -> list[Finding]:
-    """Cores, memory, limits of this process, and where records go."""
+    """Check cores, memory, the limits of this process, and the folder of job records."""
     return [_cores(), _memory(), _address_space(), _files(), _records()]
 
 
@@ -105,7 +105,7 @@ def _files() -> Finding:
 def _records() -> Finding:
     try:
         base = env.jobs_directory()
-        jobs = names(base)
+        jobs = list_job_names(base)
     except ValueError:
         return _says.note("records", "where the records of jobs go isn't known", "See above.")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Interfaces, and at which address other hosts would reach this one."""
+"""Checks of the network interfaces and of the address at which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["check", "listening_address"]
 
 _says = Says("network")
 _ELSEWHERE = "198.51.100.1"
-"""An address of no host. Nothing is sent to it: the kernel only says which way it would go."""
+"""An address that no host has, used to look up the kernel's route. Nothing is sent to it."""
 
 
 def check() -> list[Finding]:
-    """Each interface with a link or an address, the address that is chosen, and the own name."""
+    """Check each interface with a link or an address, the chosen address, and the host name."""
     return [*_interfaces(), _chosen(), _name()]
 
 
 def listening_address(towards: str = "") -> str:
-    """At which address this machine would listen for other hosts; empty if there is none.
+    """Return the address at which this machine listens for other hosts; empty if there is none.
 
     Args:
-        towards: A host that it is to reach; any outside of this machine if not given.
+        towards: Host that must be reachable; if empty, any host outside of this machine.
 
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
@@ -45,7 +45,7 @@ def _interfaces() -> list[Finding]:
         own = [each.address for each in addresses.get(name, ()) if each.family in kinds]
         if "loopback" in state.flags or not (own or state.isup):
             continue
-        # The kernel says 0 where there is no such thing, as for a virtual interface.
+        # The kernel reports 0 if the speed is unknown, for example for a virtual interface.
         speed = f", {state.speed} Mbit/s" if state.speed else ""
         words = f"{name}: {', '.join(own) or 'no address'}, MTU {state.mtu}{speed}"
         values = {

@@ -1,4 +1,4 @@
-"""The findings, for programs; docs/doctor.md describes the form."""
+"""Findings as JSON, for programs; docs/doctor.md describes the schema."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "fit"]
 
 SCHEMA = 1
-"""Of the form; what is added to it doesn't change this number."""
+"""Version of the schema; additions do not change it."""
 
 
 def fit(findings: Sequence[Finding]) -> bool:
-    """Whether there is no problem."""
+    """Return whether no finding is a problem."""
     return all(finding.level != "problem" for finding in findings)
 
 
 def as_json(findings: Sequence[Finding], network: Network | None) -> dict[str, Any]:
-    """All that was found.
+    """Return all findings and measurements as a JSON object.
 
     Args:
-        findings: On this machine, and between hosts.
-        network: What was measured between hosts; None if nothing was.
+        findings: Findings about this machine and about other hosts.
+        network: Measurements between hosts; None if there are none.
     """
     return {
         "schema": SCHEMA,

@@ -1,4 +1,4 @@
-"""The findings, for people."""
+"""Findings as text, for people."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST = 600
 
 
 def show(findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings under their headings; what to do stands below each."""
+    """Print the findings under their headings, each followed by its advice."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -40,7 +40,7 @@ def show(findings: Sequence[Finding], console: Console) -> None:
 
 
 def verdict(findings: Sequence[Finding], console: Console) -> None:
-    """Print one line: fit or not."""
+    """Print one line that says whether this machine is fit for Phalanx."""
     problems, notes = (
         sum(finding.level == level for finding in findings) for level in ("problem", "note")
     )

@@ -1,4 +1,4 @@
-"""What is installed: Python, torch, Phalanx and its core."""
+"""Checks of the installed versions: Python, torch, Phalanx and its core."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib import metadata
 import torch.distributed as dist
 
 from phalanx.doctor.finding import Finding, Says
+from phalanx.torch_versions import SUPPORTED, is_tested
 
 __all__ = ["check"]
 
@@ -15,7 +16,7 @@ _says = Says("versions")
 
 
 def check() -> list[Finding]:
-    """Versions, and whether the core can be loaded."""
+    """Check the versions, and that the core can be loaded."""
     python = platform.python_version()
     return [_says.ok("python", f"Python {python}", version=python), _torch(), _core()]
 
@@ -27,6 +28,14 @@ def _torch() -> Finding:
             "torch",
             f"torch {version} was built without torch.distributed",
             "Install one of PyTorch's own builds: pip install torch.",
+            version=version,
+        )
+    if not is_tested(version):
+        oldest, newest = (".".join(map(str, release)) for release in SUPPORTED)
+        return _says.note(
+            "torch",
+            f"torch {version}, which this version of Phalanx isn't tested with",
+            f"If something fails, install a version from {oldest} to {newest}.",
             version=version,
         )
     return _says.ok("torch", f"torch {version}", version=version)

@@ -1,4 +1,4 @@
-"""A transfer whose end an engine announces, which hears of it in a thread of its own."""
+"""A transfer whose end is announced by a thread of the engine."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Announced"]
 
 
 class Announced(Transfer):
-    """Ends when `end` is called; only the first time counts.
+    """A transfer that ends when `end` is called.
 
     Args:
-        data: The caller's bytes.
-        later: Has something called soon, in a thread of the engine.
+        data: The caller's buffer.
+        later: Schedules a function in a thread of the engine.
     """
 
     def __init__(self, data: memoryview, later: Callable[[Callable[[], None]], None]) -> None:
@@ -30,7 +30,11 @@ class Announced(Transfer):
         self._call: Callable[[], None] | None = None
 
     def end(self, error: EngineError | None = None) -> None:
-        """It is over; with an error, if it can't be done."""
+        """End the transfer; calls after the first do nothing.
+
+        Args:
+            error: The error with which the transfer fails, or None on success.
+        """
         with self._lock:
             if self._ended.is_set():
                 return
@@ -40,7 +44,7 @@ class Announced(Transfer):
         if call is not None:
             self._later(call)
 
-    def wait(self, seconds: float) -> bool:  # noqa: D102 - `interface.py` does
+    def wait(self, seconds: float) -> bool:  # noqa: D102 - documented in `interface.py`
         if not self._ended.wait(seconds):
             return False
         if self._error is not None:

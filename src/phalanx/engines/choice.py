@@ -1,4 +1,4 @@
-"""Which engine a group uses."""
+"""Selection of a group's engine."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ __all__ = ["DEFAULT", "NAMES", "check_name", "open_engine"]
 
 DEFAULT = "gloo"
 NAMES = ("gloo", "mpi", "relay", "nccl")
-"""With "nccl", CUDA tensors must go to NCCL (`phalanx.backend.cuda`); others go as with "gloo"."""
+"""With "nccl", CUDA tensors must use NCCL (`phalanx.backend.cuda`); others use Gloo."""
 _MPI_SECONDS = 60.0
-"""How long the processes that mpirun has started wait for each other, before the first group."""
+"""Seconds that the processes started by mpirun wait for each other before the first group."""
 
 
 def check_name(name: object, where: str = "") -> None:
-    """Raise `UsageError` if there is no such engine, or none here.
+    """Check that an engine is known, and installed if it needs NCCL or pyzmq.
 
     Args:
-        name: What was given.
-        where: Text before the message, such as where it was given.
+        name: The name of the engine.
+        where: Text before the error message, such as the source of the name.
+
+    Raises:
+        UsageError: The name is unknown, or NCCL or pyzmq is not installed.
     """
     if name not in NAMES:
         raise UsageError(f"{where}engine is {name!r}: expected one of {', '.join(NAMES)}")
@@ -46,18 +49,18 @@ def check_name(name: object, where: str = "") -> None:
 
 
 def open_engine(name: str, store: Store, rank: int, size: int, address: str) -> Engine:
-    """Make this rank's end of an engine; connections come into being when they are first used.
+    """Open this rank's end of an engine; connections to peers are made when first used.
 
     Args:
         name: One of `NAMES`.
-        store: Where the ranks find each other; its keys are this engine's own.
+        store: The store through which the ranks find each other, for this engine only.
         rank: This rank in the group.
         size: World size of the group.
-        address: Where this rank listens: an address of an interface that the others reach.
+        address: The address on which this rank listens, of an interface that its peers can reach.
 
     Raises:
-        UsageError: There is no such engine, or it isn't installed.
-        EngineError: It can't be had here.
+        UsageError: The engine is unknown or not installed.
+        EngineError: The engine cannot be opened.
     """
     check_name(name)
     if name == "mpi":

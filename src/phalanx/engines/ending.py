@@ -1,10 +1,10 @@
-"""What engines do when the process ends: after its groups have left, whoever was loaded first.
+"""Shutdown of engines at the end of the process, after its groups have left.
 
-Threads that are inside of a library must come back before: one that comes back to an interpreter
-that ends, before Python 3.14, ends the process with "terminate called".
+Threads inside a library must return before the interpreter ends: before Python 3.14, a thread that
+returns to an ending interpreter terminates the process with "terminate called".
 
-Groups leave in a function of `atexit`, which calls the last that was registered first. This module
-is below them, so what it registers runs after theirs.
+Groups leave in an `atexit` function, and `atexit` calls the last registered function first. This
+module must be imported before that function is registered, so that its own function runs later.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["at_the_end", "inside_a_library"]
 
 _LONGEST = 10.0
-"""Seconds that the end of a process waits for calls that threads have not come back from."""
+"""Most seconds that the end of the process waits for threads inside a library."""
 _calls: list[Callable[[], None]] = []
 
 
 class _Inside:
-    """How many threads are inside of a library."""
+    """The number of threads inside a library."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -37,13 +37,13 @@ _inside = _Inside()
 
 
 def at_the_end(call: Callable[[], None]) -> None:
-    """Have something called at the end of this process, when its groups need no engine more."""
+    """Register a function to call at the end of this process, after its groups have left."""
     _calls.append(call)
 
 
 @contextlib.contextmanager
 def inside_a_library() -> Iterator[None]:
-    """For a daemon thread, around what may take long: the end of the process waits for it."""
+    """Make the end of the process wait for the enclosed call of a daemon thread."""
     with _inside.changed:
         _inside.count += 1
     try:
@@ -55,7 +55,7 @@ def inside_a_library() -> Iterator[None]:
 
 
 def _in_child() -> None:
-    _inside.__init__()  # type: ignore[misc] # those threads are the parent's
+    _inside.__init__()  # type: ignore[misc] # a child process has none of the parent's threads
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -1,13 +1,18 @@
-"""Gloo, as it comes with PyTorch: TCP between any two ranks.
+"""The engine of PyTorch's Gloo: TCP between any two ranks.
 
-Gloo has no way to look whether something has ended, and a wait of it that times out closes all of
-the process's connections. So threads wait, as long as it takes, for those who wait with a limit;
-and such a time-out is how an engine is aborted: peers find their connections closed. Connections
-are made with what is first posted to a peer, in a thread too: that peer may never answer.
+Gloo cannot test whether a transfer has ended, and a wait that times out closes all connections of
+the process. So threads wait without a limit on behalf of callers that wait with one. To abort an
+engine, such a time-out is caused deliberately; peers then find their connections closed. A
+connection is made with the first post to a peer. This happens in a thread too, since the peer may
+never answer.
 
-A connection that is closed while something unread has come to it drops what it has not yet sent. So
-who leaves says so to each peer on the connection itself, behind all that it has sent, and closes
-when the peer has answered.
+A time-out while a connection is being made lets Gloo end the process as soon as the connection is
+made (`ex_ == nullptr`, in a thread of Gloo, torch 2.13). So two ranks begin to connect only after
+each has declared in the store that it wants the other. That keeps connecting short, and an abort
+waits for its end. Meanwhile, `liveness` shows whether the peer still exists.
+
+A connection that is closed while it holds unread data drops its unsent data. So a rank that leaves
+tells each peer on the connection itself, behind all sent data, and closes after the peer's answer.
 """
 
 from __future__ import annotations
@@ -27,7 +32,9 @@ from torch.distributed import DistError, ProcessGroupGloo
 from phalanx import env_hosts
 from phalanx.engines.ending import inside_a_library
 from phalanx.engines.interface import Engine, EngineError, Transfer
+from phalanx.engines.liveness import Liveness, Probe
 from phalanx.errors import UsageError
+from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,23 +43,27 @@ if TYPE_CHECKING:
 
 __all__ = ["GlooEngine"]
 
-_gloo: Any = ProcessGroupGloo  # whose stub is not all of it
-# Nobody waits so long: limits are those of the waits for a transfer.
+_gloo: Any = ProcessGroupGloo  # its type stub is incomplete
+# Never reached: limits are those of the waits for a transfer.
 _FOR_EVER = timedelta(days=365)
 _AT_ONCE = timedelta(milliseconds=1)
 _ABORT_TAG = 2**31 - 1
 _PARTING_TAG = 2**31 - 3
 _LEAVES, _GOES = 1, 2
 _PARTING_SECONDS = 2.0
-_HERE = "here/{}"
-"""Set in the store by a rank whose address can be read there."""
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
-"""Seconds between two looks for a peer that isn't here yet."""
+_CONNECTING_SECONDS = 0.5
+"""Seconds within which a connection that both ranks want is made, unless one stopped or died."""
+_WANTS = "{}/wants/{}"
+"""Key set in the store by a rank that has a transfer to post to a peer."""
+_ALIVE = "{}/alive"
+"""Key with the `Liveness.at` of a rank; empty once the rank has left."""
+_LONGEST_PAUSE = 0.1
+"""Most seconds between two checks whether a peer wants this rank."""
 _ABORTED = "this rank has closed its connections"
 
 
 class _Waiters:
-    """Threads that wait inside of Gloo: as many as wait at once."""
+    """A pool of threads that wait inside Gloo, one for each concurrent wait."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -71,7 +82,10 @@ class _Waiters:
             self._calls.put(call)
 
     def stop(self, seconds: float) -> None:
-        """End them, when all waits have: one that comes back to an interpreter that ends aborts."""
+        """End the threads after their waits; block for up to `seconds`.
+
+        A thread that returns from Gloo to an ending interpreter would abort the process.
+        """
         with self._lock:
             threads = list(self._threads)
             for _ in threads:
@@ -102,7 +116,7 @@ class _GlooTransfer(Transfer):
         self._call: Callable[[], None] | None = None
 
     def begin(self, work: Any) -> None:
-        """Gloo has taken it."""
+        """Set the work object that Gloo returned for this transfer."""
         with self._lock:
             self._work = work
             wanted = self._wanted
@@ -110,7 +124,7 @@ class _GlooTransfer(Transfer):
             self._waiters.start(self._wait)
 
     def fail(self, error: EngineError) -> None:
-        """Gloo will not do it, or not to its end."""
+        """End the transfer with an error."""
         self._end(error)
 
     def wait(self, seconds: float) -> bool:
@@ -130,7 +144,7 @@ class _GlooTransfer(Transfer):
         self._want()
 
     def _want(self) -> None:
-        """Have a thread wait for it, once it has begun."""
+        """Start a thread that waits for the transfer, once it has begun."""
         with self._lock:
             start = not self._wanted and self._work is not None
             self._wanted = True
@@ -140,7 +154,7 @@ class _GlooTransfer(Transfer):
     def _wait(self) -> None:
         with self._lock:
             work = self._work
-        if work is None:  # it has failed meanwhile
+        if work is None:  # the transfer has failed meanwhile
             return
         try:
             work.wait()
@@ -165,22 +179,26 @@ class _GlooTransfer(Transfer):
 
 
 class _Posts:
-    """What is to be posted to one peer, in order: Gloo connects with the first, which may block."""
+    """The connection state of one peer, with the posts that wait for the connection, in order."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.connected = self.connecting = False
+        self.connected = False
+        self.wanted = False
+        """True once a transfer was posted to the peer."""
+        self.entered = False
+        """True once Gloo is making the connection or has made it."""
         self.waiting: deque[tuple[Callable[[], Any], _GlooTransfer]] = deque()
         self.lost = ""
-        """Why there will be no connection."""
+        """The reason why there will be no connection; empty if there may be one."""
         self.settled = threading.Event()
-        """There is one, or there won't be."""
+        """Set when the connection is made or has failed."""
         self.may_go = threading.Event()
-        """The peer has all that was sent to it, or is gone."""
+        """Set when the peer has received all sent data, or is gone."""
 
 
 class GlooEngine(Engine):
-    """One rank's end: see `open_engine` for the arguments."""
+    """A rank's end of Gloo; see `open_engine` for the arguments."""
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
         _check_advertised()
@@ -191,14 +209,15 @@ class GlooEngine(Engine):
             device = _gloo.create_device(hostname=address, lazy_init=True)
             options._devices = [device]
             self._group: Any = _gloo(store, rank, size, options)
-        except RuntimeError as error:
+            self._liveness = Liveness(address)
+        except (OSError, RuntimeError) as error:
             raise EngineError(-1, f"Gloo can't listen on {address}: {_reason(error)}") from None
-        self._store = store
-        store.set(_HERE.format(rank), "")
+        self._store, self._rank = store, rank
         self._waiters = _Waiters()
         self._posts = [_Posts() for _ in range(size)]
-        self._said: list[object] = []  # which Gloo reads yet
+        self._said: list[object] = []  # buffers that Gloo may still read
         self._aborted = False
+        store.set(_ALIVE.format(rank), self._liveness.at)
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._post("send", data, peer, tag)
@@ -210,91 +229,130 @@ class GlooEngine(Engine):
         if self._aborted:
             return
         self._aborted = True
-        # One time-out closes all connections; one that is closed already times nothing out.
+        self._await_connections(time.monotonic() + _CONNECTING_SECONDS)
+        # One time-out closes all connections, but a receive on a closed one does not time out.
         for peer in [peer for peer, posts in enumerate(self._posts) if posts.connected]:
             with contextlib.suppress(RuntimeError):
                 self._group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
         for posts in self._posts:
-            with posts.lock:
-                waiting = list(posts.waiting)
-                posts.waiting.clear()
-            for _, transfer in waiting:
-                transfer.fail(EngineError(-1, _ABORTED))
+            self._fail(posts, -1, _ABORTED)
+        self._liveness.close()
 
     def close(self) -> None:
         if not self._aborted:
             self._part()
-        self.abort()  # else a receive that nobody answers would hold the connections
+            with contextlib.suppress(DistError, RuntimeError):
+                self._store.set(_ALIVE.format(self._rank), "")
+        self.abort()  # otherwise an unanswered receive would keep the connections open
         self._waiters.stop(_PARTING_SECONDS)
         self._group = None
 
     def _post(self, name: str, data: memoryview, peer: int, tag: int) -> Transfer:
-        group = self._group
-        if self._aborted or group is None:
-            raise EngineError(peer, _ABORTED)
-        how = getattr(group, name)
         tensor = torch.frombuffer(data, dtype=torch.uint8)
         transfer, posts = _GlooTransfer(peer, self._waiters), self._posts[peer]
         with posts.lock:
+            group = self._group
+            if self._aborted or group is None:
+                raise EngineError(peer, _ABORTED)
             if posts.lost:
                 raise EngineError(peer, posts.lost)
+            post = partial(getattr(group, name), [tensor], peer, tag)
             if posts.connected:
-                self._begin(partial(how, [tensor], peer, tag), transfer)
+                self._begin(post, transfer)
             else:
-                posts.waiting.append((partial(how, [tensor], peer, tag), transfer))
-                if not posts.connecting:
-                    posts.connecting = True
+                posts.waiting.append((post, transfer))
+                if not posts.wanted:
+                    posts.wanted = True
                     self._waiters.start(lambda: self._connect(posts, peer))
         return transfer
 
     def _connect(self, posts: _Posts, peer: int) -> None:
-        """Post what waits for a connection, which the first of it makes."""
-        # Gloo would wait for the peer in the store, and let nobody else use either meanwhile.
-        try:
-            self._await(peer)
-        except (DistError, RuntimeError) as error:
-            self._lose(posts, f"the store can't say where it is: {_reason(error)}")
-            return
-        while True:
-            with posts.lock:
-                if not posts.waiting:
-                    new = not posts.connected
-                    posts.connected, posts.connecting = True, False
-                    posts.settled.set()
-                    if new:
-                        self._waiters.start(lambda: self._answer(posts, peer))
-                    return
-                post, transfer = posts.waiting[0]
-            self._begin(post, transfer)
-            with posts.lock:
-                if posts.waiting:  # else it was aborted meanwhile
-                    posts.waiting.popleft()
+        """Connect with a peer when it wants this rank too, and post the waiting transfers.
 
-    def _await(self, peer: int) -> None:
-        pause = _FIRST_PAUSE
-        while not self._aborted and not self._store.check([_HERE.format(peer)]):
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+        Then serve the connection's leave protocol until the connection is closed.
+        """
+        word = torch.zeros(1, dtype=torch.uint8)
+        try:
+            if not self._await_peer(peer):
+                return
+            with posts.lock:
+                if self._aborted:
+                    return
+                posts.entered = True
+            parting = self._group.recv([word], peer, _PARTING_TAG)
+        except (AttributeError, DistError, RuntimeError) as error:
+            with posts.lock:
+                posts.lost = _reason(error)
+            self._fail(posts, peer, posts.lost)
+            posts.settled.set()
+            return
+        with posts.lock:
+            posts.connected = True
+            while posts.waiting and not self._aborted:
+                self._begin(*posts.waiting.popleft())
+            posts.settled.set()
+        self._answer(posts, peer, word, parting)
+
+    def _await_peer(self, peer: int) -> bool:
+        """Block until the peer wants this rank; return False if the engine is aborted before.
+
+        Raises:
+            RuntimeError: The peer has left, or its process has ended.
+        """
+        self._store.set(_WANTS.format(self._rank, peer), "")
+        probe: Probe | None = None
+        try:
+            for _ in attempts(longest=_LONGEST_PAUSE):
+                if self._aborted:
+                    break
+                if self._store.check([_WANTS.format(peer, self._rank)]):
+                    self._alive(peer)
+                    return True
+                if probe is None and self._store.check([_ALIVE.format(peer)]):
+                    probe = Probe(self._alive(peer))
+                if probe is not None and (reason := probe.ended()):
+                    self._alive(peer)
+                    raise RuntimeError(reason)
+        finally:
+            if probe is not None:
+                probe.close()
+        return False
+
+    def _alive(self, peer: int) -> str:
+        """Return the peer's `Liveness.at`.
+
+        Raises:
+            RuntimeError: The peer has left.
+        """
+        if at := self._store.get(_ALIVE.format(peer)).decode():
+            return str(at)
+        raise RuntimeError("it has left")
+
+    def _await_connections(self, end: float) -> None:
+        """Block until no connection is being made, or until `end` on the monotonic clock."""
+        for posts in self._posts:
+            with posts.lock:
+                entered = posts.entered
+            if entered:
+                posts.settled.wait(max(0.0, end - time.monotonic()))
 
     @staticmethod
-    def _lose(posts: _Posts, reason: str) -> None:
+    def _fail(posts: _Posts, peer: int, reason: str) -> None:
+        """Fail the transfers that wait for a connection."""
         with posts.lock:
-            posts.lost = reason
-            posts.settled.set()
             waiting = list(posts.waiting)
             posts.waiting.clear()
         for _, transfer in waiting:
-            transfer.fail(EngineError(transfer.peer, reason))
+            transfer.fail(EngineError(peer, reason))
 
     def _part(self) -> None:
-        """Let all peers have what was sent to them.
+        """Wait, for 2 s at most, until all peers have received the data sent to them.
 
-        Those too to which a connection is just being made: Gloo ends the process of a peer that is
-        in the middle of that when this one closes (`ex_ == nullptr`, from a thread of its own).
+        This includes peers that do not want this rank yet.
         """
         end = time.monotonic() + _PARTING_SECONDS
         for posts in self._posts:
-            if posts.connecting:
+            if posts.wanted:
                 posts.settled.wait(max(0.0, end - time.monotonic()))
         connected = [(peer, posts) for peer, posts in enumerate(self._posts) if posts.connected]
         for peer, _ in connected:
@@ -302,17 +360,17 @@ class GlooEngine(Engine):
         for _, posts in connected:
             posts.may_go.wait(max(0.0, end - time.monotonic()))
 
-    def _answer(self, posts: _Posts, peer: int) -> None:
-        """Answer a peer that leaves, and hear its answer, as long as the connection is there."""
+    def _answer(self, posts: _Posts, peer: int, word: torch.Tensor, parting: Any) -> None:
+        """Answer a leaving peer, and receive its answers, until the connection is closed."""
         try:
-            while not self._aborted:
-                word = torch.zeros(1, dtype=torch.uint8)
-                self._group.recv([word], peer, _PARTING_TAG).wait()
+            while True:
+                parting.wait()
                 if word.item() == _LEAVES:
                     self._say(peer, _GOES)
                 else:
                     posts.may_go.set()
-        except (AttributeError, RuntimeError):  # it is closed, at one end or the other
+                parting = self._group.recv([word], peer, _PARTING_TAG)
+        except (AttributeError, RuntimeError):  # closed, here or by the peer
             posts.may_go.set()
 
     def _say(self, peer: int, word: int) -> None:
@@ -329,7 +387,13 @@ class GlooEngine(Engine):
 
 
 def _check_advertised() -> None:
-    """Gloo tells peers the address on which it listens, and by these decides who connects."""
+    """Check that no advertised address is set.
+
+    Gloo gives its listening address to peers, and decides by these addresses which side connects.
+
+    Raises:
+        UsageError: An advertised address is set, or it is malformed.
+    """
     try:
         host, _ = env_hosts.advertised()
     except ValueError as error:
@@ -342,6 +406,6 @@ def _check_advertised() -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Gloo's words, without where in its source they stand."""
+    """Return Gloo's error message without its source location."""
     text = str(error).partition("\n")[0]
     return text.partition("] ")[2] if text.startswith("[/") else text

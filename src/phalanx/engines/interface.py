@@ -1,4 +1,4 @@
-"""What an engine is to the rest of Phalanx."""
+"""The interface between engines and the rest of Phalanx."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ __all__ = ["Engine", "EngineError", "Transfer"]
 
 
 class EngineError(Exception):
-    """An engine can't carry something: its peer is gone, or it was aborted.
+    """A transfer cannot be carried out: its peer is gone, or the engine was aborted.
 
     Attributes:
-        peer: The rank that it was for or from; -1 if it isn't known.
+        peer: The rank that the transfer needs, or through which its connections lead; -1 if
+            unknown.
     """
 
     def __init__(self, peer: int, reason: str) -> None:
@@ -24,38 +25,44 @@ class EngineError(Exception):
 
 
 class Transfer(ABC):
-    """A send or a receive that has been posted. Its buffer belongs to it until it has ended."""
+    """A posted send or receive, which owns its buffer until it has ended."""
 
     @abstractmethod
     def wait(self, seconds: float) -> bool:
-        """Block until it has ended, for so many seconds at most; whether it has.
+        """Block until the transfer has ended, and return whether it has.
 
-        A send has ended when its buffer may be used again. What was not waited for to its end may
-        be waited for again.
+        A send has ended when its buffer may be used again. After a wait that returns False, the
+        transfer may be waited for again.
+
+        Args:
+            seconds: The longest time to wait, in seconds.
 
         Raises:
-            EngineError: It can't end any more. So says every later wait.
+            EngineError: The transfer has failed. Every later wait raises the same.
         """
 
     @abstractmethod
     def then(self, call: Callable[[], None]) -> None:
-        """Call in a thread of the engine when it has ended, well or not: once, and soon."""
+        """Call a function once, in a thread of the engine, soon after the transfer has ended.
+
+        It is called after a failure too.
+        """
 
 
 class Engine(ABC):
-    """Carries bytes between the ranks of one group.
+    """A carrier of bytes between the ranks of one group.
 
-    Sends and receives with the same tag between the same two ranks meet in the order in which they
-    were posted; those with different tags don't wait for each other. A receive has exactly the
-    size of its send, at least one byte. Any thread may call.
+    Sends and receives with the same tag between the same two ranks match in the order in which
+    they are posted. Those with different tags do not wait for each other. A receive must have
+    exactly the size of its send, at least one byte. All methods are thread-safe.
     """
 
     @abstractmethod
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
-        """Post a send of contiguous bytes; returns at once.
+        """Post a send of contiguous bytes; return at once.
 
         Args:
-            data: Bytes, which stay as they are until it has ended.
+            data: The bytes to send, which must not change until the transfer has ended.
             peer: A rank of the group.
             tag: From 0 to 2^31 - 1.
 
@@ -65,10 +72,10 @@ class Engine(ABC):
 
     @abstractmethod
     def recv(self, data: memoryview, peer: int, tag: int) -> Transfer:
-        """Post a receive into contiguous writable bytes; returns at once.
+        """Post a receive into contiguous writable bytes; return at once.
 
         Args:
-            data: Where the bytes go, of the size of what is sent.
+            data: The buffer for the bytes, of the same size as the send.
             peer: A rank of the group.
             tag: From 0 to 2^31 - 1.
 
@@ -78,8 +85,8 @@ class Engine(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """End all that is under way with `EngineError`, here and soon on every peer it is with."""
+        """Fail all pending transfers with `EngineError`, here and soon on their peers."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. What peers have been sent still arrives."""
+        """Release all resources; data already sent still reach the peers."""

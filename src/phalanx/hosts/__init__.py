@@ -1,11 +1,12 @@
-"""A group whose ranks are on several hosts, with the methods of a native group.
+"""Groups whose ranks are on several hosts, with the methods of a native group.
 
-Inside of a host there is the native group, between hosts an engine. `group` is what the backend
-holds in the place of the native one; `collectives` composes each operation of steps in memory and
-steps between hosts, `messages` has send and recv. `links` sends and receives with the limits that
-every wait has here: deadline, Ctrl-C, a group that is broken; `story` is how ranks of other hosts
-hear why. Whom a rank talks to follows from `topology.Layout`: where all hosts have equally many
-ranks each one with its counterparts (its rail), else the lowest rank of each host.
+Ranks of one host communicate through a native group in shared memory, ranks of different hosts
+through an engine. `group` replaces the native group in the backend. `movements` and `reductions`
+compose each collective of steps in memory and steps between hosts; `messages` has send and recv.
+`links` sends and receives with the limits of every wait in this package: the deadline, Ctrl-C and
+a broken group. `story` shares the reason of a failure with the ranks of other hosts. The peers of
+a rank follow from `topology.Layout`. If all hosts have equally many ranks, each rank communicates
+with its counterparts (its rail); otherwise the lowest rank of each host does.
 """
 
 from phalanx.hosts.group import HostsGroup

@@ -1,4 +1,4 @@
-"""What goes wrong in a group that spans hosts: found on one of them, said the same on all."""
+"""Failures of a group that spans hosts: found on one host, reported identically on all."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["Failing", "Seen", "Words"]
 
 _MOST_WHY = 600
-"""Characters of a reason that go to the black box."""
+"""Most characters of a reason that are passed on to the native group."""
 _FIRST_LOOK, _LONGEST_LOOK = 0.25, 8.0
-"""Seconds between two looks at what others have told, in a wait that goes on."""
+"""Seconds between two checks of a wait for failures reported by other ranks: first and longest."""
 _OTHERS_FIRST = 0.5
-"""Seconds that a rank whose time is up has for hearing what others know of the one that is late."""
+"""Seconds for which a rank, at its timeout, waits for a failure reported by another rank."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A native status, with ranks of the whole group."""
+    """A native status whose ranks are those of the whole group."""
 
     code: str
     peer: int
@@ -42,31 +42,39 @@ class Seen:
 
 
 class Words(Protocol):
-    """How the backend speaks of what happens."""
+    """The backend's wording of failures and operations."""
 
     def explained(self, status: Seen, timeout: float) -> tuple[str, str]:
-        """What kind of failure it is, as a native code has it, and why, a sentence."""
+        """Return the kind of the failure, as a native code, and a sentence with its reason."""
 
     def reason(self, told: Told) -> str:
-        """What breaks the group of this host, for its other ranks to understand by `explained`."""
+        """Return the reason with which to abort this host's group.
+
+        The other ranks of the host interpret it with `explained`.
+        """
 
     def operation(self, fingerprint: Fingerprint, site: str) -> str:
-        """An operation and where it was called: "all_reduce #41 float32[8] SUM at train.py:40"."""
+        """Return an operation with its call site.
+
+        For example "all_reduce #41 float32[8] SUM at train.py:40".
+        """
 
     def ending(self, site: str) -> str:
-        """Text such as " at train.py:77", or nothing."""
+        """Return a text such as " at train.py:77", or an empty one."""
 
 
 class Failing:
-    """Breaks a group that spans hosts: in memory, between hosts, and in the store.
+    """The failure handler of a group that spans hosts.
+
+    It breaks the group in memory, between hosts, and in the store.
 
     Args:
-        native: The group of this host.
-        layout: Who is on which host.
-        places: Where each rank of the group is.
-        story: What ranks tell each other.
-        engine: What carries bytes between hosts.
-        words: How the backend says it.
+        native: The native group of this host.
+        layout: The ranks of the group by host.
+        places: The host and process of each rank of the group.
+        story: The failure that the ranks share through the store.
+        engine: The engine that carries bytes between hosts.
+        words: The backend's wording.
     """
 
     def __init__(
@@ -87,11 +95,16 @@ class Failing:
         self._lock = threading.Lock()
         self._left: dict[int, str] = {}
         self.closing = False
-        """Whether this rank is leaving: its own closed connections are no news."""
+        """True while this rank is leaving the group: its closed connections are then no failure."""
         self.told: Told | None = None
 
     def seen(self, status: _native.Status, timeout: float) -> Told:
-        """The native group of this host is broken."""
+        """Report that the native group of this host is broken, and return the failure.
+
+        Args:
+            status: The native status of the failure.
+            timeout: The timeout of the operation, in seconds.
+        """
         ranks = self._layout.ranks
         named = Seen(
             status.code,
@@ -102,7 +115,7 @@ class Failing:
             Fingerprint.of(status.theirs, ranks),
         )
         if self.told is None and status.code in ("aborted", "interrupted"):
-            # It may be the echo of what has happened on another host.
+            # It may be the consequence of a failure on another host.
             heard = self._story.hear()
             if heard is not None:
                 return self._break(heard)
@@ -110,15 +123,17 @@ class Failing:
         return self.tell(Told(code, words, named.reporter, named.peer, named.error))
 
     def tell(self, told: Told) -> Told:
-        """Break the group for this reason, unless another one came before; which it was."""
+        """Break the group, and return the failure that was reported first: this or an earlier."""
         return self._break(self.told or self._story.tell(told))
 
     def gone(self, gone: Gone, doing: str) -> Told:
-        """The connection to a rank is closed: by its end, by its leaving, or as a consequence.
+        """Report that the connection to a rank is closed while an operation needs it.
+
+        The rank may have died or left, or the connection was closed because of another failure.
 
         Args:
-            gone: Whose, and what the engine says.
-            doing: The operation that needs it.
+            gone: The rank and the engine's error.
+            doing: The operation that needs the connection.
         """
         if self.lost(gone):
             if self.closing:
@@ -137,9 +152,10 @@ class Failing:
         return self.told
 
     def lost(self, gone: Gone) -> bool:
-        """The same where no operation needs it now; whether it has left in good order.
+        """Report that the connection to a rank is closed, and return whether that is in order.
 
-        If not, the group is broken.
+        It is in order if the rank has left the group, or if this rank is leaving. Otherwise the
+        group is broken.
         """
         peer = gone.peer
         if self.closing:
@@ -157,8 +173,11 @@ class Failing:
         return False
 
     def late(self, late: Late, doing: str, timeout: float) -> Told:
-        """The time of an operation is up, in which this rank waited for one of another host."""
-        # Whom that one waits for on its own host is known there, and its time is up there too.
+        """Report the timeout of an operation in which this rank waited for another host.
+
+        Returns the failure. Blocks for up to half a second for another rank's report.
+        """
+        # The late rank may itself wait for a rank of its host; its host times out too and knows.
         end = time.monotonic() + _OTHERS_FIRST
         heard = self.told or self._story.hear()
         while heard is None and time.monotonic() < end:
@@ -173,9 +192,10 @@ class Failing:
         return self.tell(Told("timeout", words, rank, late.peer))
 
     def looking(self) -> Callable[[], None]:
-        """For one wait, to be called again and again: asks now and then what others have told.
+        """Return a function that one wait calls repeatedly to check for failures of other ranks.
 
-        Where there is no connection yet, none that is closed brings the news.
+        It asks the store after growing pauses. Without it a failure would stay unnoticed if there
+        is no connection yet whose end could signal it.
         """
         pause = _FIRST_LOOK
         due = time.monotonic() + pause
@@ -192,7 +212,7 @@ class Failing:
         return look
 
     def differs(self, own: Header, peer: int, theirs: Header) -> Told:
-        """A rank of another host is in another operation."""
+        """Report that a rank of another host is in a different operation; return the failure."""
         rank = self._layout.rank
         mine = self._words.operation(own.fingerprint, own.site)
         other = self._words.operation(theirs.fingerprint, theirs.site)
@@ -200,11 +220,11 @@ class Failing:
         return self.tell(Told("mismatch", words, rank, peer))
 
     def operation(self, header: Header) -> str:
-        """What a rank is in, and where it called it."""
+        """Return the text for an operation with its call site."""
         return self._words.operation(header.fingerprint, header.site)
 
     def name(self, rank: int) -> str:
-        """A rank with its process, for people."""
+        """Return the text for a rank with its process."""
         if rank < 0:
             return "a rank of another host"
         place = self._places[rank]

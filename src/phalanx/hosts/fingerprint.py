@@ -1,4 +1,4 @@
-"""What ranks of different hosts tell each other of the operation that they enter."""
+"""Description of an operation, exchanged by ranks of different hosts when they enter it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SITE_BYTES = 224
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """As a native one, with ranks of the whole group."""
+    """A native fingerprint whose ranks are those of the whole group."""
 
     kind: str
     sequence: int
@@ -28,7 +28,12 @@ class Fingerprint:
 
     @classmethod
     def of(cls, native: _native.Fingerprint, ranks: tuple[int, ...]) -> Fingerprint:
-        """A native one, whose messages are for or from one of a host's `ranks`."""
+        """Convert a native fingerprint.
+
+        Args:
+            native: The native fingerprint. The peer of a send or recv is a local rank.
+            ranks: The ranks of the host in the whole group, by local rank.
+        """
         root = native.root
         if native.kind in ("send", "recv") and root >= 0:
             root = ranks[root]
@@ -37,17 +42,17 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Header:
-    """A fingerprint on its way to another host, with where the operation was called."""
+    """A fingerprint to be sent to another host, with the call site of the operation."""
 
     fingerprint: Fingerprint
     site: str
     number: int = 0
-    """Of a message: how many this rank has sent to that one before."""
+    """The number of messages that the sender has sent to the receiver before; for messages only."""
 
     SIZE = _LAYOUT.size
 
     def pack(self) -> bytearray:
-        """As many bytes as `SIZE`."""
+        """Return the header in `SIZE` bytes."""
         its = self.fingerprint
         return bytearray(
             _LAYOUT.pack(
@@ -59,14 +64,14 @@ class Header:
                 its.op,
                 0,
                 its.kind.encode(),
-                # The end of a long path says more than its beginning.
+                # The end of a long path is more informative than its beginning.
                 self.site.encode(errors="replace")[-_SITE_BYTES:],
             )
         )
 
     @classmethod
     def parse(cls, data: bytes | bytearray) -> Header:
-        """From what `pack` made."""
+        """Parse the bytes that `pack` returned."""
         number, sequence, count, root, dtype, op, _, kind, site = _LAYOUT.unpack(data)
         text = site.rstrip(b"\0").decode(errors="replace")
         name = kind.rstrip(b"\0").decode(errors="replace")

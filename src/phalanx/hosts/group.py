@@ -1,4 +1,4 @@
-"""What the backend holds in the place of a native group, where ranks are on several hosts."""
+"""Replacement of a native group for the backend if ranks are on several hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.hosts.sizes import BYTES
 from phalanx.hosts.story import Story, Told
 from phalanx.hosts.watch import watch
 from phalanx.observe.escape import escape
-from phalanx.observe.last_words import SESSION_ENDED
+from phalanx.observe.exception_hook import SESSION_ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MOST_WORDS = 640
 _LEADER_FIRST = 1.0
-"""Seconds that a leader has for saying why it didn't let its host go on."""
+"""Extra seconds that the ranks of a host give their leader to report why it is late."""
 
 __all__ = ["HostsGroup"]
 
@@ -43,16 +43,16 @@ _UINT8 = _native.DTYPES["uint8"]
 class HostsGroup(HostsMessages):
     """A rank's view of a group that spans hosts, with the methods of `_native.Group`.
 
-    All ranks that are given or named are those of the group. An operation that fails returns what
-    was `Told`, the same on all ranks, and the group is broken then.
+    All ranks in arguments and results are ranks of the whole group. An operation that fails
+    returns a `Told`, the same on all ranks, and the group is then broken.
 
     Args:
-        native: The group of this host.
-        layout: Who is on which host.
-        places: Where each rank of the group is.
+        native: The native group of this host.
+        layout: The ranks of the group by host.
+        places: The host and process of each rank of the group.
         store: The group's store.
-        engine: This rank's end of what carries bytes between hosts.
-        words: How the backend speaks of what happens.
+        engine: This rank's end of the engine that carries bytes between hosts.
+        words: The backend's wording of failures and operations.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class HostsGroup(HostsMessages):
         self._turn = threading.Lock()
         self._watching = False
 
-    # Who is in it, and what becomes of it.
+    # Members and state.
 
     @property
     def rank(self) -> int:
@@ -96,7 +96,7 @@ class HostsGroup(HostsMessages):
         return self._places[rank].pid
 
     def host(self, rank: int) -> str:
-        """The name of a rank's host, for people; empty for this rank's own."""
+        """Return the display name of a rank's host; empty for this rank's host."""
         return "" if rank in self._layout.ranks else self._places[rank].host
 
     def wait_status(self, rank: int) -> int | None:
@@ -112,11 +112,14 @@ class HostsGroup(HostsMessages):
         return None if local is None else self._native.black_box(local, history)
 
     def awaited(self) -> bool:
-        """Not known of other hosts."""
+        """Return False: the progress of ranks of other hosts is unknown."""
         return False
 
     def behind(self, rank: int) -> list[int]:
-        """Ranks of this host that have not come as far as `rank`."""
+        """Return the ranks of this host that are behind `rank` in the group's collectives.
+
+        Returns none if `rank` is on another host.
+        """
         local = self._local(rank)
         late = [] if local is None else self._native.behind(local)
         return [self._layout.ranks[other] for other in late]
@@ -140,7 +143,13 @@ class HostsGroup(HostsMessages):
         return self._failing.tell(Told("ring", why, self.rank, peer))
 
     def fail(self, wake: bool, why: str = "") -> None:
-        """Say that an exception ends this rank's part: for its peers it is lost from now on."""
+        """Report an exception that ends this rank's part: for its peers it is lost from now on.
+
+        Args:
+            wake: Whether to wake waiting peers and to share the reason with other hosts. A process
+                with several groups first reports to all of them without it.
+            why: The reason; by default the exception in this rank's flight recorder.
+        """
         if wake and self._failing.told is None:
             box = self._native.black_box(self._layout.local_rank, 0)
             last = why.removeprefix(SESSION_ENDED) or escape(
@@ -162,10 +171,10 @@ class HostsGroup(HostsMessages):
             self.disconnect(abrupt=False)
 
     def disconnect(self, *, abrupt: bool) -> None:
-        """Close the connections to other hosts, at the end of the process if not before.
+        """Close the connections to other hosts, at the latest at the end of the process.
 
         Args:
-            abrupt: Don't wait until peers have what was sent to them.
+            abrupt: Whether to close without waiting until peers have received sent data.
         """
         self._failing.closing = True
         if not abrupt and not self._native.closed and self._failing.told is None:
@@ -174,7 +183,7 @@ class HostsGroup(HostsMessages):
             self._engine.abort()
         self._engine.close()
 
-    # Collectives, as `_native.Group` has them.
+    # Collectives, with the signatures of `_native.Group`.
 
     def barrier(self, timeout: float) -> Answer:
         return self._composed("barrier", 0, _UINT8, 0, -1, timeout, movements.barrier)
@@ -266,7 +275,7 @@ class HostsGroup(HostsMessages):
         counts = [count] * self._layout.size
         return self.all_to_all(inputs, counts, outputs, counts, dtype, timeout)
 
-    # How they are run.
+    # Execution of collectives.
 
     def _composed(
         self,
@@ -278,7 +287,7 @@ class HostsGroup(HostsMessages):
         timeout: float,
         body: Callable[[Run], None],
     ) -> Answer:
-        """Meet the ranks of this host, compare with another one's, and do what `body` does."""
+        """Synchronize with the ranks of this host, compare with other hosts, and run `body`."""
         deadline = time.monotonic() + timeout
         if not self._turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
             words = (
@@ -332,17 +341,18 @@ class HostsGroup(HostsMessages):
         return None
 
     def _interrupted(self, own: Fingerprint) -> None:
-        """Python's own doing has ended an operation: Ctrl-C, or memory that can't be had."""
+        """Report that a Python exception, such as Ctrl-C or out of memory, ended an operation."""
         words = f"rank {self.rank} was interrupted in {self._words.operation(own, _site())}"
         self._failing.tell(Told("interrupted", words, self.rank))
         self._native.compose_end("interrupted")
 
     def _compare(self, run: Run, own: Header) -> Answer:
-        """See that all hosts are in the same operation, before any data go between them.
+        """Check that all hosts are in the same operation, before they exchange any data.
 
-        The ranks of a host have compared already, so their leaders do it: in the rounds of a
-        dissemination barrier (Hensgen, Finkel and Manber 1988), each of which doubles the hosts
-        that a leader knows to be alike. Then it lets the others of its host go on.
+        The ranks of a host have already compared, so only the leaders of the hosts compare, in the
+        rounds of a dissemination barrier (Hensgen, Finkel and Manber 1988). Each round doubles the
+        number of hosts that a leader knows to agree. The leader then releases the other ranks of
+        its host.
         """
         layout = self._layout
         if layout.local_rank == 0:
@@ -359,7 +369,7 @@ class HostsGroup(HostsMessages):
                     return self._failing.differs(own, behind, header)
                 distance *= 2
         if len(layout.ranks) > 1:
-            # The leader's time is up first: it knows whom it waits for.
+            # The leader must time out first: it knows which rank it waits for.
             run.local("barrier", extra=_LEADER_FIRST)
         return None
 

@@ -1,10 +1,11 @@
-"""What comes from other hosts, and the recvs that it is for.
+"""Matching of messages from other hosts with the recvs of this rank.
 
-Every sender announces its messages to this rank one after another, with envelopes; one of each is
-awaited at any time, from the first recv on that may be for it. An envelope is given to the oldest
-recv that it fits, which then asks for the data; one that nobody waits for yet is kept, and its data
-stay with the sender. A recv of any source is posted in memory too; it is taken back from there when
-an envelope fits it, unless a message of this host has come first.
+Every sender announces its messages to this rank in order, with envelopes. From the first recv on
+that may match a sender, one receive for its next envelope is always posted. An envelope goes to
+the oldest matching recv, which then receives the data. If there is no matching recv yet, the
+envelope is kept and the data stay with the sender. A recv from any source is posted in memory too.
+When an envelope matches such a recv, it is withdrawn from memory, unless a message of this host
+has arrived first.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ __all__ = ["Expected", "Inbox"]
 _T = TypeVar("_T")
 
 _LOOK = 0.0005
-"""Seconds between two looks for a message of this host, while others may come from elsewhere."""
+"""Seconds between two checks for a message of this host, while other hosts may send one too."""
 
 
 class Expected(Transfer):
-    """A recv: what it waits for is known when its message is announced.
+    """A posted recv; its underlying transfer is known when its message is announced.
 
     Args:
-        message: What the user waits for.
-        data: Where the data go.
-        size: Their bytes.
-        number: Grows in the order of the posts.
-        forget: Told when a message of this host has answered it.
+        message: The message that the user waits for.
+        data: The address of the buffer.
+        size: The size of the buffer in bytes.
+        number: The position of the recv in the order of the posts; it only grows.
+        forget: Called with the recv when a message of this host has matched it.
     """
 
     def __init__(
@@ -67,13 +68,16 @@ class Expected(Transfer):
         self._ranks: tuple[int, ...] = ()
 
     def post_here(self, group: _native.Group, ranks: tuple[int, ...]) -> None:
-        """Let a message of this host answer it as well."""
+        """Post the recv in this host's native group too."""
         its = self.message.own.fingerprint
         self._group, self._ranks = group, ranks
         self._local = group.irecv(self._data, its.count, its.dtype, -1, its.sequence)
 
     def claim(self, source: int) -> bool:
-        """Take it for a message of another host, unless one of this host has come."""
+        """Match the recv with a message of another host; return whether that succeeded.
+
+        It fails if a message of this host has arrived first.
+        """
         with self._deciding:
             if self._local is not None and self._group is not None:
                 if not self._group.withdraw(self._local, source):
@@ -83,7 +87,7 @@ class Expected(Transfer):
         return True
 
     def ask(self, header: Header, engine: Engine) -> None:
-        """Ask for the data that were announced, if they are what is expected."""
+        """Receive the announced data, if they match this recv."""
         self.message.match(header)
         if not self.message.done and self._size:
             data = bytes_at(self._data, self._size)
@@ -91,17 +95,17 @@ class Expected(Transfer):
         self._known.set()
 
     def fail(self, error: EngineError) -> None:
-        """It will never be answered."""
+        """Fail the recv: no message will match it."""
         self._error = error
         self._known.set()
 
     @property
     def idle(self) -> bool:
-        """Whether the engine has nothing of it yet: after a failure it never will."""
+        """True if the engine has no transfer for this recv; after a failure it gets none."""
         return self._transfer is None
 
     def wait(self, seconds: float) -> bool:
-        """Until the data are there, of whichever host."""
+        """Block until the data have arrived, from any host; return whether they have."""
         end = time.monotonic() + seconds
         while not self._known.is_set():
             if self._has_come():
@@ -118,11 +122,11 @@ class Expected(Transfer):
         return self._transfer is None or self._transfer.wait(max(0.0, end - time.monotonic()))
 
     def then(self, call: Callable[[], None]) -> None:
-        """Not offered: who waits for a message has no use for it."""
+        """Raise `NotImplementedError`: callers only wait for messages."""
         raise NotImplementedError
 
     def _has_come(self) -> bool:
-        """Whether a message of this host has come."""
+        """Return whether a message of this host has arrived."""
         with self._deciding:
             local, group = self._local, self._group
             if local is None or group is None or not (local.done or group.test(local)):
@@ -134,7 +138,7 @@ class Expected(Transfer):
 
 
 class _Early(NamedTuple):
-    """An envelope that nobody waits for yet."""
+    """An envelope for which no matching recv is posted yet."""
 
     order: int
     source: int
@@ -142,13 +146,14 @@ class _Early(NamedTuple):
 
 
 class Inbox:
-    """The recvs of a group that may be answered from other hosts.
+    """The recvs of a group that messages of other hosts may match.
 
     Args:
-        native: The group of this host.
-        layout: Who is on which host.
-        engine: What carries bytes between hosts.
-        lost: Told of a rank whose connection is closed; whether it has left in good order.
+        native: The native group of this host.
+        layout: The ranks of the group by host.
+        engine: The engine that carries bytes between hosts.
+        lost: Called when the connection to a rank is closed; returns whether that is in order,
+            see `Failing.lost`.
     """
 
     def __init__(
@@ -170,11 +175,17 @@ class Inbox:
         self._gone: dict[int, EngineError] = {}
         self._closed = False
         self.to_itself = False
-        """Whether this rank has sent anything to itself, and so may do so again."""
+        """True once this rank has sent a message to itself, and so may do so again."""
         self._elsewhere = [rank for rank in range(layout.size) if rank not in layout.ranks]
 
     def expect(self, message: RemoteMessage, data: int, size: int) -> None:
-        """Add a recv, which its message waits for from now on."""
+        """Post a recv and add it to the transfers of its message.
+
+        Args:
+            message: The message that the user waits for.
+            data: The address of the buffer.
+            size: The size of the buffer in bytes.
+        """
         source, tag = message.peer, message.own.fingerprint.sequence
         with self._lock:
             expected = Expected(message, data, size, next(self._numbers), self._forget)
@@ -189,7 +200,7 @@ class Inbox:
             if source in self._gone:
                 expected.fail(self._gone[source])
                 return
-            if source < 0:  # also where this rank is alone: it may send to itself
+            if source < 0:  # even if this rank is alone on its host: it may send to itself
                 expected.post_here(self._native, self._layout.ranks)
             self._waiting.setdefault((source, tag), deque()).append(expected)
             for sender in self._elsewhere if source < 0 else [source]:
@@ -199,12 +210,12 @@ class Inbox:
             self._give_up()
 
     def close(self) -> None:
-        """Hear nothing any more: the native group is about to be closed."""
+        """Ignore all further envelopes: the native group is about to be closed."""
         with self._lock:
             self._closed = True
 
     def _await(self, sender: int) -> None:
-        """Await the next envelope of a rank."""
+        """Post a receive for the next envelope of a rank."""
         data = bytearray(Header.SIZE)
         transfer = self._engine.recv(memoryview(data), sender, tags.ENVELOPES)
         transfer.then(lambda: self._arrived(sender, data, transfer))
@@ -224,7 +235,7 @@ class Inbox:
                     self._give_up(everything=not left)
 
     def _match(self, sender: int, header: Header) -> None:
-        """Give an envelope to the recv that it is for, or keep it."""
+        """Give an envelope to the oldest matching recv, or keep it if there is none."""
         tag = header.fingerprint.sequence
         while (expected := self._oldest(sender, tag)) is not None:
             if expected.claim(sender):
@@ -234,7 +245,7 @@ class Inbox:
                     expected.fail(error)
                     raise
                 return
-            # Else a message of this host was first.
+            # Otherwise a message of this host was first.
         early = _Early(next(self._numbers), sender, header)
         self._early.setdefault((sender, tag), deque()).append(early)
 
@@ -250,7 +261,7 @@ class Inbox:
         return None if first is None else _taken(self._early, first)
 
     def _forget(self, expected: Expected) -> None:
-        """No longer look for a message that is for a recv of any source."""
+        """Remove a recv from any source that a message of this host has matched."""
         key = (-1, expected.message.own.fingerprint.sequence)
         with self._lock:
             queue = self._waiting.get(key, deque())
@@ -260,7 +271,7 @@ class Inbox:
                 self._waiting.pop(key, None)
 
     def _give_up(self, *, everything: bool = False) -> None:
-        """Fail the recvs for which nothing can come any more."""
+        """Fail the recvs that no message can match any more."""
         if not self._gone:
             return
         nobody = len(self._gone) == len(self._elsewhere)
@@ -275,7 +286,7 @@ class Inbox:
 
 
 def _taken(queues: dict[tuple[int, int], deque[_T]], key: tuple[int, int]) -> _T:
-    """The first of a queue; an empty one isn't kept."""
+    """Remove and return the first item of a queue; delete the queue if it is then empty."""
     first = queues[key].popleft()
     if not queues[key]:
         del queues[key]

@@ -1,7 +1,7 @@
-"""Sends and receives between hosts, with the limits that every wait has.
+"""Sends and receives between hosts, with the limits of every wait.
 
-A wait ends with its transfer; at the deadline; when the group is broken, which a rank of the same
-host may have found; or when a connection is closed.
+A wait ends when its transfer ends, at the deadline, when the group is broken (possibly by another
+rank of the same host), or when the connection is closed.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 __all__ = ["Broken", "Gone", "Late", "Links", "Posted", "bytes_at", "settle"]
 
 _SLICE = 0.02
-"""Seconds after which a wait looks whether the group is broken."""
+"""Seconds between two checks of a wait whether the group is broken."""
 _SETTLE = 5.0
-"""Seconds that an engine has for ending what is under way when it was aborted."""
+"""Seconds that an aborted engine has to end its pending transfers."""
 
 
-class Broken(Exception):  # noqa: N818 - not an error yet: what ends an operation early
-    """The native group of this host is broken: its status says why."""
+class Broken(Exception):  # noqa: N818 - ends an operation early; not yet an error
+    """The native group of this host is broken; its status has the reason."""
 
 
 class Gone(Exception):  # noqa: N818
     """The connection to a rank is closed.
 
     Args:
-        peer: Whom an operation needs.
-        error: What the engine says; it may know that somebody else is to blame, through whom its
-            connections lead.
+        peer: The rank that an operation needs.
+        error: The engine's error. Its `peer`, if known, takes precedence: the cause may be
+            another rank through which the connections lead.
     """
 
     def __init__(self, peer: int, error: EngineError) -> None:
@@ -46,7 +46,7 @@ class Gone(Exception):  # noqa: N818
 
 
 class Late(Exception):  # noqa: N818
-    """The deadline has come before a rank."""
+    """The deadline passed before a transfer with a rank ended."""
 
     def __init__(self, peer: int) -> None:
         super().__init__(peer)
@@ -54,20 +54,21 @@ class Late(Exception):  # noqa: N818
 
 
 class Posted(NamedTuple):
-    """A transfer, and the rank that it is for or from."""
+    """A transfer with its destination or source rank."""
 
     transfer: Transfer
     peer: int
 
 
 class Links:
-    """What one operation sends to and receives from other hosts.
+    """The sends and receives of one operation between hosts.
 
     Args:
-        native: The group of this host.
-        engine: What carries the bytes.
-        deadline: When the operation is late, in monotonic seconds.
-        looking: Gives a wait what it calls to hear what others have told; see `Failing`.
+        native: The native group of this host.
+        engine: The engine that carries the bytes.
+        deadline: The deadline of the operation, in seconds on the monotonic clock.
+        looking: Returns, for one wait, the function that checks for failures reported by other
+            ranks; see `Failing.looking`.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class Links:
 
     @property
     def remaining(self) -> float:
-        """Seconds to the deadline, for what has a timeout of its own."""
+        """Seconds until the deadline, at least 1 ms, for operations with their own timeout."""
         return max(1e-3, self.deadline - time.monotonic())
 
     def send(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
@@ -103,15 +104,15 @@ class Links:
             raise Gone(peer, error) from None
 
     def wait(self, *posted: Posted) -> None:
-        """Block until all of them have ended."""
+        """Block until all given transfers have ended."""
         for transfer, peer in posted:
             self._wait(transfer, peer)
             self._posted.pop(id(transfer), None)
 
     def settle(self) -> None:
-        """After a failure: have nothing use memory any more that belongs to others from now on.
+        """Wait until no pending transfer uses memory that the operation no longer owns.
 
-        Blocks until the engine has ended all that is under way, for some seconds at most.
+        Blocks until the engine has ended all pending transfers, for some seconds at most.
         """
         settle(transfer for transfer, _ in self._posted.values())
         self._posted.clear()
@@ -139,7 +140,7 @@ class Links:
 
 
 def settle(transfers: Iterable[Transfer]) -> None:
-    """Wait until transfers that are to fail have ended, well or not, for some seconds at most."""
+    """Wait until transfers of a failed operation have ended, for some seconds at most."""
     end = time.monotonic() + _SETTLE
     for transfer in transfers:
         with contextlib.suppress(EngineError):
@@ -147,5 +148,5 @@ def settle(transfers: Iterable[Transfer]) -> None:
 
 
 def bytes_at(address: int, size: int) -> memoryview:
-    """Memory that somebody keeps alive, as bytes that can be written."""
+    """Return a writable view of `size` bytes at an address; the caller keeps the memory alive."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")

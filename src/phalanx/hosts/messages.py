@@ -1,9 +1,10 @@
 """Send and recv of a group that spans hosts.
 
-Between ranks of a host the native group moves messages. One to another host is two transfers: an
-envelope, which says what comes, and the data. The receiver asks for the data when the envelope has
-come and says what was expected: engines answer a wrong size with the end of the connection, or of
-the process. See `inbox` for who gets what.
+The native group moves messages between ranks of one host. A message to another host takes two
+transfers: an envelope, which describes the message, and the data. The receiver posts the receive
+of the data only after the envelope has arrived and matches what the recv expects. Otherwise an
+engine would answer a wrong size by closing the connection or by ending the process. `inbox`
+matches messages with recvs.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ if TYPE_CHECKING:
 __all__ = ["HostsMessages", "LocalMessage", "RemoteMessage"]
 
 _SLICE = 0.02
-"""Seconds after which a wait looks whether the group is broken."""
-_numbers = itertools.count(-1, -1)  # those of native messages are positive
+"""Seconds between two checks of a wait whether the group is broken."""
+_numbers = itertools.count(-1, -1)  # native messages have positive ids
 
 
 class LocalMessage:
-    """A native message, with ranks of the whole group."""
+    """A native message whose ranks are those of the whole group."""
 
     def __init__(self, native: _native.Message, group: HostsMessages) -> None:
         self.native = native
@@ -61,13 +62,13 @@ class LocalMessage:
 
 
 class RemoteMessage:
-    """A message to or from another host: its transfers, one of which may be yet to come.
+    """A message to or from another host.
 
     Args:
-        group: Which it is of.
-        own: What this rank says of it.
-        peer: To whom or from whom; -1: from whomever.
-        transfers: What must end, in this order.
+        group: The group of the message.
+        own: The header that describes the message on this rank.
+        peer: The destination or source rank; -1 for a recv from any source.
+        transfers: The transfers that must end, in this order. More may be appended later.
     """
 
     def __init__(
@@ -89,19 +90,29 @@ class RemoteMessage:
         self._ending = threading.Lock()
 
     def begin(self) -> None:
-        """Show it to the black box. Not for a recv that is posted in memory too, which is seen."""
+        """Record the message in the flight recorder.
+
+        Not for a recv that is posted in memory too: the native group records that one.
+        """
         its = self.own.fingerprint
         self._record = self._group.native.begin_foreign(
             its.kind, its.count, its.dtype, self.peer, its.sequence
         )
 
     def show_wait(self) -> None:
-        """Somebody waits for it."""
+        """Record that a caller waits for the message."""
         if self._record is not None:
             self._group.native.foreign_waits(self._record)
 
     def advance(self, seconds: float) -> bool:
-        """Wait so long at most; whether it is done. Raises `Gone`."""
+        """Wait for the message and return whether it is done.
+
+        Args:
+            seconds: The longest time to wait, in seconds.
+
+        Raises:
+            Gone: The connection to the peer is closed.
+        """
         end = time.monotonic() + seconds
         with self._lock:
             try:
@@ -115,11 +126,16 @@ class RemoteMessage:
         return True
 
     def match(self, theirs: Header) -> None:
-        """Fail if what comes isn't what this recv asks for."""
+        """End this recv with a mismatch, and break the group, if `theirs` differs from it."""
         self._group.compare(self, theirs)
 
     def watch(self, timeout: float, report: Callable[[], None]) -> None:
-        """Call `report` in a thread of its own when it is done, after `timeout` at most."""
+        """Call `report` in a new thread when the message is done.
+
+        Args:
+            timeout: The seconds after which the message fails.
+            report: The function to call.
+        """
 
         def wait() -> None:
             self._group.wait(self, timeout)
@@ -128,13 +144,17 @@ class RemoteMessage:
         threading.Thread(target=wait, name="phalanx-message", daemon=True).start()
 
     def settle(self) -> None:
-        """After a failure: have nothing use the tensor any more, which is the user's again."""
+        """Wait, after a failure, until no transfer uses the tensor, for some seconds at most."""
         with self._lock:
             settle(each for each in self.transfers if not _idle(each))
             self.transfers.clear()
 
     def end(self, status: Answer) -> None:
-        """It is over: well, or for a reason. Only the first time counts."""
+        """Mark the message as done; calls after the first do nothing.
+
+        Args:
+            status: The failure, or None on success.
+        """
         with self._ending:
             if self.done:
                 return
@@ -146,13 +166,13 @@ class RemoteMessage:
 
 
 class HostsMessages:
-    """The half of a group that spans hosts which sends and receives.
+    """The point-to-point half of a group that spans hosts.
 
     Args:
-        native: The group of this host.
-        layout: Who is on which host.
-        failing: What breaks the group.
-        engine: What carries bytes between hosts.
+        native: The native group of this host.
+        layout: The ranks of the group by host.
+        failing: The failure handler, which breaks the group.
+        engine: The engine that carries bytes between hosts.
     """
 
     def __init__(
@@ -212,7 +232,7 @@ class HostsMessages:
         message = RemoteMessage(self, own, destination, [])
         message.begin()
         try:
-            with self._posting:  # envelopes come in the order of the sends
+            with self._posting:  # envelopes must arrive in the order of the sends
                 number = self._sent[destination]
                 self._sent[destination] += 1
                 envelope = memoryview(replace(own, number=number).pack())
@@ -256,7 +276,7 @@ class HostsMessages:
                     message.end(self._failing.late(late, self._doing(message), timeout))
         except Gone as gone:
             self._fail(message, gone)
-        except BaseException:  # Ctrl-C: nobody keeps the tensor of the message alive from now on
+        except BaseException:  # Ctrl-C: nothing keeps the message's tensor alive from now on
             words = f"rank {self._layout.rank} was interrupted in {self._doing(message)}"
             message.end(self._failing.tell(Told("interrupted", words, self._layout.rank)))
             raise
@@ -284,26 +304,26 @@ class HostsMessages:
     def stop(self) -> None:
         self._native.stop()
 
-    # For messages, and the other half.
+    # For messages and for the subclass with the collectives.
 
     @property
     def native(self) -> _native.Group:
-        """The group of this host."""
+        """The native group of this host."""
         return self._native
 
     def broken(self) -> Answer:
         raise NotImplementedError
 
     def seen(self, status: _native.Status | None, timeout: float = 0.0) -> Answer:
-        """What a native status says, to all ranks."""
+        """Return a native status as the failure of the whole group; None stays None."""
         return None if status is None else self._failing.seen(status, timeout)
 
     def rank_of(self, local: int) -> int:
-        """A rank of this host, in the group; any source stays any."""
+        """Return the rank in the group of a local rank; -1 (any source) stays -1."""
         return self._layout.ranks[local] if local >= 0 else local
 
     def compare(self, message: RemoteMessage, theirs: Header) -> None:
-        """Break the group if what comes isn't what a recv asks for."""
+        """Break the group if an announced message does not match its recv."""
         mine, given = message.own.fingerprint, theirs.fingerprint
         if (mine.count, mine.dtype) != (given.count, given.dtype):
             message.end(self._failing.differs(message.own, message.peer, theirs))

@@ -1,9 +1,9 @@
-"""The operations that move data as it is: broadcast, gather, scatter, all_gather, all_to_all.
+"""The operations that move data unchanged, and the barrier.
 
 Each byte crosses the network once for every host that needs it. Large broadcasts go along the
-rails, in a chain from host to host; all_gather goes around rings; gather, scatter and all_to_all
-send from rank to rank, since nobody else needs what they carry. On uneven hosts the leaders carry
-what broadcast and all_gather have for their hosts.
+rails, in a chain from host to host. all_gather goes around rings. gather, scatter and all_to_all
+send from rank to rank, since only the destination needs the data. On uneven hosts, the leaders
+carry the data of broadcast and all_gather for their hosts.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LEADER = 0
 _COUNT = struct.Struct("<Q")
 
 
-class Uneven(Exception):  # noqa: N818 - not an error yet: what ends an operation early
-    """Two ranks disagree on how much one gives the other in all_to_all."""
+class Uneven(Exception):  # noqa: N818 - ends an operation early; not yet an error
+    """Two ranks disagree on how many elements one sends to the other in all_to_all."""
 
     def __init__(self, peer: int, given: int, expected: int) -> None:
         super().__init__(peer)
@@ -36,10 +36,10 @@ class Uneven(Exception):  # noqa: N818 - not an error yet: what ends an operatio
 
 
 def barrier(run: Run) -> None:
-    """Return when all ranks have come: a dissemination barrier of the hosts' leaders.
+    """Block until all ranks have entered, by a dissemination barrier of the hosts' leaders.
 
     Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", 1988. The ranks of
-    this host have met before.
+    this host have already synchronized when this is called.
     """
     layout = run.layout
     if layout.local_rank == _LEADER:
@@ -55,7 +55,7 @@ def barrier(run: Run) -> None:
 
 
 def broadcast(run: Run, data: int, count: int, elements: Elements, root: int) -> None:
-    """Overwrite `count` elements at `data` with the root's."""
+    """Overwrite the `count` elements at `data` with the root's."""
     layout = run.layout
     each = CHUNK_BYTES // elements.bytes
     if not layout.even or count * elements.bytes <= _SMALL_BYTES:
@@ -69,7 +69,10 @@ def broadcast(run: Run, data: int, count: int, elements: Elements, root: int) ->
 
 
 def _chain(run: Run, root: int) -> tuple[int, int, int]:
-    """This host's place in the chain that begins at the root's; the hosts before and after it."""
+    """Return this host's position in the chain of hosts, and the previous and next host.
+
+    The chain begins at the root's host.
+    """
     hosts = len(run.layout.hosts)
     place = (run.layout.host - run.layout.host_of(root)) % hosts
     return place, (run.layout.host - 1) % hosts, (run.layout.host + 1) % hosts
@@ -98,7 +101,7 @@ def _spread_by_rails(run: Run, data: int, chunk: Chunk, elements: Elements, root
     size = slice_count * elements.bytes
     place, before, after = _chain(run, root)
     padded = chunk.count % ranks != 0
-    # The root's tensor is only read: it may be memory that can't be written.
+    # The root's tensor is only read: it may be in read-only memory.
     whole: int = at
     if padded or layout.rank == root:
         whole = Scratch.of(slice_count * ranks * elements.bytes)
@@ -126,7 +129,7 @@ def _goes_on(run: Run, place: int) -> bool:
 
 
 def all_gather(run: Run, data: int, outputs: Sequence[int], count: int, elements: Elements) -> None:
-    """Collect `count` elements of all ranks in `outputs`, one place for each rank, on all ranks."""
+    """Collect `count` elements of each rank in `outputs`, one address per rank, on all ranks."""
     layout = run.layout
     steps = _gathered_by_rails if layout.even else _gathered_by_leaders
     each = CHUNK_BYTES // elements.bytes // max(map(len, layout.hosts))
@@ -178,7 +181,7 @@ def _gathered_by_leaders(
 def gather(
     run: Run, data: int, outputs: Sequence[int], count: int, elements: Elements, root: int
 ) -> None:
-    """Collect `count` elements of all ranks in `outputs`, one place for each rank, on the root."""
+    """Collect `count` elements of each rank in `outputs`, one address per rank, on the root."""
     layout, size = run.layout, count * elements.bytes
     if root not in layout.ranks:
         run.wait(*run.give(data, size, root))
@@ -196,7 +199,7 @@ def gather(
 def scatter(
     run: Run, inputs: Sequence[int], output: int, count: int, elements: Elements, root: int
 ) -> None:
-    """Give every rank its `count` elements of the root's `inputs`."""
+    """Send every rank its `count` elements of the root's `inputs`, one address per rank."""
     layout, size = run.layout, count * elements.bytes
     if root not in layout.ranks:
         run.wait(*run.take(output, size, root))
@@ -219,10 +222,10 @@ def all_to_all(
     taken: Sequence[int],
     elements: Elements,
 ) -> None:
-    """Give every rank the elements that are for it; counts may differ from pair to pair.
+    """Send every rank the elements for it; counts may differ between pairs of ranks.
 
     Raises:
-        Uneven: A rank of another host gives another count than this one expects.
+        Uneven: A rank of another host sends another count than this rank expects.
     """
     layout = run.layout
     _check_counts(run, given, taken)
@@ -253,7 +256,7 @@ def _check_counts(run: Run, given: Sequence[int], taken: Sequence[int]) -> None:
 
 
 def _elsewhere(run: Run) -> list[int]:
-    """The ranks of other hosts, the next one first: not all ranks begin with the same."""
+    """Return the ranks of other hosts, beginning after this rank, to spread the load."""
     layout = run.layout
     order = [(layout.rank + step) % layout.size for step in range(1, layout.size)]
     return [rank for rank in order if rank not in layout.ranks]

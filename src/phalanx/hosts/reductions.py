@@ -1,12 +1,13 @@
-"""The operations that combine: all_reduce, reduce, reduce_scatter.
+"""The reductions: all_reduce, reduce, reduce_scatter.
 
-Large ones on even hosts go in three steps: reduce-scatter in memory, so that each rank of a host
-has a slice; between hosts along the rails; all-gather in memory. Between hosts all_reduce is a ring
-(Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009),
-reduce a chain that ends at the root's host. Small ones, and those on uneven hosts, go by the hosts'
-leaders, which exchange what their hosts have and combine it in the order of the hosts. What is
-combined in which order depends on nothing but sizes and layout: results are the same at every run
-and on all ranks.
+On even hosts, a large all_reduce or reduce has three steps: a reduce-scatter in memory, which
+leaves each rank of a host with a slice; a reduction between hosts along the rails; and an
+all-gather (for reduce, a gather) in memory. Between hosts, all_reduce is a ring (Patarasuk and
+Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009) and reduce is a
+chain that ends at the root's host. Small reductions, and those on uneven hosts, go through the
+leaders of the hosts, which exchange the partial results of their hosts and combine them in the
+order of the hosts. The order of combination depends only on sizes and layout, so results are the
+same in every run and on all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LEADER = 0
 
 
 def all_reduce(run: Run, data: int, count: int, elements: Elements) -> None:
-    """Combine `count` elements at `data` of all ranks, in place."""
+    """Combine the `count` elements at `data` of all ranks, in place."""
     layout = run.layout
     each = CHUNK_BYTES // elements.bytes
     if not layout.even or count * elements.bytes <= _SMALL_BYTES:
@@ -76,7 +77,10 @@ def _by_rails(run: Run, data: int, chunk: Chunk, elements: Elements) -> Steps:
 
 
 def _padded(at: int, chunk: Chunk, elements: Elements, ranks: int) -> tuple[int, int]:
-    """A chunk whose elements the ranks of a host can share equally: a copy if it must be longer."""
+    """Return the address and count of a chunk that the ranks of a host can share equally.
+
+    The chunk is copied and padded with zeros if its count is not a multiple of `ranks`.
+    """
     left = chunk.count % ranks
     if not left:
         return at, chunk.count
@@ -88,7 +92,7 @@ def _padded(at: int, chunk: Chunk, elements: Elements, ranks: int) -> tuple[int,
 
 
 def _ring(run: Run, mine: int, count: int, tag: int, elements: Elements) -> Steps:
-    """All-reduce along the rail: slice by slice around the ring, combined; then the results."""
+    """All-reduce along the rail: a ring reduce-scatter, then a ring all-gather."""
     layout = run.layout
     hosts, host = len(layout.hosts), layout.host
     ahead, behind = layout.rail[(host + 1) % hosts], layout.rail[host - 1]
@@ -117,7 +121,7 @@ def _ring(run: Run, mine: int, count: int, tag: int, elements: Elements) -> Step
 
 
 def reduce(run: Run, data: int, count: int, elements: Elements, root: int) -> None:
-    """Combine `count` elements at `data` of all ranks; the root gets the result, in place."""
+    """Combine the `count` elements at `data` of all ranks; the root gets the result, in place."""
     layout = run.layout
     each = CHUNK_BYTES // elements.bytes
     if not layout.even or count * elements.bytes <= _SMALL_BYTES:
@@ -136,7 +140,7 @@ def _to_root(run: Run, data: int, chunk: Chunk, elements: Elements, root: int) -
     carrier = layout.ranks.index(root) if here else _LEADER
     own = at
     if layout.local_rank == carrier:
-        # Only the root's own tensor may be written.
+        # Only the root's tensor may be written.
         own = Scratch.of(size)
         ctypes.memmove(own, at, size)
     run.local("reduce", own, chunk.count, elements.dtype, elements.partial, carrier)
@@ -162,7 +166,7 @@ def _along_chains(run: Run, data: int, chunk: Chunk, elements: Elements, root: i
     size = slice_count * elements.bytes
     mine = Scratch.of(size)
     run.local("reduce_scatter_single", whole, mine, slice_count, elements.dtype, elements.partial)
-    place = (layout.host - home - 1) % hosts  # in the chain, whose end is the root's host
+    place = (layout.host - home - 1) % hosts  # position in the chain that ends at the root's host
     if place > 0:
         theirs = Scratch.of(size)
         yield run.take(theirs, size, layout.rail[layout.host - 1], chunk.tag)
@@ -184,7 +188,7 @@ def _along_chains(run: Run, data: int, chunk: Chunk, elements: Elements, root: i
 def reduce_scatter(
     run: Run, inputs: Sequence[int], output: int, count: int, elements: Elements
 ) -> None:
-    """Combine the inputs of all ranks, one of `count` elements for each; rank r gets the r-th."""
+    """Combine the inputs of all ranks, one of `count` elements per rank; rank r gets the r-th."""
     layout = run.layout
     steps = _scattered_by_rails if layout.even else _scattered_by_leaders
     each = CHUNK_BYTES // elements.bytes // max(map(len, layout.hosts))

@@ -1,4 +1,4 @@
-"""One operation under way: its steps in memory and between hosts, and how they overlap."""
+"""Execution of one operation: its steps in memory and between hosts, and their overlap."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK_BYTES", "Chunk", "Elements", "Refused", "Run", "Scratch", "chunks", "pipelined"]
 
 CHUNK_BYTES = 4 * 2**20
-"""What moves at once, of all ranks of a host together."""
+"""Bytes of one chunk of an operation, all ranks of a host together."""
 _WINDOW = 4
-"""So many chunks are under way at once, so that the network never waits for memory."""
+"""Number of chunks in flight, so that the network never waits for memory."""
 
 _SUM = _native.REDUCE_OPS["sum"]
 _AVG = _native.REDUCE_OPS["avg"]
 
 
-class Refused(Exception):  # noqa: N818 - not an error yet: what ends an operation early
+class Refused(Exception):  # noqa: N818 - ends an operation early; not yet an error
     """A step in memory has failed."""
 
     def __init__(self, status: _native.Status) -> None:
@@ -44,7 +44,7 @@ class Scratch(int):
 
     @classmethod
     def of(cls, size: int) -> Scratch:
-        """So many bytes, not cleared."""
+        """Allocate `size` bytes, uninitialized."""
         memory = torch.empty(max(1, size), dtype=torch.uint8)
         address = cls(memory.data_ptr())
         address._memory = memory
@@ -52,14 +52,17 @@ class Scratch(int):
 
 
 class Elements(NamedTuple):
-    """What an operation is about: numbers of `_native.DTYPES` and `REDUCE_OPS`, and sizes."""
+    """The element type and operator of an operation.
+
+    `dtype` is a value of `_native.DTYPES`, `op` one of `_native.REDUCE_OPS`.
+    """
 
     dtype: int
     bytes: int
-    """Of one element."""
+    """Size of one element in bytes."""
     op: int = 0
     ranks: int = 1
-    """World size of the group: what an average is divided by."""
+    """World size of the group, the divisor of an average."""
 
     @property
     def partial(self) -> int:
@@ -67,20 +70,27 @@ class Elements(NamedTuple):
         return _SUM if self.op == _AVG else self.op
 
     def combine(self, output: int, sources: Sequence[int], count: int, *, last: bool) -> None:
-        """Combine buffers in this order; an average is divided in the last step."""
+        """Combine buffers of `count` elements in the order of `sources`.
+
+        Args:
+            output: The address of the result.
+            sources: The addresses of the inputs.
+            count: The number of elements of each buffer.
+            last: Whether this is the last step, which divides an average.
+        """
         op = self.op if last else self.partial
         _native.reduce(output, sources, count, self.dtype, op, float(self.ranks))
 
 
 class Run(Links):
-    """An operation that is composed of steps.
+    """An operation composed of steps in memory and between hosts.
 
     Args:
-        layout: Who is on which host.
-        native: The group of this host.
-        engine: What carries bytes between hosts.
-        deadline: In monotonic seconds.
-        looking: As for `Links`.
+        layout: The ranks of the group by host.
+        native: The native group of this host.
+        engine: The engine that carries bytes between hosts.
+        deadline: The deadline, in seconds on the monotonic clock.
+        looking: See `Links`.
     """
 
     def __init__(
@@ -95,17 +105,26 @@ class Run(Links):
         self.layout = layout
 
     def local(self, name: str, *arguments: object, extra: float = 0.0) -> None:
-        """Do an operation in the memory of this host, with so many seconds beyond the deadline."""
+        """Run an operation of this host's native group.
+
+        Args:
+            name: The name of the method of `_native.Group`.
+            *arguments: Its arguments, except for the timeout.
+            extra: Seconds by which the operation may exceed the deadline.
+
+        Raises:
+            Refused: The operation has failed.
+        """
         status = getattr(self._native, name)(*arguments, self.remaining + extra)
         if status is not None:
             raise Refused(status)
 
     def give(self, address: int, size: int, peer: int, tag: int = 0) -> list[Posted]:
-        """Post a send of memory to a rank; nothing to send is nothing to post."""
+        """Post a send of memory to a rank; post nothing if the size is 0."""
         return [self.send(bytes_at(address, size), peer, tag)] if size else []
 
     def take(self, address: int, size: int, peer: int, tag: int = 0) -> list[Posted]:
-        """Post a receive into memory from a rank."""
+        """Post a receive into memory from a rank; post nothing if the size is 0."""
         return [self.recv(bytes_at(address, size), peer, tag)] if size else []
 
 
@@ -116,11 +135,11 @@ class Chunk:
     begin: int
     count: int
     tag: int
-    """Of its transfers: those of other chunks may overtake it."""
+    """Tag of the chunk's transfers, so that those of other chunks may overtake them."""
 
 
 def chunks(count: int, most: int) -> Iterator[Chunk]:
-    """Elements in parts of `most`; one empty part if there are none."""
+    """Split `count` elements into chunks of at most `most`; yield one empty chunk for none."""
     most = max(1, most)
     for number in range(max(1, -(-count // most))):
         begin = number * most
@@ -128,12 +147,12 @@ def chunks(count: int, most: int) -> Iterator[Chunk]:
 
 
 def pipelined(run: Run, steps: Iterable[Generator[list[Posted], None, None]]) -> None:
-    """Go through the steps of all chunks, some chunks at a time.
+    """Run the steps of all chunks, several chunks at a time.
 
-    Steps are generators that yield what must have ended before they go on.
+    The steps of a chunk are a generator that yields the transfers that must end before it resumes.
 
-    Each round takes the next step of every chunk that is under way, the oldest first. So all ranks
-    of a host come to their steps in memory in the same order, whatever the network does.
+    Each round runs the next step of every chunk in flight, the oldest first. All ranks of a host
+    therefore reach their steps in memory in the same order, regardless of the network.
     """
     source = iter(steps)
     active: deque[tuple[Generator[list[Posted], None, None], list[Posted]]] = deque()

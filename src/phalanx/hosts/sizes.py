@@ -1,4 +1,4 @@
-"""Bytes of the elements of each dtype of the core."""
+"""Element sizes of the core's dtypes, in bytes."""
 
 import torch
 

@@ -1,8 +1,8 @@
-"""Why a group broke, for those who can't see it: told once, through the group's store.
+"""The reason why a group broke, shared once with all ranks through the group's store.
 
-Who finds a failure tells it before the connections are closed, so that whoever finds them closed
-can know why. The first to tell it wins: all ranks say the same. The store may be gone with the host
-that has it, so nobody waits for it long.
+A rank that detects a failure reports it before it closes its connections. Peers that find their
+connections closed can then look up the reason. The first report wins, so all ranks raise the same
+error. The store may be lost with its host, so every request to it has a short limit.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ __all__ = ["ENDED", "Story", "Told"]
 
 _BROKEN = "phalanx/broken"
 _LIMIT = 1.0
-"""Seconds that the store has for an answer."""
+"""Seconds that the store has to answer a request."""
 _SILENCE = 5.0
-"""Seconds in which nothing more is asked of a store that gave none: it may be behind a cut link."""
+"""Seconds without requests after one that the store did not answer: its link may be severed."""
 _GRACE = 0.25
-"""Seconds in which who closes a connection has told why, if anybody has."""
+"""Seconds within which the reason for a closed connection is in the store, if there is one."""
 _PAUSE = 0.005
 ENDED = "*"
-"""In the place of where a rank left: its process has ended."""
+"""Value in place of the call site from which a rank left: its process has ended."""
 
 
 class Told(NamedTuple):
-    """What ends an operation, in the words of the rank that found it."""
+    """The failure that ends an operation, as described by the rank that found it."""
 
     code: str
-    """As a native status has it."""
+    """The code of the failure, as in a native status."""
     words: str
     reporter: int
     peer: int = -1
@@ -47,10 +47,10 @@ class Told(NamedTuple):
 
 
 class Story:
-    """What has become of a group, as far as the ranks have told each other.
+    """The state of a group that its ranks share: its failure, and the ranks that have left.
 
     Args:
-        store: The group's. Keys begin with "phalanx/".
+        store: The group's store. Keys begin with "phalanx/".
     """
 
     def __init__(self, store: Store) -> None:
@@ -59,7 +59,7 @@ class Story:
         self._ask_from = 0.0
 
     def tell(self, told: Told) -> Told:
-        """Say why the group is broken; what was told first."""
+        """Report why the group is broken, and return the failure that was reported first."""
         if self._told is None:
             text = json.dumps(told)
             answer = self._ask(lambda: self._store.compare_set(_BROKEN, "", text))
@@ -67,7 +67,7 @@ class Story:
         return self._told
 
     def hear(self) -> Told | None:
-        """Why the group is broken, if somebody has told it or does so now."""
+        """Return why the group is broken, or None; wait up to 0.25 s for a report."""
         end = time.monotonic() + _GRACE
         while self._told is None:
             if self._ask(lambda: self._store.check([_BROKEN])):
@@ -78,22 +78,23 @@ class Story:
         return self._told
 
     def peek(self) -> Told | None:
-        """Why the group is broken, if somebody has told it; asked once."""
+        """Return why the group is broken, or None; check the store only once."""
         if self._told is None and self._ask(lambda: self._store.check([_BROKEN])):
             self._told = _parsed(self._ask(lambda: self._store.get(_BROKEN)))
         return self._told
 
     def leave(self, rank: int, site: str) -> None:
-        """Say that a rank leaves the group in good order, and where it called for that."""
+        """Record that a rank leaves the group in order, with the call site."""
         self._ask(lambda: self._store.set(_left(rank), site or "-"))
 
     def end(self, rank: int) -> None:
-        """Say that a rank's process ends in good order, without having left the group."""
+        """Record that a rank's process ends in order, without having left the group."""
         self._ask(lambda: self._store.set(_left(rank), ENDED))
 
     def left(self, rank: int) -> str | None:
-        """Where a rank left the group; None if it hasn't, empty if that isn't known.
+        """Return the call site at which a rank left the group.
 
+        Returns None if the rank has not left, an empty text if the call site is unknown, and
         `ENDED` if its process has ended.
         """
         if not self._ask(lambda: self._store.check([_left(rank)])):
@@ -103,7 +104,7 @@ class Story:
         return "" if site == "-" else site
 
     def _ask(self, question: Callable[[], Any]) -> Any:
-        """The store's answer; None if it has none in time."""
+        """Return the store's answer; None if it does not answer in time."""
         if time.monotonic() < self._ask_from:
             return None
         answer: list[Any] = []
@@ -112,7 +113,7 @@ class Story:
             with inside_a_library():
                 try:
                     answer.append(question())
-                except (DistError, RuntimeError):  # it is gone
+                except (DistError, RuntimeError):  # the store is gone
                     answer.append(None)
 
         thread = threading.Thread(target=ask, name="phalanx-story", daemon=True)

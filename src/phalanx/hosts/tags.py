@@ -1,9 +1,12 @@
-"""Who uses which of an engine's tags."""
+"""Assignment of an engine's tags to their uses."""
 
 __all__ = ["CHUNKS", "ENVELOPES", "WATCH", "of_chunk", "of_data"]
 
 CHUNKS = 4096
-"""Tag 0 is for what ranks say before a collective; the next so many are for its chunks."""
+"""Number of tags for the chunks of a collective, from tag 1 on.
+
+Tag 0 is for the headers exchanged before a collective and for transfers that are not in chunks.
+"""
 WATCH = CHUNKS + 1
 ENVELOPES = CHUNKS + 2
 _DATA = CHUNKS + 3
@@ -11,10 +14,10 @@ _MESSAGES = 2**20
 
 
 def of_chunk(number: int) -> int:
-    """The tag of a collective's n-th chunk: those under way at once have different ones."""
+    """Return the tag of a collective's n-th chunk; chunks in flight together differ in it."""
     return 1 + number % CHUNKS
 
 
 def of_data(number: int) -> int:
-    """The tag of the data of a sender's n-th message."""
+    """Return the tag of the data of a sender's n-th message."""
     return _DATA + number % _MESSAGES

@@ -1,8 +1,9 @@
-"""Ranks of neighbouring hosts hear of each other's end, also while no operation needs it.
+"""Detection of lost ranks on neighbouring hosts, even while no operation needs them.
 
-Each rank waits for a byte from its counterparts on the next host and on the one before, which
-never comes: what comes is the end of the connection. Who hears it breaks the group of its host, and
-so the news goes around, to ranks that wait in memory for one that waits for somebody else.
+Each rank posts a receive of one byte from its counterparts on the next and the previous host. The
+byte is never sent, so the receive ends only when the connection is closed. The rank that detects
+this breaks the group of its host. The failure thereby reaches every host, even ranks that wait in
+memory for a rank that itself waits for another.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ __all__ = ["counterparts", "watch"]
 
 
 def watch(layout: Layout, engine: Engine, failing: Failing) -> None:
-    """Have the group broken when a counterpart of this rank ends without having left."""
+    """Break the group when a counterpart of this rank ends without having left the group."""
     for peer in counterparts(layout):
         _await(peer, engine, failing)
 
 
 def counterparts(layout: Layout) -> list[int]:
-    """Whom a rank watches: every rank of a neighbouring host is watched by one of this."""
+    """Return the ranks that this rank watches.
+
+    Every rank of a neighbouring host is watched by a rank of this host.
+    """
     hosts = len(layout.hosts)
     neighbours = {(layout.host + 1) % hosts, (layout.host - 1) % hosts} - {layout.host}
     peers = set()

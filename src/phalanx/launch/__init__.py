@@ -1,17 +1,19 @@
-"""Starting processes: `phalanx.launch(fn, nprocs)`, `phalanx run` and `phalanx.init()`.
+"""Launchers and initialization: `phalanx.launch(fn, nprocs)`, `phalanx run`, `phalanx.init()`.
 
-`function` starts a function on several ranks of this machine and returns their results, `worker`
-is what each of those processes runs. `agent` is `phalanx run`, on PyTorch's elastic agent; `child`
-ties a process's life to its parent's. With several hosts, `meeting` decides where they find each
-other, `news` is what their launchers tell each other, `ssh` starts them from one shell.
-`relay` brings the ranks' output and deaths to the caller, `failure` finds the first real error
-among what several ranks report, `cores` counts the cores, `defaults` is what a rank's environment
-gets besides its place.
-`session` forms the group in a process that any of them, or nobody, has started; `mpi` and `slurm`
-are how ranks meet that `mpirun` or `srun` has started.
+- `function` runs a function on several ranks of this machine and returns their results; `worker`
+  is the program of each rank.
+- `agent` is `phalanx run`, on PyTorch's elastic agent; `child` ties a rank's lifetime to its
+  parent's.
+- For several hosts, `meeting` is the rendezvous, `news` exchanges failures between the launchers,
+  and `ssh` starts the hosts from one shell.
+- `relay` forwards the ranks' output and exits to the launcher, and `failure` finds the first real
+  error among several reports.
+- `cores` counts the cores, and `defaults` sets defaults in the environment of the ranks.
+- `session` forms the group in a process, however it was started. `mpi` and `slurm` are the
+  rendezvous of ranks that `mpirun` or `srun` has started.
 
-The package is also the function: `phalanx.launch(fn, 2)` calls `phalanx.launch.function.launch`.
-See docs/design/launch.md for why. It imports neither torch nor the backend.
+The package is also callable: `phalanx.launch(fn, 2)` calls `phalanx.launch.function.launch`. It
+imports neither torch nor the backend. See docs/design/launch.md for the reasons.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """`phalanx run`: PyTorch's elastic agent, with the ranks' output and one report on a failure.
 
-The agent does rendezvous, ranks, restarts and several hosts. What is added here: every line of
-output comes with its rank, ranks share the cores, ranks die with the agent (`child`), and when one
-fails the report begins with the failure that the others followed from.
+The agent handles rendezvous, ranks, restarts and several hosts. This module adds the rank to every
+line of output, the sharing of the cores among the ranks, the exit of the ranks with the agent
+(`child`), and a failure report that begins with the cause of the other failures.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from phalanx import key as keys
-from phalanx.errors import LaunchError
+from phalanx.errors import LaunchError, UsageError
 from phalanx.launch import child, endpoint
 from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import CONSEQUENCE, GRACE, STOPPED, Failure, excerpt, first_cause
@@ -37,24 +37,31 @@ from phalanx.launch.news import AbsentHostError, Agreed, Heard, News, agree
 from phalanx.launch.options import Job, parse
 from phalanx.launch.output import RankOutput
 from phalanx.launch.relay import Exit, Relay
+from phalanx.launch.requirements import check_host
 from phalanx.launch.story import is_elsewhere, told
-from phalanx.observe.notes import Notes
+from phalanx.observe.launcher_log_writer import LauncherLogWriter
+from phalanx.torch_versions import shutdown_timeout
 
 __all__ = ["Ended", "run"]
 
 _TICK = 0.1
-# For the relay to see how ranks ended that the agent has stopped.
+# Time for the relay to see the exits of ranks that the agent has stopped.
 _SETTLE_SECONDS = 1.0
 
 
 class Ended(NamedTuple):
-    """How a job ended, as far as this host is concerned.
+    """The outcome of a job on this host.
 
-    `code` is 0, that of the rank that failed first, or 128 + N if that rank or this process was
-    ended by signal N. `job` is the name of a job of which the black boxes say more, else empty.
-    `report` says who failed and why, for people; empty if nobody did. `distance` says how far that
-    is from the cause, as `Failure.distance` does: other hosts may know more. `elsewhere` says that
-    the report is about another host, which has explained it there.
+    Attributes:
+        code: 0, the exit code of the rank that failed first, or 128 + N if that rank or this
+            process was ended by signal N.
+        job: The name of the job if its flight recorders are kept for `phalanx explain`, else
+            empty.
+        report: A report for people that names the failing rank and the reason; empty if none
+            failed.
+        distance: The distance of the failure from the cause, as in `Failure.distance`; other hosts
+            may know more.
+        elsewhere: True if the report is about another host, which has explained it there.
     """
 
     code: int
@@ -65,44 +72,45 @@ class Ended(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> Ended:
-    """Run a script on many ranks, as `phalanx run ARGV` does; blocks until all have ended.
+    """Run a script on many ranks, as `phalanx run ARGV` does, and block until all have ended.
 
-    Must be called in the main thread: it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT by stopping
-    the ranks.
+    Must be called in the main thread, because it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT: each
+    stops the ranks.
 
     Args:
-        argv: torchrun's options, the script and its arguments.
+        argv: The options of torchrun, the script and its arguments.
 
     Raises:
-        UsageError: a wrong argument, or a port that is in use.
-        LaunchError: the hosts of the job didn't find each other.
+        UsageError: An argument is invalid, or a port is in use.
+        LaunchError: The hosts of the job did not meet, or this host cannot start ranks.
     """
     _quieten()
     job = parse(argv)
     with _own_handlers(job.config.signals_to_handle):
         try:
             return _run(job)
-        except SignalException as caught:  # another one, while the job was ending
+        except SignalException as caught:  # a second signal, while the job was ending
             return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
 
 
 def _run(job: Job) -> Ended:
+    check_host(job.config.nproc_per_node)
     os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
     hosts = job.config.max_nodes
-    with Notes(job.config.nproc_per_node * hosts, hosts=hosts) as notes:
-        os.environ.update(notes.environment())
+    with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
+        os.environ.update(launcher_log.environment())
         relay = Relay()
         with _forwarding(relay), _readable(job.key) as key, _met(job) as met:
             os.environ.update(met.environment)
-            ended = _supervise(job, met, relay, notes, key)
+            ended = _supervise(job, met, relay, launcher_log, key)
             relay.settle(_SETTLE_SECONDS)
-        kept = notes.finish(ended.code)
-    return ended._replace(job=notes.name if kept else "")
+        kept = launcher_log.finish(ended.code)
+    return ended._replace(job=launcher_log.name if kept else "")
 
 
 def _quieten() -> None:
-    """Keep the agent's own log off the console, unless the user asked for a log level."""
+    """Suppress the console log of the agent, unless the user has set a log level."""
     if "LOGLEVEL" in os.environ:
         return
     for name in ("elastic", "launcher", "run"):
@@ -113,7 +121,7 @@ def _quieten() -> None:
 
 @contextlib.contextmanager
 def _own_handlers(names: str) -> Iterator[None]:
-    """Take back the agent's handlers of signals at the end: it leaves them behind."""
+    """Restore the signal handlers at the end, because the agent leaves its own installed."""
     before = {
         number: signal.getsignal(number)
         for name in names.split(",")
@@ -123,7 +131,7 @@ def _own_handlers(names: str) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            if handler is not None:  # None: not Python's
+            if handler is not None:  # None: not installed by Python
                 signal.signal(number, handler)
 
 
@@ -147,7 +155,7 @@ def _forwarding(relay: Relay) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _readable(key: bytes | None) -> Iterator[int]:
-    """A descriptor from which ranks read the job's key; -1 if there is none."""
+    """Yield a descriptor from which ranks read the job's key; -1 if there is none."""
     descriptor = -1 if key is None else keys.sealed(key)
     try:
         yield descriptor
@@ -161,13 +169,15 @@ def _met(job: Job) -> contextlib.AbstractContextManager[Meeting]:
 
 
 class _Agent(LocalElasticAgent):
-    """PyTorch's agent for one host, which tells causes from consequences when ranks fail."""
+    """PyTorch's agent for one host, which distinguishes causes of failures from consequences."""
 
-    def __init__(self, job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> None:
+    def __init__(
+        self, job: Job, met: Meeting, relay: Relay, launcher_log: LauncherLogWriter, key: int
+    ) -> None:
         self.failures: list[Failure] = []
         self._relay = relay
         self._relay.on_exit = self._note_end
-        self._notes = notes
+        self._launcher_log = launcher_log
         self._started: dict[int, tuple[int, int]] = {}
         self._output = RankOutput(relay, job.files, job.shown)
         self._stop_time = float("inf")
@@ -180,8 +190,7 @@ class _Agent(LocalElasticAgent):
         if met.store is not None:
             self.news = News(met.store, met.name, has_store=met.has_store)
             met.watch(self.news.miss)
-        # None where torchrun has no such option (torch 2.11).
-        limit = getattr(job.config, "shutdown_timeout", None)
+        limit: Any = shutdown_timeout(job.config)
         self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
         super().__init__(
             _spec(job, met, key),
@@ -196,7 +205,7 @@ class _Agent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            except (AbsentHostError, dist.DistStoreError) as error:  # one was counted that has gone
+            except (AbsentHostError, dist.DistStoreError) as error:  # a counted host is gone
                 if self._remaining_restarts <= 0:
                     raise
                 self._remaining_restarts -= 1
@@ -223,9 +232,9 @@ class _Agent(LocalElasticAgent):
             store.set_timeout(before)
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        if worker_group.state is WorkerState.HEALTHY:  # a host waits for the others
+        if worker_group.state is WorkerState.HEALTHY:  # another host waits to join
             if self.news is not None and self.news.catch_up():
-                return  # since ranks have failed there: that is seen to next, and counted
+                return  # ranks have failed there: handled, and counted, next
             _say("phalanx run: another host has come\n  starting all ranks again")
         super()._restart_workers(worker_group)
 
@@ -239,26 +248,37 @@ class _Agent(LocalElasticAgent):
             self._output.release()
         for local_rank, pid in pids.items():
             worker = worker_group.workers[local_rank]
-            self._notes.start(worker.global_rank, pid, self._attempt, worker.world_size)
+            self._launcher_log.start(worker.global_rank, pid, self._attempt, worker.world_size)
             self._started[local_rank] = worker.global_rank, pid
             self._relay.add_process(local_rank, pid)
         return pids
 
     def _note_end(self, local_rank: int, end: Exit) -> None:
         rank, pid = self._started[local_rank]
-        self._notes.end(rank, pid, end.code, stopped=end.time > self._stop_time)
+        self._launcher_log.end(rank, pid, end.code, stopped=end.time > self._stop_time)
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._stop_time = min(self._stop_time, time.monotonic())
         if args and self.news is not None and self._attempt >= 0:
-            # A signal: the ranks elsewhere will miss those here.
+            # A signal: the ranks on other hosts will lose those on this one.
             final = not self._is_spare()
             words = f"stopped by {args[0].name}"
             self.news.tell(words, 128 + args[0], final=final, left=not final)
         super()._shutdown(*args, **options)
+        self._note_codes()
+
+    def _note_codes(self) -> None:
+        """Record the exit codes of ranks that the agent has reaped before the relay saw them."""
+        handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
+        for local_rank, handler in handlers.items():
+            end, code = self._relay.exits().get(local_rank), handler.proc.returncode
+            if code is not None and (end is None or end.code is None):
+                rank, pid = self._started[local_rank]
+                stopped = end is None or end.time > self._stop_time
+                self._launcher_log.end(rank, pid, code, stopped=stopped)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        # Now, before the agent looks: it would stop the others without asking who was first.
+        # Before the agent looks: it would stop the other ranks without finding the first failure.
         self._relay.step(0)
         failures = self._failures_so_far(worker_group)
         if failures or self.heard:
@@ -284,31 +304,31 @@ class _Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.UNHEALTHY)
 
     def _starts_again(self) -> bool:
-        """Whether the agent is to start all ranks again, after what it now knows of a failure."""
+        """Return whether to start all ranks again; adapt the remaining restarts to other hosts."""
         if (heard := self.heard) is not None:
             if heard.final:
                 self._remaining_restarts = 0
             elif heard.left:
-                self._remaining_restarts += 1  # the agent will count it, and it is no failure
+                self._remaining_restarts += 1  # the agent will count it, but it is no failure
         return self._remaining_restarts > 0
 
     def _is_spare(self) -> bool:
-        """Whether the other hosts can go on without this one."""
+        """Return whether the other hosts can continue without this one."""
         group: Any = self._worker_group
         enough: bool = group.group_world_size > self._least_hosts
         return enough and not self._meeting.has_store and group.spec.max_restarts > 0
 
     @property
     def heard(self) -> Heard | None:
-        """How the job failed on another host, as far as is known."""
+        """The failure of the job on another host; None if none is known."""
         return None if self.news is None else self.news.heard
 
     def _exit_barrier(self) -> None:
-        if self.news is None:  # with it, the ranks of all hosts have ended by now
+        if self.news is None:  # otherwise the ranks of all hosts have already ended
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
     def _may_have_a_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
-        """Whether what failed here followed from something that may show yet, here or elsewhere."""
+        """Return whether the failures here may have a cause, on any host, that is not known yet."""
         cause = first_cause(failures)
         others = self.news or len(self._relay.exits()) < group.spec.local_world_size
         return bool(cause.distance and others and time.monotonic() < cause.time + GRACE)
@@ -335,14 +355,15 @@ class _Agent(LocalElasticAgent):
         rank = worker_group.workers[local_rank].global_rank
         text = excerpt(self._output.tail(local_rank))
         stopped = when > self._stop_time
-        if end is None or end.code is None:  # the agent was faster, and so knows more
-            self._notes.end(rank, pid, code, stopped=stopped)
+        if end is None or end.code is None:  # the agent reaped the rank first and has its code
+            self._launcher_log.end(rank, pid, code, stopped=stopped)
         return Failure(rank, pid, code, when, text, stopped=stopped)
 
     def _stop(self, failures: Sequence[Failure]) -> None:
         self._stop_time = time.monotonic()
         for failure in failures:
-            # What a dead rank left behind. It hasn't been reaped, so its number is still its own.
+            # Kill the children that a dead rank has left behind. The rank has not been reaped, so
+            # its pid has not been reused.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(failure.pid, signal.SIGKILL)
         self._shutdown(**self._limit)
@@ -368,13 +389,17 @@ def _spec(job: Job, met: Meeting, key: int) -> WorkerSpec:
     )
 
 
-def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> Ended:
-    """Run the job to its end."""
-    agent = _Agent(job, met, relay, notes, key)
+def _supervise(
+    job: Job, met: Meeting, relay: Relay, launcher_log: LauncherLogWriter, key: int
+) -> Ended:
+    """Run the job until it ends and return its outcome."""
+    agent = _Agent(job, met, relay, launcher_log, key)
     try:
         result = agent.run()
     except SignalException as caught:
         return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+    except UsageError:
+        raise
     except (LaunchError, RendezvousError, dist.DistError, RuntimeError) as error:
         heard = None if agent.news is None else agent.news.catch_up()
         if heard is not None and heard.final:
@@ -391,7 +416,7 @@ def _supervise(job: Job, met: Meeting, relay: Relay, notes: Notes, key: int) -> 
 def _ended(failures: Sequence[Failure], heard: Heard | None, code: int) -> Ended:
     if heard is not None and is_elsewhere(failures, heard):
         return Ended(heard.code, "", told(failures, heard), CONSEQUENCE, elsewhere=True)
-    if not failures:  # a result that says failed without naming a rank: stuck in the kernel
+    if not failures:  # failed without a failed rank: one is stuck in the kernel
         return Ended(code, "")
     cause = first_cause(failures)
     return Ended(cause.exit_code, "", told(failures), cause.distance)

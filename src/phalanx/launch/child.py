@@ -1,8 +1,8 @@
-"""Tie a process's life to its parent's, then become the program that was asked for.
+"""Tie a process's lifetime to its parent's, then replace it by the requested program.
 
-`phalanx run` starts each rank as `python -I -S child.py PARENT HOSTS KEY PROGRAM ARG...`: the file
-is run by its path and imports only the standard library, so that it costs some milliseconds. What
-it sets survives exec, so the script runs as its own process, with nothing of ours in it.
+`phalanx run` starts each rank as `python -I -S child.py PARENT HOSTS KEY PROGRAM ARG...`. The file
+is run by its path and imports only the standard library, so it takes only some milliseconds. Its
+settings survive exec, so the script runs in a process without any code of Phalanx's launcher.
 """
 
 import ctypes
@@ -16,28 +16,28 @@ _PR_SET_PDEATHSIG = 1
 def die_with_parent(parent: int) -> None:
     """Have the kernel kill this process (SIGKILL) when its parent dies.
 
-    The kernel watches the thread that started this process: the starter keeps that thread alive
-    as long as its ranks.
+    The kernel watches the thread that started this process, so the parent must keep that thread
+    alive as long as its ranks.
 
     Args:
-        parent: the parent's pid; if it is gone already, this process ends here.
+        parent: The pid of the parent. If it has already exited, this process is killed at once.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: The kernel refused the request.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
-    if os.getppid() != parent:  # it died before the kernel was told to watch it
+    if os.getppid() != parent:  # the parent died before the kernel watched it
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def take_place(hosts: int) -> None:
-    """Have this rank take itself for one of a simulated host: they get equally many, in order.
+    """Assign this rank to a simulated host; the ranks are distributed evenly, in order.
 
     Args:
-        hosts: how many there are; 0 for none that is simulated.
+        hosts: The number of simulated hosts; 0 to simulate none.
     """
     if hosts:
         rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -45,14 +45,14 @@ def take_place(hosts: int) -> None:
 
 
 def take_key(parent: int, descriptor: int) -> None:
-    """Open the job's key, which the parent has in memory; the program inherits it.
+    """Open the job's key, which the parent has in memory, so that the program inherits it.
 
     Args:
-        parent: The parent's pid.
-        descriptor: The number under which the parent has it; -1 if there is none.
+        parent: The pid of the parent.
+        descriptor: The parent's descriptor of the key; -1 if there is none.
 
     Raises:
-        OSError: It can't be opened.
+        OSError: The descriptor cannot be opened.
     """
     os.environ.pop("PHALANX_KEY_FD", None)
     if descriptor >= 0:
@@ -62,7 +62,7 @@ def take_key(parent: int, descriptor: int) -> None:
 
 
 def main() -> None:
-    """Guard this process, then replace it by the program on the command line."""
+    """Apply all settings to this process, then replace it by the program on the command line."""
     parent, hosts, key, *command = sys.argv[1:]
     die_with_parent(int(parent))
     take_place(int(hosts))

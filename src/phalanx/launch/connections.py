@@ -1,4 +1,4 @@
-"""Connections between hosts that a launcher carries on, in a thread with an event loop."""
+"""Connections of a launcher to other hosts, in a thread with an event loop."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ __all__ = ["BUFFER", "Connections", "drop", "keep_alive", "limit_silence", "rela
 
 _SILENCE_MILLISECONDS = 30_000
 BUFFER = 2**20
-"""Bytes that are read ahead, at most, on each connection."""
+"""The maximum number of bytes read ahead on each connection."""
 
 
 def relay_name() -> str:
-    """A name for the socket of this host's relay.
+    """Return a random name for the Unix socket of this host's relay.
 
-    It is an abstract one ("@" stands for the byte 0): there is no file that could be left behind.
-    Others on this host may connect, which the relay doesn't mind more than on a network.
+    The name is abstract ("@" stands for the byte 0), so no file can be left behind. Other users on
+    this host can connect, which is no worse for the relay than a network socket.
     """
     return f"@phalanx-relay-{secrets.token_hex(16)}"
 
 
 class Connections:
-    """A thread with an event loop, and the connections that it has under way.
+    """A thread with an event loop, and its open connections.
 
     Args:
-        name: The thread's.
-        settle: Seconds that connections have to end by themselves, at the end.
+        name: The name of the thread.
+        settle: Seconds that connections have to end by themselves when `close` is called.
     """
 
     def __init__(self, name: str, settle: float) -> None:
@@ -44,7 +44,7 @@ class Connections:
         self._thread.start()
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run it there, and wait for it; Ctrl-C ends it."""
+        """Run a coroutine in the thread and return its result; Ctrl-C cancels the coroutine."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -53,7 +53,7 @@ class Connections:
             raise
 
     def close(self) -> None:
-        """Let connections end that are about to, then end all."""
+        """Wait for connections to end, up to the limit, then close the remaining ones."""
         self.call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -64,7 +64,12 @@ class Connections:
         listener: socket.socket,
         serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
     ) -> None:
-        """Have a task for each who connects to `listener`; errors of a connection end it."""
+        """Run a task for each connection to `listener`; an error ends only its connection.
+
+        Args:
+            listener: The listening socket, taken over by the server.
+            serve: The coroutine function that handles one connection.
+        """
 
         async def accepted(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.current_task()
@@ -73,7 +78,7 @@ class Connections:
             try:
                 await serve(reader, writer)
             except (OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
-                pass  # whoever is at the other end knows
+                pass  # the peer sees that the connection ends
             finally:
                 self._tasks.discard(task)
                 drop(writer)
@@ -96,7 +101,7 @@ async def splice(
     one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
     other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
 ) -> None:
-    """Carry what comes on each of two connections to the other one, until both have ended."""
+    """Forward data between two connections in both directions until both have ended."""
     try:
         await asyncio.gather(_carry(one[0], other[1]), _carry(other[0], one[1]))
     finally:
@@ -113,12 +118,12 @@ async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 def drop(writer: asyncio.StreamWriter) -> None:
-    """Close a connection; what it has been given is still sent."""
+    """Close a connection; data already written is still sent."""
     writer.close()
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Have a connection whose other end has vanished found in half a minute."""
+    """Enable keep-alive, so that the loss of the peer is detected within half a minute."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
@@ -128,10 +133,10 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 def limit_silence(writer: asyncio.StreamWriter) -> None:
-    """Have a vanished other end found in half a minute also while it owes an acknowledgement.
+    """Detect the loss of the peer within half a minute even while an acknowledgement is pending.
 
-    Keep-alive rests then, and the kernel would try again for a quarter of an hour. For connections
-    whose ends always read: this ends one whose reader pauses for longer, too.
+    Keep-alive is inactive then, and the kernel would retry for a quarter of an hour. Use it only if
+    both ends always read: it also ends a connection whose reader pauses for longer.
     """
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)

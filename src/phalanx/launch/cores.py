@@ -1,4 +1,4 @@
-"""How many cores this process may use, and how to share them among ranks."""
+"""The number of cores that this process may use, and their distribution over the ranks."""
 
 import os
 from collections.abc import Callable
@@ -8,13 +8,13 @@ __all__ = ["limits", "threads_per_rank", "usable_cores"]
 
 
 def usable_cores(root: str | Path = "/") -> int:
-    """Count the cores that this process may keep busy: at least 1.
+    """Return the number of cores that this process may keep busy, at least 1.
 
-    The affinity mask counts, and the CPU quota of the control group (version 1 or 2) or of one
-    above it: a container given 2 cores of 64 has 2. Part of a core doesn't count.
+    The limits are the affinity mask and the CPU quotas of the control group (version 1 or 2) and
+    of its ancestors: a container with 2 of 64 cores has 2. A fraction of a core does not count.
 
     Args:
-        root: where `/proc` and `/sys` are, for tests.
+        root: The directory that contains `proc` and `sys`; for tests.
     """
     cores = len(os.sched_getaffinity(0))
     quota = min(limits("cpu", _version2, _version1, root), default=cores)
@@ -22,7 +22,7 @@ def usable_cores(root: str | Path = "/") -> int:
 
 
 def threads_per_rank(nprocs: int) -> int:
-    """Threads that each of `nprocs` ranks can have without fighting for cores: at least 1."""
+    """Return how many threads each of `nprocs` ranks can use without contention, at least 1."""
     return max(1, usable_cores() // nprocs)
 
 
@@ -32,13 +32,14 @@ def limits(
     version1: Callable[[Path], float | None],
     root: str | Path = "/",
 ) -> list[float]:
-    """What limits the control groups of this process, and those above them, set.
+    """Return the limits set by the control groups of this process and their ancestors.
 
     Args:
-        controller: "cpu" or "memory".
-        version2: reads the limit of a control group's folder, version 2; None: it sets none.
-        version1: the same for version 1.
-        root: where `/proc` and `/sys` are, for tests.
+        controller: The name of the controller, "cpu" or "memory".
+        version2: A function that reads the limit from the folder of a version 2 control group and
+            returns None if it sets none.
+        version1: The same for version 1.
+        root: The directory that contains `proc` and `sys`; for tests.
     """
     root = Path(root)
     try:
@@ -62,7 +63,7 @@ def _climb(mount: Path, path: str, read: Callable[[Path], float | None]) -> list
     for folder in (group, *group.parents):
         try:
             limit = read(folder)
-        except (OSError, ValueError):  # inside a container, the path can be the host's
+        except (OSError, ValueError):  # inside a container, the path can be that of the host
             limit = None
         if limit is not None:
             found.append(limit)

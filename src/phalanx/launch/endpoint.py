@@ -1,4 +1,4 @@
-"""Where the hosts of a job meet and how long they wait, as `phalanx run`'s options say it."""
+"""The rendezvous endpoint of a job and its timeouts, from the options of `phalanx run`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PATIENCE = 600
-"""Seconds that hosts wait for each other, unless `--rdzv-conf timeout=` says otherwise."""
+"""The default seconds that hosts wait for each other; `--rdzv-conf timeout=` overrides it."""
 
 _DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
 _READ_SECONDS = 60
@@ -39,10 +39,10 @@ _ANSWERS = {
 
 
 def check(config: LaunchConfig) -> None:
-    """See that the rest of this module can answer.
+    """Check the options that the other functions of this module read.
 
     Raises:
-        UsageError: What was given, and what was expected.
+        UsageError: An option is invalid; the message names the value and what was expected.
     """
     if is_ours(config):
         endpoint(config)
@@ -53,17 +53,21 @@ def check(config: LaunchConfig) -> None:
 
 
 def is_ours(config: LaunchConfig) -> bool:
-    """Whether the rendezvous is one for which Phalanx opens the store; others are PyTorch's."""
+    """Return whether Phalanx opens the store of the rendezvous; otherwise PyTorch does."""
     return config.rdzv_backend in _DEFAULT_PORTS and "store_type" not in config.rdzv_configs
 
 
 def endpoint(config: LaunchConfig) -> tuple[str, int]:
-    """The host with the gate, and its port."""
+    """Return the host of the gate and its port.
+
+    Raises:
+        UsageError: The endpoint is malformed.
+    """
     default = _DEFAULT_PORTS[config.rdzv_backend]
     least = 1 if config.max_nodes > 1 else 0
     try:
         host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=default)
-        host.encode("idna")  # as whoever looks the name up does
+        host.encode("idna")  # a name lookup encodes it in the same way
         if port < least:
             raise ValueError
     except ValueError:
@@ -76,21 +80,22 @@ def endpoint(config: LaunchConfig) -> tuple[str, int]:
 
 
 def patience(config: LaunchConfig) -> int:
-    """Seconds that hosts wait for each other."""
+    """Return the seconds that hosts wait for each other."""
     return _integer(config, "timeout", PATIENCE)
 
 
 def read_limit(config: LaunchConfig) -> int:
-    """Seconds that an operation of the store may take, once the hosts have met."""
+    """Return the seconds that an operation of the store may take, once the hosts have met."""
     if config.rdzv_backend == "static":
         return patience(config)
     return _integer(config, "read_timeout", _READ_SECONDS)
 
 
 def presence(config: LaunchConfig) -> int:
-    """Seconds that a host has for showing itself, once the rendezvous has counted it.
+    """Return the seconds within which a host must appear, once the rendezvous has counted it.
 
-    A little longer than the rendezvous takes to know a dead one, so as not to count it again.
+    This is a little longer than the rendezvous takes to detect a dead host, so that the next one
+    does not count it again.
     """
     if not is_ours(config):
         return _PRESENCE_SECONDS
@@ -99,7 +104,13 @@ def presence(config: LaunchConfig) -> int:
 
 
 def has_gate(config: LaunchConfig, host: str) -> tuple[bool, bool]:
-    """Whether this host has the gate, and whether that was said, not guessed from a name."""
+    """Return whether this host has the gate, and whether that is certain.
+
+    It is not certain if it was guessed from the host name of the endpoint.
+
+    Raises:
+        UsageError: `is_host` in `--rdzv-conf` is neither true nor false.
+    """
     if config.rdzv_backend == "static":
         return config.rdzv_configs.get("rank") == 0, True
     said = config.rdzv_configs.get("is_host")

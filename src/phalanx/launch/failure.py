@@ -1,7 +1,7 @@
-"""Finding the first real error among what several ranks report.
+"""Identification of the first real error among the failures of several ranks.
 
-When one rank fails, the others fail too: a peer is lost, a connection is reset, the launcher stops
-them. Those are consequences; a report that begins with one of them sends its reader the wrong way.
+When one rank fails, the others fail too: they lose a peer, a connection is reset, or the launcher
+stops them. A report that begins with such a consequence misleads its reader.
 """
 
 import re
@@ -9,28 +9,30 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["CONSEQUENCE", "GRACE", "STOPPED", "Failure", "excerpt", "first_cause", "signal_name"]
+from phalanx.system.signals import signal_name
+
+__all__ = ["CONSEQUENCE", "GRACE", "STOPPED", "Failure", "excerpt", "first_cause"]
 
 GRACE = 3.0
-"""Seconds for which ranks may go on after a consequence was seen, so that its cause can show."""
+"""Seconds for which ranks may continue after a consequence, so that its cause can show."""
 
 CONSEQUENCE = 2
-"""The distance of an end that says itself what it followed from."""
+"""The distance of a failure whose own text names another failure as its cause."""
 STOPPED = 3
-"""The distance of an end that the launcher itself brought about."""
+"""The distance of a failure that the launcher itself has caused, by stopping the rank."""
 
 _LOST = re.compile(
     r"^(phalanx\.errors\.|RuntimeError: [^:\n]*: )"
     r"(PeerLost|Aborted|CollectiveMismatch: .* has left the group)\b",
     re.MULTILINE,
 )
-"""DDP, which is C++, says them in a RuntimeError of its own."""
+"""Phalanx's errors about other ranks, as raised or as wrapped in a RuntimeError by DDP (C++)."""
 _CONNECTION = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket closed|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ncclRemoteError|remote process exited"
 )
 _PREFIX = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
-"""With which torch begins the lines of a traceback once a group exists."""
+"""The prefix that torch gives to the lines of a traceback once a group exists."""
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAIN = (
     "The above exception was the direct cause",
@@ -40,7 +42,15 @@ _CHAIN = (
 
 @dataclass(frozen=True)
 class Failure:
-    """How a rank ended: `code` as in `subprocess`, negative for a signal; `time` is monotonic."""
+    """The failure of a rank.
+
+    Attributes:
+        rank: The rank.
+        pid: The process ID of the rank.
+        code: The exit code as in `subprocess`, negative for a signal.
+        time: The monotonic time of the failure, in seconds.
+        text: The traceback, or the end of the rank's stderr; empty if unknown.
+    """
 
     rank: int
     pid: int
@@ -48,11 +58,11 @@ class Failure:
     time: float
     text: str = ""
     stopped: bool = False
-    """The launcher had begun to stop the rank before it ended."""
+    """True if the launcher had begun to stop the rank before it ended."""
 
     @property
     def distance(self) -> int:
-        """How far from the cause: 0 for a real error, more for what it brought about."""
+        """The distance from the cause: 0 for a real error, more for its consequences."""
         if self.stopped:
             return STOPPED
         if self.code < 0 and self.code != -signal.SIGABRT:
@@ -63,33 +73,25 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        """What the launcher ends with because of it: 128 + N for signal N, never 0."""
+        """The exit code of the launcher for this failure: 128 + N for signal N, never 0."""
         return 128 - self.code if self.code < 0 else self.code or 1
 
     @property
     def headline(self) -> str:
-        """The rank, its pid and its end, in a line."""
+        """A line with the rank, its pid and the reason of its exit."""
         return f"rank {self.rank} (pid {self.pid}) {_ending(self.code)}"
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """Pick the failure to report: nearest to the cause, then the earliest, then the lowest rank."""
+    """Return the failure with the least distance, then the earliest time, then the lowest rank."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
 
 
-def signal_name(number: int) -> str:
-    """`SIGKILL` for 9; a signal without a name is `signal 42`."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def excerpt(text: str, lines: int = 40) -> str:
-    """Cut a rank's last output down to what explains its end.
+    """Return the part of a rank's last output that explains its exit.
 
-    That is the last traceback with the ones chained to it, or the last ten lines if there is none.
-    Of more than `lines` lines the middle is left out.
+    This is the last traceback with the tracebacks chained to it, or the last ten lines if there is
+    none. If a traceback has more than `lines` lines, its middle is omitted.
     """
     rows = _PREFIX.sub("", text.rstrip()).splitlines()
     starts = [i for i, row in enumerate(rows) if row.startswith(_TRACEBACK)]

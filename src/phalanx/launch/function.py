@@ -16,9 +16,10 @@ from phalanx.errors import LaunchError, UsageError
 from phalanx.launch.defaults import rank_defaults
 from phalanx.launch.failure import Failure, first_cause
 from phalanx.launch.ranks import Ranks
+from phalanx.launch.requirements import check_host
 from phalanx.launch.store import HOST, host_store
 from phalanx.launch.worker import Outcome, Setting
-from phalanx.observe.notes import Notes
+from phalanx.observe.launcher_log_writer import LauncherLogWriter
 
 __all__ = ["launch"]
 
@@ -35,42 +36,43 @@ def launch(
     env: Mapping[str, str] | None = None,
     prefix: bool = False,
 ) -> list[T]:
-    """Run `fn(*args, **kwargs)` in `nprocs` new processes of this machine; return all results.
+    """Run `fn(*args, **kwargs)` in `nprocs` new processes on this machine; return all results.
 
-    Each process is one rank, with the environment that torchrun gives (`RANK`, `WORLD_SIZE`,
-    `LOCAL_RANK`, `MASTER_ADDR`, ...), so `phalanx.init()` or
-    `torch.distributed.init_process_group(backend)` in `fn` forms their group. The store that they
-    meet at listens on this machine's loopback, on a port that was free. The function is shipped by
-    value: it may be defined in a notebook, a REPL or a script, which needs no
-    `if __name__ == "__main__"` and isn't run again. Functions of modules that can be imported are
-    imported by each rank.
+    Each process is one rank with the environment of torchrun (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`,
+    `MASTER_ADDR`, ...), so `phalanx.init()` or `torch.distributed.init_process_group(backend)` in
+    `fn` forms their group. The store for the rendezvous listens on this machine's loopback
+    interface, on a free port. The function is pickled by value: it may be defined in a notebook, a
+    REPL or a script, which needs no `if __name__ == "__main__"` and is not run again. Each rank
+    imports functions of importable modules.
 
-    Blocks until all ranks have ended. What they print appears on this process's `sys.stdout` and
-    `sys.stderr`. When a rank fails the others are stopped: SIGTERM, and SIGKILL 5 seconds later.
-    When this call ends, by whatever way, no process is left: not after Ctrl-C, nor when this
-    process is killed. (The kernel sees to that; it watches the calling thread.)
+    Blocks until all ranks have ended. Their output appears on this process's `sys.stdout` and
+    `sys.stderr`. When a rank fails, the others are stopped: SIGTERM, and SIGKILL 5 seconds later.
+    However this call ends, no process is left, even after Ctrl-C or if this process is killed. (The
+    kernel ensures it; it watches the calling thread.)
 
     Args:
-        fn: what each rank runs. It and its arguments must be picklable by cloudpickle. Its result
-            must be too, and is copied to this process.
-        nprocs: how many ranks, at least 1.
-        args: positional arguments, the same for every rank; `RANK` in the environment, or
-            `torch.distributed.get_rank()`, tells ranks apart.
-        kwargs: keyword arguments, the same for every rank.
-        timeout: seconds after which the ranks are stopped and LaunchError is raised; None waits
-            for ever.
-        env: environment variables for the ranks, besides this process's own.
-            `OMP_NUM_THREADS` is max(1, usable cores // nprocs) unless set here or there.
-        prefix: begin every line that a rank prints with `[rank N] `.
+        fn: The function for each rank. The function and its arguments must be picklable by
+            cloudpickle. So must its result, which is copied to this process.
+        nprocs: The number of ranks, at least 1.
+        args: The positional arguments, the same for every rank. `RANK` in the environment, or
+            `torch.distributed.get_rank()`, distinguishes ranks.
+        kwargs: The keyword arguments, the same for every rank.
+        timeout: Seconds after which the ranks are stopped and LaunchError is raised; None for no
+            limit.
+        env: Environment variables for the ranks, in addition to this process's own.
+            `OMP_NUM_THREADS` is max(1, usable cores // nprocs) unless either sets it.
+        prefix: True to begin every line that a rank prints with `[rank N] `.
 
     Returns:
-        What `fn` returned on each rank, in rank order.
+        The results of `fn` in rank order.
 
     Raises:
-        UsageError: a wrong argument; nothing was started.
-        LaunchError: a rank failed. The message names the rank whose error came first (errors that
-            only follow from another rank's, such as PeerLost, come last) and has its traceback;
-            `__cause__` is the original exception if it could be pickled.
+        UsageError: An argument is invalid; no process was started.
+        LaunchError: This host cannot start so many ranks, a rank failed, or the timeout expired.
+            After a failure, the message names the rank with the first error and contains its
+            traceback. An error that is a consequence of another rank's, such as PeerLost, counts
+            as first only if there is no other. `__cause__` is the original exception if it could
+            be pickled.
 
     Example:
         >>> def area(side):
@@ -79,21 +81,22 @@ def launch(
         [0, 21]
     """
     nprocs = _check(fn, nprocs, args, kwargs, timeout, env)
+    check_host(nprocs)
     deadline = None if timeout is None else time.monotonic() + timeout
-    with Notes(nprocs) as notes:
+    with LauncherLogWriter(nprocs) as launcher_log:
         payload = _payload(fn, tuple(args), dict(kwargs or {}))
-        with Ranks(payload, notes, prefix=prefix) as ranks:
+        with Ranks(payload, launcher_log, prefix=prefix) as ranks:
             store, run_id = host_store(), uuid.uuid4().hex
             for rank in range(nprocs):
-                environ = _environment(rank, nprocs, store.port, run_id, notes, env or {})
+                environ = _environment(rank, nprocs, store.port, run_id, launcher_log, env or {})
                 _start(ranks, environ)
             ended = ranks.wait(deadline)
         if failures := [failure for failure in ranks.failures if not failure.stopped]:
-            _raise(first_cause(failures), ranks, notes)
+            _raise(first_cause(failures), ranks, launcher_log)
         if not ended:
             raise LaunchError(
                 f"timeout: after {timeout} s these still ran and were stopped: "
-                f"{_names(ranks.stopped)}{_explained(notes, 1)}"
+                f"{_names(ranks.stopped)}{_explained(launcher_log, 1)}"
             )
     return [_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
@@ -137,7 +140,7 @@ def _check_env(env: object) -> None:
 
 
 def _payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Write what every rank needs into a memory file; returns its descriptor."""
+    """Write the setting and the pickled call into a memory file; return its descriptor."""
     try:
         call = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
@@ -154,7 +157,7 @@ def _unpicklable(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], erro
     for name, value in named.items():
         try:
             cloudpickle.dumps(value)
-        except Exception as reason:  # noqa: BLE001 - whatever the object's own code raises
+        except Exception as reason:  # noqa: BLE001 - the object's own code can raise anything
             return (
                 f"{name} can't be pickled and so can't be sent to the ranks ({reason}): make what "
                 "it needs (locks, files, sockets, groups) inside of the function"
@@ -192,11 +195,16 @@ def _places(rank: int, nprocs: int, port: int, run_id: str) -> dict[str, str]:
 
 
 def _environment(
-    rank: int, nprocs: int, port: int, run_id: str, notes: Notes, env: Mapping[str, str]
+    rank: int,
+    nprocs: int,
+    port: int,
+    run_id: str,
+    launcher_log: LauncherLogWriter,
+    env: Mapping[str, str],
 ) -> dict[str, str]:
     given = {**os.environ, **env}
     places = _places(rank, nprocs, port, run_id)
-    return {**given, **rank_defaults(nprocs, given), **places, **notes.environment()}
+    return {**given, **rank_defaults(nprocs, given), **places, **launcher_log.environment()}
 
 
 def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
@@ -206,7 +214,7 @@ def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
         raise LaunchError(f"can't start rank {environ['RANK']}: {error}") from error
 
 
-def _raise(cause: Failure, ranks: Ranks, notes: Notes) -> NoReturn:
+def _raise(cause: Failure, ranks: Ranks, launcher_log: LauncherLogWriter) -> NoReturn:
     outcome = ranks.outcomes[cause.rank]
     if outcome is not None and outcome.value is None:
         parts = [f"rank {cause.rank} (pid {cause.pid}) raised {outcome.summary}"]
@@ -219,13 +227,13 @@ def _raise(cause: Failure, ranks: Ranks, notes: Notes) -> NoReturn:
     followed = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
     parts += [f"Failed after it: {_names(followed)}."] if followed else []
     parts += [f"Stopped by the launcher: {_names(ranks.stopped)}."] if ranks.stopped else []
-    message = "\n\n".join(parts) + _explained(notes, cause.exit_code)
+    message = "\n\n".join(parts) + _explained(launcher_log, cause.exit_code)
     raise LaunchError(message) from _load_error(outcome)
 
 
-def _explained(notes: Notes, code: int) -> str:
-    kept = notes.finish(code)
-    return f"\n\nWhat the ranks were doing: phalanx explain {notes.name}" if kept else ""
+def _explained(launcher_log: LauncherLogWriter, code: int) -> str:
+    kept = launcher_log.finish(code)
+    return f"\n\nWhat the ranks were doing: phalanx explain {launcher_log.name}" if kept else ""
 
 
 def _load_error(outcome: Outcome | None) -> BaseException | None:
@@ -233,7 +241,7 @@ def _load_error(outcome: Outcome | None) -> BaseException | None:
         return None
     try:
         error = pickle.loads(outcome.error)
-    except Exception:  # noqa: BLE001 - the message has its text all the same
+    except Exception:  # noqa: BLE001 - the message contains its text anyway
         return None
     return error if isinstance(error, BaseException) else None
 

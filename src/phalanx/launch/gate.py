@@ -1,10 +1,10 @@
-"""The one port of a job that other hosts reach: strangers stay outside.
+"""The only port of a job that other hosts can reach; connections without the key are rejected.
 
-What the hosts share listens where only the gate's own machine reaches it: the stores of launchers
-and ranks on the loopback interface, the relay of the ranks on a Unix socket. The gate listens
-on the interface that faces the other hosts, has each guest prove that it has the job's key
-(`handshake`), and only then connects it to what it asks for. On the other hosts a `Way` is the
-other end.
+The services that the hosts share listen where only the gate's machine can reach them: the stores
+of the launchers and ranks on the loopback interface, the relay of the ranks on a Unix socket. The
+gate listens on the interface that faces the other hosts. It authenticates each guest by the job's
+key (`handshake`) and only then connects it to the requested service. `Way` is the other end, on the
+other hosts.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ __all__ = ["Gate"]
 
 _HANDSHAKE_SECONDS = 10.0
 _MOST_PENDING = 512
-"""So many may be in their handshake at once. When another one comes, one has to go: the oldest from
+"""The maximum number of concurrent handshakes. A further connection replaces the oldest one from
 the address that has the most."""
 _MOST_TOLD = 16
 _SETTLE_SECONDS = 2.0
-"""Other hosts may need the store, until they have ended as well."""
+"""Seconds for which connections stay open at the end, since other hosts may need the store."""
 
 
 class Gate:
-    """Lets the hosts of a job in.
+    """A server that admits the hosts of a job and connects them to its services.
 
     Args:
-        address: Where it listens.
-        port: The TCP port.
-        key: The job's; empty if it has none.
+        address: The IP address on which the gate listens.
+        port: The TCP port on which the gate listens.
+        key: The job's key; empty if it has none.
         store: The port of the launchers' store, on the loopback interface.
-        check: What is wrong with what a guest says of itself; empty if nothing is.
-        tell: Is given a sentence for the user, when somebody is turned away.
+        check: A function that returns why a guest with this hello is rejected; empty if it is not.
+        tell: A function that shows a sentence to the user when a connection is rejected.
 
     Raises:
-        OSError: It can't listen there.
+        OSError: The gate cannot listen on this address and port.
     """
 
     def __init__(
@@ -72,20 +72,20 @@ class Gate:
         self._tell = tell
         self._told: set[str] = set()
         self.wrong = ""
-        """What was wrong with the last host that had the key and didn't fit."""
+        """The reason for which the last host with the key was rejected; empty if none was."""
         self._pending: dict[asyncio.Task[Any], str] = {}
         self._hosts: dict[int, str] = {}
         self.on_gone: Callable[[str, str], None] = lambda *_: None
-        """Is given the name of a host that has left, and its place, for people."""
+        """A function called for each host that leaves, with its unique name and one for people."""
         self.stores = AttemptStores()
-        """Those of the ranks."""
+        """The stores of the ranks."""
         self._connections = Connections("phalanx-gate", _SETTLE_SECONDS)
         self.relay = relay_name()
-        """Where the ranks' relay has to listen."""
+        """The name of the Unix socket on which the ranks' relay must listen."""
         self._connections.call(self._connections.serve(listener, self._serve))
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stop listening and close all connections."""
         self._connections.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +117,7 @@ class Gate:
         hello: dict[str, Any],
     ) -> None:
         service = hello.get("service")
-        if service in ("join", "store", "ranks"):  # behind the relay somebody may well pause
+        if service in ("join", "store", "ranks"):  # a reader behind the relay may pause
             limit_silence(writer)
         if service == "join":
             await self._join(reader, writer, who, hello)
@@ -135,7 +135,10 @@ class Gate:
     async def _lead_ranks(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attempt: object
     ) -> None:
-        """A rank, to the store of its attempt: those of several hosts don't start at once."""
+        """Connect a rank to the store of its attempt.
+
+        The attempt is needed because the ranks of several hosts do not start at the same time.
+        """
         try:
             if not isinstance(attempt, int) or attempt < 0:
                 raise LookupError(f"there is no attempt {attempt!r}")
@@ -159,9 +162,9 @@ class Gate:
         who: str,
         hello: dict[str, Any],
     ) -> None:
-        """A host enters the job: as long as this connection lives, its number is taken."""
+        """Admit a host to the job; its number is reserved for the lifetime of the connection."""
         number = hello.get("number")
-        if not isinstance(number, int) or number < 0:  # the rendezvous gives numbers
+        if not isinstance(number, int) or number < 0:  # the rendezvous assigns the numbers
             number = None
         elif number == 0 or number in self._hosts:
             wrong = (
@@ -183,10 +186,13 @@ class Gate:
                 del self._hosts[number]
 
     def _make_room(self) -> None:
-        """Who sends many strangers loses them first, not the hosts of the job."""
+        """Cancel the oldest handshake from the address that has the most.
+
+        A flood from one address therefore displaces its own connections, not the job's hosts.
+        """
         worst = Counter(self._pending.values()).most_common(1)[0][0]
         oldest = next(task for task, who in self._pending.items() if who == worst)
-        del self._pending[oldest]  # now: more may come before it has ended
+        del self._pending[oldest]  # at once: more may arrive before the task has ended
         oldest.cancel()
 
     def _turn_away(self, who: str, why: str) -> None:

@@ -1,9 +1,10 @@
-"""How two hosts of a job prove to each other that they have its key.
+"""Mutual authentication of two hosts of a job by its key.
 
-The gate sends a challenge, the guest answers it and challenges the gate in turn; the key itself is
-never sent. Then the guest says what it is and what it wants, and is told what is wrong with that,
-if anything. From there on the connection belongs to the service that was asked for. It isn't
-encrypted: this keeps strangers out who connect, not those who can change packets on the way.
+The gate sends a challenge; the guest answers it and challenges the gate. The key itself is never
+sent. Then the guest sends a hello with its description and the service it requests, and the gate
+answers with an error or an empty text. After that the connection belongs to the requested service.
+It is not encrypted: the handshake rejects connections from strangers, but does not protect against
+attackers who can change packets in transit.
 """
 
 from __future__ import annotations
@@ -24,28 +25,28 @@ _NONCE = 32
 _PROOF = hashlib.sha256().digest_size
 _KNOWN, _UNKNOWN = b"\1", b"\0"
 _MOST = 4096
-"""Bytes that a hello may have."""
+"""The maximum size of a hello, in bytes."""
 
 
-class Refused(Exception):  # noqa: N818 - a fact that the caller words
-    """The other side isn't the gate of this job, or doesn't let this host in: why."""
+class Refused(Exception):  # noqa: N818 - the caller words the message
+    """The peer is not the gate of this job, or rejects this host; the message says why."""
 
 
 class Stranger(Exception):  # noqa: N818
-    """Who has connected doesn't have the key, or doesn't know how to ask."""
+    """The peer does not have the key, or does not follow the protocol."""
 
 
 async def as_gate(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
 ) -> dict[str, Any]:
-    """Let a guest prove that it has the key; what it says of itself then.
+    """Authenticate a guest and return its hello.
 
-    Waits as long as the guest likes: the caller has a limit.
+    Has no timeout; the caller sets one.
 
     Raises:
-        Stranger: It doesn't have it.
-        EOFError: It has left.
-        OSError: So it has, without a word.
+        Stranger: The guest does not have the key, or its hello is invalid.
+        EOFError: The guest has closed the connection.
+        OSError: The connection is broken.
     """
     own = secrets.token_bytes(_NONCE)
     writer.write(_GREETING + own)
@@ -59,19 +60,19 @@ async def as_gate(
 
 
 def answer(writer: asyncio.StreamWriter, wrong: str) -> None:
-    """Tell a guest what is wrong with its hello; empty if nothing is."""
+    """Answer a guest's hello with an error; empty if the hello is accepted."""
     _say(writer, {"wrong": wrong})
 
 
 async def as_guest(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, hello: dict[str, Any]
 ) -> None:
-    """Prove to the gate that this host has the key, see that the gate has it, and say hello.
+    """Authenticate this host to the gate and the gate to this host, and send a hello.
 
     Raises:
-        Refused: Why this host isn't let in.
+        Refused: The gate rejects this host, or is not the gate of this job.
         EOFError: The gate has closed the connection.
-        OSError: So it has, without a word.
+        OSError: The connection is broken.
     """
     greeting = await reader.readexactly(len(_GREETING))
     if greeting != _GREETING:
@@ -107,7 +108,7 @@ async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
         raise Stranger(f"its hello has {size} bytes")
     try:
         said = json.loads(await reader.readexactly(size))
-    except (ValueError, RecursionError):  # "[[[[..." is as good as no JSON
+    except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
         raise Stranger("its hello can't be read") from None
     if not isinstance(said, dict):
         raise Stranger("its hello says nothing")

@@ -1,11 +1,11 @@
-"""Where the hosts and the ranks of a job meet.
+"""The rendezvous of the hosts and ranks of a job.
 
-PyTorch's rendezvous decides which host gets which ranks; here is decided where its store is, and
-that of the ranks, a new one for each start of all of them. On one host there is nobody to meet: the
-agent keeps its notes in its own memory, and the ranks' store is on the loopback interface. On
-several, both are on the loopback interface of one of them, which has a gate (`gate`), and the
-others have a way to it (`way`), so that PyTorch finds a store at 127.0.0.1 on every host.
-Rendezvous of other kinds, as etcd, are left to PyTorch.
+PyTorch's rendezvous assigns the ranks to the hosts. This module decides the location of its store
+and of the ranks' store, which is a new one for each start of all ranks. On one host, the agent's
+store is in its own memory and the ranks' store is on the loopback interface. On several hosts,
+both stores are on the loopback interface of one of them. That host has a gate (`gate`) and the
+others have a way through it (`way`), so that PyTorch finds a store at 127.0.0.1 on every host.
+Rendezvous of other kinds, such as etcd, are left to PyTorch.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Meeting", "meeting"]
 
-# This may be a job that a rank of another one has started.
+# Overrides the variables of an outer job: a rank of another job may have started this one.
 _NO_GATE = {"PHALANX_GATE": "", "PHALANX_RELAY": ""}
 _NOTICE_SECONDS = 5.0
 _NAME = uuid.uuid4().hex
 
 
 class Meeting:
-    """How the agent and the ranks of this host find the others.
+    """The rendezvous of this host's agent and ranks with the other hosts.
 
     Attributes:
-        handler: The agent's rendezvous.
-        environment: Variables for the ranks.
-        name: This host's, unlike those of the others.
-        store: What the launchers of several hosts share; None on one host.
-        has_store: Whether it is this host's.
+        handler: The rendezvous handler of the agent.
+        environment: Environment variables for the ranks.
+        name: The name of this host, unique among the hosts of the job.
+        store: The store that the launchers of several hosts share; None on one host.
+        has_store: True if this host has the store.
     """
 
     def __init__(
@@ -86,14 +86,15 @@ class Meeting:
         self._port = port
 
     def place(self, attempt: int) -> tuple[str, int] | None:
-        """Where the ranks find the store of an attempt; None where PyTorch says it."""
+        """Return the host and port of the ranks' store of an attempt; None if PyTorch sets them."""
         return None if self._port is None else (HOST, self._port(attempt))
 
     def watch(self, gone: Callable[[str, str], None]) -> None:
-        """Where the store is, have a function called with the name of each host that leaves.
+        """Call a function for each host that leaves, if this host has the store.
 
         Args:
-            gone: Is given the name, and what it is for people; may not block.
+            gone: The function, called with the unique name of the host and its name for people.
+                It must not block.
         """
         if self._gate is not None:
             self._gate.on_gone = gone
@@ -101,15 +102,16 @@ class Meeting:
 
 @contextlib.contextmanager
 def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
-    """Open what this host needs to meet the others; blocks until the one with the gate is there.
+    """Open the rendezvous of this host; block until the host with the gate is reachable.
 
     Args:
-        job: What is to be run.
-        tell: Is given a sentence for the user: who was turned away, who is waited for.
+        job: The job to run.
+        tell: A function that shows a sentence to the user, for example which host was rejected or
+            is being waited for.
 
     Raises:
-        UsageError: A port is in use, or an interface isn't there.
-        LaunchError: This host isn't let in, or nobody answers.
+        UsageError: A port is in use, or an interface does not exist.
+        LaunchError: The gate rejects this host, or does not answer.
     """
     config = job.config
     if not endpoint.is_ours(config):
@@ -133,22 +135,22 @@ def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
 
 
 class _End(NamedTuple):
-    """This host's end of what leads to the store of many hosts."""
+    """This host's end of the connection to the store of several hosts."""
 
     store: Any
-    """The launchers'."""
+    """The store of the launchers."""
     ranks_port: Callable[[int], int]
-    """Of the ranks' store of an attempt."""
+    """A function that returns the port of the ranks' store of an attempt."""
     environment: dict[str, str]
     close: Callable[[], None]
     wrong: Callable[[], str]
-    """What is wrong with a host that wanted to join."""
+    """A function that returns why a host that tried to join was rejected; empty if none was."""
     gate: Gate | None
-    """Where the store is."""
+    """The gate, on the host that has the store; None on the others."""
 
 
 def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
-    """The host's that has the store; None on another one."""
+    """Open the gate and return this end if this host has the store; otherwise return None."""
     config = job.config
     host, port = endpoint.endpoint(config)
     here, sure = endpoint.has_gate(config, host)
@@ -165,7 +167,7 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
         gate = Gate(address, port, job.key or b"", store.port, partial(_differs, own), tell)
     except OSError as error:
         if error.errno == errno.EADDRINUSE and not sure:
-            return None  # another agent of this machine has it
+            return None  # another agent on this machine has the gate
         raise UsageError(
             f"{address}:{port} {_why(error)}: give another port on all hosts, with --master-port "
             "or --rdzv-endpoint"
@@ -178,10 +180,10 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
 
 
 def _way(job: Job, tell: Callable[[str], None]) -> _End:
-    """The other hosts'."""
+    """Open the way through the gate of another host and return this end."""
     config = job.config
     host, port = endpoint.endpoint(config)
-    topology.address_towards(host)  # for PHALANX_INTERFACE, of which each rank would complain
+    topology.address_towards(host)  # checks PHALANX_INTERFACE once, before each rank does
     way = Way(host, port, job.key or b"", _hello(config), tell)
     try:
         way.enter(endpoint.patience(config))
@@ -208,12 +210,13 @@ def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> Re
 
         return _Known(config, end.store, meet_others)
     handler = create_handler(end.store, _Backend(end.store, config.run_id), _parameters(config))
-    # It would open another one for the ranks, to which every host can connect.
+    # PyTorch would otherwise open another store for the ranks, to which every host can connect.
     handler._create_tcp_store_server = lambda *_: end.store  # type: ignore[method-assign]
     join = handler.next_rendezvous
 
     def next_rendezvous() -> RendezvousInfo:
-        # What it keeps of an earlier round it doesn't publish in this one, where new hosts wait.
+        # PyTorch does not publish the information that it has kept from an earlier round, and new
+        # hosts wait for it in this round.
         handler._bootstrap_store_info = None
         notice = threading.Timer(_NOTICE_SECONDS, tell, [f"waiting for hosts at {_place(config)}"])
         notice.daemon = True
@@ -228,7 +231,7 @@ def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> Re
     def num_nodes_waiting() -> int:
         try:
             return count()
-        except RendezvousClosedError:  # while ranks run, who listens to the others sees to that
+        except RendezvousClosedError:  # while ranks run, `News` handles it
             return 0
 
     handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
@@ -244,7 +247,10 @@ def _place(config: LaunchConfig) -> str:
 
 
 class _Backend(C10dRendezvousBackend):
-    """PyTorch's, which hosts that wait for others read again and again."""
+    """PyTorch's backend, which also ends the wait for other hosts when the job is over.
+
+    Waiting hosts read the state repeatedly.
+    """
 
     def __init__(self, store: Any, run_id: str) -> None:
         super().__init__(store, run_id)
@@ -268,7 +274,7 @@ def _others_handler(config: LaunchConfig) -> RendezvousHandler:
 
 
 def _hello(config: LaunchConfig) -> dict[str, Any]:
-    """What this host says of itself, and the gate's host compares."""
+    """Return the description of this host that the gate's host compares with its own."""
     return {
         "name": socket.gethostname(),
         "id": _NAME,
@@ -282,7 +288,7 @@ def _hello(config: LaunchConfig) -> dict[str, Any]:
 
 
 def _differs(own: dict[str, Any], theirs: dict[str, Any]) -> str:
-    """What is wrong with another host, in words that fit both; empty if nothing is."""
+    """Return why another host cannot join, in words that suit both hosts; empty if it can."""
     name, here = theirs.get("name"), own["name"]
     for what in ("Phalanx", "torch"):
         if theirs.get(what) != own[what]:
@@ -300,7 +306,7 @@ def _differs(own: dict[str, Any], theirs: dict[str, Any]) -> str:
 
 
 def _why(error: OSError) -> str:
-    """Why nobody can listen there."""
+    """Return the reason for which listening on an address failed, as the end of a sentence."""
     if error.errno == errno.EADDRINUSE:
         return "is in use on this machine"
     return f"can't be listened on ({os.strerror(error.errno or 0)})"
@@ -329,7 +335,7 @@ def _local_port(stores: AttemptStores, wanted: int, attempt: int) -> int:
 
 
 class _Known(RendezvousHandler):
-    """The rendezvous of hosts that know their numbers."""
+    """The rendezvous of hosts whose numbers are given."""
 
     def __init__(
         self, config: LaunchConfig, store: Any, meet_others: Callable[[int], None] | None = None
@@ -349,7 +355,7 @@ class _Known(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         self._attempt += 1
         if self._meet_others is not None:
-            # A launcher that was started again comes into a job that is further.
+            # A launcher that was restarted joins a job that has made more attempts.
             self._attempt = max(self._attempt, first_attempt(self._store))
             self._meet_others(self._attempt)
         prefix = f"{self.get_run_id()}/{self._attempt}"

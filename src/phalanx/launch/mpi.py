@@ -1,7 +1,7 @@
-"""Ranks that `mpirun` has started: `init_method="mpi://"`.
+"""Rendezvous of ranks started by `mpirun`: `init_method="mpi://"`.
 
-MPI says rank and world size, and carries to all where the store of rank 0 is. What the group runs
-on is another matter: `mpi://` says how ranks meet, `PHALANX_ENGINE=mpi` what carries their bytes.
+MPI provides the rank and the world size, and broadcasts the address of rank 0's store. It need not
+transport the group's data: `mpi://` selects the rendezvous, `PHALANX_ENGINE=mpi` the transport.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ _LOCAL = (
 def meet(
     url: str, timeout: timedelta = default_pg_timeout, **_options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Meet the other processes that `mpirun` has started; PyTorch calls it for `mpi://`.
+    """Meet the other processes started by `mpirun`; PyTorch calls this function for `mpi://`.
 
-    Blocks until rank 0 has come and, the first time, all others have.
+    Blocks until rank 0 has arrived and, the first time, until all others have.
 
     Args:
-        url: as the script gave it, with rank and world size if it gave them.
-        timeout: how long each wait may take.
+        url: The URL from the script, with the rank and world size if the script gave them.
+        timeout: The limit of each wait.
 
     Raises:
-        UsageError: `mpirun` hasn't started this process; there is no MPI library; the script gave
-            another rank or world size; rank 0 has no address that others reach.
-        PhalanxError: somebody didn't come in time.
+        UsageError: This process was not started by `mpirun`; there is no MPI library; the script
+            gave another rank or world size; or rank 0 has no address that others can reach.
+        PhalanxError: A process did not arrive in time.
     """
     world = _world(timeout)
     check_given(url, world.rank, world.size)
@@ -71,12 +71,15 @@ def meet(
 
 
 def place(seconds: float) -> env.Place:
-    """The place of this process, by MPI; blocks as `meet` does.
+    """Return the place of this process according to MPI; block as `meet` does.
+
+    Args:
+        seconds: The limit of the wait, in seconds.
 
     Raises:
-        UsageError: there is no MPI library.
-        PhalanxError: somebody didn't come in time.
-        ValueError: a variable of `mpirun` is no integer, or out of range.
+        UsageError: There is no MPI library, or this process was not started by `mpirun`.
+        PhalanxError: A process did not arrive in time.
+        ValueError: A variable of `mpirun` is not an integer or is out of range.
     """
     world = _world(timedelta(seconds=seconds))
     return env.Place(world.rank, world.size, *local_place(world.rank, world.size))
@@ -85,15 +88,18 @@ def place(seconds: float) -> env.Place:
 def local_place(
     rank: int, world_size: int, environ: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
-    """Local rank, and the ranks of this host, as `mpirun` says; else those of one host.
+    """Return the local rank and the number of ranks on this host.
+
+    Both come from the variables of `mpirun`. If they are missing, all ranks are assumed to be on
+    one host.
 
     Args:
-        rank: this process's number among all.
-        world_size: how many there are.
-        environ: where to read; default `os.environ`.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        environ: The environment to read; by default `os.environ`.
 
     Raises:
-        ValueError: a variable is no integer, or out of range.
+        ValueError: A variable is not an integer or is out of range.
     """
     for of_rank, of_size in _LOCAL:
         size = env.integer(of_size, minimum=1, maximum=world_size, environ=environ)
@@ -128,7 +134,10 @@ def _hosted(size: int, timeout: timedelta) -> Any:
 
 
 def _address_of_rank_0(size: int) -> str:
-    """Where others reach this process; the loopback interface's if they are all on its host."""
+    """Return the address at which the other ranks reach this process.
+
+    This is the address of the loopback interface if all ranks are on this host.
+    """
     if given := env_hosts.interface():
         return topology.interface_address(given)
     if local_place(0, size)[1] == size and env.mpi_launcher() != "MPI":

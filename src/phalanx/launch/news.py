@@ -1,8 +1,8 @@
-"""What the launchers of a job on several hosts tell each other, through its store.
+"""Coordination of the launchers of a job on several hosts through its store.
 
-That they are there, before any of them starts its ranks; that ranks of one of them have failed, so
-that all stop theirs, and either start again or end and say the same; and that their ranks have
-ended.
+Each launcher announces that it is present, before any of them starts its ranks. When ranks fail on
+one host, all launchers stop theirs, and either start again or end with the same report. Finally
+each launcher announces that its ranks have ended.
 """
 
 from __future__ import annotations
@@ -45,21 +45,26 @@ _NAMED = 8
 
 
 class Heard(NamedTuple):
-    """How the job failed on another host, and the exit code that follows from it."""
+    """A failure of the job on another host.
+
+    Attributes:
+        text: The description of the failure, for people.
+        code: The exit code of the job that results from it.
+    """
 
     text: str
     code: int
     final: bool = False
-    """The job can't go on, whatever restarts are left."""
+    """True if the job cannot continue, even if restarts are left."""
     left: bool = False
-    """That host has left, on purpose: no failure."""
+    """True if the host has left on purpose, which is no failure."""
 
 
 def first_attempt(store: Any) -> int:
-    """The number of the first start of all ranks that hasn't failed yet.
+    """Return the number of the first start of all ranks that has not failed yet.
 
     Args:
-        store: The job's.
+        store: The store of the job.
     """
     attempt = 0
     while store.check([_key(attempt, "failed")]):
@@ -68,50 +73,54 @@ def first_attempt(store: Any) -> int:
 
 
 def is_over(store: Any) -> str:
-    """Why the job can't go on, whatever a host could do; empty if it can."""
+    """Return why the job cannot continue, with or without restarts; empty if it can."""
     return str(json.loads(store.get(_OVER))["text"]) if store.check([_OVER]) else ""
 
 
 class Agreed(NamedTuple):
-    """What all hosts of a start of all ranks know."""
+    """The values on which all hosts agree for one start of all ranks."""
 
     attempt: int
-    """Which one it is, from 0."""
+    """The number of the start, from 0."""
     failures: int
-    """Before it."""
+    """The number of failures before this start."""
     hosts: tuple[str, ...]
-    """The names of those that take part."""
+    """The names of the participating hosts."""
 
 
 class AbsentHostError(LaunchError):
-    """A host that was counted when the hosts met doesn't take part."""
+    """A host that was counted in the rendezvous does not take part."""
 
 
 def agree(
     store: Any, number: int, count: int, own: tuple[int, int], name: str, seconds: float
 ) -> Agreed:
-    """Have all hosts know the same number of starts and of failures; waits for all of them.
+    """Agree with all hosts on the numbers of starts and of failures; wait for all of them.
 
-    Each counts for itself, and may not have seen all: a host may be new, or have been told to start
-    again before it heard why. So the most that anyone counts is right. Ctrl-C ends the wait.
+    Each host counts for itself and may have missed some: a host may be new, or may have been told
+    to start again before it learned the reason. The highest count is therefore the right one.
+    Ctrl-C ends the wait.
 
     Args:
-        store: Of this start of all ranks, in which nobody has agreed yet.
-        number: This host's.
-        count: How many there are.
-        own: How many starts and failures this host counts.
-        name: This host's, unlike those of the others.
-        seconds: How long to wait.
+        store: The store of this start of all ranks, without an agreement yet.
+        number: The number of this host.
+        count: The number of hosts.
+        own: The numbers of starts and of failures that this host has counted.
+        name: The name of this host, unique among the hosts.
+        seconds: The limit of the wait, in seconds.
+
+    Returns:
+        The highest counts and the names of the hosts.
 
     Raises:
-        AbsentHostError: A host isn't there; the others learn it too.
-        torch.distributed.DistError: The store has gone.
+        AbsentHostError: A host is absent; all hosts raise this error.
+        torch.distributed.DistError: The store is gone.
     """
     proposals = [f"{_PROPOSED}{each}" for each in range(count)]
     store.set(proposals[number], json.dumps((*own, name)))
     end = time.monotonic() + seconds
     while not store.check([_AGREED]):
-        if time.monotonic() > end + _NOTICE_SECONDS:  # who was to decide is the one that is absent
+        if time.monotonic() > end + _NOTICE_SECONDS:  # the host that decides is absent
             raise AbsentHostError("a host has gone while the hosts met")
         if number == 0 and store.check(proposals):
             starts, failures, names = zip(*map(json.loads, store.multi_get(proposals)), strict=True)
@@ -128,7 +137,7 @@ def agree(
 
 
 def _decide(store: Any, words: str) -> None:
-    """Who is first has decided for all."""
+    """Write a decision for all hosts, unless another host was first."""
     if store.add(_DECIDED, 1) == 1:
         store.set(_AGREED, words)
 
@@ -142,19 +151,19 @@ def meet(
     tell: Callable[[str], None],
     wrong: Callable[[], str],
 ) -> None:
-    """Wait until all hosts of a job are there; Ctrl-C ends it.
+    """Wait until all hosts of a job are present; Ctrl-C ends the wait.
 
     Args:
-        store: The job's.
-        attempt: The number of the start of all ranks that they meet for.
-        number: This host's.
-        count: How many there are.
-        seconds: How long to wait.
-        tell: Is given a sentence for the user, when it takes long.
-        wrong: Why the job can't be, if that is known by now; else empty.
+        store: The store of the job.
+        attempt: The number of the start of all ranks for which the hosts meet.
+        number: The number of this host.
+        count: The number of hosts.
+        seconds: The limit of the wait, in seconds.
+        tell: A function that shows a sentence to the user if the wait takes long.
+        wrong: A function that returns why the job cannot start, as far as known; empty otherwise.
 
     Raises:
-        LaunchError: They didn't come in time, or one that came doesn't fit.
+        LaunchError: Hosts did not arrive in time, a host does not fit, or the job is over.
     """
     start = time.monotonic()
     notice = start + _NOTICE_SECONDS
@@ -175,7 +184,10 @@ def meet(
 
 
 def _are_all_there(store: Any, attempt: int, number: int, missing: list[int]) -> bool:
-    """Host 0 looks who is missing; the others wait for its word, since they may be many."""
+    """Return whether all hosts are present, and update `missing` on host 0.
+
+    Only host 0 checks every host, and the others wait for its signal, because there may be many.
+    """
     all_here = _key(attempt, "launchers")
     try:
         if number:
@@ -205,19 +217,19 @@ def _hosts(missing: list[int]) -> str:
 
 @dataclass
 class _Attempt:
-    """What is known of one start of all ranks."""
+    """The state of one start of all ranks."""
 
     number: int
     hosts: tuple[str, ...]
     gone: list[tuple[float, str, str]] = field(default_factory=list)
-    """The hosts that have gone without a word: when that is told, their names and places."""
+    """The hosts that are lost: the time in seconds at which to report it, the name and place."""
     story: str = ""
-    """Of a failure on this host, or of a host that has gone."""
+    """The report of a failure on this host, or of the loss of a host; empty if there is none."""
     heard: Heard | None = None
     leaving: bool = False
     has_ended: bool = False
     settled: threading.Event = field(default_factory=threading.Event)
-    """All hosts know how it failed, or can."""
+    """Set once all hosts know the failure, or can know it."""
     all_ended: threading.Event = field(default_factory=threading.Event)
 
     def key(self, name: str) -> str:
@@ -225,19 +237,20 @@ class _Attempt:
 
 
 class News:
-    """Listens, and tells, in a thread of its own: a store behind a cut link can block for long.
+    """The exchange of failures with the other launchers, in a thread of its own.
 
-    It lasts as long as the job. What is told and heard is about one start of all ranks, until
-    `begin` says that there is a new one; but for what ends the job.
+    It has a thread because a store behind a severed link can block for long. It lasts as long as
+    the job. All reports are about one start of all ranks, until `begin` announces a new one, except
+    reports that end the job.
     """
 
     def __init__(self, store: Any, name: str, *, has_store: bool) -> None:
-        """Begin to listen.
+        """Start to listen.
 
         Args:
-            store: The job's.
-            name: This host's, unlike those of the others.
-            has_store: Whether the store is this host's, which need not be number 0.
+            store: The store of the job.
+            name: The name of this host, unique among the hosts.
+            has_store: True if this host has the store; it need not be host 0.
         """
         self._store = store.clone()
         self._has_store = has_store
@@ -248,36 +261,36 @@ class News:
         self._is_closed = False
         self._looks = 0
         self._gone: dict[str, str] = {}
-        """The places of the hosts that have gone, by their names."""
+        """The places of the lost hosts, by their names."""
         self._wake, self._is_told = threading.Event(), threading.Event()
         threading.Thread(target=self._listen, name="phalanx-news", daemon=True).start()
 
     @property
     def heard(self) -> Heard | None:
-        """How the ranks failed on another host; None as long as nothing is known."""
+        """The failure on another host; None if none is known."""
         return self._over or self._now.heard
 
     def begin(self, attempt: int, hosts: tuple[str, ...]) -> None:
-        """All ranks are started again: what was heard of those before is past.
+        """Begin a new start of all ranks and discard the reports about the previous one.
 
         Args:
-            attempt: Which start this is, from 0.
-            hosts: The names of those that take part.
+            attempt: The number of this start, from 0.
+            hosts: The names of the participating hosts.
         """
         now = self._now = _Attempt(attempt, hosts)
-        for name, place in list(self._gone.items()):  # while the hosts met
+        for name, place in list(self._gone.items()):  # lost while the hosts met
             self._await_words(now, name, place)
 
     def tell(self, text: str, code: int, *, final: bool = False, left: bool = False) -> None:
-        """Tell the others that ranks have failed here, unless one of them was first.
+        """Report a failure on this host to the others, unless another host was first.
 
-        Waits some seconds at most until they can know it.
+        Waits at most `_TELL_SECONDS` seconds until the report is in the store.
 
         Args:
-            text: How.
+            text: The description of the failure.
             code: The exit code of a job that ends with it.
-            final: The job can't go on without this host.
-            left: It is no failure, this host leaves.
+            final: True if the job cannot continue without this host.
+            left: True if this host leaves on purpose, which is no failure.
         """
         words = f"on {socket.gethostname()}: {text}"
         story = _story(self._name, words, code, final=final, left=left)
@@ -290,13 +303,14 @@ class News:
         (self._is_told if final else now.settled).wait(_TELL_SECONDS)
 
     def miss(self, name: str, place: str) -> None:
-        """Have all hosts know that one has gone without a word, unless its ranks have ended.
+        """Report the loss of a host to all hosts, unless its ranks have ended.
 
-        Soon: the ranks of the others, which have lost a peer, may know more. Doesn't wait for that.
+        The report is delayed by some seconds, because the ranks of the other hosts have lost a peer
+        and may know more. Does not wait for the report.
 
         Args:
-            name: The host's.
-            place: The same, for people.
+            name: The unique name of the host.
+            place: The name of the host, for people.
         """
         self._gone[name] = place
         self._await_words(self._now, name, place)
@@ -305,7 +319,8 @@ class News:
         """Wait until the ranks of all hosts have ended, or some have failed.
 
         Args:
-            seconds: How long. Then the host whose store goes tells the others to mind themselves.
+            seconds: The limit of the wait, in seconds. Then the host with the store reports its
+                own end to the others, because they are about to lose the store.
         """
         now = self._now
         now.leaving = True
@@ -318,13 +333,9 @@ class News:
             self.tell("ended well", 0)
 
     def catch_up(self) -> Heard | None:
-        """What is heard by now, of all that others have told; waits for that, some seconds at most.
-
-        Returns:
-            As `heard`.
-        """
+        """Return `heard` after reading the store again; wait `_TELL_SECONDS` seconds at most."""
         end = time.monotonic() + _TELL_SECONDS
-        wanted = self._looks + 2  # one may be under way
+        wanted = self._looks + 2  # one look may be in progress
         while self._looks < wanted and self._over is None and time.monotonic() < end:
             self._wake.set()
             time.sleep(_CATCH_UP_SECONDS)
@@ -385,14 +396,14 @@ class News:
                 now.story = _story(name, f"the launcher on {place}, or the way to it, is gone", 1)
 
     def _heard(self, key: str) -> Heard | None:
-        """What stands there, if it isn't this host's own story."""
+        """Return the report stored at `key`; None if it is this host's own."""
         news = json.loads(self._store.get(key))
         if news["name"] == self._name:
             return None
         return Heard(news["text"], news["code"], news["final"], news["left"])
 
     def _lose(self, now: _Attempt) -> None:
-        """The host with the store is there until all have ended."""
+        """Handle the loss of the store: its host keeps it until all ranks have ended."""
         if now.leaving:
             now.all_ended.set()
         else:

@@ -1,4 +1,4 @@
-"""`phalanx run`'s command line: torchrun's, with other defaults and readable errors."""
+"""The command line of `phalanx run`: torchrun's, with other defaults and readable errors."""
 
 import importlib.machinery
 import os
@@ -23,25 +23,33 @@ from phalanx.errors import UsageError
 from phalanx.launch import endpoint
 from phalanx.launch.cores import usable_cores
 from phalanx.launch.ssh.plan import OPTIONS as HOST_OPTIONS
+from phalanx.torch_versions import shutdown_timeout
 
 __all__ = ["Job", "parse"]
 
 STOP_TIMEOUT = 10
-"""Seconds between SIGTERM and SIGKILL, unless --shutdown-timeout says otherwise."""
+"""The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run and how, ready for the agent."""
+    """The parameters of a job, ready for the agent.
+
+    Attributes:
+        config: The configuration of PyTorch's agent.
+        command: The program of each rank and its arguments.
+        files: The specification of the log files; None if there are none.
+        shown: The local ranks whose output is shown; None for all.
+    """
 
     config: LaunchConfig
     command: list[str]
     files: LogsSpecs | None
     shown: set[int] | None
     hosts: int
-    """How many this machine is to be taken for; 0: for itself."""
+    """The number of hosts that this machine simulates; 0 for none."""
     key: bytes | None
-    """The job's; None: hosts that were given none."""
+    """The job's key; None if there are several hosts and no key was given."""
 
 
 class _Parser(ArgumentParser):
@@ -50,10 +58,10 @@ class _Parser(ArgumentParser):
 
 
 def parse(argv: Sequence[str]) -> Job:
-    """Read torchrun's options, the script and its arguments.
+    """Parse torchrun's options, the script and its arguments.
 
     Raises:
-        UsageError: anything that can be known to be wrong before a process is started.
+        UsageError: An option is invalid, as far as can be checked before a process is started.
     """
     parser = _Parser("phalanx run", parents=[torchrun.get_args_parser()], add_help=False)
     if "PET_NPROC_PER_NODE" not in os.environ:
@@ -84,20 +92,20 @@ def parse(argv: Sequence[str]) -> Job:
         args.master_port = 29500
     # A torchrun without this option (torch 2.11) gives its agent 30 seconds.
     given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
-    if not given and getattr(args, "shutdown_timeout", STOP_TIMEOUT) is None:
+    if not given and shutdown_timeout(args, STOP_TIMEOUT) is None:
         args.shutdown_timeout = STOP_TIMEOUT
     return _job(args, _key(args, nnodes))
 
 
 def _job(args: Namespace, key: bytes | None) -> Job:
-    # torchrun always makes a log directory, in /tmp; here only if somebody asked for the files.
+    # torchrun always makes a log directory in /tmp. Avoid it unless the user asked for log files.
     if not re.search(r"(^|,)\s*timeout\s*=", args.rdzv_conf):
         args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"timeout={endpoint.PATIENCE}")))
     wants_files = args.log_dir is not None or (args.redirects, args.tee) != ("0", "0")
     directory = args.log_dir
     if args.logs_specs is None:
         args.log_dir = os.devnull
-    args.run_path = False  # every script gets a Python of its own
+    args.run_path = False  # every script gets its own Python process
     os.environ.setdefault("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "[rank ${rank}] ")
     ranks = args.local_ranks_filter
     try:
@@ -142,7 +150,7 @@ def _nnodes(text: str) -> int:
 
 
 def _key(args: Namespace, nodes: int) -> bytes | None:
-    """The job's key: the one given, or on one host a new one."""
+    """Return the job's key: the given key or, on one host, a new one; None if there is none."""
     if args.key_fd is not None:
         if args.key_file is not None:
             raise UsageError("--key-file and --key-fd are both given: leave one out")
@@ -170,7 +178,7 @@ def _simulated(text: str | None, ranks: int, nodes: int) -> int:
 
 
 def _replace_backends(text: str | None) -> None:
-    """Hand --replace to the ranks, by the variable that they read at `import torch`."""
+    """Pass --replace to the ranks in the variable that they read at `import torch`."""
     try:
         names = env.replaced_backends() if text is None else env.backend_names(text, "--replace")
     except ValueError as error:
@@ -185,7 +193,7 @@ def _replace_backends(text: str | None) -> None:
 
 
 def _check_host_options(args: Namespace) -> None:
-    """Refuse what is for `--hosts`, which the command line takes out before it comes here."""
+    """Reject the options for `--hosts`, which the command line handles before this parser."""
     if args.hosts is not None:
         raise UsageError("--hosts comes too late: give it first, before torchrun's other options")
     for name in HOST_OPTIONS:
@@ -196,7 +204,7 @@ def _check_host_options(args: Namespace) -> None:
 
 
 def _other_launcher() -> str:
-    """The program that has started several of these; empty if none has."""
+    """Return the launcher that has started several `phalanx run`; empty if none has."""
     other = {"mpi": "mpirun", "slurm": "srun"}.get(env.launcher(), "")
     counts = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
     count = next((text for name in counts if (text := os.environ.get(name, ""))), "1")
@@ -204,10 +212,12 @@ def _other_launcher() -> str:
 
 
 def _run_as_its_rank(args: Namespace, other: str) -> NoReturn:
-    """Become the script, if there is anything to do for that: each of them would start all ranks.
+    """Replace this process by the script, as a rank of another launcher, if `--replace` is given.
+
+    Otherwise each `phalanx run` would start all ranks.
 
     Raises:
-        UsageError: There isn't, or ranks were asked for.
+        UsageError: `--replace` is not given, or `--simulate-hosts` is.
     """
     if args.replace is None or args.simulate_hosts is not None:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Where the elastic agent puts the ranks' output: into pipes that a relay reads."""
+"""The log specification of the elastic agent: pipes for the ranks' output, read by a relay."""
 
 import os
 from pathlib import Path
@@ -13,18 +13,24 @@ _TAIL = 1 << 16
 
 
 class RankOutput(LogsSpecs):
-    """Gives the agent a pipe wherever it would let a rank write to the console itself.
+    """A log specification with a pipe for each stream that a rank would write to the console.
 
-    The agent opens the pipes by their paths in /proc, as if they were log files. So lines come
-    live and in one piece, each with its rank, and nothing is written to the disk unless the user
-    asked for log files; these are `files`' business.
+    The agent opens the pipes by their paths in /proc, as if they were log files. Lines therefore
+    appear live and whole, each with its rank, and nothing is written to the disk unless the user
+    asked for log files, which `files` handles.
     """
 
     def __init__(self, relay: Relay, files: LogsSpecs | None, shown: set[int] | None) -> None:
-        """Give `files` if log files are wanted, and the local ranks to show (None: all)."""
+        """Create the specification.
+
+        Args:
+            relay: The relay that reads the pipes.
+            files: The specification of the log files; None if there are none.
+            shown: The local ranks whose output is shown; None for all.
+        """
         super().__init__()
         self.attempt = 0
-        """Which start of all ranks comes next, from 0: what they are told."""
+        """The number of the next start of all ranks, from 0, as the ranks get it."""
         self._relay = relay
         self._files = files
         self._shown = shown
@@ -38,9 +44,9 @@ class RankOutput(LogsSpecs):
         return self._files.root_log_dir if self._files else os.devnull
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Make the pipes of one attempt to run all ranks; called by the agent."""
+        """Create the pipes for one attempt to run all ranks; called by the agent."""
         for env in envs.values():
-            # The agent counts what failed here, which differs between hosts.
+            # The agent counts only the failures on this host, which differ between hosts.
             env["TORCHELASTIC_RESTART_COUNT"] = str(self.attempt)
         dest = self._files.reify(envs) if self._files else self._no_files(envs)
         self._logs.clear()
@@ -57,12 +63,12 @@ class RankOutput(LogsSpecs):
         return dest
 
     def release(self) -> None:
-        """Close this process's write ends, once the ranks have theirs."""
+        """Close this process's write ends of the pipes, once the ranks have opened theirs."""
         while self._writers:
             os.close(self._writers.pop())
 
     def tail(self, local_rank: int) -> str:
-        """The last that a rank wrote to stderr, be it shown, hidden or in a log file."""
+        """Return the end of a rank's stderr, whether it is shown, hidden or in a log file."""
         if local_rank not in self._logs:
             return self._relay.tail(local_rank)
         return Path(self._logs[local_rank]).read_bytes()[-_TAIL:].decode(errors="replace")

@@ -1,4 +1,4 @@
-"""A torch whose C++ code keeps to itself what isn't an error, in launchers."""
+"""Import of torch for launchers, with the warnings of its C++ code suppressed."""
 
 import importlib
 import os
@@ -9,11 +9,12 @@ _LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def load_torch_quietly() -> None:
-    """Import torch; a second call, or one after `import torch`, does nothing.
+    """Import torch with its C++ log level set to errors.
 
-    It would print a stack trace where another launcher has ended, and a warning for each address
-    without a name. The user's own `TORCH_CPP_LOG_LEVEL` or `LOGLEVEL` counts, and ranks say what
-    they always say.
+    A second call, or one after `import torch`, has no effect. By default torch prints a stack trace
+    when another launcher has ended, and a warning for each address without a name. A
+    `TORCH_CPP_LOG_LEVEL` or `LOGLEVEL` of the user takes precedence, and the logging of the ranks
+    is unchanged.
     """
     ours = _LEVEL not in os.environ and "LOGLEVEL" not in os.environ
     if ours:

@@ -1,4 +1,4 @@
-"""The processes of one `phalanx.launch`: start them, watch them, stop them, leave none."""
+"""The processes of one call of `phalanx.launch`: start, watch and stop them, and leave none."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from typing import IO
 from phalanx.launch.failure import GRACE, Failure, excerpt, first_cause
 from phalanx.launch.relay import Exit, Relay, Sink
 from phalanx.launch.worker import Outcome
-from phalanx.observe.notes import Notes
+from phalanx.observe.launcher_log_writer import LauncherLogWriter
 
 __all__ = ["STOP_TIMEOUT", "Ranks"]
 
@@ -23,8 +23,8 @@ STOP_TIMEOUT = 5.0
 """Seconds between SIGTERM and SIGKILL for ranks that are stopped."""
 
 _TICK = 0.1
-# The caller's sys.path is taken before anything is imported: what lies in the working directory
-# doesn't shadow the standard library, and phalanx is found where the caller found it.
+# The worker takes over the caller's sys.path before it imports anything else. Files in the working
+# directory therefore do not shadow the standard library, and phalanx is found as in the caller.
 _WORKER = (
     "import sys; sys.path[:] = sys.argv.pop().split('\\n'); "
     "from phalanx.launch.worker import main; main()"
@@ -35,26 +35,33 @@ _WORKER = (
 class _Rank:
     process: subprocess.Popen[bytes]
     result: int
-    """A memory file: it takes a result of any size, and nobody has to read while it is written."""
+    """A memory file: it holds a result of any size, and the writer needs no concurrent reader."""
 
 
 class Ranks:
-    """A context manager; when it is left, every rank has ended and has been reaped.
+    """A context manager for the ranks; on exit, every rank has ended and has been reaped.
 
-    Attributes, set then:
-        outcomes: by rank, what it handed back; None if it ended before it did.
-        failures: how ranks failed, those that were stopped among them.
-        stopped: the ranks that were still running when the others were stopped.
+    Attributes:
+        outcomes: The outcome of each rank, by rank; None if the rank ended without one. Set on
+            exit.
+        failures: The failures of ranks, including those of stopped ranks. Set on exit.
+        stopped: The ranks that were still running when the ranks were stopped. Set on exit.
     """
 
     outcomes: list[Outcome | None]
     failures: list[Failure]
     stopped: list[int]
 
-    def __init__(self, payload: int, notes: Notes, *, prefix: bool) -> None:
-        """Take over `payload`, the descriptor of the memory file with the pickled call."""
+    def __init__(self, payload: int, launcher_log: LauncherLogWriter, *, prefix: bool) -> None:
+        """Take over the memory file with the pickled call; `start` starts the ranks.
+
+        Args:
+            payload: The descriptor of the memory file with the pickled call; closed on exit.
+            launcher_log: The job's record of rank starts and exits.
+            prefix: True to begin every line of output with the rank.
+        """
         self._payload = payload
-        self._notes = notes
+        self._launcher_log = launcher_log
         self._prefix = prefix
         self._ranks: list[_Rank] = []
         self._relay = Relay()
@@ -73,7 +80,7 @@ class Ranks:
     ) -> None:
         try:
             self._stop(signal.SIGTERM, STOP_TIMEOUT)
-        finally:  # also when a second Ctrl-C cuts the wait short
+        finally:  # even if a second Ctrl-C interrupts the wait
             self._stop(signal.SIGKILL, STOP_TIMEOUT)
             self._record()
             self._reap()
@@ -82,7 +89,7 @@ class Ranks:
         """Start the next rank.
 
         Raises:
-            OSError: the process can't be made.
+            OSError: The process cannot be created.
         """
         rank = len(self._ranks)
         result = os.memfd_create(f"phalanx-result-{rank}", os.MFD_CLOEXEC)
@@ -94,14 +101,14 @@ class Ranks:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=(self._payload, result),
-                # Ctrl-C reaches the caller only, which stops the ranks and what they started.
+                # Ctrl-C must reach only the caller, which stops the ranks and their children.
                 start_new_session=True,
             )
         except OSError:
             os.close(result)
             raise
         self._ranks.append(_Rank(process, result))
-        self._notes.start(rank, process.pid)
+        self._launcher_log.start(rank, process.pid)
         self._relay.add_process(rank, process.pid)
         prefix = f"[rank {rank}] " if self._prefix else ""
         out, err = self._sinks
@@ -109,9 +116,16 @@ class Ranks:
         self._relay.add_stream(rank, _take(process.stderr), err, prefix, keep=True)
 
     def wait(self, deadline: float | None) -> bool:
-        """Wait until all ranks have ended or one has failed; False if the deadline came first.
+        """Wait until all ranks have ended or one has failed.
 
-        After a failure that only follows from another, waits `GRACE` seconds more for its cause.
+        After a failure that is a consequence of another one, waits `GRACE` more seconds for the
+        cause.
+
+        Args:
+            deadline: The monotonic time in seconds at which to give up; None for no limit.
+
+        Returns:
+            False if the deadline came first.
         """
         while len(self._relay.exits()) < len(self._ranks):
             now = time.monotonic()
@@ -142,14 +156,14 @@ class Ranks:
 
     def _note_end(self, rank: int, end: Exit) -> None:
         pid = self._ranks[rank].process.pid
-        self._notes.end(rank, pid, end.code, stopped=end.time > self._stop_time)
+        self._launcher_log.end(rank, pid, end.code, stopped=end.time > self._stop_time)
 
     def _outcome(self, rank: int) -> Outcome | None:
         with os.fdopen(self._ranks[rank].result, "rb", closefd=False) as file:
             file.seek(0)
             try:
                 outcome: Outcome = pickle.load(file)
-            except (EOFError, pickle.UnpicklingError):  # it died before or while it wrote
+            except (EOFError, pickle.UnpicklingError):  # the rank died before or during the write
                 return None
             return outcome
 
@@ -181,13 +195,13 @@ class Ranks:
             self._relay.step(_TICK)
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
-        # The rank hasn't been reaped, so its number can't belong to another process group.
+        # The rank has not been reaped, so its pid cannot belong to another process group.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._ranks[rank].process.pid, number)
 
     def _reap(self) -> None:
         for rank, entry in enumerate(self._ranks):
-            self._signal(rank, signal.SIGKILL)  # what the rank started and left behind
+            self._signal(rank, signal.SIGKILL)  # processes that the rank has left behind
             if rank in self._relay.exits():
                 entry.process.wait()
         self._relay.close()
@@ -197,7 +211,7 @@ class Ranks:
 
 
 def _take(pipe: IO[bytes] | None) -> int:
-    """The descriptor of a pipe, no longer the file object's."""
+    """Return a descriptor of a pipe that does not belong to the file object, which is closed."""
     if pipe is None:
         raise ValueError("the process was started without this pipe")
     with pipe:

@@ -1,8 +1,8 @@
-"""The ranks' output and deaths, brought to the process that started them.
+"""Forwarding of the ranks' output and exits to the process that started them.
 
 One `Relay` watches the pipes and the pidfds of all ranks with one selector. `phalanx.launch` steps
-it in the caller's own thread, so that a notebook shows the output in the cell; `phalanx run` steps
-it in a thread beside the elastic agent.
+it in the caller's thread, so that a notebook shows the output in the cell; `phalanx run` steps it
+in a thread beside the elastic agent.
 """
 
 import os
@@ -18,31 +18,36 @@ from typing import Any
 __all__ = ["Exit", "Relay", "Sink"]
 
 _PATIENCE = 0.2
-"""Seconds after which a line without an end (a prompt, a row of dots) is shown as it is."""
+"""Seconds after which an unfinished line (a prompt, a row of dots) is shown."""
 
 
 @dataclass(frozen=True)
 class Exit:
-    """A rank's death: monotonic seconds, and its code as in `subprocess` (None: not known)."""
+    """The exit of a rank.
+
+    Attributes:
+        time: The monotonic time in seconds at which the exit was seen.
+        code: The exit code as in `subprocess`; None if unknown.
+    """
 
     time: float
     code: int | None
 
 
 class Sink:
-    """A text stream of this process that several ranks write to, line by line."""
+    """A text stream of this process to which several ranks write, line by line."""
 
     def __init__(self, name: str) -> None:
-        """Take `sys.stdout` or `sys.stderr` as it is now: a notebook's, or a redirected one."""
+        """Use the current `sys.stdout` or `sys.stderr`, which may be a notebook's or redirected."""
         self._stream: Any = getattr(sys, name)
         self._open: object = None
-        """Who wrote the unfinished line that the cursor stands on."""
+        """The owner of the unfinished line at the cursor; None if there is none."""
 
     def write(self, owner: object, prefix: bytes, text: bytes) -> None:
-        """Write lines of `owner`, the last perhaps unfinished; blocks as the stream does.
+        """Write lines of `owner`, of which the last may be unfinished; block as the stream does.
 
         Raises:
-            OSError: the stream is gone.
+            OSError: The stream is closed.
         """
         lines = text.splitlines(keepends=True)
         pieces = [prefix + line for line in lines]
@@ -76,10 +81,11 @@ class _Stream:
 
 
 class Relay:
-    """Forwards the output of ranks and notes their deaths; any thread may call any method.
+    """A forwarder of the output of ranks that also records their exits; thread-safe.
 
     Attributes:
-        on_exit: called with each rank that has died, in the thread that steps.
+        on_exit: A function called with each rank that has exited and its `Exit`, in the thread
+            that calls `step`.
     """
 
     def __init__(self) -> None:
@@ -92,14 +98,14 @@ class Relay:
         self._exits: dict[int, Exit] = {}
 
     def add_stream(self, rank: int, fd: int, sink: Sink | None, prefix: str, *, keep: bool) -> None:
-        """Forward a pipe's read end, which the relay closes in the end.
+        """Forward the lines from the read end of a pipe, which the relay takes over and closes.
 
         Args:
-            rank: whose output it is.
-            fd: the read end.
-            sink: where lines go; None to drop them.
-            prefix: what every line begins with.
-            keep: remember the last lines for `tail`.
+            rank: The rank that writes to the pipe.
+            fd: The read end of the pipe.
+            sink: The stream that gets the lines; None to drop them.
+            prefix: The text at the beginning of every line.
+            keep: True to keep the last lines for `tail`.
         """
         with self._lock:
             os.set_blocking(fd, False)
@@ -108,24 +114,24 @@ class Relay:
             self._selector.register(fd, selectors.EVENT_READ)
 
     def add_process(self, rank: int, pid: int) -> None:
-        """Note the death of a child of this process. It isn't reaped: whoever started it does."""
+        """Record the exit of a child of this process, without reaping it: its starter does."""
         with self._lock:
             fd = os.pidfd_open(pid)
             self._watched[fd] = rank
             self._selector.register(fd, selectors.EVENT_READ)
 
     def exits(self) -> dict[int, Exit]:
-        """The ranks that have died so far; all that they wrote has been forwarded."""
+        """Return the exits so far, by rank; the output of these ranks has been forwarded."""
         with self._lock:
             return dict(self._exits)
 
     def tail(self, rank: int) -> str:
-        """The last lines that `rank` wrote to the streams with `keep`."""
+        """Return the last lines that `rank` wrote to the streams added with `keep`."""
         with self._lock:
             return b"".join(self._tails.get(rank, ())).decode(errors="replace")
 
     def step(self, timeout: float) -> None:
-        """Forward what there is; wait for it up to `timeout` seconds."""
+        """Forward available output and record exits; wait up to `timeout` seconds for an event."""
         events = self._selector.select(timeout)
         with self._lock:
             for key, _ in events:
@@ -140,13 +146,13 @@ class Relay:
                     self._emit(stream, len(stream.pending))
 
     def settle(self, timeout: float) -> None:
-        """Go on until all ranks have died, or for `timeout` seconds."""
+        """Step until all ranks have exited, or for `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self._watched and time.monotonic() < deadline:
             self.step(0.01)
 
     def reset(self) -> None:
-        """Forward what is left in the pipes, then forget all ranks."""
+        """Forward the output left in the pipes, then forget all ranks."""
         with self._lock:
             for stream in list(self._streams.values()):
                 self._drain(stream)
@@ -157,7 +163,7 @@ class Relay:
             self._exits.clear()
 
     def close(self) -> None:
-        """Forward what is left in the pipes and close them."""
+        """Forward the output left in the pipes and close them."""
         self.reset()
         self._selector.close()
 
@@ -168,7 +174,7 @@ class Relay:
             if info is None:
                 return
             code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
-        except ChildProcessError:  # its starter was faster and has reaped it
+        except ChildProcessError:  # its starter has already reaped it
             code = None
         self._unwatch(fd)
         for stream in list(self._streams.values()):
@@ -184,13 +190,13 @@ class Relay:
         os.close(fd)
 
     def _drain(self, stream: _Stream) -> None:
-        # Bounded, since a grandchild may hold the pipe open and write for ever.
+        # Bounded, because a grandchild may keep the pipe open and write forever.
         for _ in range(1024):
             if stream.fd not in self._streams or not self._read(stream):
                 return
 
     def _read(self, stream: _Stream) -> bool:
-        """Forward one portion; False if there is nothing now."""
+        """Read and forward one block; return False if there is none now."""
         try:
             data = os.read(stream.fd, 1 << 16)
         except BlockingIOError:
@@ -216,8 +222,8 @@ class Relay:
         try:
             stream.sink.write(stream, stream.prefix, text)
         except OSError:
-            # Nobody reads any more (`phalanx run ... | head`): let the rank know it the usual
-            # way, by a broken pipe at its next write.
+            # The reader is gone (`phalanx run ... | head`): closing the pipe gives the rank the
+            # usual broken pipe at its next write.
             stream.pending = b""
             self._end(stream)
 

@@ -1,4 +1,4 @@
-"""`phalanx.init`: find this process's place, pick its device, form the group."""
+"""`phalanx.init`: find the place of this process, select its device and form the group."""
 
 import importlib
 import os
@@ -15,26 +15,27 @@ import phalanx
 from phalanx import engines, env
 from phalanx.env import Place, place
 from phalanx.errors import UsageError
+from phalanx.launch.store_wait import reporting_the_store
 
 __all__ = ["Session", "init"]
 
 
 @dataclass(frozen=True)
 class Session:
-    """This process's place in its group; a context manager that leaves the group.
+    """The place of this process in its group, and a context manager that leaves the group.
 
-    When its body raises, peers in groups of Phalanx get `PeerLost` at once, with the exception's
-    words, whether or not somebody catches it further out. A `KeyboardInterrupt` aborts the group
-    (`Aborted`), and `sys.exit(0)` leaves it as the end of the body does.
+    If its body raises an exception, peers in Phalanx groups get `PeerLost` with the text of the
+    exception at once, even if an outer caller handles the exception. A `KeyboardInterrupt` aborts
+    the group (`Aborted`). `sys.exit(0)` leaves the group in the same way as the end of the body.
 
     Attributes:
-        rank: this process's number among all of the job, from 0.
-        world_size: how many processes the job has.
-        local_rank: its number among those of this host.
-        local_world_size: how many processes of the job this host has.
-        device: where its tensors and its model belong.
-        backend: the name of the group's backend.
-        owner: whether this session formed the group, and so destroys it.
+        rank: The rank of this process in the job, from 0.
+        world_size: The number of processes in the job.
+        local_rank: The index of this process among the job's processes on this host, from 0.
+        local_world_size: The number of the job's processes on this host.
+        device: The device for the tensors and the model of this process.
+        backend: The name of the group's backend.
+        owner: True if this session formed the group, and therefore destroys it.
     """
 
     rank: int
@@ -47,13 +48,13 @@ class Session:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0: the one that logs and writes files."""
+        """True on rank 0, which by convention logs and writes files."""
         return self.rank == 0
 
     def close(self) -> None:
-        """Leave the group, if this session formed it. A second call does nothing.
+        """Leave the group if this session formed it. A second call has no effect.
 
-        Doesn't wait for the other ranks beyond what the backend's `destroy_process_group` does.
+        Does not wait for the other ranks beyond the wait in the backend's `destroy_process_group`.
         """
         if self.owner and dist.is_initialized():
             dist.destroy_process_group()
@@ -70,7 +71,7 @@ class Session:
         world: Any = dist.group.WORLD
         well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
         if not well and self.owner and world is not None and _is_ours(world):
-            # Peers that wait for this rank hear at once that it won't come, and why.
+            # Tell the peers that wait for this rank at once that it failed, and why.
             if isinstance(error, KeyboardInterrupt):
                 world.abort("its session ended with KeyboardInterrupt")
             else:
@@ -85,34 +86,37 @@ def init(
     device: str | int | torch.device | None = None,
     engine: str = "",
 ) -> Session:
-    """Form the group of this job, whoever started this process.
+    """Form the group of this job, independently of the launcher.
 
-    The place is taken from the environment that `phalanx run`, `phalanx.launch` and torchrun set
-    (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; `LOCAL_RANK` and `LOCAL_WORLD_SIZE` if
-    given); without `RANK`, from MPI where `mpirun` has started this process, from Slurm where
-    `srun` has. With none of them it is alone: rank 0 of 1, no network. So the same script runs by
-    itself and on many ranks. Blocks until every rank has called it, up to `timeout`.
+    The place of this process comes from the environment that `phalanx run`, `phalanx.launch` and
+    torchrun set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; `LOCAL_RANK` and
+    `LOCAL_WORLD_SIZE` if given). Without `RANK`, it comes from MPI if `mpirun` has started this
+    process, or from Slurm if `srun` has. Without any of them this process is alone: rank 0 of 1,
+    with no network. The same script therefore runs alone and on many ranks. Blocks until every
+    rank has called it, up to `timeout`.
 
-    If `torch.distributed` is initialised already, its default group is joined: `backend` and
-    `timeout` are not applied (the session names the backend that it found), and leaving the
-    session does not destroy the group.
+    If `torch.distributed` is already initialized, the session joins its default group. Then
+    `backend` and `timeout` have no effect (the session names the existing backend), and leaving
+    the session does not destroy the group.
 
     Args:
-        backend: any backend of `torch.distributed`: "phalanx", "gloo", "nccl", ...
-        timeout: seconds (or a timedelta) that rendezvous and operations may take; None is the
+        backend: Any backend of `torch.distributed`: "phalanx", "gloo", "nccl", ...
+        timeout: Seconds (or a timedelta) that rendezvous and operations may take; None for the
             backend's default.
-        device: where to work, "cpu", "cuda" or "cuda:1"; None is the GPU numbered `local_rank`
-            modulo the GPUs there are, or the CPU if there is none. A GPU is made the current one.
-        engine: what carries bytes between hosts, for the backend "phalanx": "gloo", "mpi" or
-            "relay"; empty for what `PHALANX_ENGINE` says, else "gloo". The same on all ranks.
+        device: The device, "cpu", "cuda" or "cuda:1". None selects the GPU with the index
+            `local_rank` modulo the number of GPUs, or the CPU if there is no GPU. A GPU becomes
+            the current device.
+        engine: The transport between hosts for the backend "phalanx": "gloo", "mpi" or "relay";
+            empty for the value of `PHALANX_ENGINE`, or "gloo" if it is unset. It must be the same
+            on all ranks.
 
     Returns:
         A Session. Use it as a context manager, or call `close()` at the end.
 
     Raises:
-        UsageError: the environment is there in part or contradicts itself; no such backend, engine
-            or device; a timeout that isn't positive.
-        torch.distributed.DistError: the group wasn't formed in time.
+        UsageError: The environment is incomplete or contradictory; the backend, engine or device
+            does not exist; the timeout is not positive; or `MASTER_PORT` is in use, on rank 0.
+        torch.distributed.DistError: The group was not formed in time.
 
     Example:
         >>> with phalanx.init() as session:
@@ -142,7 +146,7 @@ def init(
 
 
 def _is_ours(group: dist.ProcessGroup) -> bool:
-    # By its type: a group in the place of another backend's has that one's name.
+    # Check the type: a group that replaces another backend has that backend's name.
     return type(group).__module__.startswith("phalanx.")
 
 
@@ -157,21 +161,21 @@ def _place(timeout: timedelta | None) -> Place | None:
             from phalanx.launch.slurm import Step
 
             here = Step.of().place
-            return here if here.world_size > 1 else None  # a shell's, say: it needs no network
+            return here if here.world_size > 1 else None  # one task, e.g. a shell, needs no network
         return place()
     except ValueError as error:
         raise UsageError(str(error)) from None
 
 
 def _launcher() -> str:
-    """Who has started this process, if none of PyTorch's kind."""
+    """Return the launcher, "mpi" or "slurm"; empty if PyTorch's variables are set or none is."""
     return "" if os.environ.get("RANK", "").strip() else env.launcher()
 
 
 def _existing_place() -> Place:
-    """The place in the group that exists; what is local comes from the environment, if it fits."""
+    """Return the place in the existing group, with local numbers from the environment if valid."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # MPI isn't begun for this: the group may have been formed without it.
+    # Do not initialize MPI for this, because the group may have been formed without it.
     given = _place(None) if "RANK" in os.environ or _launcher() == "slurm" else None
     if given is not None and (given.rank, given.world_size) == (rank, world_size):
         return given
@@ -188,8 +192,9 @@ def _form(backend: str, timeout: timedelta | None, where: Place | None, engine: 
         if not dist.is_backend_available(name):
             known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
             raise UsageError(f"backend is {backend!r}: expected one that is available of {known}")
-    # Defaults in this module capture the group that exists when it is first imported (by the first
-    # optimizer, say), and would keep it, with its threads, beyond destroy_process_group().
+    # Default arguments in this module capture the group that exists when it is first imported (for
+    # example by the first optimizer). They would keep the group and its threads alive after
+    # destroy_process_group().
     importlib.import_module("torch.distributed.nn.functional")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if engine:
@@ -197,8 +202,12 @@ def _form(backend: str, timeout: timedelta | None, where: Place | None, engine: 
     if where is None:
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
-    else:
-        method = f"{_launcher() or 'env'}://"
+        return
+    method = f"{_launcher() or 'env'}://"
+    if method != "env://":
+        dist.init_process_group(backend, init_method=method, **options)
+        return
+    with reporting_the_store(where.rank):
         dist.init_process_group(backend, init_method=method, **options)
 
 

@@ -1,7 +1,7 @@
-"""Ranks that `srun` has started: `init_method="slurm://"`, from the variables that it sets.
+"""Rendezvous of ranks started by `srun`: `init_method="slurm://"`, from Slurm's variables.
 
-Rank 0 runs on the first node of the step. It hosts the store there, at a port that follows from the
-numbers of job and step; `MASTER_ADDR` and `MASTER_PORT` say something else where they are set.
+Rank 0 runs on the first node of the step and hosts the store there, on a port derived from the job
+and step IDs. `MASTER_ADDR` and `MASTER_PORT` override the address and the port if they are set.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Step", "meet"]
 
-# Below the ports that kernels pick by themselves. Those of neighbouring jobs follow each other,
-# those of a job's steps lie far apart: multiples of the golden section do.
+# Below the ephemeral ports of the kernel. Neighbouring jobs get consecutive ports; the steps of a
+# job get ports far apart, at multiples of the golden section of the range.
 _FIRST_PORT, _PORTS = 15000, 15000
 _STEPS_APART = 9271
 _ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
@@ -38,25 +38,31 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 @dataclass(frozen=True)
 class Step:
-    """This task's place in its step, and where rank 0 is."""
+    """The place of this task in its step, and the address of rank 0.
+
+    Attributes:
+        place: The rank, the world size and the local numbers of this task.
+        host: The address or name of the host of the store.
+        port: The port of the store.
+    """
 
     place: env.Place
     host: str
     port: int
     node: int
-    """This task's, in the order of the step."""
+    """The index of this task's node in the step."""
     other: str
-    """The last node, to which the first one has a way; empty if there is one only."""
+    """The name of the last node, which the first one can reach; empty if there is one node."""
 
     @classmethod
     def of(cls, environ: Mapping[str, str] | None = None) -> Step:
-        """Read what `srun` has set.
+        """Read the variables that `srun` has set.
 
         Args:
-            environ: where to read; default `os.environ`.
+            environ: The environment to read; by default `os.environ`.
 
         Raises:
-            ValueError: a variable is missing, or isn't as `srun` sets it.
+            ValueError: A variable is missing or malformed.
         """
         environ = os.environ if environ is None else environ
         tasks = _needed(environ, "SLURM_STEP_NUM_TASKS", 1)
@@ -77,18 +83,18 @@ class Step:
 def meet(
     url: str, timeout: timedelta = default_pg_timeout, **_options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Meet the other tasks of the step; PyTorch calls it for `slurm://`.
+    """Meet the other tasks of the step; PyTorch calls this function for `slurm://`.
 
-    Blocks until rank 0 has come.
+    Blocks until rank 0 hosts the store.
 
     Args:
-        url: as the script gave it, with rank and world size if it gave them.
-        timeout: how long the wait may take.
+        url: The URL from the script, with the rank and world size if the script gave them.
+        timeout: The limit of the wait.
 
     Raises:
-        UsageError: `srun` hasn't started this process; the script gave another rank or world size;
-            the port is taken.
-        torch.distributed.DistError: rank 0 didn't come in time.
+        UsageError: This process was not started by `srun`; the script gave another rank or world
+            size; or the port is in use.
+        torch.distributed.DistError: Rank 0 did not arrive within `timeout`.
     """
     if "SLURM_STEP_ID" not in os.environ:
         where = " (a batch script is no step)" if "SLURM_JOB_ID" in os.environ else ""
@@ -102,7 +108,8 @@ def meet(
         raise UsageError(f"slurm://: {error}") from None
     place = step.place
     check_given(url, place.rank, place.world_size)
-    # On the first node its name may lead to the loopback interface, where nobody listens.
+    # On the first node itself, its name may resolve to the loopback interface, where the store does
+    # not listen.
     host = step.host if step.node else _bound(step)
     store = join_store(host, step.port, timeout) if place.rank else _hosted(step, host, timeout)
     return met(store, place.rank, place.world_size)
@@ -120,10 +127,11 @@ def _hosted(step: Step, address: str, timeout: timedelta) -> Any:
 
 
 def _bound(step: Step) -> str:
-    """Where rank 0 listens: where others come, by its node's name; never on all interfaces.
+    """Return the address on which rank 0 listens, never that of all interfaces.
 
-    On the node itself the name may lead to the loopback interface, or nowhere. Then it is where the
-    way to another node begins, or what `PHALANX_INTERFACE` says.
+    This is the address to which the name of its node resolves, because other nodes connect to it.
+    On the node itself the name may resolve to the loopback interface or not at all. Then it is the
+    source address of the route to another node, or the address given by `PHALANX_INTERFACE`.
     """
     if step.host == HOST:
         return HOST
@@ -135,7 +143,7 @@ def _bound(step: Step) -> str:
         if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
             return str(where[0])
     address = topology.address_towards(step.other)
-    if found and not step.other:  # all of one node may well meet on its loopback interface
+    if found and not step.other:  # a single node may use its loopback interface
         return address or str(found[0][4][0])
     if not address:
         raise UsageError(
@@ -154,7 +162,7 @@ def _needed(environ: Mapping[str, str], name: str, minimum: int, maximum: int | 
 
 
 def _counts(environ: Mapping[str, str], tasks: int) -> list[int]:
-    """The tasks of each node: "2(x3),1" is 2, 2, 2 and 1."""
+    """Return the number of tasks on each node: 2, 2, 2 and 1 for "2(x3),1"."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     parts = [_TASKS.fullmatch(part) for part in text.split(",")]
     found = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
@@ -167,12 +175,12 @@ def _counts(environ: Mapping[str, str], tasks: int) -> list[int]:
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
-    """The first of "node[01-03,7],other": node01."""
+    """Return the first node: node01 for "node[01-03,7],other"."""
     return _node(environ, 0, _FIRST_NUMBER)
 
 
 def _last_node(environ: Mapping[str, str]) -> str:
-    """The last of "other,node[01-03,7]": node7."""
+    """Return the last node: node7 for "other,node[01-03,7]"."""
     return _node(environ, -1, _LAST_NUMBER)
 
 

@@ -1,4 +1,4 @@
-"""The store in which ranks find each other: hosted by whoever starts them, or by rank 0."""
+"""The store for the rendezvous of ranks, hosted by their launcher or by rank 0."""
 
 import socket
 import threading
@@ -21,16 +21,16 @@ def host_store(
 ) -> Any:
     """Host a `TCPStore`, by default on the loopback interface; it lives as long as the object.
 
-    A free port is bound before its number is told to anyone, so nobody can take it in between.
+    A free port is bound before its number is published, so no other process can take it.
 
     Args:
-        port: which one; 0 for a free one.
-        host: the address at which others reach it, if not on this machine alone.
-        bind: the address to listen on, if not `host`; "" for all.
-        timeout: how long its operations wait; None for PyTorch's default.
+        port: The port; 0 for a free one.
+        host: The address at which clients reach the store; by default only this machine can.
+        bind: The address to listen on, if not `host`; "" for all interfaces.
+        timeout: The timeout of the store's operations; None for PyTorch's default.
 
     Raises:
-        OSError: the port can't be had.
+        OSError: The port cannot be bound.
     """
     address = host if bind is None else bind
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -44,13 +44,13 @@ def host_store(
 
 
 class AttemptStores:
-    """The stores of a job's ranks, one after another, on this host's loopback interface.
+    """The successive stores of a job's ranks, on this host's loopback interface; thread-safe.
 
-    A new one for each start of all ranks: in the last one's, ranks that are started again would
-    find what the dead have left, and try to connect to them. May be used by several threads.
+    Each start of all ranks has a new store. In the previous store, restarted ranks would find the
+    entries of dead ranks and try to connect to them.
 
     Args:
-        port: Where; 0 for any.
+        port: The port of the stores; 0 for any free port.
     """
 
     def __init__(self, port: int = 0) -> None:
@@ -60,20 +60,22 @@ class AttemptStores:
         self._store: Any = None
 
     def port(self, attempt: int) -> int:
-        """Where the store of an attempt is; the first who asks for it ends the one before.
+        """Return the port of the store of an attempt.
+
+        The first call for an attempt creates its store and closes the previous one.
 
         Args:
-            attempt: Its number, from 0.
+            attempt: The number of the attempt, from 0.
 
         Raises:
-            OSError: The port can't be had.
-            LookupError: A later one has begun.
+            OSError: The port cannot be bound.
+            LookupError: A later attempt has begun.
         """
         with self._lock:
             if attempt < self._attempt:
                 raise LookupError(f"attempt {attempt} is over: {self._attempt} has begun")
             if attempt > self._attempt or self._store is None:
-                self._store = None  # its port is free then
+                self._store = None  # frees its port
                 self._store = host_store(self._wanted)
                 self._attempt = attempt
             return int(self._store.port)
@@ -83,18 +85,21 @@ def join_store(host: str, port: int, timeout: timedelta) -> Any:
     """Connect to the store that rank 0 hosts.
 
     Raises:
-        torch.distributed.DistError: it isn't there within `timeout`.
+        torch.distributed.DistError: The store is not reachable within `timeout`.
     """
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
 def check_given(url: str, rank: int, size: int) -> None:
-    """Raise `UsageError` if a script gave another rank or world size than it has.
+    """Check that a rank and world size given by the script are those of this process.
 
     Args:
-        url: the way to meet, with what the script gave behind it, as PyTorch puts it there.
-        rank: of this process.
-        size: the world size.
+        url: The URL of the rendezvous; PyTorch puts the script's values into its query.
+        rank: The rank of this process.
+        size: The world size.
+
+    Raises:
+        UsageError: The script gave another rank or world size.
     """
     given = parse_qs(urlparse(url).query)
     for name, value in (("rank", rank), ("world_size", size)):
@@ -107,6 +112,6 @@ def check_given(url: str, rank: int, size: int) -> None:
 
 
 def met(store: Any, rank: int, size: int) -> Iterator[tuple[Any, int, int]]:
-    """What PyTorch asks of a way to meet."""
+    """Yield the result of a rendezvous once, as PyTorch requires; raise on a second request."""
     yield store, rank, size
     raise RuntimeError("ranks that have met can't do so again: destroy the process group first")

@@ -1,4 +1,4 @@
-"""What a launcher says of a failure: the ranks here, or what it has heard of another host."""
+"""A launcher's report on a failure, of its own ranks or of another host."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["is_elsewhere", "told"]
 
 
 def is_elsewhere(failures: Sequence[Failure], heard: Heard | None) -> bool:
-    """Whether what was heard of another host explains the failures here."""
+    """Return whether the report from another host explains the failures on this host."""
     return heard is not None and (not failures or bool(first_cause(failures).distance))
 
 
 def told(failures: Sequence[Failure], heard: Heard | None = None) -> str:
-    """Who failed and why, for people.
+    """Return a report for people that names the failing rank or host and the reason.
 
     Args:
-        failures: Of ranks of this host, if nothing was heard at least one.
-        heard: Of another host.
+        failures: The failures of ranks of this host; not empty if `heard` is None.
+        heard: The failure of another host; None if none is known.
     """
     cause = None if is_elsewhere(failures, heard) else first_cause(failures)
     others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)

@@ -1,7 +1,7 @@
-"""The way from this host through the gate of another one.
+"""Forwarding of local connections through the gate of another host.
 
-What connects to it on this host, launcher and ranks to their stores, ranks to the relay, is led to
-the service of that name behind the gate.
+The launcher and the ranks of this host connect to it to reach their stores, and the ranks to reach
+the relay. It forwards each connection to the corresponding service behind the gate.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ __all__ = ["Way"]
 _HANDSHAKE_SECONDS = 10.0
 _AGAIN_SECONDS = 0.25
 _NEXT_ADDRESS_SECONDS = 0.25
-"""So long is one address of a name tried alone."""
+"""Seconds before the next address of a host name is tried in parallel."""
 _TELL_SECONDS = 5.0
 _SETTLE_SECONDS = 0.3
 _TRIES = 4
 
 
 class Way:
-    """Leads from this host through the gate of another one.
+    """A forwarder of this host's connections through the gate of another host.
 
     Args:
-        host: The gate's.
-        port: The gate's.
-        key: The job's; empty if it has none.
-        hello: What this host says of itself.
-        tell: Is given a sentence for the user, if the gate isn't there for long.
+        host: The name or address of the gate's host.
+        port: The port of the gate.
+        key: The job's key; empty if it has none.
+        hello: The description of this host, which the gate's host checks.
+        tell: A function that shows a sentence to the user if the gate is unreachable for long.
     """
 
     def __init__(
@@ -58,25 +58,28 @@ class Way:
         self._tell = tell
         self._joined: asyncio.StreamWriter | None = None
         self.port = 0
-        """Where the launchers' store is, on this host's loopback interface."""
+        """The port on this host's loopback interface that leads to the launchers' store."""
         self.ranks_port = 0
-        """Where that of the ranks is."""
+        """The port on this host's loopback interface that leads to the ranks' store."""
         self.attempt = 0
-        """Of the ranks' stores, which one they are led to."""
+        """The attempt to whose store the ranks are connected."""
         self._connections = Connections("phalanx-way", _SETTLE_SECONDS)
         self.relay = relay_name()
-        """Where ranks of this host connect to the relay."""
+        """The name of the Unix socket that leads to the relay."""
 
     def enter(self, seconds: float) -> None:
-        """Join the job, and lead others from now on; blocks until the gate is there.
+        """Join the job and start to forward connections; block until the gate is reachable.
+
+        Args:
+            seconds: The limit of the wait, in seconds.
 
         Raises:
-            LaunchError: It didn't come in time, or doesn't let this host in.
+            LaunchError: The gate was not reachable in time, or rejects this host.
         """
         self._connections.call(self._enter(seconds))
 
     def close(self) -> None:
-        """Stop listening, and end all connections."""
+        """Stop listening and close all connections."""
         if self._joined is not None:
             self._connections.call(self._leave(self._joined))
         self._connections.close()
@@ -120,7 +123,7 @@ class Way:
         self, service: str
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(Refused):  # the gate tells its user, and this end is closed
+            with contextlib.suppress(Refused):  # the gate reports it, and this end is closed
                 await splice((reader, writer), await self._through_again(service))
 
         return lead
@@ -128,25 +131,28 @@ class Way:
     async def _through_again(
         self, service: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """The gate knows this host: if it lets go of a handshake, it has too many under way."""
+        """Connect to a service behind the gate, with retries.
+
+        The gate knows this host. If it drops a handshake, it has too many in progress.
+        """
         for _ in range(_TRIES - 1):
             try:
                 return await self._through(service)
-            except asyncio.TimeoutError:  # was long enough
+            except asyncio.TimeoutError:  # the timeout is long enough
                 raise
             except (OSError, EOFError):
                 await asyncio.sleep(_AGAIN_SECONDS)
         return await self._through(service)
 
     async def _through(self, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A connection to a service behind the gate."""
+        """Open a connection to a service behind the gate."""
         connecting = asyncio.open_connection(
             self._host, self._port, limit=BUFFER, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
         )
         reader, writer = await asyncio.wait_for(connecting, _HANDSHAKE_SECONDS)
         try:
             keep_alive(writer)
-            if service != "relay":  # where somebody may well pause
+            if service != "relay":  # a reader behind the relay may pause
                 limit_silence(writer)
             hello = {**self._hello, "service": service}
             if service == "ranks":
@@ -160,7 +166,7 @@ class Way:
 
 
 def _reason(error: Exception) -> str:
-    """Why nobody can be reached, in the system's words; those of asyncio are for programmers."""
+    """Return the system's text for a connection error; asyncio's texts are for programmers."""
     number = getattr(error, "errno", None) or 0
     if number > 0:
         return os.strerror(number)

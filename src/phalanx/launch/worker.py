@@ -1,8 +1,9 @@
-"""What each process of `phalanx.launch` runs: load the function, call it, hand back the outcome.
+"""The program of each rank of `phalanx.launch`: load the function, call it, return the outcome.
 
 `ranks` starts it with the caller's pid and the descriptors of two memory files as its arguments.
-The payload holds a `Setting` and the pickled call; the result will hold an `Outcome`. Nothing heavy
-is imported here: a function that doesn't need torch doesn't pay for it.
+The payload file holds a `Setting` and the pickled call; the worker writes an `Outcome` to the
+result file. This module imports nothing heavy, so that a function that does not need torch does
+not pay for it.
 """
 
 import linecache
@@ -21,16 +22,16 @@ __all__ = ["Outcome", "Setting", "main"]
 
 @dataclass(frozen=True)
 class Setting:
-    """What the caller's interpreter knows and a fresh one doesn't."""
+    """The state of the caller's interpreter that a new interpreter lacks."""
 
     argv: list[str]
     sources: dict[str, list[str]] = field(default_factory=dict)
-    """Source lines of files that exist in the caller's memory only: notebook cells."""
+    """Source lines of files that exist only in the caller's memory, such as notebook cells."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank hands back: a pickled result, or an error as text and, if it can be, pickled."""
+    """The outcome of a rank: a pickled result, or an error as text and, if possible, pickled."""
 
     value: bytes | None = None
     summary: str = ""
@@ -40,7 +41,7 @@ class Outcome:
 
 
 def main() -> None:
-    """Run one rank; exits with 1 after an exception, else as Python does."""
+    """Run one rank; exit with code 1 after an exception, otherwise as Python does."""
     parent, payload, result = map(int, sys.argv[1:])
     die_with_parent(parent)
     os.set_inheritable(payload, False)
@@ -51,26 +52,26 @@ def main() -> None:
         if end.code not in (None, 0):
             raise
         outcome = Outcome(value=_pickle(None))
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the caller is told
+    except BaseException as error:  # noqa: BLE001 - every error is reported to the caller
         _tell_peers(error)
         _send(result, _describe(error))
         sys.stdout.flush()
         sys.stderr.flush()
-        # At once: threads and groups of a rank that failed can keep Python from ending.
+        # Without cleanup: threads and groups of a failed rank can keep Python from exiting.
         os._exit(1)
     _send(result, outcome)
     _leave_group()
 
 
 def _tell_peers(error: BaseException) -> None:
-    """Announce the failure, if the function has formed a group of Phalanx."""
-    last_words: Any = sys.modules.get("phalanx.observe.last_words")
-    if last_words is not None:
-        last_words.announce(error)
+    """Announce the failure to the peers if the function has formed a Phalanx group."""
+    exception_hook: Any = sys.modules.get("phalanx.observe.exception_hook")
+    if exception_hook is not None:
+        exception_hook.announce(error)
 
 
 def _call(payload: int) -> bytes:
-    # Opened anew, since the inherited descriptor shares its position with the other ranks.
+    # Reopened, because the inherited descriptor shares its position with the other ranks.
     with open(f"/proc/self/fd/{payload}", "rb") as file:
         setting: Setting = pickle.load(file)
         _adopt(setting)
@@ -79,7 +80,7 @@ def _call(payload: int) -> bytes:
     result = fn(*args, **kwargs)
     try:
         return _pickle(result)
-    except Exception as error:  # noqa: BLE001 - whatever the object's own code raises
+    except Exception as error:  # noqa: BLE001 - the object's own code can raise anything
         raise TypeError(
             f"the result, of type {type(result).__qualname__}, can't be pickled and so can't be "
             f"returned to the caller ({error}); return plain data, tensors or a state_dict"
@@ -108,8 +109,8 @@ def _describe(error: BaseException) -> Outcome:
     text = "".join(traceback.format_exception(type(error), error, frames))
     try:
         pickled: bytes | None = _pickle(error)
-        pickle.loads(pickled or b"")  # an exception with its own __init__ may only fail here
-    except Exception:  # noqa: BLE001 - the text says it all the same
+        pickle.loads(pickled or b"")  # an exception with its own __init__ may fail only here
+    except Exception:  # noqa: BLE001 - the text is sent anyway
         pickled = None
     return Outcome(summary=summary, traceback=text, error=pickled, time=now)
 
@@ -120,7 +121,7 @@ def _send(result: int, outcome: Outcome) -> None:
 
 
 def _leave_group() -> None:
-    """Leave the group that the function left open; some backends abort at exit otherwise."""
+    """Destroy the group that the function left open; some backends abort at exit otherwise."""
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

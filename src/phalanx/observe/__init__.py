@@ -1,14 +1,15 @@
-"""What ranks do and did: written always, read by whoever asks.
+"""Records of the activity of ranks: always written, read on demand.
 
-Every rank keeps a black box: a file in its job's directory (`directory`, on `files`) into which the
-native core writes each operation, and which outlives the death of everything. `recording` makes it
-and writes what the core doesn't know (training progress, how the process ends), with `last_words`;
-`notes` is what a launcher writes. The backend and the launchers use these alone, and `escape`,
-which makes texts fit for a terminal.
+Every rank keeps a flight recorder: a file in its job's directory (`job_directory`, based on
+`files`) to which the native core writes each operation. The file outlives all processes of the job.
+`recorder` creates it and, with `exception_hook`, adds data that the core does not have: training
+progress and how the process ends. A launcher writes its log with `launcher_log_writer`. The backend
+and the launchers use only these modules and `escape`, which makes text safe for a terminal.
 
-The rest reads: `finding` finds a job, `reading` turns its directory into the plain objects of
-`model`, with `boxes`, `noted` and `processes` for the three kinds of sources. `culprit` finds out
-who holds up whom, `explain` words it, `watch` shows it live, `trace` puts it on a timeline, both
-with `shares`, whom a rank waits for and how long. Reading never disturbs the job, and believes
-nothing that it finds.
+The other modules read. `job_lookup` finds a job, and `job_reader` turns its directory into the
+plain objects of `model`; `recorder_reader`, `launcher_log_reader`, `call_log_reader` and
+`process_stat` read the kinds of sources. `diagnosis` determines the ranks at fault, `explain` puts
+the result into words, `watch` shows a live view, and `trace` writes a timeline. The latter two use
+`wait_time`, the time that a rank spent waiting for others. Readers never disturb the job and
+validate everything that they read.
 """

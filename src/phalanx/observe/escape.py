@@ -1,8 +1,8 @@
-"""Texts that ranks wrote, made fit for a terminal.
+"""Escaping of text written by ranks, for output to a terminal.
 
-A call site, a note, an exception's words and a job's command line are whatever somebody's program
-wanted them to be. Printed as they are, they could move the cursor, change the title, forge a line
-of the report, or turn the direction of the writing.
+A call site, a note, an exception's message and a job's command line are arbitrary text. Printed
+unescaped, they could move the cursor, change the title, forge a line of the report, or reverse the
+writing direction.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 
 __all__ = ["encodable", "escape", "shorten"]
 
-# Characters that can be printed by Unicode's categories, and show nothing: fillers, variation
-# selectors, the joiner of graphemes. `str.isprintable` doesn't know them.
+# Characters that are printable by their Unicode category but invisible: fillers, variation
+# selectors, the grapheme joiner. `str.isprintable` returns True for them.
 _BLANK = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u2800\u3164\ufe00-\ufe0f\uffa0"
     "\U000e0100-\U000e01ef]"
@@ -21,31 +21,31 @@ _CODES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def escape(text: str, limit: int = 200) -> str:
-    r"""Make one line of printable characters of any text.
+    r"""Convert any text to one line of printable characters.
 
-    What is not printable becomes what Python would write for it (`\x1b`, `\u202e`): control bytes
-    of both blocks, bidirectional and zero-width marks, line and paragraph separators, characters
-    that show nothing, lone surrogates, every space but the common one.
+    Unprintable characters are replaced by Python's escapes (`\x1b`, `\u202e`): C0 and C1 control
+    characters, bidirectional and zero-width marks, line and paragraph separators, invisible
+    characters, lone surrogates, and every space but U+0020.
 
     Args:
-        text: Anything.
-        limit: The most characters to return; the middle of a longer text is left out.
+        text: Any text.
+        limit: Maximum number of characters to return; the middle of a longer text is omitted.
     """
     if text.isascii() and text.isprintable() and len(text) <= limit:
         return text
-    # What is left out need not be looked at: a character becomes one or more.
+    # Escaping never shortens a text, so the part to be omitted need not be escaped.
     text = shorten(text, max(limit, 1) * 2)
-    shown = "".join(_escaped(character) for character in text)
+    shown = "".join(_escape_character(character) for character in text)
     return shorten(shown, limit)
 
 
 def encodable(text: str) -> str:
-    r"""The same text with lone surrogates, as in names that aren't UTF-8, written as `\udc80`."""
+    r"""Escape lone surrogates, as in names that are not UTF-8, as `\udc80`."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def shorten(text: str, limit: int) -> str:
-    """Leave out the middle of a text that has more than `limit` characters."""
+    """Omit the middle of a text that has more than `limit` characters."""
     if len(text) <= limit:
         return text
     if limit < 5:
@@ -54,7 +54,7 @@ def shorten(text: str, limit: int) -> str:
     return f"{text[:head]}...{text[len(text) - (limit - 3 - head) :]}"
 
 
-def _escaped(character: str) -> str:
+def _escape_character(character: str) -> str:
     if character.isprintable() and not _BLANK.match(character):
         return character
     code = ord(character)

@@ -1,7 +1,7 @@
-"""Opening directories and files in whose place anything may lie, without being led astray.
+"""Safe opening of directories and files at paths that may contain anything.
 
-All goes by descriptors: no symbolic link is followed, no FIFO or device opened, nothing read beyond
-a bound, and owner and kind are checked on what has been opened.
+All access is by descriptor: no symbolic link is followed, no FIFO or device is opened, nothing is
+read beyond a limit, and owner and type are checked on the opened descriptor.
 """
 
 from __future__ import annotations
@@ -10,7 +10,14 @@ import errno
 import os
 import stat
 
-__all__ = ["FLAGS", "Refused", "make_directory", "open_directory", "read_file", "reason"]
+__all__ = [
+    "FLAGS",
+    "UnusableFileError",
+    "get_reason",
+    "make_directory",
+    "open_directory",
+    "read_file",
+]
 
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _REMEDY = "remove it, or choose another place with PHALANX_JOBS_DIR"
@@ -23,99 +30,105 @@ _KINDS = {
 }
 
 
-class Refused(OSError):  # noqa: N818 - as PermissionError's kin, it is named for what happened
-    """A directory or file that can't or must not be used: which, what is wrong, what to do."""
+class UnusableFileError(OSError):
+    """A directory or file that cannot or must not be used; the message states path and reason."""
 
 
 def make_directory(name: str, path: str, base: int | None = None) -> None:
-    """Make a directory for this user alone, unless there is something of that name.
+    """Create a directory that only this user can access, unless the name already exists.
 
     Args:
-        name: of the directory, relative to `base`.
-        path: for the message.
-        base: descriptor of the directory in which it goes.
+        name: The name of the directory, relative to `base`.
+        path: The path to show in error messages.
+        base: A descriptor of the parent directory.
 
     Raises:
-        Refused: it can't be made.
+        UnusableFileError: The directory cannot be created.
     """
     try:
         os.mkdir(name, 0o700, dir_fd=base)
     except FileExistsError:
-        pass  # whatever it is: who opens it, sees
+        pass  # of any type: opening it checks the type
     except OSError as error:
-        raise Refused(
-            f"{path} can't be made ({reason(error)}): choose another place with PHALANX_JOBS_DIR"
+        raise UnusableFileError(
+            f"{path} can't be made ({get_reason(error)}): "
+            "choose another place with PHALANX_JOBS_DIR"
         ) from error
 
 
 def open_directory(name: str, path: str, base: int | None = None) -> int:
-    """Open a directory that this user alone can write; returns its descriptor.
+    """Open a directory that only this user can write to, and return its descriptor.
 
     Args:
-        name: of the directory, relative to `base`.
-        path: for the message.
-        base: descriptor of the directory in which it is.
+        name: The name of the directory, relative to `base`.
+        path: The path to show in error messages.
+        base: A descriptor of the parent directory.
 
     Raises:
-        FileNotFoundError: there is none.
-        Refused: it is something else, another user's, can be written by others, or can't be opened.
+        FileNotFoundError: The directory does not exist.
+        UnusableFileError: It is not a directory, belongs to another user, can be written to by
+            others, or cannot be opened.
     """
     try:
         found = os.stat(name, dir_fd=base, follow_symlinks=False)
         if not stat.S_ISDIR(found.st_mode):
-            raise Refused(f"{path} is {_kind(found)}, expected a directory: {_REMEDY}")
+            raise UnusableFileError(
+                f"{path} is {_describe_kind(found)}, expected a directory: {_REMEDY}"
+            )
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | FLAGS, dir_fd=base)
-    except (FileNotFoundError, Refused):
+    except (FileNotFoundError, UnusableFileError):
         raise
     except OSError as error:
-        raise Refused(f"{path} can't be opened ({reason(error)}): {_REMEDY}") from error
+        raise UnusableFileError(
+            f"{path} can't be opened ({get_reason(error)}): {_REMEDY}"
+        ) from error
     try:
         _check_owner(path, os.fstat(fd))
-    except Refused:
+    except UnusableFileError:
         os.close(fd)
         raise
     return fd
 
 
 def read_file(directory: int, name: str, limit: int) -> bytes:
-    """What a file holds; never waits for anything.
+    """Return the content of a file; never blocks.
 
     Args:
-        directory: descriptor of the directory in which it is.
-        name: of the file.
-        limit: how many bytes it may have.
+        directory: A descriptor of the directory that contains the file.
+        name: The name of the file.
+        limit: The maximum size of the file in bytes.
 
     Raises:
-        FileNotFoundError: there is none.
-        Refused: it is something else, has more bytes, or can't be read.
+        FileNotFoundError: The file does not exist.
+        UnusableFileError: It is not a regular file, is larger than `limit`, or cannot be read.
     """
     try:
         _check_file(name, os.stat(name, dir_fd=directory, follow_symlinks=False), limit)
-        # By now it may be something else: opening that must not wait either.
+        # By now the file may have been replaced, so opening it must not block either.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | FLAGS
         fd = os.open(name, flags, dir_fd=directory)
         with os.fdopen(fd, "rb", buffering=0):
             _check_file(name, os.fstat(fd), limit)
             return _read_all(fd, limit)
-    except (FileNotFoundError, Refused):
+    except (FileNotFoundError, UnusableFileError):
         raise
     except OSError as error:
-        raise Refused(f"{name} can't be read ({reason(error)})") from error
+        raise UnusableFileError(f"{name} can't be read ({get_reason(error)})") from error
 
 
-def reason(error: OSError) -> str:
-    """What the system says of an error, without the path."""
+def get_reason(error: OSError) -> str:
+    """Return the system's message for an error, without the path."""
     return os.strerror(error.errno or errno.EIO)
 
 
 def _check_owner(path: str, found: os.stat_result) -> None:
     if found.st_uid != os.geteuid():
-        raise Refused(
+        raise UnusableFileError(
             f"{path} belongs to user {found.st_uid}, and this process runs as user "
             f"{os.geteuid()}: {_REMEDY}"
         )
     if found.st_mode & 0o022:
-        raise Refused(
+        raise UnusableFileError(
             f"{path} can be written by others (its mode is {stat.S_IMODE(found.st_mode):04o}, "
             f"expected 0700): chmod it, {_REMEDY}"
         )
@@ -123,12 +136,12 @@ def _check_owner(path: str, found: os.stat_result) -> None:
 
 def _check_file(name: str, found: os.stat_result, limit: int) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise Refused(f"{name} is {_kind(found)}, expected a file")
+        raise UnusableFileError(f"{name} is {_describe_kind(found)}, expected a file")
     if found.st_size > limit:
-        raise Refused(f"{name} has {found.st_size} bytes, expected at most {limit}")
+        raise UnusableFileError(f"{name} has {found.st_size} bytes, expected at most {limit}")
 
 
-def _kind(found: os.stat_result) -> str:
+def _describe_kind(found: os.stat_result) -> str:
     return _KINDS.get(stat.S_IFMT(found.st_mode), "a device")
 
 

@@ -1,39 +1,41 @@
-"""A job as its black boxes and its launcher's notes tell it: plain objects, read once.
+"""Plain objects that describe a job, read once from its flight recorders and its launcher's log.
 
-Times are nanoseconds of the host's monotonic clock, with one wall-clock anchor per rank; ranks in
-an operation are ranks in its group. Texts are as they were written: whoever prints them escapes
-them.
+Times are nanoseconds of the host's monotonic clock, with one wall-clock anchor per rank. Ranks in
+an operation are ranks in its group. Texts are unescaped: code that prints them must escape them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from phalanx.observe.call_log_reader import Worker
 
 Ending = Literal["", "left", "exited", "failed"]
-"""How a rank said that it ends: not yet; all its groups left; the script ended; an exception."""
+"""A rank's own record of its end: none yet, all groups left, end of the script, an exception."""
 
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of one rank.
+    """An operation of a rank.
 
     Attributes:
-        number: Counts the operations of this rank, in all its groups, from 1.
-        kind: PyTorch's name for it; "join" while the group is being formed.
-        group: Which of the rank's `groups`, by its index; -1 if the table was full.
-        sequence: Of a collective: its number in the group, from 1. Of a message: its tag.
-        dtype: "float32" and the like; empty where there is none.
-        count: Elements.
-        op: The reduction, "SUM" and the like; empty where there is none.
-        peer: The root, or the other rank of a message; -1 where there is none (or any).
-        site: "path:line" of the user's code; empty if not known.
-        begin: When it began.
-        end: When it ended; 0 while it is under way.
-        waited: Nanoseconds spent waiting for peers, as far as they are over.
-        waiting_for: The rank waited for, now or (ended) longest; -1: no wait.
-        outcome: "ok", or the code of what went wrong ("peer_lost", "mismatch", "timeout", ...).
-        thread: 0 for the process's main thread, 1 for the group's own, 2 for another one.
+        number: The number of the operation among all those of this rank, from 1.
+        kind: PyTorch's name of the operation; "join" while the group is being formed.
+        group: The index of its group in the rank's `groups`; -1 if the table was full.
+        sequence: The number of a collective in its group, from 1; the tag of a message.
+        dtype: The dtype, such as "float32"; empty if there is none.
+        count: The number of elements.
+        op: The reduction, such as "SUM"; empty if there is none.
+        peer: The root, or the other rank of a message; -1 for none or any.
+        site: The call site in the user's code, "path:line"; empty if unknown.
+        begin: The time at which it began.
+        end: The time at which it ended; 0 while it is under way.
+        waited: Nanoseconds spent in completed waits for peers.
+        waiting_for: The rank waited for now or, once ended, for the longest time; -1 for no wait.
+        outcome: "ok", or the error code ("peer_lost", "mismatch", "timeout", ...).
+        thread: 0 for the process's main thread, 1 for the group's thread, 2 for any other.
     """
 
     number: int
@@ -54,24 +56,24 @@ class Operation:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is a send or a recv."""
+        """Return whether the operation is a send or a recv."""
         return self.kind in ("send", "recv")
 
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as one of its ranks knows it.
+    """A process group as recorded by one of its ranks.
 
     Attributes:
-        identity: The same on all its ranks, and of no other group.
-        name: PyTorch's name for it.
-        rank: This rank's number in it.
-        size: Its world size.
-        members: Ranks in the job by their rank in the group; empty if there were too many to note.
-        sequence: How many collectives this rank has begun in it.
-        left: Whether this rank has left it.
-        left_at: Where (a call site); empty if not known.
-        why: Why this rank aborted it, in the user's words; empty if it didn't.
+        identity: A number that is the same on all ranks of the group, and unique to it.
+        name: PyTorch's name of the group.
+        rank: This rank's number in the group.
+        size: The world size of the group.
+        members: The ranks in the job by rank in the group; empty if there were too many to record.
+        sequence: The number of collectives that this rank has begun in the group.
+        left: Whether this rank has left the group.
+        left_at: The call site at which it left; empty if unknown.
+        why: The reason for which this rank aborted the group; empty if it did not.
     """
 
     identity: int
@@ -87,7 +89,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """What `phalanx.report` was told: `step` is below 0 and `loss` None where none was given."""
+    """A call of `phalanx.report`; `step` is negative and `loss` None if they were not given."""
 
     time: int
     step: int
@@ -96,9 +98,10 @@ class Report:
 
 @dataclass(frozen=True)
 class Start:
-    """What the launcher noted when it started a rank, and when that ended.
+    """The launcher's record of the start and the end of a rank.
 
-    `code` is as in `subprocess`. `stopped`: the launcher had begun to stop the rank before that.
+    `code` is the exit code as in `subprocess`. `stopped` is true if the launcher had begun to stop
+    the rank before its end.
     """
 
     pid: int
@@ -112,13 +115,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Process:
-    """What the kernel says of a rank's process now.
+    """The kernel's view of a rank's process when the job was read.
 
     Attributes:
         state: "running", "sleeping", "stopped" (by a signal), "disk" (uninterruptible), "zombie",
             or "gone".
-        cpu: Seconds of processor time that it has used.
-        memory: Resident bytes.
+        cpu: The CPU time used, in seconds.
+        memory: The resident memory, in bytes.
     """
 
     state: str
@@ -128,26 +131,26 @@ class Process:
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank of a job: its black box, what the launcher noted of it, and what the kernel says.
+    """A rank of a job: its flight recorder, the launcher's record, and the kernel's view.
 
     Attributes:
-        rank: Its number in the job.
-        pid: Its process; 0 if it never had one that left a trace.
-        host: Name of its machine.
-        clock: Unix time minus monotonic time in nanoseconds, when the box was opened.
-        opened: When the box was opened; 0 if there is no box.
-        ending: How it said that it ends.
-        last_words: The exception in a line, where `ending` is "failed".
-        ended: When it said so; 0 if it didn't.
-        groups: In the order in which it formed them.
-        open: Operations under way, oldest first.
-        history: Ended ones, oldest first: the last few thousand, or as many as were asked for.
-        operations: How many operations it has begun in all.
-        reports: What `phalanx.report` was told, oldest first: the last few hundred.
-        note: The text given to `phalanx.report` last.
-        start: What the launcher noted; None if it wasn't started by one of Phalanx.
-        process: Its process now; None if it ran on another machine.
-        problem: Why its box can't be read; empty if it can (or if there is none).
+        rank: The number of the rank in the job.
+        pid: The pid of its process; 0 if no process left a trace.
+        host: The name of its host.
+        clock: Unix time minus monotonic time in nanoseconds, when the recorder was opened.
+        opened: The time at which the recorder was opened; 0 if there is no recorder.
+        ending: The rank's own record of its end.
+        exception: The exception in one line, if `ending` is "failed".
+        ended: The time of that record; 0 if there is none.
+        groups: The groups in the order in which the rank formed them.
+        open: The operations under way, oldest first.
+        history: The ended operations, oldest first: the last few thousand, or as many as requested.
+        operations: The number of operations that the rank has begun.
+        reports: The calls of `phalanx.report`, oldest first: the last few hundred.
+        note: The last note given to `phalanx.report`.
+        start: The launcher's record; None if a Phalanx launcher did not start the rank.
+        process: The state of its process; None if the process is not visible from this machine.
+        problem: The reason why its recorder cannot be read; empty if it can, or if there is none.
     """
 
     rank: int
@@ -156,7 +159,7 @@ class Rank:
     clock: int = 0
     opened: int = 0
     ending: Ending = ""
-    last_words: str = ""
+    exception: str = ""
     ended: int = 0
     groups: tuple[Group, ...] = ()
     open: tuple[Operation, ...] = ()
@@ -170,31 +173,35 @@ class Rank:
 
     @property
     def last(self) -> Operation | None:
-        """The operation that ended last."""
+        """The operation that ended last; None if none has ended."""
         return max(self.history, key=lambda operation: operation.end, default=None)
 
     @property
-    def gone(self) -> bool:
-        """Whether its process has ended."""
+    def is_gone(self) -> bool:
+        """Return whether the rank's process has ended."""
         return self.process is not None and self.process.state in ("gone", "zombie")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job: all that its directory tells.
+    """A job: all information in its directory.
 
     Attributes:
-        name: As `phalanx jobs` lists it.
-        path: Its directory.
+        name: The name of the job, as listed by `phalanx jobs`.
+        path: The path of its directory.
         command: The command line that started it.
-        started: Unix seconds.
-        world_size: How many ranks it has (as the last attempt says).
-        attempt: Which start of its ranks this is, from 0.
-        code: The launcher's exit code; None while it runs, or if there is no launcher.
-        now: Monotonic nanoseconds of the moment at which it was read.
-        ranks: One for each rank from 0 to `world_size` - 1, also for those that left no trace.
-        problems: What in the directory could not be read, in words.
-        hosts: On how many hosts it is; the ranks here are those of one of them.
+        started: The time at which it started, in Unix seconds.
+        world_size: The number of ranks of the last attempt.
+        attempt: The number of times that the ranks have been restarted, from 0.
+        code: The launcher's exit code; None while the job is running, or without a launcher.
+        now: The time at which the job was read, in monotonic nanoseconds.
+        ranks: All ranks from 0 to `world_size` - 1, even those that left no trace.
+        problems: Descriptions of data in the directory that could not be read.
+        hosts: The number of hosts; the ranks here are those of one host.
+        launcher: The pid of the launcher on this host; 0 if there is none.
+        launcher_lost: Whether the launcher is gone without a record that the job has ended.
+        others: The names of other running jobs, if this one was not selected by name.
+        workers: The RPC workers among its processes, with their pending calls.
     """
 
     name: str
@@ -208,8 +215,12 @@ class Job:
     ranks: tuple[Rank, ...] = field(default=())
     problems: tuple[str, ...] = ()
     hosts: int = 1
+    launcher: int = 0
+    launcher_lost: bool = False
+    others: tuple[str, ...] = ()
+    workers: tuple[Worker, ...] = ()
 
     @property
     def running(self) -> bool:
-        """Whether any of its processes on this machine is alive."""
-        return any(rank.process is not None and not rank.gone for rank in self.ranks)
+        """Return whether any process of the job on this machine is alive."""
+        return any(rank.process is not None and not rank.is_gone for rank in self.ranks)

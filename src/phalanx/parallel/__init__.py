@@ -1,10 +1,10 @@
-"""Data parallelism on plain `torch.distributed`: runs on any backend.
+"""Data parallelism on plain `torch.distributed`, for any backend.
 
-- `gradients` averages the gradients of all ranks after a backward pass: synchronous SGD in one
+- `gradients`: average of the gradients of all ranks after a backward pass: synchronous SGD in one
   call.
-- `algorithms`: all-reduce by messages alone: two rings, halving and doubling, a tree.
-- `data_parallel` is what DDP is, for ranks that share memory: with one copy for all of them.
-- `sync_batch_norm` normalizes over the batches of all ranks.
+- `algorithms`: all-reduce by point-to-point messages: two rings, halving and doubling, and a tree.
+- `data_parallel`: a counterpart of DDP for ranks that share memory, with one copy for all of them.
+- `sync_batch_norm`: batch normalization over the batches of all ranks.
 """
 
 from phalanx.parallel.algorithms import (

@@ -10,7 +10,7 @@ from phalanx.errors import UsageError
 
 __all__ = ["BUCKET_BYTES", "average_gradients", "average_gradients_per_parameter"]
 
-#: Gradients that travel in one all-reduce, in bytes: what PyTorch's DDP takes too.
+#: The size of the gradients in one all-reduce, in bytes: the default of PyTorch's DDP.
 BUCKET_BYTES = 25 * 2**20
 
 
@@ -22,39 +22,40 @@ def average_gradients(
     weight: float | None = None,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Replace each gradient by its average over the ranks of a group; blocks until it is done.
+    """Replace each gradient by its average over the ranks of a group; block until it is done.
 
-    Gradients are packed into buckets of one dtype and device, and each bucket is summed by one
-    all-reduce: a small model needs a single one. Every rank scales its gradients first (half
-    precision doesn't overflow that way), so only SUM is needed of the backend. The result is as
+    Gradients are packed into buckets of one dtype and device, and one all-reduce sums each bucket:
+    a small model needs a single one. Every rank scales its gradients before the sum, which avoids
+    overflow in half precision and requires only SUM from the backend. The result is as
     deterministic as the backend's all-reduce: on "phalanx" bitwise the same on every rank and run.
 
     All ranks must call it, with parameters of the same shapes and dtypes in the same order. They
-    need not agree on which of them have a gradient: a parameter without one (`grad is None`)
-    counts as zeros, and gets the average. It stays None only where no rank has one, so that the
-    optimizer skips it, as it would in a single process. Parameters that don't require a gradient
-    are left out.
+    need not agree on which parameters have a gradient: a parameter without one (`grad is None`)
+    counts as zeros and gets the average. If no rank has a gradient for a parameter, its `grad`
+    stays None, so that the optimizer skips it, as in a single process. Parameters that do not
+    require a gradient are ignored.
 
     Args:
-        parameters: A module, parameters (each counts once), or a single one.
+        parameters: A module, parameters (duplicates count once), or a single parameter.
         group: The group to average over; the default group if None.
-        weight: This rank's part of the average, from 0 to 1; the weights of all ranks must sum
-            to 1. For batches of different sizes give the rank's batch / the global batch, with a
+        weight: This rank's weight in the average, from 0 to 1; the weights of all ranks must sum
+            to 1. For batches of different sizes, pass the rank's batch / the global batch, with a
             loss that is the mean over the rank's batch: the result is the gradient of the mean
-            over the global batch. With 0 the gradients of this rank don't count, even if NaN.
-            None: 1 / world size. Either all ranks give a weight, or none.
-        bucket_bytes: Upper bound for what one all-reduce carries, and for the memory that packing
-            takes. A gradient that is larger travels alone, in place if it is contiguous.
+            over the global batch. With 0 the gradients of this rank are ignored, even if NaN.
+            None: 1 / world size. Either all ranks pass a weight, or none.
+        bucket_bytes: The maximum size of the gradients in one all-reduce, and of the memory for
+            packing. A larger gradient is reduced alone, in place if it is contiguous.
 
     Raises:
-        UsageError: No process group, this rank is not in it, a weight outside 0 to 1, no parameter
-            that requires a gradient, a sparse gradient, or no gradient on any rank.
-        torch.distributed.DistBackendError: The backend failed: a rank died or didn't come.
+        UsageError: There is no process group, this rank is not in it, the weight is outside 0 to
+            1, no parameter requires a gradient, a gradient is sparse, or no rank has a gradient.
+        torch.distributed.DistBackendError: The backend failed: a rank died or did not take part.
     """
     owners = _trainable(parameters)
     scale = _scale(group, weight)
     gradients = [_contribution(owner, scale) for owner in owners]
-    # Who has a gradient rides along in the first bucket: one element per parameter, no extra trip.
+    # The presence of gradients is part of the first bucket, one element for each parameter, which
+    # saves a message.
     present = owners[0].new_tensor([owner.grad is not None for owner in owners])
     for bucket in _buckets([present, *gradients], bucket_bytes):
         _sum_bucket(bucket, group)
@@ -69,10 +70,10 @@ def average_gradients_per_parameter(
     *,
     weight: float | None = None,
 ) -> None:
-    """Average gradients by one all-reduce per parameter: the textbook loop, to compare with.
+    """Average gradients by one all-reduce per parameter: the textbook loop, for comparison.
 
     Arguments, blocking behaviour and errors are those of `average_gradients`, with one difference:
-    a parameter without a gradient always gets one, of zeros where no rank has any.
+    a parameter without a gradient always gets one, of zeros if no rank has any.
     """
     owners = _trainable(parameters)
     scale = _scale(group, weight)
@@ -104,7 +105,7 @@ def _trainable(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
 
 
 def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
-    """Return what to multiply this rank's gradients by, once the arguments are checked."""
+    """Check the arguments, and return the factor of this rank's gradients."""
     if not dist.is_initialized():
         raise UsageError(
             "average_gradients: no process group: call phalanx.init() or "
@@ -124,7 +125,7 @@ def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
 
 
 def _contribution(owner: Tensor, scale: float) -> Tensor:
-    """Return the gradient, scaled in place, or zeros if there is none."""
+    """Return the gradient, scaled in place, or zeros if it is None."""
     gradient = owner.grad
     if gradient is None:
         return torch.zeros_like(owner)
@@ -133,9 +134,10 @@ def _contribution(owner: Tensor, scale: float) -> Tensor:
 
 
 def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]:
-    """Yield the tensors in lists of one dtype and device that are at most `bucket_bytes` long.
+    """Yield lists of tensors of one dtype and device, of at most `bucket_bytes` or of one tensor.
 
-    It looks at shapes and dtypes only, which all ranks have in common, never at values or strides.
+    The result depends only on shapes, dtypes and devices, never on values or strides, which may
+    differ between ranks.
     """
     filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}
@@ -165,7 +167,7 @@ def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup | None) -> None:
 
 
 def _adopt(owners: list[Tensor], gradients: list[Tensor], present: list[float]) -> None:
-    """Give this rank the gradients that only others had."""
+    """Set the gradients that only other ranks had."""
     if not any(present):
         raise UsageError(
             "average_gradients: no rank has a gradient, expected at least one: "

@@ -1,4 +1,4 @@
-"""BatchNorm over the batches of all ranks, on the CPU, where PyTorch's own refuses."""
+"""BatchNorm over the batches of all ranks, even on the CPU, which PyTorch's own rejects."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
-    """What `torch.nn.SyncBatchNorm` is, for tensors on the CPU too, on any backend.
+    """A counterpart of `torch.nn.SyncBatchNorm` that supports CPU tensors, on any backend.
 
-    It is no subclass of that one, which DDP refuses on the CPU.
+    It is not a subclass of that class, which DDP rejects on the CPU.
 
-    In training, mean and variance are those of the batches of all ranks together: one all-gather of
-    `2 * num_features + 1` elements in forward, one all-reduce of `2 * num_features` in backward.
-    Batches may differ in size, and be empty on some ranks. Results equal those of `BatchNorm` on
-    the whole batch, but for rounding: the ranks' means and sums of squares are combined in float64
-    (Chan, Golub and LeVeque 1979). Gradients of weight and bias are this rank's part, for whoever
-    averages gradients. In evaluation no rank waits for another.
+    In training, mean and variance are those of the batches of all ranks together. This takes one
+    all-gather of `2 * num_features + 1` elements in forward and one all-reduce of
+    `2 * num_features` in backward. Batches may differ in size and may be empty on some ranks.
+    Results equal those of `BatchNorm` on the whole batch up to rounding: the ranks' means and sums
+    of squares are combined in float64 (Chan, Golub and LeVeque 1979). The gradients of weight and
+    bias are this rank's part, so that DDP or another wrapper can average them. In evaluation there
+    is no communication.
 
-    Arguments are those of `torch.nn.SyncBatchNorm`; so is `convert_sync_batchnorm`, which replaces
+    Arguments are those of `torch.nn.SyncBatchNorm`. As there, `convert_sync_batchnorm` replaces
     every BatchNorm in a module:
 
         >>> model = phalanx.parallel.SyncBatchNorm.convert_sync_batchnorm(model)
 
     Raises (in forward):
-        UsageError: The batches of all ranks together have one value per channel, or none.
-        ValueError: The input has no channels, or another number of them.
+        UsageError: The batches of all ranks together have fewer than two values per channel.
+        ValueError: The input has no channels, or another number of channels.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             )
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalize `[batch, channels, ...]`; in training all ranks call it, and wait."""
+        """Normalize `[batch, channels, ...]`; in training all ranks must call it, and it blocks."""
         if not self._together():
             plain: Tensor = super().forward(input)
             return plain
@@ -81,7 +82,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor, count: int) -> None:
-        """Update the running statistics, as BatchNorm does."""
+        """Update the running statistics like BatchNorm."""
         if not self.training or not self.track_running_stats:
             return
         assert self.num_batches_tracked is not None
@@ -99,9 +100,12 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def convert_sync_batchnorm(
         cls, module: nn.Module, process_group: dist.ProcessGroup | None = None
     ) -> nn.Module:
-        """Replace every BatchNorm in a module, itself included, by this class; returns the module.
+        """Replace every BatchNorm in a module, or the module itself, by this class.
 
         Parameters and buffers stay the same objects.
+
+        Returns:
+            The module, or its replacement if it is a BatchNorm itself.
         """
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
         made: nn.Module = convert(module, process_group)
@@ -112,7 +116,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 class _Normalize(torch.autograd.Function):
-    """The normalization: mean, variance (float64) and count of all ranks come with it."""
+    """The normalization, which also returns mean, variance (float64) and count over all ranks."""
 
     @staticmethod
     def forward(
@@ -157,7 +161,7 @@ class _Normalize(torch.autograd.Function):
 
 
 def _of_all_ranks(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
-    """Mean and variance of each channel, in float64, and how many values one has, on all ranks."""
+    """Return each channel's mean and variance (float64) and number of values, over all ranks."""
     channels = input.shape[1]
     values = input.detach().transpose(0, 1).reshape(channels, -1)
     values = values.to(torch.promote_types(input.dtype, torch.float32))

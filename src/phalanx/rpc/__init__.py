@@ -1,15 +1,23 @@
-"""Remote calls: a function called by name on another worker, with PyTorch's names and meaning.
+"""Remote procedure calls with PyTorch's names and semantics.
 
-`init_rpc` makes this process a worker; `rpc_sync`, `rpc_async` and `remote` call functions on
-others, `RRef` refers to values that live there, `shutdown` leaves. Workers meet where the process
-group does. From the bottom up: `wire` (messages), `shipping` (pickles), `memory` with `arena`
-and `mapped` (tensors on a host, where they are sent from and where they come), `near` with `door`,
-and `far` (connections on a host, how they are made, and between hosts), `values` (what `RRef`s
-refer to), `seam` (where autograd takes hold), `freight` (messages with all that is in them),
-`spin`, `crew` and `reactor` (who waits, and who does the work), `reception` (who comes), `telling`
-(what others may free), `executing`, `agent` (this worker) with `asked` (a call under way), and
-`calls`, `rref`, `lifetime`, `options`, `functions` for users. On top: `autograd` (gradients through
-calls), `remote_module`, `optimizer`, and `table` (embeddings on servers).
+`init_rpc` makes this process a worker. `rpc_sync`, `rpc_async` and `remote` call functions on other
+workers, an `RRef` refers to a value that lives on one of them, and `shutdown` leaves. By default
+the workers rendezvous through the store of the process group.
+
+The modules, from the bottom up:
+
+- `codec` (encoding and decoding of messages)
+- `shared_memory` (tensors in memory that workers of one host share)
+- `transport` (connections between workers, their authentication, and the server)
+- `event_loop` (event loop and its threads)
+- `owned_values` (values that `RRef`s refer to), `root_worker` (worker on whose behalf a thread
+  works) and `peer_loss` (listeners for the loss of workers)
+- `release_notifier` (notifications of what workers may free) and `request_handlers`
+- `agent` (this worker), `peer` (another worker), `pending_call` (a call whose answer a thread waits
+  for), `futures` and `call_log` (unanswered calls, for `phalanx explain`)
+- `current_agent`, `calls`, `rref`, `init`, `options` and `functions` (for users)
+- `autograd` (gradients through calls), `remote_module`, `optimizer` and `table` (embeddings on
+  servers)
 """
 
 from phalanx.rpc import autograd, functions, table
@@ -23,7 +31,7 @@ from phalanx.rpc.calls import (
     rpc_async,
     rpc_sync,
 )
-from phalanx.rpc.lifetime import init_rpc, shutdown
+from phalanx.rpc.init import init_rpc, shutdown
 from phalanx.rpc.optimizer import DistributedOptimizer
 from phalanx.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from phalanx.rpc.remote_module import RemoteModule

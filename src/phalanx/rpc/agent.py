@@ -1,4 +1,4 @@
-"""This worker: its sockets, its threads, and what it does with each message that comes."""
+"""This worker: its sockets, its threads and the handling of each incoming message."""
 
 from __future__ import annotations
 
@@ -14,122 +14,124 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError, UsageError
-from phalanx.rpc import seam
-from phalanx.rpc.arena import Copies
-from phalanx.rpc.asked import Asked
-from phalanx.rpc.door import PATIENCE, connect
-from phalanx.rpc.executing import execute, without_frames
-from phalanx.rpc.freight import Freight, Unreadable
-from phalanx.rpc.mapped import Late
-from phalanx.rpc.near import Stream
-from phalanx.rpc.peer import Peer, Pending
-from phalanx.rpc.reactor import Reactor
-from phalanx.rpc.reception import Reception
-from phalanx.rpc.telling import Telling
-from phalanx.rpc.values import Change, Hold, Name, Values
-from phalanx.rpc.wire import Kind, Malformed, Message, parse
+from phalanx.rpc import peer_loss
+from phalanx.rpc.call_log import CallLog
+from phalanx.rpc.codec.message import Kind, Malformed, Message, TensorDescriptor, parse
+from phalanx.rpc.codec.message_codec import Frames, MessageCodec, TensorsUnavailable
+from phalanx.rpc.event_loop.reactor import Reactor
+from phalanx.rpc.futures import CallFuture
+from phalanx.rpc.owned_values import OwnedValues, RefCountDelta, RRefId, UserRRef
+from phalanx.rpc.peer import Peer, PendingFuture
+from phalanx.rpc.pending_call import PendingCall
+from phalanx.rpc.release_notifier import ReleaseNotifier
+from phalanx.rpc.request_handlers import clear_frames, handle_request
+from phalanx.rpc.root_worker import get_root_worker, set_root_worker
+from phalanx.rpc.shared_memory.receiver import CopyTimeout
+from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
+from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT, connect
+from phalanx.rpc.transport.local import LocalConnection
+from phalanx.rpc.transport.server import RpcServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.rpc.arena import Arena
-    from phalanx.rpc.far import Far, Outbox
-    from phalanx.rpc.freight import Frames
-    from phalanx.rpc.wire import Row
+    from phalanx.rpc.transport.remote import RemoteContext, RemoteDealer
     from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["Agent"]
 
 _LOG = logging.getLogger("phalanx.rpc")
-
 _LEAVE_SECONDS = 1.0
 _CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH))
 
 
 class Agent:
-    """One per process, from `init_rpc` to `shutdown`.
+    """The RPC agent of a process, from `init_rpc` to `shutdown`.
 
     Args:
-        info: This worker.
-        timeout: Seconds that a call may take, unless it says otherwise; 0: any.
-        arena: What it sends tensors from.
-        key: The job's.
-        address: Where it listens for workers of this host.
+        info: The name and id of this worker.
+        timeout: The default timeout of a call, in seconds; 0 means no limit.
+        shm_sender: The shared memory from which tensors are sent.
+        key: The key of the job.
+        address: The address at which this worker listens for workers on its host.
     """
 
     def __init__(
-        self, info: WorkerInfo, timeout: float, arena: Arena, key: bytes, address: str
+        self, info: WorkerInfo, timeout: float, shm_sender: ShmSender, key: bytes, address: str
     ) -> None:
         self.info, self.id, self.timeout = info, info.id, timeout
-        self.arena, self._key = arena, key
+        self.shm_sender, self._key = shm_sender, key
         self.peers: list[Peer] = []
         self.by_name: dict[str, Peer] = {}
-        self.values = Values()
-        self.arrivals: Callable[..., None] | None = None
-        """What worker 0 does when one arrives: `Gathering.arrived`."""
+        self.owned_values = OwnedValues()
+        self.on_arrival: Callable[..., None] | None = None
+        """On worker 0: called when a worker arrives (`WorkerBarrier.arrive`)."""
         self.on_lost: Callable[[str], None] | None = None
-        """What worker 0 does when another one is lost."""
-        self.over = False
-        self.patience = PATIENCE
-        """Seconds that a worker of this host may take to answer who connects."""
+        """On worker 0: called with the reason when another worker is lost."""
+        self.is_closed = False
+        self.handshake_timeout = HANDSHAKE_TIMEOUT
+        """Seconds that a worker on this host may take to answer a new connection."""
         self.activity = 0
-        """How many calls were made and executed."""
-        self._far: Far | None = None
-        self._calls, self._numbers = itertools.count(1), itertools.count()
+        """The number of calls made and executed."""
+        self._remote: RemoteContext | None = None
+        self.call_log = CallLog()
+        self._calls, self._local_ids = itertools.count(1), itertools.count()
         self._activity_lock = threading.Lock()
-        self._reactor = Reactor(self._expired, self._is_pending, self._woken)
-        self.hand_over = self._reactor.crew.hand_over
-        self._telling = Telling(self._reactor.wake, self.count, self._give_back)
-        self.freight = Freight(arena, self._telling.unmapped, self._unread)
-        self._reception = Reception(info.name, key, address, self._reactor, self._execute)
+        self._reactor = Reactor(self._on_deadline, self._is_pending, self._on_wake)
+        self.promote_follower = self._reactor.threads.promote_follower
+        self._notifier = ReleaseNotifier(self._reactor.wake, self.send_ref_count, self._free_blocks)
+        self.codec = MessageCodec(shm_sender, self._notifier.queue_unmapped, self._discard_unread)
+        self._server = RpcServer(info.name, key, address, self._reactor, self._execute)
 
-    # ---- beginning and end ----
+    # ---- startup and shutdown ----
 
     def listen(self, host: str) -> str:
-        """Listen for workers of other hosts too, before the start; returns the whole address."""
-        from phalanx.rpc.far import Far
+        """Listen for workers on other hosts too, before `start`; return the full address."""
+        from phalanx.rpc.transport.remote import RemoteContext
 
-        self._far = Far(self._key, host)
-        return self._far.inbox.address
+        self._remote = RemoteContext(self._key, host)
+        return self._remote.router.address
 
     def start(self, peers: list[Peer]) -> None:
-        """Begin to execute what others ask for."""
+        """Start to execute the requests of other workers."""
         self.peers, self.by_name = peers, {peer.info.name: peer for peer in peers}
-        self._reception.open(len(peers), None if self._far is None else self._far.inbox)
+        self._server.open(len(peers), None if self._remote is None else self._remote.router)
         for peer in peers:
-            if peer.is_near:
-                self._reactor.watch(peer.process, partial(self._died, peer))
+            if peer.is_local:
+                self._reactor.watch(peer.pidfd, partial(self._on_death, peer))
             else:
-                self._outbox(peer)  # its end is how the worker's is noticed
+                self._connect(peer)  # when it ends, the worker is lost
         self._reactor.start()
+        self.call_log.start(self.info, peers)
 
     def close(self, graceful: bool) -> None:
-        """Leave: pending calls fail, and what was sent goes out if it can within two seconds."""
+        """Leave RPC: pending calls fail, and sent messages have two seconds to go out."""
         if not graceful:
             for peer in self.peers:
-                if not peer.lost and peer.id != self.id:
-                    with contextlib.suppress(PhalanxError):  # it hears nothing, and sees this end
-                        leave = self.freight.plain(Kind.LEAVE, self.id)
-                        self._post(peer, leave, time.monotonic() + _LEAVE_SECONDS)
-        self.over = True
+                if not peer.loss_reason and peer.id != self.id:
+                    with contextlib.suppress(PhalanxError):  # it notices this process's end
+                        leave = self.codec.encode_plain(Kind.LEAVE, self.id)
+                        self._send(peer, leave, time.monotonic() + _LEAVE_SECONDS)
+        self.is_closed = True
+        self.call_log.close()
         self._reactor.stop()
         for peer in self.peers:
-            self._fail(peer, PhalanxError("this worker has left RPC"))
+            self._fail_pending(peer, PhalanxError("this worker has left RPC"))
             peer.close()
-        self.values.clear()
-        self._reception.close()
-        if self._far is not None:
-            self._far.close()
+        self.owned_values.clear()
+        self._server.close()
+        if self._remote is not None:
+            self._remote.close()
         self._reactor.close()
-        self.arena.close()
+        self.shm_sender.close()
 
     # ---- calls ----
 
     def peer(self, to: object) -> Peer:
-        """The worker of that name or id.
+        """Return the worker with that name or id.
 
         Raises:
-            UsageError: There is none.
+            UsageError: There is no such worker.
         """
         to = getattr(to, "id", to)
         if isinstance(to, str) and to in self.by_name:
@@ -137,300 +139,312 @@ class Agent:
         if isinstance(to, int) and 0 <= to < len(self.peers):
             return self.peers[to]
         names = ", ".join(repr(name) for name in self.by_name)
-        raise UsageError(f"no worker is called {to!r}: expected one of {names}")
+        raise UsageError(f"could not find destination {to!r}: the workers are {names}")
 
-    def root(self) -> int:
-        """On whose behalf this thread works."""
-        root = seam.behalf.root
+    def root_worker(self) -> int:
+        """Return the id of the worker on whose behalf this thread works."""
+        root = get_root_worker()
         return self.id if root is None else root
 
-    def number(self) -> int:
-        """A new one, for the name of a value."""
-        return next(self._numbers)
+    def next_local_id(self) -> int:
+        """Return a new number for the id of a value."""
+        return next(self._local_ids)
 
-    def ask(self, peer: Peer, kind: Kind, what: object, said: str, timeout: float) -> Any:
-        """Make a call and wait for its answer, in this thread alone.
+    def call(self, peer: Peer, kind: Kind, body: object, description: str, timeout: float) -> Any:
+        """Make a call and wait for its answer in this thread.
 
         Raises:
             PeerLost: The worker is dead or has left.
-            CallTimeout: The answer isn't there after `timeout` seconds.
+            CallTimeout: There is no answer after `timeout` seconds.
         """
-        return self.begin(peer, kind, what, said, timeout).wait()
+        return self.begin(peer, kind, body, description, timeout).wait()
 
-    def begin(self, peer: Peer, kind: Kind, what: object, said: str, timeout: float) -> Asked:
+    def begin(
+        self, peer: Peer, kind: Kind, body: object, description: str, timeout: float
+    ) -> PendingCall:
         """Make a call whose answer this thread will wait for.
 
-        Cheaper than `post`: no other thread hears of the answer. Several may be under way.
+        Cheaper than `call_async`, since no other thread handles the answer. Several may be pending.
 
         Raises:
             PeerLost: The worker is dead or has left.
-            CallTimeout: It doesn't read for so long.
+            CallTimeout: The worker does not read the message within `timeout` seconds.
         """
         peer.check()
         end = time.monotonic() + (timeout or math.inf)
-        call, root = next(self._calls), self.root()
+        call, root = next(self._calls), self.root_worker()
         try:
-            line = peer.line(self._key, self._far, end, self.patience)
+            connection = peer.take_connection(self._key, self._remote, end, self.handshake_timeout)
         except OSError:
-            raise self.how_lost(peer, said) from None
+            raise self.loss_error(peer, description) from None
         except PhalanxError as error:
-            raise _not_connected(said, peer, error) from None
+            raise peer.connection_error(description, error) from None
         try:
-            later = Copies(self.arena)
-            frames = self.freight.load(kind, peer, self.id, root, call, what, said, later=later)
+            copies = DeferredCopies(self.shm_sender)
+            frames = self.codec.encode(
+                kind, peer, self.id, root, call, body, description, copies=copies
+            )
         except BaseException:
-            peer.give_back(line)
+            peer.return_connection(connection)
             raise
-        self._active(kind)
+        self._count_activity(kind)
         try:
-            with later:
-                line.send(*frames, end)
+            with copies:
+                connection.send(*frames, end)
         except BaseException as error:
-            line.close()  # a part of the message may be out
+            connection.close()  # part of the message may have been sent
             if isinstance(error, TimeoutError):
                 raise CallTimeout(
-                    f"{said} took longer than {timeout:g} s: {peer} doesn't read: is it stopped?"
+                    f"{description} took longer than {timeout:g} s: {peer} doesn't read: "
+                    "is it stopped?"
                 ) from None
             if isinstance(error, OSError):
-                raise self.how_lost(peer, said) from None
+                raise self.loss_error(peer, description) from None
             raise
-        return Asked(self, peer, line, call, said, timeout, what)
+        if kind in _CALLS:
+            self.call_log.outgoing[call] = peer.id, description, time.monotonic()
+        return PendingCall(self, peer, connection, call, description, timeout, body)
 
-    def how_lost(self, peer: Peer, said: str) -> PhalanxError:
-        """The error for a call whose answer will never come."""
-        if self.over:
-            return PhalanxError(f"this worker has left RPC, while it waited for {said}")
-        return PeerLost(f"{peer.lose(peer.how_lost())}, while this worker waited for {said}")
+    def loss_error(self, peer: Peer, description: str) -> PhalanxError:
+        """Return the error for a call that will never be answered."""
+        if self.is_closed:
+            return PhalanxError(f"this worker has left RPC, while it waited for {description}")
+        reason = peer.mark_lost(peer.find_loss_reason())
+        return PeerLost(f"{reason}, while this worker waited for {description}")
 
-    def post(
-        self,
-        peer: Peer,
-        kind: Kind,
-        what: object,
-        said: str,
-        timeout: float,
-        extra: int = 0,
-    ) -> torch.futures.Future[Any]:
-        """Make a call, and return at once what its answer will be in."""
-        peer.check()
-        end = time.monotonic() + (timeout or math.inf)
+    def call_async(
+        self, peer: Peer, kind: Kind, body: object, description: str, timeout: float, extra: int = 0
+    ) -> CallFuture:
+        """Make a call and return its future, which gets all errors except those of packing."""
+        now = time.monotonic()
+        end = now + (timeout or math.inf)
+        future = CallFuture()
         try:
-            self._outbox(peer, end)
-        except OSError:  # sending finds out
+            peer.check()
+            self._connect(peer, end)
+        except OSError:  # sending detects it
             pass
         except PhalanxError as error:
-            raise _not_connected(said, peer, error) from None
-        call, root = next(self._calls), self.root()
-        later = Copies(self.arena)
-        frames = self.freight.load(kind, peer, self.id, root, call, what, said, extra, later)
-        future: torch.futures.Future[Any] = torch.futures.Future()
-        self._active(kind)
-        peer.pending[call] = Pending(future, root, said, what, torch.is_grad_enabled(), end)
+            future.is_sent = False
+            future.set_exception(
+                error if peer.loss_reason else peer.connection_error(description, error)
+            )
+            return future
+        call, root = next(self._calls), self.root_worker()
+        copies = DeferredCopies(self.shm_sender)
+        frames = self.codec.encode(
+            kind, peer, self.id, root, call, body, description, extra, copies
+        )
+        self._count_activity(kind)
+        peer.pending[call] = PendingFuture(
+            future, root, description, body, torch.is_grad_enabled(), end, now
+        )
         if timeout:
-            self._reactor.expect(end, peer.id, call)
-        with later:
-            self._post(peer, frames, end)
-        if peer.lost:
-            self._fail(peer, PeerLost(peer.lost))
+            self._reactor.add_deadline(end, peer.id, call)
+        with copies:
+            self._send(peer, frames, end)
+        if peer.loss_reason:
+            self._fail_pending(peer, PeerLost(peer.loss_reason))
         return future
 
     @property
     def outstanding(self) -> int:
-        """How many calls have no answer yet, or are being executed."""
-        return sum(len(peer.pending) for peer in self.peers) + self._reactor.crew.at_work
+        """The number of calls that have no answer yet or are being executed."""
+        return sum(len(peer.pending) for peer in self.peers) + self._reactor.threads.active_count
 
-    def _active(self, kind: Kind) -> None:
+    def _count_activity(self, kind: Kind) -> None:
         if kind in _CALLS:
             with self._activity_lock:
                 self.activity += 1
 
     # ---- references ----
 
-    def count(self, owner: int, change: Change) -> None:
-        """Tell the owner of a value of references that came or went."""
+    def send_ref_count(self, owner: int, delta: RefCountDelta) -> None:
+        """Report new or ended references to the owner of a value."""
         if owner == self.id:
-            self.values.count(change)
-        elif not self.peers[owner].lost:
-            self._post(self.peers[owner], self.freight.plain(Kind.COUNT, self.id, change))
+            self.owned_values.apply(delta)
+        elif not self.peers[owner].loss_reason:
+            self._send(self.peers[owner], self.codec.encode_plain(Kind.REF_COUNT, self.id, delta))
 
-    def hold(self, name: Name, owner: int) -> Hold:
-        """A reference of this worker to a value, which its owner has counted, or hears of."""
-        return Hold(name, owner, self.id, self._telling.ended)
+    def make_user_rref(self, rref_id: RRefId, owner: int, is_counted: bool = True) -> UserRRef:
+        """Return a reference to a value; its end is reported to the owner if `is_counted`."""
+        number = rref_id.local_id if owner == self.id else self.next_local_id()
+        ended = self._notifier.queue_release if is_counted else lambda _owner, _delta: None
+        return UserRRef(rref_id, owner, RRefId(self.id, number), ended)
 
-    def _woken(self) -> Callable[[], None] | None:
-        return self._telling.work()
+    def _on_wake(self) -> Callable[[], None] | None:
+        return self._notifier.take_work()
 
-    def _give_back(self, owner: int, blocks: list[tuple[int, int]]) -> None:
-        self._post(self.peers[owner], self.freight.plain(Kind.RETURN, self.id, blocks))
+    def _free_blocks(self, owner: int, blocks: list[tuple[int, int]]) -> None:
+        self._send(self.peers[owner], self.codec.encode_plain(Kind.FREE_BLOCKS, self.id, blocks))
 
-    # ---- what comes in ----
+    # ---- incoming requests ----
 
     def _execute(self, message: Message, answer: Callable[[Frames], None]) -> None:
-        self._active(message.kind)
-        with seam.on_behalf_of(message.root):
-            peer = self.peers[message.source]
-            execute(self, self.freight, message, peer, answer)
+        self._count_activity(message.kind)
+        incoming, call = self.call_log.incoming, (message.source, message.call)
+        incoming[call] = time.monotonic()
+        try:
+            with set_root_worker(message.root):
+                peer = self.peers[message.source]
+                handle_request(self, self.codec, message, peer, answer)
+        finally:
+            incoming.pop(call, None)
 
-    # ---- what goes out ----
+    # ---- connections, messages and answers ----
 
-    def _outbox(self, peer: Peer, end: float = math.inf) -> Stream | Outbox:
+    def _connect(self, peer: Peer, end: float = math.inf) -> LocalConnection | RemoteDealer:
         with peer.lock:
-            if peer.outbox is None:
-                if self._far is None or peer.is_near:
-                    peer.outbox = stream = connect(self._key, peer.address, end)
-                    self._reactor.watch(stream.descriptor, partial(self._read, peer, stream))
+            if peer.async_connection is None:
+                if self._remote is None or peer.is_local:
+                    peer.async_connection = connection = connect(self._key, peer.address, end)
+                    self._reactor.watch(connection.fd, partial(self._read, peer, connection))
                 else:
-                    from phalanx.rpc.far import Outbox
+                    from phalanx.rpc.transport.remote import RemoteDealer
 
-                    peer.outbox = box = Outbox(self._far, peer.address)
-                    ended = partial(self._disconnected, peer, box)
-                    self._reactor.watch(box.monitor_descriptor, ended)
-                    self._reactor.watch(box.descriptor, partial(self._drain, peer, box))
-            return peer.outbox
+                    peer.async_connection = dealer = RemoteDealer(self._remote, peer.address)
+                    ended = partial(self._on_disconnect, peer, dealer)
+                    self._reactor.watch(dealer.monitor_fd, ended)
+                    self._reactor.watch(dealer.fd, partial(self._drain, peer, dealer))
+            return peer.async_connection
 
-    def _post(self, peer: Peer, frames: Frames, end: float = math.inf) -> None:
-        """Send; if that can't be done any more, who is lost is noticed elsewhere.
+    def _send(self, peer: Peer, frames: Frames, end: float = math.inf) -> None:
+        """Send a message; a broken connection marks the peer as lost and raises nothing.
 
-        It doesn't wait for who doesn't read; `end` is when to give up connecting.
+        Never blocks on a peer that does not read. `end` limits the time to connect.
         """
         try:
-            box = self._outbox(peer, end)
-            if isinstance(box, Stream):
-                if box.post(frames[0]):
-                    self._reactor.do(partial(self._flush, peer, box))
+            connection = self._connect(peer, end)
+            if isinstance(connection, LocalConnection):
+                if connection.post(frames[0]):
+                    self._reactor.submit(partial(self._flush, peer, connection))
                 return
-            answers = box.send(*frames)
+            answers = connection.send(*frames)
         except OSError:
-            self.lose(peer, peer.how_lost())
+            self.mark_lost(peer, peer.find_loss_reason())
             return
         if answers:
-            self._reactor.do(*(partial(self._answered, peer, each) for each in answers))
+            self._reactor.submit(*(partial(self._on_answer, peer, each) for each in answers))
 
-    def _flush(self, peer: Peer, stream: Stream) -> None:
+    def _flush(self, peer: Peer, connection: LocalConnection) -> None:
         try:
-            stream.flush()
+            connection.flush()
         except OSError:
-            if not self.over:
-                self.lose(peer, peer.how_lost())
+            if not self.is_closed:
+                self.mark_lost(peer, peer.find_loss_reason())
 
-    def _read(self, peer: Peer, stream: Stream) -> None:
-        messages = stream.read()
+    def _read(self, peer: Peer, connection: LocalConnection) -> None:
+        messages = connection.read()
         if messages is None:
-            self._reactor.unwatch(stream.descriptor)
-            self._reactor.do(lambda: self.lose(peer, peer.how_lost()))
+            self._reactor.unwatch(connection.fd)
+            self._reactor.submit(lambda: self.mark_lost(peer, peer.find_loss_reason()))
         else:
-            self._reactor.do(*(partial(self._answered, peer, (each, [])) for each in messages))
+            self._reactor.submit(*(partial(self._on_answer, peer, (each, [])) for each in messages))
 
-    def _drain(self, peer: Peer, box: Outbox) -> None:
-        self._reactor.do(*(partial(self._answered, peer, each) for each in box.receive()))
+    def _drain(self, peer: Peer, dealer: RemoteDealer) -> None:
+        self._reactor.submit(*(partial(self._on_answer, peer, each) for each in dealer.receive()))
 
-    def _answered(self, peer: Peer, frames: Frames) -> None:
-        message = self.parsed(frames)
+    def _on_answer(self, peer: Peer, frames: Frames) -> None:
+        message = self.parse(frames)
         if message is None:
             return
         pending = peer.pending.pop(message.call, None)
         if pending is None:
             self.drop(message, peer)
             return
-        with seam.on_behalf_of(pending.root), torch.set_grad_enabled(pending.grad):
+        with set_root_worker(pending.root), torch.set_grad_enabled(pending.grad):
             try:
-                value = self._unloaded(message, peer, pending)
-            except BaseException as error:  # noqa: BLE001 - it is raised where the future is waited for
-                pending.future.set_exception(without_frames(error))
+                value = self._decode_answer(message, peer, pending)
+            except BaseException as error:  # noqa: BLE001 - the future raises it
+                pending.future.set_exception(clear_frames(error))
             else:
                 pending.future.set_result(value)
 
-    def _unloaded(self, message: Message, peer: Peer, pending: Pending) -> Any:
+    def _decode_answer(self, message: Message, peer: Peer, pending: PendingFuture) -> Any:
         try:
-            tensors = self.taken(message, peer, pending.what, pending.end)
-        except Late:
-            raise _expired(pending) from None
-        return self.freight.unpack(message, peer, tensors)
+            tensors = self.read_tensors(message, peer, pending.description, pending.end)
+        except CopyTimeout:
+            raise pending.timeout_error() from None
+        return self.codec.deserialize(message, peer, tensors)
 
-    def taken(self, message: Message, peer: Peer, said: str, end: float) -> list[torch.Tensor]:
-        """The tensors of an answer, as `Freight.take` says.
+    def read_tensors(
+        self, message: Message, peer: Peer, description: str, end: float
+    ) -> list[torch.Tensor]:
+        """Return the tensors of an answer; see `MessageCodec.read_tensors`.
 
         Raises:
-            PeerLost: Who sent them has died before they were read.
+            PeerLost: The sender died before the tensors were read.
         """
         try:
-            return self.freight.take(message, peer, end)
-        except Unreadable:
-            if peer.died_now():
-                raise self.how_lost(peer, said) from None
+            return self.codec.read_tensors(message, peer, end)
+        except TensorsUnavailable:
+            if peer.is_dying():
+                raise self.loss_error(peer, description) from None
             raise
 
-    def _unread(self, peer: Peer, rows: list[Row]) -> None:
-        """Let go of what an answer that came too late holds, once it is written."""
-        self._reactor.do(partial(self.freight.let_go, peer, rows))
+    def _discard_unread(self, peer: Peer, descriptors: list[TensorDescriptor]) -> None:
+        """End the leases of a late answer's tensors, once they are written."""
+        self._reactor.submit(partial(self.codec.discard_tensors, peer, descriptors))
 
-    def parsed(self, frames: Frames) -> Message | None:
-        """A message; None, once it is logged, if it is none."""
+    def parse(self, frames: Frames) -> Message | None:
+        """Return the parsed message; log a malformed one and return None."""
         try:
             return parse(*frames, len(self.peers))
         except Malformed as error:
-            self._reception.strange(error)
+            self._server.log_malformed(error)
             return None
 
     def drop(self, message: Message, peer: Peer) -> None:
-        """Nobody waits for this answer any more: let go of what it holds."""
-        if message.rows:  # which may be waited for
-            self._reactor.do(partial(self._drop, message, peer))
+        """Release the tensors of an answer that nobody waits for any more."""
+        if message.descriptors:  # taking its tensors may block
+            self._reactor.submit(partial(self._drop, message, peer))
         else:
             self._drop(message, peer)
 
     def _drop(self, message: Message, peer: Peer) -> None:
         try:
-            self.freight.unload(message, peer)
-        except BaseException:  # noqa: BLE001 - nobody wants to know
+            self.codec.decode(message, peer)
+        except BaseException:  # noqa: BLE001 - nobody waits for the answer
             _LOG.debug("an answer that came too late", exc_info=True)
 
     def _is_pending(self, peer: int, call: int) -> bool:
         return call in self.peers[peer].pending
 
-    def _expired(self, peer: int, call: int) -> None:
+    def _on_deadline(self, peer: int, call: int) -> None:
         if (pending := self.peers[peer].pending.pop(call, None)) is not None:
-            self._reactor.do(partial(pending.future.set_exception, _expired(pending)))
+            self._reactor.submit(partial(pending.future.set_exception, pending.timeout_error()))
 
-    # ---- death ----
+    # ---- loss of workers ----
 
-    def _died(self, peer: Peer) -> None:
-        self._reactor.unwatch(peer.process)
-        # That it leaves it may have said before: what can be read now is work that comes before.
-        mourn = partial(self.lose, peer, f"{peer} has died")
-        self._reactor.do(partial(self._reactor.do, mourn))
+    def _on_death(self, peer: Peer) -> None:
+        self._reactor.unwatch(peer.pidfd)
+        # The peer may have announced that it leaves: messages that are readable now come first.
+        handle_loss = partial(self.mark_lost, peer, f"{peer} has died")
+        self._reactor.submit(partial(self._reactor.submit, handle_loss))
 
-    def _disconnected(self, peer: Peer, box: Outbox) -> None:
-        if box.mishap():
-            self._reactor.do(lambda: self.lose(peer, peer.how_lost()))
+    def _on_disconnect(self, peer: Peer, dealer: RemoteDealer) -> None:
+        if dealer.has_event():
+            self._reactor.submit(lambda: self.mark_lost(peer, peer.find_loss_reason()))
 
-    def lose(self, peer: Peer, words: str) -> None:
-        """A worker is lost: pending and later calls say so."""
-        words = peer.lose(words)
-        self._reactor.do(partial(self._mourn, peer, words))
+    def mark_lost(self, peer: Peer, reason: str) -> None:
+        """Mark a worker as lost, so that pending and later calls fail with the reason."""
+        reason = peer.mark_lost(reason)
+        self._reactor.submit(partial(self._handle_loss, peer, reason))
 
-    def _mourn(self, peer: Peer, words: str) -> None:
-        self._fail(peer, PeerLost(words))
-        self.arena.forget(peer.id)
-        self.freight.forget(peer.id)
-        self.values.forget(peer.id)
+    def _handle_loss(self, peer: Peer, reason: str) -> None:
+        self._fail_pending(peer, PeerLost(reason))
+        self.shm_sender.forget(peer.id)
+        self.codec.forget(peer.id)
+        self.owned_values.forget(peer.id)
         if self.on_lost is not None:
-            self.on_lost(words)
-        seam.lost(peer.id, words)
+            self.on_lost(reason)
+        peer_loss.notify_listeners(peer.id, reason)
 
-    def _fail(self, peer: Peer, error: PhalanxError) -> None:
+    def _fail_pending(self, peer: Peer, error: PhalanxError) -> None:
         while peer.pending:
             try:
                 _, pending = peer.pending.popitem()
             except KeyError:
                 return
-            words = f"{error}, while this worker waited for {pending.what}"
+            words = f"{error}, while this worker waited for {pending.description}"
             pending.future.set_exception(type(error)(words))
-
-
-def _expired(pending: Pending) -> CallTimeout:
-    return CallTimeout(f"{pending.what} took longer than its timeout")
-
-
-def _not_connected(said: str, peer: Peer, error: PhalanxError) -> PhalanxError:
-    return type(error)(f"{said}: {peer} can't be connected to: {error}")

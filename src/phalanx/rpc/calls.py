@@ -1,12 +1,13 @@
-"""Calling functions on other workers.
+"""Calls of functions on other workers.
 
-Every call names a worker, a function and its arguments. Arguments and results are copied: what the
-function changes in them stays with it. Functions go by reference where the other worker can import
-them (those of the main program, where it runs the same one), by value otherwise. Tensors, on the
-CPU, go through shared memory on a host; views of one storage don't share it any more when they
-arrive, and a parameter that is itself an argument arrives as a tensor.
+Each call names a worker, a function and its arguments. Arguments and results are copied, so the
+caller does not see changes that the function makes to them. Functions are sent by reference if the
+other worker can import them (those of the main program, if it runs the same one), and by value
+otherwise. Tensors must be on the CPU and keep their strides; on one host they go through shared
+memory. Views of one storage no longer share it when they arrive. A parameter that is an argument or
+a result, by itself or in a tuple, list or dict, arrives as a tensor of the graph.
 
-Nested calls, to any worker, don't block one another: whatever waits, another thread serves.
+Nested calls, to any worker, do not block one another: while a thread waits, another one serves.
 """
 
 from __future__ import annotations
@@ -16,32 +17,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.rpc import shipping
+from phalanx.rpc.codec.autograd_hook import AutogradHook, set_autograd_hook
+from phalanx.rpc.codec.message import Kind
+from phalanx.rpc.current_agent import UNSET, agent, agent_or_none, seconds
+from phalanx.rpc.owned_values import RRefId
+from phalanx.rpc.peer_loss import add_listener
+from phalanx.rpc.root_worker import set_root_worker
 from phalanx.rpc.rref import RRef
-from phalanx.rpc.seam import Graph, on_behalf_of, set_graph, when_lost
-from phalanx.rpc.state import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.values import Name
-from phalanx.rpc.wire import Kind
 from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.rpc.asked import Asked
+    from phalanx.rpc.pending_call import PendingCall
 
 __all__ = [
-    "Graph",
+    "AutogradHook",
+    "add_listener",
+    "get_root_worker",
     "get_rpc_timeout",
     "get_worker_info",
     "get_worker_infos",
     "is_available",
-    "on_behalf_of",
     "remote",
-    "root",
     "rpc_async",
     "rpc_sync",
-    "set_graph",
-    "when_lost",
+    "set_autograd_hook",
+    "set_root_worker",
 ]
 
 To = "str | int | WorkerInfo"
@@ -57,22 +59,23 @@ def rpc_sync(
     """Call a function on a worker and wait for its result.
 
     Args:
-        to: The worker: its name, its id or what `get_worker_info` returned. It may be this one.
+        to: The worker: a name, an id or a `WorkerInfo`. It may be this worker.
         func: The function, method or class.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        timeout: Seconds that this may take; 0: any; by default what `init_rpc` was given, or 60.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        timeout: The timeout in seconds; 0 means no limit. By default the timeout given to
+            `init_rpc`, or 60.
 
     Returns:
-        What the function returned, as a copy.
+        A copy of the function's result.
 
     Raises:
-        UsageError: There is no such worker, RPC isn't initialised (any more), or the function or an
-            argument can't be sent. The worker wasn't touched.
-        PeerLost: The worker has died or has left; it is named.
+        UsageError: There is no such worker, RPC is not initialized (any more), or the function or
+            an argument can't be sent. Nothing was sent to the worker.
+        PeerLost: The worker has died or left; the message names it.
         CallTimeout: There was no result in time. The function may still be executed.
         RemoteError: The function raised an exception that can't be sent.
-        Exception: What the function raised, with the remote traceback as its cause.
+        Exception: The exception that the function raised, with the remote traceback as its cause.
     """
     return begin(to, func, args, kwargs, timeout).wait()
 
@@ -83,15 +86,15 @@ def begin(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
-) -> Asked:
+) -> PendingCall:
     """Call a function on a worker; this thread waits for the result later.
 
-    For this package's own calls: cheaper than `rpc_async`, but there is no future.
+    For internal use: cheaper than `rpc_async`, but there is no future.
     """
     own = agent()
     peer = own.peer(to)
-    what = _call(func, args, kwargs)
-    return own.begin(peer, Kind.CALL, what, _said(func, peer), seconds(timeout))
+    body = _make_body(func, args, kwargs)
+    return own.begin(peer, Kind.CALL, body, _describe(func, peer), seconds(timeout))
 
 
 def rpc_async(
@@ -101,21 +104,21 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> torch.futures.Future[Any]:
-    """Call a function on a worker, and return at once.
+    """Call a function on a worker and return a future of its result at once.
 
-    Arguments as for `rpc_sync`. Tensors are copied before this returns.
+    The arguments are those of `rpc_sync`. Tensors are copied before this returns.
 
     Returns:
-        A future: `wait()` returns the result, or raises what `rpc_sync` would.
+        A future whose `wait()` returns the result, or raises the error that `rpc_sync` would raise.
+        `wait_all` and `collect_all` of `torch.futures` end at the first failure of such futures.
 
     Raises:
         UsageError: As for `rpc_sync`.
-        PeerLost: The worker had died or left already.
     """
     own = agent()
     peer = own.peer(to)
-    what = _call(func, args, kwargs)
-    return own.post(peer, Kind.CALL, what, _said(func, peer), seconds(timeout))
+    body = _make_body(func, args, kwargs)
+    return own.call_async(peer, Kind.CALL, body, _describe(func, peer), seconds(timeout))
 
 
 def remote(
@@ -125,77 +128,83 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET,
 ) -> RRef[Any]:
-    """Call a function on a worker, which keeps the result; returns at once.
+    """Call a function on a worker that keeps the result; return a reference to it at once.
 
-    Arguments as for `rpc_sync`. `func` may be a class: its instance then lives on the worker.
+    The arguments are those of `rpc_sync`. `func` may be a class, whose instance then lives on the
+    worker.
 
     Returns:
-        A reference to the result. It is freed when the last reference to it is gone. If the
-        function raised, `to_here` raises it.
+        A reference to the result, which is freed when its last reference is gone. If the function
+        raised, or the worker is lost, `to_here` raises that error.
 
     Raises:
         UsageError: As for `rpc_sync`.
-        PeerLost: The worker had died or left already.
     """
     own = agent()
     peer = own.peer(to)
-    what, number = _call(func, args, kwargs), own.number()
-    made = own.post(peer, Kind.REMOTE, what, _said(func, peer), seconds(timeout), number)
-    # The worker counts this reference when it hears of the call.
-    return RRef._of(own.hold(Name(own.id, number), peer.id), made)
+    body, local_id = _make_body(func, args, kwargs), own.next_local_id()
+    future = own.call_async(
+        peer, Kind.REMOTE, body, _describe(func, peer), seconds(timeout), local_id
+    )
+    # The worker counts this reference when it receives the call.
+    return RRef._from_user_rref(
+        own.make_user_rref(RRefId(own.id, local_id), peer.id, future.is_sent), future
+    )
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker; by default this one.
+    """Return the name and id of a worker, by default of this one.
 
     Raises:
-        UsageError: There is none of that name, or RPC isn't initialised.
+        UsageError: No worker has that name, or RPC is not initialized.
     """
     own = agent()
     return own.info if worker_name is None else own.peer(worker_name).info
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """Names and ids of all workers, by id.
+    """Return the names and ids of all workers, ordered by id.
 
     Raises:
-        UsageError: RPC isn't initialised.
+        UsageError: RPC is not initialized.
     """
     return [peer.info for peer in agent().peers]
 
 
-def root() -> int:
-    """The id of the worker on whose behalf this thread works.
+def get_root_worker() -> int:
+    """Return the id of the worker on whose behalf this thread works.
 
-    That of the worker where the outermost of the calls was made that are being executed here, this
-    one included; this worker's, where none is.
+    This is the worker that made the outermost of the nested calls in progress. If this thread
+    executes no call, it is this worker.
 
     Raises:
-        UsageError: RPC isn't initialised.
+        UsageError: RPC is not initialized.
     """
-    return agent().root()
+    return agent().root_worker()
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call may take, unless it says otherwise; 0: any.
+    """Return the default timeout of a call in seconds; 0 means no limit.
 
     Raises:
-        UsageError: RPC isn't initialised.
+        UsageError: RPC is not initialized.
     """
     return agent().timeout
 
 
 def is_available() -> bool:
-    """Always; PyTorch's RPC may be left out where PyTorch is built."""
+    """Return True; unlike PyTorch's RPC, this one is part of every build."""
     return True
 
 
 def is_initialized() -> bool:
-    """Whether this process is a worker: between `init_rpc` and `shutdown`."""
+    """Return whether this process is a worker, that is, between `init_rpc` and `shutdown`."""
     return agent_or_none() is not None
 
 
-def _call(func: object, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def _make_body(func: object, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    if type(func) is torch.jit.ScriptFunction:
+        _check_count(func, args, kwargs)
     if not callable(func):
         raise UsageError(f"func={func!r}: expected a function, a method or a class")
     args = () if args is None else args
@@ -205,10 +214,21 @@ def _call(func: object, args: Any, kwargs: Any) -> tuple[Any, ...]:
             f"args of type {type(args).__name__} and kwargs of type {type(kwargs).__name__}: "
             "expected a tuple and a dict; one argument alone is args=(x,)"
         )
-    # Without gradients here, none are needed there.
-    return func, shipping.by_value(tuple(args)), kwargs, torch.is_grad_enabled()
+    # The callee records gradients only if the caller does.
+    return func, tuple(args), kwargs, torch.is_grad_enabled()
 
 
-def _said(func: Any, peer: object) -> str:
+def _check_count(func: Any, args: Any, kwargs: Any) -> None:
+    expected, given = len(func.schema.arguments), len(args or ()) + len(kwargs or ())
+    if given > expected:
+        raise UsageError(
+            f"{func.name}() expected at most {expected} argument(s) but received {given} "
+            "argument(s)"
+        )
+
+
+def _describe(func: Any, peer: object) -> str:
+    if type(func) is torch.jit.ScriptFunction:
+        return f"{func.name} on {peer}"
     name = getattr(func, "__qualname__", None) or type(func).__qualname__
     return f"{name} on {peer}"

@@ -1,4 +1,4 @@
-"""An optimizer of parameters that live on several workers."""
+"""An optimizer of parameters on several workers."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
+from phalanx.rpc.autograd.container import graph
 from phalanx.rpc.autograd.gradients import Root
-from phalanx.rpc.autograd.transport import graph
 from phalanx.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer"]
 
-# Those of several workers may be of the same parameters.
+# Steps of several workers may update the same parameters.
 _steps = threading.Lock()
 
 
 class DistributedOptimizer:
-    """Any PyTorch optimizer, over parameters of this and of other workers.
+    """A PyTorch optimizer of parameters of this and other workers.
 
-    Each worker that holds some of them has an optimizer of its own, with its own state, made here
-    and stepped in parallel. A step uses the gradients of the backward passes that this worker has
-    called, no other's, and uses them up; for parameters of this worker those are in `grad`, as
-    ever. So `zero_grad` is there to throw gradients away, and isn't needed between steps. Sparse
-    gradients touch their rows only, with the optimizers that can use such.
+    Each worker that holds some of the parameters has an optimizer of its own, with its own state.
+    It is created here, and all are stepped in parallel. A step uses the gradients of the backward
+    passes that this worker has called, and no others, and uses them up. For parameters of this
+    worker these are in `grad`, as usual. So `zero_grad` only discards gradients, and is not needed
+    between steps. Sparse gradients update only their rows, with optimizers that support them.
 
-    Workers that train the same parameters each make one, and step when they like: a step is whole,
-    and calculations of others that go on meanwhile see parameters before, after, or in the midst of
-    it, as with any asynchronous server. Steps don't count as changes that make others' backward
-    passes invalid.
+    Workers that train the same parameters each create an optimizer, and step independently. On
+    each worker, steps do not interleave. A concurrent computation of another worker sees parameters
+    before, during or after a step, as with any asynchronous server. Steps do not count as changes
+    that invalidate the backward passes of other workers.
 
     Args:
         optimizer_class: Called on each worker as `optimizer_class(parameters, *args, **kwargs)`.
-        params_rref: Parameters of this worker, and `RRef`s to parameters of any.
-        args: For the class.
-        kwargs: For the class.
+        params_rref: Parameters of this worker, and `RRef`s to parameters of any worker.
+        args: Further positional arguments of the class.
+        kwargs: Keyword arguments of the class.
 
     Raises:
-        UsageError: There is no parameter, or something that is none.
-        PeerLost: A worker that holds some is dead.
+        UsageError: There is no parameter, or an element is not a parameter.
+        PeerLost: A worker that holds parameters is dead.
     """
 
     def __init__(
@@ -55,51 +55,52 @@ class DistributedOptimizer:
         **kwargs: Any,
     ) -> None:
         own, others = _by_owner(optimizer_class, params_rref)
-        coming = [
-            calls.begin(owner, _made, (optimizer_class, references, args, kwargs))
+        pending = [
+            calls.begin(owner, _create_part, (optimizer_class, references, args, kwargs))
             for owner, references in others.items()
         ]
         self._own = _Part(optimizer_class, own, args, kwargs) if own else None
-        self._others: list[Any] = _all(coming)
+        self._others: list[Any] = _wait_all(pending)
 
     def step(self, context_id: int | None = None) -> None:
-        """Update all parameters, where they are, and use up their gradients.
+        """Update all parameters on their workers, and use up their gradients.
 
-        Blocks until all workers have.
+        Blocks until all workers are done.
 
         Args:
-            context_id: The context whose gradients to use; None: that of this thread, if any.
+            context_id: The context whose gradients to use; None for that of this thread, if any.
 
         Raises:
-            UsageError: The context is one of this worker's, and isn't open.
-            PeerLost: A worker is dead; what the others hold is updated all the same.
+            UsageError: No worker has such a context open.
+            PeerLost: A worker is dead; the parameters of the others are updated all the same.
         """
         root = self._root(context_id)
-        coming = [calls.begin(part.owner(), _stepped, (part, root)) for part in self._others]
+        pending = [calls.begin(part.owner(), _step_part, (part, root)) for part in self._others]
         try:
             if self._own is not None:
                 self._own.step(root)
         finally:
-            _all(coming)
+            _wait_all(pending)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - PyTorch's
-        """Throw gradients of this worker's backward passes away; blocks until all workers have."""
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: ARG002 - as in PyTorch
+        """Discard the gradients of this worker's backward passes; block until all workers have."""
         root = self._root(None)
-        coming = [calls.begin(part.owner(), _zeroed, (part, root)) for part in self._others]
+        pending = [calls.begin(part.owner(), _zero_part, (part, root)) for part in self._others]
         if self._own is not None:
             self._own.take(root)
-        _all(coming)
+        _wait_all(pending)
 
     def _root(self, context_id: int | None) -> Root:
-        here = graph()
-        return here.root if context_id is None else here.contexts.root(context_id)
+        own_graph = graph()
+        return own_graph.root if context_id is None else own_graph.root_of(context_id)
 
 
 class _Part:
-    """The optimizer of parameters of one worker, on that worker.
+    """The optimizer of one worker's parameters, on that worker.
 
-    It knows the parameters by other tensors of the same memory: so a step, for which autograd
-    counts one version up, doesn't spoil another worker's graph, and no gradient appears in `grad`.
+    It updates the parameters through other tensors with the same memory. So a step, which autograd
+    counts as a new version, does not invalidate another worker's graph, and no gradient appears in
+    `grad`.
     """
 
     def __init__(
@@ -111,38 +112,38 @@ class _Part:
     ) -> None:
         given: Sequence[object] = parameters
         for parameter in given:
-            if not _is_trained(parameter):
+            if not (isinstance(parameter, Tensor) and parameter.is_leaf):
                 raise UsageError(
-                    f"DistributedOptimizer got {_described(parameter)}: expected parameters, or "
-                    "other leaves that require gradients"
+                    f"DistributedOptimizer got {_describe(parameter)}: expected parameters, or "
+                    "other leaves; those that require no gradients stay as they are"
                 )
         self._parameters = list(parameters)
-        self._twins = [nn.Parameter(parameter.data) for parameter in parameters]
-        self._optimizer = optimizer_class(self._twins, *args, **kwargs)
+        self._aliases = [nn.Parameter(each.data, each.requires_grad) for each in parameters]
+        self._optimizer = optimizer_class(self._aliases, *args, **kwargs)
 
     def step(self, root: Root) -> None:
-        """Update parameters with the gradients of a root, and use these up."""
+        """Update the parameters with the gradients of a root, and use these up."""
         with _steps:
-            for parameter, twin, gradient in zip(
-                self._parameters, self._twins, self.take(root), strict=True
+            for parameter, alias, gradient in zip(
+                self._parameters, self._aliases, self.take(root), strict=True
             ):
-                if twin.data_ptr() != parameter.data_ptr():  # somebody has set its `data`
-                    twin.data = parameter.data
-                twin.grad = gradient
+                if not alias.is_set_to(parameter):  # its `data` was set to another tensor
+                    alias.data = parameter.data
+                alias.grad = gradient
             try:
                 self._optimizer.step()
             finally:
-                for twin in self._twins:
-                    twin.grad = None
+                for alias in self._aliases:
+                    alias.grad = None
 
     def take(self, root: Root) -> list[Tensor | None]:
-        """The gradients of a root, which are there no longer."""
-        here = graph()
-        taken = here.gradients.take(root, self._parameters)
+        """Remove the gradients of a root and return them, one per parameter."""
+        own_graph = graph()
+        taken = own_graph.gradients.take(root, self._parameters)
         for at, parameter in enumerate(self._parameters):
             if taken[at] is None:
-                taken[at] = here.mixed.take(parameter)
-            if root == Root(here.root.worker) and taken[at] is None:
+                taken[at] = own_graph.accumulated_parameters.take(parameter)
+            if root == Root(own_graph.root.worker) and taken[at] is None:
                 taken[at], parameter.grad = parameter.grad, None
         return taken
 
@@ -152,7 +153,7 @@ def _by_owner(
 ) -> tuple[list[Tensor], dict[int, list[Any]]]:
     if not callable(optimizer_class):
         raise UsageError(
-            f"DistributedOptimizer got {_described(optimizer_class)} first: expected a class of "
+            f"DistributedOptimizer got {_describe(optimizer_class)} first: expected a class of "
             "torch.optim, such as torch.optim.SGD"
         )
     own: list[Tensor] = []
@@ -162,7 +163,7 @@ def _by_owner(
             own.append(one)
         elif not isinstance(one, RRef):
             raise UsageError(
-                f"DistributedOptimizer got {_described(one)}: expected parameters and RRefs of "
+                f"DistributedOptimizer got {_describe(one)}: expected parameters and RRefs of "
                 "parameters (for groups of different options make an optimizer each)"
             )
         elif one.is_owner():
@@ -174,21 +175,19 @@ def _by_owner(
     return own, others
 
 
-def _is_trained(what: object) -> bool:
-    return isinstance(what, Tensor) and what.requires_grad and what.is_leaf
+def _describe(value: object) -> str:
+    if isinstance(value, Tensor):
+        leaf = "a leaf" if value.is_leaf else "no leaf"
+        return (
+            f"a tensor of shape {tuple(value.shape)}, {leaf}, requires_grad={value.requires_grad}"
+        )
+    return f"an object of type {type(value).__name__}"
 
 
-def _described(what: object) -> str:
-    if isinstance(what, Tensor):
-        leaf = "a leaf" if what.is_leaf else "no leaf"
-        return f"a tensor of shape {tuple(what.shape)}, {leaf}, requires_grad={what.requires_grad}"
-    return f"an object of type {type(what).__name__}"
-
-
-def _all(coming: Sequence[Any]) -> list[Any]:
-    """Wait for all of them; the first error is raised when all are there."""
+def _wait_all(pending: Sequence[Any]) -> list[Any]:
+    """Wait for all calls, then return their results or raise the first error."""
     results, first = [], None
-    for one in coming:
+    for one in pending:
         try:
             results.append(one.wait())
         except Exception as error:  # noqa: BLE001 - raised below
@@ -198,7 +197,7 @@ def _all(coming: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _made(
+def _create_part(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     references: Sequence[Any],
     args: tuple[Any, ...],
@@ -208,9 +207,9 @@ def _made(
     return RRef(_Part(optimizer_class, parameters, args, kwargs))
 
 
-def _stepped(part: Any, root: Root) -> None:
+def _step_part(part: Any, root: Root) -> None:
     part.local_value().step(root)
 
 
-def _zeroed(part: Any, root: Root) -> None:
+def _zero_part(part: Any, root: Root) -> None:
     part.local_value().take(root)

@@ -1,4 +1,4 @@
-"""Another worker, as this one sees it."""
+"""Another worker, as seen from this one."""
 
 from __future__ import annotations
 
@@ -10,170 +10,189 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from phalanx.errors import PeerLost
-from phalanx.rpc import door, near
-from phalanx.rpc.wake import Wake
+from phalanx.errors import CallTimeout, PeerLost, PhalanxError
+from phalanx.rpc.event_loop.eventfd import EventFd
+from phalanx.rpc.transport import auth, local
 
 if TYPE_CHECKING:
     import torch
 
-    from phalanx.rpc.far import Far, Line, Outbox
-    from phalanx.rpc.workers import Card, WorkerInfo
+    from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer
+    from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
-__all__ = ["Peer", "Pending"]
+__all__ = ["Peer", "PendingFuture"]
 
-_MOMENT_MILLISECONDS = 1_000
-_LAST_WORDS_MILLISECONDS = 200
+_EXIT_MILLISECONDS = 1_000
+_DRAIN_MILLISECONDS = 200
 
 
 @dataclass
-class Pending:
+class PendingFuture:
     """A call that has no answer yet.
 
     Attributes:
-        future: What waits for it.
-        root: On whose behalf it was made.
-        what: The call, for messages.
-        kept: What must live until then.
-        grad: Whether its thread recorded what gradients need.
-        end: When its time is over, in monotonic seconds.
+        future: The future of the result.
+        root: The id of the worker on whose behalf the call was made.
+        description: A description of the call, for messages.
+        keepalive: An object to keep alive until the answer arrives.
+        grad: True if the calling thread recorded gradients.
+        end: The deadline, in monotonic seconds.
+        since: The start, in monotonic seconds.
     """
 
     future: torch.futures.Future[Any]
     root: int
-    what: str
-    kept: object
+    description: str
+    keepalive: object
     grad: bool
     end: float
+    since: float
+
+    def timeout_error(self) -> CallTimeout:
+        """Return the error for a call that has no answer in time."""
+        return CallTimeout(f"{self.description} took longer than its timeout")
 
 
-def _opened(card: Card) -> int:
+def _open_pidfd(record: WorkerRecord) -> int:
     try:
-        return os.pidfd_open(card.pid)
+        return os.pidfd_open(record.pid)
     except ProcessLookupError:
-        return os.eventfd(1)  # which can be read from the beginning
+        return os.eventfd(1)  # readable from the start
 
 
 class Peer:
-    """How to reach a worker, and what is under way to it; the worker may be this one.
+    """The connections to a worker and the calls pending on it; it may be this worker.
 
     Args:
-        info: Its name and id.
-        card: What it tells of itself.
-        is_near: Whether it shares this host.
-        same_main: Whether it runs the same main program.
-        address: Where it listens.
+        info: The name and id of the worker.
+        record: The record that the worker has published.
+        is_local: True if the worker is on this host.
+        same_main: True if the worker runs the same main program.
+        address: The address at which the worker listens.
     """
 
     def __init__(
-        self, info: WorkerInfo, card: Card, is_near: bool, same_main: bool, address: str
+        self, info: WorkerInfo, record: WorkerRecord, is_local: bool, same_main: bool, address: str
     ) -> None:
-        self.info, self.card, self.id = info, card, info.id
-        self.is_near, self.same_main, self.address = is_near, same_main, address
-        self.nonce = bytes.fromhex(card.nonce)
-        self.lost = ""
-        """Why it is; empty if it isn't."""
+        self.info, self.record, self.id = info, record, info.id
+        self._description = f"worker {info.name!r} (id {info.id}, {record.process})"
+        self.is_local, self.same_main, self.address = is_local, same_main, address
+        self.nonce = bytes.fromhex(record.nonce)
+        self.loss_reason = ""
+        """The reason for the loss of the worker; empty if it is not lost."""
         self.has_left = False
-        """Whether it has said that it leaves: so there was a way to it."""
-        self._wake = Wake()
-        self.process = _opened(card) if is_near else -1
-        """What can be read once it is dead, if it is on this host."""
-        self.pending: dict[int, Pending] = {}
+        """True if the worker has announced that it leaves, so it was reachable."""
+        self._eventfd = EventFd()
+        self.pidfd = _open_pidfd(record) if is_local else -1
+        """A descriptor that is readable once the worker is dead; -1 if it is on another host."""
+        self.pending: dict[int, PendingFuture] = {}
         self.lock = threading.Lock()
-        self.outbox: near.Stream | Outbox | None = None
-        self._lines: deque[near.Stream | Line] = deque()
-        self._streams: WeakSet[near.Stream] = WeakSet()
-        self._streams_lock = threading.Lock()
+        self.async_connection: local.LocalConnection | RemoteDealer | None = None
+        self._idle_connections: deque[local.LocalConnection | RemoteConnection] = deque()
+        self._connections: WeakSet[local.LocalConnection] = WeakSet()
+        self._connections_lock = threading.Lock()
         self._closed = False
 
     def __str__(self) -> str:
-        return f"worker {self.info.name!r} (id {self.id}, {self.card.process})"
+        return self._description
 
     def check(self) -> None:
-        """Raise PeerLost if it is lost."""
-        if self.lost:
-            raise PeerLost(self.lost)
+        """Raise `PeerLost` if the worker is lost."""
+        if self.loss_reason:
+            raise PeerLost(self.loss_reason)
 
-    def lose(self, words: str) -> str:
-        """It is lost; returns the words for it, of which the first count."""
-        self.lost = self.lost or words
-        self._wake.up()
-        self._end_streams()
-        return self.lost
+    def mark_lost(self, reason: str) -> str:
+        """Mark the worker as lost; return the reason, of which the first one counts."""
+        self.loss_reason = self.loss_reason or reason
+        self._eventfd.notify()
+        self._shut_down_connections()
+        return self.loss_reason
 
     @property
     def has_died(self) -> bool:
-        """Whether it is on this host, and dead."""
-        return self.is_near and near.is_readable(self.process)
+        """True if the worker is on this host and dead."""
+        return self.is_local and local.is_readable(self.pidfd)
 
-    def is_gone(self) -> bool:
-        """Whether it is known to be lost, or is dead."""
-        return bool(self.lost) or self.has_died
+    def is_unreachable(self) -> bool:
+        """Return whether the worker is known to be lost or is dead."""
+        return bool(self.loss_reason) or self.has_died
 
-    def died_now(self) -> bool:
-        """Whether it is dead, or in the next moment: of what it leaves its memory goes first."""
-        return self.is_near and near.is_readable(self.process, _LAST_WORDS_MILLISECONDS)
+    def is_dying(self) -> bool:
+        """Return whether the worker is dead or dies in a moment.
 
-    def how_lost(self) -> str:
-        """After a connection to it has ended: why that was. May block for a moment."""
+        The memory of a process that dies is gone before the process is.
+        """
+        return self.is_local and local.is_readable(self.pidfd, _DRAIN_MILLISECONDS)
+
+    def find_loss_reason(self) -> str:
+        """Return the reason why a connection to the worker has ended. May block for a moment."""
         poll = select.poll()
-        # If it has left it has said so, and that may still be on its way.
-        poll.register(self._wake.descriptor, select.POLLIN)
-        if not self.is_near:
-            poll.poll(_LAST_WORDS_MILLISECONDS)
-            words = "is lost: it has died, or there is no way to it any more"
-            return self.lost or f"{self} {words}"
-        # A process's connections end a moment before it does.
-        poll.register(self.process, select.POLLIN)
-        poll.poll(_MOMENT_MILLISECONDS)
-        if self.has_died and not self.lost:
-            poll.unregister(self.process)
-            poll.poll(_LAST_WORDS_MILLISECONDS)
-        return self.lost or f"{self} has {'died' if self.has_died else 'left RPC'}"
+        # A worker that leaves announces that; the message may still be on its way.
+        poll.register(self._eventfd.fd, select.POLLIN)
+        if not self.is_local:
+            poll.poll(_DRAIN_MILLISECONDS)
+            reason = "is lost: it has died, or there is no way to it any more"
+            return self.loss_reason or f"{self} {reason}"
+        # The connections of a process end a moment before the process.
+        poll.register(self.pidfd, select.POLLIN)
+        poll.poll(_EXIT_MILLISECONDS)
+        if self.has_died and not self.loss_reason:
+            poll.unregister(self.pidfd)
+            poll.poll(_DRAIN_MILLISECONDS)
+        return self.loss_reason or f"{self} has {'died' if self.has_died else 'left RPC'}"
 
-    def line(self, key: bytes, far: Far | None, end: float, most: float) -> near.Stream | Line:
-        """A line that nobody else uses, until it is given back; as `door.connect` says.
+    def connection_error(self, description: str, error: PhalanxError) -> PhalanxError:
+        """Return the error for a call whose connection could not be made."""
+        return type(error)(f"{description}: {self} can't be connected to: {error}")
+
+    def take_connection(
+        self, key: bytes, remote_context: RemoteContext | None, end: float, max_wait: float
+    ) -> local.LocalConnection | RemoteConnection:
+        """Return a connection for exclusive use until it is given back; see `auth.connect`.
 
         Raises:
-            OSError: The worker doesn't listen any more.
-            PhalanxError: It can't be connected to; `CallTimeout` where it takes beyond `end`.
+            OSError: The worker no longer listens.
+            PhalanxError: Connecting failed; `CallTimeout` if it takes longer than until `end`.
         """
         try:
-            return self._lines.pop()
+            return self._idle_connections.pop()
         except IndexError:
             pass
-        if far is None or self.is_near:
-            stream = door.connect(key, self.address, end, most)
-            with self._streams_lock:
-                self._streams.add(stream)
-            return stream
-        from phalanx.rpc.far import Line
+        if remote_context is None or self.is_local:
+            connection = auth.connect(key, self.address, end, max_wait)
+            with self._connections_lock:
+                self._connections.add(connection)
+            return connection
+        from phalanx.rpc.transport.remote import RemoteConnection
 
-        return Line(far, self.address, self._wake.descriptor)
+        return RemoteConnection(remote_context, self.address, self._eventfd.fd)
 
-    def give_back(self, line: near.Stream | Line) -> None:
-        """Let others use it."""
+    def return_connection(self, connection: local.LocalConnection | RemoteConnection) -> None:
+        """Make a connection available to other calls."""
         if self._closed:
-            line.close()
+            connection.close()
         else:
-            self._lines.append(line)
+            self._idle_connections.append(connection)
 
-    def _end_streams(self) -> None:
-        """Nobody waits any longer: what a dead worker has forked may still hold its ends."""
-        with self._streams_lock:
-            streams = list(self._streams)
-        if isinstance(self.outbox, near.Stream):
-            streams.append(self.outbox)
-        for stream in streams:
-            stream.end()
+    def _shut_down_connections(self) -> None:
+        """Shut down all streams, so that no thread waits on one any longer.
+
+        Processes that a dead worker has forked may still hold the worker's ends.
+        """
+        with self._connections_lock:
+            connections = list(self._connections)
+        if isinstance(self.async_connection, local.LocalConnection):
+            connections.append(self.async_connection)
+        for connection in connections:
+            connection.shut_down()
 
     def close(self) -> None:
-        """Close everything, but for lines in use: those end, and close when they are given back."""
+        """Close all connections; those in use end now, and close when they are given back."""
         self._closed = True
-        self._end_streams()
-        if self.outbox is not None:
-            self.outbox.close()
-        while self._lines:
-            self._lines.pop().close()
-        if self.process >= 0:
-            os.close(self.process)
+        self._shut_down_connections()
+        if self.async_connection is not None:
+            self.async_connection.close()
+        while self._idle_connections:
+            self._idle_connections.pop().close()
+        if self.pidfd >= 0:
+            os.close(self.pidfd)

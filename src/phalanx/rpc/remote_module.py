@@ -1,7 +1,8 @@
-"""A module that lives on another worker."""
+"""A module on another worker."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,40 +12,53 @@ from torch.utils._pytree import tree_map_only
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
+from phalanx.rpc.codec.pickling import thread_local
+from phalanx.rpc.current_agent import agent
 from phalanx.rpc.rref import RRef
-from phalanx.rpc.state import agent
 
 __all__ = ["RemoteModule"]
 
-_CPU = torch.device("cpu")
+_CPU = "cpu"
 
 
 class RemoteModule(nn.Module):
-    """A module on another worker, called like one that is here.
+    """A module on another worker that is called like a local one.
 
-    A forward pass is a call. `loss.backward()` goes through it: gradients of its parameters stay
-    where they are, apart for each worker, until its `DistributedOptimizer` steps. It may be an
-    argument of a call: it then refers to the same module.
+    A forward pass is a call, and `loss.backward()` goes through it. Gradients of the module's
+    parameters stay on its worker, separately for each calling worker, until the
+    `DistributedOptimizer` of that caller steps. A `RemoteModule` may be an argument of a call: it
+    then refers to the same module.
 
-    To the module that contains it it has no parameters: `parameters()` and `state_dict()` of that
-    one speak of what is here. `train()` and `eval()` reach the module itself, for all who use it.
+    `train()` and `eval()` apply to the module itself, for all workers that use it. Every other
+    method that concerns parameters, buffers, hooks or submodules raises, since there are none in
+    this process: `state_dict()`, `to()`, `apply()` and so on. Call them on the module's worker:
+    `module.get_module_rref().rpc_sync().state_dict()`.
+
+    A module that contains a `RemoteModule` has only its local parameters: its `parameters()`,
+    `to()` and `half()` apply to these. Its `state_dict()`, `load_state_dict()` and `apply()` raise,
+    since they would silently omit the remote module: save and load the local parts one by one.
+
+    The constructor blocks until the module is created.
 
     Args:
-        remote_device: The worker and, if it isn't the CPU, the device there: "ps", "ps/cuda:0",
+        remote_device: The worker and, unless it is the CPU, the device there: "ps", "ps/cuda:0",
             "rank:2/cpu". Tensors are moved to the device, and results back to the CPU.
-        module_cls: What makes the module there: a class, or a function that returns one.
-        args: Its arguments.
-        kwargs: Its arguments by name.
+        module_cls: A class, or a function that returns a module.
+        args: The positional arguments of `module_cls`.
+        kwargs: The keyword arguments of `module_cls`.
 
-    Blocks until the module is made.
+    Attributes:
+        on: The name or id of the worker.
+        device: The device there, as a string.
+        module_rref: An `RRef` to the module.
 
     Raises:
-        UsageError: There is no such worker or device, or what was made is no module, or one that
-            averages gradients, as DDP and `DataParallel` do, which it couldn't.
+        UsageError: There is no such worker or device, the created object is not a module, or it
+            averages gradients, as DDP and `DataParallel` do, which is impossible here.
         PeerLost: The worker is dead.
     """
 
-    _told: bool
+    _is_mode_set: bool
 
     def __init__(
         self,
@@ -54,90 +68,134 @@ class RemoteModule(nn.Module):
         kwargs: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        on, device = _place(remote_device)
-        what = (device, module_cls, tuple(args or ()), dict(kwargs or {}))
-        made = calls.rpc_sync(on, _made, what)
-        self._refer(on, device, made)
+        on, device = _parse_remote_device(remote_device)
+        arguments = (device, module_cls, tuple(args or ()), dict(kwargs or {}))
+        made = calls.rpc_sync(on, _create_module, arguments)
+        self._set_reference(on, device, made)
 
     @staticmethod
     def init_from_module_rref(remote_device: str, module_rref: Any) -> RemoteModule:
-        """One more of a module that is there already.
+        """Return another `RemoteModule` for a module that already exists.
 
         Args:
-            remote_device: The worker and the device of the module.
-            module_rref: An `RRef` to it.
-
-        Raises:
-            UsageError: The reference is to another worker's.
+            remote_device: The device of the module. The module stays on its worker, even if
+                another one is named here, as in PyTorch.
+            module_rref: An `RRef` to the module.
         """
-        on, device = _place(remote_device)
-        if agent().peer(on).info != module_rref.owner():
-            raise UsageError(
-                f"remote_device is {remote_device!r}, but the module is on worker "
-                f"{module_rref.owner().name!r}: expected that one"
-            )
-        return _referring(on, device, module_rref)
+        _, device = _parse_remote_device(remote_device)
+        return _make_reference(module_rref.owner_name(), device, module_rref)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns; blocks until it has."""
-        return calls.rpc_sync(self.on, _forward, (self._rref, self.device, args, kwargs))
+        """Call the module and return its result; block until that is there."""
+        return calls.rpc_sync(self.on, _forward, (self.module_rref, self.device, args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-        """Call the module and return at once; the future is of what it returns."""
-        return calls.rpc_async(self.on, _forward, (self._rref, self.device, args, kwargs))
+        """Call the module and return a future of its result at once."""
+        return calls.rpc_async(self.on, _forward, (self.module_rref, self.device, args, kwargs))
 
     def remote_parameters(self, recurse: bool = True) -> list[Any]:
-        """References to its parameters, for `DistributedOptimizer`; blocks.
+        """Return `RRef`s to the module's parameters, for `DistributedOptimizer`; blocks.
 
         Args:
-            recurse: Whether to include those of its submodules.
+            recurse: Whether to include the parameters of its submodules.
         """
-        found: list[Any] = calls.rpc_sync(self.on, _parameters, (self._rref, recurse))
+        found: list[Any] = calls.rpc_sync(self.on, _parameters, (self.module_rref, recurse))
         return found
 
     def get_module_rref(self) -> Any:
-        """An `RRef` to the module."""
-        return self._rref
+        """Return an `RRef` to the module."""
+        return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Set the module's mode, there; blocks."""
-        if self.training != mode or not self._told:
-            calls.rpc_sync(self.on, _set_mode, (self._rref, mode))
-            self._told = True
+        """Set the mode of the module on its worker; blocks."""
+        if self.training != mode or not self._is_mode_set:
+            calls.rpc_sync(self.on, _set_mode, (self.module_rref, mode))
+            self._is_mode_set = True
         self.training = mode
         return self
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:  # noqa: ARG002
-        """None is here.
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield this module to a module that contains it, which passes `memo`.
 
         Raises:
-            UsageError: Always; an optimizer must not be left without them by accident.
+            UsageError: `memo` is None, so no module contains it: its submodules are on its worker.
         """
-        raise UsageError(
-            f"the parameters of this module are on worker {self.on!r}: use remote_parameters() and "
-            "DistributedOptimizer"
-        )
+        if memo is None:
+            raise _not_supported("named_modules")
+        found: Iterator[tuple[str, nn.Module]]
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        return found
 
-    def extra_repr(self) -> str:
-        """Where it is."""
-        return f"on={self.on!r}, device={str(self.device)!r}"
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RemoteModule:  # noqa: ARG002
+        """Return this module unchanged; a module around it converts its local parameters."""
+        return self
+
+    def _load_from_state_dict(self, *_args: Any) -> None:
+        raise _not_supported("load_state_dict")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
 
     def __reduce__(self) -> Any:
-        return _referring, (self.on, self.device, self._rref)
+        if thread_local.pickle_context is None:
+            raise UsageError(
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
+                "when using RPC: save the module where it is, on worker "
+                f"{self.on!r}, by a function that is called there"
+            )
+        return _make_reference, (self.on, self.device, self.module_rref)
 
-    def _refer(self, on: str | int, device: torch.device, rref: Any) -> None:
-        self.on, self.device, self._rref = on, device, rref
-        self._told = False
+    def _set_reference(self, on: str | int, device: str, rref: Any) -> None:
+        self.on, self.device, self.module_rref = on, device, rref
+        self._is_mode_set = False
 
 
-def _referring(on: str | int, device: torch.device, rref: Any) -> RemoteModule:
+_HINTS = {
+    "parameters": ". Please use ``remote_parameters`` instead.",
+    "cuda": "; name the device when it is made, as in 'ps/cuda:0'",
+    "to": "; name the device when it is made, as in 'ps/cuda:0'",
+}
+
+
+def _not_supported(name: str) -> UsageError:
+    hint = f": call it where the module is, get_module_rref().rpc_sync().{name}(...)"
+    return UsageError(f"Method ``{name}`` not supported for RemoteModule{_HINTS.get(name, hint)}")
+
+
+def _raise_not_supported(name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(nn.Module, name))
+    def method(_self: RemoteModule, *_args: Any, **_kwargs: Any) -> None:
+        raise _not_supported(name)
+
+    return method
+
+
+# These methods of `nn.Module` would act on an empty module.
+_UNSUPPORTED = (
+    "add_module register_module register_buffer register_parameter get_parameter get_buffer "
+    "get_submodule set_submodule parameters named_parameters buffers named_buffers children "
+    "named_children modules apply cuda cpu ipu xpu mtia type float double half bfloat16 to "
+    "to_empty requires_grad_ zero_grad share_memory state_dict load_state_dict extra_repr compile "
+    "register_forward_pre_hook register_forward_hook register_full_backward_pre_hook "
+    "register_full_backward_hook register_backward_pre_hook register_backward_hook "
+    "register_state_dict_post_hook register_state_dict_pre_hook "
+    "register_load_state_dict_pre_hook register_load_state_dict_post_hook"
+).split()
+for _name in _UNSUPPORTED:
+    if hasattr(nn.Module, _name):
+        setattr(RemoteModule, _name, _raise_not_supported(_name))
+
+
+def _make_reference(on: str | int, device: str, rref: Any) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
     nn.Module.__init__(module)
-    module._refer(on, device, rref)
+    module._set_reference(on, device, rref)
     return module
 
 
-def _place(remote_device: str) -> tuple[str | int, torch.device]:
+def _parse_remote_device(remote_device: str) -> tuple[str | int, str]:
     if not isinstance(remote_device, str):
         raise UsageError(
             f"remote_device is {remote_device!r}: expected the name of a worker, as in 'ps' or "
@@ -145,7 +203,7 @@ def _place(remote_device: str) -> tuple[str | int, torch.device]:
         )
     worker, _, name = remote_device.partition("/")
     try:
-        device = torch.device(name or "cpu")
+        device = str(torch.device(name or _CPU))
     except RuntimeError:
         raise UsageError(
             f"remote_device is {remote_device!r}: {name!r} is no device; expected such as 'cpu' or "
@@ -157,8 +215,8 @@ def _place(remote_device: str) -> tuple[str | int, torch.device]:
     return on, device
 
 
-def _made(
-    device: torch.device,
+def _create_module(
+    device: str,
     module_cls: Callable[..., nn.Module],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -166,35 +224,35 @@ def _made(
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise UsageError(
-            f"RemoteModule got {module_cls!r}, which made an object of type "
-            f"{type(module).__name__}: expected a torch.nn.Module"
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, but "
+            f"{module_cls!r} returned an object of type {type(module).__name__}"
         )
     for name, part in module.named_modules():
-        if _averages(part):
+        if _averages_gradients(part):
             raise UsageError(
                 f"RemoteModule got a module whose {name or 'outermost part'} is "
                 f"{type(part).__name__}: it averages gradients where backward() is called, not in "
                 "a module that others call; wrap what is on the trainers"
             )
-    return RRef(module.to(device))
+    return RRef(module.to(device), nn.Module)
 
 
-def _averages(part: nn.Module) -> bool:
+def _averages_gradients(part: nn.Module) -> bool:
     if isinstance(part, nn.parallel.DistributedDataParallel):
         return True
     return type(part).__module__.startswith("phalanx.parallel.data_parallel.")
 
 
-def _forward(rref: Any, device: torch.device, args: Any, kwargs: Any) -> Any:
+def _forward(rref: Any, device: str, args: Any, kwargs: Any) -> Any:
     module = rref.local_value()
     if device == _CPU:
         return module(*args, **kwargs)
-    moved = _moved((args, kwargs), device)
-    return _moved(module(*moved[0], **moved[1]), _CPU)
+    moved = _move((args, kwargs), device)
+    return _move(module(*moved[0], **moved[1]), _CPU)
 
 
-def _moved(what: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.to(device), what)
+def _move(value: Any, device: str) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.to(device), value)
 
 
 def _parameters(rref: Any, recurse: bool) -> list[Any]:

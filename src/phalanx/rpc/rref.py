@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from phalanx.errors import CallTimeout, UsageError
-from phalanx.rpc.executing import DEFERRED, Deferred
-from phalanx.rpc.shipping import context
-from phalanx.rpc.state import UNSET, agent, seconds
-from phalanx.rpc.values import Change, Hold, Name
-from phalanx.rpc.wire import Kind
+from phalanx.rpc.codec.message import Kind
+from phalanx.rpc.codec.pickling import thread_local
+from phalanx.rpc.current_agent import UNSET, agent, agent_or_none, seconds
+from phalanx.rpc.owned_values import RefCountDelta, RRefId, UserRRef
+from phalanx.rpc.request_handlers import ASYNC_EXECUTION_MARK, FutureResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx.rpc.agent import Agent
+    from phalanx.rpc.futures import CallFuture
     from phalanx.rpc.workers import WorkerInfo
 
 __all__ = ["RRef"]
@@ -28,154 +30,185 @@ class RRef(Generic[_T]):
     """A reference to a value that lives on one worker, its owner.
 
     It may be passed to any worker, in arguments and results. The value is freed when no worker has
-    a reference to it any more; what a worker had that has died counts no longer.
+    a reference to it any more. References of a dead worker no longer count.
 
     Args:
-        value: What to refer to; this worker owns it.
-        type_hint: As in PyTorch; not used.
+        value: The value, which this worker owns.
+        type_hint: The interface of a `ScriptModule`, as in PyTorch; otherwise unused.
 
     Raises:
-        UsageError: RPC isn't initialised.
+        UsageError: RPC is not initialized, or there is no type hint for a `ScriptModule`.
     """
 
-    _hold: Hold
-    _made: torch.futures.Future[Any] | None
+    _user_rref: UserRRef
+    _creation: CallFuture | None
 
-    def __init__(self, value: _T, type_hint: Any = None) -> None:  # noqa: ARG002 - PyTorch's
+    def __init__(self, value: _T, type_hint: Any = None) -> None:
         own = agent()
-        name = Name(own.id, own.number())
-        own.values.count(Change(name, own.id, 1))
-        own.values.at(name).settle(value)
-        self._hold, self._made = own.hold(name, own.id), None
+        if type_hint is None and isinstance(value, torch.jit.ScriptModule):
+            raise UsageError(
+                "The RRef being created contains a ScriptModule, must provide its ModuleInterface "
+                "type hint: RRef(module, Interface)"
+            )
+        rref_id = RRefId(own.id, own.next_local_id())
+        own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
+        own.owned_values.get_or_create(rref_id).complete(value)
+        self._user_rref, self._creation = own.make_user_rref(rref_id, own.id), None
 
     @classmethod
-    def _of(cls, hold: Hold, made: torch.futures.Future[Any] | None = None) -> RRef[Any]:
+    def _from_user_rref(cls, user_rref: UserRRef, creation: CallFuture | None = None) -> RRef[Any]:
         new: RRef[Any] = cls.__new__(cls)
-        new._hold, new._made = hold, made
+        new._user_rref, new._creation = user_rref, creation
         return new
 
     def owner(self) -> WorkerInfo:
-        """The worker where the value lives."""
-        return agent().peers[self._hold.owner].info
+        """Return the worker on which the value lives."""
+        return agent().peers[self._user_rref.owner].info
 
     def owner_name(self) -> str:
-        """Its name."""
+        """Return the name of the owner."""
         return self.owner().name
 
     def is_owner(self) -> bool:
-        """Whether this worker is the owner."""
-        return self._hold.owner == agent().id
+        """Return whether this worker is the owner."""
+        return self._user_rref.owner == agent().id
 
     def is_near(self) -> bool:
-        """Whether the owner shares this worker's host."""
-        return agent().peers[self._hold.owner].is_near
+        """Return whether the owner is on this worker's host."""
+        return agent().peers[self._user_rref.owner].is_local
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to have the value, or what making it raised."""
-        return self._made is None or self._made.done()
+        """Return whether the owner is known to have the value, or the error of its creation."""
+        return self._creation is None or self._creation.done()
 
     def local_value(self) -> _T:
-        """The value itself, no copy, on its owner; waits until it is there.
+        """Return the value itself, not a copy, on its owner; wait until it exists.
 
         Raises:
-            UsageError: This worker isn't the owner.
-            CallTimeout: It isn't there after the timeout of `init_rpc`.
-            Exception: What making it raised.
+            UsageError: This worker is not the owner.
+            CallTimeout: The value does not exist after the timeout of `init_rpc`.
+            Exception: The exception raised by the creation of the value.
         """
-        own = agent()
-        if self._hold.owner != own.id:
+        own = self._agent("local_value")
+        if self._user_rref.owner != own.id:
             raise UsageError(
-                f"local_value() of {self!r} on worker {own.info.name!r}: only its owner has the "
-                "value; to_here() copies it, rpc_sync() calls its methods"
+                f"For UserRRef(rref_id={self._user_rref.rref_id}, "
+                f"fork_id={self._user_rref.fork_id}), can't call localValue() on user {own.info}. "
+                f"Call it on owner {self.owner()}; to_here() copies the value, rpc_sync() calls "
+                "its methods"
             )
-        result: _T = _value(self._hold.name)
+        result: _T = _value(self._user_rref.rref_id)
         return result
 
     def to_here(self, timeout: float = UNSET) -> _T:
-        """A copy of the value; on the owner the value itself. Blocks until it is there.
+        """Return a copy of the value, or on its owner the value itself; block until it exists.
 
         Args:
-            timeout: Seconds; 0: any; by default that of `init_rpc`.
+            timeout: The timeout in seconds; 0 means no limit; by default that of `init_rpc`.
 
         Raises:
             PeerLost: The owner has died or left.
-            CallTimeout: It isn't there in time.
-            Exception: What making it raised.
+            CallTimeout: The value is not there in time.
+            Exception: The exception raised by the creation of the value.
         """
-        own = agent()
-        if self._hold.owner == own.id:
+        own = self._agent("to_here")
+        if self._user_rref.owner == own.id:
             return self.local_value()
-        peer = own.peers[self._hold.owner]
-        said = f"to_here of {self!r}"
-        result: _T = own.ask(peer, Kind.FETCH, tuple(self._hold.name), said, seconds(timeout))
+        if self._creation is not None and not self._creation.is_sent:
+            self._creation.value()  # raises: the owner never received the call
+        peer = own.peers[self._user_rref.owner]
+        description = f"to_here of {self!r}"
+        result: _T = own.call(
+            peer, Kind.FETCH, tuple(self._user_rref.rref_id), description, seconds(timeout)
+        )
         return result
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """A backward pass from the value, a tensor of one element, wherever it lives.
+        """Run a backward pass from the value, a tensor of one element, wherever it lives.
 
         Args:
-            dist_autograd_ctx_id: What `phalanx.rpc.autograd.context` gave: gradients of local
-                parameters then go into that context; -1: into `grad`, as `to_here().backward()`.
-            retain_graph: Whether there will be a second one through the same graph.
+            dist_autograd_ctx_id: The id of a `phalanx.rpc.autograd.context`. Gradients of local
+                parameters go into that context; with -1, into `grad`, as by `to_here().backward()`.
+            retain_graph: True if there will be a second pass through the same graph.
 
         Raises:
-            UsageError: The value is no tensor of one element that requires gradients.
-            PeerLost: A worker on the way is dead.
+            UsageError: The value is not a tensor, or a backward pass can't begin with it.
+            PeerLost: A worker that takes part is dead.
         """
-        from phalanx.rpc.autograd.compatible import backward, scalars
+        from phalanx.rpc.autograd.api import backward
 
-        (value,) = scalars([self.to_here()])
+        value: object = self.to_here()
+        if not isinstance(value, torch.Tensor):
+            raise UsageError(
+                "RRef should contain a tensor for .backward(), and this one contains an object of "
+                f"type {type(value).__name__}"
+            )
         if dist_autograd_ctx_id == -1:
             value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         else:
             backward(dist_autograd_ctx_id, [value], retain_graph)
 
+    def _agent(self, method: str) -> Agent:
+        """Return this worker's agent; raise if this worker has left RPC."""
+        if (own := agent_or_none()) is None:
+            raise UsageError(
+                f"{self!r} was deleted when this process left RPC by shutdown(). Cannot call "
+                f"{method}() on it after deletion."
+            )
+        return own
+
     def rpc_sync(self, timeout: float = UNSET) -> Any:
-        """A proxy: `rref.rpc_sync().method(x)` calls the value's method where it lives."""
+        """Return a proxy: `rref.rpc_sync().method(x)` calls the value's method on its owner."""
         from phalanx.rpc.calls import rpc_sync
 
         return _Proxy(self, rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET) -> Any:
-        """The same, whose methods return a future."""
+        """Return such a proxy whose methods return a future."""
         from phalanx.rpc.calls import rpc_async
 
         return _Proxy(self, rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET) -> Any:
-        """The same, whose methods return an `RRef` of their results."""
+        """Return such a proxy whose methods return an `RRef` of their results."""
         from phalanx.rpc.calls import remote
 
         return _Proxy(self, remote, timeout)
 
     def begin(self, timeout: float = UNSET) -> Any:
-        """The same for this package's own calls, whose results this thread waits for later."""
+        """Return such a proxy for internal calls, whose results this thread waits for later."""
         from phalanx.rpc.calls import begin
 
         return _Proxy(self, begin, timeout)
 
     def __repr__(self) -> str:
-        return _said(self._hold.name, self._hold.owner)
+        user_rref = self._user_rref
+        if user_rref.owner == user_rref.fork_id.created_on:
+            return f"OwnerRRef({user_rref.rref_id})"
+        return f"UserRRef(RRefId = {user_rref.rref_id}, ForkId = {user_rref.fork_id})"
 
     def __reduce__(self) -> Any:
-        shipment = context.shipment
-        if shipment is None:
+        pickle_context = thread_local.pickle_context
+        if pickle_context is None:
             raise UsageError(
-                f"{self!r} can only be sent by calls of phalanx.rpc, which count references; it "
-                "can't be pickled or copied otherwise"
+                f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, "
+                f"which counts references; got {self!r}"
             )
-        own, hold, peer = agent(), self._hold, shipment.peer.id
-        # The caller keeps its arguments until the answer is there: that is enough for the owner.
-        counted = hold.owner != peer or shipment.is_answer
-        if counted:
-            change = Change(hold.name, peer, 1)
-            own.count(hold.owner, change)
-            shipment.undo.append(partial(own.count, hold.owner, change._replace(more=-1)))
-        return _arrived, (*hold.name, hold.owner, counted)
+        own, user_rref, peer = agent(), self._user_rref, pickle_context.peer.id
+        # A reference sent to its owner in a request is not counted: the caller keeps its arguments
+        # alive until the answer arrives.
+        is_counted = user_rref.owner != peer or pickle_context.is_answer
+        if is_counted:
+            delta = RefCountDelta(user_rref.rref_id, peer, 1)
+            own.send_ref_count(user_rref.owner, delta)
+            pickle_context.undo.append(
+                partial(own.send_ref_count, user_rref.owner, delta._replace(amount=-1))
+            )
+        return _unpickle, (*user_rref.rref_id, user_rref.owner, is_counted)
 
 
 class _Proxy:
-    """Methods of a value, called where it lives."""
+    """A proxy whose methods are those of a value, called on its owner."""
 
     def __init__(self, rref: RRef[Any], call: Callable[..., Any], timeout: float) -> None:
         self._rref, self._call, self._timeout = rref, call, timeout
@@ -189,42 +222,42 @@ class _Proxy:
 
 
 class _Method:
-    """A method of a value, for a call to its owner: it travels by name, and needs no reference."""
+    """A method of a value, sent to the owner by name; it needs no reference."""
 
     def __init__(self, rref: RRef[Any], method: str) -> None:
         self._rref, self._method = rref, method
         self.__qualname__ = f"{method} of {rref!r}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return _called(self._method, self._rref._hold.name, *args, **kwargs)
+        return _call_method(self._method, self._rref._user_rref.rref_id, *args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return partial, (_called, self._method, tuple(self._rref._hold.name))
+        return partial, (_call_method, self._method, tuple(self._rref._user_rref.rref_id))
 
 
-def _called(method: str, name: tuple[int, int], /, *args: Any, **kwargs: Any) -> Any:
-    bound = getattr(_value(Name(*name)), method)
+def _call_method(method: str, rref_id: tuple[int, int], /, *args: Any, **kwargs: Any) -> Any:
+    bound = getattr(_value(RRefId(*rref_id)), method)
     result = bound(*args, **kwargs)
-    return Deferred(result, bound) if hasattr(bound, DEFERRED) else result
+    return FutureResult(result, bound) if hasattr(bound, ASYNC_EXECUTION_MARK) else result
 
 
-def _value(name: Name) -> Any:
-    """A value that this worker owns; waits until it is there."""
+def _value(rref_id: RRefId) -> Any:
+    """Return a value that this worker owns; wait until it exists."""
     own = agent()
-    value = own.values.at(name)
+    value = own.owned_values.get_or_create(rref_id)
     if not value.is_ready:
-        own.hand_over()
+        own.promote_follower()
         if not value.wait(own.timeout or None):
-            raise CallTimeout(f"{_said(name, own.id)} wasn't there after {own.timeout:g} s")
+            raise CallTimeout(f"{_describe(rref_id, own.id)} wasn't there after {own.timeout:g} s")
     return value.get()
 
 
-def _said(name: Name, owner: int) -> str:
-    return f"RRef({name.creator}.{name.number}, on worker {owner})"
+def _describe(rref_id: RRefId, owner: int) -> str:
+    return f"RRef({rref_id.created_on}.{rref_id.local_id}, on worker {owner})"
 
 
-def _arrived(creator: int, number: int, owner: int, counted: bool) -> RRef[Any]:
-    own, name = agent(), Name(creator, number)
-    if not counted:
-        own.values.count(Change(name, own.id, 1))
-    return RRef._of(own.hold(name, owner))
+def _unpickle(created_on: int, local_id: int, owner: int, is_counted: bool) -> RRef[Any]:
+    own, rref_id = agent(), RRefId(created_on, local_id)
+    if not is_counted:
+        own.owned_values.apply(RefCountDelta(rref_id, own.id, 1))
+    return RRef._from_user_rref(own.make_user_rref(rref_id, owner))

@@ -1,4 +1,4 @@
-"""Who there is: the workers tell each other through the store by which the group, or they, meet.
+"""Rendezvous of the workers, through the store of the process group or one of their own.
 
 A worker listens at a socket of its host, and, if others are on another host, at a port of the
 interface that faces the store. Nothing else listens: there is no second rendezvous.
@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -25,158 +26,196 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 
 from phalanx import env_hosts, key
 from phalanx.address import address_towards
-from phalanx.errors import PhalanxError, UsageError
-from phalanx.rpc import mapped, near
+from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
+from phalanx.rpc.shared_memory import receiver
+from phalanx.rpc.transport import local
+from phalanx.system.host_identity import boot_id, namespace_id
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.rpc.arena import Arena
+    from phalanx.rpc.shared_memory.sender import ShmSender
 
 __all__ = [
-    "Card",
     "WorkerInfo",
+    "WorkerRecord",
     "agree_on_key",
+    "exchange_records",
     "interface_towards",
-    "meet",
-    "own_card",
-    "refuse",
+    "make_record",
+    "publish_failure",
 ]
 
-_LONGEST_NAME = 128
+_NAME = re.compile(r"[A-Za-z0-9\-_:.]+")
+_NAME_LIMIT = 128
 _MOMENT_MILLISECONDS = 1000
+
+
+def check_name(name: object) -> str:
+    """Return the name of a worker if it is valid.
+
+    Raises:
+        UsageError: The name is invalid.
+    """
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"the worker name {name!r}: expected a string")
+    if not name:
+        raise UsageError("the worker name must be non-empty")
+    if len(name) >= _NAME_LIMIT:
+        raise UsageError(
+            f"the worker name {name!r} has {len(name)} characters: it must be shorter than "
+            f"{_NAME_LIMIT}"
+        )
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"Worker name must match ^[A-Za-z0-9-_:.]*$, but got {name!r}")
+    return name
 
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker: its name, unique among all, and its id, which is its rank."""
+    """A worker: its name, unique among all workers, and its id, which is its rank.
+
+    Raises:
+        UsageError: The name is invalid: it has 1 to 127 characters of `A-Z a-z 0-9 - _ : .`.
+    """
 
     name: str
     id: int
 
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+    def __str__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
 
 @dataclass(frozen=True)
-class Card:
-    """What a worker tells of itself."""
+class WorkerRecord:
+    """The record that a worker publishes about itself."""
 
     size: int
-    """How many workers it expects."""
+    """The number of workers that it expects."""
     name: str
     pid: int
     host: str
-    """A name, for people."""
+    """The host name, for display."""
     machine: str
-    """Workers of different ones can't share memory."""
+    """The identity of the machine; workers with different ones can't share memory."""
     address: str
-    """Of its socket for workers of its host."""
-    descriptor: int
-    """Of a piece of memory; who can open it shares the host."""
+    """The address of its socket for workers on its host."""
+    fd: int
+    """A descriptor of shared memory; a process that can open it is on the same host."""
     nonce: str
-    """What stands there."""
+    """The nonce in that memory, in hexadecimal digits."""
     main: str
-    """Which program it runs, so that functions of the main program need not travel."""
+    """A digest of its main program, so that functions of the same program need not be sent."""
 
     @property
     def process(self) -> str:
-        """As in "pid 812 on node-a"."""
+        """The process, as in "pid 812 on node-a"."""
         return f"pid {self.pid} on {self.host}"
 
-    def shares_host(self, own: Card) -> bool:
-        """Whether this process and the worker can share memory, or could while it lived."""
+    def shares_host(self, own: WorkerRecord) -> bool:
+        """Return whether this process and the worker can share memory, or could while it lived."""
         if self.machine != own.machine:
             return False
         nonce = bytes.fromhex(self.nonce)
-        return mapped.opens(self.pid, self.descriptor, nonce) or _has_ended(self.pid)
+        return receiver.can_map(self.pid, self.fd, nonce) or _has_ended(self.pid)
 
 
-def own_card(name: object, arena: Arena) -> Card:
-    """This process.
+def make_record(name: object, shm_sender: ShmSender) -> WorkerRecord:
+    """Return the record of this process.
 
     Raises:
-        UsageError: The name is none.
+        UsageError: The name is invalid.
     """
-    if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-        raise UsageError(f"the name {name!r}: expected a string of 1 to {_LONGEST_NAME} characters")
-    return Card(
+    return WorkerRecord(
         0,
-        name,
+        check_name(name),
         os.getpid(),
         socket.gethostname(),
         _machine(),
         f"phalanx-rpc-{secrets.token_hex(16)}",
-        arena.probe,
-        arena.nonce.hex(),
-        _main(),
+        shm_sender.probe,
+        shm_sender.nonce.hex(),
+        _main_digest(),
     )
 
 
-def meet(store: Store, rank: int, size: int, card: Card, timeout: float) -> list[Card]:
-    """Exchange cards; blocks until all workers are there.
+def exchange_records(
+    store: Store, rank: int, size: int, record: WorkerRecord, timeout: float
+) -> list[WorkerRecord]:
+    """Exchange the records of the workers; block until all workers are there.
 
     Args:
-        store: Where.
-        rank: This worker's id.
-        size: How many workers there are.
-        card: This worker's.
-        timeout: Seconds.
+        store: The store to exchange them through.
+        rank: The id of this worker.
+        size: The number of workers.
+        record: The record of this worker.
+        timeout: Seconds to wait for the other workers.
 
     Raises:
-        UsageError: Two workers have one name or one rank, not all expect as many, or one can't join
-            and has said why.
-        PhalanxError: Some didn't come in time.
+        UsageError: Two workers have the same name or rank, not all expect the same number of
+            workers, or a worker can't join and has reported why.
+        PhalanxError: Some workers did not come in time.
     """
     if store.add(f"here/{rank}", 1) > 1:
         error = UsageError(f"rank {rank} was given to two workers: give each its own, from 0 on")
-        refuse(store, rank, size, card, error)
+        publish_failure(store, rank, size, record, error)
         raise error
-    store.set(f"worker/{rank}", json.dumps(dataclasses.asdict(card) | {"size": size}))
-    # The first one alone at first: one that expects more workers than there are is told so.
-    (first,) = _cards(told(store, ["worker/0"], timeout))
+    store.set(f"worker/{rank}", json.dumps(dataclasses.asdict(record) | {"size": size}))
+    # Only worker 0's record at first: a worker that expects too many workers then gets an error.
+    (first,) = _parse_records(wait_for_values(store, ["worker/0"], timeout))
     _check_size(0, first, rank, size)
-    cards = _cards(told(store, [f"worker/{each}" for each in range(size)], timeout))
+    records = _parse_records(
+        wait_for_values(store, [f"worker/{each}" for each in range(size)], timeout)
+    )
     named: dict[str, int] = {}
-    for each, other in enumerate(cards):
+    for each, other in enumerate(records):
         _check_size(each, other, rank, size)
         if named.setdefault(other.name, each) != each:
             raise UsageError(
-                f"workers {named[other.name]} ({cards[named[other.name]].process}) and {each} "
-                f"({other.process}) have the same name, {other.name!r}: give each its own"
+                f"the worker name {other.name!r} is not unique: workers {named[other.name]} "
+                f"({records[named[other.name]].process}) and {each} ({other.process}) have it; "
+                "give each its own"
             )
-    return cards
+    return records
 
 
-def refuse(store: Store, rank: int, size: int, card: Card, error: Exception) -> None:
-    """Tell all who wait for workers, whichever, that this one can't join, and why."""
-    words = f"worker {card.name!r} (rank {rank}, {card.process}) can't join: {error}"
+def publish_failure(
+    store: Store, rank: int, size: int, record: WorkerRecord, error: Exception
+) -> None:
+    """Tell all waiting workers, whichever they wait for, that this one can't join, and why."""
+    words = f"worker {record.name!r} (rank {rank}, {record.process}) can't join: {error}"
     for each in range(size):
         store.set(f"worker/{each}", json.dumps({"refused": words}))
 
 
-def _cards(texts: list[bytes]) -> list[Card]:
+def _parse_records(texts: list[bytes]) -> list[WorkerRecord]:
     found = [json.loads(text) for text in texts]
     for each in found:
         if "refused" in each:
             raise UsageError(each["refused"])
-    return [Card(**each) for each in found]
+    return [WorkerRecord(**each) for each in found]
 
 
-def _check_size(other: int, card: Card, rank: int, size: int) -> None:
-    if card.size != size:
+def _check_size(other: int, record: WorkerRecord, rank: int, size: int) -> None:
+    if record.size != size:
         raise UsageError(
-            f"worker {rank} expects {size} workers, worker {other} ({card.process}) {card.size}: "
-            "give all the same world_size"
+            f"worker {rank} expects {size} workers, worker {other} ({record.process}) "
+            f"{record.size}: give all the same world_size"
         )
 
 
-def told(store: Store, names: list[str], timeout: float) -> list[bytes]:
-    """What workers have put into the store; blocks until they have.
+def wait_for_values(store: Store, names: list[str], timeout: float) -> list[bytes]:
+    """Return values that workers have put into the store; block until they have.
 
     Raises:
-        PhalanxError: Some haven't in time.
+        PhalanxError: Some are missing after `timeout` seconds.
     """
     try:
         store.wait(names, timedelta(seconds=timeout))
-    except RuntimeError:  # which one depends on the store
+    except RuntimeError:  # the type depends on the store
         missing = [name.rpartition("/")[2] for name in names if not store.check([name])]
         if not missing:
             raise
@@ -188,46 +227,46 @@ def told(store: Store, names: list[str], timeout: float) -> list[bytes]:
 
 
 def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
-    """The key of the job; where it has none, one that worker 0 makes and the store carries.
+    """Return the key of the job; if it has none, worker 0 makes one and the store carries it.
 
     Raises:
-        UsageError: Some workers have the job's key, others don't, or have another.
+        UsageError: Some workers have the job's key, others have none or another one.
     """
     own = key.inherited()
     if rank == 0:
         made = secrets.token_bytes(key.SIZE)
-        store.set("key/0", f"inherited {_proof(own)}" if own else f"made {made.hex()}")
-    (says,) = told(store, ["key/0"], timeout)
-    how, _, what = says.decode().partition(" ")
-    if how == "made" and own is None:
-        return bytes.fromhex(what)
-    if how == "inherited" and own is not None and what == _proof(own):
+        store.set("key/0", f"inherited {_key_digest(own)}" if own else f"made {made.hex()}")
+    (text,) = wait_for_values(store, ["key/0"], timeout)
+    origin, _, value = text.decode().partition(" ")
+    if origin == "made" and own is None:
+        return bytes.fromhex(value)
+    if origin == "inherited" and own is not None and value == _key_digest(own):
         return own
-    given = "has none" if own is None else "has another" if how == "inherited" else "has one"
+    given = "has none" if own is None else "has another" if origin == "inherited" else "has one"
     raise UsageError(
-        f"worker 0 {'has' if how == 'inherited' else 'has no'} key of the job, worker {rank} "
+        f"worker 0 {'has' if origin == 'inherited' else 'has no'} key of the job, worker {rank} "
         f"{given}: start all with `phalanx run`, or give all the same PHALANX_KEY_FILE"
     )
 
 
 def interface_towards(store: Store) -> str:
-    """The address to listen on for workers of other hosts: of the interface that faces the store.
+    """Return the address to listen on for other hosts: that of the interface facing the store.
 
     Raises:
-        UsageError: `PHALANX_INTERFACE` names nothing of this machine.
+        UsageError: `PHALANX_INTERFACE` names nothing on this machine.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    way = env_hosts.gate() or (store.host if isinstance(store, TCPStore) else "")
-    return address_towards(way) or "127.0.0.1"
+    towards = env_hosts.gate() or (store.host if isinstance(store, TCPStore) else "")
+    return address_towards(towards) or "127.0.0.1"
 
 
-def in_url(address: str) -> str:
-    """An address as it stands in front of a port."""
+def url_host(address: str) -> str:
+    """Return an address as it is written before a port."""
     return f"[{address}]" if ipaddress.ip_address(address).version == 6 else address
 
 
-def _proof(own: bytes) -> str:
+def _key_digest(own: bytes) -> str:
     return key.derived(own, "rpc same key").hex()
 
 
@@ -237,21 +276,18 @@ def _has_ended(pid: int) -> bool:
     except ProcessLookupError:
         return True
     try:
-        # What it had open is closed a moment before it has ended.
-        return near.is_readable(process, _MOMENT_MILLISECONDS)
+        # The files of a process are closed a moment before it has ended.
+        return local.is_readable(process, _MOMENT_MILLISECONDS)
     finally:
         os.close(process)
 
 
 def _machine() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot = file.read().strip()
-    spaces = (os.stat(f"/proc/self/ns/{space}").st_ino for space in ("pid", "net"))
-    return f"{boot} {' '.join(map(str, spaces))} {env_hosts.host_id()}"
+    return f"{boot_id()} {namespace_id('pid')} {namespace_id('net')} {env_hosts.host_id()}"
 
 
-def _main() -> str:
-    """The main program: its text, told by a digest; empty if it is no file."""
+def _main_digest() -> str:
+    """Return a digest of the text of the main program; empty if that is not a file."""
     main = sys.modules.get("__mp_main__") or sys.modules.get("__main__")
     try:
         with open(getattr(main, "__file__", None) or "", "rb") as file:

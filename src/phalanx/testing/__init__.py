@@ -1,11 +1,13 @@
-"""What checks an installation or a user's own program.
+"""Tests of an installation, and fault injection for user programs.
 
-`Drill` runs a function on ranks of which some die, stop, come late or leave an operation out; see
-docs/testing-against-failure.md. Faults are planned with `faults` (`kill`, `crash`, `fail`, `stop`,
-`delay`, `skip`) and strike in the rank's own process (`striking`; `arm` does so in a process that
-something else has started). Ranks are forked from `fork_server` and watched by `processes`.
+`Drill` runs a function on ranks and injects faults: a rank dies, stops, arrives late or skips an
+operation; see docs/testing-against-failure.md. `faults` defines the faults (`kill`, `crash`,
+`fail`, `stop`, `delay`, `skip`). `striking` injects them in the rank's own process; `arm` does so
+in a process that another launcher has started. `fork_server` forks the ranks, and `processes`
+watches them.
 
-`selfcheck` is behind `phalanx test`: every operation that exists, against an oracle, on two ranks.
+`selfcheck` implements `phalanx test`: it compares the operations with a reference, on two ranks by
+default.
 """
 
 from phalanx.testing.drill import Drill, Result

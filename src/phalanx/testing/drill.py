@@ -1,4 +1,4 @@
-"""The failure drill: run a function on ranks, let faults strike, and see how each rank ends."""
+"""The failure drill: run a function on ranks, inject faults and report how each rank ends."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["Drill", "Result"]
 
-# How often ranks that are stopped are looked at.
+# Seconds between two checks of stopped ranks.
 _TICK = 0.002
 
 
 @dataclass(frozen=True)
 class Result(Sequence[Ended]):
-    """How the ranks of a drill ended, by rank.
+    """The result of a drill: a sequence of `Ended`, one for each rank.
 
     Attributes:
-        ended: Each rank.
-        faults: Those that were planned.
+        ended: The ends of the ranks, in rank order.
+        faults: The planned faults.
     """
 
     ended: tuple[Ended, ...]
@@ -53,40 +53,41 @@ class Result(Sequence[Ended]):
 
     @property
     def values(self) -> dict[int, Any]:
-        """What the function returned, by rank, on ranks where it returned."""
+        """The return values of the function, by rank, for ranks that returned and ended well."""
         return {rank.rank: rank.value for rank in self.ended if rank.returned}
 
     @property
     def errors(self) -> dict[int, BaseException]:
-        """What the function raised, by rank, on ranks where it raised."""
+        """The exceptions that the function raised, by rank."""
         return {rank.rank: rank.error for rank in self.ended if rank.error is not None}
 
     @property
     def struck(self) -> dict[Fault, float]:
-        """The faults that happened, and when, in monotonic seconds."""
+        """The faults that happened, with their times in monotonic seconds."""
         times = {n: when for rank in self.ended for n, when in rank.struck.items()}
         return {fault: times[n] for n, fault in enumerate(self.faults) if n in times}
 
     @property
     def missed(self) -> list[Fault]:
-        """The faults that didn't happen."""
+        """The faults that did not happen."""
         happened = {n for rank in self.ended for n in rank.struck}
         return [fault for n, fault in enumerate(self.faults) if n not in happened]
 
     def __str__(self) -> str:
-        """Each rank's end in words, with its traceback or what it printed."""
+        """Return a description of each rank's end, with its traceback or its output."""
         return "\n".join(str(rank) for rank in self.ended)
 
 
 class Drill:
-    """Runs functions on ranks of which some suffer faults.
+    """A runner of functions on ranks, with faults injected into some of the ranks.
 
-    The ranks are forked from a process that has imported torch; it starts with the drill and ends
-    with it, so one drill serves many runs. Use it as a context manager, or call `close()`.
+    The ranks are forked from a fork server, a process that has imported torch. The fork server
+    lives as long as the drill, so one drill serves many runs. Use the drill as a context manager,
+    or call `close()`.
 
     Args:
-        preload: Modules for that process to import besides, so that not every rank has to: what
-            your function uses, unless it starts threads when it is imported.
+        preload: Further modules that the fork server imports, so that the ranks need not: those
+            that your function uses, except modules that start threads when they are imported.
 
     Example:
         >>> with Drill() as drill:
@@ -110,7 +111,7 @@ class Drill:
         self.close()
 
     def close(self) -> None:
-        """End the process that forks ranks. A second call does nothing."""
+        """End the fork server. A second call does nothing."""
         self._server.close()
 
     def run(
@@ -125,32 +126,34 @@ class Drill:
         env: Mapping[str, str] | None = None,
         may_miss: bool = False,
     ) -> Result:
-        """Run `fn(*args, **kwargs)` on so many ranks, and tell how each of them ended.
+        """Run `fn(*args, **kwargs)` on `ranks` processes and return how each of them ended.
 
-        Each rank is a process with the environment that `phalanx.launch` gives, so `phalanx.init()`
+        Each rank is a process with the environment that `phalanx.launch` sets, so `phalanx.init()`
         or `torch.distributed.init_process_group(backend)` in `fn` forms their group. A rank that
-        fails doesn't end the others: what they make of it is what a drill is for. Blocks until all
-        ranks have ended; no process is left then, also none that a rank has started. `phalanx jobs`
-        doesn't list drills.
+        fails does not end the others, so that a drill shows how they react. Blocks until all ranks
+        have ended; no process is left then, not even one that a rank has started. `phalanx jobs`
+        does not list drills.
 
-        Faults strike operations of groups of Phalanx, whoever calls them: your code, DDP,
-        functional collectives. On other backends no operation is counted, so none is struck.
+        Faults apply to operations of groups of Phalanx, regardless of the caller: your code, DDP
+        or functional collectives. Operations of other backends are not counted, so no fault
+        applies to them.
 
         Args:
-            fn: What each rank runs. It, its arguments, its result and what it raises travel by
-                cloudpickle.
-            ranks: How many.
+            fn: The function that each rank runs. Cloudpickle serializes the function, its
+                arguments, its result and its exception.
+            ranks: Number of ranks.
             args: Positional arguments, the same for every rank.
             kwargs: Keyword arguments, the same for every rank.
-            faults: What happens to whom: `kill`, `crash`, `fail`, `stop`, `delay`, `skip`.
-            timeout: Seconds that all of it may take.
+            faults: Faults to inject: `kill`, `crash`, `fail`, `stop`, `delay`, `skip`.
+            timeout: Seconds until ranks that still run are killed.
             env: Environment variables for the ranks.
-            may_miss: Accept that a fault doesn't happen, as the rank never gets so far.
+            may_miss: Whether to accept that a fault does not happen because its rank ends before.
 
         Raises:
-            UsageError: A wrong argument; a fault that didn't happen, or can't be pickled.
-            LaunchError: Ranks still ran after `timeout`; they have been killed, and the message has
-                the stacks of their threads.
+            UsageError: An argument is invalid; `fn` or a fault can't be pickled; or a fault did
+                not happen.
+            LaunchError: Ranks still ran after `timeout`. They have been killed, and the message
+                contains the stacks of their threads.
         """
         _check(fn, ranks, args, timeout)
         check(faults, ranks)
@@ -163,8 +166,8 @@ class Drill:
             ) from error
         with tempfile.TemporaryDirectory(prefix="phalanx-drill-") as folder:
             store = host_store()
-            # Drills that fail on purpose must not push out jobs that failed by themselves.
-            # Nor do they belong to the job of a launcher that this process may be a rank of.
+            # Intended failures must not evict the records of real jobs. A drill is also no part of
+            # the job that this process may be a rank of.
             own = {"PHALANX_JOBS_DIR": f"{folder}/jobs", "PHALANX_JOB": ""}
             given = {**own, **(env or {})}
             places = [_environment(rank, ranks, store.port) for rank in range(ranks)]
@@ -179,10 +182,10 @@ class Drill:
 
 
 def _pickled(faults: Sequence[Fault]) -> bytes:
-    """The faults for the ranks: an exception of the user's own script is no import of theirs."""
+    """Return the faults, pickled by cloudpickle: ranks can't import the user's script."""
     for fault in faults:
         try:
-            pickle.loads(cloudpickle.dumps(fault))  # with its own __init__ it may only fail here
+            pickle.loads(cloudpickle.dumps(fault))  # a class with its own __init__ may fail here
         except Exception as error:
             raise UsageError(
                 f"{fault} can't be pickled, so its rank can't get it: {error}"
@@ -192,7 +195,7 @@ def _pickled(faults: Sequence[Fault]) -> bytes:
 
 
 def _run(fn: Callable[..., object], args: Sequence[Any], kwargs: Mapping[str, Any]) -> object:
-    """What each rank runs: `fn`; and a group that it left open is left, as in `phalanx.launch`."""
+    """Run `fn` in a rank, then destroy a group that it left open, as `phalanx.launch` does."""
     value = fn(*args, **kwargs)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -216,7 +219,10 @@ def _carry_out(running: Ranks, faults: tuple[Fault, ...], timeout: float) -> Res
 
 
 def _wait(running: Ranks, stops: list[tuple[int, Fault]], deadline: float) -> list[int]:
-    """Wait for the ranks, and continue those that are stopped; returns those that hang."""
+    """Wait for the ranks, resume stopped ranks in time, and return the ranks that hang.
+
+    Ranks that are stopped for good do not hang. The wait ends when only such ranks are left.
+    """
     waiting, left = list(range(len(running.pids))), stops
     while waiting and time.monotonic() < deadline:
         left = [(n, fault) for n, fault in left if not _continued(running, n, fault)]
@@ -233,7 +239,7 @@ def _continued(running: Ranks, number: int, fault: Fault) -> bool:
     if since is None or fault.resume is None or time.monotonic() < since + fault.resume:
         return False
     if not _is_stopped(running.pids[fault.rank]):
-        return False  # not yet: to continue it now would be too early
+        return False  # SIGCONT before the rank has stopped would have no effect
     with contextlib.suppress(ProcessLookupError):
         running.signal(fault.rank, signal.SIGCONT)
     return True
@@ -248,7 +254,7 @@ def _stopped_for_good(running: Ranks, number: int, fault: Fault) -> bool:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether a process, which must not have been reaped, is stopped by a signal."""
+    """Return whether a signal has stopped a process, which must not have been reaped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 

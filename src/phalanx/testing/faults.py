@@ -1,6 +1,6 @@
-"""Faults: what happens to which rank, at which of its operations.
+"""Faults: an action that a given rank suffers at a given operation.
 
-They are plain values that are planned here and strike in the rank's own process (see `striking`).
+A fault is a plain value. `striking` injects it in the rank's own process.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ OPERATIONS = (
     "scatter",
     "send",
 )
-"""The names of operations, as errors name them."""
+"""The names of operations, as error messages show them."""
 
-# What users call, where that has another name.
+# Other names under which users call these operations.
 _OTHER_NAMES = {
     "all_gather_into_tensor": "all_gather_single",
     "irecv": "recv",
@@ -61,17 +61,17 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, made by `kill`, `crash`, `fail`, `stop`, `delay` or `skip`.
+    """A fault, created by `kill`, `crash`, `fail`, `stop`, `delay` or `skip`.
 
     Attributes:
-        name: Which of these.
-        rank: Who suffers it.
-        at: At which operation, counted from 1.
-        of: Only operations of this name count; all if empty.
-        after: Seconds between the beginning of the operation and the fault.
-        detail: What else it was given, in words.
-        resume: For a rank that is stopped: seconds until it is continued; None for never.
-        act: What the rank does.
+        name: The name of the function that created the fault.
+        rank: The rank that suffers the fault.
+        at: Number of the operation at which the fault happens, counted from 1.
+        of: Name of the operations that count; empty to count all operations.
+        after: Seconds between the start of the operation and the fault.
+        detail: Description of the other arguments.
+        resume: Seconds until a stopped rank is resumed; None for never.
+        act: The action that the rank performs; None for none.
     """
 
     name: str
@@ -102,14 +102,15 @@ class Fault:
 def kill(
     rank: int, at: int, of: str = "", *, by: int = signal.SIGKILL, after: float = 0.0
 ) -> Fault:
-    """Send the rank's process a signal as it begins its `at`-th operation.
+    """Send a signal to the rank's process as the rank begins its `at`-th operation.
 
     Args:
         rank: The rank in the job.
-        at: Which of its operations, counted from 1 over all its groups.
-        of: Count only operations of this name, as "all_reduce".
+        at: Number of the operation, counted from 1 over all groups of the rank.
+        of: Name of the operations to count, such as "all_reduce"; empty to count all operations.
         by: The signal.
-        after: Seconds to let the operation go on before; the rank may be out of it by then.
+        after: Seconds from the start of the operation to the signal. The rank may have finished
+            the operation by then.
     """
     try:
         number = signal.Signals(by)
@@ -120,7 +121,7 @@ def kill(
 
 
 def crash(rank: int, at: int, of: str = "", *, code: int = 1, after: float = 0.0) -> Fault:
-    """End the rank's process at once, without any clean-up (`os._exit`), with this exit code.
+    """End the rank's process with exit code `code`, without any cleanup (`os._exit`).
 
     The other arguments are those of `kill`.
     """
@@ -130,14 +131,14 @@ def crash(rank: int, at: int, of: str = "", *, code: int = 1, after: float = 0.0
 
 
 def fail(rank: int, at: int, of: str = "", *, error: BaseException | None = None) -> Fault:
-    """Raise an exception in the rank's own code, out of the call of its `at`-th operation.
+    """Raise an exception from the rank's call of its `at`-th operation.
 
     Args:
         rank: The rank in the job.
-        at: Which of its operations, counted from 1 over all its groups.
-        of: Count only operations of this name.
-        error: The exception, as `MemoryError()`; a RuntimeError if None. Its class may be
-            one of your script: it travels by cloudpickle.
+        at: Number of the operation, counted from 1 over all groups of the rank.
+        of: Name of the operations to count; empty to count all operations.
+        error: The exception, such as `MemoryError()`; a RuntimeError if None. Its class may be
+            defined in your script, since cloudpickle serializes it.
     """
     if error is None:
         error = RuntimeError("a fault of the drill")
@@ -150,15 +151,15 @@ def fail(rank: int, at: int, of: str = "", *, error: BaseException | None = None
 def stop(
     rank: int, at: int, of: str = "", *, seconds: float | None = None, after: float = 0.0
 ) -> Fault:
-    """Stop the rank's process (SIGSTOP) as it begins its `at`-th operation.
+    """Stop the rank's process (SIGSTOP) as the rank begins its `at`-th operation.
 
     Args:
         rank: The rank in the job.
-        at: Which of its operations, counted from 1 over all its groups.
-        of: Count only operations of this name.
-        seconds: How long; then the drill continues it (SIGCONT). None: until the others have
-            ended, and then it is killed.
-        after: Seconds to let the operation go on before.
+        at: Number of the operation, counted from 1 over all groups of the rank.
+        of: Name of the operations to count; empty to count all operations.
+        seconds: Seconds until the drill resumes the rank (SIGCONT). If None, the rank stays stopped
+            until the others have ended; then it is killed.
+        after: Seconds from the start of the operation to the stop.
     """
     if seconds is not None:
         _check_seconds("stop: seconds", seconds)
@@ -167,7 +168,7 @@ def stop(
 
 
 def delay(rank: int, at: int, of: str = "", *, seconds: float) -> Fault:
-    """Let the rank begin its `at`-th operation so many seconds later.
+    """Delay the rank's `at`-th operation by `seconds`.
 
     The other arguments are those of `kill`.
     """
@@ -177,18 +178,18 @@ def delay(rank: int, at: int, of: str = "", *, seconds: float) -> Fault:
 
 
 def skip(rank: int, at: int, of: str = "") -> Fault:
-    """Leave out the rank's `at`-th operation: to the rank it looks as if it had been done.
+    """Skip the rank's `at`-th operation; to the rank, the operation appears to have completed.
 
-    Its tensors stay as they are. The other arguments are those of `kill`.
+    Its tensors are left unchanged. The other arguments are those of `kill`.
     """
     return Fault("skip", rank, at, _named(of))
 
 
 def check(faults: object, ranks: int) -> None:
-    """Check that it is a list (or tuple) of faults of a job of so many ranks.
+    """Check that `faults` is a list or tuple of faults for a job of `ranks` ranks.
 
     Raises:
-        UsageError: It isn't.
+        UsageError: It is not.
     """
     if not isinstance(faults, list | tuple):
         raise UsageError(f"faults is {faults!r}, expected a list, as [kill(rank=1, at=3)]")
@@ -206,10 +207,10 @@ def _named(of: str) -> str:
 
 
 def check_number(what: str, number: object, least: int, most: float = float("inf")) -> None:
-    """Check that it is an integer, at least and at most these.
+    """Check that `number` is an integer from `least` to `most`.
 
     Raises:
-        UsageError: It isn't.
+        UsageError: It is not.
     """
     if not isinstance(number, int) or isinstance(number, bool) or not least <= number <= most:
         end = "" if most == float("inf") else f" to {most}"

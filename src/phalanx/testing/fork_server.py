@@ -1,10 +1,10 @@
-"""The process that ranks are forked from: torch is imported once, and not once for each rank.
+"""The fork server: it imports torch once and forks the ranks, which need not import it again.
 
-A forked rank is a process like any other: it has a pid and a session of its own, is killed like
-any other, and ends like any other, by falling off the end of this script, with `atexit` and all
-(unless it is a `brief` one). The server has no threads and no groups that a rank could inherit. It
-keeps the ranks that have ended as zombies until it is told to reap them, so that their peers can
-see how they ended. When its client is gone it ends, and the kernel kills the ranks that are left.
+A forked rank is an ordinary process. It has its own pid and session, can be killed, and ends by
+reaching the end of this script, so its `atexit` handlers run (unless its task is `brief`). The
+server has no threads and no groups that a rank could inherit. Ranks that have ended stay zombies
+until the client requests that the server reap them, so that their peers can see how they ended.
+The server ends when its client is gone; the kernel then kills the remaining ranks.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ __all__ = ["Outcome", "Task", "main"]
 
 @dataclass(frozen=True)
 class Task:
-    """What one rank has to do.
+    """The task of one rank.
 
     Attributes:
         call: Pickled `(function, arguments, keyword arguments)`.
-        folder: Where outcome, stdout and stderr go.
-        rank: Its number, part of the names of these files.
-        environment: Variables to set.
-        faults: Those of all ranks, pickled by cloudpickle, to be armed; None: nothing is counted.
-        brief: After the function has returned, end without Python's own end, which costs more than
-            most functions of tests.
+        folder: Folder of the files for outcome, stdout and stderr.
+        rank: Number of the rank, part of the names of these files.
+        environment: Environment variables to set.
+        faults: Faults of all ranks, pickled by cloudpickle; None to count no operations.
+        brief: Whether to skip Python's finalization after the function has returned. Finalization
+            takes longer than most test functions.
     """
 
     call: bytes
@@ -52,13 +52,13 @@ class Task:
     brief: bool = False
 
     def file(self, name: str) -> Path:
-        """A file of this rank."""
+        """Return the path of a file of this rank."""
         return Path(self.folder, f"{name}-{self.rank}")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank hands back: a value, or an exception; and when (monotonic seconds) that was."""
+    """The outcome of a rank: a value or an exception, and its time in monotonic seconds."""
 
     value: Any = None
     error: BaseException | None = None
@@ -67,9 +67,9 @@ class Outcome:
 
 
 def main() -> None:
-    """Serve; in a forked rank, run its task."""
+    """Serve requests; in a forked rank, run the rank's task."""
     descriptor, modules, *sys.path[:] = sys.argv[1:]
-    # What ranks need, so that they find it imported.
+    # Imported here so that ranks inherit them.
     import cloudpickle
     import torch
 
@@ -80,9 +80,9 @@ def main() -> None:
     del cloudpickle, phalanx
     for module in filter(None, modules.split(",")):
         importlib.import_module(module)
-    # Objects of these modules are never collected: the ends of the ranks needn't look at them.
+    # Spares the ranks a garbage collection of these modules' objects when they end.
     gc.freeze()
-    # Ranks outnumber the cores in most drills, and threads would be lost in the fork.
+    # Ranks outnumber the cores in most drills, and threads do not survive a fork.
     torch.set_num_threads(1)
     task = _serve(Connection(int(descriptor)))
     if task is not None:
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def _serve(connection: Connection) -> Task | None:
-    """Answer requests until the client is gone; in a forked rank, returns its task."""
+    """Answer requests until the client is gone; in a forked rank, return the rank's task."""
     while True:
         try:
             request, argument = connection.recv()
@@ -107,7 +107,7 @@ def _serve(connection: Connection) -> Task | None:
 
 
 def _start(tasks: Sequence[Task], connection: Connection) -> Task | None:
-    """Fork a rank for each task, and tell their pids; returns the task in the rank."""
+    """Fork a rank for each task and send the pids to the client; in a rank, return its task."""
     server, pids = os.getpid(), list[int]()
     for task in tasks:
         try:
@@ -136,8 +136,8 @@ def _import(module: str) -> Exception | None:
 
 
 def _reap(pid: int) -> int:
-    """The wait status of a rank that has ended; what it started and left behind is killed."""
-    # Until it is reaped nobody else can have its number.
+    """Kill a rank's process group, wait until the rank has ended, and return its wait status."""
+    # The pid can't be reused before the rank is reaped.
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
     return os.waitpid(pid, 0)[1]
@@ -180,8 +180,8 @@ def _deliver(task: Task, outcome: Outcome) -> None:
 
     try:
         data = cloudpickle.dumps(outcome)
-        pickle.loads(data)  # an exception with its own __init__ may only fail here
-    except Exception as error:  # noqa: BLE001 - whatever the object's own code raises
+        pickle.loads(data)  # an exception with its own __init__ may fail only here
+    except Exception as error:  # noqa: BLE001 - the object's own code may raise anything
         data = cloudpickle.dumps(_without_object(outcome, error))
     part = task.file("part")
     part.write_bytes(data)
@@ -189,7 +189,7 @@ def _deliver(task: Task, outcome: Outcome) -> None:
 
 
 def _without_object(outcome: Outcome, reason: Exception) -> Outcome:
-    """The same outcome, of which the value or the exception can't travel."""
+    """Return a substitute for an outcome whose value or exception can't be pickled."""
     if outcome.error is None:
         kind = type(outcome.value).__qualname__
         return Outcome(

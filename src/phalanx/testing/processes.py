@@ -1,4 +1,4 @@
-"""Ranks as processes: started by the fork server, watched, signalled, ended and collected."""
+"""Processes of ranks: start them through the fork server, then watch, signal and collect them."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from multiprocessing import Pipe
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
+from phalanx.system.signals import signal_name
 from phalanx.testing.fork_server import Outcome, Task
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ended", "ForkServer", "Ranks"]
 
-# Seconds that the server has for an answer; the first comes after it has imported torch.
+# Seconds that the server has for an answer; before the first one, it imports torch.
 _PATIENCE = 60.0
 _SERVER = (
     "import sys; sys.path[:] = sys.argv[3:]; from phalanx.testing.fork_server import main; main()"
@@ -33,18 +34,19 @@ _SERVER = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended.
+    """A description of how a rank ended.
 
     Attributes:
-        rank: Its number in the job.
-        pid: What its process was.
-        code: The exit code; negative: the signal that killed it.
-        hung: Whether it had to be killed, since its time was up.
-        outcome: What it handed back; None if it died before.
-        stdout: What it printed.
-        stderr: The same; where it hung or crashed, with the stack of every thread.
-        operations: The names of its operations, in order, if they were counted.
-        struck: When (monotonic seconds) faults struck it, by their index among all.
+        rank: Number of the rank in the job.
+        pid: Process ID of the rank.
+        code: Exit code; if negative, the negated number of the signal that killed the rank.
+        hung: Whether the rank was killed because it exceeded the time limit.
+        outcome: Outcome that the rank delivered; None if it died before.
+        stdout: Contents of the rank's stdout.
+        stderr: Contents of the rank's stderr; if the rank hung or crashed, with the stack of every
+            thread.
+        operations: Names of the rank's operations, in order, if they were counted.
+        struck: Times of the rank's faults in monotonic seconds, by index among all faults.
     """
 
     rank: int
@@ -59,29 +61,29 @@ class Ended:
 
     @property
     def value(self) -> Any:
-        """What the function returned; None if it didn't."""
+        """The return value of the function; None if it did not return."""
         return None if self.outcome is None else self.outcome.value
 
     @property
     def error(self) -> BaseException | None:
-        """What the function raised; None if it returned or was killed."""
+        """The exception that the function raised; None if it returned or the rank was killed."""
         return None if self.outcome is None else self.outcome.error
 
     @property
     def returned(self) -> bool:
-        """Whether the function returned and the process ended well."""
+        """True if the function returned and the process exited with code 0."""
         return self.outcome is not None and self.error is None and self.code == 0
 
     @property
     def time(self) -> float:
-        """When the function returned or raised, in monotonic seconds; NaN if it did neither."""
+        """The time at which the function returned or raised, in monotonic seconds, or NaN."""
         return float("nan") if self.outcome is None else self.outcome.time
 
     def __str__(self) -> str:
-        """The end in words, with the traceback or what it printed."""
+        """Return a description of the end, with the traceback or the output of the rank."""
         how = f"exited with code {self.code}"
         if self.code < 0:
-            how = f"was killed by {_signal_name(-self.code)}"
+            how = f"was killed by {signal_name(-self.code)}"
         if self.hung:
             how = "hung and was killed"
         traceback = self.outcome.traceback if self.outcome is not None else ""
@@ -91,11 +93,11 @@ class Ended:
 
 
 class ForkServer:
-    """A process that has imported torch, and forks ranks.
+    """A process that has imported torch and forks ranks.
 
     Args:
-        modules: What to import besides, so that not every rank has to.
-        environment: Variables for all ranks.
+        modules: Further modules to import, so that the ranks need not.
+        environment: Environment variables for all ranks.
     """
 
     def __init__(
@@ -109,12 +111,12 @@ class ForkServer:
             pass_fds=[theirs.fileno()],
             env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
-            # Ctrl-C reaches the client alone, which ends the ranks.
+            # Ctrl-C reaches only the client, which ends the ranks.
             start_new_session=True,
         )
         theirs.close()
         self.close = weakref.finalize(self, _close, self._connection, self._process)
-        """End the server, and with it all ranks that are left."""
+        """End the server and all remaining ranks."""
 
     def start(self, tasks: Sequence[Task]) -> Ranks:
         """Fork a process for each task."""
@@ -122,11 +124,11 @@ class ForkServer:
         return Ranks(self, tasks, pids)
 
     def preload(self, module: str) -> None:
-        """Import a module, so that ranks that are started later find it imported."""
+        """Import a module in the server, so that ranks started later inherit it."""
         self._ask("import", module)
 
     def reap(self, pids: Sequence[int]) -> list[int]:
-        """The wait statuses of ranks that have ended; they are gone then."""
+        """Reap ranks that have ended and return their wait statuses."""
         statuses: list[int] = self._ask("reap", list(pids))
         return statuses
 
@@ -148,7 +150,7 @@ class ForkServer:
 
 
 class Ranks:
-    """Ranks that have been started and not yet collected."""
+    """Ranks that have been started but not yet collected."""
 
     def __init__(self, server: ForkServer, tasks: Sequence[Task], pids: Sequence[int]) -> None:
         self.pids = list(pids)
@@ -158,15 +160,19 @@ class Ranks:
 
     @property
     def folder(self) -> Path:
-        """Where the ranks' files are."""
+        """The folder of the ranks' files."""
         return self._tasks[0].file("outcome").parent
 
     def signal(self, rank: int, number: int) -> None:
-        """Send a rank a signal. ProcessLookupError: it has been collected."""
+        """Send a signal to a rank.
+
+        Raises:
+            ProcessLookupError: The rank has been reaped.
+        """
         signal.pidfd_send_signal(self._handles[rank], number)
 
     def wait(self, limit: float, ranks: Iterable[int] | None = None) -> list[int]:
-        """Block until ranks have ended; returns those that haven't within `limit` seconds."""
+        """Wait until ranks have ended; return those that still run after `limit` seconds."""
         deadline = time.monotonic() + limit
         chosen = range(len(self.pids)) if ranks is None else ranks
         waiting = {rank: self._handles[rank] for rank in chosen}
@@ -184,8 +190,8 @@ class Ranks:
         return list(waiting)
 
     def end(self, ranks: Sequence[int]) -> None:
-        """Kill ranks that hang; the stacks of their threads go to their stderr before."""
-        # Python's faulthandler answers to SIGABRT, also where no Python code can run.
+        """Kill ranks that hang, after they have written their threads' stacks to stderr."""
+        # Python's faulthandler handles SIGABRT even if no Python code can run.
         for number, patience in ((signal.SIGABRT, 1.0), (signal.SIGKILL, _PATIENCE)):
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
@@ -193,7 +199,7 @@ class Ranks:
             self.wait(patience, ranks)
 
     def collect(self, hung: Sequence[int] = ()) -> list[Ended]:
-        """Kill the ranks that still run, and tell how all of them ended."""
+        """Kill the ranks that still run and return how all of them ended."""
         for rank in range(len(self.pids)):
             with contextlib.suppress(ProcessLookupError):
                 self.signal(rank, signal.SIGKILL)
@@ -204,7 +210,7 @@ class Ranks:
         return [self._ended(rank, status, rank in hung) for rank, status in enumerate(statuses)]
 
     def struck(self, rank: int) -> dict[int, float]:
-        """When faults have struck a rank so far, by their index."""
+        """Return the times of the faults that a rank has suffered so far, by their index."""
         return self._record(rank)[1]
 
     def _ended(self, rank: int, status: int, hung: bool) -> Ended:
@@ -235,7 +241,7 @@ class Ranks:
 
 
 def _text(path: Path) -> str:
-    """What a file holds; nothing if the rank ended before it made it."""
+    """Return the contents of a file; empty if the rank ended before it created the file."""
     return path.read_text(errors="replace") if path.exists() else ""
 
 
@@ -246,10 +252,3 @@ def _close(connection: Any, process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -1,7 +1,7 @@
-"""The self-check: every operation on real ranks, against values computed without Phalanx.
+"""The self-check: operations on real ranks, compared with values computed without Phalanx.
 
-Each check returns the pair (what came out, what was expected); it runs on every rank. Inputs are
-random but known to all ranks, so that each can compute in numpy float64 what must come out.
+Each check runs on every rank and returns a pair (result, expected result). Inputs are random but
+known to all ranks, so each rank can compute its expected result with numpy in float64.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch.distributed import ReduceOp
 
 Pair = tuple[torch.Tensor, np.ndarray[Any, Any]]
 
-# One element, a few, one page and a bit, and more than the small path takes.
+# One element, a few, slightly more than one page, and more than the path for small sizes takes.
 SIZES = (1, 7, 1031, 70_001)
 _POISON = float("nan")
 
 
 def inputs(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
-    """The tensors of all ranks, as every rank knows them; float64 [count] each."""
+    """Return the inputs of all ranks, the same on every rank; float64 [count] each."""
     size = dist.get_world_size()
     return [np.random.default_rng([seed, rank]).uniform(0.5, 2.0, count) for rank in range(size)]
 
@@ -99,7 +99,7 @@ def _barrier(_count: int, _seed: int) -> Pair:
 
 
 def _ring(count: int, seed: int, *, blocking: bool) -> Pair:
-    """Each rank sends to the next and receives from the one before."""
+    """Send to the next rank and receive from the previous rank."""
     given = inputs(count, seed)
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
@@ -137,10 +137,10 @@ CHECKS: dict[str, Callable[[int, int], Pair]] = {
 
 
 def check(seed: int, timeout: float) -> dict[str, str]:
-    """Run every check on this rank; by name, what was wrong, or "".
+    """Run every check on this rank; return the failure of each check by name, or "" if none.
 
     Args:
-        seed: Of the inputs; the same on every rank.
+        seed: Seed of the inputs; the same on every rank.
         timeout: Seconds that an operation may wait for its peers.
     """
     dist.init_process_group("phalanx", timeout=timedelta(seconds=timeout))

@@ -1,8 +1,9 @@
-"""Faults in force in this process: its groups are of a class in which operations count and suffer.
+"""Fault injection in this process, by a subclass of the process group that counts operations.
 
-The class takes the place of the backend's own while faults are armed. So a process without faults
-runs no line of this, and one with faults has them wherever an operation comes from: the user's
-code, DDP's reducer and functional collectives, which reach the same methods out of C++.
+The subclass replaces the backend's process group while faults are armed. A process without faults
+therefore runs none of this code. In a process with faults, they apply to operations of every
+caller: the user's code, DDP's reducer and functional collectives, which call the same methods from
+C++.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ _Sound = process_group.ProcessGroup
 
 
 def arm(faults: Sequence[Fault], rank: int | None = None, *, record: str | None = None) -> None:
-    """Have this process suffer those faults that are meant for it; `Drill` does so in each rank.
+    """Enable the faults of this process's rank; `Drill` calls this in each rank.
 
-    For processes that something else starts, as torchrun does: call it before the group is formed.
-    Operations count from now on, in all groups of Phalanx that are formed from now on; those that
-    NCCL carries out don't count. Faults that were armed before are forgotten.
+    In processes that another launcher starts, such as torchrun, call it before the group is formed.
+    Counting starts now, for operations of all groups of Phalanx that are formed from now on.
+    Operations that NCCL carries out do not count. Faults armed before are discarded.
 
     Args:
-        faults: Of any rank.
-        rank: This process's rank in the job; what `RANK` says if None.
-        record: A file to which operations and faults are written as they happen.
+        faults: Faults of any rank.
+        rank: Rank of this process in the job; the value of `RANK` if None.
+        record: Path of a file to which operations and faults are appended as they happen.
 
     Raises:
-        UsageError: No rank is given, and `RANK` is not set; something that isn't a fault.
+        UsageError: `rank` is None and `RANK` is not set, or `faults` contains something that is
+            not a fault.
     """
     if rank is None:
         if not os.environ.get("RANK", "").isdigit():
@@ -55,13 +57,13 @@ def arm(faults: Sequence[Fault], rank: int | None = None, *, record: str | None 
 
 
 def disarm() -> None:
-    """Forget all faults; groups that are formed from now on have nothing to do with them."""
+    """Discard all faults; groups formed from now on are of the backend's own class."""
     _Armed.plan = None
     process_group.ProcessGroup = _Sound  # type: ignore[misc]
 
 
 class _Plan:
-    """The faults of one rank, and how far it has come."""
+    """The pending faults of one rank, and the counts of its operations."""
 
     def __init__(self, faults: Sequence[Fault], rank: int, record: str | None) -> None:
         self._waiting = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
@@ -71,7 +73,7 @@ class _Plan:
         self._record = None if record is None else os.open(record, flags, 0o600)
 
     def strike(self, name: str) -> bool:
-        """Count an operation and do what is planned for it; whether to leave it out."""
+        """Count an operation and inject its faults; return whether to skip the operation."""
         with self._lock:
             self._write(name)
             due = self._due(name)
@@ -107,9 +109,9 @@ class _Plan:
 
 
 class _Armed(_Sound):
-    """A group in which each operation may be the one that a fault strikes.
+    """A process group that injects faults into operations.
 
-    What it overrides is where all operations pass, once each, with their arguments checked.
+    Every operation passes exactly one of the overridden methods, with its arguments checked.
     """
 
     plan: _Plan | None = None
@@ -131,4 +133,4 @@ class _Armed(_Sound):
 
 
 def _nothing(_timeout: float) -> None:
-    """In the place of the core's call of an operation that is left out."""
+    """Do nothing, in place of the core's call of a skipped operation."""

@@ -1,9 +1,9 @@
-"""Who shares a host, and how the ranks of a group come to share a segment.
+"""The assignment of ranks to hosts, and the setup of the segment that the ranks of a host share.
 
-`join` is the one entry: it takes the group's store and gives back the `Layout` of the group, which
-says who shares a host, and the native group of this rank's host. That two ranks share a host is
-proved, not assumed: each opens a piece of the other's memory and finds a nonce in it. Ranks of
-other hosts reach this one at `own_address`.
+`join` is the only entry point. It takes the group's store and returns the `Layout` of the group,
+which lists the ranks of each host, and the native group of this rank's host. Two ranks prove that
+they share a host: each opens a piece of the other's memory and finds a nonce in it. Ranks of other
+hosts reach this rank at `own_address`.
 """
 
 from phalanx.topology.address import address_towards, interface_address, own_address

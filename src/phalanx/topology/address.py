@@ -1,4 +1,4 @@
-"""At which address of this machine the hosts of a group reach it."""
+"""The address at which the other hosts of a group reach this machine."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ __all__ = ["address_towards", "interface_address", "own_address"]
 
 
 def own_address(store: Store, places: Sequence[Place]) -> str:
-    """The address to listen on, for other hosts.
+    """Return the address on which to listen for other hosts.
 
-    That of the interface that `PHALANX_INTERFACE` names; else the one from which this machine
-    reaches the host of the store, which is where the other hosts are; where that can't be told (a
-    store in a file), the loopback interface's.
+    `PHALANX_INTERFACE` takes precedence. Otherwise, this is the address from which this machine
+    reaches the host of `PHALANX_GATE`, or else the host of the store. If neither is known (a store
+    in a file) or reachable, it is the address of the loopback interface.
 
     Args:
-        store: The group's.
-        places: Where all ranks are.
+        store: The group's store.
+        places: The places of all ranks.
 
     Raises:
-        UsageError: The variable names no interface or address of this machine; or the address would
-            be that of the loopback interface, where ranks are on other machines.
+        UsageError: The variable names no interface or address of this machine. Or the address is a
+            loopback address, but some ranks are on other machines.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store

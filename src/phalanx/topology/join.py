@@ -1,4 +1,4 @@
-"""Bringing the ranks of a group together: into one segment those that share a host."""
+"""The formation of a group: the ranks of each host enter one shared segment."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.topology.layout import Layout, ranges, sorted_into_hosts
 from phalanx.topology.place import Place, Probe
+from phalanx.topology.rounds import enter_round
 from phalanx.topology.waiting import Meeting, key
 
 if TYPE_CHECKING:
@@ -34,54 +35,60 @@ def join(
     members: Sequence[int] = (),
     where: Callable[[int, str], str] | None = None,
     engine: str = "",
-) -> tuple[Layout, list[Place], _native.Group]:
-    """Enter the group as `rank` of `size`; blocks until all ranks have entered.
+) -> tuple[Store, Layout, list[Place], _native.Group]:
+    """Enter the group as `rank` of `size`; blocks until all ranks have arrived.
 
-    Each rank tells where it is, finds out whose memory it can open, and tells that too: so all know
-    who shares a host. The lowest rank of each host creates the segment and publishes where it is;
-    the others open it and prove by its nonce that it is the same memory. No rank is in before all
-    of its host are: a failure on one is raised on all.
+    Each rank publishes its place, tries to open the memory of the others, and publishes the result,
+    so that all ranks derive the same layout. The lowest rank of each host creates the segment and
+    publishes its location. The others open it and verify its nonce. No rank returns before all
+    ranks of its host have entered. A failure on one rank is raised on all. Processes that have left
+    the group may form it again in the same store (see `rounds`).
 
     Args:
         store: The group's store. Keys begin with "phalanx/".
         rank: This process's rank in the group.
         size: World size of the group.
-        timeout: How long to wait for the others.
+        timeout: The time to wait for the other ranks.
         name: The group's name, for the black box.
-        members: Ranks in the job by rank in the group, for the black box; all, if there are none.
-        where: What is known of a rank of the group that doesn't come, a sentence without its
-            subject, or nothing. It is given the rank, and the process that has claimed it, as in
-            "pid 812 on node-a"; empty, if none has.
-        engine: What is to carry bytes between hosts, the same on all ranks.
+        members: Ranks in the job by rank in the group, for the black box; if empty, all ranks.
+        where: Describes a missing rank of the group in a predicate without a subject, or "". Its
+            arguments are the rank, and the process that has claimed it, as in "pid 812 on node-a";
+            empty if none has.
+        engine: The engine between hosts, the same on all ranks.
 
     Returns:
-        Who shares a host, where each rank is, and the native group of this rank's host.
+        A store that only this round of the group uses, the layout of the group, the place of each
+        rank, and the native group of this rank's host.
 
     Raises:
-        UsageError: The rank doesn't fit the world size, or another process has claimed it.
-        CollectiveTimeout: Ranks that didn't come in time are named, with what is known of them.
-        PhalanxError: A rank could not open the segment, for the reason given.
+        UsageError: The rank does not fit the world size, another process has claimed it, or the
+            ranks called `new_group` in different orders.
+        CollectiveTimeout: Some ranks did not arrive in time; the message names and describes them.
+        PhalanxError: A rank could not join, for the reason given.
     """
     _check_place(rank, size)
     if size == 1:
-        # There is nobody to meet, and PyTorch gives the groups of one rank that `new_subgroups`
-        # makes inside of different groups the same place in the store.
+        # A group of one rank needs no store. PyTorch gives such groups the same prefix in the
+        # store if `new_subgroups` makes them inside of different groups.
         store = HashStore()
     joining = _native.Joining(name, rank, size, ranges(members or range(size)))
-    meeting = Meeting(store, rank, size, time.monotonic(), timeout.total_seconds(), joining, where)
+    seconds = timeout.total_seconds()
+    meeting = Meeting(store, rank, size, time.monotonic(), seconds, joining, where, members)
     try:
         with Probe() as probe:
-            layout, places = _meet(meeting, engine, probe)
+            own = Place.of_this_process(size, engine, probe)
+            meeting = enter_round(meeting, own)
+            layout, places = _meet(meeting, own)
             group = _enter(meeting, layout)
     except BaseException as error:
         joining.end(_outcome(error))
         raise
     joining.end("ok")
-    return layout, places, group
+    return meeting.store, layout, places, group
 
 
 def _outcome(error: BaseException) -> str:
-    """What the black box says of a group that `error` kept from being formed."""
+    """Return the outcome for the black box of a group whose formation failed with `error`."""
     if isinstance(error, CollectiveTimeout):
         return "timeout"
     return "interrupted" if isinstance(error, KeyboardInterrupt) else "system"
@@ -94,10 +101,8 @@ def _check_place(rank: int, size: int) -> None:
         raise UsageError(f"rank {rank} in a group of {size}: expected 0 to {size - 1}")
 
 
-def _meet(meeting: Meeting, engine: str, probe: Probe) -> tuple[Layout, list[Place]]:
-    """Tell the others where this rank is, and learn who shares a host."""
-    own = Place.of_this_process(meeting.size, engine, probe)
-    _claim(meeting, own)
+def _meet(meeting: Meeting, own: Place) -> tuple[Layout, list[Place]]:
+    """Exchange places with the other ranks and derive the layout of the group."""
     _compare(meeting, own, Place.parse(meeting.one("rank", 0)))
     places = [Place.parse(text) for text in meeting.everyone("rank")]
     opened = [
@@ -117,19 +122,8 @@ def _meet(meeting: Meeting, engine: str, probe: Probe) -> tuple[Layout, list[Pla
     return layout, places
 
 
-def _claim(meeting: Meeting, own: Place) -> None:
-    """Make this process the one that is `rank`."""
-    rank, size = meeting.rank, meeting.size
-    holder = meeting.store.compare_set(key("rank", rank), "", own.text).decode()
-    if holder != own.text:
-        raise UsageError(
-            f"rank {rank} of {size} is taken already by {Place.parse(holder).process}: "
-            "give each process a rank of its own, and each run a store (port or file) of its own"
-        )
-
-
 def _compare(meeting: Meeting, own: Place, first: Place) -> None:
-    """Check that this rank and rank 0, and so all, were started alike."""
+    """Check that this rank and rank 0, and so all ranks, were started alike."""
     for what, mine, theirs in (
         ("Phalanx", own.phalanx, first.phalanx),
         ("torch", own.torch, first.torch),
@@ -157,7 +151,7 @@ def _compare(meeting: Meeting, own: Place, first: Place) -> None:
 
 
 def _enter(meeting: Meeting, layout: Layout) -> _native.Group:
-    """Enter the segment of this rank's host, with all others that share it."""
+    """Enter the segment of this rank's host together with all other ranks of that host."""
     try:
         group = _create(meeting, layout) if layout.local_rank == 0 else _open(meeting, layout)
     except OSError as error:
@@ -205,8 +199,8 @@ def _open(meeting: Meeting, layout: Layout) -> _native.Group:
 def _wait_for_all(meeting: Meeting, layout: Layout, group: _native.Group) -> None:
     """Wait until all ranks of the host are present in the segment.
 
-    The store is asked only for failures: rank 0, which may host it, may be done and gone by the
-    time that a rank looks again.
+    The store is queried only for failures. Rank 0, which may host the store, may have exited before
+    a rank looks again.
     """
 
     def absent() -> list[int]:

@@ -1,4 +1,4 @@
-"""Which ranks of a group share a host."""
+"""The ranks of a group by host."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class Layout:
 
     @cached_property
     def host(self) -> int:
-        """The number of this rank's host."""
+        """The index of this rank's host."""
         return self.host_of(self.rank)
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's host: by local rank."""
+        """The ranks of this rank's host, by local rank."""
         return self.hosts[self.host]
 
     @cached_property
     def local_rank(self) -> int:
-        """This rank's number among those of its host."""
+        """The index of this rank among those of its host."""
         return self.ranks.index(self.rank)
 
     @property
@@ -46,12 +46,12 @@ class Layout:
 
     @cached_property
     def even(self) -> bool:
-        """Whether all hosts have equally many ranks, so that each local rank has a rail."""
+        """True if all hosts have equally many ranks, so that each local rank has a rail."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
     @property
     def rail(self) -> tuple[int, ...]:
-        """The ranks with this local rank on all hosts, by host; only where hosts are even."""
+        """The ranks with this local rank on all hosts, by host; valid only if hosts are even."""
         return tuple(ranks[self.local_rank] for ranks in self.hosts)
 
     @property
@@ -60,18 +60,18 @@ class Layout:
         return tuple(ranks[0] for ranks in self.hosts)
 
     def host_of(self, rank: int) -> int:
-        """The number of a rank's host."""
+        """Return the index of a rank's host."""
         return next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
 
 
 def sorted_into_hosts(rank: int, opened: Mapping[int, Set[int]]) -> Layout:
-    """The layout that follows from whose memory each rank can open.
+    """Return the layout of a group, given the ranks whose memory each rank can open.
 
-    Two ranks share a host if each can open the other's memory. A rank belongs to the host of the
-    lowest rank with which it does so; all ranks come to the same.
+    Two ranks share a host if each can open the other's memory. A rank belongs to the first host
+    whose lowest rank shares a host with it. All ranks come to the same result.
 
     Args:
-        rank: Whose layout it is.
+        rank: The rank that the layout is for.
         opened: By rank, the ranks whose memory it can open.
     """
     hosts: list[list[int]] = []
@@ -89,7 +89,7 @@ def _mutual(one: int, other: int, opened: Mapping[int, Set[int]]) -> bool:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ranks in the order given, runs of them as ranges: "0-3,6"."""
+    """Format ranks in the given order, with consecutive ranks as ranges: "0-3,6"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:

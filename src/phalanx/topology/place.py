@@ -1,26 +1,25 @@
-"""Where a rank is, as it tells the others, and the proof that two ranks share a host.
+"""The place of a rank, which it publishes, and the proof that two ranks share a host.
 
-What a rank tells (its machine, its pid) decides only whom it is worth trying: host names, boot
-numbers and namespaces lie in containers. The proof is that one opens a piece of the other's memory
-and finds there the nonce that the other has told.
+The published machine and pid only decide if an attempt is worthwhile: host names, boot ids and
+namespaces can mislead in containers. The proof is that one rank opens a piece of the other's memory
+and finds the nonce that the other has published.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import os
 import secrets
 import socket
 import struct
-from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from phalanx import _native, env_hosts
+from phalanx.system.host_identity import boot_id, namespace_id
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -30,38 +29,37 @@ __all__ = ["Place", "Probe"]
 _NONCE = struct.Struct("<QQ")
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a rank tells of itself."""
+class Place(NamedTuple):
+    """The record that a rank publishes of itself."""
 
     size: int
-    """The world size that it was given."""
+    """The world size given to the rank."""
     pid: int
     host: str
-    """A name, for people."""
+    """The host's name, for messages."""
     machine: str
-    """Ranks of different ones can't share memory, those of one may."""
+    """An identifier of the machine; only ranks with the same one can share memory."""
     network: str
-    """Ranks of different ones don't reach each other by the loopback interface."""
+    """An identifier of the network namespace, inside which the loopback interface connects."""
     descriptor: int
-    """Of its probe."""
+    """The file descriptor of the rank's probe."""
     nonce: int
     layout: int
     """The version of the segment's layout."""
     phalanx: str
     torch: str
     engine: str
-    """What it would have carry bytes between hosts."""
+    """The engine between hosts that the rank was given."""
 
     @classmethod
     def of_this_process(cls, size: int, engine: str, probe: Probe) -> Place:
-        """This process, with what proves that it is here."""
+        """Return the place of this process, which holds `probe`."""
         return cls(
             size,
             os.getpid(),
             socket.gethostname(),
             _machine(),
-            f"{_boot()} {os.stat('/proc/self/ns/net').st_ino}",
+            f"{boot_id()} {namespace_id('net')}",
             probe.descriptor,
             probe.nonce,
             _native.LAYOUT_VERSION,
@@ -72,21 +70,21 @@ class Place:
 
     @classmethod
     def parse(cls, text: str) -> Place:
-        """From what `text` wrote."""
+        """Return the place that `text` serialized."""
         return cls(**json.loads(text))
 
     @property
     def text(self) -> str:
-        """All of it."""
-        return json.dumps(dataclasses.asdict(self))
+        """The place as JSON."""
+        return json.dumps(self._asdict())
 
     @property
     def process(self) -> str:
-        """As in "pid 812 on node-a"."""
+        """The process, as in "pid 812 on node-a"."""
         return f"pid {self.pid} on {self.host}"
 
     def opens(self) -> bool:
-        """Whether this process can open that one's memory, and it is the one that was meant."""
+        """Return whether this process can open that rank's probe and finds its nonce and pid."""
         try:
             descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -101,7 +99,7 @@ class Place:
 
 
 class Probe:
-    """A piece of memory that only a process of the same host can open; a context manager."""
+    """A context manager for a piece of memory that only processes of the same host can open."""
 
     def __init__(self) -> None:
         self.nonce = secrets.randbits(64)
@@ -126,10 +124,5 @@ def _version() -> str:
     return metadata.version("phalanx")
 
 
-def _boot() -> str:
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip()
-
-
 def _machine() -> str:
-    return f"{_boot()} {os.stat('/proc/self/ns/pid').st_ino} {env_hosts.host_id()}"
+    return f"{boot_id()} {namespace_id('pid')} {env_hosts.host_id()}"

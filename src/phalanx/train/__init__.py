@@ -1,15 +1,22 @@
-"""Training: a loop that resumes exactly, and the snapshots that it resumes from.
+"""A training loop that resumes exactly, and the snapshots that it resumes from.
 
-`trainer` is the loop, and reads like one. It stands on `order` (which samples come next, and what
-each of them weighs), `replicas` (how the copies of a model on the ranks stay alike), `agreement`
-(what ranks exchange in each step), `backward` (precision, clipping, gradients that aren't finite),
-`evaluation`, `state` (what a snapshot holds, and whether it fits), `seeds`, `stopping` (SIGTERM)
-and `progress` (the bar, TensorBoard, `phalanx watch`). `snapshots` keeps the state of a training on
-disk, so that nothing is lost when ranks die, and `random_states` has the random generators of every
-rank; both are of use to a loop written by hand too.
+`trainer` contains the loop. It is built on these modules:
 
-All of it stands on `torch.distributed`'s public API alone, so it runs on any backend, or without a
-group in a single process.
+- `order`: the order of the samples and the weight of each micro-batch.
+- `replicas`: the synchronization of the model's replicas across ranks.
+- `agreement`: the values that ranks exchange in each step.
+- `backward`: precision, clipping, and the detection of gradients that are not finite.
+- `evaluation`: loss and metrics over a data set.
+- `state`: the contents of a snapshot, and the check that a snapshot fits the run.
+- `seeds`: random seeds that differ between ranks.
+- `stopping`: the handling of SIGTERM.
+- `progress`: the progress bar, TensorBoard and `phalanx watch`.
+
+`snapshots` saves the training state to disk, so that it survives the death of ranks.
+`random_states` captures the random generators of every rank. A custom training loop can use both.
+
+The package uses only the public API of `torch.distributed`. It runs on any backend, and in a single
+process without a process group.
 """
 
 from phalanx.train.random_states import random_states, restore_random_states

@@ -1,4 +1,4 @@
-"""What ranks agree on before each step of the optimizer, in one small all-reduce."""
+"""The agreement of all ranks before each optimizer step, in one small all-reduce."""
 
 from __future__ import annotations
 
@@ -14,48 +14,48 @@ __all__ = ["Agreed", "Agreement", "Totals", "check_names"]
 
 @dataclass
 class Totals:
-    """Weighted sums of what a loss function returned, batch by batch."""
+    """Weighted sums of the values that the loss function returned, accumulated over batches."""
 
     sums: dict[str, float] = field(default_factory=dict)
-    """By name; "loss" first."""
+    """The sum of each value by name; "loss" comes first."""
     others: list[str] | None = None
-    """The names of a batch whose names weren't those of the first one."""
+    """The names in a batch that differ from those of the first batch; None if all batches agree."""
 
     @property
     def names(self) -> list[str]:
-        """Those of the first batch; empty if there was none."""
+        """The names in the first batch; empty if there was no batch."""
         return list(self.sums)
 
     def add(self, values: Mapping[str, float], weight: float) -> None:
-        """Take in the means over a batch."""
+        """Add the means over a batch, multiplied by its weight."""
         if self.sums and values.keys() != self.sums.keys():
             self.others = list(values)
             return
         for name, value in values.items():
-            # A sample that only makes up the number doesn't count, even if it is NaN.
+            # A filler batch of weight 0 does not count, even if its value is NaN.
             self.sums[name] = self.sums.get(name, 0.0) + (value * weight if weight else 0.0)
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all ranks know, before they make a step."""
+    """The values that all ranks share before an optimizer step."""
 
     metrics: dict[str, float]
-    """Means over the step's samples: "loss", and what else the loss function returned."""
+    """Means over the step's samples: "loss" and the metrics that the loss function returned."""
     finite: bool
-    """Whether the loss, and the gradients that were looked at, are finite on all ranks."""
+    """True if the loss and all checked gradients are finite on all ranks."""
     stop: bool
-    """Whether a rank has been asked to stop."""
+    """True if a rank has been asked to stop."""
 
 
 class Agreement:
-    """Exchanges totals and flags of all ranks, whose metrics must have the same names.
+    """The exchange of totals and flags between ranks, whose metrics must have the same names.
 
-    Names are exchanged once, in the first step. After that a rank with other ones says so in the
-    place of a number, so that sums by position are sums by name.
+    Ranks exchange the names once, in the first step. In later steps a rank whose names differ sets
+    a flag in the all-reduce. Sums by position are therefore sums by name.
 
     Args:
-        replicas: The ranks.
+        replicas: The ranks of the model.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -63,16 +63,16 @@ class Agreement:
         self._names: list[str] | None = None
 
     def reach(self, totals: Totals, found: str, *, asked: bool, when: str) -> Agreed:
-        """Return what the ranks agree on; collective.
+        """Return the values that all ranks agree on. Collective.
 
         Args:
-            totals: Of this rank's micro-batches.
-            found: This rank's parameters of which a gradient isn't finite.
-            asked: Whether this rank has been asked to stop.
-            when: The step, in words.
+            totals: The totals of this rank's micro-batches.
+            found: The names of this rank's parameters whose gradient is not finite; empty if none.
+            asked: True if this rank has been asked to stop.
+            when: A description of the step, for messages.
 
         Raises:
-            UsageError: Metrics of other names, on every rank.
+            UsageError: The names of the metrics differ. Every rank raises it.
         """
         if self._names is None:
             check_names(self._every(totals), when)
@@ -90,13 +90,13 @@ class Agreement:
         return self._replicas.collect(names)
 
     def blame(self, loss: float, found: str, *, when: str, why: str = "") -> None:
-        """Raise, on every rank, what each of them found that isn't finite; collective.
+        """Raise an error on every rank that lists the values that are not finite. Collective.
 
         Args:
-            loss: This rank's.
+            loss: This rank's loss.
             found: As in `reach`.
-            when: The step, in words.
-            why: What else is to be said.
+            when: A description of the step, for messages.
+            why: Text to append to the statement that the step was not made.
 
         Raises:
             FloatingPointError: Always.
@@ -115,15 +115,17 @@ class Agreement:
 
 
 def check_names(every: Sequence[Totals], when: str, before: Sequence[str] = ()) -> None:
-    """Compare the names of all ranks' metrics; ranks that had no batch have none.
+    """Check that the metrics of all ranks have the same names.
+
+    A rank that had no batch has no names and is ignored.
 
     Args:
         every: The totals of each rank.
-        when: What they are of, in words.
-        before: Names that were agreed on before; empty if there are none.
+        when: A description of the step or the evaluation, for messages.
+        before: The names that the ranks agreed on earlier; empty if there are none.
 
     Raises:
-        UsageError: They differ between ranks, between batches of one, or from those before.
+        UsageError: The names differ between ranks, between batches of one rank, or from `before`.
     """
     known = {tuple(names) for names in (before, *(totals.names for totals in every)) if names}
     if len(known) <= 1 and all(totals.others is None for totals in every):

@@ -1,4 +1,4 @@
-"""From a loss to a step of the optimizer: precision, clipping, gradients that aren't finite."""
+"""The backward pass and the optimizer step: precision, clipping, and the check of gradients."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class FiniteCheck:
-    """Finds the parameter whose gradient isn't finite on this rank, before gradients are averaged.
+    """A check for parameters whose gradient on this rank is not finite.
 
-    Afterwards the NaN of one rank is on all. So it looks at each gradient as backward has made it,
-    by a hook: it is read once, while it is in the cache, and its sum kept. NaN and infinity stay in
-    a sum.
+    The check must precede the averaging, which spreads the NaN of one rank to all. A hook therefore
+    sums each gradient as soon as backward has computed it, while it is still in the cache. NaN and
+    infinity carry over to the sum.
+
+    Args:
+        model: The module whose parameters are checked.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,14 +36,17 @@ class FiniteCheck:
 
     def _hook(self, name: str) -> Any:
         def look(gradient: Tensor) -> None:
-            short = gradient.dtype in _DTYPES.values()  # the sum would leave its range
+            short = gradient.dtype in _DTYPES.values()  # the sum could overflow
             total = gradient.sum(dtype=torch.float32) if short else gradient.sum()
             self._sums.append((name, total))
 
         return look
 
     def found(self) -> str:
-        """The parameters of which a gradient isn't finite since the last call; empty if all are."""
+        """Return the names of parameters with a gradient that is not finite, and reset the check.
+
+        The result covers the gradients since the last call. It is empty if all are finite.
+        """
         sums, self._sums = self._sums, []
         if not sums:
             return ""
@@ -48,27 +54,27 @@ class FiniteCheck:
         if finite.all():
             return ""
         bad = [name for (name, _), well in zip(sums, finite.tolist(), strict=True) if not well]
-        names = sorted(set(bad), key=bad.index)  # in the order of backward: the first is the cause
+        names = sorted(set(bad), key=bad.index)  # backward order: the first is the cause
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def close(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 class Stepper:
-    """Forward in the precision asked for, backward, and a step of the optimizer.
+    """The precision of the forward pass, the backward pass, and the optimizer step.
 
     Args:
         model: The wrapper, or the plain module.
-        optimizer: Of its parameters.
+        optimizer: The optimizer of the model's parameters.
         precision: None, "bfloat16", or "float16", which scales the loss.
-        clip: The most that the norm of all gradients may be; None: any.
-        device: That of the parameters.
+        clip: The maximum norm of all gradients together; None disables clipping.
+        device: The device of the parameters.
 
     Raises:
-        UsageError: Another precision, or a norm that isn't above 0.
+        UsageError: The precision is unknown, or `clip` is not above 0.
     """
 
     def __init__(
@@ -92,25 +98,25 @@ class Stepper:
 
     @property
     def scale(self) -> float:
-        """What the next loss is multiplied by."""
+        """The factor by which the next loss is multiplied."""
         return self.scaler.get_scale()
 
     def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """The context of a forward pass."""
+        """Return the context manager for a forward pass."""
         if self._dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device.type, self._dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Add to the gradients."""
+        """Run the backward pass of the scaled loss, which accumulates gradients."""
         self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> bool:
-        """Clip, step, and let the gradients go.
+        """Clip the gradients, make the optimizer step, and release the gradients.
 
         Returns:
-            Whether the optimizer has made the step: the scaler of float16 leaves one out whose
-            gradients, averaged over ranks, aren't finite, and makes the scale smaller.
+            True if the optimizer made the step. The float16 scaler skips a step and reduces the
+            scale if the gradients, averaged over the ranks, are not finite.
         """
         before = self.scale
         if self._clip is not None:
@@ -122,7 +128,7 @@ class Stepper:
         return self.scale >= before
 
     def _clip_gradients(self, most: float) -> None:
-        # A model whose gradients lie on several ranks clips them itself.
+        # A model whose gradients are sharded over ranks clips them itself.
         own = getattr(self.model, "clip_grad_norm_", None)
         if own is not None:
             own(most)

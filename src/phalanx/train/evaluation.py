@@ -1,4 +1,4 @@
-"""The mean of loss and metrics over a data set, each sample counted once, on some rank."""
+"""Evaluation: the means of loss and metrics over a data set, with each sample counted once."""
 
 from __future__ import annotations
 
@@ -19,16 +19,21 @@ from phalanx.train.replicas import Replicas
 __all__ = ["Evaluation", "Loss", "measured", "on_device"]
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
-"""Takes the model and a batch; returns the mean loss over the batch, and means of metrics."""
+"""A function of the model and a batch.
+
+It returns the mean loss over the batch, or a pair of that and the means of metrics by name.
+"""
 
 
 class Evaluation:
-    """A data set to evaluate on: neither padded nor cut, so that the result doesn't hang on ranks.
+    """A data set to evaluate on.
+
+    It is neither padded nor truncated, so the result does not depend on the number of ranks.
 
     Args:
         data: The data set.
-        batch: Samples that a rank takes at once.
-        loss: As for training.
+        batch: Number of samples in a batch on one rank.
+        loss: The loss function, as for training.
         loader: Arguments for `DataLoader`.
     """
 
@@ -42,18 +47,20 @@ class Evaluation:
     def run(
         self, replicas: Replicas, autocast: Callable[[], AbstractContextManager[Any]]
     ) -> dict[str, float]:
-        """Return the means of loss and metrics over all samples, on every rank; collective.
+        """Return the means of loss and metrics over all samples, on every rank. Collective.
 
         Args:
-            replicas: The model.
-            autocast: The precision of the forward pass, as in training.
+            replicas: The model on all ranks.
+            autocast: A function that returns the autocast context of a forward pass, as in
+                training.
 
         Raises:
-            UsageError: The metrics of some batches have other names than those of others.
+            UsageError: The names of the metrics differ between batches.
         """
         totals, count = Totals(), 0
         replicas.align_buffers()
-        # The module itself: a wrapper's forward may have collectives, and ranks differ in batches.
+        # Use the inner module: a wrapper's forward may run collectives, and the number of batches
+        # differs between ranks.
         with evaluating(replicas.inner), torch.no_grad():
             for content, size in self._batches():
                 batch = on_device(content, replicas.device)
@@ -62,13 +69,13 @@ class Evaluation:
                 totals.add({"loss": loss.item(), **metrics}, size)
                 count += size
         parts = replicas.collect((totals, count))
-        every = [found for found, size in parts if size]  # others don't know the metrics' names
+        every = [found for found, size in parts if size]  # without samples, no names
         check_names([found for found, _ in parts], "evaluation")
         samples = sum(size for _, size in parts)
         return {name: sum(found.sums[name] for found in every) / samples for name in every[0].names}
 
     def _batches(self) -> Iterator[tuple[Any, int]]:
-        """Batches of this rank's samples, with their sizes; the last may be smaller."""
+        """Yield the batches of this rank's samples with their sizes; the last may be smaller."""
         mine, size = self._mine, self._batch
         parts = [mine[first : first + size] for first in range(0, len(mine), size)]
         loader = make_loader(self._data, parts, torch.Generator(), self._options)
@@ -78,7 +85,7 @@ class Evaluation:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """All modules in evaluation mode; afterwards each in the one that it had."""
+    """Put all modules into evaluation mode, and restore the mode of each one on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -89,10 +96,11 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def measured(result: Any) -> tuple[Tensor, dict[str, float]]:
-    """Take apart what a loss function returned.
+    """Return the loss and the metrics contained in the result of a loss function.
 
     Raises:
-        UsageError: It is neither a tensor of one element nor that with a dict of numbers.
+        UsageError: The result is neither a tensor of one element nor a pair of such a tensor and a
+            dict of numbers, or a metric is called "loss".
     """
     loss, metrics = result if isinstance(result, tuple) and len(result) == 2 else (result, {})
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not isinstance(metrics, Mapping):
@@ -112,7 +120,7 @@ def measured(result: Any) -> tuple[Tensor, dict[str, float]]:
 
 
 def on_device(batch: Any, device: torch.device) -> Any:
-    """The batch with its tensors on a device, in lists, tuples and dicts too."""
+    """Return a batch with its tensors moved to a device, including those in nested containers."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):

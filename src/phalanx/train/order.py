@@ -1,4 +1,4 @@
-"""Which samples come next: epochs of steps, and the micro-batches of a step with their weights."""
+"""The order of the samples: epochs, their steps, and the weighted micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What a rank takes forward and backward at once.
+    """The input of one forward and backward pass on a rank.
 
     Attributes:
-        content: As the `DataLoader` gives it.
-        weight: This rank's part of it in the samples of the step; 0 if it only makes up the number.
+        content: The batch as returned by the `DataLoader`.
+        weight: The fraction of the step's samples that this batch contributes; 0 for a filler
+            batch, which only keeps the number of passes equal on all ranks.
     """
 
     content: Any
@@ -36,21 +37,26 @@ class MicroBatch:
 
 
 class Order:
-    """The samples of all epochs in their order, and how far training is in it.
+    """The order of the samples in all epochs, and the position of training in it.
 
-    The position is counted in samples of an epoch's order that a finished step was made of, never
-    in what a `DataLoader` has fetched. So it means the same at any world size and global batch.
+    The position counts the samples of the epoch's order that completed steps have used. It does not
+    count samples that a `DataLoader` has only prefetched. It therefore has the same meaning at any
+    world size and global batch.
 
     Attributes:
-        by_workers: Whether batches are made by other processes, and nothing here is changed by
-            waiting for one.
+        by_workers: True if worker processes make the batches. Waiting for a batch then changes
+            nothing in this process.
 
     Args:
         data: The data set.
-        global_batch: Samples in a step of all ranks together.
-        accumulate: Micro-batches in a step.
-        seed: Of the shuffle.
+        global_batch: Number of samples in a step, on all ranks together.
+        accumulate: Number of micro-batches in a step.
+        seed: The seed of the shuffle.
         loader: Arguments for `DataLoader`.
+
+    Raises:
+        UsageError: `accumulate` does not divide `global_batch`, there are fewer samples than ranks,
+            the global batch is too small, or `loader` sets an option that the trainer controls.
     """
 
     def __init__(
@@ -76,8 +82,8 @@ class Order:
                 f"a global batch of {global_batch} in {accumulate} micro-batches given: {error}"
             ) from None
         self._seed = seed
-        # Its own: each new iterator draws a number from it, and a resumed epoch has one more of
-        # these than one that wasn't interrupted.
+        # A separate generator: each new iterator draws a number from it, and a resumed epoch has
+        # one iterator more than an uninterrupted one.
         self._generator = torch.Generator()
         self._loader = self._make_loader(data, loader)
         self.samples, self.position = self._sampler.samples, 0
@@ -104,26 +110,27 @@ class Order:
 
     @property
     def epoch(self) -> int:
-        """The epoch, from 0, that the next step belongs to."""
+        """The epoch of the next step, from 0."""
         return self._sampler.epoch
 
     @property
     def at_end(self) -> bool:
-        """Whether all samples of the epoch have been trained on."""
+        """True if all samples of the epoch have been trained on."""
         return self.position >= self.samples
 
     def next_epoch(self) -> None:
-        """Go on to the beginning of the next epoch."""
+        """Move to the beginning of the next epoch."""
         self._sampler.set_epoch(self.epoch + 1)
         self.position = 0
 
     def steps(self) -> Generator[list[MicroBatch], None, None]:
-        """Yield what is left of the epoch: the micro-batches of each step.
+        """Yield the micro-batches of each remaining step of the epoch.
 
-        Every rank gets as many steps, with as many micro-batches each. Nothing counts as trained on
-        until `advance` is told. Workers of the loader are ended when this is closed, busy or not.
+        Every rank gets the same number of steps, with the same number of micro-batches. Samples
+        count as trained on only after a call of `advance`. Closing the generator terminates the
+        loader's workers, even if they are busy.
         """
-        # Workers of the loader begin an epoch alike, whatever has been before.
+        # The seeds of the loader's workers must not depend on earlier epochs.
         self._generator.manual_seed(rank_seeds(self._seed, self._sampler.rank, self.epoch)[0])
         firsts = range(self.position, self.samples, self._micro)
         sizes = [min(self._micro, self.samples - first) for first in firsts]
@@ -140,21 +147,21 @@ class Order:
             _end_workers(contents)
 
     def advance(self, micro_batches: int) -> int:
-        """Count a finished step; returns its samples, of all ranks together."""
+        """Record a completed step, and return its number of samples on all ranks together."""
         self._sampler.advance(micro_batches)
         before = self.position
         self.position = min(before + micro_batches * self._micro, self.samples)
         return self.position - before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where training is, for JSON; the same on every rank."""
+        """Return the position of training as JSON values, the same on every rank."""
         return self._sampler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another run was.
+        """Continue at the position of another run.
 
         Raises:
-            UsageError: The data set has another size, or another seed gave its order.
+            UsageError: The data set has a different size, or its order comes from another seed.
         """
         self._sampler.load_state_dict(state)
         self.position = state["position"]
@@ -163,34 +170,35 @@ class Order:
 def make_loader(
     data: Dataset[Any], batches: Iterable[list[int]], generator: torch.Generator, options: Any
 ) -> DataLoader[Any]:
-    """Return a loader of batches of indices.
+    """Return a `DataLoader` that loads given batches of indices.
 
     Args:
         data: The data set.
         batches: The indices of each batch.
-        generator: What it seeds its workers from.
-        options: What the user wants of `DataLoader`.
+        generator: The generator from which the loader seeds its workers.
+        options: The user's arguments for `DataLoader`.
     """
     options = {"generator": generator, **options}
     if options.get("num_workers"):
         begin = functools.partial(_begin_worker, options.get("worker_init_fn"))
         options["worker_init_fn"] = begin
     if "batch_size" in options or (type(data) is TensorDataset and "collate_fn" not in options):
-        # It is asked for lists of indices, which saves the collation of samples.
+        # Index the data set by lists of indices, which avoids collating single samples.
         return DataLoader(data, **{**options, "batch_size": None}, sampler=batches)
     return DataLoader(data, **options, batch_sampler=batches)
 
 
 def _end_workers(contents: Iterator[Any]) -> None:
-    # A loader that is let go waits 5 s for each worker that is in the middle of a sample. There is
-    # no public way to its processes.
+    # A released loader waits 5 s for each worker that is still making a batch. PyTorch has no
+    # public access to the worker processes.
     for worker in getattr(contents, "_workers", ()):
         worker.terminate()
 
 
 def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
-    # A launcher sends SIGTERM to the group of processes that a rank has started, and the rank still
-    # needs its batches: it ends its workers itself. They end with it in any case, busy or not.
+    # A launcher sends SIGTERM to the process group of a rank, and the rank still needs its batches
+    # then. Workers therefore leave that group, and the rank terminates them itself. The parent
+    # death signal kills them with the rank in any case, even if they are busy.
     os.setpgid(0, 0)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if then is not None:

@@ -1,4 +1,4 @@
-"""What people see of training: a bar or lines from rank 0, TensorBoard, `phalanx watch`."""
+"""The display of progress: a bar or lines from rank 0, TensorBoard, and `phalanx watch`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from phalanx.errors import UsageError
-from phalanx.observe.own import waited
-from phalanx.observe.recording import report
+from phalanx.observe.own_wait_time import measure_wait_share
+from phalanx.observe.recorder import report
 
 __all__ = ["Display", "check_tensorboard", "tensorboard"]
 
-# Seconds between two looks at speed and waiting share, and between two lines where there is no bar.
+# Seconds between updates of speed and wait share, and between lines if there is no bar.
 _REFRESH = 1.0
 _LINES = 10.0
 
 
 class Display:
-    """A context that shows training while it lasts; silent on all ranks but the first.
+    """A context manager that displays the progress of training. Only rank 0 prints.
 
     Args:
-        main: Whether this is rank 0.
-        shown: Whether to show anything.
-        reporting: Whether the ranks have black boxes, to which `phalanx.report` writes.
+        main: True on rank 0.
+        shown: True to print progress.
+        reporting: True if the ranks have flight recorders, to which `phalanx.report` writes.
     """
 
     def __init__(self, *, main: bool, shown: bool, reporting: bool) -> None:
@@ -55,12 +55,12 @@ class Display:
             self._writer.close()
 
     def begin(self, step: int, steps: int, writer: Any) -> None:
-        """Show a bar from `step` of `steps`, where there is a terminal.
+        """Start a progress bar at `step` of `steps` if stderr is a terminal.
 
         Args:
-            step: Steps that are made already.
-            steps: How many there will be.
-            writer: TensorBoard's, on rank 0, or None; closed at the end.
+            step: Number of steps completed so far.
+            steps: Total number of steps.
+            writer: The TensorBoard writer on rank 0, or None. It is closed on exit.
         """
         self._steps, self._writer = steps, writer
         if self._console.is_terminal and not self._console.quiet:
@@ -76,12 +76,12 @@ class Display:
             self._bar.start()
 
     def flush(self) -> None:
-        """Have on the disk what TensorBoard was given: the steps that a snapshot stands for."""
+        """Flush the TensorBoard writer, so that its files cover the steps of the next snapshot."""
         if self._writer is not None:
             self._writer.flush()
 
     def note(self, text: str) -> None:
-        """Tell `phalanx watch` what the ranks do."""
+        """Report the current activity to `phalanx watch`."""
         if self._reporting:
             report(note=text)
 
@@ -92,13 +92,13 @@ class Display:
     def step(
         self, step: int, epoch: int, metrics: dict[str, float], samples: int, blocked: float
     ) -> None:
-        """Show a finished step.
+        """Display a completed step.
 
         Args:
-            step: Its number, from 1.
-            epoch: The epoch that it belongs to, from 0.
-            metrics: The loss and whatever else, over the step's samples.
-            samples: How many these are.
+            step: The number of the step, from 1.
+            epoch: The epoch of the step, from 0.
+            metrics: The means over the step's samples: "loss" and the metrics.
+            samples: Number of samples in the step, on all ranks together.
             blocked: Seconds that the trainer itself was blocked by other ranks.
         """
         if self._reporting:
@@ -124,10 +124,10 @@ class Display:
             )
 
     def _refresh(self, now: int, step: int) -> None:
-        """Work out speed and waiting share since the last time."""
+        """Update the speed and the wait share since the last update."""
         seconds = (now - self._since) / 1e9
         speed = self._samples / seconds
-        share = waited(self._since, now) if self._reporting else None
+        share = measure_wait_share(self._since, now) if self._reporting else None
         share = self._blocked / seconds if share is None else share
         self._text = f"{speed:,.0f} samples/s  waiting {share:.0%}"
         if self._writer is not None:
@@ -136,7 +136,14 @@ class Display:
         self._since, self._samples, self._blocked = now, 0, 0.0
 
     def end_epoch(self, step: int, epoch: int, loss: float, found: dict[str, float]) -> None:
-        """Show the end of an epoch; `found` is what evaluation gave, empty if there was none."""
+        """Display the end of an epoch.
+
+        Args:
+            step: Number of steps completed so far.
+            epoch: The completed epoch, from 0.
+            loss: The loss of the last step.
+            found: The results of the evaluation; empty if there was none.
+        """
         words = "".join(f"  {name} {value:.4f}" for name, value in found.items())
         words = f"  evaluated:{words}" if words else ""
         speed = f"  {self._text}" if self._text else ""
@@ -148,7 +155,11 @@ class Display:
 
 
 def check_tensorboard() -> None:
-    """Raise UsageError where TensorBoard isn't installed."""
+    """Check that TensorBoard is installed.
+
+    Raises:
+        UsageError: It is not installed.
+    """
     if importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             'tensorboard is missing: pip install "phalanx[tensorboard]", or leave the argument out'
@@ -156,15 +167,15 @@ def check_tensorboard() -> None:
 
 
 def tensorboard(directory: Any, step: int) -> Any:
-    """Return TensorBoard's writer of a directory.
+    """Return a TensorBoard writer for a directory.
 
     Args:
-        directory: Made if it isn't there.
-        step: The first that will be written. TensorBoard shows no more what a run wrote there of
-            this step and later ones, before it was restarted.
+        directory: The directory of the event files; created if it does not exist.
+        step: The first step to be written. TensorBoard hides values that the run wrote for
+            this step and later ones before a restart.
 
     Raises:
-        OSError: It can't be written.
+        OSError: The directory cannot be written.
     """
     from torch.utils.tensorboard import SummaryWriter
 

@@ -1,4 +1,4 @@
-"""The states of the random generators of every rank, as a snapshot can hold them."""
+"""The states of the random generators of every rank, in a form that a snapshot can hold."""
 
 import logging
 import random
@@ -20,15 +20,17 @@ _log = logging.getLogger("phalanx")
 def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]]:
     """Return the states of the random generators of all ranks, by rank. Collective.
 
-    Those of torch (CPU, and the current CUDA device where CUDA has been used), of numpy and of
-    Python's `random`. What it returns is a state that `Snapshots` takes, some 10 KB a rank.
+    The generators are those of torch (CPU, and the current CUDA device if CUDA has been used), of
+    numpy if it has been imported, and of Python's `random`. `Snapshots` can save the result, which
+    takes about 10 KB per rank.
 
     Args:
-        group: The ranks; the default group if None, this process alone where there is none.
+        group: The ranks; the default group if None. Without any process group the result covers
+            this process alone.
 
     Raises:
-        UsageError: numpy's global generator isn't its default one, the Mersenne Twister.
-        torch.distributed.DistBackendError: A rank died or didn't come.
+        UsageError: The global generator of numpy is not its default, the Mersenne Twister.
+        torch.distributed.DistBackendError: A rank died or did not join the collective.
     """
     own = _capture()
     if group is None and not dist.is_initialized():
@@ -41,20 +43,21 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
 def restore_random_states(
     states: Sequence[dict[str, Any]], group: dist.ProcessGroup | None = None
 ) -> bool:
-    """Give the generators of this rank back their states. Not collective, never blocks.
+    """Restore the random generators of this rank. Not collective, never blocks.
 
-    A rank that has no state among them (there are more ranks now) keeps its generators as they
-    are, and a line of the logger "phalanx" says so: seed them differently on each rank before.
+    If `states` has no entry for this rank (there are more ranks now), the generators of the rank
+    stay unchanged and the logger "phalanx" emits a warning. Seed them differently on each rank
+    before this call.
 
     Args:
-        states: What `random_states` returned.
+        states: The result of `random_states`.
         group: As in `random_states`.
 
     Returns:
-        Whether this rank had a state.
+        True if there was a state for this rank.
 
     Raises:
-        UsageError: `states` is something else; nothing is changed.
+        UsageError: `states` is not a result of `random_states`; nothing is changed.
     """
     alone = group is None and not dist.is_initialized()
     rank = 0 if alone else dist.get_rank(group)
@@ -96,7 +99,7 @@ def _capture_numpy() -> dict[str, Any]:
             "save the state of a generator of your own yourself"
         )
     return {
-        # int64: torch's uint32 lacks most operations.
+        # int64, because torch supports few operations on uint32.
         "words": torch.from_numpy(said["state"]["key"].astype(np.int64)),
         "position": int(said["state"]["pos"]),
         "has_gauss": int(said["has_gauss"]),

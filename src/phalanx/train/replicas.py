@@ -1,4 +1,4 @@
-"""The copies of a model on the ranks: how they begin alike and stay so, and sums over ranks."""
+"""The replicas of a model on the ranks: their synchronization, and exchanges between ranks."""
 
 from __future__ import annotations
 
@@ -17,29 +17,30 @@ from phalanx.parallel import average_gradients
 __all__ = ["Replicas", "kind_of"]
 
 _PREFIX = "module."
-# Differences that an error lists.
+# Number of differences that an error message lists.
 _SHOWN = 3
 
 
 class Replicas:
-    """A model on all ranks, whoever keeps it in step.
+    """A model on all ranks, either wrapped or plain.
 
     A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, or
-    `phalanx.parallel.DataParallel`) averages gradients itself, in backward. Any other is a plain
-    module: its parameters are brought from rank 0, its gradients averaged by `average_gradients`.
+    `phalanx.parallel.DataParallel`) averages gradients itself, in backward. Any other model is a
+    plain module: its parameters are broadcast from rank 0, and `average_gradients` averages its
+    gradients.
 
     Args:
-        model: As the user gave it.
+        model: The model that the user gave.
 
     Raises:
-        UsageError: Its parameters are sharded over the ranks.
+        UsageError: The parameters are sharded over the ranks.
     """
 
     def __init__(self, model: nn.Module) -> None:
         group = dist.is_available() and dist.is_initialized()
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         self.model = model
-        # torch.compile puts a module around it, which hands on attributes, not names of parameters.
+        # torch.compile adds a module that forwards attributes, but changes the parameter names.
         whole = getattr(model, "_orig_mod", model)
         inside = getattr(whole, "module", None)
         self.wrapped = isinstance(inside, nn.Module) and hasattr(whole, "no_sync")
@@ -58,15 +59,15 @@ class Replicas:
 
     @property
     def on_phalanx(self) -> bool:
-        """Whether the ranks are in a group of the backend "phalanx"."""
+        """True if the default process group uses the backend "phalanx"."""
         return dist.is_initialized() and dist.get_backend() == "phalanx"
 
     def check(self) -> None:
-        """Compare the model with that of all other ranks; collective.
+        """Check that the model is the same on all ranks. Collective.
 
         Raises:
-            UsageError: Parameters or buffers differ, on every rank; or the process group isn't the
-                one in which this was made, on this rank.
+            UsageError: Parameters or buffers differ, on every rank; or the rank or world size has
+                changed since this object was created, on this rank.
         """
         group = dist.is_available() and dist.is_initialized()
         rank, size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
@@ -88,7 +89,7 @@ class Replicas:
         return {name: f"buffer {kind_of(it)}" for name, it in self.inner.named_buffers()}
 
     def _check_alike(self, own: dict[str, str]) -> None:
-        """Raise UsageError, on all ranks, unless each has the same things in the same order."""
+        """Raise UsageError on all ranks unless `own` is equal on all, including the order."""
         digest = zlib.crc32(repr(own).encode())
         if len(set(self.collect(digest))) == 1:
             return
@@ -108,13 +109,13 @@ class Replicas:
         )
 
     def align(self) -> None:
-        """Bring rank 0's parameters and buffers to all ranks; a wrapper has done so itself."""
+        """Broadcast rank 0's buffers and, unless a wrapper has already done so, its parameters."""
         if self.world_size > 1 and not self.wrapped:
             self._broadcast([parameter.detach() for parameter in self.inner.parameters()])
         self.align_buffers()
 
     def align_buffers(self) -> None:
-        """Bring rank 0's buffers (running means) to all ranks, as DDP does before each step."""
+        """Broadcast rank 0's buffers (running means), as DDP does before each step."""
         if self.world_size > 1:
             self._check_alike(self._buffers())  # a forward pass may have changed their shapes
             self._broadcast(list(self.inner.buffers()))
@@ -127,7 +128,10 @@ class Replicas:
                 tensor.copy_(dense)
 
     def backward_of(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
-        """A context for forward and backward of a micro-batch: the step's last communicates."""
+        """Return a context for forward and backward of a micro-batch.
+
+        In the context a wrapper communicates only for the last micro-batch of the step.
+        """
         if self.wrapped and not last:
             whole: Any = self._whole
             context: contextlib.AbstractContextManager[None] = whole.no_sync()
@@ -135,12 +139,12 @@ class Replicas:
         return contextlib.nullcontext()
 
     def average(self) -> None:
-        """Average the gradients, if the model doesn't by itself."""
+        """Average the gradients over the ranks, unless the model does so itself."""
         if self.world_size > 1 and not self.wrapped:
             average_gradients(self.inner)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up over the ranks, in float64: every rank gets the same sums, bit for bit."""
+        """Return the sums over the ranks, computed in float64 and bitwise equal on every rank."""
         if self.world_size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64, device=self._talking)
@@ -149,7 +153,7 @@ class Replicas:
         return found
 
     def collect(self, value: object) -> list[Any]:
-        """Every rank's value, by rank, on every rank."""
+        """Return the values of all ranks, by rank. Collective."""
         if self.world_size == 1:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -157,17 +161,17 @@ class Replicas:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the model itself, under its own names, however it is wrapped; collective."""
+        """Return the state of the inner module, under its own names even if wrapped. Collective."""
         state = self._whole.state_dict()
         return {name.removeprefix(_PREFIX) if self.wrapped else name: state[name] for name in state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict` returned, of however wrapped a model; collective."""
+        """Load a result of `state_dict`, whether or not its model was wrapped. Collective."""
         if self.wrapped:
             state = {_PREFIX + name: value for name, value in state.items()}
         self._whole.load_state_dict(state)
 
 
 def kind_of(tensor: Tensor) -> str:
-    """Return a tensor's dtype and shape in words, as float32[3, 4]."""
+    """Return a tensor's dtype and shape as text, such as float32[3, 4]."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,4 +1,4 @@
-"""Seeds that differ between ranks, drawn from the one that the user gives."""
+"""Seeds that differ between ranks, derived from the seed that the user gives."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["rank_seeds", "seed_rank"]
 
 
 def rank_seeds(seed: int, rank: int, moment: int) -> list[int]:
-    """Return three numbers below 2^63 that no other rank or moment has.
+    """Return three numbers below 2^63 that are specific to a rank and a moment.
 
     Args:
-        seed: The user's.
+        seed: The seed that the user gave.
         rank: A rank.
-        moment: A step or an epoch.
+        moment: The number of a step or an epoch.
     """
     words = np.random.SeedSequence([abs(seed), rank, moment]).generate_state(3, np.uint64)
     return [int(word) >> 1 for word in words]
 
 
 def seed_rank(seed: int, rank: int, step: int = 0) -> None:
-    """Seed Python's, NumPy's and PyTorch's generators, differently on each rank."""
+    """Seed the generators of Python, NumPy and PyTorch, differently on each rank and step."""
     first, second, third = rank_seeds(seed, rank, step)
     random.seed(first)
     np.random.seed(second % 2**32)

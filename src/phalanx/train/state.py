@@ -1,4 +1,4 @@
-"""What a snapshot of the trainer holds, and whether one fits the run that takes it over."""
+"""The contents of the trainer's snapshots, and the check that a snapshot fits the current run."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
 __all__ = ["State"]
 
 _SHOWN = 3
-# Not of an optimizer's algorithm; how it is carried out may change from run to run.
+# Settings that do not select an optimizer's algorithm. Its implementation may change between runs.
 _NO_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable"}
 
 
 class State:
-    """All that training consists of: captured for a snapshot, restored from one.
+    """The complete training state, captured for a snapshot and restored from one.
 
     Args:
-        replicas: The model.
-        stepper: The optimizer and what scales the loss.
-        order: Which samples come next.
+        replicas: The model on all ranks.
+        stepper: The optimizer and the scaler of the loss.
+        order: The order of the samples.
         scheduler: A learning rate scheduler, or None.
-        seed: Of random states that no snapshot has.
+        seed: The seed for random generators whose state is not in the snapshot.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class State:
         self._scheduler, self._seed = scheduler, seed
 
     def capture(self, progress: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the state, the same on every rank; collective.
+        """Return the state, the same on every rank. Collective.
 
         Args:
-            progress: What the trainer itself keeps.
+            progress: The trainer's own values.
         """
-        # As they are on rank 0, for a run that goes on and for one that resumes.
+        # A run that continues and a run that resumes must both use rank 0's buffers.
         self._replicas.align_buffers()
         return {
             "model": self._replicas.state_dict(),
@@ -63,14 +63,15 @@ class State:
         }
 
     def restore(self, state: Mapping[str, Any], path: object) -> dict[str, Any]:
-        """Take over a state, and return the trainer's progress; collective.
+        """Restore a state, and return the trainer's progress. Collective.
 
         Args:
-            state: What `capture` returned, at this or another world size.
-            path: Where it comes from, for messages.
+            state: The result of `capture`, at this or another world size.
+            path: The path of the snapshot, for messages.
 
         Raises:
-            UsageError: It is that of another model, optimizer or data set, or of no trainer.
+            UsageError: The state belongs to a different model, optimizer or data set, or was not
+                saved by a trainer.
         """
         missing = {"model", "optimizer", "order", "random", "progress"} - set(state)
         if missing:
@@ -92,16 +93,16 @@ class State:
         if state["scaler"]:
             self._stepper.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
-        # First for a rank that the run before hadn't.
+        # Seed first: the snapshot has no random state for a rank that the saving run lacked.
         seed_rank(self._seed, self._replicas.rank, progress["step"])
         restore_random_states(state["random"])
         return progress
 
     def _optimizer_of(self) -> dict[str, Any]:
-        """The optimizer's class, and the names of the parameters of each group."""
+        """Return the optimizer's class, and the names of the parameters in each group."""
         optimizer: Any = self._stepper.optimizer
         names = {id(p): name for name, p in self._replicas.inner.named_parameters()}
-        kind = getattr(optimizer, "kind", type(optimizer))  # of one that is divided
+        kind = getattr(optimizer, "kind", type(optimizer))  # `kind` is of a sharded optimizer
         groups = [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups]
         return {"class": kind.__name__, "groups": groups}
 
@@ -127,7 +128,7 @@ class State:
             )
 
     def _check_optimizer(self, state: Mapping[str, Any], path: object) -> None:
-        """Compare what is optimized, and how."""
+        """Raise UsageError unless the optimizer, its parameters and the scheduler match."""
         saved = _groups(state["optimizer"]["param_groups"], state.get("optimizer_of"))
         here = _groups(self._stepper.optimizer.param_groups, self._optimizer_of())
         if saved != here:
@@ -144,9 +145,9 @@ class State:
 
 
 def _groups(groups: list[dict[str, Any]], of: Mapping[str, Any] | None) -> list[str]:
-    """Each group of an optimizer in words: its class, parameters, and which settings it has.
+    """Return a description of each parameter group: its class, parameters and settings.
 
-    Of settings only switches count, as what they choose is another algorithm.
+    Only the values of boolean settings are included, as these select a different algorithm.
     """
     described = []
     for number, group in enumerate(groups):
@@ -165,13 +166,13 @@ def _groups(groups: list[dict[str, Any]], of: Mapping[str, Any] | None) -> list[
 
 
 def _brief(names: list[str]) -> str:
-    """The first names of some parameters, and a number that stands for all of them in order."""
+    """Return the first names of some parameters, and a checksum of all names in order."""
     first = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
     return f"{first}; order {zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
 def _typed(own: Any, saved: Any) -> Any:
-    """What was saved, with the types that a snapshot has no word for: counters and tuples."""
+    """Return a saved value with the types that a snapshot cannot represent: counters and tuples."""
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         values = {key: _typed(own.get(key), value) for key, value in saved.items()}
         return Counter(values) if isinstance(own, Counter) else values
@@ -183,7 +184,10 @@ def _typed(own: Any, saved: Any) -> Any:
 
 
 def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with tensors of its own: those of a snapshot keep all bytes that were read."""
+    """Return an optimizer's state with cloned tensors.
+
+    A tensor of a snapshot is a view that keeps the whole buffer of the file alive.
+    """
     states = {
         index: {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
         for index, values in optimizer["state"].items()

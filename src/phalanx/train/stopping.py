@@ -1,4 +1,4 @@
-"""SIGTERM: the step is finished, a snapshot saved, and the process leaves."""
+"""The handling of SIGTERM: finish the step, save a snapshot, exit."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import TypeVar
 __all__ = ["STOPPED", "Stop"]
 
 STOPPED = 128 + signal.SIGTERM
-"""The exit code of a rank that has saved and left because of SIGTERM: 143, as shells count."""
+"""The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
 
 Value = TypeVar("Value")
 
 _log = logging.getLogger("phalanx")
 
 
-class _Interrupted(BaseException):  # as KeyboardInterrupt: what catches exceptions lets it through
-    """SIGTERM has come while something was waited for."""
+class _Interrupted(BaseException):  # like KeyboardInterrupt: `except Exception` must not catch it
+    """Raised if SIGTERM arrives during a wait."""
 
 
 class Stop:
-    """A context in which SIGTERM only sets `asked`; the handler from before comes back after it."""
+    """A context manager in which SIGTERM only sets `asked`. Exit restores the previous handler."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -41,16 +41,17 @@ class Stop:
             )
         return self
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's own
+    def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's API
         self.asked = True
         if self._waiting:
             self._waiting = False
             raise _Interrupted
 
     def unless_asked(self, action: Callable[[], Value]) -> Value | None:
-        """Return what an action returns; None once SIGTERM has come, which breaks it off.
+        """Run an action and return its result, or None if SIGTERM has arrived or arrives meanwhile.
 
-        Where SIGTERM breaks it off is anywhere in it: what it uses is of no more use then.
+        SIGTERM interrupts the action at an arbitrary point. The objects that the action uses must
+        not be used afterwards.
         """
         try:
             try:
@@ -68,4 +69,4 @@ class Stop:
         trace: TracebackType | None,
     ) -> None:
         if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type] # what it returned
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type] # a saved handler

@@ -1,4 +1,4 @@
-"""The training loop: resumes exactly, leaves on SIGTERM, and says who is to blame for a NaN."""
+"""A training loop that resumes exactly, exits on SIGTERM and names the rank that caused a NaN."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from phalanx.train.stopping import STOPPED, Stop
 
 __all__ = ["Result", "Trainer"]
 
-# From PyTorch's first scale on, float16 has left out 30 steps in a row when the scale is less: then
-# what isn't finite isn't so because of it. fairseq ends there, too.
+# A scale below this means 30 skipped steps in a row, counted from PyTorch's initial scale. The
+# scale is then not the reason for values that are not finite. fairseq stops at the same scale.
 _LEAST_SCALE = 1e-4
-# What the next step is made of, or None where there is none yet.
+# A function that returns the micro-batches of the next step, or None if they are not available.
 _Fetch = Callable[[], list[MicroBatch] | None]
 
 
 @dataclass
 class Result:
-    """What `Trainer.fit` returns, the same on every rank.
+    """The result of `Trainer.fit`, the same on every rank.
 
     Attributes:
-        step: Steps, of this run and of those that it resumed; with those that float16 left out.
-        epoch: Epochs that are finished.
-        loss: The mean loss over the samples of the last step; NaN before the first.
-        evaluation: Means over the samples of `evaluate` when it was last evaluated: "loss" and the
-            metrics; empty if it never was.
-        losses: The loss of each step that this call of `fit` made; infinite or NaN for some that
-            float16 left out.
+        step: Number of steps of this run and of the runs that it resumed, including those that
+            float16 skipped.
+        epoch: Number of completed epochs.
+        loss: The mean loss over the samples of the last step; NaN before the first step.
+        evaluation: The means over the samples of `evaluate` in the last evaluation: "loss" and the
+            metrics; empty if there was no evaluation.
+        losses: The loss of each step of this call of `fit`; infinite or NaN for some steps that
+            float16 skipped.
     """
 
     step: int = 0
@@ -56,52 +57,55 @@ class Result:
 
 
 class Trainer:
-    """Trains a model on all ranks in step, and goes on from its last snapshot.
+    """A synchronous training loop on all ranks that resumes from the latest snapshot.
 
     The same script runs in one process and on many ranks. The model is a plain module, whose
-    parameters are brought from rank 0 and whose gradients are averaged here; or one that averages
-    them itself: in PyTorch's `DistributedDataParallel` or `phalanx.parallel.DataParallel`. A step's
-    samples, and its loss and gradient as the means over them, are the same at every world size.
+    parameters are broadcast from rank 0 and whose gradients the trainer averages. It may also be
+    wrapped in PyTorch's `DistributedDataParallel` or `phalanx.parallel.DataParallel`, which average
+    the gradients themselves. The samples of a step, and the loss and gradient as means over them,
+    are the same at every world size.
 
     Args:
-        model: On its device; batches are brought there.
-        optimizer: Of the model's parameters.
-        data: The data set to train on; it has a length.
-        loss: Called with the model and a batch. Returns the mean loss over the batch, a tensor of
-            one element; or that and a dict of metrics, numbers that are means over the batch too,
-            with the same names each time.
-        global_batch: Samples in a step, of all ranks and micro-batches together. The last step of
-            an epoch may have fewer.
-        epochs: When to end; give this or `steps`.
-        steps: The same, in steps of the optimizer.
-        accumulate: Micro-batches in a step, one after another, to save memory; divides the global
-            batch. The step is the same but for rounding.
+        model: The model, on its device. Batches are moved to that device.
+        optimizer: The optimizer of the model's parameters.
+        data: The data set to train on. It must have a length.
+        loss: A function of the model and a batch. It returns the mean loss over the batch, a tensor
+            of one element; or a pair of that and a dict of metrics, numbers that are means over the
+            batch too. The names of the metrics must be the same each time.
+        global_batch: Number of samples in a step, of all ranks and micro-batches together. The last
+            step of an epoch may have fewer.
+        epochs: Total number of epochs, including resumed runs. Give either this or `steps`.
+        steps: Total number of optimizer steps, including resumed runs.
+        accumulate: Number of micro-batches in a step, processed one after another to save memory.
+            It must divide the global batch. The step is the same except for rounding.
         precision: "bfloat16" or "float16" (with scaled losses) for the forward pass by autocast;
             None computes in the dtype of the parameters.
-        clip: The most that the norm of all gradients together may be.
-        scheduler: A learning rate scheduler; stepped after each step that the optimizer makes, not
-            after each epoch.
-        evaluate: A data set on which `loss` is taken, without gradients and in evaluation mode,
+        clip: The maximum norm of all gradients together; None disables clipping.
+        scheduler: A learning rate scheduler. It is stepped after each step that the optimizer
+            makes, not after each epoch.
+        evaluate: A data set on which `loss` is evaluated, without gradients and in evaluation mode,
             after each epoch and at the end.
-        snapshots: A directory, or `Snapshots`. Training goes on from the newest one there. None
-            saves nothing.
-        snapshot_every: Steps between snapshots; None saves after each epoch. There is one at the
-            end, and on SIGTERM, in any case.
-        seed: Of the samples' order and, with the rank, of Python's, NumPy's and PyTorch's random
-            numbers, which `fit` seeds: dropout differs between ranks.
-        loader: Arguments for `DataLoader`, as `num_workers` and `collate_fn`; with `batch_size`
-            None, the data set is asked for lists of indices.
-        on_step: Called on every rank after each step with its number, from 1, and the means over
-            its samples: "loss" and the metrics.
-        tensorboard: A directory for TensorBoard's files, which rank 0 writes. Of steps that are
-            made anew after a restart it shows the new ones: give each run a directory of its own.
-        progress: Show a progress bar, or lines where stderr is no terminal, from rank 0.
-        check_gradients: Look for gradients that aren't finite on each rank, which reads each once.
-            With "float16" only to say whose they are, when the scaler can't help any more.
+        snapshots: A directory, or `Snapshots`. Training resumes from the newest snapshot there.
+            None saves nothing.
+        snapshot_every: Number of steps between snapshots; None saves after each epoch. A snapshot
+            is saved at the end and on SIGTERM in any case.
+        seed: The seed of the samples' order and, together with the rank, of the random generators
+            of Python, NumPy and PyTorch, which `fit` seeds. Dropout differs between ranks.
+        loader: Arguments for `DataLoader`, such as `num_workers` and `collate_fn`. With
+            `batch_size` None the data set is indexed by lists of indices.
+        on_step: A function called on every rank after each step with the number of the step, from
+            1, and the means over its samples: "loss" and the metrics.
+        tensorboard: A directory for TensorBoard's files, which rank 0 writes. If steps are repeated
+            after a restart, TensorBoard shows the new ones. Use a separate directory for each run.
+        progress: True to show a progress bar on rank 0, or lines if stderr is not a terminal.
+        check_gradients: True to check on each rank that all gradients are finite, which reads each
+            of them once. With "float16" the check runs only when the scale of the loss has fallen
+            to 1 or less, to name the rank and parameter at fault.
 
     Raises:
-        UsageError: An argument that is wrong, on the ranks that gave it; before training starts.
-        SnapshotError: The directory of snapshots can't be made or written, on all ranks.
+        UsageError: An argument is invalid. It is raised before training starts, on the ranks that
+            gave the argument.
+        SnapshotError: The directory of snapshots cannot be created or written, on all ranks.
 
     Example:
         >>> def loss(model, batch):
@@ -154,29 +158,35 @@ class Trainer:
         if isinstance(snapshots, str | PathLike):
             snapshots = Snapshots(snapshots)
         self._snapshots: Snapshots | None = snapshots
-        self._saved = 0  # before the first step there is nothing to save
+        self._saved = 0  # there is nothing to save before the first step
         self._finite: FiniteCheck | None = None
         self._agreement = Agreement(self._replicas)
         self.result = Result()
 
     def fit(self) -> Result:
-        """Train until the end, from the newest snapshot if there is one; every rank calls it.
+        """Train until the end, starting from the newest snapshot if there is one. Collective.
 
-        Blocks. A snapshot of a run that had ended is taken over, and nothing is trained.
+        Blocks until training has ended. If the snapshot is from a completed run, the state is
+        restored and no step is made.
+
+        Returns:
+            The result, the same on every rank.
 
         Raises:
-            FloatingPointError: A loss or a gradient isn't finite: on which rank and of which
-                parameter, on every rank. The optimizer hasn't made the step, and the last snapshot
-                is of before. With "float16" only when smaller scales of the loss haven't helped.
-            UsageError: The snapshot is of another model, optimizer or data set; ranks differ in
-                their models, or in the names of their metrics; the loss function returned something
-                else; the trainer was made before the process group; TensorBoard's directory can't
-                be written.
-            SnapshotError: A snapshot can't be written (a full disk, for one), or of those there
-                none can be used: on every rank. The older ones are as they were.
-            SystemExit: With the code 143 (`STOPPED`), on every rank, when one of them got SIGTERM
-                and a snapshot has been saved.
-            torch.distributed.DistBackendError: A rank died or didn't come.
+            FloatingPointError: A loss or a gradient is not finite. Every rank raises it; the
+                message names the ranks and parameters at fault. The optimizer has not made the
+                step, and the last snapshot is from before it. With "float16" it is raised only
+                after smaller scales of the loss have not helped.
+            UsageError: The snapshot is of a different model, optimizer or data set; the models or
+                the names of the metrics differ between ranks; the loss function returned an invalid
+                value; the trainer was created before the process group; or TensorBoard's directory
+                cannot be written.
+            SnapshotError: A snapshot cannot be written (for example because the disk is full), or
+                snapshots exist and none is usable. Every rank raises it. Older snapshots remain
+                unchanged.
+            SystemExit: A rank received SIGTERM. Every rank raises it with the code 143 (`STOPPED`),
+                after saving a snapshot if `snapshots` is given.
+            torch.distributed.DistBackendError: A rank died or did not join a collective.
         """
         self._replicas.check()
         main, reporting = self._replicas.rank == 0, self._replicas.on_phalanx
@@ -192,10 +202,11 @@ class Trainer:
         return self.result
 
     def _go_through_epoch(self, display: Display, stop: Stop) -> None:
-        """Make the steps that are left of an epoch, or of the run.
+        """Make the remaining steps of the epoch or of the run.
 
-        What workers make is waited for before ranks agree on the step before it, and that wait
-        ends on SIGTERM: so they can agree to stop there, however long a batch takes.
+        If workers make the batches, a rank waits for the next step's batches before the ranks agree
+        on the current step. SIGTERM ends that wait. The ranks can therefore agree to stop, however
+        long a batch takes.
         """
         with contextlib.closing(self._order.steps()) as steps:
 
@@ -216,7 +227,7 @@ class Trainer:
                 self._after_step(display, stopped=stopped)
 
     def _begin(self, display: Display) -> None:
-        """Take over a snapshot or start anew, alike on all ranks."""
+        """Restore a snapshot or start from scratch, equally on all ranks."""
         self.result.losses = []
         seed_rank(self._seed, self._replicas.rank)
         snapshot = None if self._snapshots is None else self._snapshots.load()
@@ -229,7 +240,11 @@ class Trainer:
         self._watch_gradients(on=not self._stepper.scaler.is_enabled())
 
     def _open_tensorboard(self) -> Any:
-        """TensorBoard's writer on rank 0, where there is to be one; all ranks hear if it fails."""
+        """Return a TensorBoard writer on rank 0 if one is wanted, else None. Collective.
+
+        Raises:
+            UsageError: Rank 0 cannot write the directory. Every rank raises it.
+        """
         writer, trouble = None, ""
         if self._tensorboard is not None and self._replicas.rank == 0:
             try:
@@ -270,7 +285,7 @@ class Trainer:
     def _step(
         self, micro_batches: list[MicroBatch], display: Display, stop: Stop, fetch: _Fetch
     ) -> tuple[list[MicroBatch] | None, bool]:
-        """Make a step; returns what was fetched, and whether a rank has been asked to stop."""
+        """Make a step; return the fetched micro-batches, and whether to stop after the step."""
         totals = Totals()
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
@@ -301,7 +316,7 @@ class Trainer:
         return f"step {self.result.step + 1} (epoch {self._order.epoch + 1})"
 
     def _leave_out(self, loss: float, found: str, display: Display) -> None:
-        """Go on after a step that the scaler of float16 hasn't made, or say that it can't help."""
+        """Continue after a step that the float16 scaler skipped, or raise if it cannot help."""
         scale = self._stepper.scale
         if scale < _LEAST_SCALE:
             why = f", as many before it, and scaling the loss by {scale:.0e} doesn't help"
@@ -310,21 +325,21 @@ class Trainer:
             f"{self._when()} left out: its gradients aren't finite in float16; the loss is scaled "
             f"by {scale:g} from here on"
         )
-        self._watch_gradients(on=scale <= 1)  # it may well be somebody's mistake
+        self._watch_gradients(on=scale <= 1)  # the scale is then unlikely to be the cause
 
     def _forward_backward(self, micro_batch: MicroBatch, totals: Totals, *, last: bool) -> None:
-        """Add a micro-batch to the gradients, and its weighted metrics to the totals."""
+        """Accumulate the gradients of a micro-batch, and its weighted metrics in the totals."""
         replicas, weight = self._replicas, micro_batch.weight
         batch = on_device(micro_batch.content, replicas.device)
         with replicas.backward_of(last=last):
             with self._stepper.autocast():
                 loss, metrics = measured(self._loss(replicas.model, batch))
-            # Gradients are averaged over the ranks, and are to be those of the mean over samples.
+            # The factor turns the average over the ranks into the mean over the step's samples.
             self._stepper.backward(loss * (weight * replicas.world_size))
         totals.add({"loss": loss.item(), **metrics}, weight)
 
     def _after_step(self, display: Display, *, stopped: bool) -> None:
-        """End an epoch, evaluate, save and leave, as the step that was just made asks for."""
+        """End the epoch, evaluate, save and exit, as required after the completed step."""
         result, epoch, at_end = self.result, self._order.epoch, self._order.at_end
         if at_end:
             self._order.next_epoch()
@@ -369,7 +384,7 @@ class Trainer:
         return self._order.epoch >= (self._epochs or 0)
 
     def _last_step(self) -> int:
-        """The number of the last step, as far as it is known."""
+        """Return the number of the last step, computed from the current global batch."""
         if self._steps is not None:
             return self._steps
         per_epoch = -(-self._order.samples // self._global_batch)
@@ -378,7 +393,7 @@ class Trainer:
 
 
 def _nothing() -> None:
-    """Fetch nothing."""
+    """Return None: there are no micro-batches to fetch."""
 
 
 def _check_ends(epochs: int | None, steps: int | None, every: int | None) -> None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from functools import partial
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.conformance.torch_suite import record
-from tests.conformance.torch_suite.runner import COLUMNS, SIZES, Outcome, run
+from tests.conformance.torch_suite.progress import SuiteProgress
+from tests.conformance.torch_suite.runner import COLUMNS, SIZES, run
 
 
 def options() -> argparse.Namespace:
@@ -28,15 +27,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args, console, results = options(), Console(highlight=False), record.load()
-    show = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[bad]} not passed"),
-        TimeElapsedColumn(),
-        console=console,
-    )
-    with show:
+    with SuiteProgress(console) as show:
         for column in args.column or COLUMNS:
             for size in args.world_size or SIZES:
                 failing = {t for t, n, _ in record.missing(results, column) if n == size}
@@ -50,35 +41,24 @@ def main() -> int:
 
 def one(
     args: argparse.Namespace,
-    show: Progress,
+    show: SuiteProgress,
     results: record.Results,
     column: str,
     size: int,
     failing: set[str],
 ) -> None:
     """Run and record one column at one world size."""
-    task = show.add_task(f"{record.TITLES[column]}, {size} ranks", total=None, bad=0)
-    bad = []
-
-    def report(test: str, outcome: Outcome) -> None:
-        if outcome.outcome in {"fail", "timeout"}:
-            bad.append(test)
-        show.update(task, advance=1, bad=len(bad))
-
+    begin, report = show.follow(f"{record.TITLES[column]}, {size} ranks")
     results[column][size] |= run(
         column,
         size,
         lambda test: args.k in test and (not args.failing or test in failing),
         jobs=args.jobs,
         limit=args.limit,
-        begin=partial(_total, show, task),
+        begin=begin,
         report=report,
     )
     record.store(results)
-
-
-def _total(show: Progress, task: object, count: int) -> None:
-    show.update(task, total=count)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,20 @@
-"""The recorded outcomes: benchmarks/conformance.json, and the table that is made of it."""
+"""The recorded outcomes, a file for each release of PyTorch, and the tables made of them.
+
+benchmarks/conformance.json is of the PyTorch that `make` installs by default, conformance_2.14.json
+of PyTorch 2.14.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
+import torch
+
 from phalanx.bench.machine import machine, versions
+from tests.conformance.torch_suite.results_file import short
 from tests.conformance.torch_suite.runner import COLUMNS, ROOT, SIZES, Outcome
 
 if TYPE_CHECKING:
@@ -15,8 +23,21 @@ if TYPE_CHECKING:
 # By column, world size and test.
 Results = dict[str, dict[int, dict[str, Outcome]]]
 
-DATA = ROOT / "benchmarks" / "conformance.json"
-TABLE = ROOT / "benchmarks" / "conformance.md"
+
+def _release(version: str) -> str:
+    return ".".join(version.split(".")[:2])
+
+
+def stem(name: str) -> str:
+    """Return the name of the files that a record has for the PyTorch in use."""
+    default = re.search(r"^DEFAULT_TORCH := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert default is not None, "the Makefile sets no DEFAULT_TORCH"
+    release = _release(str(torch.__version__))
+    return name if release == _release(default[1]) else f"{name}_{release}"
+
+
+DATA = ROOT / "benchmarks" / f"{stem('conformance')}.json"
+TABLE = DATA.with_suffix(".md")
 TITLES = {"gloo": "Gloo", "phalanx": "Phalanx", "replace": "Phalanx in Gloo's place"}
 
 # What can't pass in a column, and why.
@@ -65,7 +86,7 @@ def store(results: Results) -> None:
     for column, sizes in results.items():
         for size, found in sizes.items():
             for test, outcome in found.items():
-                entry = [outcome.outcome, _short(outcome.reason), outcome.seconds]
+                entry = [outcome.outcome, short(outcome.reason), outcome.seconds]
                 tests.setdefault(test, {}).setdefault(column, {})[str(size)] = entry
     lines = ",\n".join(f"  {json.dumps(test)}: {json.dumps(tests[test])}" for test in sorted(tests))
     DATA.write_text(f'{{\n "facts": {json.dumps(facts())},\n "tests": {{\n{lines}\n }}\n}}\n')
@@ -89,7 +110,7 @@ def missing(results: Results, column: str) -> Iterator[tuple[str, int, Outcome]]
 
 
 def table(results: Results) -> str:
-    """The text of benchmarks/conformance.md."""
+    """The text of the table."""
     said = ", ".join(f"{name} {value}" for name, value in facts().items())
     lines = [_HEAD.format(facts=said), *_summary(results), *_unresolved(results)]
     lines += ["## Test by test", "", "Where world sizes differ, the outcome of each is given.", ""]
@@ -119,7 +140,7 @@ def _unresolved(results: Results) -> Iterator[str]:
         verdict = "" if found else "none that could."
         yield f"**Passed by Gloo and not by Phalanx {place}:** {verdict}"
         yield ""
-        yield from (f"- {test}, {n} ranks: {o.outcome}: {_short(o.reason)}" for test, n, o in found)
+        yield from (f"- {test}, {n} ranks: {o.outcome}: {short(o.reason)}" for test, n, o in found)
         if found:
             yield ""
     yield "**What can't pass:**"
@@ -148,18 +169,9 @@ def _cell(sizes: Mapping[int, Mapping[str, Outcome]], test: str) -> str:
 
 def _why(results: Results, test: str) -> str:
     reasons = [
-        _short(tests[test].reason)
+        short(tests[test].reason)
         for sizes in results.values()
         for tests in sizes.values()
         if test in tests and tests[test].outcome != "pass"
     ]
     return "; ".join(dict.fromkeys(reasons))
-
-
-def _short(reason: str) -> str:
-    """The line that says most, fit for a cell of a table."""
-    if not reason:
-        return ""
-    lines = [line for line in reason.splitlines() if line.strip()] or ["?"]
-    wanted = [line for line in lines if line[0].isalpha() and "Error" in line.partition(":")[0]]
-    return (wanted or lines)[-1].strip().replace("|", "\\|")[:160]

@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
 ROOT = Path(__file__).parents[3]
 LOGS = ROOT / "build" / "conformance"
@@ -46,21 +46,31 @@ class Outcome:
     outcome: str
     reason: str
     seconds: float
+    groups: str = ""
 
 
 class Server:
-    """A process that runs tests of one column at one world size, one after another."""
+    """A process that runs tests of a suite, one after another.
 
-    def __init__(self, column: str, size: int, limit: int) -> None:
-        folder = LOGS / f"{column}-{size}"
+    Args:
+        module: The module that it runs, which calls `server.serve`.
+        folder: Where it writes a log for each test.
+        environment: What it needs beside what every suite does.
+        limit: Seconds that a test may take.
+    """
+
+    def __init__(
+        self, module: str, folder: Path, environment: Mapping[str, str], limit: int
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "server.log"
         kept = {name: value for name, value in os.environ.items() if name not in _REMOVED}
-        chosen = {"WORLD_SIZE": str(size), "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(limit)}
-        with open(folder / "server.log", "wb") as log:
+        seconds = {"DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(limit)}
+        with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{__package__}.server", str(folder), str(limit)],
+                [sys.executable, "-m", module, str(folder), str(limit)],
                 cwd=ROOT,
-                env={**kept, **_ENVIRONMENT, **COLUMNS[column], **chosen},
+                env={**kept, **_ENVIRONMENT, **environment, **seconds},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -81,7 +91,7 @@ class Server:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a server of the suite died: its log is in {LOGS}")
+            raise RuntimeError(f"a server of the suite died: its log is {self._log}")
         return json.loads(line)
 
 
@@ -109,7 +119,24 @@ def run(
     Returns:
         The outcome of each test.
     """
-    first = Server(column, size, limit)
+
+    def start() -> Server:
+        environment = {**COLUMNS[column], "WORLD_SIZE": str(size)}
+        return Server(f"{__package__}.server", LOGS / f"{column}-{size}", environment, limit)
+
+    return run_on(start, chosen, jobs=jobs, begin=begin, report=report)
+
+
+def run_on(
+    start: Callable[[], Server],
+    chosen: Callable[[str], bool],
+    *,
+    jobs: int,
+    begin: Callable[[int], None] = lambda _count: None,
+    report: Callable[[str, Outcome], None] = lambda _test, _outcome: None,
+) -> dict[str, Outcome]:
+    """Run the chosen tests on as many servers as there are jobs; arguments as for `run`."""
+    first = start()
     tests = [test for test in first.tests if chosen(test)]
     begin(len(tests))
     queue: SimpleQueue[str] = SimpleQueue()
@@ -119,7 +146,7 @@ def run(
     lock = threading.Lock()
 
     def work(server: Server | None = None) -> None:
-        server = server or Server(column, size, limit)
+        server = server or start()
         try:
             for test in _drained(queue):
                 outcome = server.run(test)

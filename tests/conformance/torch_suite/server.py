@@ -18,9 +18,12 @@ import sys
 import time
 import unittest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from phalanx.launch.child import die_with_parent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 # Beyond PyTorch's own limit per test, which ends it with the stacks of all ranks.
 GRACE = 15.0
@@ -66,7 +69,9 @@ def run(case: unittest.TestCase) -> dict[str, str]:
     return {"outcome": "pass", "reason": ""}
 
 
-def supervise(test: str, case_type: type[Any], log: Path, limit: float) -> dict[str, object]:
+def supervise(
+    test: str, run_test: Callable[[str], dict[str, str]], log: Path, limit: float
+) -> dict[str, object]:
     """Run one test in a child; blocks until it and all its processes have ended."""
     start, server = time.monotonic(), os.getpid()
     receiver, sender = multiprocessing.Pipe(duplex=False)
@@ -77,7 +82,7 @@ def supervise(test: str, case_type: type[Any], log: Path, limit: float) -> dict[
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
-        sender.send(run(case_type(test)))
+        sender.send(run_test(test))
         os._exit(0)
     sender.close()
     outcome = {"outcome": "timeout", "reason": f"still running after {limit + GRACE:g} s"}
@@ -91,22 +96,32 @@ def supervise(test: str, case_type: type[Any], log: Path, limit: float) -> dict[
     return {**outcome, "seconds": round(time.monotonic() - start, 2)}
 
 
-def main() -> None:
+def serve(prepare: Callable[[], tuple[Sequence[str], Callable[[str], dict[str, str]]]]) -> None:
+    """Announce the tests of a suite on stdout, then run those named on stdin.
+
+    Args:
+        prepare: Import the suite; return its tests, and a function that runs one of them.
+    """
     folder, limit = Path(sys.argv[1]), float(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
     # What the suite prints must not get between the answers.
     os.dup2(2, 1)
-    case_type = suite()
-    tests = unittest.TestLoader().getTestCaseNames(case_type)
+    tests, run_test = prepare()
     gc.freeze()
     answers.write(json.dumps(tests) + "\n")
     answers.flush()
     for line in sys.stdin:
         test = line.strip()
-        outcome = supervise(test, case_type, folder / f"{test}.log", limit)
+        outcome = supervise(test, run_test, folder / f"{test}.log", limit)
         answers.write(json.dumps(outcome) + "\n")
         answers.flush()
 
 
+def prepare() -> tuple[Sequence[str], Callable[[str], dict[str, str]]]:
+    """Import the suite of process groups."""
+    case_type = suite()
+    return unittest.TestLoader().getTestCaseNames(case_type), lambda test: run(case_type(test))
+
+
 if __name__ == "__main__":
-    main()
+    serve(prepare)

@@ -1,4 +1,4 @@
-"""The figures as a picture: time against size, a panel for each world size and system."""
+"""Plots of time against size, with a panel for each world size and system."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STYLES = {
     "halving_doubling_all_reduce": ("#009E73", "s", "halving and doubling"),
     "tree_all_reduce": ("#CC79A7", "^", "tree"),
 }
-"""Colour, marker and name of each way; Okabe and Ito's colours."""
+"""Colour, marker and name of each algorithm; the colours are of Okabe and Ito's palette."""
 
 
 def plot(reports: Sequence[Report], path: Path) -> None:
     """Draw a row for each system and a column for each world size; both axes are logarithmic.
 
     Raises:
-        UsageError: see check_plot; or there is no figure.
+        UsageError: `check_plot` fails, or there is no figure.
     """
     check_plot(path)
     import matplotlib as mpl

@@ -1,4 +1,4 @@
-"""Reports of several world sizes in one file, and which algorithm was the fastest."""
+"""Storage of the reports of several world sizes in one file, and the fastest algorithm."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def read(path: Path) -> list[Report]:
     """Load what `write` stored.
 
     Raises:
-        UsageError: the file can't be read, or holds something else.
+        UsageError: The file can't be read, or has another format.
     """
     document = document_of(path, FORMAT, "phalanx bench --algorithms --json")
     return [report_of(entry) for entry in document["reports"]]
 
 
 def fastest(figure: Figure, system: str) -> str | None:
-    """The algorithm of the least median on a system; None if there is no figure of any."""
+    """Return the algorithm with the lowest median on a system; None if there is no timing."""
     labels = {Contender(system, name).label: name for name in ALGORITHMS}
     medians = {
         name: figure.timings[label].median

@@ -1,4 +1,4 @@
-"""The figures on the terminal: a line for each size and system, a column for each algorithm."""
+"""Display of the figures: a line for each size and system, a column for each algorithm."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SHORT = {
     "halving_doubling_all_reduce": "halving",
     "tree_all_reduce": "tree",
 }
-"""What a way to do it is called in a table."""
+"""Short names of the algorithms, for the table."""
 
 
 class AlgorithmsDisplay(Display):
-    """Shows a run of `--algorithms`, for one world size."""
+    """A display of a run of `--algorithms`, for one world size."""
 
     legend = (
         "all take turns\n"
@@ -34,15 +34,15 @@ class AlgorithmsDisplay(Display):
     )
 
     def header(self) -> list[str]:
-        """The headings of the columns."""
+        """Return the headings of the columns."""
         return ["size", "system", *SHORT.values(), "fastest"]
 
     def widths(self) -> list[int]:
-        """How wide the columns are where there is no terminal."""
+        """Return the widths of the columns for output without a terminal."""
         return [8, 14, *(13 for _ in SHORT), 12]
 
     def rows(self, figure: Figure, *, wide: bool) -> list[list[str]]:
-        """A line for each system that has figures."""
+        """Return a line for each system that has timings."""
         lines = []
         for system in self._systems:
             labels = [Contender(system, name).label for name in ("", *ALGORITHMS)]

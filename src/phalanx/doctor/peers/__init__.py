@@ -1,11 +1,12 @@
-"""Between hosts: does every pair reach each other, how late, and how fast?
+"""Probes between hosts: reachability, latency and bandwidth of every pair.
 
-- `wire`: one pair over TCP: who answers, and who measures. `memory`: two ranks of one host.
-- `worker`: what a host does when it is asked. `agents`: how it is asked, here in a thread, in
-  `ranks` through the store of a job, in `ssh` through a shell on another machine.
-- `tournament`: who is measured with whom at the same time, so that no pair disturbs another.
-- `links`: what came out, and what is wrong with it; `matrix` shows it.
+- `wire`: measurement of one pair over TCP. `memory`: measurement of two ranks of one host.
+- `worker`: the commands that a host carries out. `agents`: the interface that sends commands to a
+  host, with an implementation in a thread. `ranks` sends them through the store of a job, `ssh`
+  through a shell on another machine.
+- `tournament`: the schedule of the pairs, such that no pair disturbs another.
+- `links`: the measurements and the findings about them; `matrix` prints the measurements.
 
-Plain sockets measure rather than a process group: a group breaks as a whole when two of its ranks
-don't reach each other, and the others would stay unknown.
+The measurements use plain sockets rather than a process group. A group fails as a whole if two of
+its ranks do not reach each other, which would leave the other pairs unknown.
 """

@@ -1,14 +1,15 @@
-"""How a host is asked to do something, wherever it is.
+"""Agents: an interface that sends commands to a host, wherever the host is.
 
-A command is an object of JSON, and so is its answer:
+Commands and answers are JSON objects:
 
-- `{"do": "open", "token": HEX}`: look at this machine, and answer whoever knows the token. Answer:
-  `name`, `findings`, `address`, `port`.
-- `{"do": "measure", "address": ..., "port": ...}`: the way to a host that has been opened. Answer:
+- `{"do": "open", "token": HEX}`: examine this machine, and accept probes from connections that
+  send the token. Answer: `name`, `findings`, `address`, `port`.
+- `{"do": "measure", "address": ..., "port": ...}`: measure the link to a host that accepts probes.
+  Answer: `latency`, `bandwidth`.
+- `{"do": "memory", "peer": RANK, "first": BOOL}`: measure the link to a rank of this host. Answer:
   `latency`, `bandwidth`.
-- `{"do": "memory", "peer": RANK, "first": BOOL}`: the same with a rank of this host.
 
-An answer with `error` says why there is nothing else.
+The `error` of an answer is the reason why the command failed.
 """
 
 from __future__ import annotations
@@ -28,23 +29,23 @@ __all__ = ["Agent", "LocalAgent"]
 
 
 class Agent(ABC):
-    """Somebody who can be asked, for one thing at a time."""
+    """A sender of commands to one host or rank, one command at a time."""
 
     @abstractmethod
     def start(self, command: Mapping[str, Any]) -> None:
-        """Ask; doesn't wait."""
+        """Send a command without waiting for its answer."""
 
     @abstractmethod
     def answer(self, seconds: float) -> dict[str, Any]:
-        """What it answers; an `error` if it hasn't within that time, or is gone."""
+        """Wait for the answer; return an `error` if none comes in time or the host is gone."""
 
     @abstractmethod
     def close(self) -> None:
-        """Nothing more will be asked."""
+        """Close the agent; no command may follow."""
 
 
 class LocalAgent(Agent):
-    """This process itself, in a thread."""
+    """An agent that carries out commands in a thread of this process."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -52,11 +53,11 @@ class LocalAgent(Agent):
         self._under_way: Future[dict[str, Any]] | None = None
 
     def start(self, command: Mapping[str, Any]) -> None:
-        """Ask; doesn't wait."""
+        """Start a command in the thread."""
         self._under_way = self._thread.submit(self._worker.do, command)
 
     def answer(self, seconds: float) -> dict[str, Any]:
-        """What came of it; an `error` if nothing has within that time."""
+        """Wait for the answer; return an `error` if there is none after `seconds`."""
         if self._under_way is None:
             return {"error": "nothing was asked"}
         try:
@@ -65,6 +66,6 @@ class LocalAgent(Agent):
             return {"error": f"no answer within {seconds:g} s"}
 
     def close(self) -> None:
-        """End the thread, when it has done what it was asked."""
+        """Wait for the running command, then end the thread."""
         self._thread.shutdown()
         self._worker.close()

@@ -1,4 +1,4 @@
-"""What came out between hosts, and what is wrong with it."""
+"""Measurements between hosts, and the findings about them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ __all__ = ["Host", "Link", "Network"]
 
 _says = Says("hosts")
 _SLOW = 0.5
-"""Of the best bandwidth: below it a link is worth a look."""
+"""Fraction of the best bandwidth below which a link counts as slow."""
 _LATE = 3.0
-"""Times the best latency, and at least `_LATE_SECONDS` more."""
+"""Multiple of the best latency above which a link counts as late.
+
+The difference must also exceed `_LATE_SECONDS`.
+"""
 _LATE_SECONDS = 200e-6
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host as it described itself."""
+    """A host, as described by its answer to the command `open`."""
 
     name: str
     ranks: tuple[int, ...]
-    """Of the job; none where there is no job."""
+    """Ranks of the job on this host; empty if there is no job."""
     address: str
     port: int
     error: str
@@ -37,16 +40,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Link:
-    """One way, from a host to another, or between two ranks of one.
+    """A one-way link from one host to another, or between two ranks of a host.
 
     Attributes:
-        source: Number of the host that sends.
-        target: Number of the host that receives.
-        via: What is between them.
-        ranks: Who sends and who receives, where that is memory.
-        latency: Round trip in seconds; None if it wasn't measured.
-        bandwidth: In bytes per second; None if it wasn't measured.
-        error: Why not.
+        source: Index of the sending host.
+        target: Index of the receiving host.
+        via: Medium of the link.
+        ranks: Sending and receiving rank if the medium is memory; else None.
+        latency: Round-trip time in seconds; None if it was not measured.
+        bandwidth: Bandwidth in bytes per second; None if it was not measured.
+        error: Reason why the link was not measured; empty if it was.
     """
 
     source: int
@@ -60,29 +63,29 @@ class Link:
 
 @dataclass
 class Network:
-    """All hosts, and all ways between them."""
+    """All hosts, and all links between them."""
 
     hosts: list[Host]
     links: list[Link] = field(default_factory=list)
 
     def link(self, source: int, target: int) -> Link | None:
-        """The way from a host to another one; within a host, the slowest of its pairs."""
+        """Return the link between two hosts; within a host, the link of the lowest bandwidth."""
         found = [link for link in self.links if (link.source, link.target) == (source, target)]
         return min(found, key=lambda link: link.bandwidth or 0.0, default=None)
 
     def slow(self, link: Link) -> bool:
-        """Whether its bandwidth is far below that of the best way through the network."""
+        """Return whether a link's bandwidth is far below the best of the network."""
         best = max(self._network("bandwidth"), default=0.0)
         return link.via == "network" and (link.bandwidth or best) < _SLOW * best
 
     def late(self, link: Link) -> bool:
-        """Whether its latency is far above the best of the network."""
+        """Return whether a link's latency is far above the best of the network."""
         best = min(self._network("latency"), default=0.0)
         limit = max(_LATE * best, best + _LATE_SECONDS)
         return link.via == "network" and (link.latency or 0.0) > limit
 
     def findings(self) -> list[Finding]:
-        """What is wrong, and on which hosts; nothing if all is well."""
+        """Return the findings about hosts and links; empty if all is well."""
         return [
             *self._absent(),
             *self._differences(),
@@ -92,7 +95,7 @@ class Network:
         ]
 
     def as_json(self) -> dict[str, Any]:
-        """All of it; docs/doctor.md describes the form."""
+        """Return hosts and links as a JSON object; docs/doctor.md describes the schema."""
         hosts = []
         for host in self.hosts:
             found = [finding.as_json() for finding in host.findings]
@@ -141,7 +144,7 @@ class Network:
                 continue
             back = self.link(link.target, link.source)
             other = f"; {target.name} does reach {source.name}" if back and not back.error else ""
-            relayed = env_hosts.engine() == "relay"  # then hosts needn't reach each other
+            relayed = env_hosts.engine() == "relay"  # then hosts need not reach each other
             yield (_says.note if relayed else _says.problem)(
                 "blocked",
                 f"{source.name} can't reach {target.name}: {link.error}{other}",
@@ -170,11 +173,11 @@ class Network:
                 )
 
     def _elsewhere(self) -> Iterator[Finding]:
-        """What the other hosts have found on themselves, once for all of which it is true."""
+        """Yield the findings of the other hosts about themselves, equal findings only once."""
         told: dict[tuple[str, str], list[tuple[str, Finding]]] = {}
         for host in self.hosts[1:]:
             for finding in host.findings:
-                # How a host calls itself matters on host 0 alone.
+                # The name of a host matters only on host 0.
                 if finding.level != "ok" and finding.name != "host_name":
                     key = finding.name, finding.words
                     told.setdefault(key, []).append((host.name, finding))
@@ -185,7 +188,7 @@ class Network:
 
 
 def rate(link: Link) -> str:
-    """Its bandwidth with a unit: bits for a network, bytes for memory, as is usual."""
+    """Return a link's bandwidth with its unit: bits for a network, bytes for memory."""
     value = link.bandwidth or 0.0
     if link.via == "memory":
         return f"{value / 1e9:.1f} GB/s"
@@ -194,6 +197,6 @@ def rate(link: Link) -> str:
 
 
 def trip(link: Link) -> str:
-    """Its round trip with a unit."""
+    """Return a link's round-trip time with its unit."""
     value = link.latency or 0.0
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

@@ -1,4 +1,4 @@
-"""The matrix of all ways between hosts, for people."""
+"""The matrix of all links between hosts, for people."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MOST_COLUMNS = 12
 
 
 def show_matrix(network: Network, console: Console) -> None:
-    """Print a row for each host that sends, and a column for each that receives.
+    """Print a matrix with a row for each sending host and a column for each receiving host.
 
     Args:
-        network: What came out.
-        console: Where to.
+        network: The measurements.
+        console: The console to print to.
     """
     from rich.box import SIMPLE_HEAD
     from rich.table import Table

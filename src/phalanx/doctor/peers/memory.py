@@ -1,4 +1,4 @@
-"""Two ranks of one host: messages through memory, as `torch.distributed` sends them."""
+"""Measurement of messages between two ranks of one host, sent by `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _BLOCKS = 8
 
 
 def exchange(peer: int, *, first: bool) -> Measured:
-    """Exchange messages with a rank, which does the same; takes a fraction of a second.
+    """Measure the link with a rank, which calls this too; takes a fraction of a second.
 
     Args:
         peer: The other rank.
-        first: Whether this one begins; the other one doesn't.
+        first: Whether this rank sends first. The peer passes the opposite value.
 
     Returns:
-        The median round trip, and how fast messages of the peer came in.
+        The median round-trip time, and the bandwidth of messages received from the peer.
 
     Raises:
-        PhalanxError: The peer doesn't come, or is lost.
+        PhalanxError: The peer does not arrive, or is lost.
     """
     small = torch.zeros(_TRIP_BYTES, dtype=torch.uint8)
     times = []
@@ -43,7 +43,7 @@ def exchange(peer: int, *, first: bool) -> Measured:
     block = torch.ones(_BLOCK_BYTES, dtype=torch.uint8)
     bandwidth = 0.0
     for sends in (first, not first):
-        _one(block, peer, sends=sends)  # its pages are got now
+        _one(block, peer, sends=sends)  # page faults of the first transfer are not timed
         start = time.perf_counter()
         for _ in range(_BLOCKS):
             _one(block, peer, sends=sends)

@@ -1,4 +1,4 @@
-"""Under a launcher: the ranks of a job are asked through the job's store."""
+"""Measurement between the ranks of a job, with commands sent through the job's store."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from phalanx.doctor.peers.agents import Agent, LocalAgent
 from phalanx.doctor.peers.tournament import explore
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import PhalanxError, UsageError
+from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,17 +30,17 @@ _NUMBERS = {
     "PMIX_RANK": "PMIX_SIZE",
     "SLURM_PROCID": "SLURM_STEP_NUM_TASKS",
 }
-"""Where mpirun and srun say rank and world size; mpirun first, which may run inside of srun."""
+"""Variables for rank and world size that mpirun and srun set; mpirun may run inside of srun."""
 _LEAVE_SECONDS = 5.0
 _IDLE_SECONDS = 900.0
-"""A rank that is asked nothing for so long ends: rank 0 is gone."""
+"""Seconds without a command after which a rank ends, since rank 0 must be gone."""
 
 
 def rank_in_a_job() -> int | None:
-    """This process's rank, where a launcher has started it as one of several; else None.
+    """Return this process's rank if a launcher has started it as one of several; else None.
 
     Raises:
-        UsageError: What it has set contradicts itself.
+        UsageError: The variables of the launcher are malformed or contradict each other.
     """
     try:
         place = env.place()
@@ -60,23 +61,23 @@ def _number() -> int | None:
 
 
 def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None) -> Network | None:
-    """Measure between the ranks of this job, all of which call this.
+    """Measure between the ranks of this job; all ranks must call this.
 
-    Blocks until it is done; some seconds for each host.
+    Blocks until the measurement ends; takes some seconds for each host.
 
     Args:
-        timeout: Seconds that ranks have to come.
-        told: Is told what goes on.
+        timeout: Seconds that ranks have to arrive.
+        told: Callback that receives progress messages.
 
     Returns:
-        What came out, on rank 0; None on the others.
+        The measurements on rank 0; None on the other ranks.
 
     Raises:
-        PhalanxError: A rank didn't come, has another version, or is lost.
+        PhalanxError: A rank did not arrive, has another version, or is lost.
         UsageError: This machine has no address that the others could reach.
     """
-    # Engines make no connection between two ranks before an operation needs it: those that can't
-    # reach each other don't keep the group from being formed.
+    # Engines connect two ranks only when an operation needs it. Ranks that can't reach each other
+    # therefore do not prevent the group from being formed.
     try:
         session = phalanx.init(timeout=timeout, device="cpu")
     except (PhalanxError, UsageError):
@@ -91,7 +92,7 @@ def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None
         world: Any = dist.distributed_c10d._get_default_store()
         store = dist.PrefixStore("phalanx-doctor", world)  # type: ignore[attr-defined]
         span = timedelta(seconds=timeout)
-        layout, places, group = topology.join(store, session.rank, session.world_size, span)
+        _, layout, places, group = topology.join(store, session.rank, session.world_size, span)
         group.close()
         worker = Worker(lambda: topology.own_address(store, places))
         if session.rank > 0:
@@ -107,7 +108,7 @@ def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None
 
 
 class _Mailbox:
-    """What rank 0 and another one say to each other in the store, number by number."""
+    """The numbered commands and answers between rank 0 and another rank, in the store."""
 
     def __init__(self, store: Any, rank: int) -> None:
         self._store = store
@@ -119,16 +120,14 @@ class _Mailbox:
         self._number[what] += 1
 
     def get(self, what: str, seconds: float) -> dict[str, Any] | None:
-        """What comes within that time; None if nothing does."""
-        key, end, pause = self._key(what), time.monotonic() + seconds, 0.001
-        while not self._store.check([key]):  # a blocking wait would not hear Ctrl-C
-            if time.monotonic() > end:
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        self._number[what] += 1
-        said: dict[str, Any] = json.loads(self._store.get(key))
-        return said
+        """Wait for the next message; return None if there is none after `seconds`."""
+        key = self._key(what)
+        for _ in attempts(time.monotonic() + seconds):
+            if self._store.check([key]):
+                self._number[what] += 1
+                said: dict[str, Any] = json.loads(self._store.get(key))
+                return said
+        return None
 
     def _key(self, what: str) -> str:
         return f"{what}/{self._rank}/{self._number[what]}"
@@ -148,7 +147,8 @@ class _StoreAgent(Agent):
 
     def close(self) -> None:
         self._mailbox.put("command", {"do": "close"})
-        self._mailbox.get("answer", _LEAVE_SECONDS)  # the store may be this process's own
+        # This process may host the store, so the rank must have read the command.
+        self._mailbox.get("answer", _LEAVE_SECONDS)
 
 
 def _obey(mailbox: _Mailbox, worker: Worker) -> None:

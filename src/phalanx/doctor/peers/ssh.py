@@ -1,6 +1,6 @@
-"""Other machines over ssh: each runs `phalanx doctor --answer` and is asked through its pipes.
+"""Agents on other machines over ssh, each a process `phalanx doctor --answer` with pipes.
 
-ssh never asks for anything (`BatchMode`): where it would, that host is named with what to do.
+ssh never prompts (`BatchMode`). If it had to prompt, the host is reported as absent, with advice.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ __all__ = ["answer_on_stdin", "over_ssh", "peer_names"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
 _MARK = "phalanx-doctor "
-"""What shells print when they start is no answer."""
+"""Prefix of answers, which tells them from the output of shells at startup."""
 _IDLE_SECONDS = 900.0
-"""So long a host waits for the next question."""
+"""Seconds that a host waits for the next command."""
 _END_SECONDS = 3.0
 
-# What ssh says, and what it means; the first that fits.
+# Pattern in ssh's error output, reason and advice; the first match counts.
 _REASONS = (
     (
         "Permission denied",
@@ -76,10 +76,10 @@ _REASONS = (
 
 
 def peer_names(text: str) -> list[str]:
-    """The hosts in "node-a,user@node-b".
+    """Parse a list of hosts such as "node-a,user@node-b".
 
     Raises:
-        UsageError: One is empty, is no name that ssh takes, or comes twice.
+        UsageError: A name is empty, invalid or duplicate.
     """
     names = [part.strip() for part in text.split(",")]
     for name in names:
@@ -96,13 +96,13 @@ def peer_names(text: str) -> list[str]:
 def over_ssh(
     peers: Sequence[str], ssh: Sequence[str], python: str, told: Callable[[str], None]
 ) -> Network:
-    """Measure between this machine and others, every pair; blocks some seconds for each.
+    """Measure every pair of this machine and `peers`; blocks for some seconds for each host.
 
     Args:
-        peers: The others, as ssh takes them.
-        ssh: The program and its options.
-        python: The Python there, that has Phalanx.
-        told: Is told what goes on.
+        peers: Names of the other hosts for ssh.
+        ssh: The ssh program and its options.
+        python: Path of the Python on the peers that has Phalanx.
+        told: Callback that receives progress messages.
     """
     agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: _own_address(peers, ssh)))}
     with contextlib.ExitStack() as stack:
@@ -114,7 +114,7 @@ def over_ssh(
 
 
 def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
-    """Where this machine listens: at the beginning of the way to the first peer to which one is."""
+    """Return this machine's address on the route to the first peer that has a route."""
     for name in peers:
         if address := listening_address(address_of(HostPlace(name, None), ssh)):
             return address
@@ -122,11 +122,11 @@ def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
 
 
 def answer_on_stdin() -> None:
-    """Do what comes as lines on stdin, until that ends or is silent; answers go to stdout.
+    """Carry out commands, one a line, from stdin until it ends or is silent; answer on stdout.
 
-    An answer has the number of its question.
+    An answer has the number of its command.
     """
-    # The address at which ssh has reached this machine: others may reach it there too.
+    # Other hosts are likely to reach this machine at the address at which ssh has reached it.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     came = connection[2] if len(connection) == 4 else ""
     given = os.environ.get("PHALANX_INTERFACE", "")
@@ -136,7 +136,7 @@ def answer_on_stdin() -> None:
         for line in lines.feed(data):
             command = json.loads(line)
             answer = {**worker.do(command), "number": command["number"]}
-            # What a shell prints at login may lack its line end.
+            # The output of a shell at login may lack a final newline.
             sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
             sys.stdout.flush()
     worker.close()
@@ -147,7 +147,7 @@ class _SshAgent(Agent):
         self._host = host
         remote = shlex.join([python, "-m", "phalanx", "doctor", "--answer"])
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
-        # A session of its own: Ctrl-C at the terminal is for us, and we close it.
+        # A session of its own: Ctrl-C reaches only this process, which then closes the agent.
         self._process = subprocess.Popen(
             [*ssh, *OPTIONS, "--", host, remote],
             stdin=subprocess.PIPE,
@@ -161,7 +161,7 @@ class _SshAgent(Agent):
     def start(self, command: Mapping[str, Any]) -> None:
         self._number += 1
         question = {**command, "number": self._number}
-        with contextlib.suppress(BrokenPipeError):  # then it doesn't answer either
+        with contextlib.suppress(BrokenPipeError):  # answer() reports the error
             stdin: Any = self._process.stdin
             stdin.write(json.dumps(question).encode() + b"\n")
             stdin.flush()
@@ -176,7 +176,7 @@ class _SshAgent(Agent):
                 return {"error": self._why()}
             if line.startswith(_MARK):
                 answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
-                if answer.pop("number") == self._number:  # not late, of an earlier question
+                if answer.pop("number") == self._number:  # else a late answer to an earlier command
                     return answer
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class _SshAgent(Agent):
         self._errors.close()
 
     def _line(self, seconds: float) -> str | None:
-        """The next line; empty if there will be none, None if none comes in time."""
+        """Return the next line; empty at the end of the stream, None if none comes in time."""
         end = time.monotonic() + seconds
         stdout: Any = self._process.stdout
         while b"\n" not in self._read:
@@ -206,7 +206,7 @@ class _SshAgent(Agent):
         return f"{line.decode(errors='replace')}\n"
 
     def _why(self) -> str:
-        """Why there is no answer: a reason, a line end, and what to do."""
+        """Return why there is no answer: the reason, a newline, and advice."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
         self._errors.seek(0)

@@ -1,4 +1,4 @@
-"""Who is measured with whom at the same time: every host with every other, in rounds."""
+"""The schedule of measurements: every pair of hosts, in rounds of disjoint pairs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 __all__ = ["explore", "rounds"]
 
 _OPEN_SECONDS = 90.0
-"""For a host to import torch and look at itself, perhaps on a slow disk."""
+"""Seconds for a host to import torch and examine itself, perhaps on a slow disk."""
 _MEASURE_SECONDS = 30.0
 _EVERY_PAIR = 8
-"""Up to so many ranks of a host, each is measured with each; else with the next."""
+"""Maximum number of ranks of a host to measure every pair; beyond it, only adjacent ranks are."""
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count`, in as few rounds as there can be in which nobody is in two pairs.
+    """Return all pairs of `count` participants, in the fewest rounds of disjoint pairs.
 
-    One stays, the others go around a table (as in a tournament of chess).
+    Uses the circle method of round-robin tournaments: one participant stays, the others rotate.
     """
     places: list[int | None] = list(range(count))
     if count % 2:
-        places.append(None)  # whoever meets it rests
+        places.append(None)  # its partner has no pair in that round
     found = []
     for _ in range(len(places) - 1):
         half = len(places) // 2
@@ -50,10 +50,10 @@ def explore(
     """Measure every pair of hosts, and the ranks of each host with each other.
 
     Args:
-        agents: Whom to ask, by rank.
-        hosts: The ranks of each host; its first one speaks for it.
-        names: What the user calls the hosts, where they have no ranks of a job.
-        told: Is told what goes on.
+        agents: The agents, by rank.
+        hosts: The ranks of each host; the first rank carries out the commands for its host.
+        names: The user's names of the hosts, if they have no ranks of a job.
+        told: Callback that receives progress messages.
     """
     leaders = [agents[ranks[0]] for ranks in hosts]
     token = secrets.token_bytes(TOKEN_BYTES).hex()
@@ -111,7 +111,7 @@ def _measured(
 
 
 def _in_memory(agents: Mapping[int, Agent], host: int, ranks: tuple[int, ...]) -> list[Link]:
-    """One pair at a time: they share the memory's bandwidth."""
+    """Measure the ranks of a host, one pair at a time since pairs share the memory bandwidth."""
     pairs = combinations(ranks, 2) if len(ranks) <= _EVERY_PAIR else pairwise(ranks)
     links = []
     for one, two in pairs:

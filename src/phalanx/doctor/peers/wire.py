@@ -1,8 +1,9 @@
-"""Two hosts over TCP: the one that answers, and the one that measures.
+"""TCP probes: a server on one host, and the measurement from another host.
 
-A connection begins with the token of this examination; without it nothing is answered. Then it is
-for round trips, or for a flow from who measures to who answers, which counts what arrives: what has
-been handed to the kernel hasn't crossed anything yet.
+A connection begins with the token of this examination; the server closes connections without it.
+The connection then serves either round trips or a flow from the client to the server. The server
+counts the bytes of a flow as they arrive, since bytes that the client has handed to its kernel may
+not have crossed the network yet.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import NamedTuple
 __all__ = ["TOKEN_BYTES", "Answering", "Measured", "Unreached", "measure"]
 
 CONNECT_SECONDS = 3.0
-"""How long a connection may take to come about."""
+"""Seconds until an attempt to connect fails."""
 TOKEN_BYTES = 32
 _TRIP, _FLOW = b"t", b"f"
 _TRIP_BYTES = 64
@@ -29,7 +30,7 @@ _TRIPS = 300
 _WARM_TRIPS = 5
 _TRIP_SECONDS = 0.5
 _BLOCK = bytes(1 << 20)
-# TCP finds its pace first: that isn't counted.
+# Seconds of TCP slow start, which are not counted.
 _WARM_SECONDS = 0.15
 _FLOW_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
@@ -37,33 +38,33 @@ _COUNT = struct.Struct("<Qd")
 
 
 class Measured(NamedTuple):
-    """Of one way between two hosts."""
+    """The measurements of a one-way link."""
 
     latency: float
-    """Median round trip of 64 bytes, in seconds."""
+    """Median round-trip time of 64 bytes, in seconds."""
     bandwidth: float
-    """Of one connection, in bytes per second."""
+    """Bandwidth of one connection, in bytes per second."""
 
 
 class Unreached(Exception):  # noqa: N818 - a result, not an error
-    """The other host can't be reached, or not with more than small packets: why."""
+    """The other host can't be reached, or only small packets reach it; the message says why."""
 
 
 class Answering:
-    """Answers whoever measures, in threads, until closed.
+    """A server for measurements from other hosts, in threads, until it is closed.
 
     Args:
-        address: Where to listen: nowhere else.
-        token: What the others know: 32 bytes.
+        address: The only address at which the server listens.
+        token: Secret of 32 bytes that clients must send.
 
     Raises:
-        OSError: It can't be listened there.
+        OSError: The server can't listen at the address.
     """
 
     def __init__(self, address: str, token: bytes) -> None:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError, EOFError):  # its own business
+                with contextlib.suppress(OSError, EOFError):  # the client reports errors
                     _answer(self.request, token)
 
         kind = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -77,16 +78,18 @@ class Answering:
         threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def measure(address: str, port: int, token: bytes) -> Measured:
-    """Measure the way to a host that answers; takes one to two seconds, ten at most.
+    """Measure the link to a host that runs `Answering`.
+
+    Takes one to two seconds, or about ten if the network drops packets.
 
     Raises:
-        Unreached: There is no connection, or data don't come through it.
+        Unreached: There is no connection, or data does not pass through it.
     """
     with _connected(address, port) as trips:
         latency = _trips(trips, token)
@@ -122,7 +125,7 @@ def _trips(to: socket.socket, token: bytes) -> float:
 
 
 def _flow(to: socket.socket, token: bytes) -> float:
-    """Send until the other has counted enough; who counts says how much came in what time."""
+    """Send until the server reports the bytes counted and their time; return bytes per second."""
     end = time.monotonic() + _FLOW_SECONDS + _WARM_SECONDS + 2 * _SILENT_SECONDS
     try:
         to.sendall(token + _FLOW)
@@ -140,7 +143,7 @@ def _flow(to: socket.socket, token: bytes) -> float:
     except (OSError, EOFError) as error:
         raise Unreached(f"connected, but the connection broke under load ({error})") from None
     finally:
-        # What is still on its way needn't arrive.
+        # Data still in flight need not arrive: closing resets the connection.
         to.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     raise Unreached(
         "small packets pass, large ones don't: is the MTU of an interface larger than the network "
@@ -177,7 +180,7 @@ def _count(peer: socket.socket) -> None:
     except TimeoutError:
         total = 0
     peer.sendall(_COUNT.pack(total, now - begin))
-    while peer.recv_into(buffer):  # else the answer could be lost with what wasn't read
+    while peer.recv_into(buffer):  # closing with unread data could discard the answer
         pass
 
 

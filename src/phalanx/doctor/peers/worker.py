@@ -1,4 +1,4 @@
-"""What a host does for the examination: it answers the others, and measures when it is asked."""
+"""The worker of a host: it serves measurements from other hosts, and measures on command."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["Worker"]
 
 
 class Worker:
-    """Does one command after the other; what goes wrong is an answer too, under "error".
+    """An executor of commands; a failure becomes the "error" of the answer.
 
     Args:
-        address: Says where to listen for other hosts.
+        address: Function that returns the address at which to listen for other hosts.
     """
 
     def __init__(self, address: Callable[[], str]) -> None:
@@ -30,14 +30,14 @@ class Worker:
         self._answering: Answering | None = None
 
     def do(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Do what `agents` describes."""
+        """Carry out a command as described in `agents`, and return its answer."""
         try:
             return self._do(command)
         except (OSError, SubprocessError, Unreached, PhalanxError, UsageError) as error:
             return {"error": str(error)}
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop serving measurements."""
         if self._answering is not None:
             self._answering.close()
             self._answering = None

@@ -1,8 +1,8 @@
-"""MPI, through mpi4py: whichever library `mpirun` belongs to, Open MPI or MPICH, with no rebuild.
+"""The MPI engine, through mpi4py: the library of `mpirun`, Open MPI or MPICH, without a rebuild.
 
-`library` finds it and says what is missing. `wire` is what is said and carried through it, `world`
-the one thread that calls it, `protocol` the messages. `engine` is one group's engine: a `peer` for
-each other rank, a `transfer` for all that is under way.
+`library` finds the MPI library and reports a missing one. `wire` sends and receives through it,
+`world` has the only thread that calls it, and `protocol` defines the messages. `engine` is the
+engine of one group, with a `peer` for each rank and a `transfer` for each send or receive.
 """
 
 from phalanx.engines.mpi.engine import MpiEngine

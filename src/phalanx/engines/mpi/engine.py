@@ -1,8 +1,8 @@
-"""One group's engine over MPI.
+"""The MPI engine of one group.
 
-What is under way is kept by the thread of MPI (see `world`), which everybody else tells what to do:
-nothing here needs a lock. MPI knows nothing of ends. A rank that leaves or aborts says so to all
-that it knows; one that dies says nothing, and `mpirun` ends the others.
+The thread of MPI (see `world`) owns all pending transfers, and other threads pass their calls to
+it, so nothing here needs a lock. MPI does not report the end of a process. A rank that leaves or
+aborts tells all peers that it knows. If a rank dies, `mpirun` ends the others.
 """
 
 from __future__ import annotations
@@ -32,19 +32,22 @@ if TYPE_CHECKING:
 __all__ = ["MpiEngine"]
 
 _PARTING_SECONDS = 2.0
-"""How long who leaves waits for others to take what it has sent."""
+"""Seconds that a leaving rank waits for its peers to receive what it has sent."""
 _SETTLING_SECONDS = 2.0
-"""How long data that are on their way have to arrive, at the end."""
+"""Seconds that data in flight have to arrive when the engine ends."""
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
-"""Seconds between two looks into the store for where a rank is."""
+"""Seconds between two checks of the store for the processes of peers: shortest and longest."""
 _ENDED = "this rank has ended its connections"
 
 
 class MpiEngine(Engine):
-    """One rank's end: see `open_engine` for the arguments.
+    """A rank's end of MPI; see `open_engine` for the other arguments.
+
+    Args:
+        world: This process among those that `mpirun` has started.
 
     Raises:
-        EngineError: The group has ranks that `mpirun` hasn't started.
+        EngineError: The group has more ranks than `mpirun` has started processes.
     """
 
     def __init__(self, world: World, store: Store, rank: int, size: int) -> None:
@@ -93,7 +96,7 @@ class MpiEngine(Engine):
         return transfer
 
     def _part(self) -> None:
-        """Let peers take what was sent to them."""
+        """Wait, for 2 s at most, until peers have received what was sent to them."""
         end = time.monotonic() + _PARTING_SECONDS
         answer: queue.SimpleQueue[list[MpiTransfer]] = queue.SimpleQueue()
         self._world.do(lambda: answer.put([each for peer in self._peers for each in peer.sends]))
@@ -101,22 +104,25 @@ class MpiEngine(Engine):
             for transfer in answer.get(timeout=_PARTING_SECONDS):
                 transfer.wait(max(0.0, end - time.monotonic()))
         except (EngineError, queue.Empty):
-            return  # somebody will never take it
+            return  # a peer will never receive it
 
     def _end(self) -> None:
         self._over = True
         self._deadline = time.monotonic() + _SETTLING_SECONDS
         self._world.do(self._begin_to_end)
 
-    # What the thread of MPI calls.
+    # Called by the thread of MPI.
 
     def take(self, message: Message, source: int) -> None:
-        """Take a message for this engine."""
+        """Handle a message for this engine."""
         self._peers[message.rank].take(message, source)
 
     def settle(self) -> bool:
-        """Wait for data on their way: MPI gives no memory back before."""
-        settled = [peer.settle() for peer in self._peers]  # all of them are to tell their ends
+        """Continue to end the engine, and return whether it has ended.
+
+        It ends only after data in flight have arrived: MPI does not release their memory before.
+        """
+        settled = [peer.settle() for peer in self._peers]  # a list: every peer must be told
         if not all(settled):
             if time.monotonic() > self._deadline:
                 self._world.stop(
@@ -129,7 +135,7 @@ class MpiEngine(Engine):
         return True
 
     def fail(self, reason: str) -> None:
-        """MPI carries nothing any more."""
+        """Fail all transfers: MPI cannot be used any more."""
         for peer in self._peers:
             peer.fail(reason)
         self._settled.set()
@@ -139,7 +145,7 @@ class MpiEngine(Engine):
             peer.end(_ENDED)
         self._world.end(self)
 
-    # Where the other ranks are: each says so in the store, when it opens its end.
+    # Processes of the peers: each rank publishes its process in the store.
 
     def _find(self, peer: int) -> None:
         self._wanted.put(peer)
@@ -164,7 +170,7 @@ class MpiEngine(Engine):
             missing = [each for each in missing if not self._looked_for(each)]
 
     def _looked_for(self, rank: int) -> bool:
-        """Whether it is known by now where a rank is, or that it never will be."""
+        """Look up the process of a rank; return False if it is not in the store yet."""
         peer = self._peers[rank]
         try:
             if not self._store.check([_key(rank)]):
@@ -183,7 +189,7 @@ class MpiEngine(Engine):
 
 
 class _Past:
-    """Stands where an engine was, and answers ranks that know nothing of its end."""
+    """A stand-in for an ended engine, which answers ranks that do not know of its end."""
 
     def __init__(self, wire: Wire, name: int, rank: int) -> None:
         self._wire, self._name, self._rank = wire, name, rank

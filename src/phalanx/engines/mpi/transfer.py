@@ -1,4 +1,4 @@
-"""A send or a receive over MPI, seen by who waits for it."""
+"""A send or a receive over MPI, for its callers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Calls", "MpiTransfer"]
 
 
 class Calls:
-    """A thread for what is called at the end of transfers: it may take its time there."""
+    """A thread for the callbacks of transfers, which may block there."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -24,7 +24,7 @@ class Calls:
         self._thread: threading.Thread | None = None
 
     def put(self, call: Callable[[], None]) -> None:
-        """Have something called, after what was given before."""
+        """Call a function in the thread, after all functions put before."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(
@@ -34,7 +34,7 @@ class Calls:
         self._calls.put(call)
 
     def stop(self, seconds: float) -> None:
-        """End the thread when it has called all; wait so long for that."""
+        """End the thread after all calls; wait for that, for up to `seconds`."""
         self._calls.put(None)
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -46,12 +46,12 @@ class Calls:
 
 
 class MpiTransfer(Announced):
-    """Bytes for or from a rank, under a tag; the thread of MPI says when it has ended."""
+    """A transfer to or from a rank under a tag, which the thread of MPI ends."""
 
     def __init__(self, data: memoryview, peer: int, tag: int, calls: Calls) -> None:
         super().__init__(data, calls.put)
         self.peer, self.tag = peer, tag
 
     def finish(self, reason: str = "") -> None:
-        """It has ended: well, or for a reason."""
+        """End the transfer; it fails if there is a reason."""
         self.end(EngineError(self.peer, reason) if reason else None)

@@ -1,4 +1,4 @@
-"""What is said and carried through MPI. For the one thread that calls it."""
+"""Messages and data through MPI; only for the thread that calls it."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["Wire"]
 
 _TALK = 0
-"""MPI's tag of messages; data have tags above it."""
+"""MPI tag of messages; data have tags above it."""
 _PIECE = 2**28
-"""Bytes that MPI moves at once: older libraries count in 32 bits."""
+"""Most bytes of one MPI request: older libraries count in 32 bits."""
 _PAUSE = 0.001
 
 
 class _Movement(NamedTuple):
-    """A request of MPI; whether it was carried out is told to `done`."""
+    """An MPI request; `done` is called with whether it was carried out or cancelled."""
 
     request: Any
     done: Callable[[bool], None]
@@ -33,7 +33,12 @@ class _Movement(NamedTuple):
 
 
 class _Pieces:
-    """What tells of several pieces at once."""
+    """A callback for several pieces, which calls `done` once after the last.
+
+    Args:
+        count: The number of pieces.
+        done: Called with whether all pieces were carried out.
+    """
 
     def __init__(self, count: int, done: Callable[[bool], None]) -> None:
         self._left, self._done = count, done
@@ -47,18 +52,21 @@ class _Pieces:
 
 
 class Wire:
-    """This process among all that `mpirun` has started.
+    """The sends and receives of this process to all others that `mpirun` has started.
 
-    Blocks until all of them have come.
+    Blocks until all processes have created theirs.
 
     Attributes:
-        rank: Of this process among all.
-        size: How many processes there are.
-        name: The same for all of them, and for no others.
+        rank: The rank of this process among all.
+        size: The number of processes.
+        name: The name of this set of processes, random and the same on all of them.
 
     Args:
         mpi: The module `mpi4py.MPI`.
-        deadline: Until when the others must have come, in monotonic seconds.
+        deadline: The deadline for the other processes, in seconds on the monotonic clock.
+
+    Raises:
+        EngineError: Not all processes came before the deadline.
     """
 
     def __init__(self, mpi: Any, deadline: float) -> None:
@@ -67,7 +75,7 @@ class Wire:
         library.begin(mpi)
         everybody = mpi.COMM_WORLD
         self.rank, self.size = int(everybody.Get_rank()), int(everybody.Get_size())
-        # What a script sends in the world of all must not meet what is sent here.
+        # Messages of a script in COMM_WORLD must not match those sent here.
         self._talk, request = everybody.Idup()
         self._wait(request, deadline)
         name = bytearray(secrets.token_bytes(8))
@@ -81,7 +89,7 @@ class Wire:
 
     @property
     def busy(self) -> bool:
-        """Whether MPI has anything in its hands."""
+        """True if MPI has pending requests."""
         return bool(self._movements)
 
     def tell(self, rank: int, message: Message) -> None:
@@ -90,28 +98,28 @@ class Wire:
         self._movements.append(_Movement(request, _nothing, rank, _TALK))
 
     def send(self, rank: int, data: memoryview, tag: int, done: Callable[[bool], None]) -> None:
-        """Send bytes that were asked for, under the tag with which they were."""
+        """Send requested bytes under the tag of their request; call `done` at the end."""
         self._move(self._talk.Isend, rank, data, tag, done)
 
     def receive(self, rank: int, data: memoryview, done: Callable[[bool], None]) -> int:
-        """Receive bytes: under which tag, to be asked for with it."""
+        """Post a receive of bytes, and return the tag under which to request them."""
         tag = _TALK + 1 + self._received % self._most_tags
         self._received += 1
         self._move(self._talk.Irecv, rank, data, tag, done, receives=True)
         return tag
 
     def cancel(self, rank: int, tag: int) -> None:
-        """Give up to receive what doesn't come: `done` is told."""
+        """Cancel a receive whose bytes will not come; its `done` is called."""
         for movement in self._movements:
             if movement.receives and (movement.rank, movement.tag) == (rank, tag):
                 movement.request.Cancel()
 
     def heard(self) -> list[tuple[Message, int]]:
-        """The messages that have come, each with the process that it is from."""
+        """Return the messages that have arrived, each with the rank of its process."""
         messages: list[tuple[Message, int]] = []
         status = self._mpi.Status()
-        # Looked for, not waited for: with a receive from anybody that was posted before, jobs on
-        # two hosts now and then missed a message for ever (MPICH 5.0.2).
+        # Probe instead of a receive from any source that is posted in advance: with that, jobs on
+        # two hosts sometimes missed a message for ever (MPICH 5.0.2).
         while self._hearing or self._hear():
             if not self._hearing.Test(status):
                 break
@@ -121,14 +129,14 @@ class Wire:
         return messages
 
     def _hear(self) -> bool:
-        """Take the next message, if there is one."""
+        """Begin to receive the next message; return whether there is one."""
         found = self._talk.Improbe(self._mpi.ANY_SOURCE, _TALK)
         if found is not None:
             self._hearing = found.Irecv([self._buffer, self._mpi.BYTE])
         return found is not None
 
     def complete(self) -> bool:
-        """Tell what has become of movements; whether any has ended."""
+        """Call `done` of all requests that have ended; return whether there was any."""
         if not self._movements:
             return False
         statuses: list[Any] = []
@@ -147,13 +155,14 @@ class Wire:
         return True
 
     def end(self, deadline: float, look: Callable[[], object]) -> bool:
-        """End MPI, if it was begun here; whether it has ended well.
+        """Finalize MPI, if it was initialized here; return False if the deadline has passed.
 
-        MPI's own way to end waits for all processes, for ever, so they are waited for before.
+        MPI's finalization waits for all processes without a limit, so this waits for them before.
 
         Args:
-            deadline: Until when the others must be at their end, in monotonic seconds.
-            look: Called again and again meanwhile.
+            deadline: The deadline for the other processes to reach their end, in seconds on the
+                monotonic clock.
+            look: Called repeatedly during the wait.
         """
         if self._ours:
             barrier = self._talk.Ibarrier()
@@ -190,7 +199,7 @@ class Wire:
 
 
 def late(size: int = 0) -> str:
-    """What to say when not all processes have come."""
+    """Return the error message for processes that have not come in time."""
     return (
         f"not all {f'{size} ' if size else ''}processes that mpirun has started came in time: the "
         "first group must have them all"
@@ -198,4 +207,4 @@ def late(size: int = 0) -> str:
 
 
 def _nothing(carried: bool) -> None:
-    """Nobody waits for it."""
+    """Do nothing: no caller waits for a message."""

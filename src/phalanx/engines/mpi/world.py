@@ -1,7 +1,7 @@
-"""The one thread of this process that calls MPI, and the engines that it serves.
+"""The only thread of this process that calls MPI, and the engines that it serves.
 
-One thread is right whatever a library locks, and for however many threads it was built. It can't
-sleep in MPI and hear of new work as well: it looks again and again, with growing pauses.
+A single thread is correct regardless of a library's locks and thread support. It cannot both block
+in MPI and be notified of new work, so it polls with growing pauses.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ if TYPE_CHECKING:
 __all__ = ["Member", "World", "the_world"]
 
 _SHORTEST, _LONGEST, _IDLE = 2e-5, 1e-3, 2e-2
-"""Seconds between two looks at MPI: after something has happened; at most; without an engine."""
+"""Seconds between two polls of MPI: after activity; the longest; the longest without an engine."""
 _MARGIN = 1.0
 _SETTLING_SECONDS = 3.0
-"""How long what MPI has in its hands may take at the end of the process."""
+"""Seconds that pending MPI requests may take at the end of the process."""
 _RAISED_SECONDS, _TROUBLED_SECONDS = 3.0, 30.0
-"""How long it is then waited for all others: after an exception; where a group has failed."""
+"""Seconds to wait then for all other processes: after an exception; after a group has failed."""
 _OWN = 0
-"""The engine to which belongs what `World.share` tells."""
+"""The engine name of messages of `World.share`."""
 
 
 class Member(Protocol):
-    """What an engine is to the world; all is called in the thread of MPI."""
+    """An engine as seen by the world; all methods are called in the thread of MPI."""
 
     def take(self, message: Message, source: int) -> None:
-        """Take a message from a process."""
+        """Handle a message from a process."""
 
     def settle(self) -> bool:
-        """Go on with ending; whether it has ended."""
+        """Continue to end the engine, and return whether it has ended."""
 
     def fail(self, reason: str) -> None:
-        """Nothing can be carried any more."""
+        """Fail all transfers: MPI cannot be used any more."""
 
 
 class World:
-    """This process among all that `mpirun` has started; made by `the_world`.
+    """This process among all that `mpirun` has started; created by `the_world`.
 
     Attributes:
-        wire: What is said and carried; for the thread of MPI.
-        stopped: Why no call of MPI is made any more; empty while they are.
-        troubled: Whether a group has failed, so that others may never come to their end.
+        wire: The sends and receives through MPI; only for the thread of MPI.
+        stopped: The reason why MPI is not called any more; empty while it is called.
+        troubled: Whether a group has failed, so that other processes may never reach their end.
     """
 
     wire: Wire
@@ -81,25 +81,27 @@ class World:
 
     @property
     def rank(self) -> int:
-        """Of this process among all."""
+        """The rank of this process among all."""
         return self.wire.rank
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         return self.wire.size
 
     def do(self, call: Callable[[], None]) -> None:
-        """Have something called in the thread of MPI, after what was given before."""
+        """Call a function in the thread of MPI, after all functions given before."""
         self._calls.put(call)
 
     def share(self, text: bytes | None, seconds: float) -> bytes:
-        """What rank 0 tells all; it gives the text, the others None. All must call it.
+        """Broadcast a text from rank 0, and return it. All processes must call this.
 
-        The text may have `MOST_TEXT` bytes.
+        Args:
+            text: The text on rank 0, of at most `MOST_TEXT` bytes; None on the others.
+            seconds: The longest time to wait for the text, in seconds.
 
         Raises:
-            EngineError: It hasn't come within so many seconds.
+            EngineError: The text has not arrived in time.
         """
         if text is not None:
             message = Message(_OWN, Kind.TEXT, 0, text=text)
@@ -112,11 +114,11 @@ class World:
             raise EngineError(0, f"nothing came from rank 0 within {seconds:g} s") from None
 
     def finish(self) -> None:
-        """End MPI at the end of this process, when all others are at theirs.
+        """Finalize MPI at the end of this process, once all other processes are at their end.
 
-        It can't be ended without them. In a process in which something has failed they may be dead,
-        and are waited for with a limit. One that ends by an exception has `mpirun` end them all, if
-        they don't by themselves; any other leaves MPI as it is.
+        MPI cannot be finalized without them. If a group has failed or an exception ends this
+        process, they may be dead, so the wait has a limit. If MPI is not finalized by then, a
+        process that ends by an exception aborts all processes; any other leaves MPI as it is.
         """
         if self._finished or os.getpid() != self._pid:
             return
@@ -133,21 +135,25 @@ class World:
     # For the thread of MPI.
 
     def join(self, engine: int, member: Member) -> None:
-        """Give an engine its messages from now on, and those that have come before."""
+        """Deliver an engine's messages to it from now on, and those that have arrived before."""
         self._members[engine] = member
         for message, source in self._early.pop(engine, ()):
             member.take(message, source)
 
     def end(self, member: Member) -> None:
-        """Have an engine end; it gets its messages until the end of the process."""
+        """Begin to end an engine; its messages are still delivered afterwards."""
         self._ended += 1
         self._ending.append(member)
 
     def stop(self, reason: str) -> None:
-        """Make no call of MPI any more: it holds memory that isn't its own for longer."""
+        """Stop calling MPI, since it still refers to memory that its owners take back.
+
+        Args:
+            reason: The reason, for errors of later calls.
+        """
         self.stopped = reason
 
-    # How it runs.
+    # The thread of MPI.
 
     def _begin(self, seconds: float) -> None:
         begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
@@ -161,14 +167,14 @@ class World:
         try:
             error = begun.get(timeout=seconds + _MARGIN)
         except queue.Empty:
-            raise EngineError(-1, late()) from None  # MPI itself waits for them
+            raise EngineError(-1, late()) from None  # initialization itself waits for them
         if error is not None:
             raise error
 
     def _run(self, begun: queue.SimpleQueue[Exception | None], deadline: float) -> None:
         try:
             self.wire = Wire(self._mpi, deadline)
-        except Exception as error:  # noqa: BLE001 - who waits for this thread raises it
+        except Exception as error:  # noqa: BLE001 - the waiting thread raises it
             begun.put(error)
             return
         begun.put(None)
@@ -195,7 +201,11 @@ class World:
             self._leave(self._limit or 0.0)
 
     def _call(self, seconds: float) -> bool:
-        """Do what was asked for, or wait for something to do."""
+        """Run the queued functions, and return whether there was any.
+
+        Args:
+            seconds: The longest time to wait for the first, in seconds.
+        """
         busy = False
         try:
             self._calls.get(timeout=seconds)()
@@ -206,7 +216,7 @@ class World:
             return busy
 
     def _look(self) -> bool:
-        """Whether MPI has carried anything since the last look."""
+        """Make progress in MPI, and return whether there was any since the last call."""
         messages = self.wire.heard()
         for message, source in messages:
             self._give(message, source)
@@ -226,7 +236,7 @@ class World:
         self._limit = limit
 
     def _leave(self, limit: float) -> None:
-        """End MPI, once nothing is in its hands."""
+        """Finalize MPI once it has no pending requests."""
         end = time.monotonic() + _SETTLING_SECONDS
         while (self._ending or self.wire.busy) and not self.stopped:
             if time.monotonic() > end:
@@ -242,16 +252,17 @@ _world: World | None = None
 
 
 def the_world(seconds: float) -> World:
-    """This process among those that `mpirun` has started; the first call begins MPI.
+    """Return the world of this process; the first call initializes MPI.
 
-    The first call blocks until all of them have made theirs.
+    The first call blocks until all processes that `mpirun` has started have made theirs.
 
     Args:
-        seconds: How long it waits for them.
+        seconds: The longest time to wait for the other processes, in seconds.
 
     Raises:
-        UsageError: There is no MPI library, or it is another one than the launcher's.
-        EngineError: Somebody hasn't come in time; MPI has failed.
+        UsageError: There is no MPI library, it is not the launcher's, or it is initialized without
+            support for several threads.
+        EngineError: A process has not made its first call in time, or MPI has failed.
     """
     global _world  # noqa: PLW0603 - there is one per process
     with _lock:

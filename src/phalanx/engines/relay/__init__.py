@@ -1,9 +1,10 @@
-"""The relay: one rank that all others reach, by ZeroMQ, and that passes on what they say.
+"""The relay engine: one process that all ranks can reach forwards their messages, by ZeroMQ.
 
-For hosts that can't reach each other, behind NATs or firewalls. All bytes go through the rank that
-has the relay, encrypted and from processes that have the job's key. `engine` is a group's end,
-`line` a process's connection, which its groups share, `server` the relay itself. `words` is what
-they say to each other, `keys` how the job's key becomes those of CURVE, `place` where the relay is.
+For hosts that cannot reach each other, behind NATs or firewalls. All bytes go through the process
+that runs the relay. They are encrypted, and only processes with the job's key can connect. `engine`
+is a group's end, `line` the connection of a process, which its groups share, and `server` the
+relay itself. `words` defines the messages of the protocol, `keys` derives the CURVE keys from the
+job's key, and `place` starts or finds the relay.
 """
 
 from phalanx.engines.relay.engine import RelayEngine

@@ -1,4 +1,4 @@
-"""A group's end of the relay."""
+"""The relay engine of one group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ENDINGS = {
 
 
 class RelayEngine(Engine):
-    """One rank's end: see `open_engine` for the arguments."""
+    """A rank's end of the relay; see `open_engine` for the arguments."""
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
         self._rank = rank
@@ -35,7 +35,7 @@ class RelayEngine(Engine):
         self._channel = channel
         self._peers = [Peer(peer, channel, self._line) for peer in range(size)]
         self._left = False
-        self._line.add(channel, self)  # before anybody can speak to it
+        self._line.add(channel, self)  # before any peer can send to it
         self._line.say(Word(Kind.ENTER, channel, rank))
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
@@ -55,7 +55,7 @@ class RelayEngine(Engine):
         place.leave(self._place, self._rank)
 
     def heard(self, word: Word, data: memoryview) -> None:
-        """Something was said in the group's channel; called in the line's thread."""
+        """Handle a word of the group's channel; called in the line's thread."""
         if not 0 <= word.peer < len(self._peers):
             return
         if word.kind is Kind.GONE:
@@ -65,7 +65,7 @@ class RelayEngine(Engine):
             self._peers[word.peer].heard(word, data)
 
     def cut(self, reason: str) -> None:
-        """The relay is gone, and with it all peers."""
+        """Fail all transfers: the relay is gone, and all peers with it."""
         for peer in self._peers:
             peer.lose(EngineError(self._place.host, f"the relay: {reason}"))
 

@@ -1,4 +1,4 @@
-"""The job's key in the form that CURVE, ZeroMQ's encryption, has keys in."""
+"""Keys for CURVE, ZeroMQ's encryption, derived from the job's key."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["Pair", "of_client", "of_server"]
 
 
 class Pair(NamedTuple):
-    """A public key and its secret one, in Z85."""
+    """A public key with its secret key, both in Z85."""
 
     public: bytes
     secret: bytes
 
 
 def of_server(key: bytes) -> Pair:
-    """The relay's; who knows them both is a process of the job."""
+    """Return the key pair of the relay; only processes of the job can derive it."""
     return _pair(key, "relay server")
 
 
 def of_client(key: bytes) -> Pair:
-    """That of all who connect to it."""
+    """Return the key pair that all clients of the relay share."""
     return _pair(key, "relay client")
 
 

@@ -1,4 +1,4 @@
-"""A process's connection to the relay, which all of its groups share."""
+"""The connection of a process to the relay, shared by all of its groups."""
 
 from __future__ import annotations
 
@@ -34,24 +34,29 @@ _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED | _ENDED
 
 
 class Listener(Protocol):
-    """One group's end, which hears what is said in its channel."""
+    """A receiver of the words of one channel: a group's end."""
 
     def heard(self, word: Word, data: memoryview) -> None:
-        """A word has come, with data or none; called in the line's thread, in order."""
+        """Handle a word with its data, which may be empty.
+
+        Called in the line's thread, in the order of arrival.
+        """
 
     def cut(self, reason: str) -> None:
-        """Nothing will come any more."""
+        """Handle the end of the connection: no more words will come."""
 
 
 class Line:
-    """A connection, and the threads that speak, listen and call back; use `open`.
+    """A connection with its threads: one sends and receives, the other runs callbacks.
+
+    Blocks until the connection is made, for up to 20 s.
 
     Args:
-        where: The relay's ZeroMQ address.
-        key: The job's.
+        where: The ZeroMQ address of the relay.
+        key: The job's key.
 
     Raises:
-        EngineError: The relay can't be reached, or doesn't have the same key.
+        EngineError: The relay cannot be reached, or it does not have the same key.
     """
 
     def __init__(self, where: str, key: bytes) -> None:
@@ -62,7 +67,7 @@ class Line:
         self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(key).public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay has forgotten this process
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay would not know this process
         harden(self._socket, where)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._listeners: dict[bytes, Listener] = {}
@@ -87,7 +92,10 @@ class Line:
             raise EngineError(-1, f"no connection to the relay at {where}: {self._reason}")
 
     def add(self, channel: bytes, listener: Listener) -> None:
-        """Have a listener hear what is said in a channel; at once that the line is cut, if so."""
+        """Register a listener for a channel.
+
+        If the connection is already lost, its `cut` is called at once.
+        """
         with self._lock:
             self._listeners[channel] = listener
             reason = self._reason
@@ -95,13 +103,13 @@ class Line:
             listener.cut(reason)
 
     def remove(self, channel: bytes) -> bool:
-        """Have nobody hear it any more; whether that was the last channel."""
+        """Remove the listener of a channel; return whether that was the last channel."""
         with self._lock:
             self._listeners.pop(channel, None)
             return not self._listeners
 
     def say(self, word: Word, data: bytes = b"") -> None:
-        """Have a word sent, behind all others; returns at once. Does nothing on a cut line."""
+        """Queue a word for sending and return at once; do nothing if the connection is lost."""
         with self._lock:
             if self._closed or self._reason:
                 return
@@ -109,11 +117,11 @@ class Line:
             self._wake.up()
 
     def call(self, call: Callable[[], None]) -> None:
-        """Have something called in a thread that may block; one call after another."""
+        """Call a function in a thread of this line that may block; calls run one by one."""
         self._calls.put(call)
 
     def close(self) -> None:
-        """Send what was said, then end; blocks for two seconds at most."""
+        """Send all queued words for up to 2 s, then close the connection and end the threads."""
         with self._lock:
             self._closed = True
             self._wake.up()
@@ -140,27 +148,27 @@ class Line:
         self._speak()
         self._socket.disable_monitor()
         linger = 0 if self._reason else _PARTING_MILLISECONDS
-        self._context.destroy(linger)  # which waits until all is sent
+        self._context.destroy(linger)  # waits until everything is sent, or for the linger time
 
     def _speak(self) -> None:
         while self._words:
             frames = [frame for frame in self._words.popleft() if frame]
             try:
                 self._socket.send_multipart(frames, zmq.DONTWAIT)
-            except zmq.Again:  # there is no limit to what waits, so there is no connection
+            except zmq.Again:  # the queue has no limit, so the connection must be gone
                 self._words.clear()
                 while self._listen():
                     pass
                 self._lose("the connection is gone")
 
     def _listen(self) -> bool:
-        """Take what has come, some of it; whether there was anything."""
+        """Handle up to `_AT_ONCE` words that have arrived; return whether there was any."""
         for number in range(_AT_ONCE):
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return number > 0
-            with contextlib.suppress(ValueError):  # the relay passes on words alone
+            with contextlib.suppress(ValueError):  # the relay forwards only words
                 word = Word.parse(frames[0].bytes)
                 listener = self._listeners.get(word.channel)
                 if listener is not None:

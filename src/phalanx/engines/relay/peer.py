@@ -1,4 +1,4 @@
-"""What this rank and one other send each other."""
+"""Transfers between this rank and one peer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ __all__ = ["Peer"]
 _Waiting = TypeVar("_Waiting")
 
 _SMALL = 32 * 2**10
-"""Up to this size a message's data come with it, unasked."""
+"""Most bytes of a message whose data are sent without an offer."""
 _MOST_SMALL = 2**20
-"""Bytes of small messages that may be on their way to, or wait at, one receiver."""
+"""Most bytes of small messages in flight to one receiver or waiting there for a recv."""
 _MOST_GRANTED = 4 * 2**20
-"""Bytes of others that may be on their way."""
+"""Most bytes of other messages in flight to one receiver."""
 
 
 class _RelayTransfer(Announced):
-    """Either side's."""
+    """A send or a receive, with its progress in bytes."""
 
     def __init__(self, data: memoryview, call: Callable[[Callable[[], None]], None]) -> None:
         super().__init__(data, call)
@@ -39,7 +39,10 @@ class _RelayTransfer(Announced):
 
 
 class _Message:
-    """One that has come before its recv: with its data, or with a number to ask for them."""
+    """A message that has arrived before its recv.
+
+    It has either its data, or a number with which to request them.
+    """
 
     def __init__(self, size: int, number: int, data: bytes | None) -> None:
         self.size = size
@@ -48,12 +51,12 @@ class _Message:
 
 
 class Peer:
-    """The other rank, as this one sees it.
+    """Another rank of the group, as seen by this rank.
 
     Args:
-        rank: In the group.
-        channel: The group's.
-        line: To the relay.
+        rank: The rank of the peer in the group.
+        channel: The identifier of the group's channel.
+        line: The connection to the relay.
     """
 
     def __init__(self, rank: int, channel: bytes, line: Line) -> None:
@@ -63,22 +66,22 @@ class Peer:
         self._gone: EngineError | None = None
         self._unsaid: deque[tuple[Word, bytes]] = deque()
         self._numbers = itertools.count()
-        self._small = 0  # bytes of small messages that it hasn't taken
+        self._small = 0  # bytes of small messages that the peer's recvs have not taken
         self._offers: dict[int, _RelayTransfer] = {}
         self._awaited: dict[int, deque[_RelayTransfer]] = {}
         self._arrived: dict[int, deque[_Message]] = {}
         self._coming: dict[int, _RelayTransfer] = {}
-        self._wanting: deque[int] = deque()  # of those that come: not all of it is granted
+        self._wanting: deque[int] = deque()  # numbers of incoming messages not fully granted
         self._granted = 0
 
     @property
     def idle(self) -> bool:
-        """Whether nothing that was sent to it is still under way."""
+        """True if all data sent to the peer have arrived or were queued on the line."""
         with self._lock:
             return not self._offers and not self._unsaid
 
     def send(self, data: memoryview, tag: int) -> Transfer:
-        """Post a send."""
+        """Post a send of bytes under a tag."""
         transfer = _RelayTransfer(data, self._line.call)
         size = len(data)
         with self._lock:
@@ -94,7 +97,7 @@ class Peer:
         return transfer
 
     def recv(self, data: memoryview, tag: int) -> Transfer:
-        """Post a receive."""
+        """Post a receive of bytes under a tag."""
         transfer = _RelayTransfer(data, self._line.call)
         with self._lock:
             if (message := _first(self._arrived, tag)) is not None:
@@ -106,7 +109,7 @@ class Peer:
         return transfer
 
     def heard(self, word: Word, data: memoryview) -> None:
-        """It, or the relay about it, has said something."""
+        """Handle a word from the peer, or from the relay about the peer."""
         with self._lock:
             if word.kind is Kind.THERE:
                 self._there = True
@@ -128,12 +131,12 @@ class Peer:
                 self._offers.pop(word.number).end(error)
 
     def lose(self, error: EngineError) -> None:
-        """It, or the way to it, is gone: nothing under way can end well."""
+        """Fail all pending transfers: the peer, or the connection to it, is gone."""
         with self._lock:
             if self._gone is not None:
                 return
             self._gone = error
-            # What has come is still there to be received.
+            # Messages whose data have arrived can still be received.
             for messages in self._arrived.values():
                 kept = [message for message in messages if message.data is not None]
                 messages.clear()
@@ -152,7 +155,7 @@ class Peer:
             raise EngineError(self._gone.peer, str(self._gone))
 
     def _seek(self) -> None:
-        """Have the relay say whether it is there, and when it is gone."""
+        """Request, once, that the relay reports when the peer is present and when it is gone."""
         if not self._sought:
             self._sought = True
             self._line.say(Word(Kind.SEEK, self._channel, self._rank))
@@ -175,7 +178,7 @@ class Peer:
             self._match(transfer, message)
 
     def _match(self, transfer: _RelayTransfer, message: _Message) -> None:
-        """A message has met its recv."""
+        """Handle the match of a message with its recv."""
         right = message.size == len(transfer.data)
         if message.data is not None:
             self._say(Kind.TAKEN, value=message.size)
@@ -194,7 +197,7 @@ class Peer:
             transfer.end(EngineError(self._rank, words))
 
     def _grant(self) -> None:
-        """Ask for data, oldest message first, as much as may be on its way."""
+        """Request data, oldest message first, up to the limit of data in flight."""
         while self._wanting and self._granted < _MOST_GRANTED:
             number = self._wanting[0]
             transfer = self._coming[number]
@@ -206,7 +209,7 @@ class Peer:
                 self._wanting.popleft()
 
     def _give(self, number: int, limit: int) -> None:
-        """Send data that were asked for."""
+        """Send the requested data of a message, up to the offset `limit`."""
         transfer = self._offers.get(number)
         if transfer is None:
             return
@@ -218,7 +221,7 @@ class Peer:
             transfer.moved = end
 
     def _take(self, word: Word, data: memoryview) -> None:
-        """Data have come."""
+        """Handle data of a message that have arrived."""
         transfer = self._coming.get(word.number)
         if transfer is None:
             return
@@ -239,7 +242,7 @@ class Peer:
 
 
 def _first(waiting: dict[int, deque[_Waiting]], tag: int) -> _Waiting | None:
-    """Take the oldest that has this tag, if any has."""
+    """Remove and return the oldest item with this tag; None if there is none."""
     found = waiting.get(tag)
     if not found:
         return None

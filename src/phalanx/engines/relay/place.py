@@ -1,4 +1,4 @@
-"""Where the relay of a group is: started, found through the store, connected to."""
+"""The location of a group's relay: starting it, finding it through the store, connecting to it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from phalanx.engines.relay.line import Line
 from phalanx.engines.relay.server import Server
 from phalanx.engines.relay.words import CHANNEL_BYTES
 from phalanx.errors import UsageError
+from phalanx.system.host_identity import boot_id, namespace_id
+from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
@@ -26,18 +28,18 @@ __all__ = ["Place", "find", "leave"]
 
 _KEY = "relay"
 _GATE = "gate"
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.001, 0.05
+_PAUSE = 0.001
 _PARTING_SECONDS = 2.0
 
 
 class Place(NamedTuple):
-    """What a rank needs to talk to its group.
+    """A rank's access to the relay of its group.
 
     Attributes:
-        channel: The group's, in which nobody else talks.
-        line: To the relay.
-        host: The rank of the group that has the relay; -1 if it is none of them.
-        server: The relay, if this process has it.
+        channel: The identifier of the channel that only this group uses.
+        line: The connection to the relay.
+        host: The rank of the group whose process runs the relay; -1 if there is none.
+        server: The relay, if this process runs it.
     """
 
     channel: bytes
@@ -47,7 +49,7 @@ class Place(NamedTuple):
 
 
 class _Process:
-    """What this process has: lines by address, and a relay. A child of a fork has nothing."""
+    """The lines of this process by address, and its relay; a forked child begins with none."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -61,18 +63,19 @@ _process = _Process()
 
 
 def find(store: Store, rank: int, address: str) -> Place:
-    """Connect this rank to the relay of its group; blocks until rank 0 has said where it is.
+    """Connect this rank to the relay of its group.
 
-    Rank 0 says where. Where it knows none, from another group, it starts one.
+    Rank 0 publishes the address of the relay. It uses the relay of another group if it knows one,
+    and starts a relay otherwise. Blocks until rank 0 has published the address.
 
     Args:
-        store: The engine's own.
+        store: The store of this engine.
         rank: This rank in the group.
-        address: Where this rank listens, if it has to.
+        address: The address on which this rank listens if it starts the relay.
 
     Raises:
-        UsageError: There is no key, or a variable is malformed.
-        EngineError: The relay can't be started or reached.
+        UsageError: There is no key, or an environment variable is malformed.
+        EngineError: The relay cannot be started or reached.
     """
     secret = key.inherited()
     try:
@@ -99,11 +102,14 @@ def find(store: Store, rank: int, address: str) -> Place:
 
 
 def leave(place: Place, rank: int) -> None:
-    """Let go of it; who has the relay waits two seconds at most, until the others have left too."""
+    """Leave the channel of the group.
+
+    The process that runs the relay first waits until the other ranks have left, for 2 s at most.
+    """
     if place.server is not None:
         end = time.monotonic() + _PARTING_SECONDS
         while place.server.others(place.channel, rank) and time.monotonic() < end:
-            time.sleep(_FIRST_PAUSE)
+            time.sleep(_PAUSE)
     with _lock:
         if place.line.remove(place.channel):
             for where in [where for where, line in _process.lines.items() if line is place.line]:
@@ -122,7 +128,7 @@ def _mine() -> _Process:
 
 
 def _tell(mine: _Process, store: Store, secret: bytes, address: str) -> dict[str, str]:
-    """Say where the relay is, or why there is none."""
+    """Publish the location of the relay, or the reason why there is none, and return it."""
     told: dict[str, str] = {"channel": secrets.token_hex(CHANNEL_BYTES)}
     try:
         if mine.lines:
@@ -140,15 +146,16 @@ def _tell(mine: _Process, store: Store, secret: bytes, address: str) -> dict[str
 
 
 def _hear(store: Store) -> dict[str, str]:
-    """What rank 0 says. The store's own wait would let nobody else use it meanwhile."""
-    pause, end = _FIRST_PAUSE, time.monotonic() + store.timeout.total_seconds()  # type: ignore[attr-defined]
-    while not store.check([_KEY]):
-        if time.monotonic() > end:
-            raise EngineError(0, "rank 0 hasn't said where the relay is")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)
-    told: dict[str, str] = json.loads(store.get(_KEY))
-    return told
+    """Wait until rank 0 has published the location of the relay, and return it.
+
+    Raises:
+        EngineError: Nothing was published within the timeout of the store.
+    """
+    for _ in attempts(time.monotonic() + store.timeout.total_seconds()):  # type: ignore[attr-defined]
+        if store.check([_KEY]):
+            told: dict[str, str] = json.loads(store.get(_KEY))
+            return told
+    raise EngineError(0, "rank 0 hasn't said where the relay is")
 
 
 def _serve(secret: bytes, address: str) -> Server:
@@ -162,17 +169,17 @@ def _serve(secret: bytes, address: str) -> Server:
 
 
 def _part() -> None:
-    """At the end of this process, let others finish what they do with its relay."""
+    """Wait at the end of this process, for 2 s at most, until no rank uses its relay."""
     server = _process.server
     if server is not None and _process.pid == os.getpid():
         end = time.monotonic() + _PARTING_SECONDS
         while server.anybody and time.monotonic() < end:
-            time.sleep(_FIRST_PAUSE)
+            time.sleep(_PAUSE)
         server.close()
 
 
 def _places(server: Server, address: str) -> dict[str, str]:
-    """Where it is for other hosts, for this one, and which this one is."""
+    """Return the relay's address for other hosts and for this one, and its network."""
     if env_hosts.relay()[0] == "listen":
         return {"far": _GATE, "near": server.where, "network": ""}
     host, _ = env_hosts.advertised()
@@ -193,9 +200,11 @@ def _address(told: dict[str, str]) -> str:
 
 
 def _network() -> str:
-    """Processes that say the same reach each other by any address."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/net').st_ino}"
+    """Return an identifier of this host and its network namespace.
+
+    Processes with the same identifier can reach each other at any of their addresses.
+    """
+    return f"{boot_id()} {namespace_id('net')}"
 
 
 def _bracketed(address: str) -> str:

@@ -1,9 +1,9 @@
-"""The relay: knows which process is which rank, and passes on what they say to each other.
+"""The relay: it maps ranks to processes and forwards their words.
 
-It keeps nothing: what it is given for a process that isn't there is dropped, and how much may be on
-its way to one that is slow, sender and receiver have agreed on. Only who has the job's key gets
-through ZeroMQ's handshake. That a process has gone is seen by the end of its connection, which
-heartbeats bring about where nothing else does.
+It stores no messages. Words for an absent process are dropped, and sender and receiver limit the
+data in flight to a slow process between themselves. Only processes with the job's key pass
+ZeroMQ's handshake. The relay detects the end of a process by the end of its connection; heartbeats
+end a connection that is not closed otherwise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Server"]
 
 _log = logging.getLogger("phalanx")
 
-_ZAP = "inproc://zeromq.zap.01"  # where ZeroMQ asks who may come in
+_ZAP = "inproc://zeromq.zap.01"  # ZeroMQ's fixed address for authentication requests
 _FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -38,18 +38,18 @@ _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
 _TO_THE_RELAY = (Kind.ENTER, Kind.SEEK, Kind.LEAVE)
 _FROM_THE_RELAY = (Kind.THERE, Kind.GONE)
 _AT_ONCE = 256
-"""Words that are passed on before the connections are looked at again."""
+"""Most words that are forwarded before the connections are checked again."""
 
 
 class Server:
-    """A thread that passes words on, as long as this process lives or `close` isn't called.
+    """A relay in a thread, which runs until `close` is called or the process ends.
 
     Args:
-        key: The job's.
-        where: A ZeroMQ address to listen on.
+        key: The job's key.
+        where: The ZeroMQ address to listen on.
 
     Raises:
-        zmq.ZMQError: It can't.
+        zmq.ZMQError: The relay cannot listen on the address.
     """
 
     def __init__(self, key: bytes, where: str) -> None:
@@ -79,16 +79,16 @@ class Server:
         self._thread.start()
 
     def others(self, channel: bytes, rank: int) -> bool:
-        """Whether ranks besides this one are in a channel."""
+        """Return whether ranks other than this one are in a channel."""
         return self._members.others(channel, rank)
 
     @property
     def anybody(self) -> bool:
-        """Whether anybody is in any channel."""
+        """True if any rank is in any channel."""
         return self._members.anybody
 
     def close(self) -> None:
-        """End it; who is still connected finds the relay gone."""
+        """Stop the relay; processes that are still connected lose their connection."""
         if not self._closed:
             self._closed = True
             self._wake.up()
@@ -111,14 +111,14 @@ class Server:
         self._context.destroy(linger=0)
 
     def _admit(self) -> None:
-        """Answer ZeroMQ's question about somebody who has got through the encryption."""
+        """Answer ZeroMQ's authentication request for a client."""
         version, request, _domain, _address, _identity, how, *who = self._zap.recv_multipart()
         right = how == b"CURVE" and who == [z85.decode(keys.of_client(self._key).public)]
         answer = (b"200", b"OK") if right else (b"400", b"No")
         self._zap.send_multipart([version, request, *answer, b"", b""])
 
     def _look_at_connections(self) -> None:
-        """Find who has gone, behind all that they have said."""
+        """Report the processes whose connections have ended, after forwarding all their words."""
         gone, unknown = [], set()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
@@ -126,7 +126,7 @@ class Server:
             if kind & _FAILURES:
                 self._complain("somebody without the job's key was refused")
             elif kind == zmq.EVENT_ACCEPTED:
-                unknown.discard(number)  # it is another one's now
+                unknown.discard(number)  # the descriptor now belongs to another connection
             elif number in self._connections:
                 gone.append(self._connections.pop(number))
             else:
@@ -139,7 +139,7 @@ class Server:
                 self._say(target, [word.pack()])
 
     def _pass_on(self) -> bool:
-        """Take what has come, some of it; whether there was anything."""
+        """Forward up to `_AT_ONCE` words that have arrived; return whether there was any."""
         for number in range(_AT_ONCE):
             try:
                 sender, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -167,7 +167,7 @@ class Server:
             self._say(target, [word._replace(peer=rank).pack(), *frames[1:]])
 
     def _say(self, process: bytes, frames: Sequence[bytes | zmq.Frame]) -> None:
-        with contextlib.suppress(zmq.ZMQError):  # it has gone: the monitor says so
+        with contextlib.suppress(zmq.ZMQError):  # the process is gone; the monitor reports it
             self._socket.send_multipart([process, *frames], zmq.DONTWAIT, copy=False)
 
     def _complain(self, what: str) -> None:
@@ -177,7 +177,7 @@ class Server:
 
 
 class Members:
-    """Which process is which rank of which channel, and who wants to know."""
+    """The ranks and processes of all channels, and the processes that asked about each rank."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[bytes, bytes], int] = {}  # by process and channel
@@ -187,21 +187,28 @@ class Members:
 
     @property
     def anybody(self) -> bool:
-        """Whether anybody is in any channel."""
+        """True if any rank is in any channel."""
         return bool(self._processes)
 
     def others(self, channel: bytes, rank: int) -> bool:
-        """Whether ranks besides this one are in a channel."""
+        """Return whether ranks other than this one are in a channel."""
         return any(there == channel and r != rank for there, r in list(self._processes))
 
     def find(self, process: bytes, word: Word) -> tuple[int, bytes] | None:
-        """The rank that a process is, and the process that it speaks to."""
+        """Return the rank of a process, and the destination process of its word.
+
+        Returns None if either is not in the channel.
+        """
         rank = self._ranks.get((process, word.channel))
         target = self._processes.get((word.channel, word.peer))
         return None if rank is None or target is None else (rank, target)
 
     def heard(self, process: bytes, word: Word) -> list[tuple[Word, bytes]]:
-        """What has to be said to whom, after this was said to the relay."""
+        """Handle a word for the relay; return the words to send with their processes.
+
+        Raises:
+            ValueError: The process or the rank has already entered the channel.
+        """
         channel, rank = word.channel, self._ranks.get((process, word.channel))
         place = (channel, word.peer)
         if word.kind is Kind.ENTER:
@@ -223,7 +230,7 @@ class Members:
         return []
 
     def died(self, process: bytes) -> list[tuple[Word, bytes]]:
-        """What has to be said to whom, when a process is gone without a word."""
+        """Handle a lost process; return the words to send with their processes."""
         channels = [channel for who, channel in self._ranks if who == process]
         return [told for channel in channels for told in self._leave(process, channel, Ending.DIED)]
 

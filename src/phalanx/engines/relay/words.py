@@ -1,8 +1,9 @@
-"""What processes and the relay say to each other: a word each, some with data behind it.
+"""The protocol between processes and the relay: control messages (words), some with data.
 
-Data move when they are asked for, so that neither the relay nor a rank has to keep more than what
-it has agreed to: a sender makes an offer, the receiver grants so many bytes at a time. Small ones
-come with the offer, up to what a receiver has said that it has taken.
+Data move only on request, so that neither the relay nor a rank has to buffer more than it has
+agreed to. A sender offers a message, and the receiver grants a number of bytes at a time. The data
+of a small message come without an offer. The bytes of small messages in flight are limited, and
+the receiver reports the bytes that its recvs have taken.
 """
 
 from __future__ import annotations
@@ -19,41 +20,41 @@ _FORM = struct.Struct(f"!B{CHANNEL_BYTES}siIQQ")
 
 
 class Kind(enum.IntEnum):
-    """What a word says. Where it names a rank: whom it is for, or from whom it comes."""
+    """The kind of a word. Below, "the rank" is `Word.peer`."""
 
     # To the relay.
     ENTER = 1
     """This process is the rank."""
     SEEK = 2
-    """Say when the rank is there, and when it is gone."""
+    """A request to report when the rank is present, and when it is gone."""
     LEAVE = 3
-    """This process is no longer in the channel: value is an `Ending`."""
+    """This process leaves the channel; the value is an `Ending`."""
 
     # From the relay.
     THERE = 4
-    """The rank is there."""
+    """The rank is present."""
     GONE = 5
-    """It no longer is: value is an `Ending`."""
+    """The rank is gone; the value is an `Ending`."""
 
     # From rank to rank.
     SMALL = 6
-    """A message, with its data."""
+    """A message with its data."""
     TAKEN = 7
-    """So many bytes of small messages have found their recvs: value."""
+    """Recvs have taken small messages; the value is their bytes."""
     OFFER = 8
-    """A message: its number, and its size as value."""
+    """An offer of a message with a number; the value is its size in bytes."""
     GRANT = 9
-    """Send data of that message, up to the offset in value."""
+    """A request for data of a message; the value is the offset up to which to send."""
     DATA = 10
-    """Data of that message, from the offset in value on."""
+    """Data of a message; the value is their offset."""
     DONE = 11
-    """All of that message has come."""
+    """All data of a message have arrived."""
     REFUSE = 12
-    """The recv for that message has another size."""
+    """The recv that matches a message has another size."""
 
 
 class Ending(enum.IntEnum):
-    """How a rank left a channel."""
+    """The way in which a rank left a channel."""
 
     DIED = 0
     CLOSED = 1
@@ -61,15 +62,15 @@ class Ending(enum.IntEnum):
 
 
 class Word(NamedTuple):
-    """One word, in one frame; data are in a second one.
+    """A control message in one frame; its data, if any, are in a second frame.
 
     Attributes:
-        kind: What it says.
-        channel: Which group's engine it is for.
-        peer: A rank of the group.
-        tag: Of a message.
-        number: Of a message, among those of its sender to this receiver.
-        value: What the kind says.
+        kind: The kind of the word.
+        channel: The identifier of the group's channel, `CHANNEL_BYTES` long.
+        peer: The rank that the word is about, for, or from.
+        tag: The tag of a message.
+        number: The number of an offered message among those of its sender to its receiver.
+        value: A number that depends on the kind.
     """
 
     kind: Kind
@@ -80,15 +81,15 @@ class Word(NamedTuple):
     value: int = 0
 
     def pack(self) -> bytes:
-        """The frame."""
+        """Return the frame."""
         return _FORM.pack(*self)
 
     @classmethod
     def parse(cls, frame: bytes) -> Word:
-        """From a frame.
+        """Parse a frame.
 
         Raises:
-            ValueError: It is none of a word.
+            ValueError: The frame is not a word.
         """
         try:
             kind, *rest = _FORM.unpack(frame)

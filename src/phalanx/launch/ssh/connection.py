@@ -1,4 +1,4 @@
-"""ssh to one host, and the launcher there."""
+"""The ssh connection to one host and the launcher on it."""
 
 import contextlib
 import os
@@ -17,14 +17,14 @@ from phalanx.launch.ssh.wire import Lines, pack, unpack
 __all__ = ["OPTIONS", "Connection", "address_of"]
 
 CONNECT_LIMIT = 10
-"""Seconds that ssh may take to reach a host."""
+"""Seconds allowed for ssh to reach a host."""
 
 CONFIGURATION_LIMIT = 10
-"""Seconds that ssh may take to read its configuration."""
+"""Seconds allowed for ssh to read its configuration."""
 
 OPTIONS = (
-    "-T",  # no terminal: nobody could type there
-    *("-o", "BatchMode=yes"),  # a question becomes an error
+    "-T",  # no terminal: there is no interactive input
+    *("-o", "BatchMode=yes"),  # fail instead of prompting
     *("-o", f"ConnectTimeout={CONNECT_LIMIT}"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
 )
@@ -34,22 +34,23 @@ _NO_PROGRAM = (126, 127)
 
 
 class Connection:
-    """One host's launcher, seen through the ssh that started it.
+    """A connection to the launcher on one host, through the ssh process that started it.
 
     Attributes:
-        place: which host.
-        hello: what it said of itself; None until then.
-        end: how its part of the job ended, as it says; None until then.
-        ended: monotonic seconds when it said so, or when the connection was found gone.
-        started: whether it was told to start its ranks.
-        stopped: whether it was told to stop before its end.
+        place: The host.
+        hello: The host's `hello` message, with its versions; None until it arrives.
+        end: The host's `end` message, with the outcome of its ranks; None until it arrives.
+        ended: The monotonic time in seconds at which `end` arrived or the connection was found
+            broken; 0 until then.
+        started: True once the host has been told to start its ranks.
+        stopped: True once the host has been told to stop its ranks.
     """
 
     def __init__(self, place: HostPlace, ssh: Sequence[str], python: str) -> None:
-        """Start ssh; doesn't wait for it.
+        """Start ssh without waiting for it.
 
         Raises:
-            UsageError: there is no such program.
+            UsageError: The ssh program cannot be run.
         """
         self.place = place
         self.hello: dict[str, Any] | None = None
@@ -60,7 +61,8 @@ class Connection:
         self._said: deque[str] = deque(maxlen=_KEPT_LINES)
         remote = shlex.join([python, "-m", "phalanx.cli.host"])
         try:
-            # A session of its own: Ctrl-C at the terminal is for us, and we tell the hosts.
+            # In a separate session, because Ctrl-C at the terminal must reach this process only:
+            # it stops the hosts itself.
             self.process = subprocess.Popen(
                 [*ssh, *OPTIONS, "--", place.target, remote],
                 stdin=subprocess.PIPE,
@@ -73,7 +75,7 @@ class Connection:
                 f"can't run {ssh[0]!r}: {error.strerror}; --hosts needs OpenSSH's client, or name "
                 "another one with --ssh"
             ) from None
-        # Given, since they are pipes.
+        # Typed as Any: never None, because all three are pipes.
         self._input: Any = self.process.stdin
         self._output: Any = self.process.stdout
         self._errors: Any = self.process.stderr
@@ -81,13 +83,14 @@ class Connection:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """What to read from: messages, and what ssh and the host say besides."""
+        """The descriptors to read from: the messages, and the stderr of ssh and the host."""
         return self._output.fileno(), self._errors.fileno()
 
     def read(self, descriptor: int) -> Iterator[dict[str, Any]] | None:
-        """The messages that have come; None when no more will. Blocks if nothing has come.
+        """Read from a descriptor and return its complete messages; None at the end of the stream.
 
-        What isn't a message comes as one of kind `said`, with its `line`.
+        Blocks until there is data. A line that is not a message is returned as a message of kind
+        `said`, with the text as its `line`.
         """
         data = os.read(descriptor, 1 << 16)
         lines = self._lines[descriptor].feed(data) if data else self._lines[descriptor].rest()
@@ -97,7 +100,7 @@ class Connection:
 
     def _messages(self, lines: list[bytes], *, from_launcher: bool) -> Iterator[dict[str, Any]]:
         for line in lines:
-            if self.hello is None and not line.strip():  # what stands before a hello
+            if self.hello is None and not line.strip():  # an empty line precedes a hello
                 continue
             message = unpack(line) if from_launcher else None
             if message is None:
@@ -111,26 +114,29 @@ class Connection:
             yield message
 
     def send(self, kind: str = "", **content: Any) -> None:
-        """Send a message, or a sign of life; a connection that is gone is found by reading."""
+        """Send a message, or a heartbeat if `kind` is empty.
+
+        Ignores a broken pipe: `read` detects a lost connection.
+        """
         with contextlib.suppress(BrokenPipeError):
             self._input.write(pack(kind, **content) if kind else b"\n")
             self._input.flush()
 
     def start(self, **content: Any) -> None:
-        """Have it start its ranks."""
+        """Tell the host to start its ranks."""
         self.started = True
         self.send("start", **content)
 
     def stop(self, number: int) -> None:
-        """Have it stop its ranks, as if it had got this signal."""
+        """Tell the host to stop its ranks as if it had received the signal `number`."""
         self.stopped = True
         self.send("stop", signal=number)
 
     def close(self, patience: float) -> None:
-        """Let go of the host, which then ends what it started; ssh itself ends here.
+        """Close the connection and end ssh; the host then ends the processes that it started.
 
         Args:
-            patience: seconds that ssh may take to end by itself.
+            patience: Seconds to wait for ssh to exit before it is killed.
         """
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
@@ -142,7 +148,11 @@ class Connection:
         self._errors.close()
 
     def trouble(self) -> LaunchError:
-        """Why the connection is gone: what to do about it, and what ssh said, which has ended."""
+        """Return an error that describes why the connection was lost and suggests a fix.
+
+        Must be called after ssh has exited. The error includes the last line that ssh or the host
+        has printed.
+        """
         code = self.process.returncode
         last = next((line for line in reversed(self._said) if line.strip()), "")
         name = self.place.name
@@ -157,7 +167,7 @@ class Connection:
 
 
 def _advice(place: HostPlace, python: str, code: int, text: str) -> str:
-    """What to do when a host's launcher couldn't be started, by what ssh or the host said."""
+    """Suggest a fix for a launcher that could not be started, based on the output of ssh."""
     name, target = place.name, place.target
     by_hand = f"`ssh -o BatchMode=yes {target} true` must work"
     if "Host key verification failed" in text:
@@ -186,12 +196,12 @@ def _advice(place: HostPlace, python: str, code: int, text: str) -> str:
 
 
 def address_of(place: HostPlace, ssh: Sequence[str]) -> str:
-    """The address of a host as ssh's configuration has it: a name there may be a nickname.
+    """Return the address of a host according to ssh's configuration, which may define aliases.
 
-    Runs `ssh -G`, which connects to nobody.
+    Runs `ssh -G`, which opens no connection.
 
     Raises:
-        LaunchError: it doesn't end.
+        LaunchError: The command did not finish within `CONFIGURATION_LIMIT` seconds.
     """
     command = [*ssh, "-G", "--", place.target]
     try:

@@ -1,4 +1,4 @@
-"""A job over many hosts, from one shell: start, gather, stop, and tell whose failure was first."""
+"""A job over many hosts: start it, gather its output, stop it and report the first failure."""
 
 import contextlib
 import os
@@ -24,17 +24,23 @@ __all__ = ["Outcome", "run_on_hosts"]
 
 _TICK = 0.1
 _START_LIMIT = 60.0
-"""Seconds that a host may take from ssh's start to its first word."""
+"""Seconds that a host may take from the start of ssh to its `hello` message."""
 _MEET_SECONDS = 120
-"""Seconds that a host may wait for the first one, once all have been reached."""
+"""Seconds that a host may wait for the first host, once all have been reached."""
 _STOP_MARGIN = 15.0
-"""Seconds beyond the ranks' own time to end, after which a host is let go."""
+"""Seconds beyond `Plan.stop_limit` after which the connection to a host is closed."""
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How it ended: the exit code, and, for people, why and what its host can explain."""
+    """The outcome of a job.
+
+    Attributes:
+        code: The exit code.
+        report: The cause of a failure, for people; empty if there is none.
+        explanation: The explanation by the host at fault; empty if it has sent none.
+    """
 
     code: int
     report: str = ""
@@ -42,15 +48,16 @@ class Outcome:
 
 
 def run_on_hosts(plan: Plan) -> Outcome:
-    """Run a script on many hosts over ssh; blocks until all have ended.
+    """Run a script on many hosts over ssh and block until all have ended.
 
-    Must be called in the main thread: it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT by stopping
-    the ranks on all hosts, and a second one by leaving the hosts to do that by themselves.
+    Must be called in the main thread, because it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT. The
+    first signal stops the ranks on all hosts. A second one closes the connections without waiting;
+    the hosts then stop their ranks by themselves.
 
     Raises:
-        UsageError: hosts that can't form a job, or no ssh here.
-        LaunchError: a host that can't be reached, asks for a password, lacks Phalanx, or has
-            another version of it or of torch.
+        UsageError: The hosts cannot form a job, or this machine has no ssh.
+        LaunchError: A host cannot be reached, asks for a password, lacks Phalanx, or has another
+            version of Phalanx or of torch.
     """
     where = plan.master_addr or _first_address(plan)
     job = _Job(plan)
@@ -78,7 +85,7 @@ def _first_address(plan: Plan) -> str:
 
 @contextlib.contextmanager
 def _signals(job: "_Job") -> Iterator[None]:
-    # What is ignored stays so: nohup, and jobs in the background of a script.
+    # Ignored signals stay ignored, as under nohup or for background jobs of a script.
     heard = [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, job.note_signal) for number in heard}
     try:
@@ -112,17 +119,18 @@ class _Job:
             self._selector.register(descriptor, selectors.EVENT_READ, host)
 
     def note_signal(self, number: int, _: FrameType | None) -> None:
-        """Remember a signal, to act on it between two reads."""
+        """Record a signal; `gather` acts on it between two reads."""
         self._signals.append(number)
 
     def greet(self) -> bool:
-        """Wait until all hosts have said what they are, and see that they fit together.
+        """Wait for the `hello` message of every host and check that their versions match.
 
         Returns:
-            Whether they have; False after a signal.
+            True if all hosts match; False if a signal arrived first.
 
         Raises:
-            LaunchError: one doesn't answer in time, or differs.
+            LaunchError: A host did not answer within `_START_LIMIT` seconds, its connection was
+                lost, or its versions differ.
         """
         deadline = time.monotonic() + _START_LIMIT
         while late := [host for host in self._hosts if host.hello is None]:
@@ -142,7 +150,7 @@ class _Job:
         return True
 
     def start(self, where: str) -> None:
-        """Have every host start its ranks."""
+        """Tell every host to start its ranks."""
         first: Any = self._hosts[0].hello
         token = secrets.token_hex(8)
         for number, host in enumerate(self._hosts):
@@ -153,7 +161,8 @@ class _Job:
                 port = self._plan.master_port or str(first["port"])
                 options += ["--nnodes", str(len(self._hosts)), "--node-rank", str(number)]
                 options += ["--master-addr", where, "--master-port", port, "--rdzv-id", token]
-                # They start together. What the user says about it comes later, and counts.
+                # All hosts start together, so a short timeout is enough. An option of the user
+                # comes later and overrides it.
                 options += ["--rdzv-conf", f"timeout={_MEET_SECONDS}"]
             host.start(
                 arguments=[*options, *self._plan.command],
@@ -165,7 +174,7 @@ class _Job:
             )
 
     def gather(self) -> Outcome:
-        """Show what the hosts write until all have ended."""
+        """Forward the output of the hosts until all have ended; return the outcome."""
         while any(host.started and not host.ended for host in self._hosts):
             self._step(show=True)
             if len(self._signals) > 1 or time.monotonic() > self._deadline:
@@ -175,7 +184,7 @@ class _Job:
         return self._outcome()
 
     def close(self) -> None:
-        """Let go of all hosts: those that still run something end it now."""
+        """Close all connections; hosts that still have ranks stop them now."""
         for host in self._hosts:
             host.close(1.0 if host.ended else 0.0)
         self._selector.close()
@@ -196,7 +205,7 @@ class _Job:
                     self._show(key.data, message)
         ready = {key.fd for key, _ in events}
         for host in self._hosts:
-            # stderr may stay open, where ssh leaves a process behind to share its connection.
+            # stderr may stay open: ssh can leave a process behind that shares its connection.
             quiet = not ready.intersection(host.descriptors)
             if quiet and not host.ended and host.process.poll() is not None:
                 self._lost[host] = host.trouble()
@@ -210,12 +219,16 @@ class _Job:
             elif message["kind"] == "said":
                 line = f"[{host.place.name}] {message['line']}\n"
                 self._sinks["stderr"].write(host, b"", line.encode())
-        except OSError:  # nobody reads any more, as in `phalanx run ... | head`
-            if signal.SIGPIPE not in self._signals:  # the next line is no second signal
+        except OSError:  # the reader is gone, as in `phalanx run ... | head`
+            if signal.SIGPIPE not in self._signals:  # so that it counts only once
                 self._signals.append(signal.SIGPIPE)
 
     def _is_time_to_stop(self) -> bool:
-        """Whether a host has failed, and, if that followed from something, its cause had time."""
+        """Return whether the job must stop because a host has failed.
+
+        If all failures so far are consequences of another one, their cause has `GRACE` seconds
+        from the first of them to show.
+        """
         bad = [host for host in self._hosts if host.ended and _code(host)]
         if not bad:
             return False
@@ -225,14 +238,14 @@ class _Job:
     def _stop(self) -> None:
         if self._deadline == float("inf"):
             self._deadline = time.monotonic() + self._plan.stop_limit + _STOP_MARGIN
-            # SIGPIPE, which is told as one, is nothing that a launcher would end from.
+            # SIGPIPE is only recorded by `_show`; a launcher would not end because of it.
             number = next((each for each in self._signals if each in _SIGNALS), signal.SIGTERM)
             for host in self._hosts:
                 if not host.ended:
                     host.stop(int(number))
 
     def _outcome(self) -> Outcome:
-        """What to tell the user, once there is nothing more to hear."""
+        """Return the outcome for the user, once all hosts have ended or been given up."""
         if self._signals:
             name = signal.Signals(self._signals[0]).name
             return Outcome(128 + self._signals[0], f"stopped by {name}")

@@ -1,4 +1,4 @@
-"""Which hosts a job has, and how many ranks on each, as a user writes it."""
+"""Parsing of `--hosts`: the hosts of a job and the number of ranks on each."""
 
 import re
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ class HostPlace:
     """A host of the job.
 
     Attributes:
-        target: what ssh is told, as in `user@node-a`.
-        ranks: how many it has; None for what `--nproc-per-node` says.
+        target: The destination for ssh, for example `user@node-a`.
+        ranks: The number of ranks on the host; None for the value of `--nproc-per-node`.
     """
 
     target: str
@@ -29,17 +29,17 @@ class HostPlace:
 
     @property
     def name(self) -> str:
-        """The host without the user."""
+        """The host name or address, without the user."""
         return self.target.rpartition("@")[2]
 
 
 def parse_hosts(text: str) -> list[HostPlace]:
-    """Read what `--hosts` says: hosts separated by commas, or `@FILE` with one per line.
+    """Parse the value of `--hosts`: hosts separated by commas, or `@FILE` with one host per line.
 
-    In a file, `#` begins a comment, and `slots=2` may stand for `:2`, as MPI's files have it.
+    In a file, `#` begins a comment, and `slots=2` means `:2`, as in an MPI hostfile.
 
     Raises:
-        UsageError: no host at all, one that can't be read, one that comes twice, or no such file.
+        UsageError: There is no host, a host is invalid or given twice, or the file cannot be read.
     """
     parts = _lines(text[1:]) if text.startswith("@") else text.split(",")
     places = [_parse(part.strip(), text) for part in parts]

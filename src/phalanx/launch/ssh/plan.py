@@ -1,4 +1,4 @@
-"""What `phalanx run --hosts` is to do, from its options."""
+"""The plan of a job over many hosts, made from the options of `phalanx run --hosts`."""
 
 import ipaddress
 import os
@@ -16,11 +16,11 @@ from phalanx.launch.ssh.places import HostPlace, parse_hosts
 __all__ = ["OPTIONS", "Plan", "make_plan"]
 
 OPTIONS = ("hosts", "export", "ssh", "remote_python")
-"""The options that are for this alone."""
+"""The names of the options that only a job over many hosts has."""
 
 _OURS = ("master_addr", "master_port", "key_file", "key_fd")
 _STOP_LIMIT = 10.0
-# What holds for one machine, or for one process.
+# These variables are specific to one machine or one process.
 _NOT_FORWARDED = {
     "PHALANX_ADVERTISE_ADDR",
     "PHALANX_HOST_ID",
@@ -32,19 +32,19 @@ _NOT_FORWARDED = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run where.
+    """The parameters of a job over many hosts.
 
     Attributes:
-        places: the hosts; ranks are numbered one host after the other.
-        options: of `phalanx run`, for every host.
-        command: torchrun's other options, the script and its arguments.
-        environment: variables that the ranks get on every host.
-        ssh: the program and its options.
-        python: the interpreter on the hosts.
-        master_addr: where the ranks meet; empty for the first host's address.
-        master_port: the port there; empty for a free one.
-        stop_limit: seconds that ranks may take to end when they are stopped.
-        key: the job's.
+        places: The hosts, in the order in which their ranks are numbered.
+        options: The options of `phalanx run` for every host.
+        command: The other options of torchrun, the script and its arguments.
+        environment: The environment variables that the ranks on every host get.
+        ssh: The ssh program and its options.
+        python: The path of the Python interpreter on the hosts.
+        master_addr: The rendezvous address; empty for the address of the first host.
+        master_port: The rendezvous port; empty for a free port.
+        stop_limit: Seconds that ranks may take to exit when they are stopped.
+        key: The job's key.
     """
 
     places: Sequence[HostPlace]
@@ -69,19 +69,19 @@ def make_plan(
     ssh: str | None = None,
     python: str | None = None,
 ) -> Plan:
-    """Read the options of a job over many hosts.
+    """Parse the options of a job over many hosts.
 
     Args:
-        hosts: what `--hosts` says.
-        given: all options of `phalanx run` by their names; None where one isn't given.
-        options: those of them that aren't `OPTIONS`, as a command line.
-        command: what follows them.
-        export: `NAME`, or `NAME=VALUE`, of variables for the ranks.
-        ssh: the program and its options, as a shell would read them; None for `ssh`.
-        python: the interpreter on the hosts; None for the path of this one.
+        hosts: The value of `--hosts`.
+        given: All options of `phalanx run` by name; None for an option that is not given.
+        options: The given options that are not in `OPTIONS`, as a command line.
+        command: The rest of the command line.
+        export: Variables for the ranks, each as `NAME` or `NAME=VALUE`.
+        ssh: The ssh program and its options, in shell syntax; None for `ssh`.
+        python: The path of the interpreter on the hosts; None for the path of this one.
 
     Raises:
-        UsageError: one of them makes no sense, or there is no ssh here.
+        UsageError: An option is invalid, or this machine has no ssh.
     """
     for name in ("nnodes", "node_rank", "rdzv_endpoint"):
         if given.get(name) is not None:
@@ -102,7 +102,7 @@ def make_plan(
 
 
 def _without_ours(options: Sequence[str]) -> list[str]:
-    """Leave out the options, each followed by its value, that every host gets from us."""
+    """Return the options without those that the launcher sets for each host, and their values."""
     ours = {f"--{name.replace('_', '-')}" for name in _OURS}
     return [
         word
@@ -112,13 +112,13 @@ def _without_ours(options: Sequence[str]) -> list[str]:
 
 
 def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of Phalanx that hold on every host, and those that the user names."""
+    """Return the Phalanx variables that apply to every host, and those that the user exports."""
     found = {
         name: value
         for name, value in environ.items()
         if name.startswith("PHALANX_") and name not in _NOT_FORWARDED
     }
-    if _is_address(found.get("PHALANX_INTERFACE", "")):  # of this machine
+    if _is_address(found.get("PHALANX_INTERFACE", "")):  # an address of this machine only
         del found["PHALANX_INTERFACE"]
     for text in export:
         name, given, value = text.partition("=")
@@ -141,14 +141,14 @@ def _is_address(text: str) -> bool:
 
 
 def ssh_command(text: str, option: str = "--hosts") -> list[str]:
-    """The words of `--ssh`.
+    """Split the value of `--ssh` into words.
 
     Args:
-        text: as a shell would read it.
-        option: what needs it, for the message.
+        text: The command in shell syntax.
+        option: The name of the option that needs ssh, for the error message.
 
     Raises:
-        UsageError: there is no such program.
+        UsageError: The value cannot be parsed, or there is no such program.
     """
     try:
         words = shlex.split(text)

@@ -1,9 +1,9 @@
-"""What goes through ssh between the shell and the launcher on a host: a message per line.
+"""The protocol between the local launcher and the launcher on a host: one message per line.
 
-A message is JSON behind a mark, so that it can be told from what a host's shell prints at login.
-Towards the host go `start`, once, then `stop` with a signal, and empty lines that say that the
-shell is still there. From it come `hello`, `output`, and `end`. So the environment, the arguments
-and the job's secrets come on no command line, and through no shell's quoting.
+A message is JSON behind a mark, which distinguishes it from the login output of the host's shell.
+The local launcher sends `start` once, then `stop` with a signal, and empty lines as heartbeats.
+The host sends `hello`, `output` and `end`. The environment, the arguments and the job's secrets
+therefore appear on no command line and need no shell quoting.
 """
 
 import json
@@ -12,16 +12,16 @@ from typing import Any
 __all__ = ["BEAT", "SILENCE", "Lines", "pack", "unpack"]
 
 BEAT = 5.0
-"""Seconds between two signs of life of the shell."""
+"""Seconds between two heartbeats of the local launcher."""
 SILENCE = 60.0
-"""Seconds without any, after which a host takes the shell for gone."""
+"""Seconds without a heartbeat after which a host considers the local launcher lost."""
 
 _MARK = b"\x1ephalanx "
 
 
 def pack(kind: str, **content: Any) -> bytes:
-    """A message as a line."""
-    # The first comes behind what a shell prints at login, which may lack its line end.
+    """Encode a message as a line."""
+    # The first message follows the login output of the shell, which may not end with a newline.
     return (
         (b"\n" if kind == "hello" else b"")
         + _MARK
@@ -31,7 +31,7 @@ def pack(kind: str, **content: Any) -> bytes:
 
 
 def unpack(line: bytes) -> dict[str, Any] | None:
-    """The message of a line; None if it is none."""
+    """Decode a line; return None if it is not a message."""
     if not line.startswith(_MARK):
         return None
     try:
@@ -42,13 +42,13 @@ def unpack(line: bytes) -> dict[str, Any] | None:
 
 
 class Lines:
-    """Cuts what comes through a pipe into lines."""
+    """A splitter of the bytes read from a pipe into lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that are whole now, with their ends."""
+        """Add data and return the lines that are now complete, with their line ends."""
         *lines, self._rest = (self._rest + data).splitlines(keepends=True) or [b""]
         if self._rest.endswith(b"\n"):
             lines.append(self._rest)
@@ -56,6 +56,6 @@ class Lines:
         return lines
 
     def rest(self) -> list[bytes]:
-        """What has no end, when nothing more comes."""
+        """Return the last line if it has no line end; to be called at the end of the stream."""
         rest, self._rest = self._rest, b""
         return [rest] if rest else []

@@ -1,8 +1,9 @@
-"""The explanation of a job: the verdict in words, the ranks in a table, and what to try.
+"""The explanation of a job: the diagnosis in sentences, a table of the ranks, and suggested fixes.
 
-`words` names ranks, operations and times and escapes what the job wrote; `phrases` and `sentences`
-word the verdict of `phalanx.observe.culprit`, `table` shows the ranks, `advice` says what to try,
-`report` puts it all together: for a terminal, as plain text, as JSON.
+`formatting` formats ranks, operations and times, and escapes text from the job. `phrases` and
+`sentences` put the diagnosis of `phalanx.observe.diagnosis` into words, `pending_calls` describes
+remote calls, `table` shows the ranks, and `advice` suggests fixes. `report` combines them for a
+terminal, as plain text or as JSON.
 """
 
 from phalanx.observe.explain.report import as_json, as_text, explain

@@ -1,134 +1,139 @@
-"""The parts that sentences about a job are made of: ranks, places, times, and who waits."""
+"""Building blocks of sentences about a job: ranks, locations, times and waiting ranks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.observe.culprit.endings import clock_of
-from phalanx.observe.explain.words import (
-    called_at,
-    clock_time,
-    joined,
-    last_note,
-    last_step,
-    named,
-    operation_of,
-    span,
+from phalanx.observe.diagnosis.exit_reasons import get_clock_offset
+from phalanx.observe.explain.formatting import (
+    format_call_site,
+    format_duration,
+    format_last_note,
+    format_operation,
+    format_ranks,
+    format_time,
+    get_last_step,
+    join_texts,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.observe.culprit.verdict import Side, Verdict
-    from phalanx.observe.culprit.waits import Scene
+    from phalanx.observe.diagnosis.diagnosis import Diagnosis, Side
+    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
     from phalanx.observe.model import Operation
 
-__all__ = ["Words"]
+__all__ = ["Phrases"]
 
-_MOST_SIDES = 4
-"""Of so many places at which ranks wait, a sentence tells; the table tells of all."""
+_MAX_SIDES = 4
+"""Maximum number of places at which ranks wait that a sentence lists; the table lists all."""
 
 
-class Words:
-    """What the wordings of all kinds are made of."""
+class Phrases:
+    """Phrases about the graph and the diagnosis of a job, shared by the sentences of all kinds."""
 
-    def __init__(self, scene: Scene, verdict: Verdict) -> None:
-        self.scene = scene
-        self.verdict = verdict
-        self.live = scene.live
+    def __init__(self, graph: WaitForGraph, diagnosis: Diagnosis) -> None:
+        self.graph = graph
+        self.diagnosis = diagnosis
+        self.is_live = graph.is_live
 
     def now(self, present: str, past: str) -> str:
-        """The form of a verb: `present` while all this goes on."""
-        return present if self.live else past
+        """Choose the tense of a verb: `present` if the graph's moment is now, else `past`."""
+        return present if self.is_live else past
 
     @property
-    def who(self) -> str:
-        """The culprits, as a sentence begins: "Rank 5 (pid 812)", "Ranks 0-3, 7"."""
-        return self.rank(self.verdict.ranks).capitalize()
+    def subject(self) -> str:
+        """The ranks at fault, capitalized: "Rank 5 (pid 812)", "Ranks 0-3, 7"."""
+        return self.rank(self.diagnosis.ranks).capitalize()
 
     def rank(self, ranks: Sequence[int]) -> str:
-        """Ranks, with the process where it is one: "rank 5 (pid 812)"."""
+        """Format ranks, with the pid if there is only one: "rank 5 (pid 812)"."""
         if len(ranks) != 1:
-            return named(ranks) if ranks else "some rank"
-        pid = self.scene.ranks[ranks[0]].pid
-        return f"{named(ranks)} (pid {pid})" if pid else named(ranks)
+            return format_ranks(ranks) if ranks else "some rank"
+        pid = self.graph.ranks[ranks[0]].pid
+        return f"{format_ranks(ranks)} (pid {pid})" if pid else format_ranks(ranks)
 
     def be(self, ranks: Sequence[int] | None = None) -> str:
-        """What ranks, else the culprits, are or were."""
-        one = len(self.verdict.ranks if ranks is None else ranks) == 1
-        return self.now("is" if one else "are", "was" if one else "were")
+        """Return the form of "to be" that fits the ranks; default: the ranks at fault."""
+        return self.now(self.form("is", "are", ranks), self.form("was", "were", ranks))
+
+    def form(self, one: str, many: str, ranks: Sequence[int] | None = None) -> str:
+        """Choose singular or plural for the number of ranks; default: the ranks at fault."""
+        return one if len(self.diagnosis.ranks if ranks is None else ranks) == 1 else many
 
     def at(self, time: int) -> str:
-        """A moment: " at 14:03:22", with " (34 s ago)" while the job is there; or nothing."""
-        clock = clock_of(self.scene.job)
+        """Format a time: " at 14:03:22", plus " (34 s ago)" while the job runs; "" if unknown."""
+        clock = get_clock_offset(self.graph.job)
         if not time or not clock:
             return ""
-        ago, alive = self.scene.job.now - time, self.scene.runs
-        return f" at {clock_time(time + clock)}" + (f" ({span(ago)} ago)" if alive else "")
+        ago, alive = self.graph.job.now - time, self.graph.is_running
+        return f" at {format_time(time + clock)}" + (
+            f" ({format_duration(ago)} ago)" if alive else ""
+        )
 
     def since(self, time: int) -> str:
-        """A span up to the moment: " for 34 s (since 14:03:22)", or nothing."""
-        clock = clock_of(self.scene.job)
-        if not time or time > self.scene.moment:
+        """Format the time up to the graph's moment: " for 34 s (since 14:03:22)", or ""."""
+        clock = get_clock_offset(self.graph.job)
+        if not time or time > self.graph.moment:
             return ""
-        begin = f" (since {clock_time(time + clock)})" if clock else ""
-        return f" for {span(self.scene.moment - time)}{begin}"
+        begin = f" (since {format_time(time + clock)})" if clock else ""
+        return f" for {format_duration(self.graph.moment - time)}{begin}"
 
     def operation(self, rank: int, operation: Operation) -> str:
-        """An operation with its call site: "all_reduce #41 float32[1024] SUM at train.py:40"."""
-        site = called_at(operation)
-        return operation_of(self.scene, rank, operation) + (f" at {site}" if site else "")
+        """Describe an operation and its call site: "barrier #3 at train.py:40"."""
+        site = format_call_site(operation)
+        return format_operation(self.graph, rank, operation) + (f" at {site}" if site else "")
 
     def called(self, side: Side) -> str:
-        """What the ranks of a side called."""
+        """Describe the operation that the ranks of a side called."""
         if side.operation is None:
             return "nothing"
         return self.operation(side.ranks[0], side.operation)
 
     def inside(self, side: Side) -> str:
-        """Where the ranks of a side were: "in barrier #3 at a.py:7", "in code of its own"."""
+        """Describe the location of a side: "in barrier #3 at a.py:7", "in code of its own"."""
         if side.operation is None:
             return f"in code of {'its' if len(side.ranks) == 1 else 'their'} own"
-        return f"{_preposition(side.operation)}{self.called(side)}"
+        return f"{_get_preposition(side.operation)}{self.called(side)}"
 
     def place(self, rank: int) -> str:
-        """Where a rank was: ', in barrier #3 at a.py:7, step 17, "evaluating"'."""
-        operation, before = self.scene.under_way(rank), self.scene.before(rank)
+        """Describe the location of a rank: ', in barrier #3 at a.py:7, step 17, "evaluating"'."""
+        operation, before = self.graph.current_operation(rank), self.graph.previous_operation(rank)
         words = ", in code of its own"
         if operation is not None:
-            words = f", {_preposition(operation)}{self.operation(rank, operation)}"
+            words = f", {_get_preposition(operation)}{self.operation(rank, operation)}"
         elif before is not None:
             words = f", in code of its own after {self.operation(rank, before)}"
-        elif not self.scene.ranks[rank].opened:
+        elif not self.graph.ranks[rank].opened:
             words = ", before it joined any group"
         step = self.step(rank)
         words += f", step {step}" if step is not None else ""
-        note = last_note(self.scene.ranks[rank])
+        note = format_last_note(self.graph.ranks[rank])
         return words + (f", {note}" if note else "")
 
     def step(self, rank: int) -> int | None:
-        """The last step that a rank reported."""
-        return last_step(self.scene.ranks[rank])
+        """Return the last step that a rank reported; None if there is none."""
+        return get_last_step(self.graph.ranks[rank])
 
     def waiting(self) -> list[str]:
-        """A sentence on those who wait because of the culprits; none if nobody does."""
-        sides = self.verdict.waiting
+        """Return a sentence about the ranks that wait for those at fault; empty if none do."""
+        sides = self.diagnosis.waiting
         if not sides:
             return []
-        them = named(self.verdict.ranks) if self.verdict.ranks else "it"
+        them = format_ranks(self.diagnosis.ranks) if self.diagnosis.ranks else "it"
         begun = [side.operation.begin for side in sides if side.operation is not None]
         since = self.since(min(begun, default=0))
         if len(sides) == 1:
             (side,) = sides
             wait = self.now("waits" if len(side.ranks) == 1 else "wait", "waited")
-            who = named(side.ranks).capitalize()
+            who = format_ranks(side.ranks).capitalize()
             return [f"{who} {wait} for {them} {self.inside(side)}{since}."]
-        shown = [f"{named(side.ranks)} {self.inside(side)}" for side in sides[:_MOST_SIDES]]
-        if more := sum(len(side.ranks) for side in sides[_MOST_SIDES:]):
+        shown = [f"{format_ranks(side.ranks)} {self.inside(side)}" for side in sides[:_MAX_SIDES]]
+        if more := sum(len(side.ranks) for side in sides[_MAX_SIDES:]):
             shown.append(f"{more} more elsewhere")
-        return [f"For {them} {self.now('wait', 'waited')}{since}: {joined(shown)}."]
+        return [f"{self.now('Waiting', 'Waited')} for {them}{since}: {join_texts(shown)}."]
 
 
-def _preposition(operation: Operation) -> str:
-    """What stands before an operation that a rank is in: its name may be a verb."""
+def _get_preposition(operation: Operation) -> str:
+    """Return the preposition for an operation that a rank is in; a join is worded as a verb."""
     return "" if operation.kind == "join" else "in "

@@ -1,7 +1,8 @@
-"""An explanation put together: for a terminal, as plain text, as JSON."""
+"""The complete explanation of a job for a terminal, as plain text or as JSON."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 from datetime import datetime
@@ -11,52 +12,58 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from phalanx.observe.culprit import Scene, Verdict, find_in
-from phalanx.observe.culprit.endings import clock_of
+from phalanx.observe.diagnosis import Diagnosis, WaitForGraph, diagnose_graph
+from phalanx.observe.diagnosis.exit_reasons import get_clock_offset
 from phalanx.observe.escape import escape
-from phalanx.observe.explain.advice import advice
-from phalanx.observe.explain.sentences import sentences
-from phalanx.observe.explain.table import rows, table
-from phalanx.observe.explain.words import operation_of
+from phalanx.observe.explain.advice import suggest_fixes
+from phalanx.observe.explain.formatting import describe_other_jobs, format_operation
+from phalanx.observe.explain.pending_calls import calls_as_json, format_call_lines
+from phalanx.observe.explain.sentences import write_sentences
+from phalanx.observe.explain.table import build_rows, build_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rich.console import RenderableType
 
-    from phalanx.observe.culprit import Side
+    from phalanx.observe.diagnosis import Side
     from phalanx.observe.explain.table import Row
     from phalanx.observe.model import Job, Operation
 
 __all__ = ["as_json", "as_text", "explain"]
 
 VERSION = 1
-"""Of what `as_json` returns: raised when a key changes its meaning or goes, not when one comes."""
+"""Format version of `as_json`; incremented if a key changes or is removed, not if one is added."""
 _WIDE = 1000
-_FINE = ("running", "ended")
+_NO_FAILURE = ("running", "ended")
 
 
 def explain(job: Job) -> RenderableType:
-    """What is wrong with a job, for a console of rich: sentences, a table of the ranks, advice."""
-    scene = Scene(job)
-    verdict = find_in(scene)
-    first, *rest = sentences(scene, verdict)
-    style = "bold green" if verdict.kind in _FINE else "bold red"
-    parts: list[RenderableType] = [Text(_headline(job)), Text(first, style)]
+    """Explain the state of a job for a rich console: sentences, a table of the ranks, advice."""
+    graph = WaitForGraph(job)
+    diagnosis = diagnose_graph(graph)
+    fine = diagnosis.kind in _NO_FAILURE
+    first, *rest = write_sentences(graph, diagnosis)
+    style = "bold green" if fine else "bold red"
+    parts: list[RenderableType] = [Text(_format_headline(job)), Text(first, style)]
+    if others := describe_other_jobs(job, "explain"):
+        parts.insert(1, Text(f"{others}\n", "yellow"))
     parts += [Text(sentence) for sentence in rest]
-    if scene.ranks:
-        parts += [Text(_caption(scene)), table(scene, verdict)]
-    steps = advice(scene, verdict)
+    if graph.ranks:
+        parts += [Text(_format_caption(graph)), build_table(graph, diagnosis)]
+    if lines := format_call_lines(graph):
+        parts += [Text("\nRemote calls without an answer:"), *map(Text, lines)]
+    steps = suggest_fixes(graph, diagnosis)
     if steps:
-        parts += [Text("\nWhat to try:"), _list(steps)]
-    parts += [Text(f"Note: {escape(problem)}", "yellow") for problem in _problems(job)]
+        parts += [Text("\nWhat to try:"), _build_list(steps)]
+    parts += [Text(f"Note: {escape(problem)}", "yellow") for problem in _list_problems(job)]
     return Group(*parts)
 
 
 def as_text(job: Job, encoding: str = "utf-8") -> str:
-    """The same without colours, in lines that are as long as they need to be.
+    """Return the explanation as plain text without colors; long lines are not wrapped at a width.
 
-    Where the text goes to an `encoding` without lines to draw a table with, it gets others.
+    If `encoding` does not have box-drawing characters, the table is drawn with other characters.
     """
     out = io.TextIOWrapper(io.BytesIO(), encoding, errors="backslashreplace", write_through=True)
     Console(file=out, width=_WIDE, color_system=None, highlight=False).print(explain(job))
@@ -66,47 +73,50 @@ def as_text(job: Job, encoding: str = "utf-8") -> str:
 
 
 def as_json(job: Job) -> dict[str, Any]:
-    """The same for programs: docs/when-a-job-hangs-or-dies.md lists the keys.
+    """Return the explanation for programs; docs/when-a-job-hangs-or-dies.md documents the keys.
 
-    Times are Unix seconds, or null. Texts of the job's are as they were written.
+    Times are Unix seconds, or null. Texts from the job are not escaped.
     """
-    scene = Scene(job)
-    verdict = find_in(scene)
+    graph = WaitForGraph(job)
+    diagnosis = diagnose_graph(graph)
     return {
         "version": VERSION,
         "job": {
             "name": job.name,
             "path": job.path,
             "command": list(job.command),
-            "started": job.started if math.isfinite(job.started) else None,
+            "started": job.started if job.started and math.isfinite(job.started) else None,
             "world_size": job.world_size,
             "attempt": job.attempt,
             "running": job.running,
             "code": job.code,
+            "others": list(job.others),
         },
-        "verdict": _verdict_json(scene, verdict),
-        "ranks": [_rank_json(scene, row) for row in rows(scene, verdict, fold=False)],
-        "advice": advice(scene, verdict),
-        "problems": list(_problems(job)),
+        "verdict": _diagnosis_as_json(graph, diagnosis),
+        "ranks": [_rank_as_json(graph, row) for row in build_rows(graph, diagnosis, fold=False)],
+        "advice": suggest_fixes(graph, diagnosis),
+        "problems": list(_list_problems(job)),
+        "workers": calls_as_json(job),
     }
 
 
-def _headline(job: Job) -> str:
-    """The job in a line: its name, command, ranks, and whether it runs."""
+def _format_headline(job: Job) -> str:
+    """Return the job in one line: its name, ranks, state and command."""
     command = escape(" ".join(job.command), 80)
     state = "running" if job.running else "ended"
     if job.code is not None:
         state = f"ended with code {job.code}"
-    try:
-        began = f", started {datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M:%S}"
-    except (ValueError, OverflowError, OSError):  # not a time that a calendar has
-        began = ""
+    began = ""
+    if job.started:
+        # A time outside the calendar's range is omitted.
+        with contextlib.suppress(ValueError, OverflowError, OSError):
+            began = f", started {datetime.fromtimestamp(job.started):%Y-%m-%d %H:%M:%S}"
     ranks = f"{len(job.ranks)} rank{'s' if len(job.ranks) != 1 else ''}"
     attempt = f", attempt {job.attempt + 1}" if job.attempt else ""
     return f"Job {escape(job.name, 80)} ({ranks}{attempt}{began}, {state}): {command}\n"
 
 
-def _list(steps: Iterable[str]) -> Table:
+def _build_list(steps: Iterable[str]) -> Table:
     items = Table.grid(padding=(0, 1))
     items.add_column(no_wrap=True)
     items.add_column()
@@ -115,71 +125,71 @@ def _list(steps: Iterable[str]) -> Table:
     return items
 
 
-def _caption(scene: Scene) -> str:
-    if scene.trouble is None:
+def _format_caption(graph: WaitForGraph) -> str:
+    if graph.first_failure is None:
         return ""
     return "\nWhere the ranks were when it went wrong:"
 
 
-def _problems(job: Job) -> Iterable[str]:
+def _list_problems(job: Job) -> Iterable[str]:
     yield from job.problems
     for rank in job.ranks:
         if rank.problem:
             yield f"rank {rank.rank}: {rank.problem}"
 
 
-def _unix(scene: Scene, time: int) -> float | None:
-    clock = clock_of(scene.job)
+def _to_unix(graph: WaitForGraph, time: int) -> float | None:
+    clock = get_clock_offset(graph.job)
     return (time + clock) / 1e9 if time and clock else None
 
 
-def _verdict_json(scene: Scene, verdict: Verdict) -> dict[str, Any]:
+def _diagnosis_as_json(graph: WaitForGraph, diagnosis: Diagnosis) -> dict[str, Any]:
     return {
-        "kind": verdict.kind,
-        "ranks": list(verdict.ranks),
-        "since": _unix(scene, verdict.since),
-        "text": sentences(scene, verdict),
-        "reason": verdict.reason,
-        "sides": [_side_json(scene, side) for side in verdict.sides],
-        "waiting": [_side_json(scene, side) for side in verdict.waiting],
+        "kind": diagnosis.kind,
+        "ranks": list(diagnosis.ranks),
+        "since": _to_unix(graph, diagnosis.since),
+        "text": write_sentences(graph, diagnosis),
+        "reason": diagnosis.reason,
+        "sides": [_side_as_json(graph, side) for side in diagnosis.sides],
+        "waiting": [_side_as_json(graph, side) for side in diagnosis.waiting],
     }
 
 
-def _side_json(scene: Scene, side: Side) -> dict[str, Any]:
+def _side_as_json(graph: WaitForGraph, side: Side) -> dict[str, Any]:
     number = side.ranks[0]
     return {
         "ranks": list(side.ranks),
-        "operation": _operation_json(scene, number, side.operation),
+        "operation": _operation_as_json(graph, number, side.operation),
     }
 
 
-def _rank_json(scene: Scene, row: Row) -> dict[str, Any]:
+def _rank_as_json(graph: WaitForGraph, row: Row) -> dict[str, Any]:
     number = row.ranks[0]
-    rank, end, wait = scene.ranks[number], scene.ends[number], scene.waits.get(number)
+    rank, status, wait = graph.ranks[number], graph.exits[number], graph.waits.get(number)
     return {
         "rank": number,
         "pid": rank.pid or None,
         "state": row.state,
-        "ending": end.how,
-        "code": end.code,
-        "since": _unix(scene, row.since),
-        "operation": _operation_json(scene, number, scene.under_way(number)),
-        "last_operation": _operation_json(scene, number, scene.before(number)),
+        "ending": status.reason,
+        "code": status.code,
+        "since": _to_unix(graph, row.since),
+        "operation": _operation_as_json(graph, number, graph.current_operation(number)),
+        "last_operation": _operation_as_json(graph, number, graph.previous_operation(number)),
         "waits_for": list(wait.peers) if wait is not None else [],
         "step": row.steps[0] if row.steps else None,
         "note": rank.note,
-        "last_words": rank.last_words,
+        "last_words": rank.exception,
         "problem": rank.problem,
     }
 
 
-def _operation_json(
-    scene: Scene, number: int, operation: Operation | None
+def _operation_as_json(
+    graph: WaitForGraph, number: int, operation: Operation | None
 ) -> dict[str, Any] | None:
     if operation is None:
         return None
     return {
-        "text": operation_of(scene, number, operation),
+        "text": format_operation(graph, number, operation),
         "kind": operation.kind,
         "sequence": operation.sequence,
         "dtype": operation.dtype,
@@ -187,7 +197,7 @@ def _operation_json(
         "op": operation.op,
         "peer": operation.peer,
         "site": operation.site,
-        "begin": _unix(scene, operation.begin),
-        "end": _unix(scene, operation.end),
+        "begin": _to_unix(graph, operation.begin),
+        "end": _to_unix(graph, operation.end),
         "outcome": operation.outcome,
     }

@@ -1,23 +1,24 @@
-"""A verdict in plain sentences: who and why, since when and where, and who waits because of it."""
+"""A diagnosis in plain sentences: ranks at fault, cause, time, location, and waiting ranks."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from phalanx.observe.culprit.endings import signal_name
-from phalanx.observe.culprit.holdups import LONG, in_own_code
+from phalanx.observe.diagnosis.blocked_ranks import LONG_WAIT, get_own_code_start
 from phalanx.observe.escape import escape
-from phalanx.observe.explain.phrases import Words
-from phalanx.observe.explain.words import joined, named, span
+from phalanx.observe.explain.formatting import format_duration, format_ranks, join_texts
+from phalanx.observe.explain.pending_calls import describe_blocking_calls
+from phalanx.observe.explain.phrases import Phrases
+from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.observe.culprit.verdict import Kind, Verdict
-    from phalanx.observe.culprit.waits import Scene
+    from phalanx.observe.diagnosis.diagnosis import Diagnosis, Kind
+    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
 
-__all__ = ["sentences"]
+__all__ = ["write_sentences"]
 
 _STATES = {
     "running": "its process is running: a long computation, or an endless loop",
@@ -27,307 +28,395 @@ _STATES = {
 }
 
 
-def sentences(scene: Scene, verdict: Verdict) -> list[str]:
-    """The verdict in sentences, the culprit's first. Whatever came from the job is escaped."""
-    return _WORDING[verdict.kind](Words(scene, verdict))
+def write_sentences(graph: WaitForGraph, diagnosis: Diagnosis) -> list[str]:
+    """Put a diagnosis into sentences, the ranks at fault first; text from the job is escaped."""
+    return _DESCRIPTIONS[diagnosis.kind](Phrases(graph, diagnosis))
 
 
-# One wording for each kind.
+# The wording of each kind.
 
 
-def _killed(words: Words) -> list[str]:
-    code = words.verdict.end.code if words.verdict.end is not None else None
+def _describe_killed(phrases: Phrases) -> list[str]:
+    code = phrases.diagnosis.exit_status.code if phrases.diagnosis.exit_status is not None else None
     name = signal_name(-code) if code is not None else "a signal"
-    what = "was" if len(words.verdict.ranks) == 1 else "were"
-    return [f"{words.who} {what} killed by {name}{_end(words)}.", *words.waiting()]
+    what = "was" if len(phrases.diagnosis.ranks) == 1 else "were"
+    return [
+        f"{phrases.subject} {what} killed by {name}{_describe_end(phrases)}.",
+        *phrases.waiting(),
+    ]
 
 
-def _end(words: Words) -> str:
-    """When and where the culprit ended."""
-    verdict = words.verdict
-    time = words.at(verdict.end.time if verdict.end is not None else 0)
-    return time + (words.place(verdict.ranks[0]) if len(verdict.ranks) == 1 else "")
+def _describe_end(phrases: Phrases) -> str:
+    """Describe when and where the rank at fault ended."""
+    diagnosis = phrases.diagnosis
+    time = phrases.at(diagnosis.exit_status.time if diagnosis.exit_status is not None else 0)
+    return time + (phrases.place(diagnosis.ranks[0]) if len(diagnosis.ranks) == 1 else "")
 
 
-def _exited(words: Words) -> list[str]:
-    code = words.verdict.end.code if words.verdict.end is not None else None
-    return [f"{words.who} ended with exit code {code}{_end(words)}.", *words.waiting()]
+def _describe_exited(phrases: Phrases) -> list[str]:
+    code = phrases.diagnosis.exit_status.code if phrases.diagnosis.exit_status is not None else None
+    return [
+        f"{phrases.subject} ended with exit code {code}{_describe_end(phrases)}.",
+        *phrases.waiting(),
+    ]
 
 
-def _failed(words: Words) -> list[str]:
-    error = escape(words.verdict.reason, 300)
-    return [f"{words.who} failed{_end(words)}: {error}", *words.waiting()]
+def _describe_failed(phrases: Phrases) -> list[str]:
+    error = escape(phrases.diagnosis.reason, 300)
+    return [f"{phrases.subject} failed{_describe_end(phrases)}: {error}", *phrases.waiting()]
 
 
-def _vanished(words: Words) -> list[str]:
-    if len(words.verdict.ranks) > 1:
-        first = f"{words.who} are gone, and none has said why: it seems that they were killed."
-        return [first, *_last_places(words), *words.waiting()]
-    text = f"{words.who} is gone without a word: killed by a signal, or ended with os._exit"
-    return [f"{text}{_end(words)}.", *words.waiting()]
+def _describe_vanished(phrases: Phrases) -> list[str]:
+    if len(phrases.diagnosis.ranks) > 1:
+        first = (
+            f"{phrases.subject} are gone, and none has said why: it seems that they were killed."
+        )
+        return [first, *_describe_last_places(phrases), *phrases.waiting()]
+    text = f"{phrases.subject} is gone without a word: killed by a signal, or ended with os._exit"
+    return [f"{text}{_describe_end(phrases)}.", *phrases.waiting()]
 
 
-def _last_places(words: Words) -> list[str]:
-    """Where ranks were at the end that all had at once."""
-    places = [f"{named(side.ranks)} {words.inside(side)}" for side in words.verdict.sides[:4]]
-    return [f"At the end: {joined(places)}."] if places else []
+def _describe_last_places(phrases: Phrases) -> list[str]:
+    """Describe the locations of ranks that ended together."""
+    places = [
+        f"{format_ranks(side.ranks)} {phrases.inside(side)}" for side in phrases.diagnosis.sides[:4]
+    ]
+    return [f"At the end: {join_texts(places)}."] if places else []
 
 
-def _stopped(words: Words) -> list[str]:
-    verdict = words.verdict
-    place = words.place(verdict.ranks[0]) if len(verdict.ranks) == 1 else ""
+def _describe_stopped(phrases: Phrases) -> list[str]:
+    diagnosis = phrases.diagnosis
+    place = phrases.place(diagnosis.ranks[0]) if len(diagnosis.ranks) == 1 else ""
     by = "by a signal (SIGSTOP, or Ctrl-Z)"
-    if verdict.end is not None and verdict.end.how == "launcher" and words.scene.trouble is None:
+    if (
+        diagnosis.exit_status is not None
+        and diagnosis.exit_status.reason == "launcher"
+        and phrases.graph.first_failure is None
+    ):
         by += ", it seems, for the signal that ended the others did not end it"
-    text = f"{words.who} {words.be()} stopped {by}{place}"
-    sign = words.at(verdict.since)
-    return [text + (f"; its last sign of life came{sign}." if sign else "."), *words.waiting()]
+    text = f"{phrases.subject} {phrases.be()} stopped {by}{place}"
+    sign = phrases.at(diagnosis.since)
+    sign = f"; {_get_possessive(phrases)} last sign of life came{sign}" if sign else ""
+    return [f"{text}{sign}.", *phrases.waiting()]
 
 
-def _busy(words: Words) -> list[str]:
-    verdict = words.verdict
-    been = words.now("has been" if len(verdict.ranks) == 1 else "have been", "had been")
-    text = f"{words.who} {been} in code of {_their(words)} own{words.since(verdict.since)}"
-    if len(verdict.ranks) > 1:
-        return [f"{text}.", *words.waiting()]
-    rank = verdict.ranks[0]
-    before = words.scene.before(rank)
+def _describe_busy(phrases: Phrases) -> list[str]:
+    diagnosis = phrases.diagnosis
+    been = phrases.now("has been" if len(diagnosis.ranks) == 1 else "have been", "had been")
+    text = (
+        f"{phrases.subject} {been} in code of {_get_possessive(phrases)} own"
+        f"{phrases.since(diagnosis.since)}"
+    )
+    if len(diagnosis.ranks) > 1:
+        return [f"{text}.", *phrases.waiting()]
+    rank = diagnosis.ranks[0]
+    before = phrases.graph.previous_operation(rank)
     if before is not None:
-        text += f", after {words.operation(rank, before)}"
-    return [f"{text}{_state(words, rank)}.", *_habit(words, rank), *words.waiting()]
+        text += f", after {phrases.operation(rank, before)}"
+    return [
+        f"{text}{_describe_process_state(phrases, rank)}.",
+        *_describe_pauses(phrases, rank),
+        *phrases.waiting(),
+    ]
 
 
-def _their(words: Words) -> str:
-    return "its" if len(words.verdict.ranks) == 1 else "their"
+def _get_possessive(phrases: Phrases) -> str:
+    return phrases.form("its", "their")
 
 
-def _state(words: Words, rank: int) -> str:
-    """What the process of a rank does that is in code of its own."""
-    process = words.scene.ranks[rank].process
-    state = _STATES.get(process.state) if process is not None and words.live else None
+def _describe_process_state(phrases: Phrases, rank: int) -> str:
+    """Describe the process state of a rank that is in its own code; empty if not live."""
+    process = phrases.graph.ranks[rank].process
+    state = _STATES.get(process.state) if process is not None and phrases.is_live else None
     return f"; {state}" if state else ""
 
 
-def _habit(words: Words, rank: int) -> list[str]:
-    """What speaks for or against a hang: how long such pauses were before, and reports in this."""
-    scene, known = words.scene, []
-    since = in_own_code(scene, rank)
-    past = sorted(scene.ranks[rank].history, key=lambda operation: operation.begin)
+def _describe_pauses(phrases: Phrases, rank: int) -> list[str]:
+    """Return evidence for or against a hang: earlier pauses, and reports during this one."""
+    graph, known = phrases.graph, []
+    since = get_own_code_start(graph, rank)
+    past = sorted(graph.ranks[rank].history, key=lambda operation: operation.begin)
     pauses = [b.begin - a.end for a, b in pairwise(past) if a.end <= b.begin]
-    if pauses and max(pauses) >= LONG:
-        known.append(f"Its longest such pause before was {span(max(pauses))}.")
-    late = [r for r in scene.ranks[rank].reports if since + LONG < r.time <= scene.moment]
+    if pauses and max(pauses) >= LONG_WAIT:
+        known.append(f"Its longest such pause before was {format_duration(max(pauses))}.")
+    late = [r for r in graph.ranks[rank].reports if since + LONG_WAIT < r.time <= graph.moment]
     reports = [report for report in late if report.step >= 0]
     if reports:
         step, time = reports[-1].step, reports[-1].time
-        known.append(f"It gets on without the others: it reported step {step}{words.at(time)}.")
+        known.append(f"It gets on without the others: it reported step {step}{phrases.at(time)}.")
     return known
 
 
-def _late(words: Words) -> list[str]:
-    been = f"had been in code of {_their(words)} own{words.since(words.verdict.since)}"
-    it = "it" if len(words.verdict.ranks) == 1 else "they"
-    return [f"{words.who} came too late: {it} {been} when the others gave up.", *words.waiting()]
-
-
-def _stuck(words: Words) -> list[str]:
-    side = words.verdict.sides[0]
-    been = words.now("has been", "had been")
-    inside = f"{been} inside of {words.called(side)}{words.since(words.verdict.since)}"
+def _describe_late(phrases: Phrases) -> list[str]:
+    been = (
+        f"had been in code of {_get_possessive(phrases)} own"
+        f"{phrases.since(phrases.diagnosis.since)}"
+    )
+    it = phrases.form("it", "they")
     return [
-        f"{words.who} {inside}, and {words.now('waits', 'waited')} for nobody.",
-        *words.waiting(),
+        f"{phrases.subject} came too late: {it} {been} when the others gave up.",
+        *phrases.waiting(),
     ]
 
 
-def _branch(words: Words) -> list[str]:
-    sides, culprits = words.verdict.sides, words.verdict.ranks
-    own = [side for side in sides if set(side.ranks) <= set(culprits)]
-    rest = [f"{named(side.ranks)} called {words.called(side)}" for side in sides if side not in own]
-    when, reason = words.at(words.verdict.since), escape(words.verdict.reason, 400)
+def _describe_stuck(phrases: Phrases) -> list[str]:
+    side = phrases.diagnosis.sides[0]
+    been = phrases.now(phrases.form("has been", "have been"), "had been")
+    inside = f"{been} inside of {phrases.called(side)}{phrases.since(phrases.diagnosis.since)}"
+    return [
+        f"{phrases.subject} {inside}, and "
+        f"{phrases.now(phrases.form('waits', 'wait'), 'waited')} for nobody.",
+        *phrases.waiting(),
+    ]
+
+
+def _describe_branch(phrases: Phrases) -> list[str]:
+    sides, at_fault = phrases.diagnosis.sides, phrases.diagnosis.ranks
+    own = [side for side in sides if set(side.ranks) <= set(at_fault)]
+    rest = [
+        f"{format_ranks(side.ranks)} called {phrases.called(side)}"
+        for side in sides
+        if side not in own
+    ]
+    when, reason = phrases.at(phrases.diagnosis.since), escape(phrases.diagnosis.reason, 400)
     if rest and len(own) == 1:
-        it = "it" if len(culprits) == 1 else "they"
-        called = f"{it} called {words.called(own[0])}, but {joined(rest)}"
-        return [f"{words.who} took another branch than the others{when}: {called}."]
-    calls = [f"{named(side.ranks)} called {words.called(side)}" for side in own] + rest
-    first = f"Ranks took different branches{when}: {joined(calls)}."
+        it = "it" if len(at_fault) == 1 else "they"
+        called = f"{it} called {phrases.called(own[0])}, but {join_texts(rest)}"
+        return [f"{phrases.subject} took another branch than the others{when}: {called}."]
+    calls = [f"{format_ranks(side.ranks)} called {phrases.called(side)}" for side in own] + rest
+    first = f"Ranks took different branches{when}: {join_texts(calls)}."
     return [first, *([reason] if len(calls) == 1 and reason else [])]
 
 
-def _message(words: Words) -> list[str]:
-    receiver, sender = words.verdict.sides
+def _describe_message(phrases: Phrases) -> list[str]:
+    receiver, sender = phrases.diagnosis.sides
     return [
-        f"A message doesn't fit: {named(sender.ranks)} called {words.called(sender)}, "
-        f"but {named(receiver.ranks)} called {words.called(receiver)}."
+        f"A message doesn't fit: {format_ranks(sender.ranks)} called {phrases.called(sender)}, "
+        f"but {format_ranks(receiver.ranks)} called {phrases.called(receiver)}."
     ]
 
 
-def _finished(words: Words) -> list[str]:
-    verdict, rank = words.verdict, words.verdict.ranks[0]
-    group = next((side.group for side in verdict.waiting if side.group is not None), None)
-    own = words.scene.in_group(rank, group) if group is not None else None
+def _describe_finished(phrases: Phrases) -> list[str]:
+    diagnosis, rank = phrases.diagnosis, phrases.diagnosis.ranks[0]
+    group = next((side.group for side in diagnosis.waiting if side.group is not None), None)
+    own = phrases.graph.find_group_record(rank, group) if group is not None else None
     where = f" at {escape(own.left_at.rpartition('/')[2], 60)}" if own and own.left_at else ""
-    did = "left the group" if own is not None and own.left else "came to the end of its script"
-    done = words.scene.reached(rank, own) if own is not None else 0
-    after = f", after {done} collective{'s' if done != 1 else ''} of that group" if own else ""
-    first = f"{words.who} finished early{words.at(verdict.since)}: it {did}{where}{after}."
-    return [first, *words.waiting()]
-
-
-def _unsent(words: Words) -> list[str]:
-    verdict = words.verdict
-    waiter, source = verdict.sides[0], verdict.sides[-1]
-    other = source.ranks[0]
-    one = len(verdict.ranks) == 1
-    first = (
-        f"{words.who} {words.now('waits' if one else 'wait', 'waited')} for a message that "
-        f"{words.now('nobody sends', 'nobody sent')}: {words.called(waiter)},"
-        f"{words.since(verdict.since)}."
+    did = (
+        "left the group"
+        if own is not None and own.left
+        else f"came to the end of {_get_possessive(phrases)} script"
     )
-    end = verdict.end
-    if end is not None and end.how in ("well", "left"):
-        place = f"came to its end{words.at(end.time)} without sending it"
+    if not phrases.graph.ranks[rank].opened:
+        did += " before it joined any group"
+    done = phrases.graph.count_collectives(rank, own) if own is not None else 0
+    after = f", after {done} collective{'s' if done != 1 else ''} of that group" if own else ""
+    it = phrases.form("it", "they")
+    first = (
+        f"{phrases.subject} finished early{phrases.at(diagnosis.since)}: {it} {did}{where}{after}."
+    )
+    return [first, *phrases.waiting()]
+
+
+def _describe_unsent(phrases: Phrases) -> list[str]:
+    diagnosis = phrases.diagnosis
+    waiter, source = diagnosis.sides[0], diagnosis.sides[-1]
+    other = source.ranks[0]
+    one = len(diagnosis.ranks) == 1
+    first = (
+        f"{phrases.subject} {phrases.now('waits' if one else 'wait', 'waited')} for a message that "
+        f"{phrases.now('nobody sends', 'nobody sent')}: {phrases.called(waiter)},"
+        f"{phrases.since(diagnosis.since)}."
+    )
+    status = diagnosis.exit_status
+    if status is not None and status.reason in ("well", "left"):
+        place = f"came to its end{phrases.at(status.time)} without sending it"
     else:
-        place = f"{words.now('is', 'was')} elsewhere{words.place(other)}"
-    texts = [first, f"{words.rank(source.ranks).capitalize()} {place}."]
-    if verdict.instead is not None:
-        sent = words.operation(other, verdict.instead)
+        place = f"{phrases.be(source.ranks)} elsewhere{phrases.place(other)}"
+    texts = [first, f"{phrases.rank(source.ranks).capitalize()} {place}."]
+    if diagnosis.instead is not None:
+        sent = phrases.operation(other, diagnosis.instead)
         texts.append(f"What it sent instead, and nobody asked for: {sent}.")
-    return [*texts, *words.waiting()]
+    return [*texts, *phrases.waiting()]
 
 
-def _unreceived(words: Words) -> list[str]:
-    sender, receiver = words.verdict.sides[0], words.verdict.sides[-1]
-    waits = words.now("waits" if len(sender.ranks) == 1 else "wait", "waited")
-    place = words.place(receiver.ranks[0])
+def _describe_unreceived(phrases: Phrases) -> list[str]:
+    sender, receiver = phrases.diagnosis.sides[0], phrases.diagnosis.sides[-1]
+    waits = phrases.now("waits" if len(sender.ranks) == 1 else "wait", "waited")
+    place = phrases.place(receiver.ranks[0])
     return [
-        f"{words.who} {waits} for somebody to take a message: {words.called(sender)},"
-        f"{words.since(words.verdict.since)}.",
-        f"{words.rank(receiver.ranks).capitalize()} doesn't: it {words.now('is', 'was')} "
+        f"{phrases.subject} {waits} for somebody to take a message: {phrases.called(sender)},"
+        f"{phrases.since(phrases.diagnosis.since)}.",
+        f"{phrases.rank(receiver.ranks).capitalize()} {phrases.be(receiver.ranks)} "
         f"elsewhere{place}.",
-        *words.waiting(),
+        *phrases.waiting(),
     ]
 
 
-def _missing(words: Words) -> list[str]:
-    verdict, scene = words.verdict, words.scene
-    texts = [f"{words.who} {words.now('has not come', 'did not come')} to form the group."]
-    for rank in verdict.ranks[:4]:
-        record = scene.ranks[rank]
+def _describe_unawaited(phrases: Phrases) -> list[str]:
+    diagnosis = phrases.diagnosis
+    group = diagnosis.sides[0].group
+    left = group is not None and group.left
+    did = f"{'left the group' if left else 'ended'}{phrases.at(diagnosis.since)}"
+    return [
+        f"{phrases.subject} {did} without waiting for a message of its own: "
+        f"{phrases.called(diagnosis.sides[0])}, was still under way.",
+        *phrases.waiting(),
+    ]
+
+
+def _describe_missing(phrases: Phrases) -> list[str]:
+    diagnosis, graph = phrases.diagnosis, phrases.graph
+    if all(side.operation is not None for side in diagnosis.sides):
+        return [*_describe_absent_from_new_group(phrases), *phrases.waiting()]
+    come = phrases.now(phrases.form("has not come", "have not come"), "did not come")
+    texts = [f"{phrases.subject} {come} to form the group."]
+    for rank in diagnosis.ranks[:4]:
+        record = graph.ranks[rank]
         if record.start is None and not record.pid:
             texts.append(f"There is no trace of rank {rank}: was it started?")
-        elif scene.ends[rank].how == "alive":
-            state = _state(words, rank)
+        elif graph.exits[rank].reason == "alive":
+            state = _describe_process_state(phrases, rank)
             texts.append(f"Rank {rank} runs, but has not come to init_process_group{state}.")
         else:
             texts.append(f"Rank {rank} had not come to init_process_group when it was stopped.")
-    return [*texts, *words.waiting()]
+    return [*texts, *phrases.waiting()]
 
 
-def _order(words: Words) -> list[str]:
-    verdict = words.verdict
+def _describe_absent_from_new_group(phrases: Phrases) -> list[str]:
+    called = phrases.now(phrases.form("has not called", "have not called"), "had not called")
+    sides = phrases.diagnosis.sides
     places = [
-        f"{named(side.ranks)} {words.be(side.ranks)} {words.inside(side)}" for side in verdict.sides
+        f"{format_ranks(side.ranks)} {phrases.be(side.ranks)} {phrases.inside(side)}"
+        for side in sides
     ]
-    first = f"Ranks use groups in different orders: {joined(places)}."
-    since = words.since(verdict.since)
-    each = f"Each side {words.now('waits', 'waited')} for the other{since}."
-    minority = len(verdict.ranks) < sum(len(side.ranks) for side in verdict.sides)
-    who = [f"{words.who} {words.be()} in the minority."] if minority else []
-    return [first, each, *who, *words.waiting()]
+    return [f"{phrases.subject} {called} `new_group`.", f"Instead, {join_texts(places)}."]
 
 
-def _deadlock(words: Words) -> list[str]:
-    places = [f"{named(side.ranks)} {words.inside(side)}" for side in words.verdict.sides[:6]]
-    wait = words.now("wait", "waited")
-    since = words.since(words.verdict.since)
-    return [f"Ranks {wait} for each other{since}: {joined(places)}.", *words.waiting()]
+def _describe_order(phrases: Phrases) -> list[str]:
+    diagnosis = phrases.diagnosis
+    places = [
+        f"{format_ranks(side.ranks)} {phrases.be(side.ranks)} {phrases.inside(side)}"
+        for side in diagnosis.sides
+    ]
+    first = f"Ranks use groups in different orders: {join_texts(places)}."
+    since = phrases.since(diagnosis.since)
+    each = f"Each side {phrases.now('waits', 'waited')} for the other{since}."
+    minority = len(diagnosis.ranks) < sum(len(side.ranks) for side in diagnosis.sides)
+    who = [f"{phrases.subject} {phrases.be()} in the minority."] if minority else []
+    return [first, each, *who, *phrases.waiting()]
 
 
-def _aborted(words: Words) -> list[str]:
-    verdict = words.verdict
-    reason = escape(verdict.reason, 400)
-    if not verdict.ranks:
-        text = f"The group was aborted{words.at(verdict.since)}"
-        return [f"{text}: {reason}" if reason else f"{text}.", *words.waiting()]
-    text = f"{words.who} aborted the group{words.at(verdict.since)}{words.place(verdict.ranks[0])}"
-    return [f'{text}: "{reason}"' if reason else f"{text}, and gave no reason.", *words.waiting()]
+def _describe_deadlock(phrases: Phrases) -> list[str]:
+    places = [
+        f"{format_ranks(side.ranks)} {phrases.inside(side)}" for side in phrases.diagnosis.sides[:6]
+    ]
+    wait = phrases.now("wait", "waited")
+    since = phrases.since(phrases.diagnosis.since)
+    return [f"Ranks {wait} for each other{since}: {join_texts(places)}.", *phrases.waiting()]
 
 
-def _interrupted(words: Words) -> list[str]:
-    be = "was" if len(words.verdict.ranks) == 1 else "were"
-    place = words.place(words.verdict.ranks[0]) if len(words.verdict.ranks) == 1 else ""
-    when = words.at(words.verdict.since)
-    return [f"{words.who} {be} interrupted (Ctrl-C){when}{place}.", *words.waiting()]
+def _describe_aborted(phrases: Phrases) -> list[str]:
+    diagnosis = phrases.diagnosis
+    reason = escape(diagnosis.reason, 400)
+    if not diagnosis.ranks:
+        text = f"The group was aborted{phrases.at(diagnosis.since)}"
+        return [f"{text}: {reason}" if reason else f"{text}.", *phrases.waiting()]
+    text = (
+        f"{phrases.subject} aborted the group{phrases.at(diagnosis.since)}"
+        f"{phrases.place(diagnosis.ranks[0])}"
+    )
+    return [f'{text}: "{reason}"' if reason else f"{text}, and gave no reason.", *phrases.waiting()]
 
 
-def _system(words: Words) -> list[str]:
-    reason = escape(words.verdict.reason, 400)
-    return [f"The system refused something to {words.rank(words.verdict.ranks)}: {reason}"]
+def _describe_interrupted(phrases: Phrases) -> list[str]:
+    be = "was" if len(phrases.diagnosis.ranks) == 1 else "were"
+    place = phrases.place(phrases.diagnosis.ranks[0]) if len(phrases.diagnosis.ranks) == 1 else ""
+    when = phrases.at(phrases.diagnosis.since)
+    pressed = all(phrases.graph.exits[n].reason == "interrupted" for n in phrases.diagnosis.ranks)
+    how = "(Ctrl-C)" if pressed else "by a signal handler that raised an exception"
+    return [f"{phrases.subject} {be} interrupted {how}{when}{place}.", *phrases.waiting()]
 
 
-def _unreadable(words: Words) -> list[str]:
-    reason = escape(words.verdict.reason, 300)
+def _describe_system(phrases: Phrases) -> list[str]:
+    reason = escape(phrases.diagnosis.reason, 400)
+    return [f"The system refused something to {phrases.rank(phrases.diagnosis.ranks)}: {reason}"]
+
+
+def _describe_unreadable(phrases: Phrases) -> list[str]:
+    reason = escape(phrases.diagnosis.reason, 300)
     return [
-        f"The way ends at {words.rank(words.verdict.ranks)}, whose black box can't be read: "
+        f"The way ends at {phrases.rank(phrases.diagnosis.ranks)}, whose black box can't be read: "
         f"{reason}",
-        *words.waiting(),
+        *phrases.waiting(),
     ]
 
 
-def _elsewhere(words: Words) -> list[str]:
-    ranks = words.verdict.ranks
-    first = f"The way ends at {words.rank(ranks)}, on another host."
-    reason = escape(words.verdict.reason, 600)
-    return [first, *words.waiting(), *([reason] if reason else [])]
+def _describe_elsewhere(phrases: Phrases) -> list[str]:
+    ranks = phrases.diagnosis.ranks
+    first = f"The way ends at {phrases.rank(ranks)}, on another host."
+    reason = escape(phrases.diagnosis.reason, 600)
+    return [first, *phrases.waiting(), *([reason] if reason else [])]
 
 
-def _launcher(words: Words) -> list[str]:
+def _describe_launcher(phrases: Phrases) -> list[str]:
+    if phrases.graph.job.launcher_lost:
+        ranks = phrases.diagnosis.ranks
+        return [
+            f"The launcher (pid {phrases.graph.job.launcher}) is gone without having noted an end: "
+            "it was killed by a signal that it can't handle, as SIGKILL.",
+            f"The kernel ended {format_ranks(ranks)} with it: no rank had failed before.",
+        ]
     return [
-        f"The launcher stopped {named(words.verdict.ranks)}{words.at(words.verdict.since)}: no "
-        "rank had failed, and none had waited for long."
+        f"The launcher stopped {format_ranks(phrases.diagnosis.ranks)}"
+        f"{phrases.at(phrases.diagnosis.since)}: no rank had failed, and none had waited for long."
     ]
 
 
-def _running(words: Words) -> list[str]:
-    ranks = words.scene.ranks.values()
+def _describe_running(phrases: Phrases) -> list[str]:
+    ranks = phrases.graph.ranks.values()
     if not any(rank.opened for rank in ranks):
-        return [f"No rank has come to form a group yet; {len(ranks)} processes have been started."]
-    return [f"Nothing is wrong: no rank has failed, and none has waited for {span(LONG)}."]
+        started = "1 process has" if len(ranks) == 1 else f"{len(ranks)} processes have"
+        return [f"No rank has come to form a group yet; {started} been started."]
+    return [
+        "Nothing is wrong: no rank has failed, and none has waited for "
+        f"{format_duration(LONG_WAIT)}."
+    ]
 
 
-def _ended(_words: Words) -> list[str]:
+def _describe_ended(_phrases: Phrases) -> list[str]:
     return ["Nothing went wrong: all ranks came to their end."]
 
 
-def _unknown(words: Words) -> list[str]:
-    return [f"Can't tell: {escape(words.verdict.reason, 400)}.", *words.waiting()]
+def _describe_unknown(phrases: Phrases) -> list[str]:
+    return [f"Can't tell: {escape(phrases.diagnosis.reason, 400)}.", *phrases.waiting()]
 
 
-_WORDING: dict[Kind, Callable[[Words], list[str]]] = {
-    "killed": _killed,
-    "exited": _exited,
-    "failed": _failed,
-    "vanished": _vanished,
-    "stopped": _stopped,
-    "busy": _busy,
-    "late": _late,
-    "stuck": _stuck,
-    "branch": _branch,
-    "message": _message,
-    "finished": _finished,
-    "unsent": _unsent,
-    "unreceived": _unreceived,
-    "missing": _missing,
-    "order": _order,
-    "deadlock": _deadlock,
-    "aborted": _aborted,
-    "interrupted": _interrupted,
-    "system": _system,
-    "elsewhere": _elsewhere,
-    "unreadable": _unreadable,
-    "launcher": _launcher,
-    "running": _running,
-    "ended": _ended,
-    "unknown": _unknown,
+_DESCRIPTIONS: dict[Kind, Callable[[Phrases], list[str]]] = {
+    "killed": _describe_killed,
+    "exited": _describe_exited,
+    "failed": _describe_failed,
+    "vanished": _describe_vanished,
+    "stopped": _describe_stopped,
+    "busy": _describe_busy,
+    "late": _describe_late,
+    "stuck": _describe_stuck,
+    "branch": _describe_branch,
+    "message": _describe_message,
+    "finished": _describe_finished,
+    "unsent": _describe_unsent,
+    "unreceived": _describe_unreceived,
+    "unawaited": _describe_unawaited,
+    "unanswered": lambda phrases: describe_blocking_calls(phrases.graph),
+    "missing": _describe_missing,
+    "order": _describe_order,
+    "deadlock": _describe_deadlock,
+    "aborted": _describe_aborted,
+    "interrupted": _describe_interrupted,
+    "system": _describe_system,
+    "elsewhere": _describe_elsewhere,
+    "unreadable": _describe_unreadable,
+    "launcher": _describe_launcher,
+    "running": _describe_running,
+    "ended": _describe_ended,
+    "unknown": _describe_unknown,
 }

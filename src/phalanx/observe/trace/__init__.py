@@ -1,10 +1,10 @@
-"""All ranks of a job on one timeline: the file that `phalanx trace` writes.
+"""A timeline of all ranks of a job: the file that `phalanx trace` writes.
 
-`timeline` arranges the operations of a rank on tracks, whatever the format; `writing` writes them
-for Perfetto.
+`timeline` arranges the operations of a rank on tracks, independently of the file format. `writer`
+writes them for Perfetto.
 """
 
-from phalanx.observe.trace.timeline import Timeline, timeline
-from phalanx.observe.trace.writing import Written, check, write
+from phalanx.observe.trace.timeline import Timeline, build_timeline
+from phalanx.observe.trace.writer import OperationCounts, check, write
 
-__all__ = ["Timeline", "Written", "check", "timeline", "write"]
+__all__ = ["OperationCounts", "Timeline", "build_timeline", "check", "write"]

@@ -1,8 +1,9 @@
-"""A rank's operations as tracks of a timeline: what `trace` writes, apart from the file's format.
+"""The tracks of a timeline with the operations of a rank, independent of the file format.
 
-Slices of a track never overlap. Messages of a rank do, and so may operations of several groups or
-of several threads of the script: they get as many tracks of the same name as are needed, which
-viewers draw as one. Times that can't be right, as in a damaged black box, are left out and counted.
+Slices of a track never overlap. Messages of a rank may overlap, as may operations of several groups
+or of several threads of the script. They are spread over as many tracks of the same name as needed,
+which viewers draw as one. Operations with impossible times, as in a damaged flight recorder, are
+omitted and counted.
 """
 
 from __future__ import annotations
@@ -13,40 +14,41 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from phalanx.observe.culprit.endings import End, end_of, last_sign, signal_name
-from phalanx.observe.culprit.waits import group_of
+from phalanx.observe.diagnosis.exit_reasons import ExitStatus, determine_exit, get_last_record_time
+from phalanx.observe.diagnosis.wait_for_graph import get_group
 from phalanx.observe.escape import escape
-from phalanx.observe.shares import Members, in_job, over, wait
+from phalanx.observe.wait_time import GroupRanks, get_global_rank, get_wait_interval, is_inactive
+from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation, Rank
 
-__all__ = ["Counter", "Instant", "Lane", "Slice", "Timeline", "latest", "timeline"]
+__all__ = ["Counter", "Instant", "Slice", "Timeline", "Track", "build_timeline", "find_end"]
 
 WAITING = "waiting"
-"""The category of the part of an operation in which it waited for peers."""
+"""The category of slices that show an operation's wait for peers."""
 
-_GROUPS_THREAD = 1
-"""As black boxes number threads; 0 is the process's main one, all others are the script's too."""
+_GROUP_THREAD = 1
+"""The number of a group's thread in a recorder; all other numbers are threads of the script."""
 
 _SLACK = 60 * 10**9
-"""Nanoseconds after the reading that a time may lie and still be believed."""
+"""Nanoseconds by which a plausible time may be later than the reading of the job."""
 
 Value = str | int
 
 
 @dataclass(frozen=True)
 class Slice:
-    """An operation, or the waiting within it.
+    """An operation, or the wait within an operation.
 
     Attributes:
-        name: What is written on it.
+        name: The label of the slice.
         category: "collective", "message", "joining" or "waiting".
-        begin: Nanoseconds of the monotonic clock.
-        end: The same; None if it was under way when the job was read, or when its rank died.
-        arguments: What a click shows.
-        within: The waiting within it; empty, or one slice.
-        flow: Shared by the slices of one collective on all ranks; 0: none.
+        begin: The begin, in nanoseconds of the monotonic clock.
+        end: The end, likewise; None if it is under way, and no end of its rank is known.
+        arguments: The details that a viewer shows on selection.
+        within: The wait within the operation: empty, or one slice.
+        flow: An id that the slices of one collective share on all ranks; 0 for none.
     """
 
     name: str
@@ -59,8 +61,8 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """Slices that follow each other."""
+class Track:
+    """A track: slices in order that do not overlap."""
 
     name: str
     slices: Sequence[Slice]
@@ -68,7 +70,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class Counter:
-    """A figure over time: (nanoseconds, value)."""
+    """A quantity over time, as pairs of time in nanoseconds and value."""
 
     name: str
     values: Sequence[tuple[int, float]]
@@ -76,7 +78,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Instant:
-    """Something that happened to a rank."""
+    """An event of a rank at a point in time."""
 
     name: str
     time: int
@@ -85,21 +87,21 @@ class Instant:
 
 @dataclass(frozen=True)
 class Timeline:
-    """All of one rank.
+    """The timeline of one rank.
 
     Attributes:
-        rank: Its number in the job.
-        pid: Its process; 0 if it left no trace.
-        lanes: The main thread's first, then the script's other threads', the groups', messages.
-        counters: Step and loss as `phalanx.report` was told.
-        instants: How it ended, and from when on its operations are known.
-        earlier: How many of its operations are too old for its black box to have kept.
-        impossible: How many operations were left out because their times can't be right.
+        rank: The number of the rank in the job.
+        pid: The pid of its process; 0 if it left no trace.
+        tracks: The tracks: the main thread, other threads of the script, groups' threads, messages.
+        counters: The steps and losses given to `phalanx.report`.
+        instants: The opening of its flight recorder, and its end.
+        earlier: The number of operations that its flight recorder no longer holds.
+        impossible: The number of operations omitted because their times are impossible.
     """
 
     rank: int
     pid: int
-    lanes: tuple[Lane, ...]
+    tracks: tuple[Track, ...]
     counters: tuple[Counter, ...]
     instants: tuple[Instant, ...]
     earlier: int
@@ -107,70 +109,72 @@ class Timeline:
 
     @property
     def slices(self) -> int:
-        """How many operations are on it."""
-        return sum(len(lane.slices) for lane in self.lanes)
+        """The number of operations on the timeline."""
+        return sum(len(track.slices) for track in self.tracks)
 
 
-def latest(job: Job) -> int:
-    """Where the timeline of a job ends: now if it runs, else when the last of its ranks ended."""
+def find_end(job: Job) -> int:
+    """Return the end of a job's timeline: now if it is running, else the end of its last rank."""
     if job.running:
         return job.now
-    signs = [max(last_sign(rank), end_of(rank, job).time) for rank in job.ranks]
+    signs = [max(get_last_record_time(rank), determine_exit(rank, job).time) for rank in job.ranks]
     believed = [time for time in signs if time <= job.now + _SLACK]
     return max(believed, default=job.now)
 
 
-def timeline(rank: Rank, job: Job, known: Members) -> Timeline:
-    """Arrange the operations of one rank of a job; `known` is of `waits.members`."""
-    end = end_of(rank, job)
-    lanes: dict[tuple[int, str], list[Operation]] = {}
+def build_timeline(rank: Rank, job: Job, group_ranks: GroupRanks) -> Timeline:
+    """Arrange the operations of one rank of a job; `group_ranks` is from `map_group_ranks`."""
+    status = determine_exit(rank, job)
+    operations_by_track: dict[tuple[int, str], list[Operation]] = {}
     impossible = 0
     for operation in (*rank.history, *rank.open):
-        if _possible(operation, job.now + _SLACK):
-            lanes.setdefault(_lane(rank, operation), []).append(operation)
+        if _is_possible(operation, job.now + _SLACK):
+            operations_by_track.setdefault(_identify_track(rank, operation), []).append(operation)
         else:
             impossible += 1
-    last = end.time if over(end) and 0 < end.time <= job.now + _SLACK else None
-    tracks: list[Lane] = []
-    for (_, name), operations in sorted(lanes.items()):
+    last = status.time if is_inactive(status) and 0 < status.time <= job.now + _SLACK else None
+    tracks: list[Track] = []
+    for (_, name), operations in sorted(operations_by_track.items()):
         tracks += [
-            Lane(name, [_slice(rank, one, known, last, job.now) for one in row])
-            for row in _apart(operations)
+            Track(name, [_build_slice(rank, one, group_ranks, last, job.now) for one in row])
+            for row in _split_overlapping(operations)
         ]
     return Timeline(
         rank=rank.rank,
         pid=rank.pid,
-        lanes=tuple(tracks),
-        counters=_counters(rank, job.now + _SLACK),
-        instants=tuple(one for one in _instants(rank, end) if 0 < one.time <= job.now + _SLACK),
+        tracks=tuple(tracks),
+        counters=_build_counters(rank, job.now + _SLACK),
+        instants=tuple(
+            one for one in _list_instants(rank, status) if 0 < one.time <= job.now + _SLACK
+        ),
         earlier=max(rank.operations - len(rank.history) - len(rank.open), 0),
         impossible=impossible,
     )
 
 
-def _possible(operation: Operation, limit: int) -> bool:
+def _is_possible(operation: Operation, limit: int) -> bool:
     if not 0 < operation.begin <= limit:
         return False
     return operation.end == 0 or operation.begin <= operation.end <= limit
 
 
-def _lane(rank: Rank, operation: Operation) -> tuple[int, str]:
-    """What kind of track an operation goes to: its place among them, and its name."""
+def _identify_track(rank: Rank, operation: Operation) -> tuple[int, str]:
+    """Return the position and the name of the track for an operation."""
     if operation.is_message:
         return 3, "messages"
-    if operation.thread != _GROUPS_THREAD:
+    if operation.thread != _GROUP_THREAD:
         return (1, "other threads") if operation.thread else (0, "caller's thread")
-    name = _group_name(rank, operation)
+    name = _get_group_name(rank, operation)
     return 2, f"group's thread: {name}" if name and len(rank.groups) > 1 else "group's thread"
 
 
-def _group_name(rank: Rank, operation: Operation) -> str:
-    group = group_of(rank, operation)
+def _get_group_name(rank: Rank, operation: Operation) -> str:
+    group = get_group(rank, operation)
     return "" if group is None else escape(group.name)
 
 
-def _apart(operations: Sequence[Operation]) -> list[list[Operation]]:
-    """Spread operations over as few rows as do, so that none overlaps another in its row."""
+def _split_overlapping(operations: Sequence[Operation]) -> list[list[Operation]]:
+    """Spread operations over the minimum number of rows in which none of them overlap."""
     rows: list[list[Operation]] = []
     busy: list[tuple[float, int]] = []
     free: list[int] = []
@@ -186,70 +190,74 @@ def _apart(operations: Sequence[Operation]) -> list[list[Operation]]:
     return rows
 
 
-def _slice(rank: Rank, operation: Operation, known: Members, last: int | None, now: int) -> Slice:
-    """Draw an operation; one under way ends with its rank, at `last`."""
+def _build_slice(
+    rank: Rank, operation: Operation, group_ranks: GroupRanks, last: int | None, now: int
+) -> Slice:
+    """Build the slice of an operation; an operation under way ends with its rank, at `last`."""
     end = operation.end or (None if last is None else max(last, operation.begin))
     failed = operation.outcome not in ("", "ok")
     name = escape(operation.kind, 40)
     return Slice(
         name=f"{name}: {escape(operation.outcome, 40)}" if failed else name,
-        category=_category(operation),
+        category=_get_category(operation),
         begin=operation.begin,
         end=end,
-        arguments=_arguments(rank, operation, known),
-        within=_waiting(rank, operation, known, end, now),
-        flow=_flow(rank, operation),
+        arguments=_list_arguments(rank, operation, group_ranks),
+        within=_build_wait(rank, operation, group_ranks, end, now),
+        flow=_get_flow(rank, operation),
     )
 
 
-def _category(operation: Operation) -> str:
+def _get_category(operation: Operation) -> str:
     if operation.is_message:
         return "message"
     return "joining" if operation.kind == "join" else "collective"
 
 
-def _waiting(
-    rank: Rank, operation: Operation, known: Members, end: int | None, now: int
+def _build_wait(
+    rank: Rank, operation: Operation, group_ranks: GroupRanks, end: int | None, now: int
 ) -> tuple[Slice, ...]:
     still = not operation.end and operation.waiting_for >= 0
-    begin, until = wait(operation, end or now)
+    begin, until = get_wait_interval(operation, end or now)
     if not still and until <= begin:
         return ()
-    who = in_job(rank, operation, operation.waiting_for, known)
-    name = f"waiting for rank {who}" if who >= 0 else "waiting"
+    peer = get_global_rank(rank, operation, operation.waiting_for, group_ranks)
+    name = f"waiting for rank {peer}" if peer >= 0 else "waiting"
     return (Slice(name, WAITING, begin, end if still else until, {}),)
 
 
-def _arguments(rank: Rank, operation: Operation, known: Members) -> dict[str, Value]:
+def _list_arguments(rank: Rank, operation: Operation, group_ranks: GroupRanks) -> dict[str, Value]:
     partner = "peer" if operation.is_message else "root"
     found: dict[str, Value] = {
         "operation": operation.number,
-        "group": _group_name(rank, operation),
+        "group": _get_group_name(rank, operation),
         "tag" if operation.is_message else "sequence": operation.sequence,
         "dtype": escape(operation.dtype, 40),
         "elements": operation.count if operation.dtype else "",
         "op": escape(operation.op, 40),
-        partner: in_job(rank, operation, operation.peer, known) if operation.peer >= 0 else "",
+        partner: get_global_rank(rank, operation, operation.peer, group_ranks)
+        if operation.peer >= 0
+        else "",
         "call site": escape(operation.site),
         "outcome": escape(operation.outcome, 40) if operation.end else "under way",
         "waited ns": operation.waited,
     }
-    return {name: _fitting(value) for name, value in found.items() if value != ""}
+    return {name: _fit_value(value) for name, value in found.items() if value != ""}
 
 
-def _fitting(value: Value) -> Value:
+def _fit_value(value: Value) -> Value:
     return value if isinstance(value, str) or abs(value) < 1 << 63 else str(value)
 
 
-def _flow(rank: Rank, operation: Operation) -> int:
-    """A number that the ranks of a collective share, and no other operation; 0 for a message."""
-    group = group_of(rank, operation)
+def _get_flow(rank: Rank, operation: Operation) -> int:
+    """Return an id for a collective that is equal on all of its ranks; 0 for a message."""
+    group = get_group(rank, operation)
     if group is None or operation.is_message or operation.sequence <= 0:
         return 0
     return (group.identity * 0x9E3779B97F4A7C15 + operation.sequence) % 2**64
 
 
-def _counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
+def _build_counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
     reports = [report for report in rank.reports if 0 < report.time <= limit]
     steps = [(report.time, float(report.step)) for report in reports if report.step >= 0]
     losses = [
@@ -261,17 +269,17 @@ def _counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
     return tuple(counter for counter in found if counter.values)
 
 
-def _instants(rank: Rank, end: End) -> Iterator[Instant]:
+def _list_instants(rank: Rank, status: ExitStatus) -> Iterator[Instant]:
     yield Instant("black box opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)})
-    if over(end):
-        words: dict[str, Value] = {"pid": rank.pid, "last words": escape(rank.last_words, 1000)}
-        yield Instant(_ending(end), end.time or last_sign(rank), words)
+    if is_inactive(status):
+        words: dict[str, Value] = {"pid": rank.pid, "last words": escape(rank.exception, 1000)}
+        yield Instant(_describe_exit(status), status.time or get_last_record_time(rank), words)
 
 
-def _ending(end: End) -> str:
-    if end.how == "killed" and end.code is not None:
-        return f"killed by {signal_name(-end.code)}"
-    if end.how == "exited":
-        return f"exited with code {end.code}"
+def _describe_exit(status: ExitStatus) -> str:
+    if status.reason == "killed" and status.code is not None:
+        return f"killed by {signal_name(-status.code)}"
+    if status.reason == "exited":
+        return f"exited with code {status.code}"
     words = {"well": "ended", "launcher": "stopped by its launcher", "vanished": "gone"}
-    return words.get(end.how, end.how)
+    return words.get(status.reason, status.reason)

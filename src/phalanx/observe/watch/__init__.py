@@ -1,8 +1,8 @@
-"""What a job does just now: what `phalanx watch` shows.
+"""The live view of a job that `phalanx watch` shows.
 
-`view` looks at one reading of a job: what each rank is in, how fast it is, whom it waits for, and
-which rank holds up the others. `table` makes of it a table that fits the terminal. Nothing here
-reads the job, or knows of time that passes: that is the command's part.
+`view` evaluates one reading of a job: the activity and speed of each rank, the ranks that it waits
+for, and the rank that delays the others. `table` renders the result as a table that fits the
+terminal. Reading the job and refreshing the view are left to the command.
 """
 
 from phalanx.observe.watch.table import render
@@ -12,10 +12,10 @@ from phalanx.observe.watch.view import (
     Straggler,
     View,
     as_json,
-    ending,
+    build_view,
+    get_history_length,
+    get_outcome,
     has_failed,
-    history,
-    view,
 )
 
 __all__ = [
@@ -24,9 +24,9 @@ __all__ = [
     "Straggler",
     "View",
     "as_json",
-    "ending",
+    "build_view",
+    "get_history_length",
+    "get_outcome",
     "has_failed",
-    "history",
     "render",
-    "view",
 ]

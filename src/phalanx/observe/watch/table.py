@@ -1,7 +1,7 @@
-"""The view of `watch` as a table that fits the terminal, and in words.
+"""Rendering of the view of `watch` as a table that fits the terminal, and as text.
 
-What comes from the job is escaped here. Nothing is left out in silence: a text that is cut ends in
-an ellipsis, and ranks that have no line of their own are counted in lines that say what they do.
+Text from the job is escaped here. Nothing is omitted silently: truncated text ends in an ellipsis,
+and ranks without a line of their own are counted in lines that describe their state.
 """
 
 from __future__ import annotations
@@ -15,205 +15,234 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from phalanx.observe.diagnosis import WaitForGraph
 from phalanx.observe.escape import escape
-from phalanx.observe.explain.words import called_at, named, span
-from phalanx.observe.shares import over
+from phalanx.observe.explain.formatting import (
+    describe_other_jobs,
+    format_call_site,
+    format_duration,
+    format_ranks,
+)
+from phalanx.observe.explain.pending_calls import format_call_lines
+from phalanx.observe.wait_time import is_inactive
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation
     from phalanx.observe.watch.view import Activity, Row, View
 
-__all__ = ["Fold", "activity", "fold", "render", "verdict"]
+__all__ = ["Fold", "describe_activity", "describe_balance", "fold", "render"]
 
 _WIDE = 100
-"""Columns of a terminal from which on the state of every process is shown."""
+"""Terminal width, in columns, from which on the state of every process is shown."""
 _FOLDS = 4
-"""Lines at most for the ranks that have none of their own."""
+"""Maximum number of lines for ranks without a line of their own."""
 _NOTES = 3
 _NOTE = 60
-"""Characters of what a rank noted."""
+"""Maximum number of characters of a rank's note."""
 _NARROWEST = 12
 _LINES_OF_A_RANK = 4
-"""Where there is room for so many, the text of a rank is wrapped instead of cut."""
+"""Lines per rank that must be available to wrap the text of a rank instead of truncating it."""
 _NOTICED = 0.05
-_ABSENT = "-"
-_NOBODY = "waiting for nobody"
+_NO_VALUE = "-"
+_NOT_WAITING = "waiting for nobody"
 _FROM = ("recv", "broadcast", "scatter")
 _TO = ("send", "reduce", "gather")
 
 
 @dataclass(frozen=True)
 class Fold:
-    """Ranks that share a line, by rank, and what they have in common: "waiting for rank 3"."""
+    """Ranks that share a line, in order, and their common state: "waiting for rank 3"."""
 
     rows: tuple[Row, ...]
-    what: str
+    state: str
 
     def __str__(self) -> str:
-        words = [f"... and {len(self.rows)} more {self.what}"]
+        words = [f"... and {len(self.rows)} more {self.state}"]
         shares = [row.waiting for row in self.rows if row.waiting is not None]
-        if shares and self.what.startswith("waiting for ") and self.what != _NOBODY:
+        if shares and self.state.startswith("waiting for ") and self.state != _NOT_WAITING:
             words.append(f"{sum(shares) / len(shares):.0%} of their time")
         if steps := sorted(row.step for row in self.rows if row.step is not None):
             same = steps[0] == steps[-1]
             words.append(f"step {steps[0]}" if same else f"steps {steps[0]} to {steps[-1]}")
-        words.append(named([row.rank for row in self.rows]))
+        words.append(format_ranks([row.rank for row in self.rows]))
         return ", ".join(words)
 
 
-def render(job: Job, seen: View, console: Console, height: int | None = None) -> Group:
-    """Draw the table, with what belongs above and below it.
+def render(job: Job, view: View, console: Console, height: int | None = None) -> Group:
+    """Render the table, with a title above it and notes below.
 
     Args:
-        job: As it was read.
-        seen: The view of it.
-        console: Whose width is to be kept.
-        height: Lines that there are; None: as many as there are ranks.
+        job: The job.
+        view: The view of the job.
+        console: The console whose width must not be exceeded.
+        height: The available number of lines; None for no limit.
     """
-    above = [_title(job, console.width), verdict(job, seen)]
-    below = _notes(job, seen)
+    above = [_build_title(job, console.width), describe_balance(job, view)]
+    below = _build_notes(job, view)
     room = None
     if height is not None:
         taken = sum(len(text.wrap(console, console.width)) for text in (*above, *below))
         room = max(height - taken - 1, 1)
-    shown, folds = fold(seen, room)
+    shown, folds = fold(view, room)
     lines = [Text(str(one), style="dim", no_wrap=True, overflow="ellipsis") for one in folds]
     wrap = room is None or _LINES_OF_A_RANK * len(shown) <= room
-    return Group(*above, _table(seen, shown, console.width, wrap), *lines, *below)
+    return Group(*above, _build_table(view, shown, console.width, wrap), *lines, *below)
 
 
-def fold(seen: View, room: int | None) -> tuple[list[Row], list[Fold]]:
-    """Choose which ranks get a line of their own, and put the others together, in `room` lines.
+def fold(view: View, room: int | None) -> tuple[list[Row], list[Fold]]:
+    """Choose the ranks with a line of their own and fold the others, to fit into `room` lines.
 
-    The straggler, and ranks that aren't as they should be, are the last to lose theirs.
+    The straggler and abnormal ranks are the last to be folded.
     """
-    rows = list(seen.rows)
+    rows = list(view.rows)
     if room is None or len(rows) <= room:
         return rows, []
-    rows.sort(key=lambda row: (not _comes_first(row, seen), row.rank))
+    rows.sort(key=lambda row: (not _has_priority(row, view), row.rank))
     most = min(_FOLDS, room)
-    own = next(own for own in range(room, -1, -1) if own + len(_folds(rows[own:], most)) <= room)
-    return sorted(rows[:own], key=_rank), _folds(rows[own:], most)
+    own = next(
+        own for own in range(room, -1, -1) if own + len(_build_folds(rows[own:], most)) <= room
+    )
+    return sorted(rows[:own], key=_get_rank), _build_folds(rows[own:], most)
 
 
-def verdict(job: Job, seen: View) -> Text:
-    """Say in a sentence or two who holds up whom."""
-    straggler = seen.straggler
+def describe_balance(job: Job, view: View) -> Text:
+    """Describe in a sentence or two the rank that delays others."""
+    straggler = view.straggler
     words = ""
     if straggler is not None:
-        row = next(row for row in seen.rows if row.rank == straggler.rank)
+        row = next(row for row in view.rows if row.rank == straggler.rank)
         many = len(straggler.waiting)
-        who = f"rank {straggler.waiting[0]} waits" if many == 1 else f"{many} ranks wait"
-        words = f"Rank {row.rank} holds up others: {who} for it {straggler.share:.0%} of the time"
-        words += f" ({_state(row)}{activity(row)})."
-    if seen.verdict == "straggler":
+        waiters = f"rank {straggler.waiting[0]} waits" if many == 1 else f"{many} ranks wait"
+        words = (
+            f"Rank {row.rank} holds up others: {waiters} for it {straggler.share:.0%} of the time"
+        )
+        words += f" ({_format_state(row)}{describe_activity(row)})."
+    if view.balance == "straggler":
         return Text(words, style="bold yellow")
-    if seen.verdict == "stuck":
+    if view.balance == "stuck":
         stuck = "Nothing moves: every rank that is alive waits."
         return Text(f"{stuck} {words} See: phalanx explain {escape(job.name)}", style="bold red")
-    if seen.verdict == "even":
-        return Text(f"All are even: no rank holds up others (waits of at most {seen.most:.0%}).")
-    if seen.verdict == "over":
+    if view.balance == "even":
+        return Text(
+            f"All are even: no rank holds up others (waits of at most {view.max_share:.0%})."
+        )
+    if view.balance == "over":
         return Text("All ranks have ended: this is what they were in.")
-    if seen.verdict == "alone":
+    if view.balance == "alone":
         return Text("One rank: it has nobody to wait for.")
     return Text("All are even: no rank waits noticeably for another.")
 
 
-def activity(row: Row) -> str:
-    """What a rank is in, in words, the telling ones first."""
+def describe_activity(row: Row) -> str:
+    """Describe the activity of a rank, the most important details first."""
     now = row.activity
     if row.problem:
         return f"its black box can't be read: {escape(row.problem)}"
-    if row.end.how == "absent":
+    if row.exit_status.reason == "absent":
         return "left no trace"
     note = [f'"{escape(row.note, _NOTE)}"'] if row.note else []
-    if over(row.end):
-        return ", ".join([_last_of(now), *note])
+    if is_inactive(row.exit_status):
+        return ", ".join([_describe_last_operation(now), *note])
     if now.under_way:
-        whom = [f"waits for {now.waits_for}"] if now.waits_for >= 0 else []
-        words = [_call(now), *whom, _for(now.seconds), *note, *_details(now)]
+        peer = [f"waits for {now.waits_for}"] if now.waits_for >= 0 else []
+        words = [
+            _format_operation(now),
+            *peer,
+            _format_duration(now.seconds),
+            *note,
+            *_format_details(now),
+        ]
     else:
-        words = ["own code", _for(now.seconds), *note]
-        words += [f"after {_call(now)}"] if now.operation else []
+        words = ["own code", _format_duration(now.seconds), *note]
+        words += [f"after {_format_operation(now)}"] if now.operation else []
     words += [f"{now.others} more under way"] if now.others else []
     return ", ".join(words)
 
 
-def _last_of(now: Activity) -> str:
-    """What a rank was in that has ended."""
+def _describe_last_operation(now: Activity) -> str:
+    """Describe the last operation of a rank that has ended."""
     if now.operation is None:
         return "no operation"
     if not now.under_way:
-        return f"after {_call(now)}"
-    return ", ".join([f"was in {_call(now)}", _for(now.seconds), *_details(now)])
+        return f"after {_format_operation(now)}"
+    return ", ".join(
+        [f"was in {_format_operation(now)}", _format_duration(now.seconds), *_format_details(now)]
+    )
 
 
-def _for(seconds: float) -> str:
-    return "< 0.1 s" if seconds < 0.05 else span(int(seconds * 1e9))
+def _format_duration(seconds: float) -> str:
+    return "< 0.1 s" if seconds < 0.05 else format_duration(int(seconds * 1e9))
 
 
-def _comes_first(row: Row, seen: View) -> bool:
-    return row.abnormal or (seen.straggler is not None and row.rank == seen.straggler.rank)
+def _has_priority(row: Row, view: View) -> bool:
+    return row.abnormal or (view.straggler is not None and row.rank == view.straggler.rank)
 
 
-def _folds(rows: Sequence[Row], most: int) -> list[Fold]:
+def _build_folds(rows: Sequence[Row], most: int) -> list[Fold]:
     alike: dict[str, list[Row]] = {}
-    for row in sorted(rows, key=_rank):
-        alike.setdefault(_fate(row), []).append(row)
-    found = [Fold(tuple(some), what) for what, some in alike.items()]
+    for row in sorted(rows, key=_get_rank):
+        alike.setdefault(_describe_fold(row), []).append(row)
+    found = [Fold(tuple(some), state) for state, some in alike.items()]
     found.sort(key=lambda one: (-len(one.rows), one.rows[0].rank))
     if len(found) > most:
-        rest = sorted((row for one in found[most - 1 :] for row in one.rows), key=_rank)
+        rest = sorted((row for one in found[most - 1 :] for row in one.rows), key=_get_rank)
         found[most - 1 :] = [Fold(tuple(rest), "of several kinds")]
     return found
 
 
-def _rank(row: Row) -> int:
+def _get_rank(row: Row) -> int:
     return row.rank
 
 
-def _fate(row: Row) -> str:
+def _describe_fold(row: Row) -> str:
     if row.problem:
         return "whose black boxes can't be read"
     if not row.alive or row.state in ("stopped", "disk"):
         return f"in state {row.state}"
     if (row.waiting or 0.0) < _NOTICED:
-        return _NOBODY
-    return f"waiting for rank {row.waits_for}" if _mostly(row) else "waiting for several ranks"
+        return _NOT_WAITING
+    return (
+        f"waiting for rank {row.waits_for}"
+        if _waits_mostly_for_one(row)
+        else "waiting for several ranks"
+    )
 
 
-def _title(job: Job, width: int) -> Text:
+def _build_title(job: Job, width: int) -> Text:
     words = [escape(job.name)]
     if job.command:
         words.append(escape(" ".join(job.command), 60 if width >= _WIDE else 40))
     words.append(f"{job.world_size} rank{'s' if job.world_size != 1 else ''}")
     opened = [rank.opened for rank in job.ranks if rank.opened]
     if opened and job.running:
-        words.append(span(job.now - min(opened)))
+        words.append(format_duration(job.now - min(opened)))
     if job.attempt:
         words.append(f"attempt {job.attempt + 1}")
     return Text(" · ".join(words), style="bold")
 
 
-def _notes(job: Job, seen: View) -> list[Text]:
+def _build_notes(job: Job, view: View) -> list[Text]:
     texts = [f"note: {escape(problem)}" for problem in job.problems]
+    if others := describe_other_jobs(job, "watch"):
+        texts.insert(0, others)
     if len(texts) > _NOTES:
         texts[_NOTES - 1 :] = [f"note: {len(texts) - _NOTES + 1} more of such: phalanx explain"]
-    if seen.rows and not seen.reported:
+    if job.workers and (calls := format_call_lines(WaitForGraph(job), _NOTES)):
+        texts += ["Remote calls without an answer:", *calls]
+    if view.rows and not view.reported:
         texts.append("No progress is reported: phalanx.report(step=..., loss=...) shows it here.")
     return [Text(text, style="dim") for text in texts]
 
 
-def _table(seen: View, rows: Sequence[Row], width: int, wrap: bool) -> Table:
+def _build_table(view: View, rows: Sequence[Row], width: int, wrap: bool) -> Table:
     columns: list[tuple[str, Callable[[Row], str]]] = [("rank", lambda row: str(row.rank))]
-    if seen.has_steps:
-        columns += [("step", _step), ("steps/s", _steps), ("loss", _loss)]
+    if view.has_steps:
+        columns += [("step", _format_step), ("steps/s", _format_step_rate), ("loss", _format_loss)]
     else:
-        columns += [("ops/s", lambda row: _rate(row.operations))]
-        columns += [("loss", _loss)] if seen.reported else []
-    columns += [("waiting", _waiting), ("memory", _memory)]
-    if width >= _WIDE or any(row.abnormal or not row.alive for row in seen.rows):
+        columns += [("ops/s", lambda row: _format_rate(row.operations))]
+        columns += [("loss", _format_loss)] if view.reported else []
+    columns += [("waiting", _format_waiting), ("memory", _format_memory)]
+    if width >= _WIDE or any(row.abnormal or not row.alive for row in view.rows):
         columns.append(("process", lambda row: row.state))
     gap = 1 if width < _WIDE else 2
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
@@ -229,33 +258,39 @@ def _table(seen: View, rows: Sequence[Row], width: int, wrap: bool) -> Table:
         "in", no_wrap=not wrap, overflow="fold" if wrap else "ellipsis", max_width=last
     )
     for row, line in zip(rows, cells, strict=True):
-        table.add_row(*map(Text, line), Text(activity(row)), style=_style(row, seen))
+        table.add_row(
+            *map(Text, line), Text(describe_activity(row)), style=_choose_style(row, view)
+        )
     return table
 
 
-def _style(row: Row, seen: View) -> str:
-    if row.end.by_itself or row.end.how == "absent" or row.state == "stopped":
+def _choose_style(row: Row, view: View) -> str:
+    if (
+        row.exit_status.is_own_failure
+        or row.exit_status.reason == "absent"
+        or row.state == "stopped"
+    ):
         return "red"
-    if seen.straggler is not None and seen.straggler.rank == row.rank:
+    if view.straggler is not None and view.straggler.rank == row.rank:
         return "yellow"
     return "" if row.alive else "dim"
 
 
-def _step(row: Row) -> str:
-    return _ABSENT if row.step is None else str(row.step)
+def _format_step(row: Row) -> str:
+    return _NO_VALUE if row.step is None else str(row.step)
 
 
-def _steps(row: Row) -> str:
-    return _ABSENT if row.steps is None else _rate(row.steps)
+def _format_step_rate(row: Row) -> str:
+    return _NO_VALUE if row.steps is None else _format_rate(row.steps)
 
 
-def _loss(row: Row) -> str:
+def _format_loss(row: Row) -> str:
     if row.loss is None:
-        return _ABSENT
+        return _NO_VALUE
     return f"{row.loss:.4g}"
 
 
-def _rate(value: float) -> str:
+def _format_rate(value: float) -> str:
     if value == 0 or not math.isfinite(value):
         return f"{value:.0f}"
     if abs(value) >= 1e5:
@@ -263,35 +298,35 @@ def _rate(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
 
 
-def _waiting(row: Row) -> str:
+def _format_waiting(row: Row) -> str:
     if row.waiting is None:
-        return _ABSENT
+        return _NO_VALUE
     most = row.waits.get(row.waits_for, 0.0)
     if row.waits_for < 0 or most < 0.005:
         return f"{row.waiting:.0%}"
-    if _mostly(row):
+    if _waits_mostly_for_one(row):
         return f"{row.waiting:.0%} for {row.waits_for}"
     return f"{row.waiting:.0%} ({most:.0%} for {row.waits_for})"
 
 
-def _mostly(row: Row) -> bool:
-    """Whether it is one rank that a rank waits for, but for a little."""
+def _waits_mostly_for_one(row: Row) -> bool:
+    """Return whether a rank waits almost only for a single other rank."""
     return row.waits_for >= 0 and row.waits[row.waits_for] >= 0.8 * (row.waiting or 0.0)
 
 
-def _memory(row: Row) -> str:
+def _format_memory(row: Row) -> str:
     if row.memory is None:
-        return _ABSENT
+        return _NO_VALUE
     size = row.memory / 2**20
     return f"{size:.0f} MiB" if size < 1000 else f"{size / 1024:.1f} GiB"
 
 
-def _state(row: Row) -> str:
+def _format_state(row: Row) -> str:
     return f"{row.state}, " if row.abnormal else ""
 
 
-def _call(now: Activity) -> str:
-    """An operation, its partner and its call site."""
+def _format_operation(now: Activity) -> str:
+    """Describe an operation with its peer and its call site."""
     operation = now.operation
     if operation is None:
         return "nothing"
@@ -300,20 +335,20 @@ def _call(now: Activity) -> str:
         way = "from" if operation.kind in _FROM else "to"
         words += f" {way} {now.peer if now.peer >= 0 else 'any'}"
     if operation.site:
-        words += f" at {called_at(operation)}"
+        words += f" at {format_call_site(operation)}"
     return words
 
 
-def _details(now: Activity) -> list[str]:
+def _format_details(now: Activity) -> list[str]:
     operation = now.operation
     if operation is None:
         return []
     words = [f"tag {operation.sequence}" if operation.is_message else f"#{operation.sequence}"]
-    words += [_shape(operation)] if operation.dtype else []
+    words += [_format_shape(operation)] if operation.dtype else []
     words += [f"in {escape(now.group, 40)}"] if now.group else []
     return words
 
 
-def _shape(operation: Operation) -> str:
+def _format_shape(operation: Operation) -> str:
     reduction = f" {escape(operation.op, 20)}" if operation.op else ""
     return f"{escape(operation.dtype, 20)}[{operation.count}]{reduction}"

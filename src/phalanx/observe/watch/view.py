@@ -1,8 +1,8 @@
-"""What the ranks of a job do just now, and whom they wait for: what `phalanx watch` shows.
+"""The current activity of the ranks of a job, and their waits, for `phalanx watch`.
 
-Pure functions of one reading. Waiting is told for the last seconds (`WINDOW`), from the operations
-that ended in them and those under way; of a rank that ran through its whole history in less, for as
-long as that reaches.
+The functions here are pure functions of one reading of the job. Shares of waiting refer to the last
+seconds (`WINDOW`) and are computed from the operations that ended in them and those under way. If
+the history of a rank covers less time, they refer to that time.
 """
 
 from __future__ import annotations
@@ -13,10 +13,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.observe.culprit.endings import End, end_of, signal_name
-from phalanx.observe.culprit.waits import group_of
-from phalanx.observe.explain.words import last_step
-from phalanx.observe.shares import Members, covered, in_job, members, over, time_waited
+from phalanx.observe.diagnosis.exit_reasons import ExitStatus, determine_exit
+from phalanx.observe.diagnosis.wait_for_graph import get_group
+from phalanx.observe.explain.formatting import get_last_step
+from phalanx.observe.wait_time import (
+    GroupRanks,
+    find_covered_begin,
+    get_global_rank,
+    is_inactive,
+    map_group_ranks,
+    measure_wait_time,
+)
+from phalanx.system.signals import signal_name
 
 if TYPE_CHECKING:
     from phalanx.observe.model import Job, Operation, Rank, Report
@@ -28,35 +36,35 @@ __all__ = [
     "Straggler",
     "View",
     "as_json",
-    "ending",
+    "build_view",
+    "get_history_length",
+    "get_outcome",
     "has_failed",
-    "history",
-    "view",
 ]
 
 WINDOW = 5.0
-"""Seconds that shares of time are about."""
+"""The time to which shares refer, in seconds."""
 _OPERATIONS = 8192
-"""Ended operations that are looked at in all, or a reading of many ranks takes long."""
+"""Target for the total number of ended operations, so that many ranks can be read quickly."""
 
 _NOTICED = 0.05
-"""Shares of time below this are taken for chance."""
+"""Shares of time below this value are considered noise."""
 
-Verdict = Literal["straggler", "even", "stuck", "nobody", "alone", "over"]
+Balance = Literal["straggler", "even", "stuck", "nobody", "alone", "over"]
 
 
 @dataclass(frozen=True)
 class Activity:
-    """What a rank is in.
+    """The current activity of a rank.
 
     Attributes:
-        operation: The one under way or, outside of any, the one that ended last; None: none yet.
-        under_way: Whether that one is under way.
-        group: The name of its group, where the rank has several; else empty.
-        peer: The root, or the other rank of a message, by its number in the job; -1: none, or any.
-        seconds: How long it has been under way; outside of operations, how long ago it ended.
-        waits_for: Which rank of the job it waits for at this moment; -1: none, or it isn't known.
-        others: How many more operations are under way, as posted messages are.
+        operation: The operation under way, else the one that ended last; None if there is none yet.
+        under_way: Whether the operation is under way.
+        group: The name of its group if the rank has several groups; else empty.
+        peer: The root, or the other rank of a message, in the job; -1 for none or any.
+        seconds: The time since the operation began or, if it is not under way, since it ended.
+        waits_for: The rank in the job that it waits for now; -1 if none or unknown.
+        others: The number of further operations under way, such as posted messages.
     """
 
     operation: Operation | None = None
@@ -70,31 +78,31 @@ class Activity:
 
 @dataclass(frozen=True)
 class Row:
-    """One rank.
+    """A rank in a view.
 
     Attributes:
-        rank: Its number in the job.
-        pid: Its process; 0 if it left no trace.
-        state: Of its process, in a word: "running", "stopped", "SIGKILL", "exit 1", "failed", ...
-        end: How it ended, if it did.
-        step: As `phalanx.report` was told last; None if it never was.
-        steps: Steps per second; None if that can't be told.
-        loss: As `phalanx.report` was told last; None if it never was.
-        note: As `phalanx.report` was told last; empty if it never was.
-        operations: Ended ones per second.
-        waiting: Share of its time in which an operation of its waited; None if it can't, being
-            stopped or at its end.
-        waits_for: The rank of the job that it waited for longest; -1: none, or it isn't known.
-        waits: Share of its time by the rank waited for (-1: it isn't known which).
-        memory: Resident bytes; None if that can't be told.
-        activity: What it is in.
-        problem: Why its black box can't be read; empty if it can.
+        rank: The number of the rank in the job.
+        pid: The pid of its process; 0 if it left no trace.
+        state: The state of its process: "running", "stopped", "SIGKILL", "exit 1", "failed", ...
+        exit_status: The way in which it ended, or that it is alive.
+        step: The last step given to `phalanx.report`; None if there is none.
+        steps: The number of steps per second; None if unknown.
+        loss: The last loss given to `phalanx.report`; None if there is none.
+        note: The last note given to `phalanx.report`; empty if there is none.
+        operations: The number of operations ended per second.
+        waiting: The share of time in which an operation waited; None if the rank cannot wait,
+            because it is stopped, has ended or has no flight recorder.
+        waits_for: The rank in the job that it waited for longest; -1 if none or unknown.
+        waits: The shares of time by the rank waited for; -1 stands for an unknown rank.
+        memory: The resident memory in bytes; None if unknown.
+        activity: The current activity of the rank.
+        problem: The reason why its flight recorder cannot be read; empty if it can.
     """
 
     rank: int
     pid: int
     state: str
-    end: End
+    exit_status: ExitStatus
     step: int | None
     steps: float | None
     loss: float | None
@@ -109,13 +117,13 @@ class Row:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still do something."""
-        return not over(self.end)
+        """Return whether the rank is still active."""
+        return not is_inactive(self.exit_status)
 
     @property
     def abnormal(self) -> bool:
-        """Whether a reader should see this rank, however many there are."""
-        bad = self.end.by_itself or self.end.how in ("absent", "left")
+        """Return whether the rank needs the user's attention."""
+        bad = self.exit_status.is_own_failure or self.exit_status.reason in ("absent", "left")
         return bad or bool(self.problem) or self.state in ("stopped", "disk")
 
 
@@ -124,8 +132,8 @@ class Straggler:
     """The rank that the others wait for most.
 
     Attributes:
-        rank: Its number in the job.
-        share: Mean share of their time for which those ranks wait for it.
+        rank: The number of the rank in the job.
+        share: The mean share of time that the ranks in `waiting` wait for it.
         waiting: The ranks that wait for it for a noticeable share of their time.
     """
 
@@ -139,51 +147,49 @@ class View:
     """All ranks at one moment.
 
     Attributes:
-        rows: By rank.
-        verdict: "straggler"; "even": ranks wait for each other alike; "stuck": all that live do
-            nothing but wait; "nobody": nobody waits noticeably; "alone": there is one rank; "over":
-            none is alive.
-        straggler: Where the verdict says so; with "stuck" the rank that the others wait for, if it
-            is one.
-        most: The largest share of its time for which a rank waits.
+        rows: The ranks, in order.
+        balance: "straggler": a rank delays others; "even": ranks wait for each other equally;
+            "stuck": all live ranks only wait; "nobody": no rank waits noticeably; "alone": there is
+            one rank; "over": no rank is alive.
+        straggler: The rank that delays others, if any; may also be set if the balance is "stuck".
+        max_share: The largest share of its time for which a rank waits.
     """
 
     rows: tuple[Row, ...]
-    verdict: Verdict
+    balance: Balance
     straggler: Straggler | None
-    most: float
+    max_share: float
 
     @property
     def reported(self) -> bool:
-        """Whether any rank reported progress."""
+        """Return whether any rank has reported a step or a loss."""
         return self.has_steps or any(row.loss is not None for row in self.rows)
 
     @property
     def has_steps(self) -> bool:
-        """Whether any rank reported a step."""
+        """Return whether any rank has reported a step."""
         return any(row.step is not None for row in self.rows)
 
 
-def history(ranks: int) -> int:
-    """How many ended operations of each rank to read for a view, in a job of so many ranks."""
+def get_history_length(ranks: int) -> int:
+    """Return the number of ended operations to read per rank, in a job of `ranks` ranks."""
     return max(64, min(512, _OPERATIONS // max(ranks, 1)))
 
 
-def view(job: Job, window: float = WINDOW) -> View:
-    """Look at a job, as it was read, over its last `window` seconds."""
-    known = members(job)
-    rows = tuple(_row(rank, job, known, int(window * 1e9)) for rank in job.ranks)
+def build_view(job: Job, window: float = WINDOW) -> View:
+    """Evaluate a job over the last `window` seconds before it was read."""
+    group_ranks = map_group_ranks(job)
+    rows = tuple(_build_row(rank, job, group_ranks, int(window * 1e9)) for rank in job.ranks)
     alive = [row for row in rows if row.alive and row.waiting is not None]
-    most = max((row.waiting or 0.0 for row in alive), default=0.0)
-    straggler = _straggler(rows, alive)
-    return View(rows, _verdict(rows, alive, straggler, most), straggler, most)
+    max_share = max((row.waiting or 0.0 for row in alive), default=0.0)
+    straggler = _find_straggler(rows, alive)
+    return View(rows, _judge_balance(rows, alive, straggler, max_share), straggler, max_share)
 
 
-def ending(job: Job) -> tuple[bool, str] | None:
-    """Whether a job ended well, and in words how; None while it runs, or hasn't begun.
+def get_outcome(job: Job) -> tuple[bool, str] | None:
+    """Return whether a job ended well, and a description; None while it runs or has not begun.
 
-    Without a launcher a job has ended when no process of it is there. With one that says so itself:
-    until then its ranks may be started again.
+    A job has ended if its launcher recorded an exit code, or if none of its processes is alive.
     """
     if job.code is not None:
         if job.code == 0:
@@ -191,41 +197,42 @@ def ending(job: Job) -> tuple[bool, str] | None:
         return False, f"failed with exit code {job.code}"
     if job.running or not any(rank.pid for rank in job.ranks):
         return None
-    ends = [(rank, end_of(rank, job)) for rank in job.ranks]
-    for rank, end in ends:
-        if end.by_itself:
-            return False, f"failed: rank {rank.rank} (pid {rank.pid}) {_how(end)}"
-    if any(end.how == "interrupted" for _, end in ends):
+    exits = [(rank, determine_exit(rank, job)) for rank in job.ranks]
+    for rank, status in exits:
+        if status.is_own_failure:
+            return False, f"failed: rank {rank.rank} (pid {rank.pid}) {_describe_exit(status)}"
+    if any(status.reason == "interrupted" for _, status in exits):
         return False, "was interrupted"
     return True, "ended: all of its processes have"
 
 
 def has_failed(job: Job) -> bool:
-    """Whether a job has ended badly, or a rank of one that may still run."""
+    """Return whether a job has failed, or a rank of a job that may still be running."""
     if job.code is not None:
         return job.code != 0
-    ends = [end_of(rank, job) for rank in job.ranks]
-    return any(end.by_itself or end.how == "interrupted" for end in ends)
+    exits = [determine_exit(rank, job) for rank in job.ranks]
+    return any(status.is_own_failure or status.reason == "interrupted" for status in exits)
 
 
-def as_json(job: Job, seen: View) -> dict[str, Any]:
-    """One refresh of `phalanx watch --json`: numbers and texts as they are, unescaped."""
-    straggler = seen.straggler
+def as_json(job: Job, view: View) -> dict[str, Any]:
+    """Return one refresh of `phalanx watch --json`; texts are not escaped."""
+    straggler = view.straggler
     return {
         "job": job.name,
+        "others": list(job.others),
         "time": time.time(),
         "running": job.running,
         "code": job.code,
         "attempt": job.attempt,
         "world_size": job.world_size,
-        "verdict": seen.verdict,
+        "verdict": view.balance,
         "straggler": straggler and asdict(straggler),
-        "ranks": [_row_json(row) for row in seen.rows],
+        "ranks": [_row_as_json(row) for row in view.rows],
         "problems": list(job.problems),
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_as_json(row: Row) -> dict[str, Any]:
     loss = row.loss
     activity = row.activity
     return {
@@ -239,7 +246,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "note": row.note,
         "operations_per_second": row.operations,
         "waiting": row.waiting,
-        "waits": {str(who) if who >= 0 else "unknown": part for who, part in row.waits.items()},
+        "waits": {str(peer) if peer >= 0 else "unknown": part for peer, part in row.waits.items()},
         "memory": row.memory,
         "operation": activity.operation and asdict(activity.operation),
         "under_way": activity.under_way,
@@ -251,38 +258,43 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _how(end: End) -> str:
-    if end.how == "killed" and end.code is not None:
-        return f"was killed by {signal_name(-end.code)}"
-    if end.how == "exited":
-        return f"exited with code {end.code}"
-    return "raised an exception" if end.how == "failed" else "is gone"
+def _describe_exit(status: ExitStatus) -> str:
+    if status.reason == "killed" and status.code is not None:
+        return f"was killed by {signal_name(-status.code)}"
+    if status.reason == "exited":
+        return f"exited with code {status.code}"
+    return "raised an exception" if status.reason == "failed" else "is gone"
 
 
-def _row(rank: Rank, job: Job, known: Members, window: int) -> Row:
-    end = end_of(rank, job)
-    begin = covered(rank, job.now - window)
+def _build_row(rank: Rank, job: Job, group_ranks: GroupRanks, window: int) -> Row:
+    status = determine_exit(rank, job)
+    begin = find_covered_begin(rank, job.now - window)
     span = max(job.now - begin, 1)
     waits: dict[int, float] = {}
-    able = rank.opened > 0 and not over(end) and not _is_stopped(rank)
+    able = rank.opened > 0 and not is_inactive(status) and not _is_stopped(rank)
     if able:
-        waits = {who: part / span for who, part in time_waited(rank, known, begin, job.now).items()}
+        waits = {
+            peer: part / span
+            for peer, part in measure_wait_time(rank, group_ranks, begin, job.now).items()
+        }
     process = rank.process
     return Row(
         rank=rank.rank,
         pid=rank.pid,
-        state=_state(rank, end),
-        end=end,
-        step=last_step(rank),
-        steps=None if over(end) else _rate(rank.reports, job.now, window),
-        loss=_loss(rank.reports),
+        state=_describe_state(rank, status),
+        exit_status=status,
+        step=get_last_step(rank),
+        steps=None if is_inactive(status) else _measure_step_rate(rank.reports, job.now, window),
+        loss=_get_last_loss(rank.reports),
         note=rank.note,
         operations=sum(op.end > begin for op in rank.history) * 1e9 / span,
         waiting=min(sum(waits.values()), 1.0) if able else None,
-        waits_for=max(waits, key=lambda who: (waits[who], -who), default=-1),
+        waits_for=max(waits, key=lambda peer: (waits[peer], -peer), default=-1),
         waits=waits,
-        memory=process.memory if process is not None and not rank.gone else None,
-        activity=_activity(rank, (end.time or job.now) if over(end) else job.now, known),
+        memory=process.memory if process is not None and not rank.is_gone else None,
+        activity=_find_activity(
+            rank, (status.time or job.now) if is_inactive(status) else job.now, group_ranks
+        ),
         problem=rank.problem,
     )
 
@@ -291,31 +303,31 @@ def _is_stopped(rank: Rank) -> bool:
     return rank.process is not None and rank.process.state == "stopped"
 
 
-def _state(rank: Rank, end: End) -> str:
-    if end.how == "killed" and end.code is not None:
-        return signal_name(-end.code)
-    if end.how == "exited":
-        return f"exit {end.code}"
-    if over(end) or end.how == "elsewhere":
+def _describe_state(rank: Rank, status: ExitStatus) -> str:
+    if status.reason == "killed" and status.code is not None:
+        return signal_name(-status.code)
+    if status.reason == "exited":
+        return f"exit {status.code}"
+    if is_inactive(status) or status.reason == "elsewhere":
         words = {"well": "ended", "vanished": "gone", "launcher": "stopped by launcher"}
-        return words.get(end.how, end.how)
-    return rank.process.state if rank.process is not None else end.how
+        return words.get(status.reason, status.reason)
+    return rank.process.state if rank.process is not None else status.reason
 
 
-def _loss(reports: Sequence[Report]) -> float | None:
+def _get_last_loss(reports: Sequence[Report]) -> float | None:
     return next((each.loss for each in reversed(reports) if each.loss is not None), None)
 
 
-def _rate(reports: Sequence[Report], now: int, window: int) -> float | None:
-    """Steps per second: over the window, or between the last two reports if they are rarer.
+def _measure_step_rate(reports: Sequence[Report], now: int, window: int) -> float | None:
+    """Return the steps per second in the window, or between the last two reports if rarer.
 
-    It falls towards 0 when no report comes for much longer than they used to take.
+    The rate falls towards 0 if the next report takes much longer than the previous ones did.
     """
     steps = [report for report in reports if report.step >= 0]
     recent = [report for report in steps if report.time >= now - window]
     recent = steps[-2:] if len(recent) < 2 else recent
     for i in range(len(recent) - 1, 0, -1):
-        if recent[i - 1].step > recent[i].step:  # counted anew, as in each epoch
+        if recent[i - 1].step > recent[i].step:  # steps were reset, as in each epoch
             recent = recent[i:]
             break
     if len(recent) < 2:
@@ -327,60 +339,63 @@ def _rate(reports: Sequence[Report], now: int, window: int) -> float | None:
     return (last.step - first.step) * 1e9 / span if span > 0 else None
 
 
-def _activity(rank: Rank, now: int, known: Members) -> Activity:
-    current = min(filter(_blocks, rank.open), key=_importance, default=None)
+def _find_activity(rank: Rank, now: int, group_ranks: GroupRanks) -> Activity:
+    current = min(filter(_blocks, rank.open), key=_get_importance, default=None)
     posted = [operation.begin for operation in rank.open if operation is not current]
     shown = current or rank.last
     if shown is None:
         since = max([rank.opened, *posted])
         return Activity(seconds=max(now - since, 0) / 1e9, others=len(posted))
-    group = group_of(rank, shown) if len(rank.groups) > 1 else None
+    group = get_group(rank, shown) if len(rank.groups) > 1 else None
     since = current.begin if current else max([shown.end, *posted])
     return Activity(
         operation=shown,
         under_way=current is not None,
         group=group.name if group else "",
-        peer=in_job(rank, shown, shown.peer, known),
+        peer=get_global_rank(rank, shown, shown.peer, group_ranks),
         seconds=max(now - since, 0) / 1e9,
-        waits_for=in_job(rank, shown, shown.waiting_for, known) if current else -1,
+        waits_for=get_global_rank(rank, shown, shown.waiting_for, group_ranks) if current else -1,
         others=len(posted),
     )
 
 
 def _blocks(operation: Operation) -> bool:
-    """Whether a rank that is in it is held by it: a message may be posted long before its wait."""
+    """Return whether an operation blocks its rank.
+
+    A message may be posted long before the rank waits for it.
+    """
     return not operation.is_message or operation.waiting_for >= 0 or operation.peer < 0
 
 
-def _importance(operation: Operation) -> tuple[bool, bool, int]:
-    """What waits comes first, a collective before a message, the oldest before the others."""
+def _get_importance(operation: Operation) -> tuple[bool, bool, int]:
+    """Return a sort key: waiting operations first, collectives before messages, then by age."""
     return operation.waiting_for < 0, operation.is_message, operation.begin
 
 
-def _straggler(rows: Sequence[Row], alive: Sequence[Row]) -> Straggler | None:
-    """The rank that is waited for more than it waits itself, by as many as possible.
+def _find_straggler(rows: Sequence[Row], alive: Sequence[Row]) -> Straggler | None:
+    """Return the rank that the others wait for the most, and more than it waits itself, if any.
 
-    Among ranks that are even somebody is waited for most too: the first that others look at. But it
-    waits as they do.
+    The excess is weighted by the number of waiting ranks. Even in a balanced job, some rank is
+    waited for most: the first one that the others check. But that rank waits as much as they do.
     """
     best: Straggler | None = None
     most = 0.0
     for row in rows:
         shares = [(other.rank, other.waits.get(row.rank, 0.0)) for other in alive]
-        shares = [(who, share) for who, share in shares if who != row.rank and share >= _NOTICED]
+        shares = [(peer, share) for peer, share in shares if peer != row.rank and share >= _NOTICED]
         if not shares:
             continue
         mean = sum(share for _, share in shares) / len(shares)
         excess = mean - (row.waiting or 0.0)
         if excess >= _NOTICED and excess * len(shares) > most:
             most = excess * len(shares)
-            best = Straggler(row.rank, mean, tuple(who for who, _ in shares))
+            best = Straggler(row.rank, mean, tuple(peer for peer, _ in shares))
     return best
 
 
-def _verdict(
-    rows: Sequence[Row], alive: Sequence[Row], straggler: Straggler | None, most: float
-) -> Verdict:
+def _judge_balance(
+    rows: Sequence[Row], alive: Sequence[Row], straggler: Straggler | None, max_share: float
+) -> Balance:
     if rows and not any(row.alive for row in rows):
         return "over"
     if len(rows) == 1:
@@ -389,4 +404,4 @@ def _verdict(
         return "stuck"
     if straggler is not None:
         return "straggler"
-    return "even" if most >= _NOTICED else "nobody"
+    return "even" if max_share >= _NOTICED else "nobody"

@@ -1,8 +1,8 @@
-"""All-reduce out of nothing but messages: four classic algorithms, on any backend that can send.
+"""All-reduce by point-to-point messages: four classic algorithms, for any backend with send.
 
-Each file is one algorithm: a public function, and below it the steps that one rank takes, which are
-all there is to it. `peers` has what the steps are made of: send, receive, both at once, combine.
-`operators` says what to combine with. docs/algorithms.md draws the steps and measures them.
+Each file is one algorithm: a public function and the steps of one rank. `peers` provides the
+primitives of the steps: send, receive, exchange and combine. `operators` provides the functions
+that combine two tensors. docs/algorithms.md draws the steps and measures them.
 """
 
 from collections.abc import Callable
@@ -29,4 +29,4 @@ ALGORITHMS: dict[str, Callable[..., None]] = {
         tree_all_reduce,
     )
 }
-"""By name, from the plainest on."""
+"""The algorithms by name, the simplest first."""

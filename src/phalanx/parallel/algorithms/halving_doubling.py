@@ -1,4 +1,4 @@
-"""Recursive halving and doubling: as few bytes as the ring, in a logarithm of its steps."""
+"""Recursive halving and doubling: as few bytes as the ring, in a logarithmic number of steps."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,31 +16,32 @@ def halving_doubling_all_reduce(
     *,
     tag: int = 0,
 ) -> None:
-    """Replace a tensor by its reduction over a group, by halves with ever new partners.
+    """Replace a tensor by its reduction over a group, by recursive halving and doubling.
 
-    Halving: a rank and its partner at distance 1 give each other one half of the tensor and combine
-    the other; with the partner at distance 2 they do so with the half that is left, then at 4, and
-    so on, until each rank has a p-th of the result. Doubling: the same exchanges backwards, of
-    finished parts. If p isn't a power of two, with q the largest one below it, ranks q, q + 1, ...
-    first give their tensor to ranks 0, 1, ..., and get the result from them in the end.
+    Halving: a rank and its partner at distance 1 each send one half of the tensor and combine the
+    other half. Each rank then does the same with the half that it kept and the partner at distance
+    2, then at 4, and so on, until it has a p-th of the result. Doubling: the same exchanges in
+    reverse order, of finished parts. If p is not a power of two, let q be the largest power of two
+    below p: ranks q, q + 1, ... first send their tensor to ranks 0, 1, ..., and receive the result
+    from them at the end.
 
-    Source: R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004. (His
-    ranks beyond q give half of their tensor away and reduce the other half, which takes a message
-    more and spares time to combine.) It is the algorithm for all sizes where p is a power of two
-    from 8 on, each rank has a core, and distant ranks are as near as neighbours.
+    Source: R. Rabenseifner, "Optimization of Collective Reduction Operations", ICCS 2004. (There,
+    ranks from q on send one half of their tensor and reduce the other, which takes one message more
+    but less time to combine.) Use it for all sizes if p is a power of two, at least 8, each rank
+    has a core, and messages to distant ranks cost no more than those to neighbours.
 
     Cost for p ranks and n bytes, with alpha seconds for a message, beta for a byte sent and gamma
-    for a byte combined; q the largest power of two up to p:
+    for a byte combined; q is the largest power of two up to p:
 
     - messages of a rank: 2 log2 q; bytes that it sends: 2 (q - 1) / q n; additional memory: n / 2
     - time: 2 log2 q alpha + 2 (q - 1) / q n beta + (q - 1) / q n gamma
-    - p != q: ranks 0 to p - q - 1 send one message of n bytes more and keep n bytes more, ranks q
-      and above send only one, of n bytes; time: 2 alpha + 2 n beta + n gamma more
+    - p != q: ranks 0 to p - q - 1 send one message of n bytes more and need n bytes more memory;
+      ranks q and above send only one message, of n bytes; time: 2 alpha + 2 n beta + n gamma more
 
-    Order: a balanced tree, ((x0 op x1) op (x2 op x3)) op ..., the same for every element; where p
-    isn't a power of two, x[i] stands for x[i] op x[q+i] in it. Each element is calculated once by
-    one rank, and the others get a copy: all ranks have the same bits, whatever machines they run
-    on. If p is a power of two they are those of `tree_all_reduce`.
+    Order: a balanced tree, ((x0 op x1) op (x2 op x3)) op ..., the same for every element. If p is
+    not a power of two, x[i] stands for x[i] op x[q+i]. One rank calculates each element and the
+    others receive a copy: all ranks have the same bits, on any machines. If p is a power of two,
+    the bits are those of `tree_all_reduce`.
 
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`.
     """
@@ -48,7 +49,7 @@ def halving_doubling_all_reduce(
 
 
 def halving_doubling_steps(peers: Peers, flat: Tensor) -> None:
-    """Take in a rank that has no place, halve, double, and give it the result."""
+    """Run one rank's steps; a rank beyond the power of two is served by its host rank."""
     core = 1 << (peers.size.bit_length() - 1)
     guest, host = peers.rank + core, peers.rank - core
     if host >= 0:

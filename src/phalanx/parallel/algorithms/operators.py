@@ -1,4 +1,4 @@
-"""What two tensors are combined with: an operator of `torch.distributed`, as a function."""
+"""The operators of `torch.distributed` as functions that combine two tensors."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from phalanx.errors import UsageError
 __all__ = ["Combine", "combination"]
 
 Combine = Callable[[Tensor, Tensor, Tensor], object]
-"""Combine the first tensor with the second, into the third, which may be one of them."""
+"""A function that combines the first tensor with the second into the third, which may be either."""
 
 _SIGNED = {
     torch.uint16: torch.int16,
@@ -35,15 +35,16 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def combination(op: object, dtype: torch.dtype, what: str) -> tuple[str, Combine]:
-    """The operator's name, and the function that combines two tensors of a dtype.
+    """Return the operator's name and the function that combines two tensors of a dtype.
 
     Args:
-        op: One of `torch.distributed.ReduceOp`.
-        dtype: Of the tensors.
-        what: The call's name, for errors.
+        op: An operator of `torch.distributed.ReduceOp`.
+        dtype: The dtype of the tensors.
+        what: The name of the calling function, for errors.
 
     Raises:
-        UsageError: It is no operator, or has no meaning for the dtype.
+        UsageError: `op` is not an operator or has no meaning for the dtype, or the dtype is not
+            supported.
     """
     possible = _meaningful(dtype)
     if not possible:
@@ -85,11 +86,12 @@ def _function(name: str, dtype: torch.dtype) -> Combine:
     signed = _SIGNED[dtype]
     lowest = torch.iinfo(signed).min
 
-    # PyTorch can't calculate with wide unsigned integers. All but the order is the same with signs.
+    # PyTorch has no arithmetic on wide unsigned integers. Except for the order, signed arithmetic
+    # gives the same bits.
     def combine_signed(first: Tensor, second: Tensor, into: Tensor) -> None:
         function(first.view(signed), second.view(signed), out=into.view(signed))
 
-    # Turning the highest bit over makes the order of the signed that of the unsigned.
+    # Flipping the highest bit maps the unsigned order to the signed order.
     def compare_unsigned(first: Tensor, second: Tensor, into: Tensor) -> None:
         chosen = function(first.view(signed) ^ lowest, second.view(signed) ^ lowest)
         torch.bitwise_xor(chosen, lowest, out=into.view(signed))

@@ -1,7 +1,7 @@
-"""What the algorithms are made of: messages to and from the other ranks, and combining two tensors.
+"""The primitives of the algorithms: messages between ranks, and combining two tensors.
 
-`all_reduce_by` is the frame that they share: it checks the arguments before any message, and hands
-the steps one flat, contiguous tensor.
+The algorithms share `all_reduce_by`, which checks the arguments before any message and passes the
+steps one flat, contiguous tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LARGEST_TAG = 2**31 - 1
 class Peers:
     """The other ranks of a group, for one all-reduce; ranks are numbered as in the group.
 
-    Every method blocks until its tensors may be used again, at most for the group's timeout. An
-    empty tensor is no message: both sides know its size.
+    Every method blocks until its tensors may be reused, at most for the group's timeout. No message
+    is sent for an empty tensor, since both sides know its size.
 
     Attributes:
-        rank: This process's.
-        size: How many ranks there are.
-        combine: Combines its first tensor with its second, into its third.
+        rank: This process's rank in the group.
+        size: The number of ranks in the group.
+        combine: The function that combines its first tensor with its second into its third.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, tag: int, combine: Combine) -> None:
@@ -49,13 +49,13 @@ class Peers:
             dist.recv(incoming, group=self._group, tag=self._tag, group_src=source)
 
     def exchange(self, outgoing: Tensor, to: int, incoming: Tensor, source: int) -> None:
-        """Send one tensor and receive another, at the same time.
+        """Send one tensor and receive another concurrently.
 
-        If all ranks of a ring sent first and received then, each could wait for the next for ever.
+        If all ranks of a ring sent first and received afterwards, they could deadlock.
         """
         calls = [(dist.irecv, incoming, source), (dist.isend, outgoing, to)]
-        # Batched, because a backend that calls itself a stream of operations (NCCL) needs to know
-        # that the two belong together; on others they are just posted.
+        # Batched, because NCCL, which executes operations in stream order, must group the two;
+        # other backends simply post them.
         messages = [
             dist.P2POp(call, tensor, group=self._group, tag=self._tag, group_peer=peer)
             for call, tensor, peer in calls
@@ -66,19 +66,19 @@ class Peers:
 
 
 Steps = Callable[[Peers, Tensor], None]
-"""What one rank does: it leaves the reduction of everybody's tensor in its own, a flat one."""
+"""The steps of one rank, which replace its flat tensor by the reduction of all ranks' tensors."""
 
 
 def slices(flat: Tensor, count: int) -> list[Tensor]:
-    """Views of a flat tensor, cut in `count` pieces, whose sizes differ by one element at most.
+    """Return views of a flat tensor cut into `count` pieces, whose sizes differ by at most one.
 
-    Where there are fewer elements than pieces, some are empty.
+    If there are fewer elements than pieces, some pieces are empty.
     """
     edges = [index * flat.numel() // count for index in range(count + 1)]
     return [flat[start:end] for start, end in pairwise(edges)]
 
 
-# Neither autograd nor inference mode has a say in what a collective writes.
+# A collective may write to any tensor, even one that requires a gradient or is an inference tensor.
 @torch.inference_mode()
 def all_reduce_by(
     steps: Steps,
@@ -91,15 +91,15 @@ def all_reduce_by(
     """Check the arguments, run the steps on a flat tensor, and leave the result in `tensor`.
 
     Args:
-        steps: The algorithm.
-        what: Its name, for errors.
-        tensor: The argument of the algorithm, as are all that follow.
+        steps: The steps of the algorithm.
+        what: The name of the algorithm, for errors.
+        tensor: The caller's tensor, which is reduced in place.
         op: The operator.
-        group: The group.
-        tag: Of all messages.
+        group: The group; the default group if None.
+        tag: The tag of all messages.
 
     Raises:
-        UsageError: A wrong argument, before any message.
+        UsageError: An argument is invalid; no message was sent.
     """
     _check_tensor(tensor, what)
     name, combine = combination(op, tensor.dtype, what)
@@ -107,7 +107,7 @@ def all_reduce_by(
     peers = Peers(group, tag, combine)
     if peers.size == 1 or tensor.numel() == 0:
         return
-    # The bits of a conjugated view aren't its values; and only what is contiguous can be cut.
+    # The bits of a conjugated view are not its values, and only a contiguous tensor can be cut.
     packed = tensor.detach().resolve_conj().resolve_neg().contiguous()
     flat = packed.view(-1)
     steps(peers, flat)

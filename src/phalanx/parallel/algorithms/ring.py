@@ -1,4 +1,4 @@
-"""The ring in chunks: reduce-scatter, then all-gather. No all-reduce sends fewer bytes."""
+"""The chunked ring: reduce-scatter, then all-gather. No all-reduce sends fewer bytes."""
 
 import torch.distributed as dist
 from torch import Tensor
@@ -16,16 +16,16 @@ def ring_all_reduce(
     *,
     tag: int = 0,
 ) -> None:
-    """Replace a tensor by its reduction over a group, slice by slice round a ring.
+    """Replace a tensor by its reduction over a group, slice by slice around a ring.
 
-    The tensor is cut in p slices. Reduce-scatter: each slice goes round the ring once, and every
-    rank adds its own part as it comes by, until in the end rank r has slice r of the result.
-    All-gather: the finished slices go round once more. All links work all the time.
+    The tensor is cut into p slices. Reduce-scatter: each slice goes around the ring once, and every
+    rank combines it with its own part, so that at the end rank r has slice r of the result.
+    All-gather: the finished slices go around once more. All links are busy all the time.
 
     Source: P. Patarasuk, X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-    workstations", J. Parallel Distrib. Comput. 69 (2009). They show that no rank can do with less
-    than 2 (p - 1) / p n bytes. It is the algorithm for large tensors; with many ranks its 2 (p - 1)
-    steps are too many for small ones.
+    workstations", J. Parallel Distrib. Comput. 69 (2009). They show that 2 (p - 1) / p n bytes for
+    each rank are optimal. Use it for large tensors; with many ranks its 2 (p - 1) steps are too
+    many for small tensors.
 
     Cost for p ranks and n bytes, with alpha seconds for a message, beta for a byte sent and gamma
     for a byte combined:
@@ -34,17 +34,17 @@ def ring_all_reduce(
     - time: 2 (p - 1) alpha + 2 (p - 1) / p n beta + (p - 1) / p n gamma
 
     Order: slice r is ((x[r+1] op x[r+2]) op ...) op x[r], ranks counted modulo p, so it depends on
-    the place of an element in the tensor. Each slice is calculated once, by one rank at a time, and
-    the others get a copy: all ranks have the same bits, whatever machines they run on.
+    the position of an element in the tensor. Each slice is calculated only once, and the other
+    ranks receive a copy: all ranks have the same bits, on any machines.
 
-    Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`. Where there are
-    fewer elements than ranks some slices are empty, and no message is sent for them.
+    Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`. If there are
+    fewer elements than ranks, some slices are empty, and no message is sent for them.
     """
     all_reduce_by(ring_steps, "ring_all_reduce", tensor, op, group, tag)
 
 
 def ring_steps(peers: Peers, flat: Tensor) -> None:
-    """Reduce-scatter, then all-gather."""
+    """Run one rank's steps: reduce-scatter, then all-gather."""
     following, previous = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
     parts = slices(flat, peers.size)
     spare = flat.new_empty(max(part.numel() for part in parts))

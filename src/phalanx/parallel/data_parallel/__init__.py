@@ -1,10 +1,15 @@
 """`DataParallel`: parameters, averaged gradients and the optimizer's state held once per host.
 
-`module` is what users see, `copies` what a copy of it is. `places` says who shares memory, `layout`
-where each parameter lies in it and who owns what, `memory` makes it, `parameters` moves a module's
-parameters there. `passes` says which backward passes average; `gradients` takes what they make,
-chunk by chunk, which `reducing` averages; `clipping` scales it. `optimizer` updates this rank's
-slices, and `states` puts its state together.
+- `module`: the public class; `copies`: the plain module that a copy of it becomes.
+- `places`: the ranks that share memory, and the owners of slices.
+- `layout`: the position of each parameter in the memory, and the slices of each owner.
+- `memory`: memory that the ranks of a host share; `views`: flat and shaped views of tensors.
+- `parameters`: the move of a module's parameters into that memory.
+- `passes`: the distinction between backward passes that average and those that do not.
+- `linear`: gradients of linear layers, computed directly into the memory.
+- `gradients`: collection of gradients chunk by chunk; `reducing`: the average of each chunk.
+- `clipping`: scaling of gradients by their norm.
+- `optimizer`: updates of this rank's slices; `states`: the state of the whole optimizer.
 """
 
 from phalanx.parallel.data_parallel.module import CHUNK_BYTES, DataParallel

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and scaling by it: each rank does its slices."""
+"""The norm of all gradients, and scaling by it, in which each rank handles its slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["clip"]
 def clip(
     layout: Layout, gradients: Gradients, places: Places, max_norm: float, norm_type: float
 ) -> Tensor:
-    """Do what `DataParallel.clip_grad_norm_` says."""
+    """Clip the gradients by their norm, as documented in `DataParallel.clip_grad_norm_`."""
     if not max_norm > 0 or not norm_type > 0:
         raise UsageError(
             f"clip_grad_norm_: max_norm {max_norm} and norm_type {norm_type} given, expected "
@@ -28,17 +28,17 @@ def clip(
         )
     memory = gradients.memory
     gradients.adopt()
-    places.meet()  # nobody reads what others are about to publish
+    places.meet()  # no rank reads what others are about to publish
     if places.owns:
         for cut in layout.slices(places.local_rank):
-            memory.publish(cut.start, cut.end)  # what this rank has changed itself
+            memory.publish(cut.start, cut.end)  # gradients that this rank has changed itself
     mine = [
         memory.common(piece.start, piece.end, layout.dtypes[piece.parameter])
         for piece in (layout.pieces(places.local_rank) if places.owns else [])
         if gradients.has(piece.parameter)
     ]
     norm = _norm(mine, places, norm_type)
-    # As torch.nn.utils.clip_grad_norm_ has it; NaN becomes NaN everywhere.
+    # As in torch.nn.utils.clip_grad_norm_: a norm of NaN makes all gradients NaN.
     scale = min(max_norm / (float(norm) + 1e-6), 1.0) if not norm.isnan() else math.nan
     if scale != 1.0:
         for part in mine:

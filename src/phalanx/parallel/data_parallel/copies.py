@@ -1,4 +1,4 @@
-"""What becomes of a `DataParallel` that is copied or pickled."""
+"""The plain module that a copied or pickled `DataParallel` becomes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ __all__ = ["PlainCopy"]
 
 
 class PlainCopy(nn.Module):
-    """A module in the place of a `DataParallel`: with its names, in memory of its own.
+    """A plain module that replaces a `DataParallel`, with the same names and its own memory.
 
     `copy.deepcopy`, `torch.optim.swa_utils.AveragedModel` and `torch.save` of the whole module make
-    it, on any rank by itself. Its parameters are plain ones, its backward pass averages nothing: an
-    average of the weights, a teacher, a model to evaluate. To train it, wrap its `module`.
+    it; any rank may do so alone. It has plain parameters, and its backward pass does not average
+    gradients. It serves as an average of weights, a teacher or a model to evaluate. To train it,
+    wrap its `module`.
     """
 
     def __init__(self, module: nn.Module, training: bool) -> None:

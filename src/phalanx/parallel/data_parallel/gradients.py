@@ -1,7 +1,7 @@
-"""From the gradients that a backward pass makes to their averages, held once per host.
+"""Collection of the gradients of a backward pass, and their averages, held once per host.
 
-As a gradient is made, it goes into the memory that the host shares, chunk by chunk in the order of
-the layout; a chunk that is full is reduced while the backward pass goes on.
+Gradients are written to the memory that the host shares as they are computed, chunk by chunk in the
+order of the layout. A full chunk is reduced while the backward pass continues.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _AS_IT_IS = contextlib.nullcontext()
 
 
 class _Cut(NamedTuple):
-    """Elements `start` to `end` of a parameter, and where they go."""
+    """Elements `start` to `end` of a parameter, with their chunk and their memory in it."""
 
     chunk: int
     start: int
@@ -39,10 +39,11 @@ class Gradients:
     """The gradients of a model's parameters.
 
     Args:
-        parameters: Of dtypes, shapes and strides that are the same on all ranks.
-        layout: Where they lie; their gradients lie in the same way.
-        places: Who is where.
-        patient: Don't wait for other ranks before `finish`: what has no room stays in `grad`.
+        parameters: The parameters, with the same dtypes, shapes and strides on all ranks.
+        layout: The layout of the parameters, which is also that of their gradients.
+        places: The ranks and hosts.
+        patient: Whether to wait for other ranks only in `finish`; until then, gradients for which
+            there is no room stay in `grad`.
     """
 
     def __init__(
@@ -66,22 +67,22 @@ class Gradients:
         self._begin()
 
     def has(self, number: int) -> bool:
-        """Whether a parameter has a gradient."""
+        """Return whether a parameter has a gradient."""
         return self._parameters[number].grad is not None
 
     def adopt(self) -> None:
-        """Take over gradients that the user has put in the place of averages."""
+        """Copy gradients that the user has assigned to `grad` into the memory of the averages."""
         for number, parameter in enumerate(self._parameters):
             if parameter.grad is not None and not self.is_average(parameter.grad, number):
                 self._averages[number].copy_(parameter.grad)
                 parameter.grad = self._averages[number]
 
     def is_average(self, gradient: Tensor, number: int) -> bool:
-        """Whether that is the tensor of a parameter's averages, changed in place or not."""
+        """Return whether a gradient is the tensor of a parameter's averages, even if modified."""
         return gradient.data_ptr() == self._averages[number].data_ptr()
 
     def average(self, start: int, end: int, number: int) -> Tensor:
-        """What this rank sees of the averages of a parameter's elements, at these bytes."""
+        """Return this rank's replica of a parameter's averages at bytes `start` to `end`."""
         return self.memory.own(start, end, self._layout.dtypes[number])
 
     def _begin(self) -> None:
@@ -95,11 +96,15 @@ class Gradients:
         self._writing = self._writes()
 
     def put_off(self, number: int, product: Product) -> None:
-        """Add a product to a parameter's gradient, when that is taken."""
+        """Defer a product that is part of a parameter's gradient until that is taken."""
         self._products.setdefault(number, []).append(product)
 
     def take(self, number: int) -> None:
-        """Take a parameter's gradient, which is complete on this rank, out of its `grad`."""
+        """Take a parameter's gradient, which is complete on this rank, out of its `grad`.
+
+        Raises:
+            UsageError: The gradient was taken before in this backward pass, or is not dense.
+        """
         if self._written[number]:
             shape = list(self._parameters[number].shape)
             raise UsageError(
@@ -113,9 +118,9 @@ class Gradients:
             next(self._writing, None)
 
     def finish(self) -> None:
-        """Reduce what there is, and put the averages into the parameters' `grad`.
+        """Reduce the remaining gradients, and set the parameters' `grad` to the averages.
 
-        A gradient that this rank lacks counts as zeros; one that all ranks lack stays None.
+        A gradient missing on this rank counts as zeros; one missing on all ranks stays None.
         """
         self._ending = True
         self._ready = [True] * len(self._parameters)
@@ -132,7 +137,7 @@ class Gradients:
     def _writes(self) -> Iterator[None]:
         """Write gradients, in the layout's order, and then the marks.
 
-        Yields where the next gradient isn't made yet, or there is no room for it.
+        Yields when the next gradient is not computed yet, or there is no room for it.
         """
         for number in self._layout.order[:-1]:
             cuts = self._cuts[number]
@@ -143,7 +148,7 @@ class Gradients:
         yield from self._put(self._layout.order[-1], marks)
 
     def _taken(self, number: int) -> Tensor | Product | None:
-        """A parameter's gradient, taken out of its `grad`."""
+        """Take a parameter's gradient out of its `grad`, or return its single deferred product."""
         self._written[number] = True
         parameter = self._parameters[number]
         whole = len(self._cuts[number]) == 1
@@ -160,11 +165,11 @@ class Gradients:
                 f"layout {gradient.layout}, expected a dense one: use sparse=False in nn.Embedding"
             )
         self._present[number] = True
-        parameter.grad = None  # what it took is free for the next one
+        parameter.grad = None  # its memory is free for the next gradient
         return flat(gradient, parameter)
 
     def settle(self, number: int) -> None:
-        """Add the products that were put off to `grad`."""
+        """Add a parameter's deferred products to its `grad`."""
         parameter = self._parameters[number]
         for product in self._products.pop(number, ()):
             if parameter.grad is None:
@@ -186,7 +191,7 @@ class Gradients:
                 cut.room.copy_(elements[cut.start : cut.end])
 
     def _enter(self, chunk: int) -> bool:
-        """Whether a chunk may be written; what comes before it is complete."""
+        """Return whether a chunk may be written; launch the one before it, which is complete."""
         if chunk != self._open:
             self._launch_open()
             if not self._reducer.has_room(chunk, wait=self._ending or not self._patient):
@@ -201,7 +206,7 @@ class Gradients:
 
 
 def _cuts(layout: Layout, room: Callable[[int], Tensor]) -> list[list[_Cut]]:
-    """Which elements of each parameter go where."""
+    """Return the cuts of each parameter by chunks."""
     cuts: list[list[_Cut]] = [[] for _ in layout.spots]
     chunk = 0
     for number in layout.order:

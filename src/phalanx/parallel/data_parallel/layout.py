@@ -1,9 +1,9 @@
-"""Where each parameter lies in the memory of a model, and which rank owns what.
+"""The layout of a model's parameters in memory, and the slices that each rank owns.
 
 Parameters of one dtype lie one after another, in the reverse of the module's order, which is about
-that in which a backward pass makes their gradients. They are cut into chunks, what is reduced at
-once, and each chunk into equal slices, one for each owner. Slices are whole pages, so that no page
-has two owners.
+the order in which a backward pass computes their gradients. They are cut into chunks, each of which
+is reduced at once. Each chunk is cut into equal slices, one for each owner. Slices are whole pages,
+so that no page has two owners.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from phalanx.parallel.data_parallel.linear import by_rows
 __all__ = ["PAGE", "Chunk", "Layout", "Piece", "Spot", "lay_out"]
 
 PAGE = 4096
-# Where a parameter begins: vector instructions then treat its elements as in a tensor of its own.
+# The alignment of parameters in bytes: vector instructions then group elements as in a new tensor.
 _ALIGNED = 64
-# Up to this size a matrix isn't cut, so that a product can be written straight to its place.
+# The maximum size of a matrix that is not cut, so that a product can be written there directly.
 WHOLE_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
 class Spot:
-    """Where a parameter lies: in bytes from the beginning of the memory."""
+    """The position of a parameter, in bytes from the beginning of the memory."""
 
     start: int
     bytes: int
 
     @property
     def end(self) -> int:
-        """Of its last byte, plus one."""
+        """The offset of the byte after the last one."""
         return self.start + self.bytes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of a parameter's elements that one rank owns: at bytes `start` to `end` of it all."""
+    """A run of a parameter's elements that one rank owns: bytes `start` to `end` of the memory."""
 
     parameter: int
     start: int
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What is reduced at once: bytes `start` to `end`, of one dtype."""
+    """A unit of reduction: bytes `start` to `end` of the memory, of one dtype."""
 
     start: int
     end: int
@@ -57,14 +57,15 @@ class Chunk:
 
 
 class Layout:
-    """Where the parameters of a model lie.
+    """The layout of a model's parameters in memory.
 
     Args:
-        spots: Of each parameter, by number, and of the marks: an element for each parameter.
-        dtypes: Of each of these.
-        order: Their numbers, as they lie in memory; the marks come last.
-        chunks: All of it, one after another.
-        owners: Among how many ranks each chunk is divided.
+        spots: The position of each parameter, by number, and then that of the marks, which have an
+            element for each parameter.
+        dtypes: The dtype of each parameter, and that of the marks.
+        order: The numbers of the parameters in the order of memory, and then that of the marks.
+        chunks: The chunks, which cover the memory one after another.
+        owners: The number of ranks among which each chunk is divided.
     """
 
     def __init__(
@@ -83,18 +84,18 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        """Of all of it."""
+        """The size of the memory."""
         return self.chunks[-1].end
 
     def slices(self, owner: int) -> Iterator[Chunk]:
-        """An owner's slice of each chunk."""
+        """Yield an owner's slice of each chunk."""
         for chunk in self.chunks:
             size = (chunk.end - chunk.start) // self.owners
             start = chunk.start + owner * size
             yield Chunk(start, start + size, chunk.dtype)
 
     def pieces(self, owner: int) -> list[Piece]:
-        """What an owner has of each parameter: no piece crosses a parameter's end or a slice's."""
+        """Return an owner's pieces; a piece never crosses the end of a parameter or a slice."""
         order = self.order[:-1]
         made = []
         first = 0
@@ -112,12 +113,11 @@ class Layout:
 
 
 def lay_out(parameters: Sequence[Tensor], owners: int, chunk_bytes: int) -> Layout:
-    """Lay out parameters, each with its shape and dtype; chunks are about `chunk_bytes` long.
+    """Lay out parameters of given shapes and dtypes; chunks are about `chunk_bytes` long.
 
-    A matrix is in one chunk, if it has no more than `WHOLE_BYTES`; others may be cut.
-
-    Behind them come the marks, an element for each parameter, with the dtype of the first; their
-    number is that of the parameters.
+    A matrix of at most `WHOLE_BYTES` is in one chunk; other parameters may be cut. The marks follow
+    the parameters: an element for each parameter, of the first parameter's dtype. The number of the
+    marks in the layout is the number of parameters.
     """
     unit = owners * PAGE
     chunk = max(unit, chunk_bytes // unit * unit)
@@ -147,7 +147,7 @@ def lay_out(parameters: Sequence[Tensor], owners: int, chunk_bytes: int) -> Layo
 
 
 def _close(chunks: list[Chunk], start: int, end: int, dtype: torch.dtype, unit: int) -> int:
-    """Add a chunk; returns where it ends, once it is made whole slices."""
+    """Add a chunk, rounded up to whole slices; return its end."""
     chunks.append(Chunk(start, start + _up(end - start, unit), dtype))
     return chunks[-1].end
 

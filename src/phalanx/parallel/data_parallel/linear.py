@@ -1,9 +1,9 @@
-"""Gradients of linear layers, computed straight into the memory in which they are averaged.
+"""Gradients of linear layers, computed directly in the memory in which they are averaged.
 
-PyTorch computes the gradient of a weight into memory of its own, from where it would have to be
-copied. For `torch.nn.functional.linear` the product is put off until its place is free, and made
-there: nothing is allocated, nothing copied. All else that a weight is used for keeps its own way,
-and is added.
+PyTorch computes the gradient of a weight in newly allocated memory, from which it would have to be
+copied. For `torch.nn.functional.linear` this module defers the product until its destination is
+free and computes it there, without allocation or copy. Gradients from other uses of the weight are
+computed as usual and added.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ __all__ = ["Product", "StraightLinear", "accumulator", "by_rows"]
 
 
 class Product(NamedTuple):
-    """The gradient of a weight, as the product that it is: `output.T @ input`, both of 2 dims."""
+    """The gradient of a weight as a deferred product `output.T @ input` of 2-D tensors."""
 
     output: Tensor
     input: Tensor
 
     def make(self) -> Tensor:
-        """The gradient itself."""
+        """Compute the gradient."""
         return self.output.t() @ self.input
 
     def write(self, room: Tensor) -> None:
-        """Write the gradient to flat memory."""
+        """Compute the gradient in flat memory."""
         torch.mm(self.output.t(), self.input, out=room.view(self.output.shape[1], -1))
 
 
 def by_rows(parameter: Tensor) -> bool:
-    """Whether it may be the weight of a linear layer, whose rows lie one after another."""
+    """Return whether a parameter may be the weight of a linear layer, in row-major order."""
     return parameter.dim() == 2 and parameter.numel() > 0 and parameter.is_contiguous()
 
 
 class StraightLinear(TorchFunctionMode):
-    """While it is active, products with the weights that it knows are put off.
+    """A mode in which the gradients of known weights of linear layers are deferred.
 
     Args:
-        weights: Those whose gradient lies in memory row by row.
-        put_off: Takes the number of a weight and a product that is part of its gradient.
+        weights: The weights, each with its number, whose gradients are in row-major order.
+        put_off: A function that gets the number of a weight and a product that is part of its
+            gradient.
     """
 
     def __init__(
         self, weights: Sequence[tuple[int, nn.Parameter]], put_off: Callable[[int, Product], None]
     ) -> None:
         super().__init__()
-        # The node of a leaf lives as long as something holds it, and with it what is hooked on it.
+        # Hold the nodes: a leaf's accumulation node, with its hooks, lives only while referenced.
         self._known = {id(weight): (number, accumulator(weight)) for number, weight in weights}
         self._put_off = put_off
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        """Stand in for `linear` of a weight that is known, where nothing speaks against it."""
+        """Replace `linear` for a known weight if deferring its gradient is safe."""
         simple = function is nn.functional.linear and not torch.compiler.is_compiling()
         if simple and not keywords and 2 <= len(arguments) <= 3:
             input, weight, *bias = arguments
@@ -69,8 +70,8 @@ class StraightLinear(TorchFunctionMode):
 
 
 def _simple(input: Any, weight: nn.Parameter) -> bool:
-    """Whether nothing here changes what the product is, or wants to see the gradient."""
-    # Checkpointing, which runs the forward pass again, saves tensors by hooks.
+    """Return whether nothing changes the product or observes the gradient."""
+    # Activation checkpointing, which runs the forward pass again, saves tensors by hooks.
     saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
         type(input) is Tensor
@@ -88,7 +89,7 @@ def _simple(input: Any, weight: nn.Parameter) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """`linear`, the gradient of whose weight is put off if somebody will come for it."""
+    """`linear` with a deferred weight gradient if this backward pass accumulates into `grad`."""
 
     @staticmethod
     def forward(
@@ -126,19 +127,19 @@ class _Linear(torch.autograd.Function):
 
 
 def _hooked(weight: Any) -> bool:
-    """Whether somebody wants to see its gradient."""
+    """Return whether a weight has hooks, which observe its gradient."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
 def accumulator(weight: nn.Parameter) -> Any:
-    """The node of the graph that adds to the `grad` of a leaf."""
+    """Return the graph node that accumulates into the `grad` of a leaf."""
     with torch.enable_grad():
         return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _accumulates(node: Any) -> bool:
-    """Whether this backward pass adds to `grad`; `torch.autograd.grad` doesn't."""
+    """Return whether this pass accumulates into `grad`, which `torch.autograd.grad` does not."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # its way to say that this is `torch.autograd.grad`
+    except RuntimeError:  # raised within `torch.autograd.grad`
         return False

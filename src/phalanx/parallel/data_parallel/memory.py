@@ -1,4 +1,4 @@
-"""Memory that the ranks of a host hold once, as tensors."""
+"""Memory that the ranks of a host share, as tensors."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ __all__ = ["HostMemory"]
 
 
 class HostMemory:
-    """Memory of a host, zeroed, that each of its ranks sees as if it had a replica of its own.
+    """Zeroed memory of a host, of which each rank sees a replica of its own.
 
-    What a rank writes to a tensor made by `own` only it sees: the kernel copies the page (copy on
-    write). What it writes to one made by `common` all see, except where they have such a copy.
-    Reading costs no copy. The ranks of a host make it together, and block until all have.
+    Only the rank itself sees what it writes to a tensor made by `own`: the kernel copies the page
+    (copy on write). All ranks see what it writes to a tensor made by `common`, except in pages of
+    which they have such a copy. Reading makes no copy. All ranks of the host must construct it
+    together, and block until all have.
 
     Args:
-        size: In bytes.
-        places: Who is on this host.
+        size: The size in bytes, which is rounded up to whole pages.
+        places: The ranks of this host.
 
     Raises:
-        PhalanxError: There is not so much memory; on all ranks of the host.
+        PhalanxError: There is not enough memory (raised on all ranks of the host), or this rank
+            cannot map it.
     """
 
     def __init__(self, size: int, places: Places) -> None:
@@ -70,24 +72,29 @@ class HostMemory:
             )
 
     def own(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """This rank's replica of bytes `start` to `end`, flat: a storage of its own."""
+        """Return this rank's replica of bytes `start` to `end`, a 1-D tensor with own storage."""
         if start == end:
             return torch.empty(0, dtype=dtype)
         return from_dlpack(self._commons.own(start, end - start)).view(dtype)
 
     def common(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
-        """What all ranks of the host see of bytes `start` to `end`, flat."""
+        """Return bytes `start` to `end`, common to all ranks of the host, as a 1-D tensor."""
         if start == end:
             return torch.empty(0, dtype=dtype)
         return from_dlpack(self._commons.common(start, end - start)).view(dtype)
 
     def publish(self, start: int, end: int) -> int:
-        """Make what this rank has written to its replica common; `start` and `end` are of pages.
+        """Make this rank's writes to its replica common to all ranks.
 
-        Returns how many pages those were.
+        Args:
+            start: The first byte; a multiple of the page size.
+            end: The byte after the last one; a multiple of the page size.
+
+        Returns:
+            The number of pages that this rank had written.
         """
         return self._commons.publish(start, end - start)
 
     def drop(self) -> int:
-        """Drop all that this rank has written to its replica; returns how many pages it was."""
+        """Drop this rank's writes to its replica; return the number of pages that it had."""
         return self._commons.drop(0, self._size)

@@ -1,4 +1,4 @@
-"""`DataParallel`: a module of which every rank computes the gradients of its own batch."""
+"""`DataParallel`: a module whose gradients are averaged over the batches of all ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["CHUNK_BYTES", "DataParallel"]
 
-#: What is reduced at once, in bytes.
+#: The default size of a chunk, which is reduced at once, in bytes.
 CHUNK_BYTES = 4 * 2**20
 
 # Layers whose backward is a collective.
@@ -32,55 +32,58 @@ _COLLECTIVE = (SyncBatchNorm, nn.SyncBatchNorm)
 
 
 class DataParallel(nn.Module):
-    """Data parallelism for ranks that share memory: what DDP does, with one copy for all of them.
+    """Data parallelism like DDP for ranks that share memory, with one copy of the model per host.
 
     Every rank runs forward and backward on its own batch; after `backward()` each parameter's
-    `grad` is the average over all ranks. It is used as `DistributedDataParallel` is, and differs
-    in where things are. Parameters and averaged gradients are in memory that the ranks of a host
-    share, once; gradients go there as backward makes them, and are averaged meanwhile, in rank
-    order. An optimizer made by `optimizer` updates on each rank only a slice of all parameters,
-    with that slice's state. The result is bitwise that of every rank updating all (ZeRO-1,
-    Rajbhandari et al. 2020, without its all-gather).
+    `grad` is the average over all ranks. The usage is that of `DistributedDataParallel`; the
+    difference is in memory. The ranks of a host share one copy of the parameters and of the
+    averaged gradients. Gradients are written there while backward computes them, and are averaged
+    meanwhile, in rank order. An optimizer made by `optimizer` updates on each rank only a slice of
+    all parameters, with that slice's state. The result is bitwise the same as if every rank updated
+    all parameters (ZeRO-1, Rajbhandari et al. 2020, without its all-gather).
 
-    Each rank still sees parameters and gradients of its own: what it writes to them in place
-    (clips, clamps, loads) it alone sees, as in DDP, at the price of the pages that it writes (copy
-    on write). An ordinary optimizer works too, and then each rank has its own parameters.
+    Each rank still has its own view of parameters and gradients, as in DDP: only the rank itself
+    sees what it writes to them in place (clipping, clamping, loading). Each page that it writes
+    costs it a copy (copy on write). An ordinary optimizer works too; each rank then has its own
+    parameters.
 
-    `copy.deepcopy` and what uses it, such as `torch.optim.swa_utils.AveragedModel`, make a plain
-    module of the same names, with memory of its own; so does `torch.save` of it all. A process that
-    is forked (a DataLoader's worker) sees the parameters change as long as training goes on: what
-    has to stay as it is it copies first.
+    `copy.deepcopy` and its callers, such as `torch.optim.swa_utils.AveragedModel`, make a plain
+    module with the same names and its own memory; so does `torch.save` of the whole module. A
+    forked process (a DataLoader's worker) sees the parameters change as training continues, and
+    must copy those that are to stay as they are.
 
-    Between hosts only the slices of gradients travel. On other backends than "phalanx", each rank
-    counts as a host, and nothing is shared.
+    Between hosts, only the slices of gradients are sent. On backends other than "phalanx", each
+    rank counts as a host, and nothing is shared.
 
-    Expected of users, as by DDP: all ranks have the same model, run the same number of backward
-    passes, and forward goes through the wrapper: a backward pass of what `model.module` returned by
-    itself only accumulates, on this rank. A gradient that is kept from one backward to the next is
-    overwritten, as with `gradient_as_bucket_view=True`.
+    The requirements are those of DDP: all ranks have the same model and run the same number of
+    backward passes, and forward goes through the wrapper. A backward pass from an output of
+    `model.module` itself only accumulates gradients, on this rank. Averaged gradients are in the
+    same memory at every step: the next backward pass overwrites them, as with DDP's
+    `gradient_as_bucket_view=True`. Clone gradients that are needed later.
 
     Args:
-        module: Its parameters are dense and on the CPU. Those that are trained are float16,
-            bfloat16, float32, float64, complex64 or complex128; frozen ones may be of any dtype.
-            They and its buffers take the values of the group's rank 0.
-        group: The ranks; the default group if None.
-        broadcast_buffers: Give all ranks the buffers of rank 0 (the running statistics of
-            BatchNorm) before every forward pass in training mode.
-        chunk_bytes: How much is averaged at once, above 0; a matrix of up to 32 MiB is one chunk.
-            Each rank keeps one for gradients that are under way, or two where cores are to spare.
-        collective_backward: The module's own backward communicates, as that of SyncBatchNorm does.
-            Gradients then never wait for other ranks in the midst of it, so that ranks may leave
-            out different parameters; they are reduced in a thread of their own, and those for which
-            there is no room yet stay in `grad`. If None: whether the module has a SyncBatchNorm,
-            PyTorch's or `phalanx.parallel`'s.
+        module: A module whose parameters are dense and on the CPU. Parameters that are trained must
+            be float16, bfloat16, float32, float64, complex64 or complex128; frozen parameters may
+            have any dtype. Parameters and buffers take the values of the group's rank 0.
+        group: The group of ranks; the default group if None.
+        broadcast_buffers: Whether to broadcast the buffers of rank 0 (such as the running
+            statistics of BatchNorm) before every forward pass in training mode.
+        chunk_bytes: The size of the gradients that are averaged at once, in bytes, above 0. A
+            matrix of up to 32 MiB is never split. Each rank keeps one chunk for gradients in
+            progress, or two if cores are idle.
+        collective_backward: Whether the module's own backward communicates, like that of
+            SyncBatchNorm. If true, gradients never wait for other ranks during backward, so ranks
+            may leave out different parameters. A separate thread then reduces the gradients, and
+            those for which there is no room yet stay in `grad`. None: whether the module has a
+            SyncBatchNorm, PyTorch's or `phalanx.parallel`'s.
 
-    Blocks until all ranks have made theirs.
+    Blocks until all ranks have constructed theirs.
 
     Raises:
-        UsageError: No process group; nothing to train; a parameter that isn't dense or isn't on the
-            CPU, or is trained in another dtype; different models on two ranks (on all of them,
-            naming the first difference).
-        PhalanxError: There is not so much memory.
+        UsageError: There is no process group, there is nothing to train, a parameter is not dense,
+            not on the CPU or trained in another dtype, or the models of two ranks differ (raised on
+            all ranks, with the first difference).
+        PhalanxError: There is not enough memory.
 
     Example:
         >>> model = phalanx.parallel.DataParallel(model)
@@ -133,7 +136,8 @@ class DataParallel(nn.Module):
             [(n, weight) for n, weight in enumerate(self._trained) if by_rows(weight)],
             self._gradients.put_off,
         )
-        # Not what comes after accumulation alone: that isn't called where a gradient is put off.
+        # Hooks on the accumulation nodes: post-accumulate-grad hooks are not called if a gradient
+        # is deferred.
         self._nodes = [accumulator(parameter) for parameter in self._trained]
         for number, node in enumerate(self._nodes):
             node.register_hook(self._taker(number))
@@ -161,9 +165,9 @@ class DataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, forward and backward only accumulate gradients on each rank.
+        """Accumulate gradients on each rank without averaging them within the context.
 
-        The next backward pass whose forward is outside averages all that was accumulated.
+        The next backward pass whose forward pass is outside averages the accumulated gradients.
         """
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -179,40 +183,42 @@ class DataParallel(nn.Module):
         elementwise: bool = False,
         **options: Any,
     ) -> ShardedOptimizer:
-        """Make an optimizer whose work and state is divided among the ranks of the host.
+        """Make an optimizer whose work and state are divided among the ranks of the host.
 
         Args:
-            kind: A class of `torch.optim`; SGD, Adam, AdamW and all others that treat each element
-                by itself.
-            params: Some of the parameters, or groups of them, as for any optimizer; all if None.
-            elementwise: Say so of a class that isn't PyTorch's: what becomes of an element depends
-                on its own gradients and state alone, never on a norm or the shape of a parameter.
+            kind: A class of `torch.optim` that updates each element independently, such as SGD,
+                Adam or AdamW.
+            params: Some of the parameters, or parameter groups, as for any optimizer; all
+                parameters if None.
+            elementwise: Whether a class that is not PyTorch's updates each element from its own
+                gradient and state alone, never from a norm or the shape of a parameter.
             options: For the class: `lr` and the like. With `fused=True`, where the class has it, a
                 step is fastest.
 
         Raises:
-            UsageError: The class isn't known to treat each element by itself, or a parameter isn't
-                one of this model that requires a gradient.
+            UsageError: The class is not known to update each element independently, or a parameter
+                is not part of this model or does not require a gradient.
         """
         return ShardedOptimizer(self, kind, params, elementwise=elementwise, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; returns what it was.
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
 
-        Like `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works too, but each
-        rank scales its slices only. All ranks call it, after backward and before the step.
+        This is like `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works too, but
+        each rank scales only its slices. All ranks must call it, after backward and before the
+        step.
 
         Args:
-            max_norm: Above 0.
-            norm_type: 1, 2 or any other p, or infinity.
+            max_norm: The maximum norm, above 0.
+            norm_type: The p of the p-norm, above 0, or infinity.
 
         Returns:
-            The norm before, a scalar of float64, the same on all ranks.
+            The norm before scaling, a float64 scalar, the same on all ranks.
         """
         return clipping.clip(self._layout, self._gradients, self._places, max_norm, norm_type)
 
     def register_comm_hook(self, *_: object) -> None:
-        """Not here: DDP's communication hooks change how buckets travel, and there are none.
+        """Reject DDP's communication hooks, which change how buckets are sent: there are none here.
 
         Raises:
             UsageError: Always.
@@ -249,7 +255,7 @@ class DataParallel(nn.Module):
 
     @torch.no_grad()
     def _share_buffers(self) -> None:
-        """Give all ranks the buffers of rank 0, one message for each dtype."""
+        """Broadcast the buffers of rank 0, in one message for each dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self.module.buffers():
             if buffer.numel():

@@ -1,4 +1,4 @@
-"""An optimizer whose work and state is divided among the ranks of a host."""
+"""An optimizer whose work and state are divided among the ranks of a host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
 
-#: Optimizers of PyTorch that treat each element by itself.
+#: Optimizers of PyTorch that update each element independently.
 ELEMENTWISE = (
     optim.SGD,
     optim.Adam,
@@ -37,11 +37,12 @@ ELEMENTWISE = (
 
 
 class ShardedOptimizer(optim.Optimizer):
-    """Updates on each rank a slice of the model's parameters, in the memory that all ranks share.
+    """An optimizer that on each rank updates a slice of the model's parameters in shared memory.
 
-    Made by `DataParallel.optimizer`. It is used like the optimizer that it divides: `param_groups`
-    are those of the whole model, so that schedulers work, and the step is bitwise the same. `state`
-    is empty: what a rank has of it are slices; `state_dict` has all.
+    `DataParallel.optimizer` makes it. The usage is that of the optimizer that it divides:
+    `param_groups` are those of the whole model, so that schedulers work, and the step is bitwise
+    the same. `state` is empty, since a rank has only slices of the state; `state_dict` returns the
+    whole state.
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class ShardedOptimizer(optim.Optimizer):
                 "else make it yourself, with model.parameters(), as for DDP"
             )
         self.kind = kind
-        """The class that is divided."""
+        """The class of the optimizer that is divided."""
         self._model = model
         self._numbers = {id(owner): number for number, owner in enumerate(model._trained)}
         self._sealed = False
-        # Its defaults, and its checks of the options, before anything is made of them.
+        # A trial instance provides the defaults, and checks the options before anything is made.
         defaults = kind([torch.zeros(1)], **options).defaults
         super().__init__(list(model._trained if params is None else params), defaults)
         self._sealed = True
@@ -78,7 +79,12 @@ class ShardedOptimizer(optim.Optimizer):
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the base class has it, while this is being made."""
+        """Add a group during construction, like the base class.
+
+        Raises:
+            UsageError: The optimizer is constructed already, or a parameter is not one that the
+                model trains.
+        """
         if self._sealed:
             raise UsageError(
                 "add_param_group: the parameters are divided among the ranks already: make a new "
@@ -93,7 +99,7 @@ class ShardedOptimizer(optim.Optimizer):
                 )
 
     def _cut(self) -> list[list[tuple[nn.Parameter, Piece]]]:
-        """What this rank has of each group's parameters."""
+        """Return this rank's pieces of each group's parameters."""
         model = self._model
         group_of = {
             self._numbers[id(owner)]: index
@@ -109,7 +115,7 @@ class ShardedOptimizer(optim.Optimizer):
         return pieces
 
     def _make(self, kind: Callable[..., optim.Optimizer], options: dict[str, Any]) -> Any:
-        """The optimizer of this rank's pieces; None if it has none."""
+        """Return the optimizer of this rank's pieces, or None if the rank has none."""
         groups = [
             {
                 **{key: value for key, value in group.items() if key not in NAMING},
@@ -120,15 +126,15 @@ class ShardedOptimizer(optim.Optimizer):
         return kind(groups, **options) if any(group["params"] for group in groups) else None
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update this rank's slices, with the gradients that it sees; blocks until all have.
+        """Update this rank's slices with its gradients; block until all ranks of the host have.
 
         All ranks of the host must call it.
 
         Args:
-            closure: Computes the loss again; called once, before the update.
+            closure: A function that computes the loss again; called once, before the update.
 
         Returns:
-            What the closure returned.
+            The value that the closure returned, or None without a closure.
         """
         loss = None
         if closure is not None:
@@ -136,7 +142,7 @@ class ShardedOptimizer(optim.Optimizer):
                 loss = closure()
         model = self._model
         model._views.restore()
-        model._places.meet()  # nobody reads the parameters any more
+        model._places.meet()  # no rank reads the parameters any more
         self._publish()
         if self._inner is not None:
             self._update()
@@ -156,15 +162,15 @@ class ShardedOptimizer(optim.Optimizer):
                 owner.grad = None
             elif self._model._gradients.is_average(gradient, piece.parameter):
                 owner.grad = average
-            else:  # the user has put another one there
+            else:  # the user has assigned another gradient
                 owner.grad = self._part(flat(gradient, trained[piece.parameter]), piece)
         begun = bool(self._inner.state)
         self._step_inside()
-        if not begun:  # its state is new, and lies in between what gradients have left
+        if not begun:  # the new state lies in between memory that gradients have freed
             give_back()
 
     def _step_inside(self) -> None:
-        """Without the hooks for every optimizer's step, which are called for this one."""
+        """Step the inner optimizer without the global step hooks, which run for the outer one."""
         inner, step = self._inner, type(self._inner).step
         own = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         if own or not getattr(step, "hooked", False):
@@ -173,33 +179,33 @@ class ShardedOptimizer(optim.Optimizer):
             step.__wrapped__(inner)
 
     def _part(self, elements: Tensor, piece: Piece) -> Tensor:
-        """A piece of a parameter's elements."""
+        """Return a piece of a parameter's elements."""
         layout = self._model._layout
         start = layout.spots[piece.parameter].start
         size = layout.dtypes[piece.parameter].itemsize
         return elements[(piece.start - start) // size : (piece.end - start) // size]
 
     def _publish(self) -> None:
-        """What the user has written to this rank's slices, in place, is where the step begins."""
+        """Publish in-place writes to this rank's slices, so that the step starts from them."""
         model = self._model
         if model._places.owns:
             for cut in model._layout.slices(model._places.local_rank):
                 model._memory.publish(cut.start, cut.end)
 
-    # The state, as the optimizer that is divided would have it.
+    # The state, in the format of the optimizer that is divided.
 
     def _states(self) -> list[tuple[Piece, dict[str, Any]]]:
-        """The state of each piece of this rank."""
+        """Return the state of each piece of this rank."""
         if self._inner is None:
             return []
         return [(piece, self._inner.state.get(owner, {})) for owner, piece, _ in self._averages]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        """The state of the whole model, in the format of the optimizer that is divided.
+        """Return the state of the whole model, in the format of the optimizer that is divided.
 
-        All ranks of a host must call it, and it blocks until they have. Each gets all of it; the
-        tensors are in memory that the host holds once.
+        All ranks of a host must call it, and it blocks until they have. Each rank gets the whole
+        state; its tensors are in memory that the host holds once.
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
@@ -218,12 +224,12 @@ class ShardedOptimizer(optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take this rank's slices of what `state_dict` of this, or of a plain optimizer, returned.
+        """Load this rank's slices of a state from this or from a plain optimizer's `state_dict`.
 
-        Each rank may do so by itself.
+        Any rank may call it alone.
 
         Raises:
-            UsageError: It is for other groups of parameters, or for parameters of other shapes.
+            UsageError: The state is for other parameter groups, or for parameters of other shapes.
         """
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -257,7 +263,7 @@ class ShardedOptimizer(optim.Optimizer):
         return self._part(flat(value, parameter), piece).clone()
 
     def _order(self) -> list[int]:
-        """The numbers of the parameters, in the order of the groups."""
+        """Return the numbers of the parameters, in the order of the groups."""
         return [
             self._numbers[id(owner)] for group in self.param_groups for owner in group["params"]
         ]

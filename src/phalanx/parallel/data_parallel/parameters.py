@@ -1,4 +1,4 @@
-"""The parameters of a model, moved into memory that the host holds once."""
+"""The move of a model's parameters into memory that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.parallel.data_parallel.views import flat, shaped_like
 
 __all__ = ["Views", "check", "check_same", "give_back", "move"]
 
-#: Dtypes of parameters that can be trained; those of frozen ones may be any.
+#: The dtypes of parameters that can be trained; frozen parameters may have any dtype.
 TRAINED = (
     torch.float32,
     torch.float64,
@@ -29,7 +29,11 @@ TRAINED = (
 
 
 def check(module: nn.Module) -> None:
-    """Raise UsageError for a module that can't be made data-parallel; asks no other rank."""
+    """Check that a module can be made data-parallel, without communication.
+
+    Raises:
+        UsageError: No parameter requires a gradient, or a parameter is not supported.
+    """
     parameters = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise UsageError(
@@ -56,7 +60,11 @@ def check(module: nn.Module) -> None:
 
 
 def check_same(module: nn.Module, places: Places) -> None:
-    """Raise UsageError on all ranks if they have different models; blocks until all have come."""
+    """Check that all ranks have the same model; block until all have called this.
+
+    Raises:
+        UsageError: The models differ; raised on all ranks.
+    """
     own = [
         (
             name,
@@ -92,7 +100,8 @@ def _words(found: Sequence[object] | None) -> str:
 def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> HostMemory:
     """Move parameters into memory that the host holds once, with the values of the group's rank 0.
 
-    Each parameter stays the same object. Blocks until all ranks have come.
+    Each parameter stays the same object. All ranks must call it; it blocks until this host's memory
+    has the values.
     """
     memory = HostMemory(layout.bytes, places)
     views: Mapping[int, Tensor] = {
@@ -104,7 +113,7 @@ def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> 
             views[number].copy_(flat(parameter.detach(), parameter))
     if places.rail is not None and places.local_rank == 0:
         for chunk in layout.chunks:
-            part = memory.common(chunk.start, chunk.end, torch.uint8)  # of any dtype
+            part = memory.common(chunk.start, chunk.end, torch.uint8)  # bytes of any dtype
             dist.broadcast(part, group=places.rail, group_src=0)
     places.meet()
     for number, parameter in enumerate(parameters):
@@ -116,10 +125,10 @@ def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> 
 
 
 class Views:
-    """The parameters' views of the memory, to which those return that were put elsewhere.
+    """The parameters' views of the memory, restored if `parameter.data` was reassigned.
 
     Args:
-        parameters: After `move`.
+        parameters: The parameters, after `move`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -127,10 +136,10 @@ class Views:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Take over what was assigned to `parameter.data`, and have the parameter view it there.
+        """Copy data that was assigned to `parameter.data` into the memory, and restore the view.
 
         Raises:
-            UsageError: It has another shape or dtype.
+            UsageError: The data has another shape, dtype or device.
         """
         for parameter, view in self._views:
             data = parameter.data
@@ -146,10 +155,10 @@ class Views:
 
 
 def give_back() -> None:
-    """Have the allocator give back what has been freed.
+    """Return freed memory from the allocator to the operating system.
 
-    glibc keeps what is freed in the middle of its heap, which may be a whole model, unless asked.
+    By default glibc keeps memory freed in the middle of its heap, which may be a whole model.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other libraries don't have it
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
     if trim is not None:
         trim(0)

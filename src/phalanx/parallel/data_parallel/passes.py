@@ -1,4 +1,4 @@
-"""Which backward passes average gradients: those of what went forward through the wrapper."""
+"""The distinction between backward passes that average gradients and those that do not."""
 
 from __future__ import annotations
 
@@ -14,25 +14,27 @@ __all__ = ["Passes"]
 
 
 class Passes:
-    """Tells a backward pass of the wrapper's outputs from others.
+    """A tracker of the wrapper's forward passes, which decides if a backward pass averages.
 
-    What a forward pass returned says so, by hooks on its graph, whatever comes in between. A
-    backward pass that goes through no output (of a loss that the module has put aside, or in a
-    class of its own) counts as that of the last forward pass, once. (So does DDP with all.)
+    Hooks on the graph of a forward pass's outputs identify its backward pass, whatever runs in
+    between. A backward pass through no known output (of a loss that the module has stored, or
+    returned in a class of its own) counts as that of the last forward pass, once. DDP treats all
+    backward passes like this.
     """
 
     def __init__(self) -> None:
         self._expected = False
-        self._told: bool | None = None  # by the outputs that the present backward pass went through
+        # Set by the outputs through which the current backward pass went.
+        self._told: bool | None = None
         self._tellers = {answer: self._teller(answer) for answer in (False, True)}
 
     def begin(self, synchronize: bool) -> None:
-        """A forward pass begins, the backward pass of which is to average, or not to."""
+        """Record the start of a forward pass whose backward pass averages if `synchronize`."""
         self._expected = synchronize
-        self._told = None  # by one that an exception cut short
+        self._told = None  # left by a backward pass that an exception interrupted
 
     def follow(self, outputs: object, synchronize: bool) -> None:
-        """Take note of what it returned."""
+        """Register hooks on the outputs of the forward pass."""
         if torch.compiler.is_compiling():
             return
         for tensor in _tensors(outputs):
@@ -40,11 +42,11 @@ class Passes:
                 tensor.grad_fn.register_prehook(self._tellers[synchronize])
 
     def synchronizes(self) -> bool:
-        """Whether the present backward pass averages."""
+        """Return whether the current backward pass averages."""
         return self._expected if self._told is None else self._told
 
     def averaged(self) -> None:
-        """A backward pass has averaged."""
+        """Record that a backward pass has averaged."""
         self._expected = False
 
     def _teller(self, answer: bool) -> Callable[..., None]:
@@ -60,7 +62,7 @@ class Passes:
 
 
 def _tensors(outputs: object) -> Iterator[Tensor]:
-    """The tensors in what a module returned."""
+    """Yield the tensors in the outputs of a module."""
     parts: Any = ()
     if isinstance(outputs, Tensor):
         yield outputs

@@ -1,7 +1,7 @@
-"""How a chunk of gradients becomes the average over all ranks.
+"""The reduction of chunks of gradients to their averages over all ranks.
 
-`fill` is where a rank writes its chunk, `launch` begins to reduce it, and once `finish` returns the
-average is in the memory of the host. Every rank does the same with the same chunks, in order.
+A rank writes its chunk to `room`, `launch` starts to reduce it, and once `finish` returns the
+average is in the memory of the host. Every rank does this for the same chunks in the same order.
 """
 
 from __future__ import annotations
@@ -18,51 +18,49 @@ import phalanx
 from phalanx.parallel.data_parallel.layout import Layout
 from phalanx.parallel.data_parallel.memory import HostMemory
 from phalanx.parallel.data_parallel.places import Places
+from phalanx.torch_versions import reduce_scatter_single
 
 __all__ = ["Reducer", "reducer"]
 
-# PyTorch 2.13 renamed it, and warns at every call of the older name.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
-# Chunks that a rank may have under way: what it has written and others haven't read yet.
+# The maximum number of chunks in progress: those that a rank has written and others may still read.
 UNDER_WAY = 2
 
 
 class Reducer(Protocol):
-    """Reduces the chunks of a layout, one after another."""
+    """The interface of a reducer, which reduces the chunks of a layout one after another."""
 
     def room(self, chunk: int) -> Tensor:
-        """Flat memory for this rank's part of a chunk, always the same."""
+        """Return flat memory for this rank's part of a chunk, always the same."""
         ...
 
     def has_room(self, chunk: int, *, wait: bool) -> bool:
-        """Whether that memory may be written again; waits until it may, if asked to."""
+        """Return whether that memory may be written again; if `wait`, block until it may."""
         ...
 
     def launch(self, chunk: int) -> None:
-        """Begin to reduce a chunk that has been written."""
+        """Start to reduce a chunk that has been written."""
         ...
 
     def finish(self) -> None:
-        """Wait until all chunks are reduced, on all ranks of this host."""
+        """Wait until all chunks are reduced on all ranks of this host."""
         ...
 
 
 def reducer(layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> Reducer:
-    """Choose by who shares memory with whom.
+    """Make a reducer for ranks that share memory, or for a rank that is alone on its host.
 
-    Chunks are reduced beside what the rank does, so that `launch` never blocks, where cores are to
-    spare, or where it is asked for.
+    If cores are idle, or if `beside` is true, chunks are reduced concurrently with the rank's own
+    work, so that `launch` never blocks.
     """
     if places.host is None:
         return _Alone(layout, memory, places)
-    # Where ranks leave no core idle, another thread would only take turns with this one.
+    # If no core is idle, another thread would only take turns with this one.
     idle = len(os.sched_getaffinity(0)) > places.local_size
     return _Together(layout, memory, places, beside=beside or idle)
 
 
 class _Alone:
-    """This rank has a host of its own: it writes to where the average will be."""
+    """A reducer for a rank that is alone on its host, whose room is the memory of the averages."""
 
     def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
         self._chunks = [memory.common(cut.start, cut.end, cut.dtype) for cut in layout.chunks]
@@ -72,7 +70,7 @@ class _Alone:
     def room(self, chunk: int) -> Tensor:
         return self._chunks[chunk]
 
-    def has_room(self, chunk: int, *, wait: bool) -> bool:  # noqa: ARG002 - it is its own
+    def has_room(self, chunk: int, *, wait: bool) -> bool:  # noqa: ARG002 - the room is not reused
         return True
 
     def launch(self, chunk: int) -> None:
@@ -88,10 +86,10 @@ class _Alone:
 
 
 class _Together:
-    """Ranks share memory: each owner combines its slice of what all have written.
+    """A reducer for ranks that share memory, in which each owner reduces its slice of all parts.
 
-    The sum goes in the order of local ranks, then, where there are several hosts, through the
-    backend's all-reduce between the owners of the same slices.
+    The parts are summed in the order of local ranks. With several hosts, the backend's all-reduce
+    between the owners of the same slices follows.
     """
 
     def __init__(self, layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> None:
@@ -137,7 +135,7 @@ class _Together:
         else:
             op = dist.ReduceOp.AVG if places.hosts == 1 else dist.ReduceOp.SUM
             works = [
-                _reduce_scatter(
+                reduce_scatter_single(
                     self._mine[chunk], room, op=op, group=places.host, async_op=self._beside
                 )
             ]
@@ -155,7 +153,7 @@ class _Together:
         self._places.meet()
 
     def _pass_on(self) -> None:
-        """Wait for the oldest chunk of this host, and give it to the other hosts."""
+        """Wait for the oldest chunk of this host, and start its all-reduce over the hosts."""
         places = self._places
         chunk, works = self._local.popleft()
         for work in works:

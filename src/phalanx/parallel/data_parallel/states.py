@@ -1,4 +1,4 @@
-"""The state of a divided optimizer: put together from the pieces of all ranks, and checked."""
+"""The state of a sharded optimizer: assembly from the pieces of all ranks, and checks."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ if TYPE_CHECKING:
 
 __all__ = ["NAMING", "check", "collect"]
 
-#: What is in a group of parameters besides options.
+#: The keys of a parameter group that are not options.
 NAMING = ("params", "param_names")
 
 _ALIGNED = 64
 
 
 class _Summary(NamedTuple):
-    """What a rank says of the state of one parameter, of which it has a piece."""
+    """A rank's description of the state of a parameter of which it has a piece."""
 
     tensors: dict[str, torch.dtype]
-    """Those with an element for each of the parameter's."""
+    """The dtypes of the tensors that have an element for each element of the parameter."""
     scalars: dict[str, Any]
+    """All other values."""
 
 
 def collect(
@@ -38,12 +39,12 @@ def collect(
     parameters: Sequence[nn.Parameter],
     model: DataParallel,
 ) -> dict[int, dict[str, Any]]:
-    """Put the state of each parameter together, by its number; the ranks of a host all call it.
+    """Return the whole state of each parameter, by its number; all ranks of the host must call it.
 
     Args:
-        pieces: This rank's pieces, and the state of each.
-        parameters: All of them.
-        model: Theirs.
+        pieces: This rank's pieces, each with its state.
+        parameters: All parameters that are trained.
+        model: The model of the parameters.
     """
     summaries = _exchange({piece.parameter: _summary(state) for piece, state in pieces}, model)
     spots: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
@@ -78,7 +79,7 @@ def _summary(state: dict[str, Any]) -> _Summary:
 
 
 def _exchange(own: dict[int, _Summary], model: DataParallel) -> dict[int, _Summary]:
-    """What the first rank that has a piece says of each parameter with a state."""
+    """Return a summary of each parameter with a state, from the first rank with a piece of it."""
     places = model._places
     all_of: list[dict[int, _Summary]] = [own]
     if places.host is not None:
@@ -107,7 +108,11 @@ def _write(
 
 
 def check(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
-    """Raise UsageError for a state that isn't of these groups of parameters."""
+    """Check that a state fits these groups of parameters.
+
+    Raises:
+        UsageError: The number of parameters or the shape of a tensor differs.
+    """
     saved = [len(group["params"]) for group in state_dict["param_groups"]]
     expected = [len(group["params"]) for group in groups]
     if saved != expected:

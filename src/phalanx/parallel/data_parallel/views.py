@@ -1,4 +1,4 @@
-"""Tensors on flat memory, and flat views of tensors, element by element in the same order."""
+"""Views of flat memory as tensors, and flat views of tensors, in the same order of elements."""
 
 from torch import Tensor
 
@@ -11,9 +11,9 @@ def shaped_like(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of a tensor in the order in which `shaped_like(memory, like)` has them.
+    """Return the elements of a tensor as a 1-D tensor, in the order of `shaped_like(memory, like)`.
 
-    A view where `tensor` lies in memory as `like` does, else a copy.
+    The result is a view if `tensor` has the same strides, otherwise a copy.
     """
     if tensor.stride() != _strides(like):
         tensor = tensor.new_empty_strided(like.shape, _strides(like)).copy_(tensor)
@@ -21,9 +21,9 @@ def flat(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def _strides(like: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor whose elements lie one after another, else those of a contiguous one.
+    """Return the strides of a tensor without gaps, otherwise those of a contiguous tensor.
 
-    (A channels-last weight stays one.)
+    A channels-last weight keeps its strides.
     """
     expected = 1
     for stride, extent in sorted(zip(like.stride(), like.shape, strict=True)):

@@ -1,19 +1,22 @@
-"""Backward passes that go through calls.
+"""Backward passes across remote calls.
 
-- `note`: what is told along with tensors; `sent`, `received`: what stands for a tensor in the graph
-  of the worker that sent it, and of the one that got it.
-- `walk`: what a tensor depends on, in this process's graph.
-- `graph` ties these together; `running` is a backward pass of another worker, while it is here.
-- `gradients`: of parameters, apart for each worker that calls `backward()`.
-- `releases`: what is needed no longer.
-- `transport`: the graph of this process, by the calls of `phalanx.rpc`.
-- `contexts`, `compatible`: the names of `torch.distributed.autograd`.
+- `metadata`: the autograd metadata of a message.
+- `send_rpc_backward`, `recv_rpc_backward`: the graph nodes of a tensor that is sent, on the sending
+  and on the receiving worker.
+- `traversal`: traversal of this process's graph, from a tensor to its dependencies.
+- `graph`: the graph of a worker, connected to those of other workers.
+- `remote_backward`: the part of another worker's backward pass that runs in this process.
+- `gradients`: gradients of parameters, kept separately for each worker that calls `backward()`.
+- `accumulation`: gradients that own their memory.
+- `releases`: notifications that a sender may free its handles.
+- `container`: the graph of this process, and the calls of `phalanx.rpc` between the graphs.
+- `contexts`, `api`: the API of `torch.distributed.autograd`.
 
-`loss.backward()` needs none of this by name. For scripts that were written for PyTorch:
+`loss.backward()` works across calls without this module. Scripts that were written for PyTorch use
 `import phalanx.rpc.autograd as dist_autograd`.
 """
 
-from phalanx.rpc.autograd.compatible import (
+from phalanx.rpc.autograd.api import (
     backward,
     context,
     get_gradients,

@@ -1,4 +1,4 @@
-"""Contexts as in `torch.distributed.autograd`: backward passes of one worker, kept apart."""
+"""Contexts as in `torch.distributed.autograd`, which separate the passes of one worker."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from phalanx.rpc.autograd.gradients import Root
 __all__ = ["Contexts"]
 
 _WORKER_SHIFT = 48
-"""Numbers are unique among workers, as in PyTorch: one that is passed on means the same there."""
+"""The position of the worker's id in a context's number, which makes it unique, as in PyTorch."""
 
 
 class Contexts:
-    """The contexts of this worker that are open; a thread is in one, or in none (0)."""
+    """The open contexts of this worker; each thread is in one of them, or in none (0)."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker
@@ -28,50 +28,50 @@ class Contexts:
         self._thread = _Thread()
 
     @property
-    def current(self) -> int:
-        """That of this thread."""
-        return self._thread.number
+    def root(self) -> Root:
+        """The root of backward passes that begin in this thread."""
+        return self.root_of(self._thread.number)
 
-    def root(self, number: int) -> Root:
-        """Whose the gradients of a context are: of this worker, or of the one that opened it.
+    def root_of(self, number: int) -> Root:
+        """Return the root of the passes in any worker's context; 0: this worker, no context."""
+        return Root(number >> _WORKER_SHIFT if number else self._worker, number)
 
-        Raises:
-            UsageError: It is one of this worker's, and isn't open.
-        """
-        if not number:
-            return Root(self._worker)
-        worker = number >> _WORKER_SHIFT
+    def is_open(self, number: int) -> bool:
+        """Return whether this worker has a context of this number open."""
         with self._lock:
-            is_there = number in self._open or (worker >= 0 and worker != self._worker)
-        if not is_there:
-            raise UsageError(
-                f"context_id={number!r}: expected what `with context() as context_id` gave, within "
-                "that block"
-            )
-        return Root(worker, number)
+            return number in self._open
 
     @property
-    def oldest(self) -> int:
-        """No context of a lower number is open."""
+    def oldest_context(self) -> int:
+        """The lowest number of an open context, or if none is open that of the next one."""
         with self._lock:
             return min(self._open, default=self._latest + 1)
 
     @contextmanager
-    def opened(self) -> Iterator[int]:
-        """A new one."""
+    def open(self) -> Iterator[int]:
+        """Open a new context and enter it; yields its number.
+
+        Raises:
+            UsageError: This thread is already in a context.
+        """
+        if self._thread.number:
+            raise UsageError(
+                f"Already have an autograd context id for this thread: {self._thread.number}; "
+                "contexts can't be nested"
+            )
         with self._lock:
             self._latest = number = next(self._numbers)
             self._open.add(number)
         try:
-            with self.entered(number):
+            with self.enter(number):
                 yield number
         finally:
             with self._lock:
                 self._open.discard(number)
 
     @contextmanager
-    def entered(self, number: int) -> Iterator[None]:
-        """This thread's backward passes belong to this one."""
+    def enter(self, number: int) -> Iterator[None]:
+        """Make this thread's backward passes part of a context."""
         before, self._thread.number = self._thread.number, number
         try:
             yield

@@ -1,4 +1,4 @@
-"""The graph of a worker, tied to those of others: what leaves, what comes, what comes back."""
+"""The autograd graph of a worker, connected to the graphs of other workers."""
 
 from __future__ import annotations
 
@@ -10,248 +10,315 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from phalanx.rpc.autograd import note as notes
+from phalanx.errors import UsageError
+from phalanx.rpc.autograd.accumulation import ensure_owned
 from phalanx.rpc.autograd.contexts import Contexts
-from phalanx.rpc.autograd.gradients import Gradients, Mixed, Root
-from phalanx.rpc.autograd.note import Note, Source
-from phalanx.rpc.autograd.received import ANCHOR, Origin, receive, receive_own
+from phalanx.rpc.autograd.gradients import AccumulatedParameters, Gradients, Root
+from phalanx.rpc.autograd.metadata import (
+    AutogradMetadata,
+    Source,
+    pack_metadata,
+    read_number,
+    unpack_metadata,
+)
+from phalanx.rpc.autograd.recv_rpc_backward import ANCHOR, RecvRpcBackward, receive, receive_own
 from phalanx.rpc.autograd.releases import Releases
-from phalanx.rpc.autograd.running import Answer, Request, Run, current
-from phalanx.rpc.autograd.sent import Sent, handle
-from phalanx.rpc.autograd.walk import leaves, sources
+from phalanx.rpc.autograd.remote_backward import (
+    BackwardRequest,
+    BackwardResponse,
+    RemoteBackward,
+    current,
+)
+from phalanx.rpc.autograd.send_rpc_backward import SendHandles, make_handle
+from phalanx.rpc.autograd.traversal import leaves, sources
 
-__all__ = ["AutogradGraph", "Transport"]
+__all__ = ["AutogradGraph", "PeerGraphs"]
 
 
-class Coming(Protocol):
-    """The answer to a call that goes on meanwhile."""
+class PendingResponse(Protocol):
+    """The answer to a call that is in progress."""
 
-    def wait(self) -> Answer:
-        """Block until it is there; raises what the call raised."""
+    def wait(self) -> BackwardResponse:
+        """Block until the answer has arrived; raise the exception that the call raised."""
         ...
 
 
-class Transport(Protocol):
-    """How the graphs of workers reach one another; each method is a call to the peer's graph."""
+class PeerGraphs(Protocol):
+    """The connection between the graphs of workers; each method is a call to the peer's graph."""
 
-    def backward(self, peer: int, request: Request) -> Answer:
-        """Have the peer's `backward` called; blocks until it answers."""
+    def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
+        """Call the peer's `backward`; block until it answers."""
         ...
 
-    def begin_backward(self, peer: int, request: Request) -> Coming:
-        """Have it called, and return at once."""
+    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingResponse:
+        """Call the peer's `backward` without waiting for its answer."""
+        ...
+
+    def has_context(self, peer: int, number: int) -> bool:
+        """Return whether the peer exists and has this context open; block until it answers."""
         ...
 
     def release(self, peer: int, numbers: list[int]) -> None:
-        """Have the peer's `released` called, as soon as may be; nothing if it can't be reached."""
+        """Call the peer's `release` without waiting; do nothing if it is unreachable."""
         ...
 
 
 class AutogradGraph:
-    """What `phalanx.rpc.calls` asks when tensors leave and come, so that gradients find back.
+    """The autograd hooks of `phalanx.rpc.calls` for tensors that are sent and received.
 
-    A tensor that requires gradients leaves as its values, and a handle stays here. Where it comes
-    it is an output of a node, whose backward pass is a call back to here: it goes on from the
-    handle. What depends on what is told along with each message (`sources`), so that a graph that
-    leaves a process and comes back is one graph there: each node waits for all of its gradients.
+    The values of a tensor that requires gradients are sent, and the sender keeps a handle. At the
+    receiver the tensor is an output of a node whose backward pass calls the sender, which continues
+    from the handle. Each message also carries the dependencies of its tensors (`sources`). So a
+    graph that leaves a process and returns to it is one graph there, and each node waits for all
+    of its gradients.
     """
 
-    def __init__(self, worker: int, transport: Transport) -> None:
+    def __init__(self, worker: int, peer_graphs: PeerGraphs) -> None:
         self._worker = worker
-        self._transport = transport
+        self._peer_graphs = peer_graphs
         self._numbers = itertools.count(1)
         self._orders = itertools.count()
         self._received: set[tuple[int, int]] = set()
-        self.sent = Sent()
+        self.send_handles = SendHandles()
         self.gradients = Gradients()
-        self.mixed = Mixed()
+        self.accumulated_parameters = AccumulatedParameters()
         self.contexts = Contexts(worker)
-        self._releases = Releases(transport.release)
+        self._releases = Releases(peer_graphs.release)
 
     @property
     def root(self) -> Root:
-        """Whose a backward pass is that begins in this thread."""
-        return self.contexts.root(self.contexts.current)
+        """The root of a backward pass that begins in this thread."""
+        return self.contexts.root
+
+    def root_of(self, number: object) -> Root:
+        """Return the root of the backward passes in a context.
+
+        If another worker opened the context, blocks until that worker has answered whether it is
+        still open.
+
+        Args:
+            number: The context's number; 0 for this worker's passes outside any context.
+
+        Raises:
+            UsageError: No worker has such a context open.
+        """
+        if isinstance(number, int) and 0 <= number < 2**63:
+            root = self.contexts.root_of(number)
+            if root.worker == self._worker:
+                is_open = not number or self.contexts.is_open(number)
+            else:
+                is_open = self._peer_graphs.has_context(root.worker, number)
+            if is_open:
+                return root
+        raise UsageError(
+            f"Could not find autograd context with id: {number!r}. No worker has such a context "
+            "open: give what `with context() as context_id` gave, while that block is executed"
+        )
 
     @property
     def pending(self) -> int:
-        """Messages for which something is kept here, and nodes of messages that came."""
-        return len(self.sent) + len(self._received)
+        """The number of sent messages with handles and of received messages with a node."""
+        return len(self.send_handles) + len(self._received)
 
     def send(self, peer: int, tensors: list[Tensor]) -> tuple[list[Tensor], bytes]:
-        """What travels of tensors in a message to a peer, and what is to be told along with it."""
-        travelling = [tensor.detach() for tensor in tensors]
-        indices = tuple(at for at, tensor in enumerate(tensors) if tensor.requires_grad)
-        if not indices or not torch.is_grad_enabled():
-            return travelling, b""
-        number = next(self._numbers)
-        handles = {index: handle(tensors[index]) for index in indices}
-        reach = sources(handles.values(), peer) if self._received else ()
-        self.sent.keep(peer, number, handles)
-        return travelling, notes.packed(Note(number, indices, reach))
-
-    def receive(self, peer: int, tensors: list[Tensor], note: bytes) -> list[Tensor]:
-        """The tensors of a message of a peer; those that require gradients there do so here.
-
-        Raises:
-            ValueError: The note is malformed.
-        """
-        if not note:
-            return tensors
-        told = notes.unpacked(note, len(tensors))
-        coming = [tensors[at] for at in told.indices]
-        if peer == self._worker:
-            # A call to oneself: what it does here is part of the same graph.
-            handles = self.sent.take(peer, told.number, told.indices, keep=False)
-            made = receive_own(coming, handles)
-        elif torch.is_grad_enabled():
-            made = self._tied(peer, told, coming)
-        else:
-            self._releases.start()
-            self._releases.add(peer, told.number)
-            return tensors
-        arrived = list(tensors)
-        for at, tensor in zip(told.indices, made, strict=True):
-            arrived[at] = tensor
-        return arrived
-
-    def _tied(self, peer: int, told: Note, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        """Tensors as outputs of a node, with inputs of this worker's on which they depend."""
-        own = {
-            source: kept
-            for source in told.reach
-            if source.owner == self._worker and (kept := self.sent.handle(source)) is not None
-        }
-        self._releases.start()
-        self._received.add((peer, told.number))
-        origin = Origin(self, peer, told, tuple(own), next(self._orders))
-        return receive(origin, tensors, list(own.values()))
-
-    def pull(self, origin: Origin, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Bring gradients of tensors to the worker that sent them, and have it go on from there.
-
-        It blocks where gradients come back that the node's inputs wait for; else the call goes on
-        beside the rest of the backward pass, which ends with it. It runs in the thread of the
-        backward pass.
+        """Prepare the tensors of a message to a peer.
 
         Returns:
-            The gradients of `origin.own`.
+            The detached tensors, and the packed metadata; empty if no tensor requires a gradient.
         """
-        given = {
+        detached = [tensor.detach() for tensor in tensors]
+        indices = tuple(at for at, tensor in enumerate(tensors) if tensor.requires_grad)
+        if not indices or not torch.is_grad_enabled():
+            return detached, b""
+        number = next(self._numbers)
+        handles = {index: make_handle(tensors[index]) for index in indices}
+        dependencies = sources(handles.values(), peer) if self._received else ()
+        self.send_handles.keep(peer, number, handles)
+        return detached, pack_metadata(AutogradMetadata(number, indices, dependencies))
+
+    def cancel(self, packed: bytes) -> None:
+        """Free the handles of a message that was not sent, given its metadata."""
+        if packed:
+            self.send_handles.release(read_number(packed))
+
+    def receive(self, peer: int, tensors: list[Tensor], packed: bytes) -> list[Tensor]:
+        """Return the tensors of a peer's message.
+
+        If grad mode is enabled, the tensors listed in the metadata require gradients.
+
+        Raises:
+            ValueError: The metadata is malformed.
+        """
+        if not packed:
+            return tensors
+        metadata = unpack_metadata(packed, len(tensors))
+        incoming = [tensors[at] for at in metadata.indices]
+        if peer == self._worker:
+            # A call to this worker itself is part of the same graph.
+            handles = self.send_handles.take(peer, metadata.number, metadata.indices, keep=False)
+            outputs = receive_own(incoming, handles)
+        elif torch.is_grad_enabled():
+            outputs = self._attach(peer, metadata, incoming)
+        else:
+            self._releases.start()
+            self._releases.add(peer, metadata.number)
+            return tensors
+        result = list(tensors)
+        for at, tensor in zip(metadata.indices, outputs, strict=True):
+            result[at] = tensor
+        return result
+
+    def _attach(
+        self, peer: int, metadata: AutogradMetadata, tensors: list[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """Return tensors as outputs of a node whose inputs are this worker's own handles."""
+        own_handles = {
+            source: saved
+            for source in metadata.dependencies
+            if source.owner == self._worker and (saved := self.send_handles.get(source)) is not None
+        }
+        self._releases.start()
+        self._received.add((peer, metadata.number))
+        recv = RecvRpcBackward(self, peer, metadata, tuple(own_handles), next(self._orders))
+        return receive(recv, tensors, list(own_handles.values()))
+
+    def propagate(
+        self, recv: RecvRpcBackward, gradients: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Send gradients of tensors to their sender, which continues the backward pass from there.
+
+        Runs in the thread of the backward pass. If the node has inputs, blocks until their
+        gradients have returned. Otherwise the call runs concurrently with the rest of the backward
+        pass, which waits for it at its end.
+
+        Returns:
+            The gradients of `recv.local_sources`.
+        """
+        received = {
             index: gradient
-            for index, gradient in zip(origin.indices, gradients, strict=True)
+            for index, gradient in zip(recv.indices, gradients, strict=True)
             if gradient is not None
         }
-        run = current()
-        if run is not None and run.stops(origin.peer, origin.number):
-            for index, gradient in given.items():
-                run.collect(Source(origin.peer, origin.number, index), gradient)
-            given = {}
-        if not given:
-            return [None] * len(origin.own)
-        request = self._request(origin, given, run)
-        if origin.own:
-            answer = self._transport.backward(origin.peer, request)
-            return self._finish(origin, request, answer, run)
-        coming = self._transport.begin_backward(origin.peer, request)
+        remote_backward = current()
+        if remote_backward is not None and remote_backward.stops_at(recv.peer, recv.number):
+            for index, gradient in received.items():
+                remote_backward.collect(Source(recv.peer, recv.number, index), gradient)
+            received = {}
+        if not received:
+            return [None] * len(recv.local_sources)
+        request = self._request(recv, received, remote_backward)
+        if recv.local_sources:
+            answer = self._peer_graphs.backward(recv.peer, request)
+            return self._finish(recv, request, answer, remote_backward)
+        response = self._peer_graphs.begin_backward(recv.peer, request)
 
         def finish() -> None:
-            self._finish(origin, request, coming.wait(), run)
+            self._finish(recv, request, response.wait(), remote_backward)
 
         Variable._execution_engine.queue_callback(finish)
         return []
 
-    def end(self, origin: Origin) -> None:
-        """A node of tensors that came is gone."""
-        self._received.discard((origin.peer, origin.number))
-        if origin.waiting:
-            self._releases.add(origin.peer, origin.number)
+    def release_received(self, recv: RecvRpcBackward) -> None:
+        """Release the message of a node that has been freed."""
+        self._received.discard((recv.peer, recv.number))
+        if recv.unfinished:
+            self._releases.add(recv.peer, recv.number)
 
-    def backward(self, request: Request) -> Answer:
-        """Go on with a backward pass of a caller, from what was sent to it.
+    def backward(self, request: BackwardRequest) -> BackwardResponse:
+        """Continue a caller's backward pass from the tensors that this worker sent to it.
 
-        Blocks until it is over here and wherever it goes on from here.
+        Blocks until the pass has finished here and on the workers that it reaches from here.
 
         Raises:
-            RuntimeError: The graph is freed, or what a backward pass raises.
+            RuntimeError: The graph has been freed, or the backward pass raised it.
         """
         indices = list(request.gradients)
-        handles = self.sent.take(request.caller, request.number, indices, request.keep)
+        handles = self.send_handles.take(
+            request.caller, request.number, indices, request.retain_graph
+        )
         gradients = list(request.gradients.values())
-        self.gradients.drop_contexts(request.root.worker, request.oldest)
-        run = Run(request)
+        self.gradients.drop_contexts(request.root.worker, request.oldest_context)
+        remote_backward = RemoteBackward(request)
         released: list[int] = []
-        with run.here():
+        with remote_backward.enter():
             if request.root == Root(self._worker):
                 torch.autograd.backward(handles, gradients, retain_graph=True)
             else:
-                self._backward_apart(request, handles, gradients)
-        with self._releases.caught(request.caller, released):
-            # The end of the graph, where nothing else holds it.
+                self._backward_by_root(request, handles, gradients)
+        with self._releases.capture(request.caller, released):
+            # Frees the graph, unless something else holds it.
             handles.clear()
-        return Answer(run.gradients, released)
+        return BackwardResponse(remote_backward.gradients, released)
 
-    def released(self, numbers: list[int]) -> None:
-        """A peer has nothing any more that depends on these messages."""
+    def release(self, numbers: list[int]) -> None:
+        """Free the handles of messages on which nothing at the receiver depends any more."""
         for number in numbers:
-            self.sent.release(number)
+            self.send_handles.release(number)
 
     def forget(self, peer: int) -> None:
-        """A peer is dead: nothing is kept for it."""
-        self.sent.forget(peer)
+        """Free everything kept for a peer that has died."""
+        self.send_handles.forget(peer)
         self.gradients.forget(peer)
 
     def close(self) -> None:
-        """Tell others nothing any more."""
+        """Stop notifying other workers of releases."""
         self._releases.close()
 
-    def _request(self, origin: Origin, given: dict[int, Tensor], run: Run | None) -> Request:
+    def _request(
+        self,
+        recv: RecvRpcBackward,
+        received: dict[int, Tensor],
+        remote_backward: RemoteBackward | None,
+    ) -> BackwardRequest:
         root = self.root
-        mine = Request(
+        mine = BackwardRequest(
             self._worker,
-            origin.number,
-            given,
+            recv.number,
+            received,
             root,
             torch._C._current_graph_task_id(),
-            (origin.order,),
-            frozenset(origin.own),
+            (recv.order,),
+            frozenset(recv.local_sources),
             torch._C._autograd._get_current_graph_task_keep_graph(),
-            self.contexts.oldest if root.worker == self._worker else 0,
+            self.contexts.oldest_context if root.worker == self._worker else 0,
         )
-        if run is None:
+        if remote_backward is None:
             return mine
-        above = run.request
+        outer = remote_backward.request
         return mine._replace(
-            root=above.root,
-            task=above.task,
-            path=above.path + mine.path,
-            stop=above.stop | mine.stop,
-            # Another part of the pass may come this way again; what it needs goes with the graph.
-            keep=True,
-            oldest=above.oldest,
+            root=outer.root,
+            task=outer.task,
+            path=outer.path + mine.path,
+            stop=outer.stop | mine.stop,
+            # Another part of the pass may come this way again. The receiver's graph, when freed,
+            # releases the handles.
+            retain_graph=True,
+            oldest_context=outer.oldest_context,
         )
 
     def _finish(
-        self, origin: Origin, request: Request, answer: Answer, run: Run | None
+        self,
+        recv: RecvRpcBackward,
+        request: BackwardRequest,
+        answer: BackwardResponse,
+        remote_backward: RemoteBackward | None,
     ) -> list[Tensor | None]:
-        if not request.keep:
-            origin.waiting.difference_update(request.gradients)
-        self.released(answer.released)
-        inputs = [answer.gradients.pop(source, None) for source in origin.own]
-        if run is not None:
+        if not request.retain_graph:
+            recv.unfinished.difference_update(request.gradients)
+        self.release(answer.released)
+        inputs = [answer.gradients.pop(source, None) for source in recv.local_sources]
+        if remote_backward is not None:
             for source, gradient in answer.gradients.items():
-                run.collect(source, gradient)
+                remote_backward.collect(source, gradient)
         return inputs
 
-    def _backward_apart(
-        self, request: Request, handles: list[Tensor], gradients: list[Tensor]
+    def _backward_by_root(
+        self, request: BackwardRequest, handles: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        """Keep gradients of parameters for the root, instead of in `grad`."""
+        """Run a backward pass that keeps gradients of parameters by root instead of in `grad`."""
         parameters = leaves(handles, request.stop)
-        *made, _ = torch.autograd.grad(
+        *outputs, _ = torch.autograd.grad(
             handles, [*parameters, ANCHOR], gradients, retain_graph=True, allow_unused=True
         )
-        gradients_of: list[Tensor | None] = list(made)
-        pairs = [(p, g) for p, g in zip(parameters, gradients_of, strict=True) if g is not None]
-        if pairs := self.mixed.add(pairs):
+        if pairs := self.accumulated_parameters.add(ensure_owned(parameters, outputs)):
             self.gradients.add(request.root, request.task, request.path, pairs)

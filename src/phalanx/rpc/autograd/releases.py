@@ -1,4 +1,4 @@
-"""Tells other workers that nothing here depends any more on what they have sent."""
+"""Notifications to other workers that nothing here depends on their messages any more."""
 
 from __future__ import annotations
 
@@ -10,36 +10,37 @@ from contextlib import contextmanager
 
 __all__ = ["Releases"]
 
-# Seconds to wait for more before a message goes out.
-_GATHER = 0.01
+# Seconds to wait for further releases before a batch is sent.
+_BATCH_SECONDS = 0.01
 
 
 class Releases:
-    """Gathers what is released, and has it told by a thread of its own.
+    """A collector of released messages, whose thread notifies the senders in batches.
 
-    Graphs end wherever the last reference goes, in the collector of garbage too: nothing may be
-    locked or sent there.
+    A graph is freed wherever its last reference is dropped, even in the garbage collector, where
+    no lock may be taken and nothing may be sent.
 
     Args:
-        tell: Sends a peer numbers of messages of its; may block, and raises nothing.
+        send: A function that sends a peer the numbers of its released messages. It may block and
+            must not raise.
     """
 
-    def __init__(self, tell: Callable[[int, list[int]], None]) -> None:
-        self._tell = tell
+    def __init__(self, send: Callable[[int, list[int]], None]) -> None:
+        self._send = send
         self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._caught = _Caught()
+        self._captured = _Captured()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def add(self, peer: int, number: int) -> None:
-        """Nothing depends any more on a message of a peer."""
-        if self._caught.messages is None:
+        """Record that nothing depends any more on a message of a peer."""
+        if self._captured.messages is None:
             self._queue.put((peer, number))
         else:
-            self._caught.messages.append((peer, number))
+            self._captured.messages.append((peer, number))
 
     def start(self) -> None:
-        """Have a thread that tells; called before there is anything to tell of."""
+        """Start the thread, once; called before the first release can occur."""
         if self._thread is None:
             with self._lock:
                 if self._thread is None:
@@ -49,20 +50,23 @@ class Releases:
                     self._thread.start()
 
     def close(self) -> None:
-        """Tell no more; blocks until the thread has ended."""
+        """Stop sending notifications; block until the thread has ended."""
         self._queue.put(None)
         if self._thread is not None:
             self._thread.join()
 
     @contextmanager
-    def caught(self, peer: int, numbers: list[int]) -> Iterator[None]:
-        """Put what this thread releases of one peer into a list, that goes there anyway."""
+    def capture(self, peer: int, numbers: list[int]) -> Iterator[None]:
+        """Collect this thread's releases of a peer's messages in `numbers`, to go with a reply.
+
+        Releases for other peers are queued on exit.
+        """
         messages: list[tuple[int, int]] = []
-        self._caught.messages = messages
+        self._captured.messages = messages
         try:
             yield
         finally:
-            self._caught.messages = None
+            self._captured.messages = None
             for to, number in messages:
                 if to == peer:
                     numbers.append(number)
@@ -76,14 +80,14 @@ class Releases:
             while one is not None:
                 by_peer[one[0]].append(one[1])
                 try:
-                    one = self._queue.get(timeout=_GATHER)
+                    one = self._queue.get(timeout=_BATCH_SECONDS)
                 except queue.Empty:
                     break
             for peer, numbers in by_peer.items():
-                self._tell(peer, numbers)
+                self._send(peer, numbers)
             if one is None:
                 return
 
 
-class _Caught(threading.local):
+class _Captured(threading.local):
     messages: list[tuple[int, int]] | None = None

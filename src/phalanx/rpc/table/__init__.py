@@ -1,17 +1,18 @@
-"""Embedding tables that live on servers, and are read from memory where those share a host.
+"""Embedding tables on servers, read from shared memory by trainers on the same host.
 
-- `rules`: how rows are updated: SGD, Adagrad, Adam, each with its state beside the rows.
-- `arguments`: what lookups are given, checked.
-- `rows`: `Table`, rows in shared memory that processes of a host read and write at the same time.
-- `shards`: which server has which row.
-- `server`: `Server`, what trainers call: it looks rows up, and takes updates in step or not.
-- `lookup`: a batch's rows, each fetched once, from all servers.
-- `serving`: `serve`, which puts a table on workers, and `save` and `load` of all its parts.
-- `gradients`: gradients of rows, each once, as the core puts them together.
-- `together`: a step of trainers that share the servers' host, without a call.
+- `rules`: the optimizers SGD, Adagrad and Adam, whose state lies beside the rows.
+- `arguments`: argument checks of lookups.
+- `rows`: `Table`, rows in shared memory that the processes of a host read and write concurrently.
+- `shards`: the assignment of rows to servers.
+- `server`: `Server`, which serves lookups and applies updates synchronously or with a staleness
+  bound.
+- `lookup`: the rows of a batch, each fetched once, from all servers.
+- `serving`: `serve`, which creates a table on workers, and `save` and `load` of all its parts.
+- `gradients`: summation of the gradients of duplicate rows, by the core.
+- `together`: a synchronous step of trainers on the servers' host, without a remote call.
 - `bag`: `ShardedEmbeddingBag`, a module like `torch.nn.EmbeddingBag` over servers.
 
-Everything about why is in docs/design/table.md.
+docs/design/table.md explains the design.
 """
 
 from phalanx.rpc.table.bag import ShardedEmbeddingBag

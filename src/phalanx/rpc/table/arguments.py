@@ -1,4 +1,4 @@
-"""What lookups are given, checked: indices, where bags begin, factors."""
+"""Checks of the arguments of lookups: indices, offsets of bags, weights and gradients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MODES = {"sum": 0, "mean": 1, "max": 2}
 
 
 def out_of_range(name: str, index: int, rows: int) -> UsageError:
-    """The error for an index that a table hasn't."""
+    """Return the error for an out-of-range index."""
     return UsageError(
         f"table {name!r}: index {index} is out of range, expected 0 to {rows - 1} (it has {rows} "
         "rows); nothing was read or updated"
@@ -37,41 +37,41 @@ def out_of_range(name: str, index: int, rows: int) -> UsageError:
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Whether it is plain numbers in this host's memory."""
+    """Return whether a tensor is strided and in host memory."""
     return tensor.is_cpu and tensor.layout == torch.strided
 
 
 def described(tensor: Tensor) -> str:
-    """Its dtype and where it is, for errors."""
+    """Describe a tensor's dtype, device and layout, for errors."""
     layout = "" if tensor.layout == torch.strided else f", of layout {tensor.layout}"
     return f"{tensor.dtype} on {tensor.device}{layout}"
 
 
 def checked_indices(name: str, indices: Tensor, what: str = "indices") -> Tensor:
-    """Indices as the core takes them: contiguous int64 in host memory, flat."""
+    """Return indices as the core takes them: 1-D, contiguous, int64, in host memory."""
     if indices.dtype not in {torch.int64, torch.int32} or not in_memory(indices):
         raise UsageError(
             f"table {name!r}: {what} of {described(indices)} given, expected int64 or int32 on the "
             "CPU"
         )
     if indices.dim() == 1 and indices.dtype == torch.int64 and indices.is_contiguous():
-        return indices  # as nearly always: each step of the others costs a microsecond
+        return indices  # the usual case: each operation below costs a microsecond
     return indices.detach().to(torch.int64).contiguous().view(-1)
 
 
 def checked_begins(
     name: str, indices: Tensor, offsets: Tensor | None, include_last: bool
 ) -> Tensor:
-    """Where each bag begins in the flat list of indices.
+    """Return the position in the flat list of indices at which each bag begins.
 
     Args:
-        name: The table's.
-        indices: A flat list with `offsets`, or a row for each bag without.
-        offsets: Where each bag begins, the first at 0.
-        include_last: Whether `offsets` has the list's length as its last.
+        name: The table's name.
+        indices: Indices: 1-D with `offsets`, or 2-D, one row for each bag, without.
+        offsets: The position at which each bag begins, the first at 0.
+        include_last: Whether the last element of `offsets` is the number of indices.
     """
     if indices.dim() == 2 and offsets is None:
-        # Bags of no index at all begin where the list ends.
+        # If the bags are empty, all begin at the end of the list, which is 0.
         return torch.arange(indices.shape[0]) * indices.shape[1]
     if indices.dim() != 1 or offsets is None or offsets.dim() != 1:
         raise UsageError(
@@ -92,7 +92,7 @@ def checked_begins(
 
 
 def check_order(name: str, begins: Tensor, count: int) -> None:
-    """See that bags begin one after the other in a list of `count`; the core sees that itself."""
+    """Check that offsets ascend from 0 to at most `count`, as the core does for its own batches."""
     ends = torch.cat([begins.new_zeros(1), begins])
     wrong = (ends.diff() < 0) | (begins > count)
     wrong[:1] |= begins[:1] != 0
@@ -101,7 +101,7 @@ def check_order(name: str, begins: Tensor, count: int) -> None:
 
 
 def wrong_offset(name: str, offset: int, number: int, count: int) -> UsageError:
-    """The error for where a bag can't begin."""
+    """Return the error for an invalid offset of a bag."""
     return UsageError(
         f"table {name!r}: offset {offset} (number {number}) given, expected 0 for the first, and "
         f"each from the one before it to the number of indices, {count}"
@@ -111,7 +111,7 @@ def wrong_offset(name: str, offset: int, number: int, count: int) -> UsageError:
 def checked_weights(
     name: str, indices: Tensor, mode: str, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor | None:
-    """A factor for each index, flat; None where there are none."""
+    """Return the factors of the indices, flat and contiguous; None if there are none."""
     if mode not in MODES:
         raise UsageError(f"table {name!r}: mode={mode!r} given, expected one of {[*MODES]}")
     if weights is None:
@@ -133,7 +133,7 @@ def checked_weights(
 def checked_gradients(
     name: str, gradients: Tensor, shape: tuple[int, int], dtype: torch.dtype, giver: str = ""
 ) -> Tensor:
-    """Gradients of rows as the core takes them."""
+    """Return gradients of rows as the core takes them: detached and contiguous."""
     if gradients.shape != shape or gradients.dtype != dtype or not in_memory(gradients):
         raise UsageError(
             f"table {name!r}: gradients of {tuple(gradients.shape)} and {described(gradients)}"

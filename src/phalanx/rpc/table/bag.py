@@ -1,4 +1,4 @@
-"""`ShardedEmbeddingBag`: like `torch.nn.EmbeddingBag`, with its table on servers."""
+"""`ShardedEmbeddingBag`: a `torch.nn.EmbeddingBag` whose table is on servers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from phalanx.errors import UsageError
-from phalanx.rpc.state import agent_or_none
+from phalanx.rpc.current_agent import agent_or_none
 from phalanx.rpc.table.arguments import (
     MODES,
     check_order,
@@ -31,32 +31,33 @@ __all__ = ["ShardedEmbeddingBag"]
 
 
 class ShardedEmbeddingBag(nn.Module):
-    """Bags of embeddings, out of a table that is split by rows over servers.
+    """Bags of embeddings from a table whose rows are split over servers.
 
-    `forward` fetches each row of a batch once and combines them as `torch.nn.EmbeddingBag` does;
-    rows of a server on this host are read from its memory, without a call. After `backward`,
-    `step` gives the servers the gradients of those rows, and they update them: in step it blocks
-    until all trainers have made theirs, with a bound on staleness it returns at once, and the next
-    `forward` waits until no trainer is too far behind. There is no parameter here: DDP and
-    optimizers see nothing of it.
+    `forward` fetches each row of a batch once and combines the rows as `torch.nn.EmbeddingBag`
+    does. Rows of a server on this host are read from its memory, without a call. After `backward`,
+    `step` sends the gradients of those rows to the servers, which update the rows. A synchronous
+    step blocks until all trainers have made theirs. With a staleness bound, `step` returns at once,
+    and the next `forward` waits until no trainer is too far behind. The module has no parameters,
+    so DDP and optimizers ignore it.
 
     Args:
-        num_embeddings: Rows of the whole table.
-        embedding_dim: Elements of a row.
-        servers: A `Server` of this process, or a reference to one (`RRef`), for each part.
+        num_embeddings: The number of rows of the whole table.
+        embedding_dim: The number of elements of a row.
+        servers: For each part, a `Server` of this process or a reference to one (`RRef`).
         mode: "sum", "mean" or "max".
-        shards: "range": rows that follow one another are on one server; "hash": row r is on
-            server r modulo their number.
+        shards: "range" places consecutive rows on the same server; "hash" places row r on server
+            r modulo the number of servers.
         trainer: This process's number among the servers' trainers; by default its rank in `group`,
             or 0.
-        group: The trainers' process group, in the order of their numbers; all construct this
-            together then. Where they go in step on the servers' host, `step` needs no call: the
-            group carries the gradients, and each updates its share of the rows in memory.
-        include_last_offset: As `torch.nn.EmbeddingBag` has it.
-        shared: Whether to read from memory where it can be done.
+        group: The trainers' process group, in the order of their numbers. If given, all trainers
+            must construct this module together. Synchronous trainers on the servers' host then
+            step without a call: the group exchanges the gradients, and each trainer updates its
+            share of the rows in memory.
+        include_last_offset: As for `torch.nn.EmbeddingBag`.
+        shared: Whether to read from memory if possible.
 
     Raises:
-        UsageError: An argument isn't as said, or servers have parts of another size.
+        UsageError: An argument is invalid, or the servers' parts have a different size.
     """
 
     def __init__(
@@ -100,20 +101,21 @@ class ShardedEmbeddingBag(nn.Module):
         self._next: tuple[Tensor, Plan, Callable[[], Tensor] | None] | None = None
 
     def prefetch(self, input: Tensor) -> None:
-        """Prepare the next batch while this one is being worked on.
+        """Prepare the next batch while the current one is in use.
 
-        Its rows are found out; with a `staleness` of 1 or more they are fetched too, and then may
-        be older by the step that is under way. In step they can't be fetched before it is made.
+        Determines the rows of the batch. With a `staleness` of 1 or more it also starts to fetch
+        them; they may then lack the step in progress. Synchronous trainers cannot fetch rows before
+        that step is made.
 
         Args:
-            input: The indices that the next `forward` will be called with.
+            input: The indices that the next call to `forward` will get.
 
         Raises:
             UsageError: An index is out of range.
         """
         plan = self.rows.plan(input)
         fetch = self.rows.begin(plan) if self.staleness else None
-        self._next = input.detach().clone(), plan, fetch  # the caller may use it again
+        self._next = input.detach().clone(), plan, fetch  # the caller may reuse the tensor
 
     def forward(
         self,
@@ -121,21 +123,21 @@ class ShardedEmbeddingBag(nn.Module):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """Combine the rows of each bag; as `torch.nn.EmbeddingBag.forward`.
+        """Combine the rows of each bag, like `torch.nn.EmbeddingBag.forward`.
 
-        Blocks until updates that it must see are made, and rows have come.
+        Blocks until the updates that it must see are made and the rows have arrived.
 
         Args:
-            input: Indices, flat with `offsets`, or a row for each bag without.
-            offsets: Where each bag begins.
-            per_sample_weights: A factor for each index, with mode "sum"; may require grad.
+            input: Indices: 1-D with `offsets`, or 2-D, one row for each bag, without.
+            offsets: The position in `input` at which each bag begins.
+            per_sample_weights: A factor for each index, with mode "sum"; may require a gradient.
 
         Returns:
             A tensor of shape (bags, embedding_dim).
 
         Raises:
-            UsageError: An index or an offset is out of range, or an argument isn't as said.
-            PeerLost: A server has ended.
+            UsageError: An index or an offset is out of range, or an argument is invalid.
+            PeerLost: A server has exited.
         """
         name = self.rows.name
         begins = checked_begins(name, input, offsets, self.include_last_offset)
@@ -150,19 +152,19 @@ class ShardedEmbeddingBag(nn.Module):
         rows = (fetch or self.rows.begin(plan))()
         if torch.is_grad_enabled():
             self._watch(plan, rows)
-        if plan.count == 0:  # no bag has a row: PyTorch wants a table that isn't empty
+        if plan.count == 0:  # no bag has a row, but PyTorch rejects an empty table
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return functional.embedding_bag(
             plan.inverse.view(-1), rows, begins, mode=self.mode, per_sample_weights=weights
         )
 
     def _memory_for(self, weights: Tensor | None) -> Memory | None:
-        """Where this batch can be combined at once, if all of its rows are in one memory."""
+        """Return the memory from which this batch can be combined directly, or None."""
         prepared, memory = self._next, self.rows.alone
         if memory is None or (prepared is not None and prepared[2] is not None):
             return None
         self._next = None
-        # The gradient of a maximum, and those of weights, need the rows themselves.
+        # The gradients of a maximum and of weights need the rows themselves.
         needs_rows = self.mode == "max" or (weights is not None and weights.requires_grad)
         return None if needs_rows and torch.is_grad_enabled() else memory
 
@@ -175,14 +177,18 @@ class ShardedEmbeddingBag(nn.Module):
 
     def note(self, batch: Batch, outputs: Tensor) -> None:
         """Keep the gradients of a batch's bags for `step`."""
-        self._given.append((batch, outputs.contiguous()))
+        # Copy, because the gradient may be a buffer that the next backward pass overwrites.
+        kept = outputs.clone(memory_format=torch.contiguous_format)
+        self._given.append((batch, kept))
 
     def _watch(self, plan: Plan, rows: Tensor) -> None:
         def note(rows: Tensor) -> None:
             assert rows.grad is not None  # it was just accumulated
-            self._used[id(plan)] = plan, rows.grad
+            gradient, rows.grad = rows.grad, None
+            before = self._used.get(id(plan))
+            self._used[id(plan)] = plan, gradient if before is None else before[1] + gradient
 
-        # What is never gone back through is forgotten with its graph.
+        # If there is no backward pass, the hook is freed with the graph.
         rows.requires_grad_().register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def _prepared(self, indices: Tensor) -> tuple[Plan, Callable[[], Tensor] | None]:
@@ -197,16 +203,16 @@ class ShardedEmbeddingBag(nn.Module):
             update.wait()
 
     def step(self) -> None:
-        """Give the servers the gradients of all batches since the last step; they update the rows.
+        """Update the rows with the gradients of all batches since the last step.
 
-        Every trainer calls it once for each step, also when it had no batch. In step it blocks
-        until all have; else it returns at once, and what goes wrong is raised by the next `forward`
-        or `wait`.
+        Every trainer must call it once for each step, even without a batch. A synchronous step
+        blocks until all trainers have called it. With a staleness bound it returns at once, and
+        the next `forward` or `wait` raises its errors.
 
         Raises:
-            CollectiveTimeout: A trainer didn't come; it is named.
-            PeerLost: A server or a trainer has ended.
-            PhalanxError: With a group: a trainer couldn't update a row.
+            CollectiveTimeout: A trainer did not call it in time; the message names the trainer.
+            PeerLost: A server or a trainer has exited.
+            PhalanxError: With a group: a trainer could not update a row.
         """
         used, given, self._used, self._given = self._used, self._given, {}, []
         if self._together is not None and not used and len(given) == 1:
@@ -224,16 +230,16 @@ class ShardedEmbeddingBag(nn.Module):
             self._settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step."""
+        """Drop the gradients accumulated since the last step."""
         super().zero_grad(set_to_none)
         self._used, self._given = {}, []
 
     def wait(self) -> None:
-        """Block until all updates of this trainer are made; what went wrong with them is raised."""
+        """Block until all updates of this trainer are made, and raise their errors."""
         self._settle()
 
     def extra_repr(self) -> str:
-        """What `repr` says of it."""
+        """Return the text that `repr` shows in parentheses."""
         servers = len(self.rows.servers)
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}, {servers} servers, "
@@ -242,11 +248,11 @@ class ShardedEmbeddingBag(nn.Module):
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""An input of the node below: one without an input that requires gradients would be none."""
+"""An input of the node below: autograd makes no node without an input that requires gradients."""
 
 
 class _Pooled(torch.autograd.Function):
-    """Rows combined in one go; backward keeps the gradients of the bags, for `step`."""
+    """Pooling of rows directly in memory; backward keeps the gradients of the bags for `step`."""
 
     @staticmethod
     def forward(
@@ -268,7 +274,7 @@ def _of_bags(batch: Batch, outputs: Tensor) -> tuple[Plan, Tensor]:
 
 
 def _together(made: list[tuple[Plan, Tensor]], rows: Rows) -> tuple[Plan, Tensor]:
-    """The rows of several batches, one list for each server; servers add up what is there twice."""
+    """Merge the rows of several batches by server; the servers sum gradients of duplicate rows."""
     if len(made) == 1:
         return made[0]
     servers = range(len(rows.servers))

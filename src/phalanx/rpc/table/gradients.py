@@ -1,4 +1,4 @@
-"""Gradients of rows, put together: each row once, in ascending order, by the core."""
+"""Summation of the gradients of duplicate rows, by the core."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from phalanx.rpc.table.arguments import DTYPES, MODES
 __all__ = ["Addresses", "Batch", "Share", "added_up"]
 
 Addresses = tuple[int, int, int, int, int, int, int]
-"""Of a batch and its gradients, as the core takes them.
+"""The addresses of a batch and its gradients, as the core takes them.
 
-Address of its rows (int64), and how many there are; address of the offsets of its bags (0: each row
-is one), and how many; the mode's number; addresses of a weight for each row (0: none), and of the
-gradients of the bags.
+In order: the address and the number of the rows (int64); the address (0: each row is a bag) and the
+number of the bags' offsets; the mode's number; the address of the weights, one for each row (0: no
+weights); the address of the gradients of the bags.
 """
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows to be combined bag by bag, checked.
+    """A checked batch of bags of rows.
 
     Attributes:
-        rows: Of all bags, one after the other: int64, flat.
-        begins: Where each bag begins; None: each row is one.
+        rows: The row indices of all bags, one bag after the other: 1-D, int64.
+        begins: The position in `rows` at which each bag begins; None: each row is a bag.
         mode: "sum", "mean" or "max".
         weights: A factor for each row, or None.
     """
@@ -40,13 +40,13 @@ class Batch:
     weights: Tensor | None = None
 
     def kept(self) -> Batch:
-        """A copy, for a later step: who gave the tensors may use them again meanwhile."""
+        """Return a copy for a later step, as the caller may reuse its tensors meanwhile."""
         begins = None if self.begins is None else self.begins.clone()
         weights = None if self.weights is None else self.weights.clone()
         return Batch(self.rows.clone(), begins, self.mode, weights)
 
     def at(self, outputs: Tensor) -> Addresses:
-        """Where it is, with the gradients of its bags, [bags, width], contiguous."""
+        """Return the addresses, given the gradients of the bags: (bags, width), contiguous."""
         begins, weights = self.begins, self.weights
         return (
             self.rows.data_ptr(),
@@ -60,7 +60,7 @@ class Batch:
 
 
 class Share(NamedTuple):
-    """Which rows one of several is to update: those that leave `rest`, divided by `shares`."""
+    """A share of the rows: those whose index modulo `shares` is `rest`."""
 
     rest: int = 0
     shares: int = 1
@@ -71,19 +71,19 @@ def added_up(
     width: int,
     dtype: torch.dtype,
     divisor: float = 1.0,
-    share: Share = Share(),  # noqa: B008 - it never changes
+    share: Share = Share(),  # noqa: B008 - it is immutable
 ) -> tuple[Tensor, Tensor]:
-    """Add up the gradients of the rows of batches of mode "sum" or "mean", and divide the sums.
+    """Sum the gradients of each row over batches of mode "sum" or "mean", and divide the sums.
 
     Args:
-        batches: Where they are.
-        width: Elements of a row.
-        dtype: Of the gradients: float32 or float64.
-        divisor: By what sums are divided.
-        share: Which rows are wanted.
+        batches: The addresses of the batches.
+        width: The number of elements of a row.
+        dtype: The dtype of the gradients: float32 or float64.
+        divisor: The divisor of the sums.
+        share: The share of the rows to return.
 
     Returns:
-        Rows in ascending order, and their gradients, [rows, width].
+        The row indices, each once, in ascending order, and their gradients, of shape (rows, width).
     """
     most = sum(batch[1] for batch in batches)
     rows, sums = torch.empty(most, dtype=torch.int64), torch.empty(most, width, dtype=dtype)

@@ -1,4 +1,4 @@
-"""A batch's rows, each fetched once, from all servers: by calls, or from memory of this host."""
+"""Lookup of a batch's rows, each fetched once, by calls to servers or from this host's memory."""
 
 from __future__ import annotations
 
@@ -24,43 +24,43 @@ __all__ = ["Plan", "Reference", "Rows", "begin"]
 
 _LOG = logging.getLogger(__name__)
 _GRACE = 30.0
-"""Seconds more than a server waits for trainers, until it must have answered itself."""
+"""Seconds added to a server's own timeout for trainers, so that the server reports it first."""
 
 
 class Future(Protocol):
-    """What an asynchronous call returns: `torch.futures.Future` is one."""
+    """The result of an asynchronous call, such as a `torch.futures.Future`."""
 
     def wait(self) -> Any:
-        """Block until the call has returned; its value, or what it raised."""
+        """Block until the call has returned; return its value or raise its exception."""
 
 
 class Reference(Protocol):
-    """A server somewhere else: an `RRef` of one is that."""
+    """A reference to a server, such as an `RRef`."""
 
     def rpc_async(self, timeout: float = ...) -> Any:
-        """A proxy on which each method call returns a future."""
+        """Return a proxy on which each method call returns a future."""
 
 
 class Memory(Protocol):
-    """Rows that are read from memory: as `Table` has it."""
+    """Rows in memory, with the methods of `Table`."""
 
     def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Rows as they are."""
+        """Return the rows of these indices."""
         ...
 
     def pooled(self, batch: Batch) -> Tensor:
-        """Rows combined bag by bag."""
+        """Return the rows of each bag combined."""
         ...
 
     def update_all(
         self, batches: Sequence[Addresses], divisor: float, share: Share, number: int
     ) -> None:
-        """A step, or a part of one, with the gradients of several batches."""
+        """Make a step, or a part of one, with the gradients of several batches."""
         ...
 
     @property
     def step(self) -> int:
-        """How many steps were made."""
+        """The number of steps made."""
         ...
 
 
@@ -75,13 +75,13 @@ class _Done:
 def begin(
     server: Server | Reference, method: str, *arguments: object, timeout: float | None = None
 ) -> Future:
-    """Begin a call of a server; one that is in this process is called here and now.
+    """Start a call of a server's method; a server in this process is called before this returns.
 
     Args:
-        server: Which.
-        method: Its name.
-        arguments: Its arguments.
-        timeout: Seconds that a call to another process may take; by default as for all calls.
+        server: The server.
+        method: The name of the method.
+        arguments: The arguments of the method.
+        timeout: The timeout of a call to another process, in seconds; by default that of all calls.
     """
     if isinstance(server, Server):
         value = getattr(server, method)(*arguments)
@@ -93,7 +93,7 @@ def begin(
 
 
 class _Memory:
-    """A server's rows, mapped by this process, for as long as the server lives."""
+    """A server's rows, mapped by this process, usable while the server is alive."""
 
     def __init__(self, handle: TableHandle) -> None:
         self.table = Table.open(handle)
@@ -103,29 +103,29 @@ class _Memory:
         self._poll.register(self._process, select.POLLIN)
 
     def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Rows as they are."""
+        """Return the rows of these indices."""
         self._check()
         return self.table.gather(indices, out=out)
 
     def pooled(self, batch: Batch) -> Tensor:
-        """Rows combined bag by bag."""
+        """Return the rows of each bag combined."""
         self._check()
         return self.table.pooled(batch)
 
     def update_all(
         self, batches: Sequence[Addresses], divisor: float, share: Share, number: int
     ) -> None:
-        """A step, or a part of one, with the gradients of several batches."""
+        """Make a step, or a part of one, with the gradients of several batches."""
         self._check()
         self.table.update_all(batches, divisor, share, number)
 
     @property
     def step(self) -> int:
-        """How many steps were made."""
+        """The number of steps made."""
         return self.table.step
 
     def _check(self) -> None:
-        # Memory outlives its server. Nobody would update it any more.
+        # The mapping outlives the server, but no process would update it any more.
         if self._poll.poll(0):
             raise PeerLost(
                 f"table {self._name!r}: its server (pid {self._pid}) has ended: start the job "
@@ -139,24 +139,28 @@ class _Memory:
 
 @dataclass
 class Plan:
-    """The rows that a batch needs, each once, and where they are."""
+    """The rows that a batch needs, each once, and their servers."""
 
     inverse: Tensor
-    """For each index of the batch which of the rows it is; of the batch's shape."""
+    """The position among the rows of each index of the batch; of the batch's shape."""
     count: int
+    """The number of rows."""
     places: list[Tensor | slice]
-    """For each server which of the rows it has."""
+    """For each server, the positions of the rows that it has."""
     local: list[Tensor]
-    """And their numbers there."""
+    """For each server, the local numbers of those rows."""
 
 
 class Rows:
     """All rows of a table that is split over servers.
 
     Args:
-        shards: Which server has which row.
-        servers: In that order: a `Server` of this process, or a reference to one.
-        shared: Whether to read rows from memory where a server is on this host.
+        shards: The assignment of rows to servers.
+        servers: For each server, in that order, a `Server` of this process or a reference to one.
+        shared: Whether to read the rows of servers on this host from memory.
+
+    Raises:
+        UsageError: The number of servers, or the part of one of them, does not match the split.
     """
 
     def __init__(
@@ -177,16 +181,16 @@ class Rows:
                     f"table {self.name!r}: server {number} has {terms}, expected {expected}"
                 )
         self.memories = [self._memory(server, shared) for server in servers]
-        """Each server's, where it is read from."""
+        """For each server, the memory from which its rows are read; None: they come by calls."""
 
     @property
     def in_memory(self) -> list[bool]:
-        """For each server whether its rows are read from memory."""
+        """For each server, whether its rows are read from memory."""
         return [memory is not None for memory in self.memories]
 
     @property
     def alone(self) -> Memory | None:
-        """The memory of all rows, where they are in one."""
+        """The memory of all rows if there is one server and it is read from memory, else None."""
         return self.memories[0] if len(self.memories) == 1 else None
 
     def _memory(self, server: Server | Reference, shared: bool) -> Memory | None:
@@ -207,7 +211,11 @@ class Rows:
             return None
 
     def plan(self, indices: Tensor) -> Plan:
-        """Find out which rows a batch needs. Raises UsageError for an index out of range."""
+        """Determine the rows that a batch needs.
+
+        Raises:
+            UsageError: An index is out of range.
+        """
         flat = checked_indices(self.name, indices)
         unique, inverse = torch.unique(flat, return_inverse=True)
         for edge in (0, -1) if len(unique) else ():
@@ -223,7 +231,11 @@ class Rows:
         )
 
     def begin(self, plan: Plan) -> Callable[[], Tensor]:
-        """Begin to fetch the rows of a plan; what is returned waits for them, in its order."""
+        """Start to fetch the rows of a plan.
+
+        Returns:
+            A function that waits for the rows and returns them, in the plan's order.
+        """
         calls = [
             begin(server, "lookup", local) if memory is None and len(local) else None
             for server, memory, local in zip(self.servers, self.memories, plan.local, strict=True)
@@ -246,7 +258,7 @@ class Rows:
         return wait
 
     def update(self, plan: Plan, gradients: Tensor, trainer: int) -> list[Future]:
-        """Begin one step of a trainer on all servers, also those of which it has no row."""
+        """Start a step of a trainer on all servers, even those of which the plan has no row."""
         patience = self.terms.timeout + _GRACE
         return [
             begin(server, "begin_update", local, gradients[place], trainer, timeout=patience)
@@ -255,7 +267,7 @@ class Rows:
 
 
 def _span(places: Tensor) -> Tensor | slice:
-    """Places in ascending order, as a slice where they follow one another: that copies nothing."""
+    """Return ascending positions, as a slice if they are consecutive, which avoids a copy."""
     places = places.view(-1)
     if len(places) == 0:
         return slice(0, 0)

@@ -1,4 +1,4 @@
-"""`Table`: rows in shared memory, read and written by processes of a host at the same time."""
+"""`Table`: rows in shared memory, which the processes of a host read and write concurrently."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from phalanx.rpc.table.rules import SGD, Rule
 
 __all__ = ["Table", "TableHandle"]
 
-# Seconds for a row that another process writes to; that takes a microsecond unless it is stopped.
+# Seconds to wait for a row that another process is writing: a microsecond, unless it is stopped.
 _PATIENCE = 10.0
-# Rows that are copied at a time where all of a table is.
+# Rows in a block when a whole table is copied.
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class TableHandle:
-    """Where a process of the same host finds a table; it may travel by any message."""
+    """The data by which a process of the same host opens a table; it may be sent in any message."""
 
     name: str
     pid: int
@@ -48,26 +48,26 @@ class TableHandle:
 
 
 class Table:
-    """Rows of floats in shared memory, with the state of their optimizer beside them.
+    """Rows of floats in shared memory, stored together with the state of their optimizer.
 
-    The process that makes it fills it; others of the host open it by its `handle`. All may then
-    read and update at the same time. Each row that is read is as one update has left it, its state
-    too; rows of one call may be from different moments. A process that dies in the middle of an
-    update leaves the row that it was in as it was before. No call blocks but for a row that another
-    process is just writing to: for less than a microsecond, 10 s at most.
+    The process that creates the table fills it; other processes of the host open it by its
+    `handle`. All of them may read and update concurrently. A read returns each row, with its state,
+    as a completed update left it; the rows of one call may be from different times. If a process
+    dies during an update, the row that it was writing keeps its previous value. A call blocks only
+    on a row that another process is writing: usually for less than a microsecond, 10 s at most.
 
     Args:
-        rows: How many.
-        width: Elements of a row.
-        rule: How rows are updated: `SGD`, `Adagrad` or `Adam`.
+        rows: The number of rows.
+        width: The number of elements of a row.
+        rule: The optimizer of the rows: `SGD` (the default), `Adagrad` or `Adam`.
         dtype: float32 or float64.
-        name: What errors call it.
-        weight: The rows to begin with, of shape (rows, width); without, they are drawn from a
-            normal distribution, as those of `torch.nn.EmbeddingBag`.
+        name: The table's name in error messages.
+        weight: The initial rows, of shape (rows, width); by default drawn from a normal
+            distribution, as for `torch.nn.EmbeddingBag`.
 
     Raises:
-        UsageError: A shape, a dtype or a weight that can't be.
-        PhalanxError: There is not so much memory.
+        UsageError: The shape, the dtype or the weight is invalid.
+        PhalanxError: There is not enough memory.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class Table:
 
     @classmethod
     def open(cls, handle: TableHandle) -> Table:
-        """The table of another process of this host, which lives as long as somebody has it open.
+        """Open the table of another process of this host; it exists while any process has it open.
 
         Raises:
-            OSError: It isn't there: its process has ended, or is on another host or in another pid
-                namespace.
-            UsageError: The handle names another optimizer than the table has state for.
+            OSError: The table does not exist: its process has exited, or is on another host or in
+                another pid namespace.
+            UsageError: The table's state does not fit the optimizer in the handle.
         """
         core = _native.Rows.open(handle.pid, handle.descriptor, handle.nonce)
         if core.parts != 1 + len(handle.rule.state):
@@ -137,26 +137,26 @@ class Table:
 
     @property
     def step(self) -> int:
-        """How many updates there were; optimizers count by it."""
+        """The number of updates, which is the step count of the optimizer."""
         return self._core.step
 
     def view(self, part: int = 0) -> Tensor:
-        """All rows as they lie in memory, of shape (rows, width); part 1 and on: their state.
+        """Return a view of all rows, of shape (rows, width), or of their state (part 1 and up).
 
-        Nothing is synchronised: for tables that nobody else uses just now.
+        Access is not synchronized: use it only while no other process uses the table.
         """
         flat = from_dlpack(self._core.view(part)).view(self.dtype)
         return flat.view(self.rows, -1)[:, : self.width]
 
     def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The rows of these indices, of shape (*indices.shape, width).
+        """Return the rows of these indices, of shape (*indices.shape, width).
 
         Args:
-            indices: int64 or int32, on the CPU.
-            out: Where to put them: of that shape, contiguous, of the table's dtype.
+            indices: Row indices, int64 or int32, on the CPU.
+            out: The output tensor, of the returned shape and the table's dtype, contiguous.
 
         Raises:
-            UsageError: An index is out of range, or an argument isn't as said.
+            UsageError: An index is out of range, or an argument is invalid.
             PhalanxError: A process that is writing to one of the rows is stopped.
         """
         flat = checked_indices(self.name, indices)
@@ -186,20 +186,21 @@ class Table:
         per_sample_weights: Tensor | None = None,
         include_last_offset: bool = False,
     ) -> Tensor:
-        """The rows of each bag combined, as `torch.nn.functional.embedding_bag` does.
+        """Combine the rows of each bag, like `torch.nn.functional.embedding_bag`.
 
         Args:
-            indices: A flat list with `offsets`, or a row for each bag without.
-            offsets: Where each bag begins in the list, the first at 0; an empty bag gives zeros.
+            indices: Row indices: 1-D with `offsets`, or 2-D, one row for each bag, without.
+            offsets: The position in `indices` at which each bag begins, the first at 0. An empty
+                bag gives zeros.
             mode: "sum", "mean" or "max".
-            per_sample_weights: A factor for each index, of the table's dtype; for "sum".
-            include_last_offset: `offsets` has the list's length as its last.
+            per_sample_weights: A factor for each index, of the table's dtype; for "sum" only.
+            include_last_offset: Whether the last element of `offsets` is the number of indices.
 
         Returns:
             A tensor of shape (bags, width).
 
         Raises:
-            UsageError: An index or an offset is out of range, or an argument isn't as said.
+            UsageError: An index or an offset is out of range, or an argument is invalid.
             PhalanxError: A process that is writing to one of the rows is stopped.
         """
         flat = checked_indices(self.name, indices)
@@ -208,7 +209,7 @@ class Table:
         return self.pooled(Batch(flat, begins, mode, weights))
 
     def pooled(self, batch: Batch) -> Tensor:
-        """The same for what has been checked, but for where rows and bags are."""
+        """Combine the rows of a checked batch; only the ranges of rows and offsets are checked."""
         begins = torch.arange(len(batch.rows)) if batch.begins is None else batch.begins
         out = torch.empty(len(begins), self.width, dtype=self.dtype)
         trouble = self._core.pool(
@@ -225,18 +226,17 @@ class Table:
         return out
 
     def update(self, indices: Tensor, gradients: Tensor) -> None:
-        """One step of the optimizer with the gradients of these rows; others stay as they are.
+        """Make one step of the optimizer with the gradients of these rows; others do not change.
 
-        Gradients of a row that is there more than once are added up first. It counts as a step
-        also without any row.
+        The gradients of a duplicate row are summed first. A call without rows counts as a step too.
 
         Args:
-            indices: Flat, int64 or int32.
-            gradients: Of shape (len(indices), width), of the table's dtype.
+            indices: Row indices, 1-D, int64 or int32.
+            gradients: Gradients of shape (len(indices), width), of the table's dtype.
 
         Raises:
-            UsageError: An index is out of range, or an argument isn't as said: nothing is updated.
-            PhalanxError: A process that is writing to one of the rows is stopped: rows may have
+            UsageError: An index is out of range, or an argument is invalid. Nothing is updated.
+            PhalanxError: A process that is writing to one of the rows is stopped. Rows may have
                 been updated.
         """
         flat = checked_indices(self.name, indices)
@@ -248,16 +248,17 @@ class Table:
         self,
         batches: Sequence[Addresses],
         divisor: float = 1.0,
-        share: Share = Share(),  # noqa: B008 - it never changes
+        share: Share = Share(),  # noqa: B008 - it is immutable
         number: int = 0,
     ) -> None:
-        """The same with the gradients of several batches, added up and divided; all are checked.
+        """Make one step with the gradients of several checked batches, summed and divided.
 
         Args:
-            batches: Where they are.
-            divisor: By what sums are divided.
-            share: Which rows are updated.
-            number: Which step it is, if this is a part of one; 0: the next, which this counts.
+            batches: The addresses of the batches.
+            divisor: The divisor of the sums.
+            share: The share of the rows to update.
+            number: The number of the step, if this is a part of it; 0: the next step, which this
+                call counts.
         """
         flat, summed = added_up(batches, self.width, self.dtype, divisor, share)
         trouble = self._core.update(
@@ -272,9 +273,9 @@ class Table:
         self._check(trouble)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all rows, of their optimizer's state, and the number of steps.
+        """Return copies of all rows and of their optimizer's state, and the number of steps.
 
-        Others may go on with updates: each row is of one moment, with its state.
+        Updates may continue meanwhile: each row is consistent with its own state.
         """
         names = ("weight", *self.rule.state)
         state = {name: torch.empty(self.rows, self.width, dtype=self.dtype) for name in names}
@@ -284,10 +285,10 @@ class Table:
         return {**state, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Replace all rows, their state, and the number of steps, by what `state_dict` returned.
+        """Replace all rows, their state and the number of steps by a result of `state_dict`.
 
         Raises:
-            UsageError: It is of another shape, dtype or optimizer: nothing is replaced.
+            UsageError: The shape, the dtype or the optimizer differs. Nothing is replaced.
         """
         names = ("weight", *self.rule.state)
         expected = dict.fromkeys(names, ((self.rows, self.width), self.dtype))

@@ -1,4 +1,4 @@
-"""How rows are updated: the rules of `torch.optim` for sparse gradients, on the rows alone."""
+"""The optimizers of rows: those of `torch.optim` for sparse gradients, applied to rows alone."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["SGD", "Adagrad", "Adam", "Rule"]
 
 @dataclass(frozen=True)
 class Rule:
-    """What all rules have; `state` names what is kept for each row, of the row's own shape."""
+    """The base class of all rules; `state` names the tensors kept for each row, of its shape."""
 
     number: ClassVar[int]
     state: ClassVar[tuple[str, ...]]
     lr: float
 
     def factors(self) -> tuple[float, float, float, float, float]:
-        """Learning rate, its decay, epsilon, and the two betas, as the core takes them."""
+        """Return learning rate, its decay, epsilon and the two betas, as the core takes them."""
         return self.lr, 0.0, 0.0, 0.0, 0.0
 
     def _check(self, **least: float) -> None:
@@ -31,13 +31,13 @@ class Rule:
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """`torch.optim.SGD` without momentum, which has no meaning for rows that are seldom met.
+    """`torch.optim.SGD` without momentum, which is meaningless for rows that are rarely used.
 
     Args:
         lr: The learning rate.
 
     Raises:
-        UsageError: A factor below 0, or not finite.
+        UsageError: A factor is negative or not finite.
     """
 
     number = 0
@@ -54,12 +54,13 @@ class Adagrad(Rule):
 
     Args:
         lr: The learning rate.
-        lr_decay: Its decay: in step n it is `lr / (1 + (n - 1) * lr_decay)`.
-        initial_accumulator_value: What the sums of squares begin with.
-        eps: Added to their root.
+        lr_decay: The decay of the learning rate, which is `lr / (1 + (n - 1) * lr_decay)` in step
+            n.
+        initial_accumulator_value: The initial value of the sums of squares.
+        eps: The term added to their square root.
 
     Raises:
-        UsageError: A factor below 0, or not finite.
+        UsageError: A factor is negative or not finite.
     """
 
     number = 1
@@ -74,21 +75,21 @@ class Adagrad(Rule):
         self._check(lr_decay=self.lr_decay, initial_accumulator_value=initial, eps=self.eps)
 
     def factors(self) -> tuple[float, float, float, float, float]:
-        """As for all rules."""
+        """Return the factors of this rule."""
         return self.lr, self.lr_decay, self.eps, 0.0, 0.0
 
 
 @dataclass(frozen=True)
 class Adam(Rule):
-    """`torch.optim.SparseAdam`: moments move with the rows that are met, steps count for all.
+    """`torch.optim.SparseAdam`: moments change only for the rows in a step; steps count for all.
 
     Args:
         lr: The learning rate.
-        betas: How much of the first and of the second moment stays, each in [0, 1).
-        eps: Added to the root of the second.
+        betas: The decay rates of the first and the second moment, each in [0, 1).
+        eps: The term added to the square root of the second moment.
 
     Raises:
-        UsageError: A factor below 0, not finite, or a beta of 1 or more.
+        UsageError: A factor is negative or not finite, or a beta is 1 or more.
     """
 
     number = 2
@@ -103,5 +104,5 @@ class Adam(Rule):
             raise UsageError(f"Adam: betas={self.betas} given, expected two in [0, 1)")
 
     def factors(self) -> tuple[float, float, float, float, float]:
-        """As for all rules."""
+        """Return the factors of this rule."""
         return self.lr, 0.0, self.eps, *self.betas

@@ -1,4 +1,4 @@
-"""`Server`: what trainers call; one for each part of a table."""
+"""`Server`: a part of a table, which serves trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from phalanx.errors import CollectiveTimeout, PeerLost, PhalanxError, SnapshotError, UsageError
-from phalanx.rpc import seam
+from phalanx.rpc import peer_loss
 from phalanx.rpc.functions import async_execution
 from phalanx.rpc.table.arguments import checked_gradients, checked_indices, out_of_range
 from phalanx.rpc.table.gradients import Batch
@@ -29,7 +29,7 @@ __all__ = ["Server", "Terms"]
 
 
 class Terms(NamedTuple):
-    """What a server has, and how it is updated; fields are as `Server` and `Table` have them."""
+    """The shape of a server's part and its update settings; see `Server` and `Table`."""
 
     name: str
     rows: int
@@ -47,12 +47,12 @@ class Terms(NamedTuple):
 
 
 class _Waiter:
-    """A trainer that has given its gradients for a step.
+    """A trainer that waits for the end of its step.
 
     Args:
-        trainer: Its number.
-        step: Its step.
-        end: When it has waited for too long, in monotonic seconds.
+        trainer: The number of the trainer.
+        step: The number of its step.
+        end: The deadline, in seconds of the monotonic clock.
     """
 
     def __init__(self, trainer: int, step: int, end: float) -> None:
@@ -61,34 +61,34 @@ class _Waiter:
         self.error: PhalanxError | None = None
 
     def settle(self) -> None:
-        """Say how it ended, without the server's lock: an answer is sent here."""
+        """Complete the future; call this without the server's lock, since it sends an answer."""
         if self.error is None:
             self.future.set_result(self.step)
         else:
-            self.future.set_exception(self.error)  # type: ignore[arg-type] # its stub is wrong
+            self.future.set_exception(self.error)  # type: ignore[arg-type] # the stub is wrong
 
 
 class Server:
-    """Rows of a table, and the trainers that update them, in step or within a bound.
+    """Rows of a table, updated by trainers synchronously or within a staleness bound.
 
-    In step (`staleness=None`): the gradients of all trainers for a step are averaged, as
-    data-parallel training averages them, and applied at once; `update` returns when that is done.
-    So the table goes through the very states of a single process with all their batches.
+    Synchronous (`staleness=None`): the gradients of all trainers for a step are averaged, as in
+    data-parallel training, and applied at once; `update` returns when that is done. The table goes
+    through the same states as in a single process with all their batches.
 
-    With a bound: each update is applied when it comes. It returns once no trainer is more than
-    `staleness` steps behind it (stale synchronous parallel: Ho et al., NIPS 2013): whoever waits
-    for it before its step n + 1 sees all updates up to step n - `staleness`, of all trainers.
+    With a bound: each update is applied when it arrives. `update` returns once no trainer is more
+    than `staleness` steps behind (stale synchronous parallel: Ho et al., NIPS 2013). A trainer that
+    waits for it before step n + 1 sees the updates of all trainers up to step n - `staleness`.
 
-    Its methods may be called by many threads at the same time.
+    Methods may be called from several threads concurrently.
 
     Args:
-        table: Its rows.
-        trainers: How many update it, numbered from 0.
-        staleness: None, or how many steps a trainer may be ahead of another.
-        timeout: Seconds that an update waits for other trainers.
+        table: The rows.
+        trainers: The number of trainers that update the rows; they are numbered from 0.
+        staleness: The number of steps that a trainer may be ahead of another; None: synchronous.
+        timeout: The time that an update waits for other trainers, in seconds.
 
     Raises:
-        UsageError: No trainer, or a bound below 0.
+        UsageError: There is no trainer, or the bound is negative.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Server:
         self.table = table
         self.trainers, self.staleness, self.timeout = trainers, staleness, timeout
         self._lock = threading.Lock()
-        # Guarded by it: how many steps each trainer has made, what has come for the next one, and
-        # who waits.
+        # The lock guards the steps made by each trainer, the gradients for the next step, and the
+        # waiting trainers.
         self._made = [0] * trainers
         self._given: dict[int, tuple[Tensor, Tensor]] = {}
         self._waiters: list[_Waiter] = []
@@ -130,20 +130,21 @@ class Server:
         name: str = "table",
         weight: Callable[[Tensor], Tensor] | None = None,
     ) -> Server:
-        """A server with a table for its rows of a split; `weight` gives those of a list of rows.
+        """Create a server with a table for its rows of a split.
 
-        Arguments are those of `Table` and of the class; errors too.
+        `weight` is a function from the indices of rows to their initial values. The other
+        arguments, and the errors, are those of `Table` and of this class.
         """
         first = None if weight is None else weight(shards.rows_of(server))
         table = Table(shards.count(server), width, rule, dtype=dtype, name=name, weight=first)
         return cls(table, trainers, staleness=staleness, timeout=timeout)
 
     def handle(self) -> TableHandle:
-        """Where processes of this host find the rows."""
+        """Return the handle by which processes of this host open the table."""
         return self.table.handle
 
     def terms(self) -> Terms:
-        """What trainers must know of it."""
+        """Return the shape and the update settings, for trainers."""
         table = self.table
         return Terms(
             table.name,
@@ -156,25 +157,25 @@ class Server:
         )
 
     def lookup(self, indices: Tensor) -> Tensor:
-        """The rows of these indices, as `Table.gather` gives them."""
+        """Return the rows of these indices, like `Table.gather`."""
         return self.table.gather(indices)
 
     def update(self, indices: Tensor, gradients: Tensor, trainer: int = 0) -> int:
-        """Take a trainer's gradients for its next step: one call for each, with rows or without.
+        """Make a trainer's next step with its gradients; each step is one call, even without rows.
 
-        Blocks until the step is made by all (in step), or until no trainer is too far behind.
-        Gradients of a row that is there more than once are added up.
+        Blocks until all trainers have made the step (synchronous), or until no trainer is too far
+        behind. The gradients of a duplicate row are summed.
 
         Returns:
-            How many steps this trainer has made.
+            The number of steps that this trainer has made.
 
         Raises:
-            UsageError: An index is out of range, or an argument isn't as expected: nothing is
-                updated, and the trainer's step isn't made.
-            CollectiveTimeout: Trainers are missing; they are named. In step, the gradients of those
-                who waited are dropped: nothing is updated.
+            UsageError: An index is out of range, or an argument is invalid. Nothing is updated, and
+                the step is not made.
+            CollectiveTimeout: Trainers are missing; the message names them. In synchronous mode the
+                gradients of the trainer that timed out are dropped, and nothing is updated.
             PeerLost: A trainer has died.
-            PhalanxError: A row couldn't be updated; this update and all later ones raise it.
+            PhalanxError: A row could not be updated; this update and all later ones raise it.
         """
         step: int = self.begin_update(indices, gradients, trainer).wait()
         return step
@@ -183,15 +184,15 @@ class Server:
     def begin_update(
         self, indices: Tensor, gradients: Tensor, trainer: int = 0
     ) -> torch.futures.Future[int]:
-        """The same, without waiting: a future of the number of steps.
+        """Start `update` without waiting, and return a future of the number of steps.
 
-        Called from another worker (`rref.rpc_sync().begin_update(...)`) it gives the number itself,
-        and no thread of this worker waits meanwhile.
+        If another worker calls it (`rref.rpc_sync().begin_update(...)`), the call returns the
+        number itself, and no thread of this worker waits meanwhile.
 
         Raises:
-            UsageError: As `update`; what comes later is raised by the future.
-            PeerLost: As `update`.
-            PhalanxError: As `update`.
+            UsageError: As in `update`; the future raises errors that occur later.
+            PeerLost: As in `update`.
+            PhalanxError: As in `update`.
         """
         indices, gradients = self._checked(indices, gradients, trainer)
         with self._lock:
@@ -203,6 +204,9 @@ class Server:
                 )
         if self.staleness is not None:
             self.table.update(indices, gradients)
+        elif self.trainers > 1:
+            # A caller in this process may change them before the last trainer arrives.
+            indices, gradients = indices.clone(), gradients.clone()
         with self._lock:
             waiter = _Waiter(trainer, self._made[trainer] + 1, time.monotonic() + self.timeout)
             self._waiters.append(waiter)
@@ -219,11 +223,11 @@ class Server:
         return waiter.future
 
     def enrol(self, trainer: int, worker: int | None) -> None:
-        """Say which worker of `phalanx.rpc` a trainer is; if that is lost, so is the trainer.
+        """Register the worker of `phalanx.rpc` that a trainer is; if it is lost, so is the trainer.
 
         Args:
-            trainer: Its number.
-            worker: The worker's id; None where it is none.
+            trainer: The number of the trainer.
+            worker: The worker's id, or None if the trainer is not a worker.
         """
         self._check_trainer(trainer)
         if worker is None:
@@ -232,16 +236,16 @@ class Server:
 
         def lost(one: int) -> None:
             if one == worker and (server := here()) is not None:
-                server.lose(trainer, seam.why_lost(one))
+                server.lose(trainer, peer_loss.get_loss_reason(one))
 
-        seam.when_lost(lost)
+        peer_loss.add_listener(lost)
 
     def lose(self, trainer: int, why: str) -> None:
-        """Say that a trainer has died: updates that wait, and all later ones, raise `PeerLost`.
+        """Mark a trainer as dead: pending updates and all later ones raise `PeerLost`.
 
         Args:
-            trainer: Its number.
-            why: What is known of it: its name, its pid, the signal.
+            trainer: The number of the trainer.
+            why: The reason for the error message, such as its name, its pid and the signal.
         """
         with self._lock:
             self._failure = PeerLost(f"table {self.table.name!r}: trainer {trainer} is lost: {why}")
@@ -273,7 +277,7 @@ class Server:
         return flat, checked
 
     def _apply(self) -> None:
-        """Make the step for which all have given their gradients, in the order of the trainers."""
+        """Make a synchronous step with all trainers' gradients, in the order of the trainers."""
         given = [self._given[trainer] for trainer in range(self.trainers)]
         self._given.clear()
         try:
@@ -285,7 +289,7 @@ class Server:
             self._made = [made + 1 for made in self._made]
 
     def _served(self) -> list[_Waiter]:
-        """Those who need wait no longer."""
+        """Remove and return the waiters whose wait has ended, by success or by failure."""
         if self._failure is not None:
             return self._failed(self._failure)
         least = min(self._made) + (self.staleness or 0)
@@ -301,7 +305,7 @@ class Server:
         return ended
 
     def _arm(self) -> None:
-        """See to it that those who wait wait no longer than they may."""
+        """Start the timer that enforces the deadlines of the waiters."""
         if self._waiters and self._timer is None:
             seconds = max(0.0, self._waiters[0].end - time.monotonic())
             self._timer = threading.Timer(seconds, _expire, (weakref.ref(self),))
@@ -336,13 +340,14 @@ class Server:
         )
 
     def save(self, path: str) -> None:
-        """Write the rows, their state and how far the trainers are, to a directory of its own.
+        """Write the rows, their state and the trainers' step counts to a directory of its own.
 
-        By `torch.distributed.checkpoint`. Updates that come meanwhile are in it or aren't, each
-        row whole; for a state between two steps call it when no update is under way.
+        The format is that of `torch.distributed.checkpoint`. Concurrent updates may or may not be
+        included, each row completely. To save a state between two steps, call this while no update
+        is in progress.
 
         Raises:
-            SnapshotError: It can't be written.
+            SnapshotError: The directory cannot be written.
         """
         with self._lock:
             made = torch.tensor(self._made)
@@ -354,13 +359,13 @@ class Server:
             raise SnapshotError(f"table {self.table.name!r}: {path} can't be written") from error
 
     def load(self, path: str) -> None:
-        """Replace all of that by what `save` has written.
+        """Replace the rows, their state and the step counts by those that `save` has written.
 
-        PyTorch reads what such a directory says of itself with pickle: give it only your own.
+        PyTorch reads the metadata of the directory with pickle: load only trusted directories.
 
         Raises:
-            SnapshotError: It can't be read, or is of another shape, optimizer or number of
-                trainers; nothing is replaced.
+            SnapshotError: The directory cannot be read, or has another shape, optimizer or number
+                of trainers. Nothing is replaced.
         """
         state: dict[str, Any] = {
             "table": self.table.state_dict(),
@@ -383,7 +388,7 @@ class Server:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without PyTorch's warning that a part is written by one process: it is meant so."""
+    """Suppress PyTorch's warning about saving from a single process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

@@ -1,4 +1,4 @@
-"""The servers of a table, made and kept by one call each: for the process that drives a job."""
+"""Deployment, saving and loading of a table's servers, for the process that drives a job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.rpc.table.shards import Shards, split_of
 __all__ = ["load", "save", "serve"]
 
 _SECONDS = 3600.0
-"""For a server to make, write or read its part."""
+"""The timeout for a server to create, write or read its part."""
 
 
 def serve(
@@ -34,30 +34,33 @@ def serve(
     name: str = "table",
     weight: Callable[[Tensor], Tensor] | None = None,
 ) -> list[RRef[Server]]:
-    """Put a table on workers of `phalanx.rpc`; blocks until all have their part.
+    """Create a table on workers of `phalanx.rpc`; block until all have their part.
 
     Args:
         workers: Names or ids of the servers, in the order of the parts.
-        num_embeddings: Rows of the whole table.
-        embedding_dim: Elements of a row.
-        rule: How rows are updated: `SGD` (without one), `Adagrad` or `Adam`.
-        shards: "range": rows that follow one another are on one server; "hash": row r is on
-            server r modulo their number.
-        trainers: How many update it.
-        staleness: None: trainers go in step; else how many steps one may be ahead of another.
-        timeout: Seconds that an update waits for other trainers.
+        num_embeddings: The number of rows of the whole table.
+        embedding_dim: The number of elements of a row.
+        rule: The optimizer of the rows: `SGD` (the default), `Adagrad` or `Adam`.
+        shards: "range" places consecutive rows on the same server; "hash" places row r on server
+            r modulo the number of servers.
+        trainers: The number of trainers that update the table.
+        staleness: The number of steps that a trainer may be ahead of another; None: trainers step
+            synchronously.
+        timeout: The time that an update waits for other trainers, in seconds.
         dtype: float32 or float64.
-        name: What errors call the table.
-        weight: Gives the first values, of shape [n, embedding_dim], for a list of n rows; a
-            function that can be sent. By default drawn from a normal distribution.
+        name: The table's name in error messages.
+        weight: A function, which must be serializable, from n row indices to their initial
+            values, of shape (n, embedding_dim). By default the values are drawn from a normal
+            distribution.
 
     Returns:
-        References for `ShardedEmbeddingBag`. The table lives as long as any of them does.
+        References for `ShardedEmbeddingBag`. The part of a server lives as long as a reference to
+        it.
 
     Raises:
-        UsageError: An argument isn't as said, or there is no such worker.
-        PhalanxError: A server hasn't so much memory, or is lost.
-        CallTimeout: One hasn't its part after an hour.
+        UsageError: An argument is invalid, or there is no such worker.
+        PhalanxError: A server does not have enough memory, or is lost.
+        CallTimeout: A server does not have its part after an hour.
     """
     split = split_of(shards, num_embeddings, len(workers))
     terms: dict[str, Any] = {
@@ -76,23 +79,24 @@ def serve(
 
 
 def save(servers: Sequence[RRef[Server]], path: str) -> None:
-    """Have all servers write their parts: `Server.save` to `path`/server-0 and so on.
+    """Write the parts of all servers, each by `Server.save`, to `path`/server-0 and so on.
 
-    Call it between two steps, for a snapshot of one state. Paths are those of each server's host.
+    Call it between two steps, so that the parts are of the same state. Each path is on its server's
+    host.
 
     Raises:
-        SnapshotError: One couldn't.
-        CallTimeout: One hasn't after an hour.
+        SnapshotError: A server could not write its part.
+        CallTimeout: A server has not written its part after an hour.
     """
     _each(servers, "save", path)
 
 
 def load(servers: Sequence[RRef[Server]], path: str) -> None:
-    """Have all servers read what `save` has written, by as many servers; `Server.load`.
+    """Read the parts that `save` has written from as many servers, each by `Server.load`.
 
     Raises:
-        SnapshotError: One couldn't; others may have.
-        CallTimeout: One hasn't after an hour.
+        SnapshotError: A server could not read its part; others may have.
+        CallTimeout: A server has not read its part after an hour.
     """
     _each(servers, "load", path)
 

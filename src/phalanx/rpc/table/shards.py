@@ -1,4 +1,4 @@
-"""Which server has which row of a table that is split."""
+"""The assignment of a table's rows to servers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ __all__ = ["HashShards", "RangeShards", "Shards", "split_of"]
 
 
 class Shards(Protocol):
-    """A split of rows 0 to `rows` - 1 over `servers`; every process computes the same."""
+    """A split of rows 0 to `rows` - 1 over `servers`, the same in every process."""
 
     rows: int
     servers: int
 
     def count(self, server: int) -> int:
-        """How many rows a server has."""
+        """Return the number of rows of a server."""
 
     def rows_of(self, server: int) -> Tensor:
-        """Which rows those are, in the order in which the server has them."""
+        """Return the indices of a server's rows, in the server's order."""
 
     def place(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The server of each row, and its number there."""
+        """Return each row's server, and the row's index on that server."""
 
 
 def _check(rows: int, servers: int) -> None:
@@ -38,14 +38,14 @@ def _check(rows: int, servers: int) -> None:
 
 
 class RangeShards:
-    """Each server has rows that follow one another; the first ones have one more where it's uneven.
+    """A split into consecutive rows; if it is uneven, the first servers have one row more.
 
     Args:
-        rows: Of the whole table.
-        servers: How many.
+        rows: The number of rows of the whole table.
+        servers: The number of servers.
 
     Raises:
-        UsageError: No server, or more servers than rows.
+        UsageError: There is no server, or there are more servers than rows.
     """
 
     def __init__(self, rows: int, servers: int) -> None:
@@ -56,28 +56,28 @@ class RangeShards:
         self._bounds = torch.tensor(self._begins[1:])
 
     def count(self, server: int) -> int:
-        """How many rows a server has."""
+        """Return the number of rows of a server."""
         return self._begins[server + 1] - self._begins[server]
 
     def rows_of(self, server: int) -> Tensor:
-        """Which rows those are, in the order in which the server has them."""
+        """Return the indices of a server's rows, in the server's order."""
         return torch.arange(self._begins[server], self._begins[server + 1])
 
     def place(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The server of each row, and its number there."""
+        """Return each row's server, and the row's index on that server."""
         owners = torch.bucketize(indices, self._bounds, right=True)
         return owners, indices - torch.tensor(self._begins)[owners]
 
 
 class HashShards:
-    """Row r is on server r modulo `servers`: rows that are met often spread over all of them.
+    """A split with row r on server r modulo `servers`, which spreads frequent rows over all.
 
     Args:
-        rows: Of the whole table.
-        servers: How many.
+        rows: The number of rows of the whole table.
+        servers: The number of servers.
 
     Raises:
-        UsageError: No server, or more servers than rows.
+        UsageError: There is no server, or there are more servers than rows.
     """
 
     def __init__(self, rows: int, servers: int) -> None:
@@ -85,15 +85,15 @@ class HashShards:
         self.rows, self.servers = rows, servers
 
     def count(self, server: int) -> int:
-        """How many rows a server has."""
+        """Return the number of rows of a server."""
         return len(range(server, self.rows, self.servers))
 
     def rows_of(self, server: int) -> Tensor:
-        """Which rows those are, in the order in which the server has them."""
+        """Return the indices of a server's rows, in the server's order."""
         return torch.arange(server, self.rows, self.servers)
 
     def place(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """The server of each row, and its number there."""
+        """Return each row's server, and the row's index on that server."""
         return indices % self.servers, indices.div(self.servers, rounding_mode="floor")
 
 
@@ -101,10 +101,10 @@ _SPLITS: dict[str, Callable[[int, int], Shards]] = {"range": RangeShards, "hash"
 
 
 def split_of(shards: str, rows: int, servers: int) -> Shards:
-    """The split of that name.
+    """Return the split of this name.
 
     Raises:
-        UsageError: There is none, or it can't be made.
+        UsageError: There is no split of this name, or the numbers of rows and servers are invalid.
     """
     if shards not in _SPLITS:
         raise UsageError(f"shards={shards!r} given, expected one of {[*_SPLITS]}")

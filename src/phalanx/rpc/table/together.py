@@ -1,4 +1,4 @@
-"""A step of trainers that share the servers' host: in memory, without a call to anybody."""
+"""A synchronous step of trainers on the servers' host: in memory, without a remote call."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ if TYPE_CHECKING:
 
 __all__ = ["Together"]
 
-# Of the group's own methods, since `torch.distributed`'s functions for them take as long again.
+# Options for the group's own methods: the functions of `torch.distributed` would double the time.
 _GATHER, _REDUCE = AllgatherOptions(), AllreduceOptions()
 _GATHER.asyncOp = _REDUCE.asyncOp = False
 _FIELDS = 5
-"""Of a parcel's head, for each server: the step, rows, bags (-1: each row is one), mode, and
-whether there are weights. Where the first is below 0, so many bytes are needed."""
+"""The number of fields in a parcel's header for each server: the step, rows, bags (-1: each row is
+a bag), mode, and whether there are weights. A negative first field -n requests parcels of n bytes.
+"""
 
 
 class Together:
-    """Shows each trainer of a group the gradients of all; each updates its share of the rows.
+    """An exchange of gradients among trainers, each of which then updates its share of the rows.
 
-    All are on the servers' host, so that they may write to their memory as the servers do. What
-    travels is the gradients of bags: several times less than those of rows.
+    All trainers are on the servers' host and write to the servers' memory. They exchange the
+    gradients of bags, which are several times smaller than those of rows.
 
-    Parcels are of one size, of which all know: room for the largest batch so far. Who needs more
-    says so in an empty one, and all begin again with larger ones.
+    All parcels have the same size, which fits the largest batch so far. A trainer that needs more
+    sends an empty parcel with the size, and all repeat the exchange with larger parcels.
 
     Args:
-        group: The trainers', in the order of their numbers.
-        rows: All rows; each server's are in memory.
+        group: The trainers' process group, in the order of their numbers.
+        rows: The rows of the whole table; those of every server must be in memory.
     """
 
     def __init__(self, group: dist.ProcessGroup, rows: Rows) -> None:
@@ -58,12 +59,15 @@ class Together:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, rows: Rows, trainer: int) -> Together | None:
-        """For trainers in step that all have all rows in memory; None where some haven't.
+        """Return an exchange if all trainers are synchronous and have all rows in memory.
 
-        All ranks of the group call it, and none goes on before all have.
+        Otherwise return None, on all trainers.
+
+        All ranks of the group must call it; it blocks until they have.
 
         Raises:
-            UsageError: A trainer's number isn't its rank, or the servers have other trainers.
+            UsageError: A trainer's number is not its rank, or the servers have a different number
+                of trainers.
         """
         rank, size, terms = dist.get_rank(group), dist.get_world_size(group), rows.terms
         if (trainer, terms.trainers) != (rank, size):
@@ -76,15 +80,15 @@ class Together:
         return cls(group, rows) if usable.item() else None
 
     def step(self, given: Sequence[tuple[Batch, Tensor]]) -> None:
-        """Make a step with the mean of all trainers' gradients; blocks until it is made.
+        """Make a step with the mean of all trainers' gradients; block until it is made.
 
         Args:
-            given: For each server this trainer's batch, of mode "sum" or "mean", and the gradients
-                of its bags, [bags, width].
+            given: For each server, this trainer's batch, of mode "sum" or "mean", and the
+                gradients of its bags, of shape (bags, width).
 
         Raises:
-            PhalanxError: A trainer couldn't update a row, or what the group's collectives raise
-                (`PeerLost`, `CollectiveTimeout`): rows may have been updated.
+            PhalanxError: A trainer could not update a row, or a collective of the group failed
+                (`PeerLost`, `CollectiveTimeout`). Rows may have been updated.
         """
         while (heads := self._exchange(given)) is None:
             pass
@@ -93,7 +97,7 @@ class Together:
             self._update(heads)
             self._failures[0] = 0
         finally:
-            # Nobody reads a row before all are updated.
+            # Also a barrier: no trainer reads a row before all rows are updated.
             self._group.allreduce([self._failed], _REDUCE).wait()
         if failures := int(self._failures[0]):
             raise PhalanxError(
@@ -102,7 +106,7 @@ class Together:
             )
 
     def _exchange(self, given: Sequence[tuple[Batch, Tensor]]) -> list[list[int]] | None:
-        """Show the gradients to all; their heads, or None if there wasn't room for some."""
+        """Exchange the gradients; return all headers, or None if a parcel was too small."""
         need = self._head + sum(self._sized(batch, outputs) for batch, outputs in given)
         if need > self._parcel.numel():
             self._own_head[0] = -need
@@ -143,12 +147,12 @@ class Together:
                 fields = head[_FIELDS * server : _FIELDS * (server + 1)]
                 batch, at[trainer] = self._unpacked(at[trainer], fields)
                 batches.append(batch)
-            # The first one counts the step.
+            # Rank 0 counts the step.
             number = heads[0][_FIELDS * server] if self._rank else 0
             memory.update_all(batches, self._size, share, number)
 
     def _unpacked(self, at: int, fields: Sequence[int]) -> tuple[Addresses, int]:
-        """Where a batch's parts are, of which the first is at an address, and what follows it."""
+        """Return the addresses of a batch that begins at `at`, and the address of its end."""
         _, rows, bags, mode, weighted = fields
         begins = at + 8 * rows
         weights = begins + 8 * max(bags, 0)
@@ -167,5 +171,5 @@ class Together:
 
 
 def _whole(size: int) -> int:
-    """Bytes up to the next multiple of 8."""
+    """Round a size in bytes up to a multiple of 8."""
     return -(-size // 8) * 8

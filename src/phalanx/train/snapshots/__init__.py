@@ -1,15 +1,17 @@
-"""Snapshots: the state of a training on disk, whole or not there at all, and checked before use.
+"""Snapshots: training state on disk, written atomically and verified before use.
 
-- `tree`: a state of nested dicts and lists as JSON, with references to its tensors.
-- `safetensors`: the layout of the files that hold the tensors.
-- `files`: bytes to disk and back, with their checksum on the way.
-- `directory`: the names in the directory; how a snapshot begins, is committed and is removed.
-- `pieces`: which rank writes which part of a tensor, and how parts become tensors again.
-- `manifest`: what a snapshot says of itself.
-- `peers`: a step that succeeds on all ranks or fails on all.
-- `saving`, `loading`, `store`: the two ways, and `Snapshots`, which has both.
+- `tree`: the conversion of nested dicts and lists to JSON, with references to tensors.
+- `safetensors`: the format of the files that hold the tensors.
+- `files`: file input and output with checksums.
+- `directory`: the creation, commit and removal of snapshots in their directory.
+- `pieces`: the division of tensors between ranks, and their reassembly.
+- `manifest`: the description of a snapshot's contents.
+- `likeness`: the comparison of a snapshot with an existing state.
+- `peers`: actions that succeed on all ranks or fail on all ranks.
+- `saving`, `loading`: the procedures to save and load.
+- `store`: `Snapshots`, the public interface.
 
-Everything about why is in docs/design/snapshots.md.
+docs/design/snapshots.md explains the design.
 """
 
 from phalanx.train.snapshots.loading import Snapshot

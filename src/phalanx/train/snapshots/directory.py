@@ -1,7 +1,8 @@
-"""The names in the directory of snapshots: how one begins, is committed and is removed.
+"""The directory of snapshots: the creation, commit and removal of snapshots.
 
-A name says in which order snapshots were saved, and at which step: `000007-step-1200`. What begins
-with `.saving-` or `.removing-` is what a death left behind. Nothing else is ever touched.
+The name of a snapshot, such as `000007-step-1200`, contains its position in the order of saving and
+its step. Names that begin with `.saving-` or `.removing-` belong to operations in progress, or
+remain from a killed process. Entries other than these and snapshots are never modified.
 """
 
 import contextlib
@@ -26,28 +27,29 @@ _log = logging.getLogger("phalanx")
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _FILE = re.compile(r"manifest\.json|SHA256SUMS|state-\d+\.safetensors")
 _LEFT = re.compile(r"\.(saving-probe|(saving|removing)-\d{6,}-step-\d+)-[0-9a-f]{8}")
-# Seconds to wait for another process that saves: one that is being killed may still sync.
+# Seconds to wait for another process to release the lock. A process that is being killed may still
+# be in fsync.
 _PATIENCE = 30.0
 
 
 def step_in(name: str) -> int | None:
-    """Return the step that a name says, None if it isn't a snapshot's."""
+    """Return the step in the name of a snapshot, or None if the name is not that of a snapshot."""
     match = _NAME.fullmatch(name)
     return int(match[2]) if match else None
 
 
 class Directory:
-    """A directory of snapshots, as the one rank sees it that changes it.
+    """A directory of snapshots. Only rank 0 begins, commits and removes snapshots.
 
     Args:
-        path: Made if it isn't there.
-        keep: How many snapshots stay.
+        path: The path of the directory; `prepare` creates it if it does not exist.
+        keep: Number of snapshots to keep.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self.keep = keep
-        #: Names of snapshots that were found to be unusable; they go first.
+        #: Names of snapshots found to be unusable; they are removed first.
         self.bad: set[str] = set()
         self._lock: int | None = None
         self._temporary: Path | None = None
@@ -55,10 +57,10 @@ class Directory:
         self._name = ""
 
     def prepare(self) -> None:
-        """Make the directory, and try that it can be written.
+        """Create the directory, and check that it can be written.
 
         Raises:
-            SnapshotError: It can't.
+            SnapshotError: The directory cannot be created or written.
         """
         try:
             self._make()
@@ -76,10 +78,10 @@ class Directory:
         (self.path / self.leave_probe()).unlink()
 
     def leave_probe(self) -> str:
-        """Write a small file, and return its name.
+        """Write a small probe file, and return its name.
 
         Raises:
-            OSError: It can't be written; nothing is left of it.
+            OSError: The file cannot be written; no partial file remains.
         """
         probe = self.path / f".saving-probe-{secrets.token_hex(4)}"
         try:
@@ -90,16 +92,22 @@ class Directory:
         return probe.name
 
     def names(self) -> list[str]:
-        """Return the names of all snapshots, the one saved last first."""
+        """Return the names of all snapshots, the most recently saved first."""
         found = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
         return sorted(found, key=_number, reverse=True)
 
     def begin(self, step: int) -> Path:
-        """Return a new directory for the files of a snapshot; lock out other processes that save.
+        """Create a temporary directory for the files of a snapshot, and lock out other processes.
+
+        Blocks for up to 30 s while another process holds the lock, and until the removal of old
+        snapshots has ended.
+
+        Returns:
+            The path of the temporary directory.
 
         Raises:
-            OSError: The directory can't be made.
-            SnapshotError: Another process saves there.
+            OSError: The directory cannot be created.
+            SnapshotError: Another process is still saving there.
         """
         self._acquire()
         self.settle()
@@ -112,12 +120,18 @@ class Directory:
         return temporary
 
     def commit(self) -> Path:
-        """Give what `begin` began its name, once its files are on the disk; remove what is too old.
+        """Rename the temporary directory to its final name, and remove snapshots beyond `keep`.
+
+        The files in it must already be on disk.
+
+        Returns:
+            The path of the snapshot.
 
         Raises:
-            OSError: The system's; `end` then removes what has no name yet.
+            OSError: The snapshot cannot be committed; `end` then removes it unless it has its
+                final name already.
         """
-        assert self._temporary is not None  # between begin and end, by the one caller
+        assert self._temporary is not None  # called once between begin and end
         final = self.path / self._name
         sync_directory(self._temporary)
         os.rename(self._temporary, final)
@@ -130,17 +144,17 @@ class Directory:
         return final
 
     def end(self) -> None:
-        """Remove what wasn't committed, and let other processes save."""
+        """Remove a snapshot that was not committed, and release the lock."""
         temporary, self._temporary = self._temporary, None
         if temporary is not None:
             _remove(temporary)
         lock, self._lock = self._lock, None
         if lock is not None:
-            with contextlib.suppress(OSError):  # nothing was written through it, and it is closed
+            with contextlib.suppress(OSError):  # nothing was written, and it is closed even so
                 os.close(lock)
 
     def settle(self) -> None:
-        """Wait until what is no longer needed is removed."""
+        """Wait until the removal of old snapshots has ended."""
         if self._remover is not None:
             self._remover.join()
             self._remover = None
@@ -151,14 +165,14 @@ class Directory:
         ranked += [name for name in names if name in self.bad]
         removed: list[Path] = []
         for name in reversed(ranked[self.keep :]):
-            # Under another name first: a death while it is removed must not leave half of it.
+            # Rename it first, so that a killed process leaves no half-removed snapshot.
             away = self.path / f".removing-{name}-{secrets.token_hex(4)}"
             os.rename(self.path / name, away)
             self.bad.discard(name)
             removed.append(away)
         if removed:
             sync_directory(self.path)
-            # A large file takes half as long to remove as to write: nobody need wait for it.
+            # Removing a large file takes half as long as writing it, so do not wait for it.
             self._remover = threading.Thread(target=_remove_all, args=(removed,))
             self._remover.start()
 
@@ -198,7 +212,7 @@ def _number(name: str) -> int:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether a directory holds what snapshots hold and nothing else."""
+    """Return whether a path is a directory that contains only files of snapshots."""
     if path.is_symlink() or not path.is_dir():
         return False
     return all(_FILE.fullmatch(name) for name in os.listdir(path))
@@ -210,13 +224,13 @@ def _remove_all(paths: list[Path]) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory or a file that no snapshot needs; say so if that fails."""
+    """Remove a directory or a file, and log a warning if that fails."""
     try:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
     except FileNotFoundError:
-        return  # another process was quicker
+        return  # another process has removed it
     except OSError as error:
         _log.warning("%s can't be removed: %s", path, error)

@@ -1,8 +1,9 @@
-"""Bytes to disk and back, their SHA-256 taken on the way."""
+"""Writing and reading files, with their SHA-256 computed at the same time."""
 
 import ctypes
 import hashlib
 import os
+import stat
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,14 +16,14 @@ from torch import Tensor
 
 __all__ = ["ContentError", "memory", "read_checked", "read_small", "sync_directory", "write_file"]
 
-# What is written, read and hashed at once, in bytes: threads that hand over often wait often, on a
-# busy machine for long.
+# Bytes written, read and hashed at a time. It is large because each handover between threads may
+# wait, on a busy machine for long.
 BATCH = 32 * 2**20
-# Buffers in a batch; the system takes 1024.
+# Maximum number of buffers in a batch; the system call accepts 1024.
 BUFFERS = 512
-# Smaller parts are put together first.
+# Parts of at most this many bytes are joined before they are written.
 SMALL = 2**16
-# Batches that may wait to be hashed. They hold memory only where a tensor had to be copied.
+# Maximum number of batches waiting to be hashed. They use extra memory only for copied tensors.
 BACKLOG = 8
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _sync_file_range = ctypes.CDLL(None).sync_file_range
@@ -30,11 +31,11 @@ _sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctype
 
 
 class ContentError(ValueError):
-    """A file that doesn't hold what it should."""
+    """Raised if a file does not have the expected content."""
 
 
 class _Hash:
-    """SHA-256 on a thread of its own: OpenSSL leaves the interpreter alone meanwhile."""
+    """A SHA-256 computed on a separate thread, as hashlib releases the GIL."""
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -53,7 +54,7 @@ class _Hash:
         self._thread.shutdown(cancel_futures=True)
 
     def update(self, batch: Sequence[memoryview]) -> None:
-        """Take some buffers in; they must not change until `hexdigest`."""
+        """Add buffers, which must not change until `hexdigest` returns."""
         if not self._pending and sum(map(len, batch)) <= SMALL:
             self._take(batch)
             return
@@ -72,18 +73,18 @@ class _Hash:
 
 
 def memory(buffer: Tensor) -> memoryview:
-    """Return the memory of a uint8[n]."""
+    """Return a view of the memory of a uint8[n] tensor."""
     array: Any = buffer.numpy()
     return memoryview(array)
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
-    """Write a new file, flush it to the disk, and return its length and SHA-256.
+    """Write a new file, flush it to disk, and return its length in bytes and its SHA-256.
 
-    Blocks until the disk has it.
+    Blocks until the data is on disk.
 
     Raises:
-        OSError: The system's; what has been written stays, for the caller to remove.
+        OSError: The file cannot be written. The caller must remove a partly written file.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     descriptor = os.open(path, flags, 0o666)
@@ -101,7 +102,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, st
 
 
 def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
-    """Yield all bytes in order, about `BATCH` of them at a time."""
+    """Yield all bytes in order, in batches of about `BATCH` bytes."""
     batch: list[memoryview] = []
     length = 0
     for buffer in _buffers(parts):
@@ -115,7 +116,7 @@ def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _buffers(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
-    """Yield large parts as they are, at most `BATCH` of each at a time, and small ones together."""
+    """Yield small parts joined, and large parts in slices of at most `BATCH` bytes."""
     together = bytearray()
     for part in parts:
         if len(part) <= SMALL:
@@ -132,12 +133,12 @@ def _buffers(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
 
 
 def _start_writing(descriptor: int, start: int, length: int) -> None:
-    """Have the kernel begin with bytes that were written; a hint, whatever becomes of it."""
+    """Ask the kernel to start the writeback of a range; a hint, so errors are ignored."""
     _sync_file_range(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
 
 
 def _write(descriptor: int, batch: Sequence[memoryview]) -> int:
-    """Write all bytes of some buffers; return how many."""
+    """Write all bytes of some buffers, and return their number."""
     total = left = sum(map(len, batch))
     buffers = list(batch)
     while left:
@@ -151,7 +152,7 @@ def _write(descriptor: int, batch: Sequence[memoryview]) -> int:
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk."""
+    """Flush the entries of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -160,13 +161,13 @@ def sync_directory(path: Path) -> None:
 
 
 def read_checked(path: Path, length: int, digest: str) -> Tensor:
-    """Return a file as a uint8[length], once its length and SHA-256 are as they should be.
+    """Return the content of a file as a uint8[length], after checking its length and SHA-256.
 
     Raises:
-        OSError: The file can't be read.
-        ContentError: It isn't what was written.
+        OSError: The file cannot be read.
+        ContentError: The length or the SHA-256 differs.
     """
-    with open(path, "rb", buffering=0) as file:
+    with _open(path) as file:
         found = os.fstat(file.fileno()).st_size
         if found != length:
             raise ContentError(f"{path.name} has {found} bytes, {length} were written")
@@ -183,19 +184,34 @@ def read_checked(path: Path, length: int, digest: str) -> Tensor:
 
 
 def read_small(path: Path, limit: int) -> bytes:
-    """Return a file of at most `limit` bytes.
+    """Return the content of a file of at most `limit` bytes.
 
     Raises:
-        OSError: It can't be read.
-        ContentError: It is larger.
+        OSError: The file cannot be read.
+        ContentError: The file is larger, or not a regular file.
     """
-    with open(path, "rb", buffering=0) as file:
+    with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ContentError(f"{path.name} has {size} bytes, expected at most {limit}")
         buffer = bytearray(size)
         _read(file, memoryview(buffer), path)
     return bytes(buffer)
+
+
+def _open(path: Path) -> Any:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ContentError: The file is not a regular file. Reading a FIFO, for example, may block
+            forever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ContentError(f"{path.name} is not a regular file")
+    return open(descriptor, "rb", buffering=0)
 
 
 def _read(file: Any, block: memoryview, path: Path) -> None:

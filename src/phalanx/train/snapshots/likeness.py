@@ -1,4 +1,4 @@
-"""Whether a snapshot fits a state that is there, before a byte of its tensors is read."""
+"""The check that a snapshot fits an existing state, made before its tensors are read."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,15 +13,15 @@ from phalanx.train.snapshots.tree import Name, Path, names_in, show
 
 __all__ = ["compare"]
 
-# Differences that an error lists.
+# Number of differences that an error message lists.
 _SHOWN = 10
 
 
 def compare(manifest: Manifest, like: Mapping[str, Any] | None) -> dict[str, Tensor]:
-    """Return the DTensors of `like` by the name of the tensor that each asks for.
+    """Return the DTensors of `like`, by the name of the corresponding tensor in the snapshot.
 
     Raises:
-        UsageError: A difference in keys, shapes or dtypes; all are listed.
+        UsageError: Keys, shapes or dtypes differ; the message lists the first ten differences.
     """
     if like is None:
         return {}
@@ -54,7 +54,7 @@ def _differences(
 
 
 def _pairs(saved: Any, like: Any, path: Path) -> tuple[list[tuple[str | int, Any, Any]], list[str]]:
-    """Return what is in both, with its key, and what isn't, in words."""
+    """Return the common items as (key, saved, like), and a description of each difference."""
     kind = dict if isinstance(like, Mapping) else list
     if not isinstance(saved, kind):
         there = type(saved).__name__
@@ -65,7 +65,7 @@ def _pairs(saved: Any, like: Any, path: Path) -> tuple[list[tuple[str | int, Any
             return [], [f"{show(path)}: {words}"]
         return [(index, *both) for index, both in enumerate(zip(saved, like, strict=True))], []
     found = [f"{show((*path, key))}: missing in the snapshot" for key in like if key not in saved]
-    if path:  # what is beside them at the top is the caller's
+    if path:  # at the top level the snapshot may have more keys
         found += [f"{show((*path, key))}: in the snapshot only" for key in saved if key not in like]
     return [(key, saved[key], like[key]) for key in like if key in saved], found
 

@@ -1,4 +1,4 @@
-"""How a snapshot is loaded: verified, then parsed, on all ranks the same one."""
+"""Loading a snapshot: verify it, then parse it, with all ranks using the same one."""
 
 import functools
 import logging
@@ -28,14 +28,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot that was loaded."""
+    """A loaded snapshot."""
 
     step: int
-    """The step that it was saved at."""
+    """The step at which it was saved."""
     state: dict[str, Any]
-    """What was saved, tuples as lists."""
+    """The saved state, with tuples as lists."""
     path: Path
-    """Its directory."""
+    """The directory of the snapshot."""
     world_size: int
     """Number of ranks that saved it."""
     versions: dict[str, str]
@@ -45,7 +45,7 @@ class Snapshot:
 def load(
     peers: Peers, directory: Directory, like: Mapping[str, Any] | None, map_location: Any
 ) -> Snapshot | None:
-    """Load the latest snapshot that is good; see `Snapshots.load`. Collective."""
+    """Load the latest usable snapshot; see `Snapshots.load`. Collective."""
     troubles: list[str] = []
     for name in peers.on_first(directory.names):
         path = directory.path / name
@@ -82,7 +82,7 @@ def _load(peers: Peers, path: Path, like: Mapping[str, Any] | None, map_location
 
 
 def _fetch(peers: Peers, path: Path, manifest: Manifest, index: int) -> Tensor:
-    """Return a file on all ranks, once one of them has read and verified it."""
+    """Return the content of a file on all ranks, after one rank has read and verified it."""
     file = manifest.files[index]
     source = index % peers.size if manifest.sharded else 0
     content: Tensor | None = None
@@ -97,7 +97,7 @@ def _fetch(peers: Peers, path: Path, manifest: Manifest, index: int) -> Tensor:
 
 
 def _blame(path: Path, action: Callable[[], Value]) -> Value:
-    """Do what reads a snapshot; if it fails, that is the snapshot's fault."""
+    """Run an action that reads a snapshot; turn errors of the file into BadSnapshot."""
     try:
         return action()
     except (ContentError, FormatError) as error:
@@ -108,7 +108,7 @@ def _blame(path: Path, action: Callable[[], Value]) -> Value:
 
 
 class _Assembly:
-    """The tensors of a snapshot, as its files come."""
+    """The tensors of a snapshot, assembled file by file."""
 
     def __init__(
         self, manifest: Manifest, like: Mapping[str, Tensor], device: torch.device
@@ -122,7 +122,7 @@ class _Assembly:
         self._boxes |= {name: box_of(tensor, name) for name, tensor in like.items()}
 
     def take(self, index: int, buffer: Tensor) -> None:
-        """Take what is wanted out of a verified file."""
+        """Copy or reference the needed pieces of a verified file."""
         entries = parse(buffer)
         for piece in self._manifest.pieces[index]:
             entry = entries.get(piece.key)
@@ -135,7 +135,11 @@ class _Assembly:
             self._put(piece, tensor_in(buffer, entry))
 
     def finish(self) -> dict[str, Tensor]:
-        """Return all tensors, each where it belongs."""
+        """Return all tensors, each on its device and as a DTensor if `like` has one.
+
+        Raises:
+            ContentError: The files lack a piece of a tensor.
+        """
         for name in self._boxes:
             if name not in self._tensors or self._missing.get(name):
                 raise ContentError(f"a part of {name} is in no file")

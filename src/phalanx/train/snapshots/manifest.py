@@ -1,4 +1,4 @@
-"""What a snapshot says of itself: `manifest.json`, and `SHA256SUMS`, which `sha256sum -c` reads."""
+"""The manifest of a snapshot: `manifest.json`, and `SHA256SUMS`, readable by `sha256sum -c`."""
 
 import hashlib
 import json
@@ -10,19 +10,20 @@ from typing import Any
 from phalanx.train.snapshots.directory import step_in
 from phalanx.train.snapshots.files import ContentError, read_small, write_file
 from phalanx.train.snapshots.pieces import Box, Held, Piece
+from phalanx.train.snapshots.tree import unflatten
 
 __all__ = ["File", "Manifest", "read_manifest", "write_manifest"]
 
 FORMAT, VERSION = "phalanx-snapshot", 1
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
 _SUMS = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+")
-# Far more than any model's: a bound, so that a foreign file isn't read for ever.
+# Size limit in bytes, far above any real manifest, so that a foreign file is not read forever.
 _LIMIT = 2**30
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of tensors: its name, its length in bytes and its SHA-256."""
+    """A file of tensors: its name, its length in bytes, and its SHA-256 in hexadecimal."""
 
     name: str
     length: int
@@ -31,7 +32,7 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a snapshot."""
+    """The description of a snapshot's contents."""
 
     step: int
     world_size: int
@@ -40,12 +41,12 @@ class Manifest:
     files: list[File]
     tensors: dict[str, Held]
     pieces: list[list[Piece]]
-    """For each file what is in it."""
+    """The pieces in each file."""
     tree: Any
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write a manifest, and the checksums of all files, into the directory of a snapshot."""
+    """Write a manifest and the checksums of all files into the directory of a snapshot."""
     text = _text(_said(manifest)).encode()
     _, digest = write_file(path / MANIFEST, [text])
     lines = [f"{digest}  {MANIFEST}\n"]
@@ -57,8 +58,8 @@ def read_manifest(path: Path) -> Manifest:
     """Return the manifest in the directory of a snapshot, verified before it is parsed.
 
     Raises:
-        OSError: It can't be read.
-        ContentError: It isn't what was written, or not of this format.
+        OSError: The manifest cannot be read.
+        ContentError: The manifest is damaged, or in another format.
     """
     digests = _read_sums(path / SUMS)
     text = read_small(path / MANIFEST, _LIMIT)
@@ -74,9 +75,10 @@ def read_manifest(path: Path) -> Manifest:
                 f"{FORMAT} version {VERSION}"
             )
         manifest = _parsed(said, digests)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, ContentError):
-            raise
+        unflatten(manifest.tree, manifest.tensors.__getitem__)  # fails if a tensor is not described
+    except ContentError:
+        raise
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ContentError(f"{MANIFEST} isn't a manifest of this format: {error!r}") from error
     if manifest.step != step_in(path.name):
         raise ContentError(f"{MANIFEST} is of step {manifest.step}, the name says another")
@@ -92,7 +94,7 @@ def _read_sums(path: Path) -> dict[str, str]:
 
 
 def _text(said: dict[str, Any]) -> str:
-    """Return it in JSON that people can read: a line for each thing, for each tensor too."""
+    """Return readable JSON, with one line for each value and each tensor."""
 
     def lines(value: dict[str, Any], margin: str) -> str:
         return ",\n".join(

@@ -1,4 +1,4 @@
-"""A step that succeeds on all ranks or fails on all."""
+"""Actions that succeed on all ranks or fail on all ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from phalanx.errors import SnapshotError, UsageError
 __all__ = ["BadSnapshot", "Peers"]
 
 Value = TypeVar("Value")
-# What one broadcast carries, in bytes.
+# Bytes per broadcast.
 _CHUNK = 64 * 2**20
 
 
-class BadSnapshot(SnapshotError):  # noqa: N818 - it says what the snapshot is
-    """A snapshot that can't be used; an older one may do."""
+class BadSnapshot(SnapshotError):  # noqa: N818 - the name describes the snapshot
+    """Raised if a snapshot is unusable; an older one may be usable."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class _Failure:
 
 
 class Peers:
-    """The ranks of a group, or this process alone where there is no group."""
+    """The ranks of a group, or this process alone if there is no group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
@@ -42,16 +42,17 @@ class Peers:
             )
 
     def gather(self, action: Callable[[], Value]) -> list[Value]:
-        """Run an action on every rank, and return what it returned, by rank. Collective.
+        """Run an action on every rank, and return the results of all ranks, by rank. Collective.
 
         Raises:
-            SnapshotError: It failed on some rank: on every one, with the words of those.
-            UsageError: The same, where what it was given is wrong.
+            SnapshotError: The action failed on some rank. Every rank raises it, with the messages
+                of all ranks that failed.
+            UsageError: The same, if every failure is a UsageError.
         """
         return self._run(action, lambda value: value)[1]
 
     def together(self, action: Callable[[], Value]) -> Value:
-        """Run an action on every rank, and return what it returned on this one. Collective.
+        """Run an action on every rank, and return the result of this rank. Collective.
 
         Raises:
             SnapshotError, UsageError: As `gather`.
@@ -59,7 +60,7 @@ class Peers:
         return self._run(action, lambda _: None)[0]
 
     def on_first(self, action: Callable[[], Value]) -> Value:
-        """Run an action on rank 0 alone, and return on all ranks what it returned. Collective.
+        """Run an action on rank 0 alone, and return its result on all ranks. Collective.
 
         Raises:
             SnapshotError, UsageError: As `gather`.
@@ -69,7 +70,7 @@ class Peers:
         return first
 
     def share(self, content: Tensor | None, length: int, source: int) -> Tensor:
-        """Return on all ranks the uint8[length] that rank `source` gives. Collective."""
+        """Broadcast a uint8[length] from rank `source`, and return it on all ranks. Collective."""
         if content is None:
             content = torch.empty(length, dtype=torch.uint8)
         if self.size == 1:
@@ -86,17 +87,17 @@ class Peers:
     def _run(
         self, action: Callable[[], Value], words: Callable[[Value], Any]
     ) -> tuple[Value, list[Any]]:
-        """Run an action, and exchange what `words` makes of its value."""
+        """Run an action, and exchange `words(value)` of its value between the ranks."""
         cause: Exception | None = None
         try:
             value = action()
             answer = words(value)
-        except Exception as error:  # noqa: BLE001 - raised below, once all ranks know it
+        except Exception as error:  # noqa: BLE001 - raised below, after the exchange
             cause, answer = error, _failure(error)
         answers = self._exchange(answer)
         failures = {rank: it for rank, it in enumerate(answers) if isinstance(it, _Failure)}
         if failures:
-            # What every rank says already needs no second traceback; a bug of ours does.
+            # The messages of known errors are in the raised one; only a bug needs its traceback.
             known = isinstance(cause, (SnapshotError, UsageError))
             raise self._error(failures) from (cause.__cause__ if cause and known else cause)
         return value, answers
@@ -115,7 +116,7 @@ class Peers:
 
     def _error(self, failures: dict[int, _Failure]) -> Exception:
         kinds = {failure.kind for failure in failures.values()}
-        # An older snapshot helps only if all that is wrong is this one.
+        # An older snapshot helps only if every failure is a BadSnapshot.
         kind = kinds.pop() if len(kinds) == 1 else SnapshotError
         words: dict[str, list[str]] = {}
         for rank, failure in failures.items():

@@ -1,9 +1,9 @@
-"""Which rank writes which part of a tensor, and how parts become tensors again.
+"""The division of tensors into pieces that ranks write, and their reassembly.
 
-A tensor that every rank has is written by one of them, or, if it is a large part of the whole, by
-all of them, in rows. Of a DTensor each part is written by one of the ranks that hold it. A part is
-a box: where it begins in the whole tensor, and its shape. Boxes say nothing of ranks, so another
-world size reads them as well.
+One rank writes a tensor that every rank has. If such a tensor is larger than an equal share of the
+state, it is divided by rows among the ranks. Each shard of a DTensor is written by one of the ranks
+that hold it. A piece is described by a box: its offset in the whole tensor, and its shape. Boxes do
+not refer to ranks, so any world size can read them.
 """
 
 import itertools
@@ -33,20 +33,23 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a tensor: its first element's indices, and its shape."""
+    """A part of a tensor: the indices of its first element, and its shape."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank says of a tensor: the whole's dtype and shape, and its own part of a DTensor."""
+    """A rank's description of a tensor.
+
+    It has the dtype and shape of the whole tensor and, for a DTensor, the local shard.
+    """
 
     dtype: str
     shape: tuple[int, ...]
@@ -54,7 +57,7 @@ class Held:
 
     @property
     def whole(self) -> Box:
-        """All of the tensor."""
+        """The box of the whole tensor."""
         return Box((0,) * len(self.shape), self.shape)
 
 
@@ -68,12 +71,12 @@ class Piece:
 
 
 def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
+    """Return whether a tensor is a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
 def hold(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """Return what this rank has of each tensor."""
+    """Return the description of each tensor on this rank."""
     return {
         name: Held(
             DTYPES[tensor.dtype],
@@ -85,25 +88,32 @@ def hold(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
 
 
 def box_of(tensor: Any, name: str) -> Box:
-    """Return which part of a DTensor this rank has."""
+    """Return the box of this rank's shard of a DTensor.
+
+    Raises:
+        UsageError: The DTensor has a partial placement, or not exactly one shard on this rank.
+    """
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(
             f"{name} is a DTensor with placements {tensor.placements}, expected none partial: "
             "redistribute it first"
         )
-    chunks = tensor.__create_chunk_list__()  # what torch.distributed.checkpoint asks for, too
+    chunks = tensor.__create_chunk_list__()  # torch.distributed.checkpoint uses it too
     if len(chunks) != 1:
         raise UsageError(f"{name} is a DTensor of {len(chunks)} parts on a rank, expected one")
     return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
 def share_out(held: Sequence[Mapping[str, Held]], files: int = 0) -> list[list[Piece]]:
-    """Return what each rank writes, from what each rank has; the same on every rank.
+    """Return the pieces that each rank writes. The result is the same on every rank.
 
-    With `files` what one rank writes into each of so many files: no tensor is cut there.
+    Args:
+        held: The tensors of each rank.
+        files: Number of files if a single rank writes all tensors. The result then has the pieces
+            of each file, and no tensor is divided.
 
     Raises:
-        UsageError: The ranks have different tensors, or too little of a DTensor.
+        UsageError: The tensors differ between ranks, or the ranks lack shards of a DTensor.
     """
     _check_alike(held)
     writers = files or len(held)
@@ -120,12 +130,12 @@ def share_out(held: Sequence[Mapping[str, Held]], files: int = 0) -> list[list[P
 
 
 def bytes_in(held: Mapping[str, Held]) -> int:
-    """Return the bytes of all tensors together."""
+    """Return the total size of all tensors in bytes."""
     return sum(_bytes(it, it.whole) for it in held.values())
 
 
 def cut(tensor: Any, piece: Piece) -> Tensor:
-    """Return a part of a tensor of which this rank has that part; a view."""
+    """Return a piece of a tensor as a view; this rank must hold the piece."""
     if is_distributed(tensor):
         local: Tensor = tensor.to_local()
         return local
@@ -138,10 +148,16 @@ def cut(tensor: Any, piece: Piece) -> Tensor:
 
 
 def overlap(target: Tensor, place: Box, source: Tensor, box: Box) -> int:
-    """Copy what two boxes have in common; `target` is at `place`, `source` at `box`.
+    """Copy the intersection of two boxes from one tensor to another.
+
+    Args:
+        target: The tensor to copy to.
+        place: The box of `target`.
+        source: The tensor to copy from.
+        box: The box of `source`.
 
     Returns:
-        How many elements that is.
+        The number of elements copied.
     """
     starts = [max(a, b) for a, b in zip(place.offset, box.offset, strict=True)]
     stops = [
@@ -178,7 +194,7 @@ def _words(held: Held | None) -> str:
 def _parts(
     name: str, held: Sequence[Mapping[str, Held]], share: float, writers: int
 ) -> list[tuple[Piece, int, list[int]]]:
-    """Return the parts of a tensor: each with its length in bytes and the ranks that have it."""
+    """Return the pieces of a tensor, each with its size in bytes and the ranks that hold it."""
     first = held[0][name]
     holders: dict[Box, list[int]] = {}
     if first.own is None:
@@ -203,7 +219,7 @@ def _parts(
 
 
 def _rows(box: Box, count: int) -> list[Box]:
-    """Return a tensor cut along its first dimension into so many parts of about one length."""
+    """Divide a tensor along its first dimension into `count` boxes of about equal length."""
     if not box.shape or not box.size:
         return [box]
     rows, rest = box.shape[0], box.shape[1:]
@@ -216,10 +232,10 @@ def _rows(box: Box, count: int) -> list[Box]:
 
 
 def _key(name: str, box: Box, whole: Box) -> str:
-    """Return a key that no other part of any tensor has.
+    """Return a key that is unique among the pieces of all tensors.
 
-    The last brackets of a key say where a part begins. The key of a whole tensor is its name; one
-    that ends in brackets of its own gets empty ones behind them.
+    The key of a piece ends with the offset in brackets. The key of a whole tensor is its name, with
+    empty brackets appended if the name itself ends with a bracket.
     """
     if box != whole:
         return f"{name}[{','.join(str(index) for index in box.offset)}]"

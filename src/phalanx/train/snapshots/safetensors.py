@@ -1,9 +1,9 @@
 """The safetensors format: https://github.com/huggingface/safetensors (README, "Format").
 
-Eight bytes with the length of a header, the header in JSON, the bytes of the tensors. Written here
-rather than by the library of that name: a save hashes the bytes while it writes them, and a load
-parses the very buffer that it has verified, without a copy. The tests read with the library what
-is written here, and the other way round.
+A file consists of eight bytes with the length of the header, the header in JSON, and the bytes of
+the tensors. This module is used instead of the safetensors library for two reasons: a save hashes
+the bytes while it writes them, and a load parses the buffer that it has verified, without a copy.
+The tests read the files of this module with the library, and vice versa.
 """
 
 import json
@@ -41,25 +41,25 @@ _NAMES = {
     "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "C64": "complex64",
 }
-#: The format's name for each dtype of torch that it has one for.
+#: The format's name of each torch dtype that it supports.
 DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for key, name in _NAMES.items()}
 _DTYPES = {key: dtype for dtype, key in DTYPES.items()}
-# A cache line, at which torch itself begins every tensor: some of its code counts on that.
+# A cache line in bytes. torch aligns its own tensors to it, and some of its code relies on that.
 _ALIGNMENT = 64
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of an element of a dtype by the format's name for it."""
+    """Return the size in bytes of an element, by the format's name of the dtype."""
     return _DTYPES[name].itemsize
 
 
 class FormatError(ValueError):
-    """Bytes that aren't what the format, or the manifest, says."""
+    """Raised if bytes do not conform to the safetensors format."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: its dtype, shape, and where its bytes are."""
+    """A tensor in a file: its dtype, its shape, and the range of its bytes in the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -68,10 +68,11 @@ class Entry:
 
 
 def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
-    """Return the first bytes of a file with these tensors, and the order of their data.
+    """Return the header of a file with these tensors, and the order of their data.
 
-    The format leaves no gaps. Tensors that fill whole cache lines come first, so that they and
-    the next begin at one; then those with the widest elements, so that these are aligned.
+    The format allows no gaps. Tensors that fill whole cache lines come first, so that they and the
+    next one start at a cache line. Otherwise wider elements come first, so that every tensor is
+    aligned to the size of its elements.
     """
 
     def rank(name: str) -> tuple[bool, int, str]:
@@ -97,16 +98,19 @@ def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor: its own memory where it is contiguous on the CPU, or a copy."""
+    """Return the bytes of a tensor, without a copy if it is contiguous on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return memory(plain.reshape(-1).view(torch.uint8))
 
 
 def parse(buffer: Tensor) -> dict[str, Entry]:
-    """Return the tensors of a file, which is in `buffer`, a uint8[n].
+    """Return the entries of a file by the name of the tensor.
+
+    Args:
+        buffer: The content of the file, uint8[n].
 
     Raises:
-        FormatError: It isn't in the format.
+        FormatError: The content is not in the safetensors format.
     """
     content = memory(buffer)
     if len(content) < 8:
@@ -124,10 +128,10 @@ def parse(buffer: Tensor) -> dict[str, Entry]:
 
 
 def tensor_in(buffer: Tensor, entry: Entry) -> Tensor:
-    """Return a tensor of a file: in the buffer's memory, a copy only where that isn't aligned."""
+    """Return a tensor of a file as a view of the buffer, or as a copy if it is not aligned."""
     if entry.start == entry.stop:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    # With a storage of its own: `torch.set_rng_state`, for one, reads a storage from its beginning.
+    # A separate storage: `torch.set_rng_state`, for example, reads a storage from its beginning.
     content = torch.frombuffer(memory(buffer)[entry.start : entry.stop], dtype=torch.uint8)
     if entry.start % _ALIGNMENT:
         content = content.clone()

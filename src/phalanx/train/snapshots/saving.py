@@ -1,4 +1,4 @@
-"""How a snapshot is saved: each writer its file, then rank 0 the manifest and the name."""
+"""Saving a snapshot: writers write their files, then rank 0 writes the manifest and commits."""
 
 import errno
 import functools
@@ -33,14 +33,15 @@ from phalanx.train.snapshots.tree import flatten
 __all__ = ["save"]
 
 Value = TypeVar("Value")
-# A file of at least so many bytes has a thread of its own, on a core of its own, up to so many.
+# Without sharding, rank 0 writes one file per `FILE_BYTES`, each in a thread of its own. The number
+# is limited by `MAX_FILES` and by the cores.
 FILE_BYTES = 32 * 2**20
 MAX_FILES = 4
 
 
 @dataclass(frozen=True)
 class _Begun:
-    """What a rank tells the others before anything is written."""
+    """The message of a rank to the others before anything is written."""
 
     place: str
     held: dict[str, Held]
@@ -69,7 +70,7 @@ def save(
         begun = peers.gather(begin)
         held = [it.held for it in begun]
         temporary = directory.path / begun[0].place
-        # Every rank comes to the same, be it an error.
+        # Every rank computes the same result or raises the same error.
         shares = share_out(held) if sharded else share_out(held[:1], _files(held[0]))
         mine = [peers.rank] if sharded else list(range(len(shares))) if peers.rank == 0 else []
         tree, tensors = content
@@ -87,7 +88,7 @@ def save(
 
 
 def _told(what: str, path: Path, action: Callable[[], Value]) -> Value:
-    """Do what writes; if that fails, say in whose course, and what to do."""
+    """Run an action that writes; turn an OSError into a SnapshotError with context and advice."""
     try:
         return action()
     except OSError as error:
@@ -98,14 +99,14 @@ def _told(what: str, path: Path, action: Callable[[], Value]) -> Value:
 
 
 def _files(held: Mapping[str, Held]) -> int:
-    """How many files rank 0 writes: two keep two cores busy."""
+    """Return the number of files that rank 0 writes in parallel, each on its own core."""
     return max(1, min(MAX_FILES, len(os.sched_getaffinity(0)), bytes_in(held) // FILE_BYTES))
 
 
 def _write_all(
     temporary: Path, mine: list[int], shares: list[list[Piece]], tensors: Mapping[str, Tensor]
 ) -> list[File]:
-    """Write some of the files, all at the same time."""
+    """Write the files in `mine` in parallel."""
 
     def write(index: int) -> File:
         return _write(temporary, index, shares[index], tensors)
@@ -116,7 +117,7 @@ def _write_all(
         return list(threads.map(write, mine))
 
 
-@torch.no_grad()  # of this thread
+@torch.no_grad()  # the setting is per thread
 def _write(temporary: Path, index: int, share: list[Piece], tensors: Mapping[str, Tensor]) -> File:
     mine = {piece.key: cut(tensors[piece.name], piece) for piece in share}
     name = f"state-{index:05d}.safetensors"

@@ -1,4 +1,4 @@
-"""`Snapshots`: the snapshots of a training, in a directory."""
+"""`Snapshots`: the interface to the snapshots in a directory."""
 
 import os
 from collections.abc import Mapping
@@ -18,30 +18,31 @@ __all__ = ["Snapshots"]
 
 
 class Snapshots:
-    """The snapshots of a training, in a directory that belongs to one job.
+    """The snapshots of a training job, in a directory that belongs to the job alone.
 
-    A snapshot is there whole or not at all, whenever a process is killed or the power fails: its
-    files are written and flushed to the disk under another name first. It is verified before a byte
-    of it is parsed, and nothing is unpickled: tensors are in safetensors files, all else in JSON.
+    Saving is atomic, even if a process is killed or the power fails: the files are first written
+    and flushed to disk under another name. A snapshot is verified before it is parsed. Nothing is
+    unpickled: tensors are in safetensors files, all other values in JSON.
 
-    All ranks of the group make it, with the same arguments. Without a process group it works for
-    the process alone. Made before there is a group, it takes the group up when it is first used in
-    it, and checks the directory on all ranks then.
+    All ranks of the group must create this object, with the same arguments. Without a process group
+    it works for this process alone. If a group is created later, the first use in it adopts the
+    group and checks the directory again.
 
     Args:
-        directory: Where snapshots are; made if it isn't there. Rank 0's disk is enough, unless
-            `sharded`: then all ranks must see the same directory.
-        keep: How many snapshots stay, at least 1. While one is saved there is one more, for which
-            the disk needs room.
-        sharded: Every rank writes a share of the bytes, rather than rank 0 all of them. Needed
-            for DTensors (FSDP2, tensor parallel), of which no rank has all.
+        directory: The directory of the snapshots; created if it does not exist. A local disk of
+            rank 0 is sufficient, unless `sharded` is True: then all ranks must see the same
+            directory.
+        keep: Number of snapshots to keep, at least 1. The disk needs space for one more while a
+            snapshot is saved.
+        sharded: True to have every rank write a share of the bytes, instead of rank 0 writing all.
+            Required for DTensors (FSDP2, tensor parallel), which no rank has as a whole.
         group: The ranks that save and load together; the default group if None.
 
     Raises:
-        UsageError: A wrong argument, on this rank. From `save` and `load`: the process group of
-            several ranks that made it is gone.
-        SnapshotError: The directory can't be made or written, or `sharded` ranks see different
-            ones: on all ranks.
+        UsageError: An argument is invalid, on this rank. From `save` and `load`: this object was
+            created in a process group of several ranks that no longer exists.
+        SnapshotError: The directory cannot be created or written, or `sharded` is True and the
+            ranks see different directories. Every rank raises it.
     """
 
     def __init__(
@@ -61,34 +62,38 @@ class Snapshots:
 
     @property
     def directory(self) -> Path:
-        """Where the snapshots are."""
+        """The absolute path of the directory."""
         return self._directory.path
 
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Save a state, and return the directory of its snapshot. Collective.
 
-        Blocks on all ranks until the disk has it, which takes as long as the disk needs for the
-        bytes: tensors are written from where they are, and hashed meanwhile on another thread. No
-        rank may change the tensors before it returns, and none does that waits. The wait of the
-        other ranks is bounded by the timeout of the group.
+        Blocks on all ranks until the snapshot is on disk, which takes as long as the disk needs for
+        the bytes. Tensors on the CPU are written from their own memory if contiguous, and hashed
+        on another thread at the same time. No rank may change the tensors before this call returns.
+        The timeout of the group limits how long the other ranks wait.
 
-        What a killed save left behind is removed, then the oldest snapshots beyond `keep`. Where
-        it fails nothing is left of it, and the older snapshots stay.
+        The call removes the remains of killed saves, and then the oldest snapshots beyond `keep`.
+        If it fails, no partial snapshot remains, and the older snapshots are kept.
 
         Args:
-            step: What the snapshot is called after, from 0 on; with `load` it comes back. Order
-                follows the saves, not the steps: training may go back to an earlier step.
+            step: The step, 0 or more. It is part of the snapshot's name, and `load` returns it.
+                Snapshots are ordered by the time of saving, not by step, because training may
+                return to an earlier step.
             state: Nested dicts and lists of tensors, ints, floats, bools, strings and None; keys
-                are strings or ints. Tuples come back as lists. Tensors may be on any device, of any
-                shape, strides and dtype that safetensors knows; the same tensor in several places
-                is written once. Rank 0's counts; the others' is only checked, and may be less. With
-                `sharded` all ranks give the same tensors, and rank 0's values of all else count.
+                are strings or ints. Tuples are loaded as lists. Tensors may be on any device, and
+                have any shape, any strides and any dtype that safetensors supports. A tensor that
+                occurs several times is written once. Rank 0's state is saved; that of the other
+                ranks is only checked, and may contain less. With `sharded` all ranks must give the
+                same tensors, and rank 0's other values are saved.
 
         Raises:
-            UsageError: Something in the state that a snapshot can't hold, or a wrong step.
-            SnapshotError: A rank couldn't write (a full disk, for one), or another process saves
-                in the directory. Like `UsageError` it is raised on all ranks, and names the rank.
-            torch.distributed.DistBackendError: A rank died or didn't come.
+            UsageError: The state contains a value that a snapshot cannot hold, or the step is
+                invalid. Every rank raises it.
+            SnapshotError: A rank cannot write (for example because the disk is full), or another
+                process is saving in the directory. Every rank raises it. Both errors name the rank,
+                unless all ranks have the same error.
+            torch.distributed.DistBackendError: A rank died or did not join the collective.
         """
         return save(self._ranks(), self._directory, step, state, self._sharded)
 
@@ -97,33 +102,37 @@ class Snapshots:
         like: Mapping[str, Any] | None = None,
         map_location: str | torch.device = "cpu",
     ) -> Snapshot | None:
-        """Return the latest snapshot that is good, None where there is none. Collective.
+        """Return the latest usable snapshot, or None if there is no snapshot. Collective.
 
-        All ranks get the same one. It is read once, verified against its checksums, and goes to
-        the others by broadcast. One that is damaged, incomplete or foreign is passed over in favour
-        of the one saved before; a warning of the logger "phalanx" says which file and why.
+        All ranks get the same snapshot. Each file is read once, verified against its checksum, and
+        broadcast to the other ranks. A snapshot that is damaged, incomplete or of another format is
+        skipped in favour of the previous one. A warning of the logger "phalanx" names the file and
+        the reason.
 
         Tensors of the state are views of the buffer that was read, unless `map_location` or `like`
-        places them elsewhere: what you keep of them keeps the buffer.
+        places them elsewhere. A reference to such a tensor keeps the whole buffer in memory.
 
         Args:
-            like: A state that the snapshot must fit. What is there at the top must be in the
-                snapshot, which may have more; inside of that, non-empty dicts must have the same
-                keys, lists the same length, tensors the same shape and dtype; other values, empty
-                dicts and lists fit anything. A DTensor in it asks for one of the same
-                mesh and placements, whatever the world size that saved it. None: anything fits,
-                and DTensors come whole.
-            map_location: Device of the tensors for which `like` has no DTensor.
+            like: A state that the snapshot must fit. The snapshot must have all its top-level keys,
+                and may have more. Below the top level non-empty dicts must have the same keys,
+                lists the same length, and tensors the same shape and dtype. None in it fits
+                anything. Other values, empty dicts and empty lists fit anything except a tensor. A
+                DTensor is loaded as a DTensor of the same mesh and placements, whatever the world
+                size that saved it. If `like` is None, any snapshot fits, and DTensors are loaded as
+                whole tensors.
+            map_location: The device of the tensors for which `like` has no DTensor.
 
         Raises:
-            UsageError: The snapshot doesn't fit `like`; all differences are listed.
-            SnapshotError: There are snapshots, and none can be used. It tells of each.
-            torch.distributed.DistBackendError: A rank died or didn't come.
+            UsageError: The snapshot does not fit `like`; the message lists the first ten
+                differences.
+            SnapshotError: There are snapshots, and none is usable. The message gives the reason for
+                each.
+            torch.distributed.DistBackendError: A rank died or did not join the collective.
         """
         return load(self._ranks(), self._directory, like, map_location)
 
     def _ranks(self) -> Peers:
-        """The ranks as they are now: the group may have been made since."""
+        """Return the current ranks, as the group may have been created after this object."""
         before, self._peers = self._peers, Peers(self._group)
         if (self._peers.rank, self._peers.size) == (before.rank, before.size):
             return self._peers

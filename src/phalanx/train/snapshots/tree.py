@@ -1,4 +1,4 @@
-"""A state of nested dicts and lists as a JSON tree, its tensors taken out by name."""
+"""The conversion of a nested state to a JSON tree and named tensors, and back."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -13,14 +13,14 @@ from phalanx.train.snapshots.safetensors import DTYPES
 
 __all__ = ["Name", "Path", "flatten", "names_in", "show", "unflatten"]
 
-# A dict with a single one of these keys stands for something that JSON has no word for.
+# A dict with one of these as its only key represents a value that JSON cannot represent.
 TENSOR, FLOAT, ITEMS = "$tensor", "$float", "$items"
 
 Path = tuple[str | int, ...]
 
 
 class Name(str):
-    """The name of a tensor, where the tensor is in the state."""
+    """The name of a tensor, as a placeholder for the tensor in a state."""
 
     __slots__ = ()
 
@@ -28,11 +28,11 @@ class Name(str):
 def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     """Return the JSON tree of a state, and its tensors by name.
 
-    A tensor that is in several places (tied weights) gets one name. Names are paths, as
+    A tensor that occurs several times (tied weights) gets one name. Names are paths such as
     "model.layer.weight".
 
     Raises:
-        UsageError: A value that is neither a tensor nor a JSON value, with its path.
+        UsageError: A value is neither a tensor nor a JSON value; the message has its path.
     """
     if not isinstance(state, Mapping):
         raise UsageError(
@@ -43,7 +43,7 @@ def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unflatten(tree: Any, tensor: Callable[[str], Any]) -> Any:
-    """Return the state that a tree stands for; `tensor` gives each tensor by its name."""
+    """Return the state that a tree represents; `tensor` maps the name of a tensor to its value."""
     if isinstance(tree, list):
         return [unflatten(item, tensor) for item in tree]
     if not isinstance(tree, dict):
@@ -57,12 +57,12 @@ def unflatten(tree: Any, tensor: Callable[[str], Any]) -> Any:
 
 
 def names_in(tree: Any) -> Any:
-    """Return the state that a tree stands for, with the `Name` of each tensor in its place."""
+    """Return the state that a tree represents, with a `Name` in place of each tensor."""
     return unflatten(tree, Name)
 
 
 def show(path: Path) -> str:
-    """Return a path as users read it, as `state["model"]["weight"]`."""
+    """Return a path as Python code, such as `state["model"]["weight"]`."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
@@ -126,8 +126,12 @@ class _Flattening:
 
 
 def _identity(tensor: Tensor, path: Path) -> object:
-    """Return what two tensors have in common that are the same; refuse what can't be kept."""
-    local = getattr(tensor, "_local_tensor", tensor)  # a DTensor's own part
+    """Return a key that is equal for tensors that are the same view of the same memory.
+
+    Raises:
+        UsageError: A snapshot cannot hold such a tensor.
+    """
+    local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
     if local.layout != torch.strided or local.is_quantized or local.device.type == "meta":
         kind = "meta" if local.device.type == "meta" else str(local.layout).removeprefix("torch.")
         kind = "quantized" if local.is_quantized else kind

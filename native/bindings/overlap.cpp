@@ -1,0 +1,60 @@
+// Whether buffers that a caller gave share memory.
+#include <algorithm>
+
+#include "core.h"
+#include "phalanx/reduce.h"
+
+namespace phalanx::bindings {
+namespace {
+
+struct Memory {
+  Address begin;
+  Address end;
+};
+
+std::vector<Memory> memory_of(const std::vector<Address>& starts,
+                              const std::vector<std::size_t>& counts, std::size_t size) {
+  std::vector<Memory> memory;
+  memory.reserve(starts.size());
+  for (std::size_t i = 0; i < std::min(starts.size(), counts.size()); ++i) {
+    if (counts[i] != 0) {
+      memory.push_back({starts[i], starts[i] + counts[i] * size});
+    }
+  }
+  return memory;
+}
+
+bool overlap(const std::vector<Address>& inputs, const std::vector<std::size_t>& input_counts,
+             const std::vector<Address>& outputs, const std::vector<std::size_t>& output_counts,
+             int dtype) {
+  const std::size_t size = size_of(static_cast<DType>(dtype));
+  std::vector<Memory> ordered = memory_of(outputs, output_counts, size);
+  std::ranges::sort(ordered, {}, &Memory::begin);
+  return std::ranges::any_of(memory_of(inputs, input_counts, size), [&](const Memory& input) {
+    const auto after = std::ranges::lower_bound(ordered, input.end, {}, &Memory::begin);
+    return after != ordered.begin() && std::prev(after)->end > input.begin;
+  });
+}
+
+bool misplaced(Address part, const std::vector<Address>& parts, std::size_t count, int dtype,
+               std::size_t rank) {
+  const std::size_t size = count * size_of(static_cast<DType>(dtype));
+  for (std::size_t owner = 0; owner < parts.size(); ++owner) {
+    const bool apart = part >= parts[owner] + size || parts[owner] >= part + size;
+    if (!apart && (part != parts[owner] || owner != rank)) {
+      return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+void bind_overlap(nb::module_& module) {
+  module.def("overlap", &overlap, nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"),
+             nb::arg("output_counts"), nb::arg("dtype"));
+  module.def("misplaced", &misplaced, nb::arg("part"), nb::arg("parts"), nb::arg("count"),
+             nb::arg("dtype"), nb::arg("rank"));
+}
+
+}  // namespace phalanx::bindings

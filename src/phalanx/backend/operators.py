@@ -1,0 +1,201 @@
+"""Operations as operators of PyTorch's dispatcher, such as `c10d.allreduce_`.
+
+PyTorch's own groups run each operation through an operator, which dispatch modes (such as
+`CommDebugMode`) and the profiler see. A group written in Python is called without the dispatcher,
+which is faster. While a mode is active, `through_operator` does what PyTorch's groups do. A base
+group without a backend calls the operator, and the modes see it in their order. Beneath them, a
+mode of this module runs the operation in place of PyTorch's kernel, which would require a
+registered backend. Without a mode, the profiler gets an event with the operator's name (see
+`profiling`).
+
+A wrapper is a tensor without memory, whose class runs operators on the tensors that it holds. Its
+operations always go through their operators: its class calls them again with the tensors that it
+holds, and the mode of this module runs those.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from phalanx.backend.work import JointWork
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["EVENTS", "Operator", "active_modes", "is_wrapper", "through_operator"]
+
+Operator = tuple[Any, ...]
+"""The name of a method of PyTorch's `ProcessGroup`, and its arguments."""
+
+active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""Return the number of dispatch modes that are active in the calling thread."""
+
+EVENTS = {
+    method: f"c10d::{name}"
+    for method, name in (
+        ("all_gather_single", "_allgather_base_"),
+        ("all_gather_single_coalesced", "allgather_into_tensor_coalesced_"),
+        ("all_to_all_single", "alltoall_base_"),
+        ("allgather", "allgather_"),
+        ("allgather_coalesced", "allgather_coalesced_"),
+        ("allreduce", "allreduce_"),
+        ("allreduce_coalesced", "allreduce_coalesced_"),
+        ("alltoall", "alltoall_"),
+        ("barrier", "barrier"),
+        ("broadcast", "broadcast_"),
+        ("gather", "gather_"),
+        ("monitored_barrier", "monitored_barrier_"),
+        ("recv", "recv_"),
+        ("recv_anysource", "recv_any_source_"),
+        ("reduce", "reduce_"),
+        ("reduce_scatter", "reduce_scatter_"),
+        ("reduce_scatter_single", "_reduce_scatter_base_"),
+        ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced_"),
+        ("scatter", "scatter_"),
+        ("send", "send"),
+    )
+}
+"""The names of operators in the profiler, by the method that calls them."""
+
+_bare: dict[tuple[int, int], Any] = {}
+"""Groups without a backend, by rank and size, which call operators as PyTorch's own groups do."""
+
+
+def is_wrapper(tensor: torch.Tensor | None) -> bool:
+    """Return whether a tensor is a wrapper, without memory of its own (see the module)."""
+    return (
+        isinstance(tensor, torch.Tensor)
+        and torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
+        and tensor.layout is torch.strided
+        and tensor.numel() > 0
+        and tensor.data_ptr() == 0
+    )
+
+
+def through_operator(
+    group: dist.ProcessGroup, operator: Operator, run: Callable[[], dist.Work]
+) -> dist.Work:
+    """Run an operation through its operator.
+
+    Args:
+        group: The group that modes see as the operator's argument.
+        operator: The operation, as a method of PyTorch's `ProcessGroup` with its arguments.
+        run: Runs the operation. Not called if a mode does not pass the operator on, or if a tensor
+            is a wrapper.
+
+    Returns:
+        The work of the operations that have run; the result of the operator if none has.
+    """
+    method, *arguments = operator
+    place = group.rank(), group.size()
+    if place not in _bare:
+        _bare[place] = dist.ProcessGroup(*place)  # type: ignore[call-arg,arg-type]
+    unwraps = any(map(is_wrapper, tree_leaves(arguments)))
+    execution = _Unwrapping(group, operator) if unwraps else _Execution(lambda _arguments: run())
+    with _around_modes(execution, _Renaming(group)):
+        result: dist.Work = getattr(_bare[place], method)(*arguments)
+    works = execution.works
+    if unwraps and len(works) > 1:
+        return JointWork(works)
+    return works[-1] if works else result
+
+
+class _Execution(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The lowest mode: runs the operation when the operator has passed all other modes."""
+
+    def __init__(self, run: Callable[[Sequence[Any]], dist.Work]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._run = run
+        self.works: list[dist.Work] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # A mode may call other operators, and modes of the compiler and of fake tensors are beneath
+        # this one.
+        if func.namespace != "c10d" or active_modes():
+            return func(*args, **(kwargs or {}))
+        work = self._run(args)
+        self.works.append(work)
+        boxed: Any = work.boxed()
+        # By the number of returns: nothing, the work, or the written tensors and the work.
+        returns = len(func._schema.returns)
+        return (None, boxed, (args[0], boxed))[returns]
+
+
+class _Unwrapping(_Execution):  # type: ignore[no-untyped-call]
+    """The lowest mode for wrappers: runs the operation on the tensors that they hold."""
+
+    def __init__(self, group: dist.ProcessGroup, operator: Operator) -> None:
+        method, *arguments = operator
+
+        def run(called: Sequence[Any]) -> dist.Work:
+            held = (each for each in tree_leaves(called) if isinstance(each, torch.Tensor))
+            own = tree_map_only(torch.Tensor, lambda _wrapper: next(held), arguments)
+            work: dist.Work = getattr(group, method)(*own)
+            return work
+
+        super().__init__(run)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        # Leave the operator to the wrapper's class, which calls this mode again.
+        if types:
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Renaming(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The highest mode: replaces the base group that calls the operator by the actual group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._group = group.boxed()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func.namespace == "c10d":
+            args = [self._group if _is_group(each) else each for each in args]
+        return func(*args, **(kwargs or {}))
+
+
+def _is_group(value: Any) -> bool:
+    kind: Any = value._type() if isinstance(value, torch.ScriptObject) else None
+    return kind is not None and kind.name() == "ProcessGroup"
+
+
+@contextmanager
+def _around_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iterator[None]:
+    """Activate one mode beneath all active modes, except those of the compiler, and one above.
+
+    Modes of the compiler have a key, and PyTorch keeps them beneath the others.
+    """
+    modes = []
+    while active_modes() and not _is_keyed(_top()):
+        modes.append(torch._C._pop_torch_dispatch_stack(None))
+    between = [lowest, *reversed(modes), *([highest] if modes else [])]
+    try:
+        for mode in between:
+            torch._C._push_on_torch_dispatch_stack(mode)
+        yield
+    finally:
+        for _ in between:
+            torch._C._pop_torch_dispatch_stack(None)
+        for mode in reversed(modes):
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _top() -> Any:
+    return torch._C._get_dispatch_stack_at(active_modes() - 1)
+
+
+def _is_keyed(mode: Any) -> bool:
+    return getattr(mode, "_mode_key", None) is not None

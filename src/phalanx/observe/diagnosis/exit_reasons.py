@@ -1,0 +1,166 @@
+"""The way in which each rank ended, from its own record, its launcher's and its peers'."""
+
+from __future__ import annotations
+
+import math
+import re
+import signal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from phalanx.observe.exception_hook import CAUSED_BY
+
+if TYPE_CHECKING:
+    from phalanx.observe.model import Job, Rank
+
+__all__ = [
+    "ExitReason",
+    "ExitStatus",
+    "determine_exit",
+    "get_clock_offset",
+    "get_last_record_time",
+    "get_phalanx_error",
+    "parse_phalanx_error",
+    "to_monotonic",
+]
+
+ExitReason = Literal[
+    "alive",  # its process exists
+    "left",  # its process exists, but has left all its groups
+    "well",  # the script completed
+    "failed",  # an exception
+    "interrupted",  # KeyboardInterrupt (Ctrl-C)
+    "killed",  # a signal
+    "exited",  # a nonzero exit code
+    "vanished",  # gone for an unknown reason
+    "launcher",  # ended by its launcher, which stops all ranks when one fails
+    "absent",  # it left no trace
+    "elsewhere",  # on another machine
+]
+
+_PHALANX_ERROR = re.compile(
+    # DDP's C++ code raises an error of its own; other libraries raise theirs from ours.
+    rf"(?:^|{re.escape(CAUSED_BY)})(?:RuntimeError: [^:\n]*: )?(?:[\w.]*\.)?"
+    r"(PeerLost|Aborted|CollectiveMismatch|CollectiveTimeout)\b"
+)
+_SEEN_BY_PEERS = re.compile(
+    r"\(pid (\d{1,9})\) (?:was killed by (\w{3,12})|exited with code (\d{1,3}))"
+)
+
+
+@dataclass(frozen=True)
+class ExitStatus:
+    """The end of a rank.
+
+    Attributes:
+        reason: The way in which it ended.
+        time: The time of its end, in nanoseconds of the monotonic clock; 0 if unknown.
+        code: The exit code as in `subprocess`, negative for a signal; None if unknown.
+    """
+
+    reason: ExitReason
+    time: int = 0
+    code: int | None = None
+
+    @property
+    def is_own_failure(self) -> bool:
+        """Return whether the rank failed by itself, rather than being ended from outside."""
+        return self.reason in ("failed", "killed", "exited", "vanished")
+
+    @property
+    def is_external(self) -> bool:
+        """Return whether its launcher or an interruption ended the rank."""
+        return self.reason in ("launcher", "interrupted")
+
+
+def determine_exit(rank: Rank, job: Job) -> ExitStatus:
+    """Determine how a rank of a job ended, or whether it is alive."""
+    if not rank.opened and not rank.pid:
+        return ExitStatus("absent")
+    code = _get_logged_code(rank)
+    if code is None and rank.is_gone:
+        code = _find_code_seen_by_peers(rank.pid, job)
+    time = rank.ended or _get_logged_end(rank, job)
+    if rank.ending == "failed":
+        interrupted = rank.exception.startswith("KeyboardInterrupt")
+        return ExitStatus("interrupted" if interrupted else "failed", time, code)
+    if rank.start is not None and rank.start.stopped:
+        return ExitStatus("launcher", _get_logged_end(rank, job) or time, code)
+    if job.launcher_lost and rank.is_gone and not rank.ending and _get_logged_code(rank) is None:
+        return ExitStatus(
+            "launcher", time, -int(signal.SIGKILL)
+        )  # by the kernel, when the launcher ended
+    if code is not None:
+        return ExitStatus("killed" if code < 0 else "exited" if code else "well", time, code)
+    if rank.is_gone:
+        return ExitStatus("well" if rank.ending else "vanished", time)
+    if rank.ending == "exited":
+        return ExitStatus("well", time)
+    if rank.process is None:
+        return ExitStatus("elsewhere" if rank.opened else "absent")
+    return ExitStatus("left" if rank.ending == "left" else "alive", time)
+
+
+def get_phalanx_error(rank: Rank) -> str:
+    """Return the name of the Phalanx error that ended this rank, such as "PeerLost", or ""."""
+    return parse_phalanx_error(rank.exception)
+
+
+def parse_phalanx_error(words: str) -> str:
+    """Return the name of the Phalanx error in an exception's text, or ""."""
+    found = _PHALANX_ERROR.search(words)
+    return found[1] if found else ""
+
+
+def get_clock_offset(job: Job, rank: Rank | None = None) -> int:
+    """Return a recorded difference of Unix and monotonic time in nanoseconds; 0 if none was."""
+    if rank is not None and rank.clock:
+        return rank.clock
+    return next((other.clock for other in job.ranks if other.clock), 0)
+
+
+def to_monotonic(job: Job, unix: float) -> int:
+    """Convert Unix seconds to nanoseconds of the host's monotonic clock; 0 if impossible."""
+    clock = get_clock_offset(job)
+    nanoseconds = unix * 1e9
+    if not clock or not math.isfinite(nanoseconds):
+        return 0
+    return max(0, int(nanoseconds) - clock)
+
+
+def get_last_record_time(rank: Rank) -> int:
+    """Return the time of a rank's last record in its flight recorder (monotonic ns)."""
+    operations = (*rank.history, *rank.open)
+    return max(
+        rank.opened,
+        rank.ended,
+        max((max(operation.begin, operation.end) for operation in operations), default=0),
+        max((report.time for report in rank.reports), default=0),
+    )
+
+
+def _get_logged_code(rank: Rank) -> int | None:
+    return rank.start.code if rank.start is not None else None
+
+
+def _get_logged_end(rank: Rank, job: Job) -> int:
+    if rank.start is None or rank.start.ended is None:
+        return 0
+    return to_monotonic(job, rank.start.ended)
+
+
+def _find_code_seen_by_peers(pid: int, job: Job) -> int | None:
+    """Return the exit code of a process according to the errors of other ranks, else None.
+
+    Peers observe the exit code of a process; other processes cannot.
+    """
+    for rank in job.ranks:
+        for its_pid, killed, exited in _SEEN_BY_PEERS.findall(rank.exception):
+            if int(its_pid) == pid and rank.pid != pid:
+                return int(exited) if exited else _parse_signal_code(killed)
+    return None
+
+
+def _parse_signal_code(name: str) -> int | None:
+    number = signal.Signals.__members__.get(name)
+    return None if number is None else -int(number)

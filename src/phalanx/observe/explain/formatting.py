@@ -1,0 +1,166 @@
+"""Formatting of ranks, operations and times; text from the job is escaped here, and not later."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime
+from typing import TYPE_CHECKING
+
+from phalanx.observe.diagnosis.wait_for_graph import get_group
+from phalanx.observe.escape import escape
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from phalanx.observe.diagnosis.wait_for_graph import WaitForGraph
+    from phalanx.observe.model import Group, Job, Operation, Rank
+
+__all__ = [
+    "collapse_numbers",
+    "describe_other_jobs",
+    "format_call_site",
+    "format_duration",
+    "format_for_column",
+    "format_last_note",
+    "format_operation",
+    "format_ranks",
+    "format_time",
+    "get_last_step",
+    "join_texts",
+]
+
+_SECOND = 1_000_000_000
+_MAX_JOBS = 3
+
+
+def describe_other_jobs(job: Job, command: str) -> str:
+    """Return a sentence about other running jobs; empty if there are none."""
+    count = len(job.others)
+    if not count:
+        return ""
+    shown = [*job.others[:_MAX_JOBS], *([f"{count - _MAX_JOBS} more"] * (count > _MAX_JOBS))]
+    run = "another job runs" if count == 1 else f"{count} other jobs run"
+    take = "looks at it" if count == 1 else "looks at one of them"
+    return f"This is the newest job; {run}: {join_texts(shown)}. `phalanx {command} NAME` {take}."
+
+
+def collapse_numbers(numbers: Iterable[int]) -> str:
+    """Format numbers, with runs of three or more as a range: "0-3, 7, 8"."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    shown = (f"{a}-{b}" if b > a + 1 else ", ".join(map(str, range(a, b + 1))) for a, b in runs)
+    return ", ".join(shown)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks: "rank 3", "ranks 0 and 2", "ranks 0-3, 7"."""
+    if len(ranks) == 2:
+        return f"ranks {min(ranks)} and {max(ranks)}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {collapse_numbers(ranks)}"
+
+
+def join_texts(texts: Sequence[str]) -> str:
+    """Join texts to an enumeration: "a", "a and b", "a, b and c"."""
+    return " and ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def format_duration(nanoseconds: int) -> str:
+    """Format a duration: "0.2 s", "34 s", "5 min 3 s", "2 h 4 min"."""
+    seconds = max(0, nanoseconds) / _SECOND
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    whole, unit, part, smaller = (
+        (seconds // 60, "min", seconds % 60, "s")
+        if seconds < 3600
+        else (seconds // 3600, "h", seconds % 3600 // 60, "min")
+    )
+    return f"{whole:.0f} {unit}" + (f" {int(part)} {smaller}" if int(part) else "")
+
+
+def format_time(nanoseconds: int) -> str:
+    """Format a Unix time in nanoseconds as the local time of day: "14:03:22"."""
+    try:
+        return datetime.fromtimestamp(nanoseconds / _SECOND).strftime("%H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # outside the calendar's range
+        return "?"
+
+
+def get_last_step(rank: Rank) -> int | None:
+    """Return the last step that a rank reported; None if there is none."""
+    return next((report.step for report in reversed(rank.reports) if report.step >= 0), None)
+
+
+def format_last_note(rank: Rank) -> str:
+    """Return the last note of a rank in quotes; empty if there is none."""
+    return f'"{escape(rank.note, 60)}"' if rank.note else ""
+
+
+def format_call_site(operation: Operation) -> str:
+    """Return the call site of an operation: "train.py:40"; empty if unknown."""
+    return escape(os.path.basename(operation.site), 60)
+
+
+def format_operation(graph: WaitForGraph, rank: int, operation: Operation) -> str:
+    """Describe an operation of a rank: 'all_reduce #41 float32[1024] SUM in group "pair"'."""
+    parts = [_format_kind(operation)]
+    if operation.kind == "join":
+        return parts[0]
+    if operation.dtype:
+        parts.append(f"{escape(operation.dtype, 20)}[{operation.count}]")
+    if operation.op:
+        parts.append(escape(operation.op, 20))
+    group = get_group(graph.ranks[rank], operation)
+    other = graph.get_global_rank(group, operation.peer)
+    if operation.is_message:
+        parts.append(_format_peer(operation, other))
+    elif operation.peer >= 0:
+        parts.append(f"root {operation.peer if other is None else other}")
+    return " ".join(parts) + _format_group(graph, rank, group)
+
+
+def _format_kind(operation: Operation) -> str:
+    """Return the name of an operation, with its number in the group."""
+    if operation.kind == "join":
+        return "joining the group"
+    kind = escape(operation.kind, 40)
+    if not operation.is_message and operation.sequence:
+        kind += f" #{operation.sequence}"
+    return kind
+
+
+def format_for_column(graph: WaitForGraph, rank: int, operation: Operation) -> str:
+    """Describe an operation for the table: 'all_reduce #41 in group "pair"', "recv from rank 3"."""
+    group = get_group(graph.ranks[rank], operation)
+    words = _format_kind(operation)
+    if operation.is_message:
+        words += f" {_format_peer(operation, graph.get_global_rank(group, operation.peer))}"
+    return words + _format_group(graph, rank, group)
+
+
+def _format_peer(operation: Operation, other: int | None) -> str:
+    """Return the peer and the tag of a message: "to rank 3 tag 7"."""
+    number = operation.peer if other is None else other
+    end = "any rank" if operation.peer < 0 else f"rank {number}"
+    tag = f" tag {operation.sequence}" if operation.sequence else ""
+    return f"{'to' if operation.kind == 'send' else 'from'} {end}{tag}"
+
+
+def _format_group(graph: WaitForGraph, rank: int, group: Group | None) -> str:
+    if group is None or not _needs_group_name(graph, rank, group.size):
+        return ""
+    return f' in group "{escape(group.name, 40)}"'
+
+
+def _needs_group_name(graph: WaitForGraph, rank: int, size: int) -> bool:
+    """Return whether a group is ambiguous without its name.
+
+    True for a group of some ranks only, and if another group of the rank has the same size.
+    """
+    sizes = [group.size for group in graph.ranks[rank].groups]
+    return size != len(graph.ranks) or sizes.count(size) > 1

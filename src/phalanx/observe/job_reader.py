@@ -1,0 +1,293 @@
+"""Conversion of a job's directory into the plain objects of `model`, with full validation.
+
+Data that is damaged, of another version or of an unexpected type adds a line to `problems`, and the
+rest is read. Reading never waits for the job and has no effect on it.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from phalanx.observe import model
+from phalanx.observe.call_log_reader import read_workers
+from phalanx.observe.job_directory import get_pid_scope
+from phalanx.observe.job_lookup import find_job, list_running_jobs
+from phalanx.observe.launcher_log_reader import (
+    JobDescription,
+    LauncherLog,
+    read_description,
+    read_launcher_log,
+)
+from phalanx.observe.process_stat import read_process_stat
+from phalanx.observe.rank_ranges import parse_rank_ranges
+from phalanx.observe.recorder_reader import ended_well, read_recorder
+
+if TYPE_CHECKING:
+    from phalanx.observe.job_directory import JobDirectory
+
+__all__ = ["HISTORY", "JobSummary", "read_job", "read_job_directory", "read_summary"]
+
+HISTORY = 4096
+"""The number of ended operations that a flight recorder holds."""
+
+_MAX_RANKS = 65536
+# The kernel counts a process's start in ticks of 10 ms.
+_SLACK = 0.1
+_GONE = model.Process("gone")
+
+
+@dataclass(frozen=True)
+class JobSummary:
+    """A summary of a job, as `phalanx jobs` lists it.
+
+    Attributes:
+        name: The name of the job.
+        state: "running" while a process of the job is alive; "finished" after a clean end, which
+            normally removes the directory; else "failed".
+        started: The time at which it started, in Unix seconds; 0 if unknown.
+        world_size: The number of ranks; 0 if unknown.
+        command: The command line that started it.
+        path: The path of its directory.
+        problems: Descriptions of data that could not be read.
+    """
+
+    name: str
+    state: Literal["running", "failed", "finished"]
+    started: float
+    world_size: int
+    command: tuple[str, ...]
+    path: str
+    problems: tuple[str, ...]
+
+
+def read_job(text: str | None = None, history: int = HISTORY) -> model.Job:
+    """Read a job.
+
+    Args:
+        text: The name of the job or a unique prefix of it; None for the newest job.
+        history: The maximum number of ended operations to read for each rank, the newest.
+
+    Raises:
+        UsageError: There is no such job, or its directory cannot be used.
+    """
+    with find_job(text) as job:
+        found = read_job_directory(job, history)
+        others = [] if text is not None else list_running_jobs(job.base)
+    return replace(found, others=tuple(name for name in others if name != found.name))
+
+
+def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
+    """Read the job in a directory; never raises because of the directory's content."""
+    problems: list[str] = []
+    description, launcher_log = read_description(job, problems), read_launcher_log(job, problems)
+    recorders, unreadable = _read_recorders(job, history)
+    attempt = launcher_log.attempt
+    if not launcher_log.starts:
+        attempt = max((recorder["attempt"] for recorder in recorders), default=0)
+    recorders = [recorder for recorder in recorders if recorder["attempt"] == attempt]
+    size = _determine_world_size(description, launcher_log, recorders, problems)
+    location = _JobLocation(job, description)
+    ranks = _build_ranks(size, recorders, launcher_log, unreadable, location)
+    problems += [
+        f"{recorder['pid']}.box says that it is of rank {recorder['rank']}, "
+        f"and the job has {size} ranks"
+        for recorder in recorders
+        if not 0 <= recorder["rank"] < size
+    ]
+    problems += _find_duplicates(size, recorders, launcher_log)
+    problems += unreadable.values()
+    workers = read_workers(job, {rank.pid for rank in ranks}, problems)
+    if description.hosts > 1:
+        problems.append(
+            f"the job is on {description.hosts} hosts: here are the ranks of this one alone"
+        )
+    return model.Job(
+        job.name,
+        job.path,
+        description.command,
+        description.started,
+        size,
+        attempt,
+        launcher_log.code,
+        location.now(recorders),
+        ranks,
+        tuple(problems),
+        description.hosts,
+        description.launcher,
+        launcher_log.code is None and location.is_gone(description.launcher, description.started),
+        workers=workers,
+    )
+
+
+def read_summary(job: JobDirectory) -> JobSummary:
+    """Read only the data of a job that a list of jobs shows."""
+    problems: list[str] = []
+    description, launcher_log = read_description(job, problems), read_launcher_log(job, problems)
+    state: Literal["running", "failed", "finished"] = "running"
+    if job.has_ended():
+        well = launcher_log.code == 0
+        if not description.launcher:
+            recorders, unreadable = _read_recorders(job, 1)
+            well = not unreadable and ended_well(recorders)
+        state = "finished" if well else "failed"
+    size = launcher_log.world_size or description.world_size
+    return JobSummary(
+        job.name, state, description.started, size, description.command, job.path, tuple(problems)
+    )
+
+
+class _JobLocation:
+    """The relation of the machine and pid namespace of a job to those of this process."""
+
+    def __init__(self, job: JobDirectory, description: JobDescription) -> None:
+        own_scope = get_pid_scope()
+        job_scope = description.pid_scope or own_scope
+        host = job_scope.get("host")
+        self.host = host if isinstance(host, str) else ""
+        self._is_local = job_scope == own_scope
+        self._is_other_boot = job_scope.get("boot") != own_scope["boot"]
+        # It ran on this machine before a reboot, or elsewhere and its directory is not held.
+        self._has_ended = self._is_other_boot and host == own_scope["host"]
+        self._has_ended = self._has_ended or (not self._is_local and job.has_ended())
+
+    def find_process(self, pid: int, age: float) -> model.Process | None:
+        """Return the process that existed `age` seconds ago; None if it is not visible here."""
+        if not self._is_local:
+            return _GONE if self._has_ended else None
+        stat = read_process_stat(pid) if pid else None
+        if stat is None or stat.age + _SLACK < age:  # the pid has been reused
+            return _GONE
+        return stat.process
+
+    def is_gone(self, pid: int, since: float) -> bool:
+        """Return whether a process that existed at a Unix time is known to have ended."""
+        process = self.find_process(pid, time.time() - since) if pid else None
+        return process is not None and process.state in ("gone", "zombie")
+
+    def now(self, recorders: list[dict[str, Any]]) -> int:
+        """Return the present time in the clock of the recorders, in nanoseconds."""
+        if self._is_other_boot and recorders:  # the monotonic clock restarted
+            newest = max(recorders, key=lambda recorder: recorder["clock"] + recorder["opened"])
+            return time.time_ns() - int(newest["clock"])
+        return time.monotonic_ns()
+
+
+def _read_recorders(job: JobDirectory, history: int) -> tuple[list[dict[str, Any]], dict[int, str]]:
+    """Return the readable recorders, and the defects of the others by pid."""
+    recorders, unreadable = [], {}
+    for pid, name in job.list_recorders().items():
+        try:
+            recorders.append(read_recorder(job, name, history))
+        except FileNotFoundError:  # the job has just ended
+            continue
+        except OSError as error:
+            unreadable[pid] = str(error)
+        except ValueError as error:
+            unreadable[pid] = f"{name}: {error}"
+    return recorders, unreadable
+
+
+def _determine_world_size(
+    description: JobDescription,
+    launcher_log: LauncherLog,
+    recorders: list[dict[str, Any]],
+    problems: list[str],
+) -> int:
+    size = launcher_log.world_size if launcher_log.starts else 0
+    sizes = {recorder["world_size"]: f"{recorder['pid']}.box" for recorder in recorders}
+    if not size and len(sizes) > 1:
+        words = ", ".join(f"{sizes[each]} of {each} ranks" for each in sorted(sizes)[:4])
+        problems.append(f"black boxes don't agree on the job's size: {words}")
+    size = size or max(sizes, default=0) or description.world_size
+    if size > _MAX_RANKS:
+        problems.append(f"the job says that it has {size} ranks, of which {_MAX_RANKS} are shown")
+    return max(0, min(size, _MAX_RANKS))
+
+
+def _find_duplicates(
+    size: int, recorders: list[dict[str, Any]], launcher_log: LauncherLog
+) -> list[str]:
+    """Name the recorders of one rank if another rank, which the launcher does not know, has none.
+
+    Processes that a rank has started may have flight recorders of the same rank.
+    """
+    named: dict[int, list[str]] = {}
+    for recorder in recorders:
+        named.setdefault(recorder["rank"], []).append(f"{recorder['pid']}.box")
+    missing = [
+        rank for rank in range(size) if rank not in named and rank not in launcher_log.starts
+    ]
+    return [
+        f"{' and '.join(sorted(names))} say that they are of rank {rank}, and none is of rank "
+        f"{missing[0]}"
+        for rank, names in sorted(named.items())
+        if missing and len(names) > 1
+    ]
+
+
+def _build_ranks(
+    size: int,
+    recorders: list[dict[str, Any]],
+    launcher_log: LauncherLog,
+    unreadable: dict[int, str],
+    location: _JobLocation,
+) -> tuple[model.Rank, ...]:
+    by_rank: dict[int, dict[str, Any]] = {}
+    for recorder in sorted(recorders, key=lambda recorder: int(recorder["opened"])):
+        start = launcher_log.starts.get(recorder["rank"])
+        own = by_rank.get(recorder["rank"])
+        # Child processes of a rank may have formed groups of their own, with ranks of their own.
+        if own is None or start is None or own["pid"] != start.pid:
+            by_rank[recorder["rank"]] = recorder
+    ranks = []
+    for number in range(size):
+        start = launcher_log.starts.get(number)
+        found = by_rank.get(number)
+        rank = (
+            model.Rank(number, start=start) if found is None else _build_rank(number, found, start)
+        )
+        if found is None and start is not None:
+            rank = replace(
+                rank, pid=start.pid, host=location.host, problem=unreadable.pop(start.pid, "")
+            )
+        ranks.append(replace(rank, process=_find_process(rank, location)))
+    return tuple(ranks)
+
+
+def _find_process(rank: model.Rank, location: _JobLocation) -> model.Process | None:
+    if not rank.pid:
+        return None
+    if rank.opened:
+        return location.find_process(rank.pid, (time.monotonic_ns() - rank.opened) / 1e9)
+    return location.find_process(rank.pid, time.time() - rank.start.time if rank.start else 0.0)
+
+
+def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None) -> model.Rank:
+    return model.Rank(
+        number,
+        recorder["pid"],
+        recorder["host"],
+        recorder["clock"],
+        recorder["opened"],
+        recorder["ending"],
+        recorder["last_words"],
+        recorder["ended"],
+        tuple(
+            model.Group(**{**group, "members": _parse_members(group)})
+            for group in recorder["groups"]
+        ),
+        tuple(model.Operation(**operation) for operation in recorder["open"]),
+        tuple(model.Operation(**operation) for operation in recorder["done"]),
+        recorder["operations"],
+        tuple(model.Report(*report) for report in recorder["reports"]),
+        recorder["note"],
+        start,
+    )
+
+
+def _parse_members(group: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ranks of a group's members in the job; empty if there are more than its size."""
+    members = parse_rank_ranges(group["members"])
+    return members if len(members) <= group["size"] else ()

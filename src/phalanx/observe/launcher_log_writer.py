@@ -1,0 +1,160 @@
+"""The launcher's log of its ranks: when each started, and how and when it ended.
+
+It has one JSON object per line, in `launcher.jsonl` in the job's directory:
+
+    {"event": "start", "rank": 0, "pid": 812, "attempt": 0, "world_size": 2, "time": 1795251664.1}
+    {"event": "end", "rank": 0, "pid": 812, "code": -9, "stopped": false, "time": 1795251702.9}
+    {"event": "finish", "code": 137, "time": 1795251703.0}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from typing import Any
+
+from phalanx import env
+from phalanx.errors import UsageError
+from phalanx.observe.job_directory import (
+    LAUNCHER_LOG_FILE,
+    JobDirectory,
+    describe_job,
+    make_job_name,
+    prune,
+)
+
+__all__ = ["LauncherLogWriter"]
+
+_log = logging.getLogger("phalanx")
+
+
+class LauncherLogWriter:
+    """The launcher's log of a job, in the job's directory; a context manager that finishes it.
+
+    If the directory cannot be created, the job continues without it after one warning.
+
+    Attributes:
+        name: The name of the job; `env.NO_JOB` if it has no directory.
+    """
+
+    def __init__(self, world_size: int, *, hosts: int = 1) -> None:
+        """Create the job's directory, and remove the oldest jobs beyond the limit.
+
+        Args:
+            world_size: The number of ranks of the job, on all hosts.
+            hosts: The number of hosts; the directory is for the ranks of this one.
+
+        Raises:
+            UsageError: An environment variable is malformed.
+        """
+        self.name = env.NO_JOB
+        self._directory: JobDirectory | None = None
+        self._fd = -1
+        self._started = False
+        self._world_size = world_size
+        try:
+            base, kept, given = env.jobs_directory(), env.jobs_kept(), env.job()
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        if given != env.NO_JOB:
+            try:
+                self._begin(base, kept, hosts)
+            except OSError as error:
+                _log.warning(
+                    "phalanx: this job can't be looked at by `phalanx watch` and `phalanx "
+                    "explain`, it goes on without: %s",
+                    error,
+                )
+                self._close(remove=True)
+
+    def _begin(self, base: str, kept: tuple[int, int], hosts: int) -> None:
+        self._directory = job = JobDirectory(base, make_job_name(), create=True)
+        job.lock_shared()
+        prune(base, kept)
+        more = {"launcher": os.getpid(), "hosts": hosts}
+        job.write_description(describe_job(job.name, self._world_size, **more))
+        self._fd = job.create(LAUNCHER_LOG_FILE, os.O_APPEND)
+        self.name = job.name
+
+    def __enter__(self) -> LauncherLogWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.finish(0 if kind is None else 130 if issubclass(kind, KeyboardInterrupt) else 1)
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables to set for the ranks."""
+        if self._directory is None:
+            return {"PHALANX_JOB": env.NO_JOB}
+        return {"PHALANX_JOB": self.name, "PHALANX_JOBS_DIR": self._directory.base}
+
+    def start(self, rank: int, pid: int, attempt: int = 0, world_size: int | None = None) -> None:
+        """Record that a rank has been started.
+
+        Args:
+            rank: The number of the rank in the job.
+            pid: The pid of its process.
+            attempt: The number of times that all ranks have been restarted, from 0.
+            world_size: The number of ranks of this attempt, if not the initial one.
+        """
+        self._started = True
+        size = self._world_size if world_size is None else world_size
+        self._write("start", rank=rank, pid=pid, attempt=attempt, world_size=size)
+
+    def end(self, rank: int, pid: int, code: int | None, *, stopped: bool) -> None:
+        """Record that a rank has ended.
+
+        Args:
+            rank: The number of the rank in the job.
+            pid: The pid of its process.
+            code: The exit code as in `subprocess`; None if unknown.
+            stopped: Whether the launcher had begun to stop the rank before.
+        """
+        self._write("end", rank=rank, pid=pid, code=code, stopped=stopped)
+
+    def finish(self, code: int) -> bool:
+        """Record that the job has ended with an exit code; a second call does nothing.
+
+        The directory is removed after a clean end, or if no rank had been started. Otherwise it is
+        kept for `phalanx explain`.
+
+        Returns:
+            Whether the directory was kept and contains flight recorders to explain. Ranks that
+            never formed a group leave none.
+        """
+        if self._directory is None:
+            return False
+        self._write("finish", code=code)
+        keep = code != 0 and self._started
+        has_recorders = bool(self._directory.list_recorders())
+        self._close(remove=not keep)
+        return keep and has_recorders
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self._fd == -1:
+            return
+        line = json.dumps({"event": event, **fields, "time": time.time()}) + "\n"
+        try:
+            os.write(self._fd, line.encode())
+        except OSError as error:
+            _log.warning(
+                "phalanx: can't note in %s how ranks start and end (%s); the job goes on",
+                self.name,
+                error.strerror,
+            )
+            os.close(self._fd)
+            self._fd = -1
+
+    def _close(self, *, remove: bool) -> None:
+        if self._fd != -1:
+            os.close(self._fd)
+        job, self._fd, self._directory = self._directory, -1, None
+        if job is not None and remove:
+            try:
+                job.remove()
+            except OSError as error:
+                _log.warning("phalanx: %s", error)
+        elif job is not None:
+            job.close()

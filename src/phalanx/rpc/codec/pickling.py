@@ -1,0 +1,312 @@
+"""Pickling of arguments and results, with their tensors beside the pickle.
+
+Pickle sends functions and classes by reference: as names that the receiver imports. Those of the
+main program are also sent by reference, if the receiver runs the same program. Functions without an
+importable name (lambdas, nested functions, functions typed into an interpreter) are sent by value,
+by cloudpickle. So are compiled TorchScript objects, in TorchScript's own format.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+import threading
+import types
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+import torch
+from torch import Tensor, nn
+
+from phalanx.errors import ArgumentTypeError, UsageError
+from phalanx.rpc.codec.autograd_hook import get_autograd_hook
+from phalanx.rpc.codec.message import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from phalanx.rpc.peer import Peer
+
+__all__ = ["PickleContext", "deserialize", "serialize", "thread_local"]
+
+# Types that may be, or contain, parameters whose gradients come back.
+_WITH_PARAMETERS = frozenset((nn.Parameter, tuple, list, dict))
+
+_MAINS = ("__main__", "__mp_main__")
+_DTYPES = frozenset(DTYPES)
+_SPARSE = frozenset(
+    (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+)
+
+
+class PickleContext:
+    """The state of packing for a peer, or of unpacking from it; `thread_local` has the thread's."""
+
+    def __init__(self, peer: Peer, is_answer: bool = False) -> None:
+        self.peer, self.is_answer = peer, is_answer
+        self.tensors: list[Tensor] = []
+        self.undo: list[Callable[[], None]] = []
+        """Functions to call if the packed object is never sent."""
+
+    def cancel(self) -> None:
+        """Undo the packing of an object that is never sent."""
+        while self.undo:
+            self.undo.pop()()
+
+
+class _ThreadLocal(threading.local):
+    pickle_context: PickleContext | None = None
+
+
+thread_local = _ThreadLocal()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
+    def __init__(
+        self, file: io.BytesIO, pickle_context: PickleContext, refuse_parameters: bool
+    ) -> None:
+        super().__init__(file, protocol=5)
+        self._pickle_context, self._refuse_parameters = pickle_context, refuse_parameters
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is _get_tensor or obj is _load_from_main:  # the most frequent by far
+            return NotImplemented
+        kind = type(obj)
+        if kind is Tensor and (reduced := self._reduce_tensor(obj)) is not NotImplemented:
+            return reduced
+        if kind is nn.Parameter and obj.layout is torch.strided:
+            if self._refuse_parameters and obj.requires_grad:
+                raise _ParameterFound
+            return _make_parameter, (obj.detach(), obj.requires_grad)
+        if self._pickle_context.peer.same_main and isinstance(obj, (type, types.FunctionType)):
+            name = obj.__qualname__
+            if obj.__module__ in _MAINS and _find_in_main(name) is obj:
+                return _load_from_main, (name,)
+        if isinstance(obj, Tensor) and obj.grad_fn is not None and torch.is_grad_enabled():
+            raise UsageError(
+                f"a tensor of type {kind.__name__}, {obj.dtype} and {obj.layout} that requires "
+                "gradients: its gradients couldn't find the way back; send tensor.detach()"
+            )
+        if isinstance(obj, torch.jit.ScriptFunction):
+            return self._reduce_script_function(obj)
+        if isinstance(obj, torch.jit.ScriptModule):
+            return _load_script_module, (obj.save_to_buffer(_extra_files={}),)
+        return super().reducer_override(obj)
+
+    def _reduce_script_function(self, function: Any) -> Any:
+        """Reduce to a reference if the name leads to it, else to code, name and defaults."""
+        compiled: Any = getattr(function, "_torchdynamo_inline", None)
+        if compiled is not None:
+            module, name = compiled.__module__, compiled.__qualname__
+            if module in _MAINS:
+                if self._pickle_context.peer.same_main and _find_in_main(name) is function:
+                    return _load_from_main, (name,)
+            elif _get_attribute(sys.modules.get(module), name) is function:
+                return _load_from_module, (module, name)
+        arguments = function.schema.arguments
+        names = [argument.name for argument in arguments]
+        defaults = {
+            argument.name: argument.default_value
+            for argument in arguments
+            if argument.has_default_value()
+        }
+        saved = function.save_to_buffer(_extra_files={})
+        return _ScriptFunction, (saved, function.name, names, defaults)
+
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return (
+                self._reduce_sparse_tensor(tensor) if tensor.layout in _SPARSE else NotImplemented
+            )
+        if tensor.dtype not in _DTYPES:
+            return NotImplemented
+        if tensor.device.type != "cpu":
+            raise UsageError(
+                f"a tensor of {tuple(tensor.shape)} on {tensor.device}: RPC carries tensors of the "
+                "CPU; send tensor.cpu(), and move it where it arrives"
+            )
+        self._pickle_context.tensors.append(tensor)
+        return _get_tensor, (len(self._pickle_context.tensors) - 1,)
+
+    def _reduce_sparse_tensor(self, tensor: Tensor) -> Any:
+        """Reduce to indices and values, which are sent as tensors; the graph sees one tensor."""
+        if tensor.requires_grad:
+            hook = get_autograd_hook()
+            (detached,), metadata = hook.send(self._pickle_context.peer.id, [tensor])
+            if metadata:
+                self._pickle_context.undo.append(lambda: hook.cancel(metadata))
+                return _attach_history, (detached, metadata)
+            tensor = detached
+        if tensor.layout is torch.sparse_coo:
+            parts = tensor._indices(), tensor._values()
+            return _make_sparse_coo, (*parts, tensor.shape, tensor.is_coalesced())
+        if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+            parts = tensor.crow_indices(), tensor.col_indices()
+        else:
+            parts = tensor.ccol_indices(), tensor.row_indices()
+        return _make_sparse_compressed, (*parts, tensor.values(), tensor.shape, tensor.layout)
+
+
+def serialize(obj: object, pickle_context: PickleContext, description: str) -> bytes:
+    """Pickle an object; its tensors are added to the context.
+
+    Args:
+        obj: The object.
+        pickle_context: The state of the packing.
+        description: A description of the object, for error messages.
+
+    Raises:
+        UsageError: A part of the object can't be pickled.
+    """
+    before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
+    try:
+        try:
+            return _pickle(obj, pickle_context, torch.is_grad_enabled())
+        except _ParameterFound:
+            pickle_context.cancel()
+            pickle_context.tensors.clear()
+            return _pickle(_replace_parameters(obj, {}), pickle_context, False)
+    except UsageError:
+        pickle_context.cancel()
+        raise
+    except Exception as error:
+        pickle_context.cancel()
+        kind = ArgumentTypeError if isinstance(error, TypeError) else UsageError
+        raise kind(f"{description} can't be sent: {type(error).__name__}: {error}") from error
+    finally:
+        thread_local.pickle_context = before
+
+
+def _pickle(obj: object, pickle_context: PickleContext, refuse_parameters: bool) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file, pickle_context, refuse_parameters).dump(obj)
+    return file.getvalue()
+
+
+def deserialize(
+    payload: bytes | memoryview, tensors: Sequence[Tensor], pickle_context: PickleContext
+) -> Any:
+    """Unpickle an object, with the tensors that were sent beside the pickle."""
+    pickle_context.tensors = list(tensors)
+    before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
+    try:
+        return pickle.loads(payload)
+    finally:
+        thread_local.pickle_context = before
+
+
+class _ParameterFound(Exception):  # noqa: N818 - not an error
+    """The pickler has found a parameter that requires gradients."""
+
+
+def _replace_parameters(value: Any, memo: dict[int, Any]) -> Any:
+    """Replace parameters by nodes of the graph, so that their gradients come back to them.
+
+    Args:
+        value: A parameter, or a tuple, list or dict of such values; parameters in other objects
+            (modules) are not replaced.
+        memo: The replacements by id, so that one object stays one object.
+    """
+    kind = type(value)
+    if kind not in _WITH_PARAMETERS:
+        return value
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any
+    if kind is nn.Parameter:
+        made = value.view_as(value) if value.requires_grad else value
+    elif kind is tuple:
+        made = tuple([_replace_parameters(each, memo) for each in value])
+    else:
+        made = memo[id(value)] = kind()  # before its elements, one of which may be `value`
+        if kind is dict:
+            made.update((key, _replace_parameters(each, memo)) for key, each in value.items())
+        else:
+            made.extend(_replace_parameters(each, memo) for each in value)
+    memo[id(value)] = made
+    return made
+
+
+def _get_tensor(number: int) -> Tensor:
+    return _get_pickle_context().tensors[number]
+
+
+def _get_pickle_context() -> PickleContext:
+    if thread_local.pickle_context is None:
+        raise RuntimeError("a pickle of phalanx.rpc was loaded outside of it")
+    return thread_local.pickle_context
+
+
+def _make_sparse_coo(
+    indices: Tensor, values: Tensor, shape: torch.Size, is_coalesced: bool
+) -> Tensor:
+    return torch.sparse_coo_tensor(
+        indices, values, shape, is_coalesced=is_coalesced, check_invariants=False
+    )
+
+
+def _make_sparse_compressed(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: torch.Size, layout: torch.layout
+) -> Tensor:
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=False
+    )
+
+
+def _attach_history(tensor: Tensor, metadata: bytes) -> Tensor:
+    (attached,) = get_autograd_hook().receive(_get_pickle_context().peer.id, [tensor], metadata)
+    return attached
+
+
+def _make_parameter(data: Tensor, requires_grad: bool) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad)
+
+
+def _load_script_module(saved: bytes) -> Any:
+    return torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call]
+
+
+class _ScriptFunction:
+    """A TorchScript function received by value: a module, and the default arguments it lacks."""
+
+    def __init__(self, saved: bytes, name: str, names: list[str], defaults: dict[str, Any]) -> None:
+        self.__name__ = self.__qualname__ = name
+        self._parts = saved, name, names, defaults
+        self._module = _load_script_module(saved)
+        self._names, self._defaults = names, defaults
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        left = self._names[len(args) :]
+        given = {name: value for name, value in self._defaults.items() if name in left}
+        return self._module(*args, **{**given, **kwargs})
+
+    def __reduce__(self) -> Any:
+        return _ScriptFunction, self._parts
+
+
+def _find_in_main(name: str) -> Any:
+    for module in _MAINS:
+        if (found := _get_attribute(sys.modules.get(module), name)) is not None:
+            return found
+    return None
+
+
+def _get_attribute(module: Any, name: str) -> Any:
+    found = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _load_from_module(module: str, name: str) -> Any:
+    if (found := _get_attribute(importlib.import_module(module), name)) is None:
+        raise AttributeError(f"module {module!r} of this worker has no {name!r}")
+    return found
+
+
+def _load_from_main(name: str) -> Any:
+    if (found := _find_in_main(name)) is None:
+        raise AttributeError(f"the main program of this worker has no {name!r}")
+    return found

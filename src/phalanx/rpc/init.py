@@ -1,0 +1,328 @@
+"""Initialization and shutdown of RPC."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
+from torch.distributed.rendezvous import rendezvous
+
+from phalanx.errors import PeerLost, PhalanxError, UsageError
+from phalanx.observe import exception_hook, recorder
+from phalanx.rpc import workers
+from phalanx.rpc.agent import Agent
+from phalanx.rpc.autograd import container
+from phalanx.rpc.codec.message import Kind
+from phalanx.rpc.current_agent import agent, agent_or_none, set_agent
+from phalanx.rpc.futures import end_at_first_failure
+from phalanx.rpc.options import DEFAULT_INIT_METHOD, check_options
+from phalanx.rpc.peer import Peer
+from phalanx.rpc.shared_memory.sender import ShmSender
+from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT
+from phalanx.rpc.workers import WorkerInfo, WorkerRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+__all__ = ["init_rpc", "shutdown"]
+
+_INIT_SECONDS = 300.0
+_STEP_SECONDS = 0.05
+_END_MILLISECONDS = 5000
+_init_count = [0]
+# Stores that this module made: rank 0's serves the others until all have left.
+_stores: list[Any] = []
+
+
+def init_rpc(
+    name: str,
+    backend: object = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: Any = None,
+    *,
+    timeout: float = _INIT_SECONDS,
+) -> None:
+    """Become a worker that others can call; block until all workers are there.
+
+    The workers rendezvous through the store of the process group. If there is no process group, or
+    it has fewer ranks than there are workers, they use `env://`: `MASTER_ADDR`, `MASTER_PORT`,
+    `RANK` and `WORLD_SIZE`, as `phalanx run` and torchrun set them. Another
+    `rpc_backend_options.init_method` is used whether or not there is a process group.
+
+    Args:
+        name: This worker's name, unique among all workers, of 1 to 127 characters.
+        backend: A member of `BackendType`, as in PyTorch; all mean the same.
+        rank: This worker's id; by default its rank in the process group, or `RANK`.
+        world_size: The number of workers; by default the size of the process group, or
+            `WORLD_SIZE`.
+        rpc_backend_options: `RpcBackendOptions` or `TensorPipeRpcBackendOptions`.
+        timeout: Seconds to wait for the other workers.
+
+    Raises:
+        UsageError: The name is invalid or taken, an argument has a wrong type, there is no way to
+            rendezvous, this process is already a worker, or not all workers have the same key.
+        PhalanxError: A worker did not come in time, or can't be reached.
+        PeerLost: A worker died, or left, before all were there.
+    """
+    if agent_or_none() is not None:
+        raise UsageError("RPC is already initialized: call phalanx.rpc.shutdown() first")
+    options = check_options(backend, rpc_backend_options)
+    _check_seconds("rpc_timeout", options.rpc_timeout)
+    _check_seconds("timeout", timeout)
+    shm_sender = ShmSender()
+    try:
+        own = workers.make_record(name, shm_sender)
+        store, rank, world_size = _rendezvous(options.init_method, rank, world_size)
+        _init_count[0] += 1
+        store = PrefixStore(f"phalanx-rpc/{_init_count[0]}", store)
+        key = _key(store, rank, world_size, own, timeout)
+    except BaseException:
+        shm_sender.close()
+        raise
+    new = Agent(WorkerInfo(name, rank), options.rpc_timeout, shm_sender, key, own.address)
+    try:
+        recorder.publish_job(store)
+        records = workers.exchange_records(store, rank, world_size, own, timeout)
+        recorder.open_for_workers(store, rank, world_size)
+        peers = _peers(new, own, records, store, timeout)
+        if rank == 0:
+            new.on_arrival = WorkerBarrier(new, world_size).arrive
+        # Once started, the agent may execute a call, which may make calls itself.
+        set_agent(new)
+        container.init(rank)
+        end_at_first_failure()
+        new.start(peers)
+    except BaseException:
+        set_agent(None)
+        new.close(graceful=True)
+        container.close()
+        raise
+    try:
+        _join(new, timeout)
+    except BaseException:
+        shutdown(graceful=False)
+        raise
+
+
+def shutdown(graceful: bool = True, timeout: float = 0) -> None:
+    """Leave RPC; nobody can call this worker any more.
+
+    Args:
+        graceful: If true, wait until all workers have called this and no call is pending.
+            Otherwise leave at once: calls to this worker raise `PeerLost`.
+        timeout: Seconds to wait for the other workers; 0 means no limit.
+
+    Raises:
+        UsageError: This process is not a worker.
+        PeerLost: A worker died before all had arrived; this worker has left all the same.
+        CallTimeout: The others did not arrive in time; this worker has left all the same.
+    """
+    own = agent()
+    _check_seconds("timeout", timeout)
+    try:
+        if graceful:
+            _wait_all_workers(own, timeout)
+    except BaseException:
+        own.call_log.keep()
+        raise
+    finally:
+        set_agent(None)
+        own.close(graceful)
+        container.close()
+        _stores.clear()
+
+
+class WorkerBarrier:
+    """Worker 0's barrier, at which it waits until all workers have arrived and are idle.
+
+    Each worker reports how many calls it has made and executed. If no worker has made or executed a
+    call since all reported before, no call is in progress: a function makes its calls before it is
+    answered, and no worker arrives while one of its calls has no answer.
+    """
+
+    def __init__(self, own: Agent, size: int) -> None:
+        self._own, self._size = own, size
+        self._lock = threading.Lock()
+        self._arrivals: dict[int, tuple[int, Callable[[Any], None], Callable[[Any], None]]] = {}
+        self._last: dict[int, int] = {}
+        own.on_lost = self._lost
+
+    def arrive(
+        self,
+        worker: int,
+        activity: int,
+        send_result: Callable[[Any], None],
+        send_exception: Callable[[BaseException], None],
+    ) -> None:
+        """Record an arrival; once all workers have arrived, answer each whether this is the end."""
+        lost = ""
+        with self._lock:
+            self._arrivals[worker] = activity, send_result, send_exception
+            lost = next((peer.loss_reason for peer in self._own.peers if peer.loss_reason), "")
+            if not lost and len(self._arrivals) < self._size:
+                return
+            arrivals, self._arrivals = self._arrivals, {}
+        now = {each: entry[0] for each, entry in arrivals.items()}
+        is_end, self._last = now == self._last, now
+        # This worker comes last, since it leaves as soon as it has its answer.
+        for each in sorted(arrivals, reverse=True):
+            _, answer, refuse = arrivals[each]
+            if lost:
+                refuse(PeerLost(lost))
+            else:
+                answer(is_end)
+
+    def _lost(self, words: str) -> None:
+        with self._lock:
+            arrivals, self._arrivals = self._arrivals, {}
+        for worker in sorted(arrivals, reverse=True):
+            arrivals[worker][2](PeerLost(words))
+
+
+def _key(store: Store, rank: int, size: int, own: WorkerRecord, timeout: float) -> bytes:
+    try:
+        return workers.agree_on_key(store, rank, timeout)
+    except UsageError as error:
+        workers.publish_failure(store, rank, size, own, error)
+        raise
+
+
+def _check_seconds(what: str, seconds: object) -> None:
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise UsageError(f"{what}={seconds!r}: expected seconds, 0 or more")
+
+
+def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, int]:
+    if dist.is_initialized() and method == DEFAULT_INIT_METHOD:
+        rank = dist.get_rank() if rank < 0 else rank
+        size = dist.get_world_size() if size is None else size
+        if size <= dist.get_world_size():
+            store: Any = dist.distributed_c10d._get_default_store()
+            return store, rank, size
+    rank = int(os.environ.get("RANK", "-1")) if rank < 0 else rank
+    size = int(os.environ.get("WORLD_SIZE", "-1")) if size is None else size
+    if not 0 <= rank < size:
+        raise UsageError(
+            f"rank={rank}, world_size={size}: expected a rank below the world size, as arguments, "
+            "from the process group (call init_process_group or phalanx.init first), or as RANK "
+            "and WORLD_SIZE in the environment, as `phalanx run` sets them"
+        )
+    try:
+        made, rank, size = next(iter(rendezvous(method, rank, size)))
+    except ValueError as error:
+        raise UsageError(f"the workers have nothing to meet by: {error}") from None
+    except dist.DistError as error:
+        raise PhalanxError(
+            f"worker {rank} couldn't meet the others by {method!r}: {error} (where the port is "
+            "taken by a process group of some of the workers, have its rank 0 be worker 0, or give "
+            "another port, as init_method of rpc_backend_options)"
+        ) from error
+    _stores.append(made)
+    return made, rank, size
+
+
+def _peers(
+    own: Agent, record: WorkerRecord, records: list[WorkerRecord], store: Store, timeout: float
+) -> list[Peer]:
+    """Return all workers; publish a port of this worker for those on other hosts."""
+    local = [each == own.id or other.shares_host(record) for each, other in enumerate(records)]
+    remote = [f"{each}" for each, is_local in enumerate(local) if not is_local]
+    addresses = dict.fromkeys(range(len(records)), "")
+    if remote:
+        host = workers.url_host(workers.interface_towards(store))
+        store.set(f"address/{own.id}", own.listen(host))
+        published = workers.wait_for_values(store, [f"address/{each}" for each in remote], timeout)
+        addresses.update(
+            {int(each): text.decode() for each, text in zip(remote, published, strict=True)}
+        )
+    return [
+        Peer(
+            WorkerInfo(other.name, each),
+            other,
+            local[each],
+            other.main == record.main != "",
+            other.address if local[each] else addresses[each],
+        )
+        for each, other in enumerate(records)
+    ]
+
+
+def _join(own: Agent, timeout: float) -> None:
+    """Check that every worker on another host is reachable, and wait until all have checked that.
+
+    No user function is called before that: if a call kills a worker, all others have already
+    reached it.
+    """
+    for peer in own.peers:
+        if not peer.is_local:
+            try:
+                own.call(peer, Kind.HELLO, None, "hello", timeout)
+            except PhalanxError as error:
+                if peer.has_left:
+                    raise
+                raise PhalanxError(
+                    f"{peer} can't be reached at {peer.address} ({error}): set PHALANX_INTERFACE "
+                    "to the interface by which the hosts reach one another"
+                ) from None
+    # Worker 0 may still be waiting for the addresses of workers on other hosts.
+    own.handshake_timeout = math.inf
+    try:
+        own.call(own.peers[0], Kind.ARRIVE, (own.activity,), "all workers to come", timeout)
+    except PeerLost:
+        # Worker 0 may have left because of that already, and may have ended too.
+        if died := next((each for each in own.peers if each.has_died and not each.has_left), None):
+            raise PeerLost(f"{died} has died in init_rpc: look at what it said") from None
+        raise
+    finally:
+        own.handshake_timeout = HANDSHAKE_TIMEOUT
+
+
+def _wait_all_workers(own: Agent, timeout: float) -> None:
+    end = time.monotonic() + timeout if timeout else None
+    is_end = False
+    while not is_end:
+        while own.outstanding and (end is None or time.monotonic() < end):
+            time.sleep(_STEP_SECONDS)
+        left = 0.0 if end is None else max(0.001, end - time.monotonic())
+        activity = own.activity
+        try:
+            is_end = own.call(
+                own.peers[0], Kind.ARRIVE, (activity,), "the end of all workers", left
+            )
+        except PeerLost:
+            _wait_for_exit(own)
+            raise
+
+
+def _wait_for_exit(own: Agent) -> None:
+    """Wait until a lost peer has exited, so that its own error is reported as the cause."""
+    processes = [peer.pidfd for peer in own.peers if peer.loss_reason and peer.pidfd >= 0]
+    poll = select.poll()
+    for process in processes:
+        poll.register(process, select.POLLIN)
+    if processes:
+        poll.poll(_END_MILLISECONDS)
+
+
+def _leave_at_exit() -> None:
+    if agent_or_none() is not None:
+        shutdown(graceful=False)
+
+
+def _keep_call_log() -> None:
+    if (own := agent_or_none()) is not None:
+        own.call_log.keep()
+
+
+atexit.register(_leave_at_exit)
+exception_hook.on_failure(_keep_call_log)

@@ -1,0 +1,163 @@
+"""The values that `RRef`s refer to, and the counts of their references.
+
+The owner of a value counts references by worker, and frees the value when all counts are zero. A
+worker that passes on a reference reports that to the owner itself, before it sends the message with
+the reference. The owner receives the reports of one worker in order. So a reference in transit is
+counted before its sender can release its own. The receiver may release the reference before the
+owner knows that it ever held one: its count is then below zero for a while, while the sender's is
+still above. So no worker waits for another one, and passing a reference costs one message without
+an answer. (This is weighted reference counting, Bevan 1987, with the counts kept by the owner.)
+
+References of a dead worker no longer count.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from phalanx.errors import PhalanxError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+__all__ = ["OwnedValue", "OwnedValues", "RRefId", "RefCountDelta", "UserRRef"]
+
+
+class RRefId(NamedTuple):
+    """The name of a value: the worker that made its first reference, and that worker's number."""
+
+    created_on: int
+    local_id: int
+
+    def __str__(self) -> str:
+        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
+
+
+class RefCountDelta(NamedTuple):
+    """A change in the number of a worker's references to a value; negative if references ended."""
+
+    rref_id: RRefId
+    holder: int
+    amount: int
+
+
+class OwnedValue:
+    """A value, or the error of its creation, or neither yet."""
+
+    def __init__(self) -> None:
+        self.holders: dict[int, int] = {}
+        self._ready = threading.Event()
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[], None]] = []
+        self._value: Any = None
+        self._error: BaseException | None = None
+        self._traceback: TracebackType | None = None
+
+    def complete(self, value: Any = None, error: BaseException | None = None) -> None:
+        """Set the value or the error, and call the functions that wait for it."""
+        with self._lock:
+            self._value, self._error = value, error
+            self._traceback = None if error is None else error.__traceback__
+            self._ready.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
+
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call a function once the value is ready; at once if it already is."""
+        with self._lock:
+            if not self._ready.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait until the value is ready; return whether it is."""
+        return self._ready.wait(seconds)
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the value, or the error of its creation, is there."""
+        return self._ready.is_set()
+
+    def get(self) -> Any:
+        """Return the value once it is ready; raise the error of its creation."""
+        if self._error is not None:
+            raise self._error.with_traceback(self._traceback)  # the trace must not grow each time
+        return self._value
+
+
+class OwnedValues:
+    """All values that this worker owns."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[RRefId, OwnedValue] = {}
+        self._lost_workers: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get_or_create(self, rref_id: RRefId) -> OwnedValue:
+        """Return a value; a name that is not known yet gets a value that is not ready."""
+        with self._lock:
+            return self._values.setdefault(rref_id, OwnedValue())
+
+    def apply(self, delta: RefCountDelta) -> None:
+        """Apply a change in references; the end of the last one frees the value."""
+        with self._lock:
+            if delta.holder in self._lost_workers:
+                return
+            value = self._values.setdefault(delta.rref_id, OwnedValue())
+            left = value.holders.pop(delta.holder, 0) + delta.amount
+            if left:
+                value.holders[delta.holder] = left
+            elif not value.holders:
+                del self._values[delta.rref_id]
+        # The value is freed here, without the lock, since that may run the user's code.
+
+    def forget(self, worker: int) -> None:
+        """Drop the references of a dead worker."""
+        with self._lock:
+            self._lost_workers.add(worker)
+            gone = [
+                rref_id
+                for rref_id, value in self._values.items()
+                if value.holders.pop(worker, 0) and not value.holders
+            ]
+            released = [self._values.pop(rref_id) for rref_id in gone]
+        del released
+
+    def clear(self) -> None:
+        """Drop all values; threads that wait for one that is not ready get an error."""
+        with self._lock:
+            values = list(self._values.values())
+            self._values.clear()
+        for value in values:
+            if not value.is_ready:
+                value.complete(error=PhalanxError("this worker has left RPC"))
+
+
+class UserRRef:
+    """One reference of this worker to a value; the owner is notified when it is collected.
+
+    Each `RRef` has its own. A shared one could be found, by a weak reference, while it is being
+    collected, and what was counted then would be lost. `fork_id` names the reference itself: the
+    worker that has it, and a number of that worker.
+    """
+
+    def __init__(
+        self,
+        rref_id: RRefId,
+        owner: int,
+        fork_id: RRefId,
+        on_release: Callable[[int, RefCountDelta], None],
+    ) -> None:
+        self.rref_id, self.owner, self.fork_id = rref_id, owner, fork_id
+        self._on_release = on_release
+
+    def __del__(self) -> None:
+        # This may run in any thread and at any point of it, so `on_release` only queues the change.
+        self._on_release(self.owner, RefCountDelta(self.rref_id, self.fork_id.created_on, -1))

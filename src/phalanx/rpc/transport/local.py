@@ -1,0 +1,271 @@
+"""Connections to workers on the same host: Unix domain sockets.
+
+No thread stands between the calling thread and the executing one: each message wakes one thread.
+ZeroMQ would have to wake threads of its own in between, three times per direction, which is half of
+the time of a short call. So ZeroMQ is not used on a host. Data that does not leave the kernel is
+not encrypted either. But before a byte of a message is read, both ends prove that they know the
+job's key (`auth.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from phalanx.rpc.codec.message import MAX_FRAME_SIZE
+from phalanx.rpc.event_loop.spin import SpinPolicy
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.rpc.codec.message_codec import Frames
+
+__all__ = ["LocalConnection", "is_readable"]
+
+_LENGTH = struct.Struct("<Q")
+_TIME = struct.Struct("ll")
+_CHUNK = 32 * 2**10
+_MAX_READ = 2 * 2**20
+"""The maximum number of bytes to read before other work gets its turn."""
+_MAX_UNREAD = MAX_FRAME_SIZE
+"""The maximum number of bytes of unread answers before the connection is ended."""
+_SPIN_SECONDS = 1e-3
+"""Seconds that a caller spins for its answer before it sleeps."""
+
+
+class LocalConnection:
+    """A connection to a worker on the same host that has proved that it knows the key."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self.fd = connection.fileno()
+        self._buffer = bytearray()
+        self._ready: deque[bytes] = deque()
+        self._timeout: float | None = None
+        self._spin = SpinPolicy(_SPIN_SECONDS)
+        self._lock = threading.Lock()
+        self._queue: deque[bytes] = deque()
+        self._queued, self._is_sending = 0, False
+        self._parts: list[memoryview] = []
+        """Unsent parts of the queue's current message, for the thread that set `_is_sending`."""
+
+    def send(
+        self,
+        frame: bytes,
+        out_of_band: Sequence[memoryview] = (),  # noqa: ARG002
+        end: float = math.inf,
+    ) -> None:
+        """Send a message, on a connection that no other thread sends on; block while nobody reads.
+
+        Args:
+            frame: The message.
+            out_of_band: Empty: on a host no frames follow the message.
+            end: The deadline, in monotonic seconds; part of the message may have been sent then.
+
+        Raises:
+            TimeoutError: The message was not sent completely before `end`.
+            OSError: The connection is gone.
+        """
+        self._write(_split_frame(frame), end)
+
+    def post(self, frame: bytes) -> bool:
+        """Queue a message and send what the peer reads, from any thread; never block.
+
+        Returns:
+            Whether this thread must call `flush`, since the peer does not read all of the queue.
+
+        Raises:
+            OSError: The connection is gone.
+        """
+        with self._lock:
+            self._queue.append(frame)
+            self._queued += len(frame)
+            if self._is_sending:
+                return False
+            self._is_sending = True
+        try:
+            self._drain(0.0)
+        except TimeoutError:
+            return True
+        return False
+
+    def flush(self) -> None:
+        """Send all queued messages; block while the peer does not read.
+
+        Raises:
+            OSError: The connection is gone.
+        """
+        self._drain(math.inf)
+
+    def send_answer(self, frame: bytes) -> None:
+        """Send an answer; if another thread is sending one, leave it to that thread.
+
+        So a caller that does not read blocks one thread at most.
+
+        Raises:
+            OSError: The connection is gone, or has just been ended since too much of it is unread.
+        """
+        if self._queued > _MAX_UNREAD:
+            self.shut_down()
+        if self.post(frame):
+            self.flush()
+
+    def _drain(self, end: float) -> None:
+        try:
+            while self._parts or self._next():
+                self._write(self._parts, end)
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.shut_down()  # interrupted: part of a message may be lost
+            with self._lock:
+                self._queue.clear()
+                self._parts, self._queued, self._is_sending = [], 0, False
+            raise
+
+    def _next(self) -> bool:
+        with self._lock:
+            if not self._queue:
+                self._is_sending = False
+                return False
+            frame = self._queue.popleft()
+            self._queued -= len(frame)
+            self._parts = _split_frame(frame)
+            return True
+
+    def _write(self, parts: list[memoryview], end: float) -> None:
+        """Send all parts, and remove from the list what has been sent."""
+        while parts:
+            try:
+                sent = self._socket.sendmsg(parts, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                self._wait_until_writable(end)
+                continue
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+
+    def read(self) -> list[bytes] | None:
+        """Return all available messages, or None at the end of the connection."""
+        messages: list[bytes] = []
+        for _ in range(0, _MAX_READ, _CHUNK):
+            try:
+                data = self._socket.recv(_CHUNK, socket.MSG_DONTWAIT)
+                messages += self._split(data)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                return messages or None
+            if len(data) < _CHUNK:
+                break
+        return messages
+
+    def receive(self, end: float) -> Frames | None:
+        """Wait for one message; return None at the end of the connection.
+
+        Args:
+            end: The deadline, in monotonic seconds; infinity for none.
+
+        Raises:
+            TimeoutError: There was no message before `end`.
+        """
+        try:
+            if not self._ready and not self._spin.wait(self._poll_once):
+                start = time.perf_counter()
+                while not self._ready:
+                    self._wait_until_readable(end)
+                    with contextlib.suppress(BlockingIOError):  # the kernel's timeout expired
+                        self._feed(self._socket.recv(_CHUNK))
+                self._spin.record_sleep(time.perf_counter() - start)
+        except TimeoutError:
+            raise
+        except OSError:
+            return None
+        return self._ready.popleft(), []
+
+    def _poll_once(self) -> bool:
+        with contextlib.suppress(BlockingIOError):
+            self._feed(self._socket.recv(_CHUNK, socket.MSG_DONTWAIT))
+        return bool(self._ready)
+
+    def _feed(self, data: bytes) -> None:
+        if not data:
+            raise ConnectionResetError("the connection was closed")
+        self._ready.extend(self._split(data))
+
+    def shut_down(self) -> None:
+        """Shut the connection down; threads that wait for it notice, in both processes."""
+        with contextlib.suppress(OSError):  # the peer has already done so
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Shut the connection down and close the socket."""
+        self.shut_down()
+        self._socket.close()
+
+    def _wait_until_writable(self, end: float) -> None:
+        left = end - time.monotonic()
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        if left <= 0 or not poll.poll(None if left == math.inf else left * 1000):
+            raise TimeoutError
+
+    def _wait_until_readable(self, end: float) -> None:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        # With the kernel's own timeout, a wait is one system call. Setting that timeout is another,
+        # so it is set only if the old one does not fit.
+        timeout = 0.0 if left == math.inf else left
+        if self._timeout is None or (
+            timeout != self._timeout and not self._is_timeout_close(timeout)
+        ):
+            timeout *= 0.9 if timeout > 1 else 1  # so that it fits the next call too
+            self._timeout = timeout
+            value = _TIME.pack(int(timeout), max(1, int(timeout % 1 * 1e6)) if timeout else 0)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+
+    def _is_timeout_close(self, timeout: float) -> bool:
+        """Return whether the current timeout ends a wait no later, and not much earlier."""
+        return bool(self._timeout) and 0.5 * timeout < (self._timeout or 0.0) <= timeout
+
+    def _split(self, data: bytes) -> list[bytes]:
+        if not self._buffer and len(data) > _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(data)
+            if length == len(data) - _LENGTH.size:
+                return [data[_LENGTH.size :]]
+        buffer = self._buffer
+        buffer += data
+        messages, start = [], 0
+        while len(buffer) - start >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(buffer, start)
+            stop = start + _LENGTH.size + length
+            if length > MAX_FRAME_SIZE:
+                raise ConnectionAbortedError(f"a message of {length} bytes was announced")
+            if stop > len(buffer):
+                break
+            messages.append(bytes(memoryview(buffer)[start + _LENGTH.size : stop]))
+            start = stop
+        del buffer[:start]
+        return messages
+
+
+def _split_frame(frame: bytes) -> list[memoryview]:
+    return [memoryview(_LENGTH.pack(len(frame))), memoryview(frame)]
+
+
+def is_readable(fd: int, milliseconds: int = 0) -> bool:
+    """Return whether a descriptor is readable, now or within that many milliseconds."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(milliseconds))

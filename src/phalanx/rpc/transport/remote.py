@@ -1,0 +1,276 @@
+"""Connections to workers on other hosts: encrypted ZeroMQ sockets with locks and size limits.
+
+CURVE rejects strangers. The server's public key is derived from the job's key and is never sent. A
+peer that does not know the key gets no further than the first message of the handshake, and nothing
+that it sends reaches this package.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import zmq
+from zmq.utils import z85
+
+from phalanx.key import derived
+from phalanx.rpc.codec.message import MAX_FRAME_SIZE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from phalanx.rpc.codec.message_codec import Frames
+
+__all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
+
+_LINGER = 2_000
+"""Milliseconds that sent messages have to go out after a socket is closed."""
+_HEARTBEAT_MILLISECONDS = 1_000
+_HEARTBEAT_TIMEOUT_MILLISECONDS = 5_000
+_HANDSHAKE_MILLISECONDS = 10_000
+_DRAIN_MILLISECONDS = 100
+_MAX_COPIED = 64 * 2**10
+_ENCRYPTION_OVERHEAD = 1024
+"""The maximum number of bytes that encryption adds to a frame."""
+_FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+
+class RemoteContext:
+    """The context and the keys that all connections to other hosts share.
+
+    Args:
+        key: The key of the job.
+        host: The address to listen on, as it is written before a port.
+    """
+
+    def __init__(self, key: bytes, host: str) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._secret = z85.encode(derived(key, "rpc server"))
+        self._public = zmq.curve_public(self._secret)
+        self._client_public, self._client_secret = zmq.curve_keypair()
+        self.router = RemoteRouter(self, f"tcp://{host}:*")
+
+    def socket(self, kind: int, address: str) -> zmq.Socket[bytes]:
+        """Return a socket that connects only with peers that know the key."""
+        socket = self.context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, address.startswith("tcp://["))
+        # The limit applies to the encrypted frame.
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_SIZE + _ENCRYPTION_OVERHEAD)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MILLISECONDS)
+        # The pending calls bound the messages in transit, and none of these may be dropped.
+        # Receiving must not pause either: the heartbeats of a busy worker would be late.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if kind == zmq.ROUTER:
+            socket.curve_server = True
+            socket.curve_secretkey, socket.curve_publickey = self._secret, self._public
+        else:
+            socket.curve_serverkey = self._public
+            socket.curve_secretkey, socket.curve_publickey = (
+                self._client_secret,
+                self._client_public,
+            )
+        return socket
+
+    def close(self) -> None:
+        """Close the router and end the context; sent messages have two seconds to go out."""
+        self.router.close()
+        # Ending the context waits for unsent messages and for threads that wait for an answer.
+        ending = threading.Thread(target=self.context.term, name="phalanx-rpc-end", daemon=True)
+        ending.start()
+        ending.join(2 * _LINGER / 1000)
+
+
+class _MonitoredSocket:
+    """A socket with a lock, and with a monitor of certain events."""
+
+    def __init__(self, context: RemoteContext, kind: int, address: str, events: int) -> None:
+        self._socket = context.socket(kind, address)
+        self._monitor = self._socket.get_monitor_socket(events)
+        self._lock = threading.Lock()
+        self.monitor_fd = int(self._monitor.getsockopt(zmq.FD))
+        self.fd = int(self._socket.getsockopt(zmq.FD))
+        # ZeroMQ signals a descriptor only after a read has found nothing.
+        self.has_event()
+
+    def has_event(self) -> bool:
+        """Return whether a monitored event has occurred since the last call."""
+        occurred = False
+        while not self._monitor.closed:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.ZMQError:
+                break
+            occurred = True
+        return occurred
+
+    def close(self) -> None:
+        """Close the socket; sent messages have two seconds to go out."""
+        with self._lock:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._socket.close(_LINGER)
+
+
+class RemoteRouter(_MonitoredSocket):
+    """A socket that receives requests and sends answers; it monitors failed handshakes."""
+
+    max_messages = 256
+    """The maximum number of messages to receive before other work gets its turn."""
+
+    def __init__(self, context: RemoteContext, address: str) -> None:
+        super().__init__(context, zmq.ROUTER, address, _FAILED_HANDSHAKES)
+        self._socket.bind(address)
+        self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def receive(self) -> list[tuple[bytes, Frames]]:
+        """Return available messages, each with the sender to answer; there may be more."""
+        messages: list[tuple[bytes, Frames]] = []
+        with self._lock:
+            while not self._socket.closed and len(messages) < self.max_messages:
+                try:
+                    identity = self._socket.recv(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if self._socket.getsockopt(zmq.RCVMORE):
+                    messages.append(
+                        (identity, (self._socket.recv(), _receive_out_of_band(self._socket)))
+                    )
+        return messages
+
+    def send(self, identity: bytes, frame: bytes, out_of_band: Sequence[memoryview]) -> bool:
+        """Send an answer; return whether a message is available that the poll may have missed."""
+        with self._lock:
+            if self._socket.closed:
+                return False
+            self._socket.send(identity, zmq.SNDMORE)
+            _send(self._socket, frame, out_of_band)
+            return bool(int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
+
+class RemoteDealer(_MonitoredSocket):
+    """A connection to one peer for concurrent calls from any thread, sent in order.
+
+    It monitors the loss of the peer.
+    """
+
+    def __init__(self, context: RemoteContext, address: str) -> None:
+        super().__init__(context, zmq.DEALER, address, zmq.EVENT_DISCONNECTED)
+        self._socket.connect(address)
+
+    def send(self, frame: bytes, out_of_band: Sequence[memoryview]) -> list[Frames]:
+        """Send a request; return answers that the poll may have missed."""
+        with self._lock:
+            if self._socket.closed:
+                return []
+            _send(self._socket, frame, out_of_band)
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                return self._receive_all()
+            return []
+
+    def receive(self) -> list[Frames]:
+        """Return all available answers."""
+        with self._lock:
+            return [] if self._socket.closed else self._receive_all()
+
+    def _receive_all(self) -> list[Frames]:
+        answers: list[Frames] = []
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return answers
+            answers.append((frame, _receive_out_of_band(self._socket)))
+
+
+class RemoteConnection:
+    """A connection to one peer for one call at a time; the calling thread sends and receives.
+
+    Args:
+        context: The shared context and keys.
+        address: The address of the peer.
+        loss_fd: A descriptor that is readable once the peer is known to be lost.
+    """
+
+    def __init__(self, context: RemoteContext, address: str, loss_fd: int) -> None:
+        self._socket = context.socket(zmq.DEALER, address)
+        self._socket.connect(address)
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(loss_fd, zmq.POLLIN)
+
+    def send(
+        self,
+        frame: bytes,
+        out_of_band: Sequence[memoryview],
+        end: float = math.inf,  # noqa: ARG002 - it never waits
+    ) -> None:
+        """Send a request. The data in `out_of_band` must not change until the answer arrives."""
+        _send(self._socket, frame, out_of_band, copy=False)
+
+    def receive(self, end: float) -> Frames | None:
+        """Wait for the next answer; return None if the peer is lost or this worker leaves.
+
+        Args:
+            end: The deadline, in monotonic seconds; infinity for none.
+
+        Raises:
+            TimeoutError: There was no answer before `end`.
+        """
+        try:
+            return self._receive(end)
+        except zmq.ContextTerminated:
+            return None
+
+    def close(self) -> None:
+        """Close the connection at once."""
+        self._socket.close(0)
+
+    def _receive(self, end: float) -> Frames | None:
+        while True:
+            seconds = max(0.0, end - time.monotonic())
+            left = None if seconds == math.inf else math.ceil(seconds * 1000)
+            ready = self._poller.poll(left)
+            if not ready:
+                raise TimeoutError
+            # The last messages of a lost peer may still be on their way.
+            if not any(each is self._socket for each, _ in ready) and not self._socket.poll(
+                _DRAIN_MILLISECONDS
+            ):
+                return None
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                continue
+            return frame, _receive_out_of_band(self._socket)
+
+
+def _receive_out_of_band(socket: zmq.Socket[bytes]) -> list[memoryview]:
+    frames = []
+    while socket.getsockopt(zmq.RCVMORE):
+        frames.append(socket.recv(copy=False).buffer)
+    return frames
+
+
+def _send(
+    socket: zmq.Socket[bytes], frame: bytes, out_of_band: Sequence[memoryview], copy: bool = True
+) -> None:
+    # The queue is unbounded, but it is gone if a stranger has the peer's address now. The monitor
+    # has reported that as the loss of the peer: nothing is sent, and nobody waits.
+    try:
+        socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if out_of_band else 0))
+    except zmq.Again:
+        return
+    last = len(out_of_band) - 1
+    for number, part in enumerate(out_of_band):
+        more = zmq.SNDMORE if number < last else 0
+        socket.send(part, more, copy=copy or len(part) < _MAX_COPIED)

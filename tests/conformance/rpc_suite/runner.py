@@ -1,0 +1,55 @@
+"""Runs tests of PyTorch's RPC suite on one of two implementations, several tests at a time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tests.conformance.torch_suite import runner
+from tests.conformance.torch_suite.runner import ROOT, Outcome, Server
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["COLUMNS", "LOGS", "run"]
+
+# What a process needs to run the suite on each of them. Process groups are Phalanx's too: a worker
+# that holds DDP's last reference to a group of Gloo may block in it, waiting for the GIL.
+COLUMNS = {
+    "torch": {"RPC_SUITE_COLUMN": "torch"},
+    "phalanx": {"RPC_SUITE_COLUMN": "phalanx", "PHALANX_REPLACE": "gloo"},
+}
+LOGS = ROOT / "build" / "conformance-rpc"
+_ENVIRONMENT = {"TP_SOCKET_IFNAME": "lo", "PYTORCH_PRINT_REPRO_ON_FAILURE": "0"}
+
+
+def run(
+    column: str,
+    chosen: Callable[[str], bool],
+    *,
+    jobs: int,
+    limit: int,
+    begin: Callable[[int], None] = lambda _count: None,
+    report: Callable[[str, Outcome], None] = lambda _test, _outcome: None,
+) -> dict[str, Outcome]:
+    """Run the chosen tests on `torch.distributed.rpc` or `phalanx.rpc`.
+
+    Args:
+        column: Of `COLUMNS`.
+        chosen: Says whether a test, given as `Class.name`, is to be run.
+        jobs: The number of tests that run at a time.
+        limit: Seconds that a test may take.
+        begin: Called once with the number of tests.
+        report: Called after each test, from several threads, one at a time.
+
+    Returns:
+        The outcome of each test.
+    """
+    folder = LOGS / column
+    scratch = folder / "tmp"
+    scratch.mkdir(parents=True, exist_ok=True)
+    environment = {**_ENVIRONMENT, **COLUMNS[column], "TMPDIR": str(scratch)}
+
+    def start() -> Server:
+        return Server(f"{__package__}.server", folder, environment, limit)
+
+    return runner.run_on(start, chosen, jobs=jobs, begin=begin, report=report)

@@ -1,0 +1,278 @@
+"""Faults of the matrix: ranks that end, by all that ends a process, at all moments."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from tests.drill.faults import Body, Case, stay, strike, wait_for_strike
+
+_MEMORY = "[Uu]se less memory"
+
+
+class Way(NamedTuple):
+    """What ends a rank, and what must be said of it."""
+
+    end: Callable[[], object]
+    kind: str
+    cause: str
+    advice: str
+
+
+def _signal(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def _raise(error: BaseException) -> Callable[[], None]:
+    def raise_it() -> NoReturn:
+        raise error
+
+    return raise_it
+
+
+def _raise_from() -> None:
+    try:
+        {}["lr"]
+    except KeyError as error:
+        raise RuntimeError("bad configuration") from error
+
+
+def _wrong_shapes() -> None:
+    torch.ones(3) @ torch.ones(4)
+
+
+def _allocate() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+_TRACEBACK = r"traceback is in the stderr of rank {}"
+WAYS = {
+    "SIGKILL": Way(_signal(signal.SIGKILL), "killed", "killed by SIGKILL", "journalctl"),
+    "SIGSEGV": Way(lambda: ctypes.string_at(0), "killed", "killed by SIGSEGV", "in native code"),
+    "SIGTERM": Way(_signal(signal.SIGTERM), "killed", "killed by SIGTERM", "asked it to end"),
+    "_exit": Way(lambda: os._exit(7), "exited", "exit code 7", r"os\._exit"),
+    "_exit-0": Way(lambda: os._exit(0), "finished", "came to the end", "more operations than"),
+    "sys.exit": Way(lambda: sys.exit(3), "exited", "exit code 3", r"sys\.exit"),
+    "ValueError": Way(
+        _raise(ValueError("broken batch")), "failed", "ValueError: broken batch", _TRACEBACK
+    ),
+    "MemoryError": Way(_raise(MemoryError()), "failed", "MemoryError", _MEMORY),
+    "allocation": Way(_allocate, "failed", "RuntimeError: .*allocate memory", _MEMORY),
+    "shapes": Way(_wrong_shapes, "failed", "RuntimeError: ", _TRACEBACK),
+    "cause": Way(_raise_from, "failed", "RuntimeError: bad config.*KeyError: 'lr'", _TRACEBACK),
+    "KeyboardInterrupt": Way(
+        _raise(KeyboardInterrupt()), "interrupted", r"interrupted \(Ctrl-C\)", "Ctrl-C"
+    ),
+}
+
+# Operations that every rank but the victim is in; `v` is the victim.
+OPERATIONS: dict[str, Callable[[int], Any]] = {
+    "all_reduce": lambda _: dist.all_reduce(torch.ones(1000)),
+    "large all_reduce": lambda _: dist.all_reduce(torch.ones(2_000_000)),
+    "broadcast": lambda v: dist.broadcast(torch.ones(100), v),
+    "reduce": lambda v: dist.reduce(torch.ones(100), v),
+    "barrier": lambda _: dist.barrier(),
+    "recv": lambda v: dist.recv(torch.ones(100), v),
+    "send": lambda v: dist.send(torch.ones(2_000_000), v),
+    "all_gather": lambda _: dist.all_gather(_parts(), torch.ones(100)),
+    "objects": lambda _: dist.all_gather_object([None] * dist.get_world_size(), "x"),
+    "reduce_scatter": lambda _: dist.reduce_scatter(torch.ones(100), _parts()),
+    "all_to_all": lambda _: dist.all_to_all(_parts(), _parts()),
+    "gather": lambda _: dist.gather(torch.ones(100), _parts() if dist.get_rank() == 0 else None),
+    "scatter": lambda v: dist.scatter(torch.ones(100), None, src=v),
+}
+
+
+def _parts() -> list[torch.Tensor]:
+    return [torch.ones(100) for _ in range(dist.get_world_size())]
+
+
+def _begin(operation: str, victim: int) -> list[Any]:
+    """Start an operation of the group's thread, or a message, and keep what it returns."""
+    if operation == "irecv":
+        return [dist.irecv(torch.ones(10), (victim + 1) % dist.get_world_size())]
+    if operation == "isend":
+        return [dist.isend(torch.ones(2_000_000), (victim + 1) % dist.get_world_size())]
+    if operation == "barrier":
+        return [dist.barrier(async_op=True)]
+    return [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
+
+
+def _in_own_code(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """The others wait in an operation."""
+
+    def body(rank: int) -> None:
+        if rank != victim:
+            OPERATIONS[operation](victim)
+            stay()
+        strike()
+        end()
+
+    return body
+
+
+def _inside(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """The victim waits in an operation, and the others are in code of their own."""
+
+    def later() -> None:
+        strike()
+        end()
+
+    def body(rank: int) -> None:
+        if rank == victim:
+            threading.Timer(0.3, later).start()
+            OPERATIONS[operation]((victim + 1) % dist.get_world_size())
+        stay()
+
+    return body
+
+
+def _alone(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Nobody waits for the victim: all are in code of their own."""
+    del operation
+
+    def body(rank: int) -> None:
+        if rank == victim:
+            strike()
+            end()
+        stay()
+
+    return body
+
+
+def _asynchronous(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """An asynchronous operation of the victim is under way; the others come to it or to none."""
+
+    def body(rank: int) -> None:
+        if rank == victim:
+            works = _begin(operation, victim)
+            strike()
+            end()
+            del works
+        if operation == "all_reduce" and rank == 0:
+            for _ in range(100):
+                dist.all_reduce(torch.ones(1000), async_op=True).wait()
+        stay()
+
+    return body
+
+
+def _met(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """All start the same asynchronous operations; the victim ends before it waits for them."""
+
+    def body(rank: int) -> None:
+        works = _begin(operation, victim)
+        if rank == victim:
+            strike()
+            end()
+        for work in works:
+            work.wait()
+        dist.barrier()
+
+    return body
+
+
+def _in_a_group(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Some ranks wait for the victim in a group of their own, the others for those."""
+
+    def body(rank: int) -> None:
+        pair = dist.new_group([victim, (victim + 1) % dist.get_world_size()])
+        if rank == victim:
+            strike()
+            end()
+        if rank == (victim + 1) % dist.get_world_size():
+            dist.all_reduce(torch.ones(10), group=pair)
+        OPERATIONS[operation](victim)
+
+    return body
+
+
+def _before_init(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """The victim never comes to form the group in which the others wait for it."""
+    del operation
+
+    def body(rank: int) -> None:
+        if rank == victim:
+            strike()
+            end()
+        dist.init_process_group("phalanx")
+
+    return body
+
+
+def _after_leaving(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """All have left the group already."""
+    del operation
+
+    def body(rank: int) -> None:
+        dist.destroy_process_group()
+        if rank == victim:
+            strike()
+            end()
+        wait_for_strike()
+
+    return body
+
+
+_MOMENTS = {
+    "in own code": _in_own_code,
+    "inside": _inside,
+    "alone": _alone,
+    "asynchronous": _asynchronous,
+    "met": _met,
+    "in a group": _in_a_group,
+    "before init": _before_init,
+    "after leaving": _after_leaving,
+}
+
+# How, at which moment, in which operation, the victim, and of how many ranks.
+_DRAWN = (
+    ("SIGKILL", "in own code", "broadcast", 1, 3),
+    ("SIGSEGV", "in own code", "reduce_scatter", 0, 3),
+    ("SIGTERM", "in own code", "gather", 1, 2),
+    ("_exit", "in own code", "objects", 1, 3),
+    ("_exit-0", "in own code", "all_to_all", 1, 2),
+    ("sys.exit", "in own code", "all_gather", 0, 2),
+    ("ValueError", "in own code", "send", 1, 4),
+    ("cause", "in own code", "scatter", 0, 3),
+    ("KeyboardInterrupt", "in own code", "barrier", 1, 2),
+    ("SIGKILL", "inside", "large all_reduce", 1, 2),
+    ("SIGSEGV", "inside", "recv", 0, 2),
+    ("ValueError", "alone", "", 1, 3),
+    ("allocation", "alone", "", 1, 2),
+    ("ValueError", "asynchronous", "all_reduce", 1, 2),
+    ("shapes", "asynchronous", "all_reduce", 1, 3),
+    ("SIGKILL", "asynchronous", "irecv", 1, 2),
+    ("sys.exit", "asynchronous", "isend", 1, 3),
+    ("MemoryError", "met", "all_reduce", 1, 2),
+    ("_exit", "met", "barrier", 0, 2),
+    ("KeyboardInterrupt", "met", "all_reduce", 1, 3),
+    ("ValueError", "in a group", "reduce", 1, 4),
+    ("sys.exit", "before init", "", 1, 2),
+    ("ValueError", "before init", "", 0, 2),
+    ("SIGKILL", "before init", "", 2, 3),
+    ("ValueError", "after leaving", "", 1, 2),
+)
+
+
+def _cases() -> Iterator[Case]:
+    for way, moment, operation, victim, size in _DRAWN:
+        end, kind, cause, advice = WAYS[way]
+        body = _MOMENTS[moment](end, operation, victim)
+        words = f"[Rr]ank {victim}\\b.*{cause}"
+        if moment == "before init" and kind == "failed":  # Phalanx is not there to see it
+            kind, words, advice = "exited", f"Rank {victim}\\b.*exit code 1", "end of its output"
+        name = " ".join(filter(None, (way, moment, operation, f"of {size}"))).replace(" ", "_")
+        forms = moment != "before init"
+        yield Case(name, size, body, (victim,), kind, words, advice.format(victim), forms=forms)
+
+
+CASES = tuple(_cases())

@@ -1,0 +1,105 @@
+"""Finding and removing jobs by name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from phalanx.errors import UsageError
+from phalanx.observe import job_lookup, job_reader
+from phalanx.observe.job_directory import JobDirectory, make_job_name
+
+
+def test_finding_a_job(jobs: Path) -> None:
+    with pytest.raises(UsageError, match=f"there is no job in {jobs}: it has jobs that run"):
+        job_lookup.find_job()
+    with pytest.raises(UsageError, match="there is no job 'x' in"):
+        job_lookup.find_job("x")
+    made = ["20261121-0901-aaaaaa", "20261121-0902-bbbbbb", "20261121-0902-cccccc"]
+    for number, name in enumerate(made):
+        JobDirectory(str(jobs), name, create=True).close()
+        os.utime(jobs / name, (1000 - number,) * 2)
+    cases = [(None, made[0]), (made[1], made[1]), ("20261121-0901", made[0])]
+    for text, name in [*cases, ("20261121-0902-c", made[2])]:
+        with job_lookup.find_job(text) as found:
+            assert found.name == name
+    assert job_lookup.list_jobs() == made
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("20261121-0902-bbbbbx", "did you mean .*20261121-0902-bbbbbb"),
+        ("2026", "'2026' could be 20261121-0902-bbbbbb or 20261121-0901-aaaaaa: give more"),
+        ("zzz", "there is no job 'zzz' in .*: there is 20261121.*`phalanx jobs` lists all"),
+        ("", "there is no job ''"),
+        ("../jobs/20261121-0901-aaaaaa", "there is no job '../jobs"),
+        ("20261121-0901-aaaaaa/../..", "there is no job '20261121-0901-aaaaaa/"),
+        ("/etc", "there is no job '/etc'"),
+        ("..", "there is no job '..'"),
+        ("a\0b", r"there is no job 'a\\x00b'"),
+        ("\x1b[2J\u202e\n", r"there is no job '\\x1b\[2J\\u202e\\n'"),
+        ("\ud800", r"there is no job '\\ud800'"),
+        ("x" * 100_000, r"there is no job 'xxx.*\.\.\..*xxx'"),
+    ],
+)
+def test_names_that_are_none(jobs: Path, text: str, message: str) -> None:
+    for name in ("20261121-0901-aaaaaa", "20261121-0902-bbbbbb"):
+        JobDirectory(str(jobs), name, create=True).close()
+        os.utime(jobs / name, (int(name[12]),) * 2)
+    with pytest.raises(UsageError, match=message) as caught:
+        job_lookup.find_job(text)
+    assert len(str(caught.value)) < 400 + len(str(jobs))
+    with pytest.raises(UsageError, match=message):
+        job_lookup.remove_job(text)
+    assert len(job_lookup.list_jobs()) == 2
+
+
+def test_removing_a_job(jobs: Path) -> None:
+    held = JobDirectory(str(jobs), make_job_name(), create=True)
+    held.lock_shared()
+    with pytest.raises(UsageError, match=f"job {held.name} still runs: end it first"):
+        job_lookup.remove_job(held.name)
+    held.close()
+    assert job_lookup.remove_job(held.name[:-1]) == held.name
+    assert list(jobs.iterdir()) == []
+
+
+def test_a_place_that_can_not_be_used_is_a_wrong_argument(jobs: Path) -> None:
+    jobs.write_text("")
+    with pytest.raises(UsageError, match="is a file, expected a directory"):
+        job_reader.read_job()
+
+
+def as_another_user(call: Callable[[], object]) -> str:
+    """What `call` raises in a process of another user, or of this one where it isn't root."""
+    reading_end, writing_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        words = "nothing"
+        try:
+            if os.geteuid() == 0:
+                os.setresuid(12345, 12345, 12345)
+            call()
+        except BaseException as error:
+            words = f"{type(error).__name__}: {error}"
+        os.write(writing_end, words.encode())
+        os._exit(0)
+    os.close(writing_end)
+    with os.fdopen(reading_end) as pipe:
+        words = pipe.read()
+    os.waitpid(pid, 0)
+    return words
+
+
+def test_another_users_jobs_are_not_read(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    JobDirectory(str(jobs), make_job_name(), create=True).close()
+    if os.geteuid() != 0:
+        monkeypatch.setenv("PHALANX_JOBS_DIR", "/root")
+    for call in (job_lookup.list_jobs, job_lookup.find_job, job_reader.read_job):
+        words = as_another_user(call)
+        assert words.startswith("UsageError: "), words
+        assert "can't be opened (Permission denied)" in words or "belongs to user 0" in words

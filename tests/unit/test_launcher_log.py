@@ -1,0 +1,243 @@
+"""Reading what was noted of a job: its description, what its launcher saw, and its processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+
+from phalanx.observe import job_lookup, job_reader
+from phalanx.observe.job_directory import JobDirectory, get_pid_scope
+from phalanx.observe.model import Job
+from phalanx.observe.process_stat import read_process_stat
+from tests.made_jobs import Made, write_box, write_live_box
+
+
+def test_what_the_launcher_noted(job: Made) -> None:
+    first, second = job.pids
+    job.note(event="start", rank=0, pid=first, attempt=0, world_size=2, time=100.0)
+    job.note(event="start", rank=1, pid=second, attempt=0, world_size=2, time=101.0)
+    job.note(event="end", rank=1, pid=second, code=None, stopped=False, time=102.0)
+    job.note(event="end", rank=1, pid=second, code=-9, stopped=False, time=103.0)
+    job.note(event="end", rank=0, pid=first, code=-15, stopped=True, time=104.0)
+    job.note(event="finish", code=137)
+    found = job.read()
+    assert found.code == 137
+    starts = [rank.start for rank in found.ranks]
+    assert [(s.pid, s.time, s.ended, s.code, s.stopped) for s in starts if s] == [
+        (first, 100.0, 104.0, -15, True),
+        (second, 101.0, 102.0, -9, False),
+    ]
+
+
+def test_the_newest_attempt_counts(job: Made) -> None:
+    """Of three ranks the second time: one without a box yet, and none of the first attempt's."""
+    for rank, pid in enumerate(job.pids):
+        job.note(event="start", rank=rank, pid=pid, attempt=0, world_size=2)
+    job.note(event="end", rank=0, pid=job.pids[0], code=1, stopped=False)
+    new = [write_box(job.path, rank, attempt=1) for rank in (0, 1)]
+    for rank, pid in enumerate([*new, os.getpid()]):
+        job.note(event="start", rank=rank, pid=pid, attempt=1, world_size=3)
+    job.note(event="end", rank=1, pid=job.pids[1], code=-15, stopped=True)  # a late one
+    found = job.read()
+    assert (found.attempt, found.world_size, found.problems) == (1, 3, ())
+    assert [rank.pid for rank in found.ranks] == [*new, os.getpid()]
+    assert [bool(rank.opened) for rank in found.ranks] == [True, True, False]
+    assert [rank.start.code for rank in found.ranks if rank.start] == [None, None, None]
+    assert found.running
+
+
+def test_attempts_without_a_launcher(job: Made) -> None:
+    new = write_box(job.path, 1, attempt=3)
+    found = job.read()
+    assert found.attempt == 3
+    assert [rank.pid for rank in found.ranks] == [0, new]
+
+
+def test_a_box_of_a_process_that_a_rank_started_is_not_the_ranks(job: Made) -> None:
+    for rank, pid in enumerate(job.pids):
+        job.note(event="start", rank=rank, pid=pid, attempt=0, world_size=2)
+    other = write_box(job.path, 0)
+    assert [rank.pid for rank in job.read().ranks] == job.pids
+    job.box(0).unlink()
+    assert [rank.pid for rank in job.read().ranks] == [other, job.pids[1]]
+
+
+DAMAGED_JOB = [
+    (b"", "job.json is damaged"),
+    (b"{", "job.json is damaged"),
+    (b"\xff\xfe\x00", "job.json is damaged"),
+    (b"[" * 200_000, "job.json is damaged"),
+    (b"[]", "job.json is of another version, expected 1"),
+    (b'{"version": 2}', "job.json is of another version, expected 1"),
+    (b"9" * 100_000, "job.json is"),
+    (b" " * (4 * 2**20), "job.json has 4194304 bytes, expected at most"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), DAMAGED_JOB, ids=range(len(DAMAGED_JOB)))
+def test_a_damaged_description(job: Made, data: bytes, message: str) -> None:
+    (job.path / "job.json").write_bytes(data)
+    found = job.read()
+    assert message in found.problems[0]
+    assert [rank.pid for rank in found.ranks] == job.pids
+    with job_lookup.find_job(job.name) as directory:
+        assert message in job_reader.read_summary(directory).problems[0]
+
+
+def test_a_description_with_other_things_in_it(job: Made) -> None:
+    hostile = {
+        "version": 1,
+        "command": ["\x1b[2J", "\ud800", 7, None],
+        "started": 1e999,
+        "world_size": 10**30,
+        "hosts": -1,
+        "launcher": True,
+        "place": {"host": 7, "boot": [], "pids": {}},
+    }
+    (job.path / "job.json").write_text(json.dumps(hostile))
+    found = job.read()
+    assert (found.command, found.started) == (("\x1b[2J", "\ud800"), 0.0)
+    assert [rank.pid for rank in found.ranks] == job.pids
+    for box in job.path.glob("*.box"):
+        box.unlink()
+    (job.path / "job.json").write_text(json.dumps({**hostile, "world_size": 2**31 - 1}))
+    found = job.read()
+    assert len(found.ranks) == 65536
+    assert "has 2147483647 ranks" in found.problems[0]
+
+
+def test_damaged_notes(job: Made) -> None:
+    job.note(event="start", rank=0, pid=job.pids[0], attempt=0, world_size=2)
+    bad: list[object] = [
+        b"{",
+        b"\xff",
+        b"[" * 100_000,
+        [],
+        {"event": "start"},
+        {"event": "start", "rank": -1, "pid": 5},
+        {"event": "start", "rank": 0, "pid": 10**20},
+        {"event": "start", "rank": 0, "pid": True},
+        {"event": "finish", "code": "0"},
+        {"event": "\x1b[2J", "rank": 0, "pid": 5},
+    ]
+    with (job.path / "launcher.jsonl").open("ab") as file:
+        for line in bad:
+            file.write((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n")
+    job.note(event="end", rank=0, pid=job.pids[0], code=3, stopped=False)
+    with (job.path / "launcher.jsonl").open("ab") as file:
+        file.write(b'{"event": "fin')  # being written
+    found = job.read()
+    assert found.problems == (f"launcher.jsonl: {len(bad)} lines are damaged",)
+    assert found.code is None
+    assert found.ranks[0].start is not None
+    assert found.ranks[0].start.code == 3
+
+
+def test_files_that_are_missing(job: Made) -> None:
+    for path in job.path.iterdir():
+        path.unlink()
+    found = job.read()
+    assert (found.ranks, found.problems) == ((), ("job.json is missing",))
+    with job_lookup.find_job(job.name) as directory:
+        assert job_reader.read_summary(directory).state == "failed"
+
+
+def test_a_job_of_several_hosts_says_so(job: Made) -> None:
+    found = json.loads((job.path / "job.json").read_text())
+    (job.path / "job.json").write_text(json.dumps({**found, "hosts": 2}))
+    assert job.read().problems == ("the job is on 2 hosts: here are the ranks of this one alone",)
+
+
+def from_elsewhere(job: Made, **other: object) -> Job:
+    found = json.loads((job.path / "job.json").read_text())
+    found["place"] = {**get_pid_scope(), **other}
+    (job.path / "job.json").write_text(json.dumps(found))
+    return job.read()
+
+
+def test_pids_of_other_places_are_not_looked_up(job: Made) -> None:
+    live = write_live_box(job.path)
+    try:
+        assert job.read().ranks[0].process is not None
+        assert job.read().running
+        # The same pid in another namespace: who holds the directory is seen from here too.
+        assert from_elsewhere(job, pids=1).running is False
+        with JobDirectory(str(job.path.parent), job.name) as held:
+            held.lock_shared()
+            assert [rank.process for rank in from_elsewhere(job, pids=1).ranks] == [None, None]
+            assert [rank.process for rank in from_elsewhere(job, boot="x", host="y").ranks] == [
+                None,
+                None,
+            ]
+        # This machine before it was started anew: its pids are gone, its clock began elsewhere.
+        found = from_elsewhere(job, boot="another")
+        assert not found.running
+        since = (found.now - found.ranks[1].ended) / 1e9
+        assert 0 < since < 600
+    finally:
+        live.kill()
+        live.communicate()
+
+
+def test_a_pid_that_has_come_round_is_another_process(job: Made) -> None:
+    live = write_live_box(job.path)
+    try:
+        assert job.read().ranks[0].process is not None
+        assert job.read().ranks[0].is_gone is False
+        # As if the box had been written long before the process was started: its `opened`.
+        box = job.path / f"{live.pid}.box"
+        data, opened = box.read_bytes(), job.read().ranks[0].opened
+        offset = data.index(opened.to_bytes(8, "little"))
+        old = (opened - 60 * 10**9).to_bytes(8, "little")
+        box.write_bytes(data[:offset] + old + data[offset + 8 :])
+        assert job.read().ranks[0].pid == job.pids[0]  # whose box is the newer one now
+        job.box(0).unlink()
+        assert job.read().ranks[0].pid == live.pid
+        assert job.read().ranks[0].is_gone
+    finally:
+        live.kill()
+        live.communicate()
+
+
+def test_a_process_as_the_kernel_sees_it() -> None:
+    own = read_process_stat(os.getpid())
+    assert own is not None
+    assert own.process.state == "running"
+    assert own.process.memory > 2**20
+    assert own.process.cpu > 0
+    assert own.age > 0
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        deadline = time.monotonic() + 10
+        while state(child.pid) != "sleeping" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state(child.pid) == "sleeping"
+        child.send_signal(19)
+        while state(child.pid) != "stopped" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state(child.pid) == "stopped"
+        child.kill()
+        while state(child.pid) != "zombie" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert state(child.pid) == "zombie"
+    finally:
+        child.kill()
+        child.wait(10)
+    assert read_process_stat(child.pid) is None
+
+
+def test_a_process_that_is_hidden_is_another_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    assert read_process_stat(1) is None
+
+
+def state(pid: int) -> str:
+    looked = read_process_stat(pid)
+    return "none" if looked is None else looked.process.state

@@ -1,0 +1,106 @@
+"""The record of PyTorch's RPC suite, and the scope that it is held against."""
+
+from __future__ import annotations
+
+import os
+import sys
+from fnmatch import fnmatchcase
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.conformance.rpc_suite import record, scope
+from tests.conformance.rpc_suite.substitution import InternalNameUsed, Uses, _Substitute
+from tests.conformance.torch_suite.runner import ROOT, Outcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+MAX_DIFFERENCES = 10
+
+
+def test_the_record_has_no_failure_without_a_documented_reason() -> None:
+    assert not [f"{test}: {outcome.outcome}" for test, outcome in record.behind(record.load())]
+
+
+def test_both_columns_have_every_test() -> None:
+    results = record.load()
+    assert results["torch"].keys() == results["phalanx"].keys()
+    assert {outcome.outcome for outcome in results["torch"].values()} == {"pass", "skip"}
+
+
+def test_every_pattern_matches_a_test_that_pytorch_passes() -> None:
+    passed = [test for test, each in record.load()["torch"].items() if each.outcome == "pass"]
+    for pattern in (*scope.OUT_OF_SCOPE, *scope.DIFFERENCES):
+        assert any(fnmatchcase(test, pattern) for test in passed), pattern
+
+
+def test_the_differences_are_few_and_documented() -> None:
+    documentation = " ".join((ROOT / "docs" / "rpc.md").read_text(encoding="utf-8").split())
+    assert len(scope.DIFFERENCES) <= MAX_DIFFERENCES
+    for test, reason in scope.DIFFERENCES.items():
+        assert reason in documentation, f"docs/rpc.md does not have the reason of {test}"
+
+
+def test_what_counts_as_behind() -> None:
+    kinds = ("pass", "fail", "timeout", "skip", "out of scope")
+    different = next(iter(scope.DIFFERENCES))
+    theirs = {kind: Outcome("pass", "", 1.0) for kind in kinds} | {
+        different: Outcome("pass", "", 1.0),
+        "failed there": Outcome("fail", "", 1.0),
+    }
+    ours = {kind: Outcome(kind, "", 1.0) for kind in kinds} | {
+        different: Outcome("fail", "", 1.0),
+        "failed there": Outcome("fail", "", 1.0),
+    }
+    found = record.behind({"torch": theirs, "phalanx": ours})
+    assert [test for test, _ in found] == ["fail", "skip", "timeout"]
+
+
+def test_a_cause_is_the_exception_and_no_consequence_of_it() -> None:
+    reason = (
+        "RuntimeError: Process 0 exited with error code 10 and exception:\n"
+        "Traceback (most recent call last):\n"
+        "phalanx.errors.PeerLost: worker 'worker1' has died\n"
+        "Process 1 exited with error code 10 and exception:\n"
+        "Traceback (most recent call last):\n"
+        "AssertionError: 1 != 2\n"
+    )
+    assert record.cause(reason) == "AssertionError: 1 != 2"
+    assert (
+        record.cause("KeyError: <f at 0x7f3a> in '/a/b-c/d.py'")
+        == "KeyError: <f at 0x...> in 'd.py'"
+    )
+    assert record.cause("CUDA is not available.") == "CUDA is not available."
+
+
+def test_an_internal_name_can_be_imported_and_its_use_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = ModuleType("torch.distributed.rpc")
+    for name in ("_private", "RpcAgent", "published"):
+        setattr(real, name, object())
+    module = _Substitute(real, {"offered": 7})
+    monkeypatch.setattr(Uses, "_fd", -1)
+    assert module.offered == 7
+    internal = module._private
+    with pytest.raises(AttributeError, match="public"):
+        _ = module.published
+    with pytest.raises(AttributeError, match="no attribute 'unknown'"):
+        _ = module.unknown
+    Uses.record_in(tmp_path / "uses")
+    assert Uses.first() == ""
+    with pytest.raises(InternalNameUsed, match="underscore"):
+        internal()
+    _ = module.RpcAgent
+    assert Uses.first().startswith("torch.distributed.rpc._private: ")
+    assert (tmp_path / "uses").read_text().count("\n") == 2
+    os.close(Uses._fd)
+
+
+def test_every_internal_module_is_one_that_torch_has() -> None:
+    import torch.distributed.rpc  # noqa: F401
+
+    for module, names in scope.INTERNAL.items():
+        assert all(hasattr(sys.modules[module], name) for name in names if name != "*")
