@@ -81,7 +81,7 @@ class Membership(dist.ProcessGroup):
         self._nccl = NcclChild(store, rank, size, timeout)
         self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
         self._messages = MessageThread(f"phalanx-{name}-messages", native)
-        self._kept: list[MessageWork] = []
+        self._kept: set[MessageWork] = set()
         self._kept_limit = 64
         self._joined: list[dist.Work] | None = None  # while operations are coalesced
         lifetime.register(self)
@@ -161,7 +161,7 @@ class Membership(dist.ProcessGroup):
             self._nccl.shutdown()
             native.close()
             self.replace_native(lifetime.left())
-            for work in self._kept:
+            for work in list(self._kept):
                 work.give_up(left_behind(self._place, "a message"))
             self._kept.clear()
 

@@ -132,6 +132,7 @@ class Messages(Membership):
         place = call_site_number()
 
         def end(status: _native.Status | None, seconds: float) -> BaseException | None:
+            self._kept.discard(work)
             if status is not None:
                 site = brief(call_site_text(place))
                 return self._failure(native, name, tensor, peer, tag, seconds, site, status)
@@ -172,9 +173,10 @@ class Messages(Membership):
 
     def _keep(self, work: MessageWork) -> None:
         """Keep a message alive until it is done, since the core uses its memory."""
-        self._kept.append(work)
+        self._kept.add(work)
         if len(self._kept) >= self._kept_limit:
-            self._kept = [kept for kept in self._kept if not kept.is_completed()]
+            for kept in list(self._kept):
+                kept.is_completed()  # removes it if so
             self._kept_limit = max(64, 2 * len(self._kept))
 
     def _failure(
