@@ -1,4 +1,4 @@
-"""The step of data-parallel training: DataParallel, DDP on Phalanx and Gloo, no communication.
+"""The step of data-parallel training: SharedDataParallel, DDP on Phalanx and Gloo, no communication.
 
     python benchmarks/data_parallel.py --model mlp1 --ranks 2 --json FILE
     python benchmarks/data_parallel.py --model mlp1 --ranks 4 --memory
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx.bench.figures import Timing
 from phalanx.bench.machine import machine, versions
-from phalanx.parallel import DataParallel
+from phalanx.bench.results import Timing
+from phalanx.parallel import SharedDataParallel
 
 MODES = ("data_parallel", "ddp_phalanx", "ddp_gloo", "alone")
 # What no backend can help: ranks that wait for each other in each step, and what DDP itself does.
@@ -110,7 +110,7 @@ class Step:
         self.model: nn.Module = module
         self.meets = group if mode == "in_step" else None
         if mode == "data_parallel":
-            wrapped = DataParallel(module, group)
+            wrapped = SharedDataParallel(module, group)
             self.model, self.optimizer = wrapped, wrapped.optimizer(kind, **options)
             return
         if mode not in ("alone", "in_step"):

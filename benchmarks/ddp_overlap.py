@@ -1,10 +1,10 @@
-"""Draw how DDP's all-reduces run beside its backward pass, from the ranks' black boxes.
+"""Draw how DDP's all-reduces run beside its backward pass, from the ranks' flight recorders.
 
 python benchmarks/ddp_overlap.py --plot docs/ddp_overlap.png --trace ddp.pftrace
 
 Each rank trains a wide network, whose gradients make several buckets, and notes when forward,
 backward and the optimizer's step begin and end. What the group's thread did meanwhile is in its
-black box, which `phalanx trace` shows too.
+flight recorder, which `phalanx trace` shows too.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from torch.nn import functional
 
 import phalanx
 from phalanx.bench.machine import machine, versions
-from phalanx.rpc.table import SGD, Adam, Table
+from phalanx.embedding import SGD, Adam, Table
 
 BAG = 5
 # What is compared: ours, then rivals; the last is the limit.

@@ -1,4 +1,4 @@
-"""How an all-reduce over many hosts scales: a simulation of what `src/phalanx/hosts` does.
+"""How an all-reduce over many hosts scales: a simulation of what `src/phalanx/hierarchical` does.
 
     python benchmarks/scale.py benchmarks/hosts_[23]_block.json --plot docs/scale.png
 
@@ -23,9 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 MIB = 1 << 20
-CHUNK = 4 * MIB  # hosts/run.py: CHUNK_BYTES
-WINDOW = 4  # hosts/run.py: _WINDOW
-SMALL = 64 * 1024  # hosts/reductions.py: _SMALL_BYTES
+CHUNK = 4 * MIB  # hierarchical/execution.py: CHUNK_BYTES
+WINDOW = 4  # hierarchical/execution.py: _WINDOW
+SMALL = 64 * 1024  # hierarchical/reductions.py: _SMALL_BYTES
 MEASURED_RATE = 1e9 / 8  # benchmarks/hosts.py: RATE
 MEASURED_RANKS = 2  # benchmarks/hosts.py: RANKS, of each host
 SIZES = (SMALL, MIB, 64 * MIB, 1024 * MIB)
@@ -40,7 +40,7 @@ class Costs:
     rate: float
     """Bytes per second of the link of a host, in each direction."""
     step: float
-    """Seconds of a rank for one step: post, sleep, wake, and what an engine does for it."""
+    """Seconds of a rank for one step: post, sleep, wake, and what a transport does for it."""
     copying: float
     """Bytes of the tensor per second that a rank passes in a step in memory."""
     bus: float = math.inf

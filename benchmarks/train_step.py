@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody does
 
 import phalanx
-from phalanx.bench.figures import Timing
 from phalanx.bench.machine import machine, versions
+from phalanx.bench.results import Timing
 from phalanx.parallel import average_gradients_per_parameter
 
 GLOBAL_BATCH = 128

@@ -2,7 +2,7 @@
 
     phalanx run --nproc-per-node 4 examples/hybrid.py
     phalanx run --nproc-per-node 7 examples/hybrid.py --servers 2 --trainers 4
-    phalanx run --nproc-per-node 4 --max-restarts 3 examples/hybrid.py --snapshots DIR
+    phalanx run --nproc-per-node 4 --max-restarts 3 examples/hybrid.py --checkpoints DIR
 
 A table with a row for each of 20,000 things lives on servers; the dense layers are replicated on
 trainers, which average their gradients; a master drives them. A sample is five things; how likely
@@ -20,7 +20,7 @@ from torch.nn.functional import binary_cross_entropy, binary_cross_entropy_with_
 from torch.nn.parallel import DistributedDataParallel
 
 import phalanx
-from phalanx import rpc
+from phalanx import embedding, rpc
 
 THINGS, PER_SAMPLE, WIDTH, BATCH, STEPS = 20_000, 5, 16, 256, 50
 
@@ -37,9 +37,9 @@ def clicks(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 class Trainer:
     """The dense layers on one worker, and its view of the table."""
 
-    def __init__(self, number: int, servers: list[rpc.RRef[rpc.table.Server]]) -> None:
+    def __init__(self, number: int, servers: list[rpc.RRef[embedding.Server]]) -> None:
         self.number = number
-        self.table = rpc.ShardedEmbeddingBag(THINGS, WIDTH, servers, mode="sum", group=group)
+        self.table = embedding.ShardedEmbeddingBag(THINGS, WIDTH, servers, mode="sum", group=group)
         layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
         self.dense = DistributedDataParallel(layers, process_group=group)
         self.optimizer = torch.optim.Adagrad(self.dense.parameters(), lr=0.05)
@@ -72,12 +72,12 @@ class Trainer:
 def drive(trainers: int, servers: int, epochs: int, folder: Path | None) -> None:
     """On the master: put the table on servers, and have trainers train, epoch by epoch."""
     names = [f"server-{number}" for number in range(servers)]
-    rule = rpc.table.Adagrad(lr=0.2)
-    parts = rpc.table.serve(names, THINGS, WIDTH, rule, trainers=trainers, name="things")
+    rule = embedding.Adagrad(lr=0.2)
+    parts = embedding.serve(names, THINGS, WIDTH, rule, trainers=trainers, name="things")
     team = [rpc.remote(f"trainer-{each}", Trainer, (each, parts)) for each in range(trainers)]
     done = sorted(folder.glob("epoch-*")) if folder else []
     if done:
-        rpc.table.load(parts, f"{done[-1]}")
+        embedding.load(parts, f"{done[-1]}")
         for trainer in team:
             trainer.rpc_sync().load(f"{done[-1]}/dense.pt")
     likely = clicks(100_000, seed=0)[2]
@@ -90,9 +90,9 @@ def drive(trainers: int, servers: int, epochs: int, folder: Path | None) -> None
             mean = sum(torch.futures.wait_all(losses)) / trainers
             progress.print(f"epoch {epoch:2}: loss {mean:.4f}")
             progress.advance(bar)
-            if folder:  # a snapshot has its name once it is whole
+            if folder:  # a checkpoint has its name once it is whole
                 part = folder / f"part-{epoch}"
-                rpc.table.save(parts, f"{part}")
+                embedding.save(parts, f"{part}")
                 team[0].rpc_sync().save(f"{part}/dense.pt")
                 part.rename(folder / f"epoch-{epoch:03}")
 
@@ -104,7 +104,9 @@ if __name__ == "__main__":
     parser.add_argument("--trainers", type=int, default=2)
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--snapshots", type=Path, help="keep one after each epoch, go on from them")
+    parser.add_argument(
+        "--checkpoints", type=Path, help="keep one after each epoch, go on from them"
+    )
     asked = parser.parse_args()
     roles = [f"trainer-{each}" for each in range(asked.trainers)] + ["master"]
     roles += [f"server-{each}" for each in range(asked.servers)]
@@ -115,5 +117,5 @@ if __name__ == "__main__":
         group = dist.new_group(list(range(asked.trainers)))
         rpc.init_rpc(roles[dist.get_rank()])
         if roles[dist.get_rank()] == "master":
-            drive(asked.trainers, asked.servers, asked.epochs, asked.snapshots)
+            drive(asked.trainers, asked.servers, asked.epochs, asked.checkpoints)
         rpc.shutdown()

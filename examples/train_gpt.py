@@ -1,11 +1,11 @@
-"""A small GPT that learns a text letter by letter, with snapshots and restart.
+"""A small GPT that learns a text letter by letter, with checkpoints and restart.
 
     python examples/train_gpt.py --text FILE
-    phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --snapshots runs/gpt
+    phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoints runs/gpt
 
 Without --text it learns sums, as "17+25=42;": whatever it says then can be checked. With --parallel
 ddp PyTorch's DistributedDataParallel averages the gradients while the backward pass runs, with
---parallel sharded phalanx.parallel.DataParallel keeps parameters and optimizer once for all ranks.
+--parallel sharded phalanx.parallel.SharedDataParallel keeps parameters and optimizer once for all ranks.
 """
 
 import argparse
@@ -115,9 +115,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--snapshots", type=Path, metavar="DIR", help="save here, and go on from it"
+        "--checkpoints", type=Path, metavar="DIR", help="save here, and go on from it"
     )
-    parser.add_argument("--snapshot-every", type=int, default=100, metavar="STEPS")
+    parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
     parser.add_argument("--write", type=int, default=80, help="letters that it writes at the end")
     parser.add_argument("--backend", default="phalanx")
     return parser.parse_args()
@@ -140,7 +140,7 @@ def run(options: argparse.Namespace) -> None:
         model: nn.Module = gpt
         settings = {"lr": options.lr, "weight_decay": 0.1}
         if options.parallel == "sharded":
-            model = phalanx.parallel.DataParallel(gpt)
+            model = phalanx.parallel.SharedDataParallel(gpt)
             optimizer = model.optimizer(torch.optim.AdamW, **settings)
         else:
             if options.parallel == "ddp":
@@ -156,8 +156,8 @@ def run(options: argparse.Namespace) -> None:
             steps=options.steps,
             clip=1.0,
             evaluate=held_out,
-            snapshots=options.snapshots,
-            snapshot_every=options.snapshot_every,
+            checkpoints=options.checkpoints,
+            checkpoint_every=options.checkpoint_every,
             seed=options.seed,
         ).fit()
         if session.is_main:

@@ -1,10 +1,10 @@
 """MNIST as PyTorch's users know it, with the Trainer: in one process, or on many ranks.
 
     python examples/train_mnist.py
-    phalanx run --nproc-per-node 2 examples/train_mnist.py --data DIR --snapshots runs/mnist
-    phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_mnist.py --snapshots runs/mnist
+    phalanx run --nproc-per-node 2 examples/train_mnist.py --data DIR --checkpoints runs/mnist
+    phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_mnist.py --checkpoints runs/mnist
 
-Kill it whenever you like: started again, it goes on from its last snapshot. Without --data it
+Kill it whenever you like: started again, it goes on from its last checkpoint. Without --data it
 trains on scikit-learn's small scans.
 """
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=["bfloat16", "float16"], help="mixed precision")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--snapshots", type=Path, metavar="DIR", help="save here, and go on from it"
+        "--checkpoints", type=Path, metavar="DIR", help="save here, and go on from it"
     )
     parser.add_argument("--backend", default="phalanx")
     options = parser.parse_args()
@@ -111,7 +111,7 @@ def run(options: argparse.Namespace) -> None:
             precision=options.precision,
             scheduler=StepLR(optimizer, step_size=steps, gamma=options.gamma),
             evaluate=held_out,
-            snapshots=options.snapshots,
+            checkpoints=options.checkpoints,
             seed=options.seed,
         ).fit()
         if session.is_main:

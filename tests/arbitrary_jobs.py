@@ -1,6 +1,6 @@
 """Jobs as a damaged or hostile directory may tell them: a strategy for Hypothesis.
 
-Numbers are as wide as the fields of a black box, texts are any that can be read from one.
+Numbers are as wide as the fields of a flight recorder, texts are any that can be read from one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Directories of jobs as ranks leave them: the fixture `job`, and what writes black boxes.
+"""Directories of jobs as ranks leave them: the fixture `job`, and what writes flight recorders.
 
 A folder of tests takes the fixtures into its `conftest.py`.
 """
@@ -26,8 +26,8 @@ import os, sys
 from phalanx import _native
 rank, size, attempt, ending = *map(int, sys.argv[2:5]), sys.argv[5]
 fd = os.open(f"{sys.argv[1]}/{os.getpid()}.box", os.O_RDWR | os.O_CREAT, 0o600)
-os.ftruncate(fd, _native.black_box_bytes())
-_native.open_black_box(fd, rank, size, attempt, "node-a", "a job")
+os.ftruncate(fd, _native.flight_recorder_bytes())
+_native.open_flight_recorder(fd, rank, size, attempt, "node-a", "a job")
 _native.report(10 * rank, 0.5, "a note")
 _native.report(10 * rank + 1, float("nan"), "\\x1b[2Ja note")
 joining = _native.Joining("0", rank, 2, "0-1")
@@ -41,7 +41,7 @@ print(os.getpid())
 
 
 def write_box(path: Path, rank: int, attempt: int = 0, ending: str = "", size: int = 2) -> int:
-    """Have a process write a black box and end; its pid."""
+    """Have a process write a flight recorder and end; its pid."""
     done = subprocess.run(
         [sys.executable, "-c", WRITER, *map(str, (path, rank, size, attempt, ending))],
         check=True,

@@ -123,7 +123,7 @@ class MpiRanks:
         """Run a function on the first ranks, and return what it returned, by rank.
 
         `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh folder that they share, are in their environment.
-        With `hosts`, a letter for the host of each rank, their groups run over the engine.
+        With `hosts`, a letter for the host of each rank, their groups run over the transport.
         """
         if self._process is None:
             pytest.fail("a test before this one has lost the ranks")
@@ -132,7 +132,7 @@ class MpiRanks:
         for rank in range(size):
             place = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
             if hosts:
-                place |= {"PHALANX_HOST_ID": hosts[rank], "PHALANX_ENGINE": "mpi"}
+                place |= {"PHALANX_HOST_ID": hosts[rank], "PHALANX_TRANSPORT": "mpi"}
             self._connections[rank].send((call, place))
         values = []
         for rank in range(size):
@@ -167,7 +167,7 @@ class MpiRanks:
 
 def serve(address: str) -> None:
     """What each rank does: functions, until the test's end of the connection is closed."""
-    from phalanx.engines.mpi import the_world
+    from phalanx.transports.mpi import the_world
 
     rank = the_world(LIMIT).rank
     connection = Client(address, "AF_UNIX")

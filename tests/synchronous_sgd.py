@@ -1,4 +1,4 @@
-"""Plain synchronous SGD on every rank, which `DataParallel` is compared with, bit for bit."""
+"""Plain synchronous SGD on every rank, which `SharedDataParallel` is compared with, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
 
 CHUNK = 32 * 1024
@@ -41,7 +41,7 @@ def same(one: Any, other: Any) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and equal
 
 
-def check(model: DataParallel, replica: nn.Module, what: str) -> None:
+def check(model: SharedDataParallel, replica: nn.Module, what: str) -> None:
     pairs = zip(model.module.named_parameters(), replica.parameters(), strict=True)
     for (name, one), other in pairs:
         assert same(one.detach(), other.detach()), (what, name)
@@ -50,7 +50,7 @@ def check(model: DataParallel, replica: nn.Module, what: str) -> None:
         assert same(one, other), (what, name)
 
 
-def compare_states(one: dict[str, Any], other: dict[str, Any], model: DataParallel) -> None:
+def compare_states(one: dict[str, Any], other: dict[str, Any], model: SharedDataParallel) -> None:
     assert one["param_groups"] == other["param_groups"]
     for index, state in other["state"].items():
         if model._trained[index].numel():

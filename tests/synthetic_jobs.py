@@ -1,4 +1,4 @@
-"""Jobs that never ran: what the readers of black boxes are tested with.
+"""Jobs that never ran: what the readers of flight recorders are tested with.
 
 `NOW` is the moment of the reading; times are given in seconds before it.
 """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.train import Trainer
 
 # 11 steps of 12 samples in an epoch, and a last one with 5, which leaves some ranks without any.
@@ -35,7 +35,7 @@ def squared(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dic
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    if isinstance(model, DataParallel):
+    if isinstance(model, SharedDataParallel):
         return model.optimizer(torch.optim.AdamW, lr=0.02)
     return torch.optim.AdamW(model.parameters(), lr=0.02)
 

@@ -25,8 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from turns import Team, compare, said
 
+from phalanx import embedding
 from phalanx import rpc as phalanx_rpc
-from phalanx.rpc import table
 
 SIZES = ((100, 16), (100_000, 64), (1_000_000, 64))
 SYSTEMS = ("phalanx", "same_words", "torch", "torch_uv", "torch_uv_sparse")
@@ -73,7 +73,7 @@ class _Trainer:
 class _Sharded(_Trainer):
     def __init__(self, rows: int, width: int, rank: int, server: Any) -> None:
         super().__init__(rows, width, rank)
-        self.table = table.ShardedEmbeddingBag(
+        self.table = embedding.ShardedEmbeddingBag(
             rows, width, [server], mode="sum", trainer=rank, group=dist.group.WORLD
         )
         self.optimizer = torch.optim.SGD(self.dense.parameters(), lr=0.05)
@@ -131,10 +131,10 @@ def train() -> float:
     return float(_trainers[0].round())
 
 
-def served(rows: int, width: int) -> table.Server:
+def served(rows: int, width: int) -> embedding.Server:
     """On the server: the table."""
-    shards = table.RangeShards(rows, 1)
-    return table.Server.of_shard(shards, 0, width, table.SGD(lr=0.05), trainers=TRAINERS)
+    shards = embedding.RangeShards(rows, 1)
+    return embedding.Server.of_shard(shards, 0, width, embedding.SGD(lr=0.05), trainers=TRAINERS)
 
 
 def work(

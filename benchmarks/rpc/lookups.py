@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 from turns import Team, compare, said
 
-from phalanx.rpc import ShardedEmbeddingBag, table
+from phalanx import embedding
+from phalanx.embedding import ShardedEmbeddingBag
 
 SYSTEMS = ("phalanx", "phalanx_calls", "same_words", "torch", "torch_uv", "local")
 ROWS, WIDTH, BATCH, PER_BAG, LOOKUPS, TRAINERS = 1_000_000, 64, 128, 5, 100, 4
@@ -29,9 +30,9 @@ MASTER, SERVER = TRAINERS, TRAINERS + 1
 _state: dict[str, Any] = {}
 
 
-def serve() -> table.Server:
+def serve() -> embedding.Server:
     """On the server, for Phalanx's tables."""
-    return table.Server.of_shard(table.RangeShards(ROWS, 1), 0, WIDTH, trainers=TRAINERS)
+    return embedding.Server.of_shard(embedding.RangeShards(ROWS, 1), 0, WIDTH, trainers=TRAINERS)
 
 
 def fill() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.progress import Progress
 
-from phalanx.bench.figures import Timing
+from phalanx.bench.results import Timing
 
 _SECONDS = 300
 _END_SECONDS = 20

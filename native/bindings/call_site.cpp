@@ -12,7 +12,7 @@
 
 #include "core.h"
 #include "frames.h"
-#include "phalanx/black_box.h"
+#include "phalanx/flight_recorder.h"
 
 namespace phalanx::bindings {
 namespace {
@@ -73,7 +73,7 @@ std::uint32_t site_of(const Frames& at, Code& code) {
   if (fresh) {
     const int line = PyCode_Addr2Line(at.code(), at.address());
     place->second = call_site_number(path_of(at.code()) + ":" + std::to_string(line));
-    if (BlackBox* box = BlackBox::own()) {
+    if (FlightRecorder* box = FlightRecorder::own()) {
       box->publish_sites();
     }
   }

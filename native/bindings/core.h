@@ -50,7 +50,7 @@ Kind kind_of(std::string_view name);
 const char* name_of(DType dtype);
 const char* name_of(ReduceOp op);
 
-// What a black box's bytes hold, as _native.pyi says. Raises ValueError.
+// What a flight recorder's bytes hold, as _native.pyi says. Raises ValueError.
 nb::dict box_to_python(const std::vector<std::byte>& bytes, std::size_t history);
 
 // None for ok, a Status object otherwise; raises what a Python signal handler raised.
@@ -80,7 +80,7 @@ nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
 
 void bind_status(nb::module_& module);
 void bind_call_site(nb::module_& module);
-void bind_black_box(nb::module_& module);
+void bind_flight_recorder(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_overlap(nb::module_& module);
 void bind_arena(nb::module_& module);

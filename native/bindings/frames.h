@@ -1,7 +1,7 @@
 // The frames of the calling thread's Python code, innermost first.
 //
 // PyFrame_GetBack makes a Python object of every frame that it passes, which costs as much as a
-// small collective's whole black box. So the interpreter's own frames are read, where their
+// small collective's whole flight recorder. So the interpreter's own frames are read, where their
 // structure is known (3.11 to 3.13); other versions get the public functions.
 #pragma once
 

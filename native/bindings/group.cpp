@@ -3,7 +3,7 @@
 #include <nanobind/stl/string_view.h>
 
 #include "core.h"
-#include "phalanx/black_box_reader.h"
+#include "phalanx/flight_recorder_reader.h"
 #include "phalanx/call_site.h"
 
 namespace phalanx::bindings {
@@ -55,11 +55,11 @@ std::vector<int> absent(const PyGroup& self) {
   return ranks;
 }
 
-// What this rank says of why it breaks the group, for others to read in its black box.
+// What this rank says of why it breaks the group, for others to read in its flight recorder.
 void set_why(Group& group, std::string_view why) {
   if (GroupNote* note = group.note(); note != nullptr && group.broken().ok()) {
     mark_call_site();
-    BlackBox::set_why(*note, why);
+    FlightRecorder::set_why(*note, why);
     // Who finds in a copy of the box where, may read why.
     note->left_at.store(current_caller().site, std::memory_order_release);
   }
@@ -87,7 +87,7 @@ void fail(const PyGroup& self, bool wake, std::string_view why) {
   group.fail(wake);
 }
 
-nb::object black_box(const PyGroup& self, int rank, std::size_t history) {
+nb::object flight_recorder(const PyGroup& self, int rank, std::size_t history) {
   const Group& group = self.held()->group;
   const std::vector<std::byte> bytes = copy_box(group.pid(rank), group.box_of(rank));
   if (bytes.empty()) {
@@ -140,7 +140,7 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
       .def(
           "failing", [](const PyGroup& self, int rank) { return self.held()->group.failing(rank); },
           nb::arg("rank"))
-      .def("black_box", &black_box, nb::arg("rank"), nb::arg("history"))
+      .def("flight_recorder", &flight_recorder, nb::arg("rank"), nb::arg("history"))
       .def_prop_ro("identity",
                    [](const PyGroup& self) { return self.held()->group.segment().header().nonce; })
       .def("close", &close)

@@ -9,7 +9,7 @@ NB_MODULE(_native, module) {
   bind_reduce(module);
   bind_overlap(module);
   bind_call_site(module);
-  bind_black_box(module);
+  bind_flight_recorder(module);
   bind_arena(module);
   bind_commons(module);
   bind_rows(module);

@@ -1,4 +1,4 @@
-/* SharedRecord of black_box.h: a writer stores records 1, 2, ... in one place; a reader at any time gets a whole record or knows that it has none. So it is too when the
+/* SharedRecord of flight_recorder.h: a writer stores records 1, 2, ... in one place; a reader at any time gets a whole record or knows that it has none. So it is too when the
  * writer was killed: a reader that comes later reads no less than one that comes now. FRAME_STORE,
  * WORD_STORE, WORD_LOAD and FRAME_LOAD come from the sources.
  */

@@ -16,7 +16,7 @@ REDUCTION = "src/collectives/reduction.cpp"
 DIRECT = "src/collectives/direct.h"
 TRAFFIC = "src/mailbox_traffic.cpp"
 HOLD = "src/mailbox_hold.h"
-BOX = "src/black_box.cpp"
+BOX = "src/flight_recorder.cpp"
 
 # What finds them: a test, plain or under ThreadSanitizer, or a case of the models.
 WAITING_MODEL = "model:waiting RANKS=2 MEETINGS=2"

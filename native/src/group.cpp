@@ -259,7 +259,7 @@ Status Group::broken() const {
 }
 
 void Group::leave() {
-  // A forked child inherits the object, not the membership, nor its parent's black box.
+  // A forked child inherits the object, not the membership, nor its parent's flight recorder.
   if (left_ || pid(rank_) != getpid()) {
     return;
   }

@@ -1,4 +1,4 @@
-// The part of a group that takes turns and keeps the black box: what its collectives are, when they
+// The part of a group that takes turns and keeps the flight recorder: what its collectives are, when they
 // began and ended, and whom they waited for.
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-// What the black box says of messages.
+// What the flight recorder says of messages.
 #include "mailbox_hold.h"
 #include "phalanx/mailbox.h"
 

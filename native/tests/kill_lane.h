@@ -13,7 +13,7 @@
 #include <sstream>
 
 #include "kill_ranks.h"
-#include "phalanx/black_box_reader.h"
+#include "phalanx/flight_recorder_reader.h"
 
 namespace kills {
 
@@ -155,7 +155,7 @@ class Lane {
     }
   }
 
-  // What is wrong with the black boxes. At most one record of each thread is torn by a death, and
+  // What is wrong with the flight recorders. At most one record of each thread is torn by a death, and
   // who died while it waited is seen to wait.
   std::string judge_boxes(const Case& c) const {
     std::string wrong;
@@ -166,7 +166,7 @@ class Lane {
       const bool whole = pread(file, bytes.data(), bytes.size(), 0) == sizeof(BoxLayout);
       const std::string refused = whole ? read_box(bytes, kBoxHistory, box) : "unreadable";
       if (!refused.empty() || !sound(c, rank, box)) {
-        wrong += " rank " + std::to_string(rank) + " leaves a black box that is " +
+        wrong += " rank " + std::to_string(rank) + " leaves a flight recorder that is " +
                  (refused.empty() ? "not right" : refused) + ";";
       }
     }

@@ -35,7 +35,7 @@ struct Case {
   std::uint32_t second_fatal = 0;
   Order order = Order::free;
   bool yields = false;      // ranks give way to others at random steps
-  bool every_word = false;  // of a record in the black box, else one of eight
+  bool every_word = false;  // of a record in the flight recorder, else one of eight
 
   bool doomed(int rank) const { return rank == victim || rank == second; }
   int last_survivor() const {
@@ -170,10 +170,10 @@ class Rank {
     step_hook.store(&on_step);
   }
 
-  // `owner`: the process that holds the segment; `box`: the file of the rank's black box.
+  // `owner`: the process that holds the segment; `box`: the file of the rank's flight recorder.
   void live(int owner, int descriptor, std::uint64_t nonce, int box) {
     Status status;
-    BlackBox::adopt(BlackBox::open(box, BoxIdentity{}, status));
+    FlightRecorder::adopt(FlightRecorder::open(box, BoxIdentity{}, status));
     if (case_.task.path == Path::direct) (void)Arena::own(status);
     const Holdings before = Holdings::now();
     {

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "phalanx/black_box_reader.h"
+#include "phalanx/flight_recorder_reader.h"
 #include "ranks.h"
 
 using namespace phalanx;
@@ -16,13 +16,13 @@ using ranks::within;
 namespace {
 
 // Ranks are threads here, so all of them write to the one box of this process.
-const BlackBox& the_box() {
-  static const BlackBox* box = [] {
+const FlightRecorder& the_box() {
+  static const FlightRecorder* box = [] {
     const int fd = memfd_create("box", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, sizeof(BoxLayout)) == 0);
     Status status;
-    BlackBox::adopt(BlackBox::open(fd, BoxIdentity{}, status));
-    return BlackBox::own();
+    FlightRecorder::adopt(FlightRecorder::open(fd, BoxIdentity{}, status));
+    return FlightRecorder::own();
   }();
   return *box;
 }

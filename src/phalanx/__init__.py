@@ -1,24 +1,24 @@
-"""Phalanx: distributed PyTorch over shared memory within a host and an engine between hosts.
+"""Phalanx: distributed PyTorch over shared memory within a host and a transport between hosts.
 
 General layout, from the bottom up (dependencies point downward only):
 
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
   collectives and messages. It does not depend on Python objects or torch.
 - `topology`: the ranks of each host, and the setup of the segment that they share.
-- `engines`: the transports between hosts: Gloo, MPI, the relay.
-- `hosts`: groups that span hosts: shared memory within each host, an engine between them.
-- `observe`: the black box of each rank, in its job's directory, and its readers.
+- `transports`: the transports between hosts: Gloo, MPI, the relay.
+- `hosts`: groups that span hosts: shared memory within each host, a transport between them.
+- `observe`: the flight recorder of each rank, in its job's directory, and its readers.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
-- `data`, `parallel`: samplers and partitions; synchronous SGD, `DataParallel`, all-reduces built on
-  messages. They use `torch.distributed`'s public API, so they run on any backend. `DataParallel`
+- `data`, `parallel`: samplers and partitions; synchronous SGD, `SharedDataParallel`, all-reduces built on
+  messages. They use `torch.distributed`'s public API, so they run on any backend. `SharedDataParallel`
   additionally takes memory that ranks share from the core.
 - `rpc`: calls of functions on other workers, and references to values that live there.
-- `train`: the trainer and snapshots, on any backend too.
+- `train`: the trainer and checkpoints, on any backend too.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and fault injection.
 - `doctor`: checks of a machine, and of the network between several.
 - `cli`: the command `phalanx`.
 - `launch`: starts processes and determines the rank of each. It stands beside `backend` and uses
-  `topology`, `engines` and `observe`.
+  `topology`, `transports` and `observe`.
 - `key`: the job's key, which authenticates its processes.
 - `system`: mechanisms of the operating system that every layer may use: signal names, the identity
   of the host, polling.
@@ -39,20 +39,20 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from phalanx.backend.abort import abort as abort
-    from phalanx.backend.hosts_of import host_ranks as host_ranks
+    from phalanx.backend.host_ranks import host_ranks as host_ranks
     from phalanx.backend.options import Options as Options
-    from phalanx.backend.shared import empty_shared as empty_shared
+    from phalanx.backend.shared_tensors import empty_shared as empty_shared
     from phalanx.errors import Aborted as Aborted
+    from phalanx.errors import CheckpointError as CheckpointError
     from phalanx.errors import CollectiveMismatch as CollectiveMismatch
     from phalanx.errors import CollectiveTimeout as CollectiveTimeout
     from phalanx.errors import LaunchError as LaunchError
     from phalanx.errors import PeerLost as PeerLost
     from phalanx.errors import PhalanxError as PhalanxError
-    from phalanx.errors import SnapshotError as SnapshotError
     from phalanx.errors import UsageError as UsageError
-    from phalanx.launch.function import launch as launch
-    from phalanx.launch.session import Session as Session
-    from phalanx.launch.session import init as init
+    from phalanx.launcher.function import launch as launch
+    from phalanx.launcher.init import Session as Session
+    from phalanx.launcher.init import init as init
     from phalanx.observe.recorder import report as report
 
 _HOMES = {
@@ -63,18 +63,19 @@ _HOMES = {
     "Options": "phalanx.backend.options",
     "PeerLost": "phalanx.errors",
     "PhalanxError": "phalanx.errors",
-    "Session": "phalanx.launch.session",
-    "SnapshotError": "phalanx.errors",
+    "Session": "phalanx.launcher.init",
+    "CheckpointError": "phalanx.errors",
     "UsageError": "phalanx.errors",
     "abort": "phalanx.backend.abort",
-    "empty_shared": "phalanx.backend.shared",
-    "host_ranks": "phalanx.backend.hosts_of",
-    "init": "phalanx.launch.session",
+    "empty_shared": "phalanx.backend.shared_tensors",
+    "host_ranks": "phalanx.backend.host_ranks",
+    "init": "phalanx.launcher.init",
     "report": "phalanx.observe.recorder",
 }
 
 __all__ = [
     "Aborted",
+    "CheckpointError",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "LaunchError",
@@ -82,7 +83,6 @@ __all__ = [
     "PeerLost",
     "PhalanxError",
     "Session",
-    "SnapshotError",
     "UsageError",
     "__version__",
     "abort",
@@ -96,7 +96,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "launch":
-        return importlib.import_module("phalanx.launch")
+        return importlib.import_module("phalanx.launcher")
     if name in _HOMES:
         value = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = value

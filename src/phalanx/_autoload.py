@@ -44,12 +44,12 @@ def _register_meeting(scheme: str, meet: Callable[..., Iterator[tuple[Any, int, 
 
 
 def _meet_by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launch.mpi import meet
+    from phalanx.launcher.mpi import meet
 
     return meet(url, **options)
 
 
 def _meet_by_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launch.slurm import meet
+    from phalanx.launcher.slurm import meet
 
     return meet(url, **options)

@@ -37,8 +37,8 @@ def misplaced(part: int, parts: _Ints, count: int, dtype: int, rank: int) -> boo
 def instruction_set() -> str:
     """What the reduction kernels run on: "baseline", "avx2" or "avx512"."""
 
-def read_black_box(data: bytes, history: int) -> dict[str, Any]:
-    """What a black box's file holds: all of it comes checked, in texts and numbers.
+def read_flight_recorder(data: bytes, history: int) -> dict[str, Any]:
+    """What a flight recorder's file holds: all of it comes checked, in texts and numbers.
 
     Keys: pid, rank, world_size, attempt, host, job, clock, opened, ending, last_words, ended, note,
     operations (how many have begun), main_waits (the number of the operation that the main thread
@@ -48,30 +48,30 @@ def read_black_box(data: bytes, history: int) -> dict[str, Any]:
     first), reports (list of (time, step, loss)), torn (how many records were being written just
     then).
 
-    Raises ValueError: no black box, one of another layout version, or a damaged one; says which.
+    Raises ValueError: no flight recorder, one of another layout version, or a damaged one; says which.
     """
 
-def black_box_bytes() -> int:
-    """How large the file of a black box is."""
+def flight_recorder_bytes() -> int:
+    """How large the file of a flight recorder is."""
 
-def open_black_box(
+def open_flight_recorder(
     descriptor: int, rank: int, world_size: int, attempt: int, host: str, job: str
 ) -> None:
-    """Make the file behind `descriptor`, of that size, the black box of this process. OSError."""
+    """Make the file behind `descriptor`, of that size, the flight recorder of this process. OSError."""
 
-def has_black_box() -> bool: ...
-def forget_black_box() -> None: ...  # in a forked child, whose parent's it is
+def has_flight_recorder() -> bool: ...
+def forget_flight_recorder() -> None: ...  # in a forked child, whose parent's it is
 def main_waits(number: int) -> None:
     """In the main thread: say which operation of a group's thread it waits for; 0: none."""
 
 def report(step: int, loss: float | None, note: str) -> None:
-    """Write training progress to the black box; nothing where there is none."""
+    """Write training progress to the flight recorder; nothing where there is none."""
 
 def note_ending(ending: str, words: str) -> None:
     """Write how this process ends: "left", "exited" or "failed", with the exception in a line."""
 
 class Joining:
-    """A group that is being formed, as the black box shows it."""
+    """A group that is being formed, as the flight recorder shows it."""
 
     def __init__(self, name: str, rank: int, size: int, members: str) -> None: ...
     @property
@@ -150,7 +150,7 @@ def add_up_rows(
     share: tuple[int, int],
     room: tuple[int, int],
 ) -> int:
-    """What `phalanx.rpc.table.gradients.added_up` says, put into `room`; returns how many rows."""
+    """What `phalanx.embedding.gradients.added_up` says, put into `room`; returns how many rows."""
 
 _Trouble = tuple[str, int, int, int] | None
 
@@ -330,7 +330,7 @@ class Group:
     def fail(self, wake: bool, why: str = "") -> None:
         """Say that an exception ends this rank's part: for its peers it is lost from now on.
 
-        `why` goes to the black box, unless the group is broken.
+        `why` goes to the flight recorder, unless the group is broken.
         """
 
     def failing(self, rank: int) -> bool:
@@ -338,13 +338,13 @@ class Group:
 
     @property
     def identity(self) -> int:
-        """What black boxes know this group by."""
+        """What flight recorders know this group by."""
 
-    def black_box(self, rank: int, history: int) -> dict[str, Any] | None:
-        """A rank's black box as `read_black_box` gives it; None if it can't be read."""
+    def flight_recorder(self, rank: int, history: int) -> dict[str, Any] | None:
+        """A rank's flight recorder as `read_flight_recorder` gives it; None if it can't be read."""
 
     def set_names(self, names: _Ints, identity: int) -> None:
-        """Say what the black box calls this group and its ranks here: it has others elsewhere."""
+        """Say what the flight recorder calls this group and its ranks here: it has others elsewhere."""
 
     def compose(
         self, kind: str, count: int, dtype: int, op: int, root: int, timeout: float
@@ -435,7 +435,7 @@ class Group:
         """Say whether messages of any source may come from other hosts too."""
 
     def begin_foreign(self, kind: str, count: int, dtype: int, name: int, tag: int) -> Message:
-        """Show the black box a send or recv that others move, to or from rank `name`; -1: any."""
+        """Show the flight recorder a send or recv that others move, to or from rank `name`; -1: any."""
 
     def foreign_waits(self, message: Message) -> None:
         """Show that it is waited for; nothing once the group is closed, as the next."""

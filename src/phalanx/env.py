@@ -33,7 +33,7 @@ JOB_NAME = re.compile(r"[0-9]{8}-[0-9]{4}-[a-z0-9]{6}", re.ASCII)
 """The pattern of a job's name: the date and time of its start, and a random suffix."""
 
 NO_JOB = "none"
-"""The value of `PHALANX_JOB` with which black boxes are kept in memory only."""
+"""The value of `PHALANX_JOB` with which flight recorders are kept in memory only."""
 
 REPLACEABLE = ("gloo", "mpi", "tcp")
 """The backends that Phalanx can replace; PyTorch has removed "tcp"."""
@@ -67,8 +67,8 @@ VARIABLES = (
         "PHALANX_JOB",
         "The name of the job to which this process belongs, as `phalanx jobs` lists it. Set for "
         "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first group; "
-        "in its directory it then keeps its black box. Unset: the ranks agree on a name among "
-        "themselves. `none`: black boxes are kept in memory only, and are gone with their rank.",
+        "in its directory it then keeps its flight recorder. Unset: the ranks agree on a name among "
+        "themselves. `none`: flight recorders are kept in memory only, and are gone with their rank.",
     ),
     Variable(
         "PHALANX_JOBS_DIR",
@@ -90,13 +90,13 @@ VARIABLES = (
     Variable(
         "PHALANX_HOST_ID",
         "Which host this process is to take itself for, any text: ranks with different ones don't "
-        "share memory and talk through an engine, as if they were on different machines. To "
+        "share memory and talk through a transport, as if they were on different machines. To "
         "rehearse many hosts on one; `phalanx run --simulate-hosts` sets it for every rank. Ranks "
         "with the same one share memory only if they can. Unset: all that can share memory do.",
     ),
     Variable(
-        "PHALANX_ENGINE",
-        "What carries bytes between hosts, unless `phalanx.init(engine=...)` says it: "
+        "PHALANX_TRANSPORT",
+        "What carries bytes between hosts, unless `phalanx.init(transport=...)` says it: "
         "`gloo`; `mpi`, for ranks that `mpirun` has started; `relay`, for hosts that can't reach "
         "each other; `nccl`, with which CUDA tensors must go to NCCL. Set it to the same on all "
         "ranks. Unset: `gloo`.",
@@ -110,7 +110,7 @@ VARIABLES = (
     Variable(
         "PHALANX_ADVERTISE_ADDR",
         "Where other hosts reach rank 0, if that isn't where it listens, as behind the NAT of a "
-        "cloud: HOST or HOST:PORT. With a port, rank 0 listens on that one. For the engine "
+        "cloud: HOST or HOST:PORT. With a port, rank 0 listens on that one. For the transport "
         "`relay`; `gloo` can't use it. Not needed in jobs that `phalanx run` has started on their "
         "hosts: there the relay is where the hosts meet, at `--master-addr`.",
     ),
@@ -122,7 +122,7 @@ VARIABLES = (
     ),
     Variable(
         "PHALANX_RELAY",
-        "Where this host has the engine `relay`: `listen:SOCKET` on the host of the gate, "
+        "Where this host has the transport `relay`: `listen:SOCKET` on the host of the gate, "
         "`connect:SOCKET` on others, with the name of a Unix socket. Set by `phalanx run` for the "
         "ranks of a job on several hosts. Unset: rank 0 listens on an address of its own.",
     ),

@@ -15,7 +15,7 @@ from phalanx.env import integer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["advertised", "engine", "gate", "host_id", "interface", "key", "relay"]
+__all__ = ["advertised", "gate", "host_id", "interface", "key", "relay", "transport"]
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
@@ -93,13 +93,13 @@ def host_id(environ: Mapping[str, str] | None = None) -> str:
     return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
 
 
-def engine(environ: Mapping[str, str] | None = None) -> str:
-    """Return the engine that `PHALANX_ENGINE` names, in lower case; empty if it is unset.
+def transport(environ: Mapping[str, str] | None = None) -> str:
+    """Return the transport that `PHALANX_TRANSPORT` names, in lower case; empty if it is unset.
 
     Args:
         environ: The environment to read; default `os.environ`.
     """
-    return (os.environ if environ is None else environ).get("PHALANX_ENGINE", "").strip().lower()
+    return (os.environ if environ is None else environ).get("PHALANX_TRANSPORT", "").strip().lower()
 
 
 def interface(environ: Mapping[str, str] | None = None) -> str:

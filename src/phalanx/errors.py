@@ -2,7 +2,7 @@
 
 `PhalanxError` and its subclasses mean that a peer, or the group, cannot continue. They are
 `torch.distributed.DistBackendError`, so that code written for other backends catches them.
-`SnapshotError` concerns snapshots on disk. `UsageError` means that a call was wrong. It is raised
+`CheckpointError` concerns checkpoints on disk. `UsageError` means that a call was wrong. It is raised
 before any communication with a peer, and the group stays usable. It is both a ValueError and a
 RuntimeError, the exception that PyTorch raises for most wrong calls.
 """
@@ -13,13 +13,13 @@ __all__ = [
     "Aborted",
     "ArgumentTypeError",
     "CallTimeout",
+    "CheckpointError",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "LaunchError",
     "PeerLost",
     "PhalanxError",
     "RemoteError",
-    "SnapshotError",
     "UsageError",
 ]
 
@@ -56,8 +56,8 @@ class LaunchError(PhalanxError):
     """A process that Phalanx started failed; has its rank and its traceback or exit code."""
 
 
-class SnapshotError(RuntimeError):
-    """A snapshot could not be written, or none can be loaded; the message names file and reason."""
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or none can be loaded; the message names file and reason."""
 
 
 class UsageError(ValueError, RuntimeError):

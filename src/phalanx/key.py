@@ -1,7 +1,7 @@
 """The job's key, a secret that all processes of the job share.
 
 The key is 32 random bytes, written as 64 hexadecimal digits and a newline. It protects the
-rendezvous between hosts and the engine `relay`. A process gets it as an open descriptor or as a
+rendezvous between hosts and the transport `relay`. A process gets it as an open descriptor or as a
 file that only its user can read. It is never on a command line or in the value of an environment
 variable, which others on the machine can see.
 """

@@ -247,7 +247,7 @@ def one_computes(seed: int) -> None:
         works = [dist.irecv(received, 0), dist.isend(other, 0, tag=1)]
         while not (folder / "done").exists():
             torch.ones(1000).sum()
-        # An engine's own thread tells of the end: between hosts that isn't the same moment.
+        # A transport's own thread tells of the end: between hosts that isn't the same moment.
         end = time.monotonic() + (5 if cases.between_hosts() else 0)
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < end

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import torch.distributed as dist
 
-from phalanx.launch.store import HOST, host_store
+from phalanx.launcher.store import HOST, host_store
 from phalanx.testing.fork_server import Task
 from phalanx.testing.processes import Ended, ForkServer, Ranks
 

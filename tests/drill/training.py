@@ -4,7 +4,7 @@ A run is 50 short epochs of a `Trainer` on some ranks, which saves every few ste
 moment, from the first instruction of its ranks to their last, one of them or all are killed; then
 it is started again from what is on the disk, and killed again, as often as was drawn. In the end
 its loss, its evaluation and its parameters must be those of a run that nobody disturbed, bit for
-bit. Moments are counted by the snapshots on the disk, and a short while more, so that they don't
+bit. Moments are counted by the checkpoints on the disk, and a short while more, so that they don't
 depend on how busy the machine is.
 """
 
@@ -36,7 +36,7 @@ from phalanx.testing.processes import ForkServer, Ranks
 from phalanx.train import Trainer
 
 EPOCHS = 50
-# Five steps in an epoch, the last with 3 samples; snapshots fall on every place in it.
+# Five steps in an epoch, the last with 3 samples; checkpoints fall on every place in it.
 SAMPLES, GLOBAL_BATCH, EVERY = 35, 8, 3
 # Seconds of a group's timeout, and that survivors have to end.
 TIMEOUT, PATIENCE = 20.0, 60.0
@@ -50,7 +50,7 @@ class Blow:
     """When an attempt is struck, and who."""
 
     moment: float
-    """The part of all steps of which there must be snapshots; 0 strikes ranks that just start."""
+    """The part of all steps of which there must be checkpoints; 0 strikes ranks that just start."""
     delay: float
     """Seconds after that."""
     victims: tuple[int, ...]
@@ -117,8 +117,8 @@ def train(folder: str, store: str, wrapped: bool, epochs: int) -> Ending:
         global_batch=GLOBAL_BATCH,
         epochs=epochs,
         evaluate=data,
-        snapshots=folder,
-        snapshot_every=EVERY,
+        checkpoints=folder,
+        checkpoint_every=EVERY,
         progress=False,
     ).fit()
     digest = hashlib.sha256()
@@ -170,7 +170,7 @@ class Drill:
 
     def _start(self, trial: Trial, folder: Path) -> Ranks:
         attempt = tempfile.mkdtemp(dir=folder)
-        arguments = str(folder / "snapshots"), f"{attempt}/store", trial.wrapped, self._epochs
+        arguments = str(folder / "checkpoints"), f"{attempt}/store", trial.wrapped, self._epochs
         pickled = cloudpickle.dumps((train, arguments, {}))
         return self._server.start(
             [
@@ -215,8 +215,8 @@ class Drill:
 
 
 def _saved(folder: Path) -> int:
-    """The step of the newest snapshot; 0 if there is none."""
-    names = (path.name for path in folder.glob("snapshots/[0-9]*-step-*"))
+    """The step of the newest checkpoint; 0 if there is none."""
+    names = (path.name for path in folder.glob("checkpoints/[0-9]*-step-*"))
     return max((int(name.rpartition("-")[2]) for name in names), default=0)
 
 

@@ -61,10 +61,10 @@ def test_the_loss_goes_down(undisturbed: dict[int, str]) -> None:
 
 
 def kill_after(
-    snapshot: Path, process: subprocess.Popen[str], script: str, rank: str
+    checkpoint: Path, process: subprocess.Popen[str], script: str, rank: str
 ) -> psutil.Process:
     end = time.monotonic() + TIMEOUT
-    while not snapshot.exists():
+    while not checkpoint.exists():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -80,7 +80,7 @@ def kill_after(
 def test_a_death_costs_no_more_than_an_epoch(
     script: str, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
-    arguments = [script, "--epochs", "6", "--snapshots", str(tmp_path)]
+    arguments = [script, "--epochs", "6", "--checkpoints", str(tmp_path)]
     with start(*command(4, "--max-restarts", "2"), *arguments) as process:
         server = kill_after(tmp_path / "epoch-001", process, script, "3")
         trainer = kill_after(tmp_path / "epoch-003", process, script, "1")

@@ -55,7 +55,7 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen[str]) 
 
 
 def steps(folder: Path) -> list[int]:
-    """The steps of the snapshots that are there."""
+    """The steps of the checkpoints that are there."""
     found = (re.search(r"step-(\d+)$", path.name) for path in folder.glob("*-step-*"))
     return [int(match[1]) for match in found if match]
 
@@ -81,21 +81,21 @@ def test_gpt_is_killed_stopped_and_ends_the_same(
     size = "--width 32 --depth 1 --length 16 --lr 0.01 --global-batch 16 --steps 150"
     text = [] if shared_data is None else ["--text", str(shared_data / "shakespeare/input.txt")]
     launcher = [*PHALANX_RUN, "--nproc-per-node", "2", "--max-restarts", "2"]
-    command = [*launcher, *script, *size.split(), *text, "--snapshot-every", "10"]
-    snapshots = tmp_path / "snapshots"
-    disturbed = [*command, "--snapshots", str(snapshots)]
+    command = [*launcher, *script, *size.split(), *text, "--checkpoint-every", "10"]
+    checkpoints = tmp_path / "checkpoints"
+    disturbed = [*command, "--checkpoints", str(checkpoints)]
     with started(disturbed, tmp_path) as process:
-        wait_until(lambda: steps(snapshots), process)
+        wait_until(lambda: steps(checkpoints), process)
         ranks(process)[1].send_signal(signal.SIGKILL)
-        before = max(steps(snapshots))
-        wait_until(lambda: max(steps(snapshots), default=0) > before, process)
+        before = max(steps(checkpoints))
+        wait_until(lambda: max(steps(checkpoints), default=0) > before, process)
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=TIMEOUT)
         assert process.returncode == 128 + signal.SIGTERM
     assert re.search(r"\[rank 0\] going on from step \d+ \(epoch 1, \d+ of its ", err)
     stopped = re.search(r"\[rank 0\] stopped by SIGTERM after step (\d+): saved, and leaving", err)
     assert stopped, err
-    assert max(steps(snapshots)) == int(stopped[1]) < 150
+    assert max(steps(checkpoints)) == int(stopped[1]) < 150
     last = run(disturbed, tmp_path)
     assert last.returncode == 0, last.stderr
     assert f"[rank 0] going on from step {stopped[1]} (epoch 1" in last.stderr
@@ -126,7 +126,7 @@ def test_mnist_goes_on_at_another_world_size(repository: Path, tmp_path: Path) -
     """Two ranks for an epoch, one for the next."""
     write_mnist(tmp_path, 300)
     script = str(repository / "examples" / "train_mnist.py")
-    options = ["--data", ".", "--snapshots", "snapshots", "--epochs"]
+    options = ["--data", ".", "--checkpoints", "checkpoints", "--epochs"]
     first = run([*PHALANX_RUN, "--nproc-per-node", "2", script, *options, "1"], tmp_path)
     assert first.returncode == 0, first.stderr
     assert "[rank 0] accuracy on held-out digits: " in first.stdout

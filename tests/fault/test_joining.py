@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import CollectiveTimeout, UsageError
-from phalanx.launch import store_wait
+from phalanx.launcher import store_wait
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -135,7 +135,7 @@ def test_a_rank_that_dies_before_it_joins(ranks: RankServer) -> None:
 def stops_on_its_way(name: str) -> str:
     """Rank 1 claims its place, and gets no further."""
     if os.environ["RANK"] == "1":
-        module: Any = importlib.import_module("phalanx.topology.join")
+        module: Any = importlib.import_module("phalanx.topology.group_formation")
         module._open = lambda *_: os.kill(os.getpid(), getattr(signal, name))
     with pytest.raises(CollectiveTimeout, match="rank 1 did not come") as caught:
         init(int(os.environ["RANK"]), 2, seconds=1)

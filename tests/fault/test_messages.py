@@ -35,7 +35,7 @@ VAIN: dict[str, Callable[[], object]] = {
 }
 
 
-# With the place of the recv, out of the black box.
+# With the place of the recv, out of the flight recorder.
 WAITED = r"tag 5 at test_messages\.py:\d+ until the timeout of"
 
 

@@ -103,7 +103,7 @@ def test_at_once_in_all_groups(drill: Drill) -> None:
 
 
 def test_caught_outside(drill: Drill) -> None:
-    """The process lives on, and its black box doesn't say that it failed."""
+    """The process lives on, and its flight recorder doesn't say that it failed."""
     result = drill.run(caught_and_gone_on, 2)
     told(result[0], "exception", result[VICTIM])
     assert result[VICTIM].value == ("left", 1.0)

@@ -149,7 +149,7 @@ def test_peers_over_ssh(tmp_path: Path) -> None:
 
 WIRE = """
 import sys
-from phalanx.doctor.peers.wire import Answering, Unreached, measure
+from phalanx.doctor.peers.tcp_probe import Answering, Unreached, measure
 address, what = sys.argv[1:3]
 if what == "answer":
     answering = Answering(address, b"t" * 32)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.hosts import inbox
+from phalanx.hierarchical import matching
 from tests.ranks import RankServer
 
 LIMIT = 20.0
@@ -52,7 +52,7 @@ def two_and_two(kind: str) -> str:
 @pytest.mark.parametrize("hosts", ("abcd", "aaabb"))
 @pytest.mark.parametrize("kind", ("all_reduce", "reduce", "gather", "scatter"))
 def test_no_data_go_between_hosts_that_disagree(ranks: RankServer, hosts: str, kind: str) -> None:
-    """An engine would end the process that gets more than it expects."""
+    """A transport would end the process that gets more than it expects."""
     texts = ranks.run(len(hosts), two_and_two, kind, hosts=hosts)
     assert all("ranks disagree" in text or " called " in text for text in texts), texts
 
@@ -140,10 +140,12 @@ def wrong_interface() -> str:
     return str(caught.value)
 
 
-def test_an_engine_that_cannot_be_had_is_told_to_all(ranks: RankServer) -> None:
+def test_a_transport_that_cannot_be_had_is_told_to_all(ranks: RankServer) -> None:
     first, second = ranks.run(2, wrong_interface, timeout=None, hosts="ab")
     assert "PHALANX_INTERFACE='nosuch0'" in second
-    assert first.startswith("[rank 0/2] on rank 1 the engine gloo can't be had: PHALANX_INTERFACE")
+    assert first.startswith(
+        "[rank 0/2] on rank 1 the transport gloo can't be had: PHALANX_INTERFACE"
+    )
 
 
 def ends_first() -> list[float]:
@@ -197,7 +199,7 @@ def leaves() -> str:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
-    its: inbox.Inbox = dist.group.WORLD._native._inbox  # type: ignore[union-attr]
+    its: matching.Inbox = dist.group.WORLD._native._inbox  # type: ignore[union-attr]
     thread.start()
     end = time.monotonic() + LIMIT
     while not its._waiting:
@@ -221,7 +223,7 @@ def many_local() -> tuple[int, int]:
         elif rank == 1:
             dist.send(torch.ones(1), 0, tag=number)
     dist.barrier()
-    its: inbox.Inbox = dist.group.WORLD._native._inbox  # type: ignore[union-attr]
+    its: matching.Inbox = dist.group.WORLD._native._inbox  # type: ignore[union-attr]
     return len(its._waiting), len(its._early)
 
 

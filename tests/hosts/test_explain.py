@@ -1,6 +1,6 @@
 """A job on several hosts is explained as one on a single host is: here on hosts that are simulated.
 
-Black boxes of real hosts lie on their hosts; see docs/design/hosts.md.
+Flight recorders of real hosts lie on their hosts; see docs/design/hierarchical.md.
 """
 
 from __future__ import annotations

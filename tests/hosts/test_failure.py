@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.engines import EngineError
+from phalanx.transports import TransportError
 from tests.ranks import Ended, RankServer, Run
 
 HERE = os.path.basename(__file__)
@@ -313,39 +313,39 @@ def test_survivors_form_another_group(ranks: RankServer) -> None:
 
 
 class Slow:
-    """Stands in for the transfers of an engine that lets go of memory some time after it failed."""
+    """Stands in for the transfers of a transport that lets go of memory some time after it failed."""
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
         self.failed, self.ended = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self._transport, name)
 
     def send(self, data: memoryview, peer: int, tag: int) -> Any:
-        self._engine.send(data, peer, tag)
+        self._transport.send(data, peer, tag)
         return self
 
     def wait(self, seconds: float) -> bool:
         if self.ended.is_set():
-            raise EngineError(1, "ended at last")
+            raise TransportError(1, "ended at last")
         self.ended.wait(seconds)
         return False
 
     def abort(self) -> None:
-        self._engine.abort()
+        self._transport.abort()
         self.failed.set()
         threading.Timer(0.3, self.ended.set).start()
 
 
 def to_a_dead_rank() -> bool:
-    """Whether the tensor of a send was still the engine's when the send had failed."""
+    """Whether the tensor of a send was still the transport's when the send had failed."""
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     group: Any = dist.group.WORLD
     native = group._native
-    slow = native._engine = native._failing._engine = Slow(native._engine)
+    slow = native._transport = native._failing._transport = Slow(native._transport)
     with pytest.raises(phalanx.PeerLost):
         dist.send(torch.ones(100_000), 1)
     assert slow.failed.is_set()

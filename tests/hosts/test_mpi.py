@@ -1,4 +1,4 @@
-"""Over MPI: what its engine does besides the conformance suite; groups on it; how ranks meet."""
+"""Over MPI: what its transport does besides the conformance suite; groups on it; how ranks meet."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx import engines
-from phalanx.engines import Engine, EngineError
+from phalanx import transports
+from phalanx.transports import Transport, TransportError
 from tests import mpi
 from tests.conformance import cases
 from tests.mpi import MpiRanks
@@ -31,86 +31,86 @@ from tests.soak.rank import soak
 LIMIT = 20.0
 
 
-def opened(name: str = "engine") -> tuple[Engine, int]:
+def opened(name: str = "transport") -> tuple[Transport, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['FOLDER']}/{name}", size)  # type: ignore[attr-defined]
-    return engines.open_engine("mpi", store, rank, size, ""), rank
+    return transports.open_transport("mpi", store, rank, size, ""), rank
 
 
 def several_pieces(seed: int) -> None:
     """More than MPI is given at once."""
-    engine, rank = opened()
+    transport, rank = opened()
     data = np.random.default_rng(seed).integers(0, 256, 2**28 + 5, np.uint8)
     if rank == 0:
-        assert engine.send(memoryview(data), 1, 1).wait(LIMIT)
+        assert transport.send(memoryview(data), 1, 1).wait(LIMIT)
     else:
         place = np.zeros_like(data)
-        assert engine.recv(memoryview(place), 0, 1).wait(LIMIT)
+        assert transport.recv(memoryview(place), 0, 1).wait(LIMIT)
         assert (place == data).all()
-    engine.close()
+    transport.close()
 
 
 def wrong_size(seed: int) -> None:
     """A recv of another size than its send fails, whichever way the send goes; the next is fine."""
-    engine, rank = opened()
+    transport, rank = opened()
     if rank == 0:
         small, large = bytearray(10), bytearray(100_000)
-        posted = [engine.send(memoryview(data), 1, 1) for data in (small, large, small)]
+        posted = [transport.send(memoryview(data), 1, 1) for data in (small, large, small)]
         assert posted[0].wait(LIMIT)
         assert posted[2].wait(LIMIT)
-        assert engine.recv(memoryview(bytearray(1)), 1, 2).wait(LIMIT)
+        assert transport.recv(memoryview(bytearray(1)), 1, 2).wait(LIMIT)
     else:
         for given, size in ((10, 11), (100_000, 100)):
-            with pytest.raises(EngineError, match=f"it sends {given} B, but {size} B are exp"):
-                engine.recv(memoryview(bytearray(size)), 0, 1).wait(LIMIT)
-        assert engine.recv(memoryview(bytearray(10)), 0, 1).wait(LIMIT)
-        assert engine.send(memoryview(bytearray(1)), 0, 2).wait(LIMIT)
-    engine.close()
+            with pytest.raises(TransportError, match=f"it sends {given} B, but {size} B are exp"):
+                transport.recv(memoryview(bytearray(size)), 0, 1).wait(LIMIT)
+        assert transport.recv(memoryview(bytearray(10)), 0, 1).wait(LIMIT)
+        assert transport.send(memoryview(bytearray(1)), 0, 2).wait(LIMIT)
+    transport.close()
 
 
 def unknown_leaves(seed: int) -> None:
     """Who has never had to do with a rank hears of its end; also who asks afterwards."""
-    engine, rank = opened()
+    transport, rank = opened()
     other, _ = opened("other")
     if rank == 0:
-        never = engine.recv(memoryview(bytearray(1)), 1, 1)
+        never = transport.recv(memoryview(bytearray(1)), 1, 1)
         assert other.send(memoryview(bytearray(1)), 1, 1).wait(LIMIT)
         for _ in range(2):
-            with pytest.raises(EngineError) as caught:
+            with pytest.raises(TransportError) as caught:
                 never.wait(LIMIT)
             assert caught.value.peer == 1
-            never = engine.recv(memoryview(bytearray(1)), 1, 2)
+            never = transport.recv(memoryview(bytearray(1)), 1, 2)
     else:
         assert other.recv(memoryview(bytearray(1)), 0, 1).wait(LIMIT)
-        engine.close()
-    engine.close()
+        transport.close()
+    transport.close()
     other.close()
 
 
 def taken_back(seed: int) -> None:
     """An offer that nobody has asked for ends with its sender; what was small has come."""
-    engine, rank = opened()
+    transport, rank = opened()
     if rank == 0:
-        assert engine.send(memoryview(bytearray(b"small")), 1, 1).wait(LIMIT)
-        large = engine.send(memoryview(bytearray(10**6)), 1, 2)
-        assert engine.recv(memoryview(bytearray(1)), 1, 3).wait(LIMIT)
-        engine.abort()
-        with pytest.raises(EngineError):
+        assert transport.send(memoryview(bytearray(b"small")), 1, 1).wait(LIMIT)
+        large = transport.send(memoryview(bytearray(10**6)), 1, 2)
+        assert transport.recv(memoryview(bytearray(1)), 1, 3).wait(LIMIT)
+        transport.abort()
+        with pytest.raises(TransportError):
             large.wait(LIMIT)
     else:
         place = bytearray(5)
-        assert engine.send(memoryview(bytearray(1)), 0, 3).wait(LIMIT)
-        with pytest.raises(EngineError):
-            engine.recv(memoryview(bytearray(1)), 0, 4).wait(LIMIT)
-        assert engine.recv(memoryview(place), 0, 1).wait(LIMIT)
+        assert transport.send(memoryview(bytearray(1)), 0, 3).wait(LIMIT)
+        with pytest.raises(TransportError):
+            transport.recv(memoryview(bytearray(1)), 0, 4).wait(LIMIT)
+        assert transport.recv(memoryview(place), 0, 1).wait(LIMIT)
         assert place == b"small"
-        with pytest.raises(EngineError):
-            engine.recv(memoryview(bytearray(10**6)), 0, 2).wait(LIMIT)
-    engine.close()
+        with pytest.raises(TransportError):
+            transport.recv(memoryview(bytearray(10**6)), 0, 2).wait(LIMIT)
+    transport.close()
 
 
 @pytest.mark.parametrize("function", [several_pieces, wrong_size, unknown_leaves, taken_back])
-def test_the_engine(under_mpirun: MpiRanks, function: object) -> None:
+def test_the_transport(under_mpirun: MpiRanks, function: object) -> None:
     under_mpirun.run(2, function, cases.fresh_seed())  # type: ignore[arg-type]
 
 
@@ -134,7 +134,7 @@ def sums(seed: int) -> list[str]:
 
 
 def test_sums_are_those_of_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> None:
-    """Bit for bit: the engine has no part in the order in which floats are added."""
+    """Bit for bit: the transport has no part in the order in which floats are added."""
     seed = cases.fresh_seed()
     over_mpi = under_mpirun.run(4, in_a_group, 30.0, sums, seed, hosts="aabb")
     assert over_mpi == ranks.run(4, sums, seed, hosts="aabb")
@@ -169,15 +169,15 @@ def test_a_rank_that_ends_its_part(under_mpirun: MpiRanks, how: str, words: str)
 
 KILLED = """
 import os, signal, sys
-import phalanx.engines.mpi
+import phalanx.transports.mpi
 import torch, torch.distributed as dist, phalanx
 
 def write(name, text):
     with open(os.path.join(os.path.dirname(__file__), name), "w") as file:
         file.write(text)
 
-os.environ["PHALANX_HOST_ID"] = "ab"[phalanx.engines.mpi.the_world(60).rank // 2]
-with phalanx.init(timeout=60, engine="mpi") as session:
+os.environ["PHALANX_HOST_ID"] = "ab"[phalanx.transports.mpi.the_world(60).rank // 2]
+with phalanx.init(timeout=60, transport="mpi") as session:
     tensor = torch.ones(100_000)
     try:
         for step in range(1000):
@@ -315,7 +315,7 @@ def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Pat
         "mpich",
         4,
         [sys.executable, script, *options, str(tmp_path / "mpi")],
-        {"PHALANX_ENGINE": "mpi", "PHALANX_INTERFACE": "eth0"},
+        {"PHALANX_TRANSPORT": "mpi", "PHALANX_INTERFACE": "eth0"},
     )
     hosts = ("-hosts", ",".join(network.addresses), "-ppn", "2", "-iface", "eth0")
     command[1:1] = ["-launcher", "ssh", "-launcher-exec", str(ssh), *hosts]
@@ -353,12 +353,12 @@ def alone() -> str:
 
 def test_a_group_that_mpirun_has_not_started(ranks: RankServer) -> None:
     for text in ranks.run(2, alone, timeout=None, hosts="ab"):
-        assert "the engine mpi can't be had: the group has 2 ranks, but MPI knows of 1" in text
+        assert "the transport mpi can't be had: the group has 2 ranks, but MPI knows of 1" in text
         assert "`mpirun -n 2 python script.py`" in text
 
 
 PLAIN = "import torch.distributed as d; d.init_process_group('phalanx', init_method='mpi://')"
-WORLD = "from phalanx.engines.mpi import the_world; the_world(10)"
+WORLD = "from phalanx.transports.mpi import the_world; the_world(10)"
 
 
 @pytest.mark.parametrize(

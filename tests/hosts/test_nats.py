@@ -56,7 +56,11 @@ def run_on_both(nats: Nats, folder: Path, *script: str) -> str:
         options += ["--master-addr", nats.addresses[0], "--master-port", str(PORT)]
         command = [PHALANX, "run", *options, "--key-file", str(folder / "key"), *script]
         jobs = str(folder / f"jobs-{host}")
-        environment = {"PHALANX_JOBS_DIR": jobs, "PHALANX_ENGINE": "relay", "PYTHONPATH": str(root)}
+        environment = {
+            "PHALANX_JOBS_DIR": jobs,
+            "PHALANX_TRANSPORT": "relay",
+            "PYTHONPATH": str(root),
+        }
         with output.open("w") as file:
             processes.append(nats.start(host, command, environment, file))
     try:
@@ -89,7 +93,7 @@ def reached(nats: Nats, *ports: int) -> list[bool]:
 @pytest.mark.timeout(LIMIT + 40)
 def test_the_conformance_suite(nats: Nats, tmp_path: Path) -> None:
     assert reached(nats, PORT, PORT + 1) == [True, False]
-    suite = Path(__file__).with_name("engine_suite.py")
+    suite = Path(__file__).with_name("transport_suite.py")
     text = run_on_both(nats, tmp_path, str(suite), "relay")
     # Seven cases for a rank of each host, one for all four.
     assert text.count(" 2 is fine") == 2 * 7, text

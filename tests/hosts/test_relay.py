@@ -1,4 +1,4 @@
-"""What the relay does besides what every engine does."""
+"""What the relay does besides what every transport does."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ import torch.distributed as dist
 import zmq
 
 import phalanx
-from phalanx import engines, key
-from phalanx.engines import EngineError
-from phalanx.engines.relay import keys
-from phalanx.engines.relay.line import Line
-from phalanx.engines.relay.server import Server
-from phalanx.engines.relay.words import Kind, Word
+from phalanx import key, transports
+from phalanx.transports import TransportError
+from phalanx.transports.relay import keys
+from phalanx.transports.relay.connection import Line
+from phalanx.transports.relay.frames import Kind, Word
+from phalanx.transports.relay.server import Server
 from tests.ranks import RankServer
 
 LIMIT = 30.0
@@ -86,7 +86,7 @@ def talk(server: Server) -> None:
 def test_another_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "phalanx"):
         for _ in range(2):
-            with pytest.raises(EngineError, match="do both have the same key of the job"):
+            with pytest.raises(TransportError, match="do both have the same key of the job"):
                 Line(server.where, b"another" * 4 + b"key.")
         talk(server)
     said = [record.getMessage() for record in caplog.records]
@@ -157,11 +157,11 @@ def test_a_relay_that_ends(server: Server) -> None:
     line.close()
 
 
-def opened(name: str = "relay") -> tuple[engines.Engine, int]:
+def opened(name: str = "relay") -> tuple[transports.Transport, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
-    store = dist.FileStore(f"{os.environ['FOLDER']}/engine", size)  # type: ignore[attr-defined]
-    return engines.open_engine(name, store, rank, size, "127.0.0.1"), rank
+    store = dist.FileStore(f"{os.environ['FOLDER']}/transport", size)  # type: ignore[attr-defined]
+    return transports.open_transport(name, store, rank, size, "127.0.0.1"), rank
 
 
 def text(number: int, size: int) -> bytearray:
@@ -170,25 +170,25 @@ def text(number: int, size: int) -> bytearray:
 
 def nobody_receives() -> int:
     """Data stay with the sender until somebody asks for them; how much memory that took."""
-    engine, rank = opened()
+    transport, rank = opened()
     count, size = 24, 4_000_000
     if rank == 0:
-        sends = [engine.send(memoryview(text(n, size)), 1, n) for n in range(count)]
+        sends = [transport.send(memoryview(text(n, size)), 1, n) for n in range(count)]
         before = psutil.Process().memory_info().rss
-        last = engine.send(memoryview(text(count, 8)), 1, count)
+        last = transport.send(memoryview(text(count, 8)), 1, count)
         assert all(send.wait(LIMIT) for send in (last, *sends))
         grown = psutil.Process().memory_info().rss - before
     else:
         before = psutil.Process().memory_info().rss
         # It was sent behind all others.
         place = bytearray(8)
-        assert engine.recv(memoryview(place), 0, count).wait(LIMIT)
+        assert transport.recv(memoryview(place), 0, count).wait(LIMIT)
         grown = psutil.Process().memory_info().rss - before
         for number in reversed(range(count)):
             place = bytearray(size)
-            assert engine.recv(memoryview(place), 0, number).wait(LIMIT)
+            assert transport.recv(memoryview(place), 0, number).wait(LIMIT)
             assert place == text(number, size)
-    engine.close()
+    transport.close()
     return grown
 
 
@@ -200,20 +200,20 @@ def test_a_receiver_that_takes_its_time(ranks: RankServer) -> None:
 
 def many_small() -> None:
     """More than may wait at a receiver: the rest waits at the sender, and the order is kept."""
-    engine, rank = opened()
+    transport, rank = opened()
     count, size = 300, 20_000
     if rank == 0:
-        sends = [engine.send(memoryview(text(n, size)), 1, 1) for n in range(count)]
+        sends = [transport.send(memoryview(text(n, size)), 1, 1) for n in range(count)]
         assert not sends[-1].wait(0)
-        assert engine.send(memoryview(bytearray(b"x")), 1, 2).wait(LIMIT)
+        assert transport.send(memoryview(bytearray(b"x")), 1, 2).wait(LIMIT)
         assert all(send.wait(LIMIT) for send in sends)
     else:
-        assert engine.recv(memoryview(bytearray(1)), 0, 2).wait(LIMIT)
+        assert transport.recv(memoryview(bytearray(1)), 0, 2).wait(LIMIT)
         for number in range(count):
             place = bytearray(size)
-            assert engine.recv(memoryview(place), 0, 1).wait(LIMIT)
+            assert transport.recv(memoryview(place), 0, 1).wait(LIMIT)
             assert place == text(number, size)
-    engine.close()
+    transport.close()
 
 
 def test_many_small_ones(ranks: RankServer) -> None:
@@ -221,16 +221,16 @@ def test_many_small_ones(ranks: RankServer) -> None:
 
 
 def other_sizes() -> list[str]:
-    engine, rank = opened()
+    transport, rank = opened()
     errors = []
     for tag, (sent, expected) in enumerate([(10, 11), (1_000_000, 999_999)]):
         data = memoryview(bytearray(sent if rank == 0 else expected))
-        transfer = engine.send(data, 1, tag) if rank == 0 else engine.recv(data, 0, tag)
+        transfer = transport.send(data, 1, tag) if rank == 0 else transport.recv(data, 0, tag)
         try:
             assert transfer.wait(LIMIT)
-        except EngineError as error:
+        except TransportError as error:
             errors.append(str(error))
-    engine.close()
+    transport.close()
     return errors
 
 
@@ -256,19 +256,19 @@ def hears_from_the_first_moment() -> bytes:
 
     if os.environ["RANK"] == "1":
         Line.add = slow  # type: ignore[method-assign]
-    engine, rank = opened()
+    transport, rank = opened()
     place = bytearray(b"hello" if rank == 0 else b".....")
     if rank == 0:
-        assert engine.send(memoryview(place), 1, 0).wait(LIMIT)
-        peer: Any = engine._peers[1]  # type: ignore[attr-defined]
+        assert transport.send(memoryview(place), 1, 0).wait(LIMIT)
+        peer: Any = transport._peers[1]  # type: ignore[attr-defined]
         end = time.monotonic() + LIMIT
         while not peer.idle:
             assert time.monotonic() < end
             time.sleep(0.001)
         (folder / "said").touch()
     else:
-        assert engine.recv(memoryview(place), 0, 0).wait(LIMIT)
-    engine.close()
+        assert transport.recv(memoryview(place), 0, 0).wait(LIMIT)
+    transport.close()
     return bytes(place)
 
 
@@ -277,17 +277,17 @@ def test_who_enters_hears(ranks: RankServer) -> None:
 
 
 def vanishes() -> float:
-    engine, rank = opened()
+    transport, rank = opened()
     pid = bytearray(os.getpid().to_bytes(8, "little"))
     if rank == 0:
-        assert engine.recv(memoryview(pid), 1, 1).wait(LIMIT)
-    assert engine.send(memoryview(pid), 1 - rank, 1).wait(LIMIT)
+        assert transport.recv(memoryview(pid), 1, 1).wait(LIMIT)
+    assert transport.send(memoryview(pid), 1 - rank, 1).wait(LIMIT)
     if rank == 1:
-        assert engine.recv(memoryview(bytearray(8)), 0, 1).wait(LIMIT)
+        assert transport.recv(memoryview(bytearray(8)), 0, 1).wait(LIMIT)
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
-    with pytest.raises(EngineError, match="its connection to the relay is gone") as caught:
-        engine.recv(memoryview(bytearray(8)), 1, 2).wait(60)
+    with pytest.raises(TransportError, match="its connection to the relay is gone") as caught:
+        transport.recv(memoryview(bytearray(8)), 1, 2).wait(60)
     assert caught.value.peer == 1
     took = time.monotonic() - start
     os.kill(int.from_bytes(pid, "little"), signal.SIGKILL)
@@ -359,11 +359,11 @@ def test_the_rank_with_the_relay_dies(ranks: RankServer) -> None:
 
 def advertised(port: int) -> list[int]:
     os.environ["PHALANX_ADVERTISE_ADDR"] = f"localhost:{port}"
-    engine, rank = opened()
-    transfer = (engine.recv if rank else engine.send)(memoryview(bytearray(8)), 1 - rank, 1)
+    transport, rank = opened()
+    transfer = (transport.recv if rank else transport.send)(memoryview(bytearray(8)), 1 - rank, 1)
     assert transfer.wait(LIMIT)
     found = [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
-    engine.close()
+    transport.close()
     return found
 
 
@@ -378,7 +378,7 @@ def refused(name: str, variables: dict[str, str], words: str) -> None:
     if "PHALANX_KEY_FILE" in variables:
         store = dist.HashStore()  # type: ignore[attr-defined]
         with pytest.raises(phalanx.UsageError, match=words):
-            engines.open_engine(name, store, 0, 1, "127.0.0.1")
+            transports.open_transport(name, store, 0, 1, "127.0.0.1")
         return
     with pytest.raises(phalanx.UsageError, match=words):
         opened(name)
@@ -391,7 +391,7 @@ def refused(name: str, variables: dict[str, str], words: str) -> None:
         ("relay", {"PHALANX_ADVERTISE_ADDR": "a:b"}, "expected HOST or HOST:PORT"),
         ("relay", {"PHALANX_ADVERTISE_ADDR": "a:99999"}, "expected HOST or HOST:PORT"),
         ("relay", {"PHALANX_RELAY": "/tmp/relay"}, "expected listen:SOCKET or connect:SOCKET"),
-        ("gloo", {"PHALANX_ADVERTISE_ADDR": "a:1"}, "use the engine relay"),
+        ("gloo", {"PHALANX_ADVERTISE_ADDR": "a:1"}, "use the transport relay"),
         ("gloo", {"PHALANX_ADVERTISE_ADDR": "::1"}, "an IPv6 address in brackets"),
     ],
 )

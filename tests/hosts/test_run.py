@@ -1,4 +1,4 @@
-"""Hosts from the command line, and engines that are chosen."""
+"""Hosts from the command line, and transports that are chosen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.ranks import RankServer
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
 SCRIPT = """
 import os, torch, torch.distributed as dist, phalanx
-with phalanx.init(engine="gloo") as session:
+with phalanx.init(transport="gloo") as session:
     tensor = torch.ones(4)
     dist.all_reduce(tensor)
     print(os.environ["PHALANX_HOST_ID"], type(dist.group.WORLD._native).__name__, tensor.tolist())
@@ -56,22 +56,22 @@ def test_what_cannot_be_simulated(tmp_path: Path, options: tuple[str, ...], word
     assert words in " ".join(ended.stderr.split())
 
 
-def wrong_engine() -> str:
-    os.environ["PHALANX_ENGINE"] = "pigeons"
+def wrong_transport() -> str:
+    os.environ["PHALANX_TRANSPORT"] = "pigeons"
     with pytest.raises(phalanx.UsageError) as caught:
         dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-    del os.environ["PHALANX_ENGINE"]
-    with pytest.raises(phalanx.UsageError, match=r"^engine is 'carrots': expected one of gloo"):
-        phalanx.init(engine="carrots")
+    del os.environ["PHALANX_TRANSPORT"]
+    with pytest.raises(phalanx.UsageError, match=r"^transport is 'carrots': expected one of gloo"):
+        phalanx.init(transport="carrots")
     if not dist.is_nccl_available():  # the CPU wheel, with which CI runs
         with pytest.raises(phalanx.UsageError, match=r"'nccl', but this torch \(.*\) has no NCCL"):
-            phalanx.init(engine="nccl")
+            phalanx.init(transport="nccl")
     return str(caught.value)
 
 
-def test_no_such_engine(ranks: RankServer) -> None:
-    text = ranks.run(1, wrong_engine, timeout=None)[0]
-    words = "PHALANX_ENGINE in the environment: engine is 'pigeons': expected one of gloo, "
+def test_no_such_transport(ranks: RankServer) -> None:
+    text = ranks.run(1, wrong_transport, timeout=None)[0]
+    words = "PHALANX_TRANSPORT in the environment: transport is 'pigeons': expected one of gloo, "
     assert text.startswith(words)
 
 

@@ -61,7 +61,9 @@ class Shell:
     def nothing_left(self) -> None:
         """Every launcher and rank ends on all hosts, while their ssh servers go on."""
         end = time.monotonic() + 20
-        while left := self.hosts.processes("phalanx.cli.host") + self.hosts.processes("script.py"):
+        while left := self.hosts.processes("phalanx.cli.remote_launcher") + self.hosts.processes(
+            "script.py"
+        ):
             assert time.monotonic() < end, [process.cmdline() for process in left]
             psutil.wait_procs(left, timeout=1)
 
@@ -198,7 +200,7 @@ def kill_the_shell(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, s
 
 
 def kill_a_launcher(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, str]:
-    for launcher in shell.hosts.processes("phalanx.cli.host"):
+    for launcher in shell.hosts.processes("phalanx.cli.remote_launcher"):
         if len(launcher.children()) == 2:
             launcher.kill()
     return 1, GONE

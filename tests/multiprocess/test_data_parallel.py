@@ -1,4 +1,4 @@
-"""`DataParallel` against plain synchronous SGD, bit for bit, and against one process.
+"""`SharedDataParallel` against plain synchronous SGD, bit for bit, and against one process.
 
 The oracle of most tests is a replica of the model on every rank, whose gradients are averaged by
 one all-reduce per parameter, and which a plain optimizer updates as a whole.
@@ -19,8 +19,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from phalanx.errors import PeerLost, UsageError
-from phalanx.parallel import DataParallel
-from phalanx.parallel.data_parallel import reducing
+from phalanx.parallel import SharedDataParallel
+from phalanx.parallel.shared_data_parallel import reducer
 from tests.ranks import RankServer
 from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
 
@@ -94,12 +94,12 @@ def buffers_of_rank_0(replica: nn.Module) -> None:
         dist.broadcast(buffer, 0)
 
 
-def pair(seed: int, **options: Any) -> tuple[DataParallel, nn.Module]:
+def pair(seed: int, **options: Any) -> tuple[SharedDataParallel, nn.Module]:
     """A model with the values of rank 0, and a replica that has them by itself."""
     torch.manual_seed(seed)
     replica = Net()
     torch.manual_seed(seed + dist.get_rank())
-    return DataParallel(Net(), chunk_bytes=CHUNK, **options), replica
+    return SharedDataParallel(Net(), chunk_bytes=CHUNK, **options), replica
 
 
 def every_optimizer(seed: int, steps: int) -> None:
@@ -130,13 +130,13 @@ def on_cores(cores: int, function: Callable[..., None], *arguments: object) -> s
     """Have this rank see so many; returns whether chunks were reduced beside the rank."""
     os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
     asked: set[bool] = set()
-    launch = reducing._Together.launch
+    launch = reducer._Together.launch
 
     def spied(self: Any, chunk: int) -> None:
         asked.add(self._beside)
         launch(self, chunk)
 
-    reducing._Together.launch = spied  # type: ignore[method-assign]
+    reducer._Together.launch = spied  # type: ignore[method-assign]
     function(*arguments)
     return asked
 
@@ -160,7 +160,7 @@ def near_one_process(seed: int) -> None:
     for part, rank in ((replica, 0), (module, dist.get_rank())):  # frozen: of any dtype
         few = torch.randn(3, generator=seeded(seed + rank)).to(torch.float8_e4m3fn)
         part.register_parameter("few", nn.Parameter(few, requires_grad=False))
-    model = DataParallel(module, chunk_bytes=CHUNK)
+    model = SharedDataParallel(module, chunk_bytes=CHUNK)
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     plain = torch.optim.Adam([p for p in replica.parameters() if p.requires_grad], lr=0.01)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -223,7 +223,7 @@ def test_equals_one_process_on_gloo(ranks: RankServer, seed: int) -> None:
 def held_once() -> tuple[int, int]:
     """Bytes of the model, and what this process has of it that is its own."""
     torch.set_num_threads(1)
-    model = DataParallel(nn.Sequential(*(nn.Linear(700, 700) for _ in range(8))))
+    model = SharedDataParallel(nn.Sequential(*(nn.Linear(700, 700) for _ in range(8))))
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     for _ in range(2):
         optimizer.zero_grad()
@@ -261,20 +261,20 @@ def errors() -> None:
     rank, model = dist.get_rank(), nn.Linear(4, 3)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter that requires a gradient"):
-        DataParallel(frozen)
+        SharedDataParallel(frozen)
     with pytest.raises(UsageError, match=r"parameter weight \[4, 3\] is .* on meta"):
-        DataParallel(nn.Linear(3, 4, device="meta"))
+        SharedDataParallel(nn.Linear(3, 4, device="meta"))
     with pytest.raises(UsageError, match="no shape yet"):
-        DataParallel(nn.LazyLinear(3))
+        SharedDataParallel(nn.LazyLinear(3))
     with pytest.raises(UsageError, match=r"parameter 0\.weight \[3, 4\] is torch.float8"):
-        DataParallel(nn.Sequential(nn.Linear(4, 3).to(torch.float8_e4m3fn)))
+        SharedDataParallel(nn.Sequential(nn.Linear(4, 3).to(torch.float8_e4m3fn)))
     different = nn.Linear(4, 3 + rank // 2)
     with pytest.raises(
         UsageError,
         match=r"parameter 0 is weight \[3, 4\] torch.float32, .* rank 0, weight \[4, 4\] .* rank 2",
     ):
-        DataParallel(different)
-    wrapped = DataParallel(model)
+        SharedDataParallel(different)
+    wrapped = SharedDataParallel(model)
     with pytest.raises(UsageError, match="LBFGS given, expected one that treats each element"):
         wrapped.optimizer(torch.optim.LBFGS)
     with pytest.raises(UsageError, match=r"a parameter \[5\] given that isn't of this model"):
@@ -302,7 +302,7 @@ def errors() -> None:
 
 def test_bad_input_gets_a_clear_error(ranks: RankServer) -> None:
     with pytest.raises(UsageError, match="no process group"):
-        DataParallel(nn.Linear(2, 2))
+        SharedDataParallel(nn.Linear(2, 2))
     ranks.run(3, errors)
 
 
@@ -318,7 +318,7 @@ def cut_short() -> str:
 
     parts: Any = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
     parts.forward = lambda inputs: parts[1](Stop.apply(parts[0](inputs)))
-    model = DataParallel(parts)
+    model = SharedDataParallel(parts)
     with pytest.raises(RuntimeError, match="stop here"):
         parts(torch.ones(1, 3)).sum().backward()
     outputs = model(torch.ones(1, 3))  # nothing of it was averaged
@@ -330,11 +330,11 @@ def cut_short() -> str:
 
 
 def test_a_backward_pass_that_is_cut_short_is_no_silent_desync(ranks: RankServer) -> None:
-    assert "snapshot" in ranks.run(2, cut_short)[0]
+    assert "checkpoint" in ranks.run(2, cut_short)[0]
 
 
 def dies_in_the_third_step() -> None:
-    model = DataParallel(nn.Linear(300, 300))
+    model = SharedDataParallel(nn.Linear(300, 300))
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     for step in range(10):
         loss = model(torch.ones(2, 300)).sum()

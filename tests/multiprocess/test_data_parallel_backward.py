@@ -1,4 +1,4 @@
-"""`DataParallel` where a linear layer's gradient isn't, or not only, the product of one call."""
+"""`SharedDataParallel` where a linear layer's gradient isn't, or not only, the product of one call."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
 from tests.synchronous_sgd import CHUNK, average, preloaded, same, seed, seeded
 
@@ -37,7 +37,7 @@ def other_ways_of_backward(seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     replica = Tied()
-    model = DataParallel(copy.deepcopy(replica))
+    model = SharedDataParallel(copy.deepcopy(replica))
     words = torch.randint(23, (5, 7), generator=seeded(seed + dist.get_rank()))
 
     def penalized(module: nn.Module) -> Tensor:
@@ -92,7 +92,7 @@ def moved_and_checkpointed(seed: int) -> None:
     """Complex products, checkpoints, hooks after accumulation, and data that is assigned."""
     torch.manual_seed(seed)
     replica = Checkpointed()
-    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    model = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(replica.parameters(), lr=0.1)
     seen: list[bool] = []
@@ -125,7 +125,7 @@ def moved_and_checkpointed(seed: int) -> None:
         ):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=name)
     assert seen == [True, True]
-    stale = DataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    stale = SharedDataParallel(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     optimizer = stale.optimizer(torch.optim.SGD, lr=0.1)
     loss = stale(torch.ones(1, 3)).mean()
     optimizer.step()
@@ -137,9 +137,9 @@ def on_a_part_and_all() -> None:
     """A model of some ranks, then one of all: their groups find each other."""
     some = dist.new_group([1, 2])
     if dist.get_rank():
-        part = DataParallel(nn.Linear(3, 2), some)
+        part = SharedDataParallel(nn.Linear(3, 2), some)
         part(torch.ones(1, 3)).sum().backward()
-    model = DataParallel(nn.Linear(3, 2))
+    model = SharedDataParallel(nn.Linear(3, 2))
     model(torch.ones(1, 3)).sum().backward()
     assert torch.equal(model.module.weight.grad, torch.ones(2, 3))
 
@@ -149,14 +149,14 @@ def on_parts_that_overlap(seed: int) -> None:
     torch.set_num_threads(1)
     rank = dist.get_rank()
     parts = [[0, 1], [1, 2, 3], [0, 3], [1, 2, 3], [3, 2], [0, 1, 2, 3]]
-    models: list[tuple[DataParallel, Any, nn.Module, Any]] = []
+    models: list[tuple[SharedDataParallel, Any, nn.Module, Any]] = []
     for number, ranks in enumerate(parts):
         group = dist.new_group(ranks)
         if rank not in ranks:
             continue
         torch.manual_seed(seed + number)
         replica = nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 9))
-        model = DataParallel(copy.deepcopy(replica), group)
+        model = SharedDataParallel(copy.deepcopy(replica), group)
         optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
         models.append((model, optimizer, replica, group))
     for step in range(2):
@@ -184,7 +184,7 @@ def test_a_sub_group_and_then_all(ranks: RankServer) -> None:
     ranks.run(3, on_a_part_and_all)
 
 
-def near(model: DataParallel, replica: nn.Module) -> None:
+def near(model: SharedDataParallel, replica: nn.Module) -> None:
     """A sum of several products may go in another order."""
     for one, other in zip(model.parameters(), replica.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)

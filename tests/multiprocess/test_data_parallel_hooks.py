@@ -1,4 +1,4 @@
-"""Hooks of the optimizer of `DataParallel`, beside those of a plain one."""
+"""Hooks of the optimizer of `SharedDataParallel`, beside those of a plain one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as hooks
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
 from tests.synchronous_sgd import average, preloaded, same, seed, seeded
 
@@ -58,7 +58,7 @@ def hooks_of_the_optimizer(seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     replica = nn.Sequential(nn.Linear(9, 70), nn.Linear(70, 70))
-    model = DataParallel(copy.deepcopy(replica))
+    model = SharedDataParallel(copy.deepcopy(replica))
     inputs = torch.randn(3, 9, generator=seeded(seed))
     every: list[Told] = []
     for module, make in ((model, model.optimizer), (replica, None)):

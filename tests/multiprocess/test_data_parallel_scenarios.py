@@ -1,4 +1,4 @@
-"""`DataParallel` in what users of DDP do, beside a replica that does the same by itself."""
+"""`SharedDataParallel` in what users of DDP do, beside a replica that does the same by itself."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
 from tests.synchronous_sgd import (
     CHUNK,
@@ -48,12 +48,12 @@ F = nn.functional
 
 
 class Scenario:
-    """The same done to a `DataParallel` and to a plain replica, compared after every step."""
+    """The same done to a `SharedDataParallel` and to a plain replica, compared after every step."""
 
     def __init__(self, seed: int, kind: Any = torch.optim.Adam, **options: Any) -> None:
         torch.manual_seed(seed)
         self.replica = Branches()
-        self.model = DataParallel(copy.deepcopy(self.replica), chunk_bytes=CHUNK)
+        self.model = SharedDataParallel(copy.deepcopy(self.replica), chunk_bytes=CHUNK)
         options = {"lr": 0.05, **options}
         self.optimizer = self.model.optimizer(kind, **options)
         self.plain = kind(self.replica.parameters(), **options)
@@ -201,7 +201,7 @@ def loaded_and_plain(seed: int) -> None:
 
     torch.manual_seed(seed)
     replica = Branches()
-    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    model = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
 
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         weights = [p for p in module.parameters() if p.dim() > 1]
@@ -374,7 +374,7 @@ def copied(seed: int) -> None:
         assert not torch.equal(module(inputs, every), one.replica(inputs, every))
     one.do(lambda _, optimizer: optimizer.zero_grad())
     check(one.model, one.replica, "once copies have been trained")
-    again = DataParallel(copy.deepcopy(one.model).module)
+    again = SharedDataParallel(copy.deepcopy(one.model).module)
     again(torch.ones(1, 40), every).backward()
 
 

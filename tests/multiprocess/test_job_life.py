@@ -192,7 +192,7 @@ def again_and_again(base: Path) -> tuple[str, int]:
         dist.barrier()
     (job,) = base.iterdir()
     (box,) = [path for path in job.glob("*.box") if path.stem == str(os.getpid())]
-    return job.name, _native.read_black_box(box.read_bytes(), 100)["operations"]
+    return job.name, _native.read_flight_recorder(box.read_bytes(), 100)["operations"]
 
 
 def test_a_process_has_one_box_and_one_job_while_it_lives(
@@ -216,7 +216,7 @@ def some_ranks_of_another_backend(base: Path) -> tuple[int, int, str]:
     dist.barrier()
     with job_lookup.find_job() as job:
         box = job.list_recorders()[os.getpid()]
-        read = _native.read_black_box(job.read(box, 2**30), 0)
+        read = _native.read_flight_recorder(job.read(box, 2**30), 0)
     dist.barrier()
     return read["rank"], read["world_size"], read["job"]
 
@@ -242,7 +242,7 @@ def forked_child_forms_a_group(base: Path) -> None:
         os._exit(10 + len(own) if own and own[0].parent != job else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
     dist.all_reduce(torch.ones(1))
-    box = _native.read_black_box((job / f"{os.getpid()}.box").read_bytes(), 100)
+    box = _native.read_flight_recorder((job / f"{os.getpid()}.box").read_bytes(), 100)
     assert [operation["kind"] for operation in box["done"]] == ["join", "barrier", "all_reduce"]
 
 

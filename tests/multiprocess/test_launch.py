@@ -18,7 +18,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.failure import Failure, excerpt, first_cause
+from phalanx.launcher.root_cause import Failure, excerpt, first_cause
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -277,7 +277,7 @@ def test_unpicklable_results_and_errors():
 
 
 def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
-    monkeypatch.setattr("phalanx.launch.ranks.STOP_TIMEOUT", 0.5)
+    monkeypatch.setattr("phalanx.launcher.rank_processes.STOP_TIMEOUT", 0.5)
 
     def rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -394,16 +394,16 @@ def test_wrong_arguments_start_nothing(call, message, monkeypatch):
     def start(*args):
         pytest.fail("a process was started")
 
-    monkeypatch.setattr("phalanx.launch.ranks.Ranks.start", start)
+    monkeypatch.setattr("phalanx.launcher.rank_processes.Ranks.start", start)
     with pytest.raises(UsageError, match=message):
         call()
 
 
 def test_package_and_function_share_a_name():
     before = phalanx.launch
-    agent = importlib.import_module("phalanx.launch.agent")
+    agent = importlib.import_module("phalanx.launcher.elastic_agent")
     assert phalanx.launch is before
-    assert phalanx.launch.agent is agent
+    assert phalanx.launcher.elastic_agent is agent
     assert callable(phalanx.launch)
 
 

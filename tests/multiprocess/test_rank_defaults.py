@@ -5,13 +5,13 @@ import os
 import torch
 
 import phalanx
-from phalanx.launch.defaults import rank_defaults
+from phalanx.launcher.rank_environment import rank_defaults
 
 LIMIT = 60
 
 
 def test_threads_per_rank(monkeypatch):
-    monkeypatch.setattr("phalanx.launch.cores.usable_cores", lambda: 6)
+    monkeypatch.setattr("phalanx.launcher.cores.usable_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     read = (os.getenv, 2, ("OMP_NUM_THREADS",))
     assert phalanx.launch(*read, timeout=LIMIT) == ["3", "3"]

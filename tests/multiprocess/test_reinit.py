@@ -16,7 +16,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx import rpc, topology
 from phalanx.errors import CollectiveTimeout
-from phalanx.launch.store import HOST, host_store, join_store
+from phalanx.launcher.store import HOST, host_store, join_store
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 

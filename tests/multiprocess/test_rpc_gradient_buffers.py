@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.rpc import DistributedOptimizer
 from phalanx.rpc import autograd as dist_autograd
 from tests.ranks import RankServer
@@ -28,7 +28,7 @@ def with_buckets(module: nn.Module) -> nn.Module:
 
 
 WRAPPERS: list[Callable[[nn.Module], nn.Module]] = [
-    DataParallel,
+    SharedDataParallel,
     with_buckets,
     nn.parallel.DistributedDataParallel,
 ]

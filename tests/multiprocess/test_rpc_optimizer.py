@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx import rpc
 from phalanx.errors import UsageError
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.rpc import DistributedOptimizer, RemoteModule, RRef
 from phalanx.rpc import autograd as dist_autograd
 from tests.ranks import RankServer
@@ -161,7 +161,7 @@ def check_modules() -> None:
         RemoteModule("w1/toaster", nn.Linear, (2, 2))
     with pytest.raises(UsageError, match="an object of type dict"):
         RemoteModule("w1", dict)
-    with pytest.raises(UsageError, match="is DataParallel: it averages"):
+    with pytest.raises(UsageError, match="is SharedDataParallel: it averages"):
         RemoteModule("w1", alone_in_its_group)
 
 
@@ -212,7 +212,7 @@ class WithOptions(nn.Module):
 
 def alone_in_its_group() -> nn.Module:
     group = dist.new_group([1], use_local_synchronization=True)
-    return nn.Sequential(DataParallel(nn.Linear(2, 2), group=group))
+    return nn.Sequential(SharedDataParallel(nn.Linear(2, 2), group=group))
 
 
 def called(module: nn.Module, inputs: Tensor) -> Tensor:

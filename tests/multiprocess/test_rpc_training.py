@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import rpc
 from phalanx.errors import PeerLost
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.rpc import DistributedOptimizer, RemoteModule, RRef
 from phalanx.rpc import autograd as dist_autograd
 from phalanx.rpc.autograd.container import graph
@@ -76,7 +76,7 @@ def train(bags: RemoteModule, wrapper: str, rank: int) -> list[float]:
         model: nn.Module = DistributedDataParallel(local, process_group=group)
         own: Any = torch.optim.SGD(model.parameters(), lr=0.5)
     else:
-        model = DataParallel(local, group=group)
+        model = SharedDataParallel(local, group=group)
         own = model.optimizer(torch.optim.SGD, lr=0.5)
     remote = DistributedOptimizer(torch.optim.SGD, bags.remote_parameters(), lr=0.5)
     losses = []
@@ -113,7 +113,7 @@ def check_hybrid(losses: list[list[float]], weight: Tensor) -> None:
     torch.testing.assert_close(weight, bags.weight.detach(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("wrapper", ["DDP", "DataParallel"])
+@pytest.mark.parametrize("wrapper", ["DDP", "SharedDataParallel"])
 def test_hybrid_losses_equal_one_process(ranks: RankServer, wrapper: str) -> None:
     ranks.run(4, hybrid, wrapper)
 

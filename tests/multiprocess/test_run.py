@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launch.endpoint import patience
-from phalanx.launch.meeting import meeting
-from phalanx.launch.options import parse
+from phalanx.launcher.endpoint import patience
+from phalanx.launcher.options import parse
+from phalanx.launcher.rendezvous import meeting
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -301,7 +301,7 @@ def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
 def test_a_signal_while_the_job_ends(script, tmp_path):
     """At a moment when no rank is left to be stopped."""
     code = (
-        "import os, signal; from phalanx.launch.relay import Relay; "
+        "import os, signal; from phalanx.launcher.output_forwarder import Relay; "
         "Relay.settle = lambda *_: os.kill(os.getpid(), signal.SIGTERM); "
     )
     command = [sys.executable, "-c", code + PHALANX[-1], "run", "--nproc-per-node", "1"]
@@ -400,7 +400,7 @@ def test_number_of_ranks(monkeypatch, tmp_path):
     (tmp_path / "x.py").touch()
     monkeypatch.delenv("PET_NPROC_PER_NODE", raising=False)
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
-    monkeypatch.setattr("phalanx.launch.options.usable_cores", lambda: 5)
+    monkeypatch.setattr("phalanx.launcher.options.usable_cores", lambda: 5)
     assert parse(["x.py"]).config.nproc_per_node == 5
     assert parse(["--nproc-per-node=auto", "x.py"]).config.nproc_per_node == 5
     monkeypatch.setattr("torch.accelerator.is_available", lambda: True)

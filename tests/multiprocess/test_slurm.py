@@ -13,8 +13,8 @@ import pytest
 
 from phalanx import env
 from phalanx.errors import UsageError
-from phalanx.launch.options import parse
-from phalanx.launch.slurm import Step, _bound
+from phalanx.launcher.options import parse
+from phalanx.launcher.slurm import Step, _bound
 
 SCRIPT = """
 import sys

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.errors import CollectiveMismatch, UsageError
-from phalanx.parallel import DataParallel, SyncBatchNorm
+from phalanx.parallel import SharedDataParallel, SyncBatchNorm
 from tests.ranks import RankServer
 from tests.synchronous_sgd import CHUNK, average, preloaded, same, seed, seeded
 
@@ -82,7 +82,7 @@ def in_training() -> None:
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(80, 3))
     plain.double()
-    model = DataParallel(ours)
+    model = SharedDataParallel(ours)
     optimizers = model.optimizer(torch.optim.SGD, lr=0.1), torch.optim.SGD(plain.parameters(), 0.1)
     for _ in range(3):
         inputs = torch.randn(4 * size, 2, 6, 6, dtype=torch.float64)
@@ -123,7 +123,7 @@ def with_parts_that_some_leave_out(seed: int, cores: int) -> None:
     os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
     torch.manual_seed(seed)
     replica = SyncBatchNorm.convert_sync_batchnorm(Heads())
-    model = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    model = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     plain = torch.optim.Adam(replica.parameters(), lr=0.01)
     rank = dist.get_rank()
@@ -164,14 +164,14 @@ def with_collectives_of_its_own(seed: int) -> str:
     replica = Heads()
     replica.layers = nn.Sequential(nn.Linear(24, 24), nn.Tanh())
     replica.layers.register_forward_hook(lambda *args: SumInBackward.apply(args[-1]))
-    told = DataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK, collective_backward=True)
+    told = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK, collective_backward=True)
     rank = dist.get_rank()
     inputs = torch.randn(4, 24, generator=seeded(seed + rank))
     for module in (told, replica):
         module(inputs, [2 - rank]).square().mean().backward()
     average(replica)
     same_gradients(told, replica)
-    untold = DataParallel(replica, chunk_bytes=CHUNK)
+    untold = SharedDataParallel(replica, chunk_bytes=CHUNK)
     with pytest.raises(CollectiveMismatch, match="different orders") as caught:
         untold(inputs, [2 - rank]).square().mean().backward()
     return str(caught.value)

@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import rpc
 from phalanx.backend.membership import Membership
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.torch_versions import all_gather_single, reduce_scatter_single
-from phalanx.train import Snapshots
+from phalanx.train import Checkpointer
 from tests.ranks import RankServer
 
 # PyTorch's deprecations, and its advice to users.
@@ -84,7 +84,7 @@ def operations() -> None:
 def training(folder: str) -> None:
     torch.manual_seed(0)
     inputs = torch.randn(4, 3)
-    model = DataParallel(nn.Linear(3, 2))
+    model = SharedDataParallel(nn.Linear(3, 2))
     adam = model.optimizer(torch.optim.Adam, lr=0.1)
     ddp = DistributedDataParallel(nn.Linear(3, 2))
     sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -93,9 +93,9 @@ def training(folder: str) -> None:
             optimizer.zero_grad()
             network(inputs).square().sum().backward()
             optimizer.step()
-    snapshots = Snapshots(folder)
-    snapshots.save(2, {"model": ddp.module.state_dict()})
-    found = snapshots.load()
+    checkpoints = Checkpointer(folder)
+    checkpoints.save(2, {"model": ddp.module.state_dict()})
+    found = checkpoints.load()
     assert found is not None
     assert found.step == 2
 
@@ -115,7 +115,7 @@ def calls() -> None:
 
 @pytest.mark.parametrize("hosts", ("a", "ab"))
 def test_no_warning_of_pytorch(ranks: RankServer, hosts: str, tmp_path: Path) -> None:
-    ranks.run(2, main_paths, str(tmp_path / "snapshots"), hosts=hosts)
+    ranks.run(2, main_paths, str(tmp_path / "checkpoints"), hosts=hosts)
 
 
 def test_no_warning_of_pytorch_in_a_launched_job(tmp_path: Path) -> None:

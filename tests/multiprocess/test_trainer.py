@@ -20,7 +20,7 @@ from phalanx.errors import UsageError
 from phalanx.observe import recorder
 from phalanx.observe.own_wait_time import measure_wait_share
 from phalanx.observe.recorder_reader import read_recorder
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.train import Trainer
 from tests.ranks import RankServer
 from tests.trainings import (
@@ -64,9 +64,9 @@ def oracle(seed: int, clip: float) -> tuple[list[float], list[Tensor], float]:
 
 
 def train_all_ways(seed: int) -> list[Any]:
-    """Train with plain modules, DDP and DataParallel, in one and in several micro-batches."""
+    """Train with plain modules, DDP and SharedDataParallel, in one and in several micro-batches."""
     found = []
-    for wrap in (lambda model: model, DistributedDataParallel, DataParallel):
+    for wrap in (lambda model: model, DistributedDataParallel, SharedDataParallel):
         for accumulate in (1, 3):
             model = made_model(seed + dist.get_rank())  # rank 0's counts
             whole = wrap(model)
@@ -231,7 +231,7 @@ def test_evaluates_on_fewer_samples_than_ranks(ranks: RankServer) -> None:
 
 
 def shown_to_others(seed: int) -> tuple[Any, Any]:
-    """Train, and read what this rank's black box says of it; then let rank 1 come late."""
+    """Train, and read what this rank's flight recorder says of it; then let rank 1 come late."""
     model = made_model(seed)
     result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
     job = recorder.get_job_directory()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from phalanx.parallel import DataParallel
+from phalanx.parallel import SharedDataParallel
 from phalanx.train import STOPPED, Trainer
 from tests.ranks import RankServer
 from tests.trainings import (
@@ -87,7 +87,7 @@ class Recorded:
         self.seen.append(self.fresh)
         self.fresh = []
 
-    def fit(self, snapshots: str | None, **options: Any) -> Any:
+    def fit(self, checkpoints: str | None, **options: Any) -> Any:
         self.seen, self.fresh = [], []
         model = self.wrap(made_model(self.seed, nn.Dropout(0.3), Centre()))
         optimizer = adam(model)
@@ -102,9 +102,9 @@ class Recorded:
         }
         if "steps" in options:
             del settings["epochs"]
-        directory = None if snapshots is None else os.path.join(self.folder, snapshots)
+        directory = None if checkpoints is None else os.path.join(self.folder, checkpoints)
         data = Numbered(self.seed)
-        settings = {"seed": self.seed, "snapshots": directory, "progress": False, **settings}
+        settings = {"seed": self.seed, "checkpoints": directory, "progress": False, **settings}
         trainer = Trainer(model, optimizer, data, self.evaluated_or_not, **settings)
         result = trainer.fit()
         state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -117,7 +117,7 @@ class Recorded:
 def stop_and_resume(seed: int, stops: list[int]) -> list[Any]:
     """Train in one go; then with stops, each time with a new model that loads what was saved."""
     found = []
-    wraps = (lambda model: model, DistributedDataParallel, DataParallel)
+    wraps = (lambda model: model, DistributedDataParallel, SharedDataParallel)
     for number, wrap in enumerate(wraps):
         run = Recorded(seed, os.environ["FOLDER"], wrap)
         whole = run.fit(None)
@@ -125,10 +125,10 @@ def stop_and_resume(seed: int, stops: list[int]) -> list[Any]:
         seen: list[list[int]] = []
         for stop in (*stops, None):
             ends = {} if stop is None else {"steps": stop}
-            result, more, state = run.fit(f"snapshots-{number}", snapshot_every=5, **ends)
+            result, more, state = run.fit(f"checkpoints-{number}", checkpoint_every=5, **ends)
             losses += result.losses
             seen += more
-        again = run.fit(f"snapshots-{number}")  # of a run that has ended
+        again = run.fit(f"checkpoints-{number}")  # of a run that has ended
         found.append((whole, (result, losses, seen, state), again))
     return found
 
@@ -151,7 +151,7 @@ def test_resumes_bit_for_bit(ranks: RankServer, world_size: int) -> None:
 
 
 def go_on(seed: int, folder: str, options: dict[str, Any]) -> Any:
-    result, seen, _ = Recorded(seed, folder, lambda model: model).fit("snapshots", **options)
+    result, seen, _ = Recorded(seed, folder, lambda model: model).fit("checkpoints", **options)
     return result, seen
 
 
@@ -197,11 +197,11 @@ def asked_to_stop(seed: int) -> list[float]:
 
     run.losses = []  # type: ignore[attr-defined]
     with pytest.raises(SystemExit) as left:
-        run.fit("snapshots", on_step=end_step, snapshot_every=1000)
+        run.fit("checkpoints", on_step=end_step, checkpoint_every=1000)
     assert left.value.code == STOPPED == 143
     assert signal.getsignal(signal.SIGTERM) == before
     assert len(run.losses) == 8  # type: ignore[attr-defined]
-    result, *_ = run.fit("snapshots")
+    result, *_ = run.fit("checkpoints")
     assert run.losses + result.losses == whole.losses  # type: ignore[attr-defined]
     return list(whole.losses)
 
@@ -212,7 +212,7 @@ def test_sigterm_saves_and_leaves(ranks: RankServer) -> None:
 
 def stopped_with_workers(seed: int) -> None:
     """A launcher's SIGTERM reaches the processes of the loader too; their batches are needed."""
-    folder = os.environ["FOLDER"] + "/snapshots"
+    folder = os.environ["FOLDER"] + "/checkpoints"
     losses: list[float] = []
 
     def end_step(step: int, metrics: dict[str, float]) -> None:
@@ -220,13 +220,15 @@ def stopped_with_workers(seed: int) -> None:
         if step == 2:
             os.killpg(os.getpgrp(), signal.SIGTERM)
 
-    def fit(snapshots: str | None, **options: Any) -> list[float]:
+    def fit(checkpoints: str | None, **options: Any) -> list[float]:
         model = made_model(seed)
         loader = {"num_workers": 1}
         settings: dict[str, Any] = {"global_batch": 12, "epochs": 1, "loader": loader, **options}
         data, optimizer = made_data(seed), adam(model)
         return (
-            Trainer(model, optimizer, data, squared, snapshots=snapshots, **settings).fit().losses
+            Trainer(model, optimizer, data, squared, checkpoints=checkpoints, **settings)
+            .fit()
+            .losses
         )
 
     whole = fit(None)
@@ -292,7 +294,7 @@ def stopped_while_waiting(seed: int) -> None:
     def fit(name: str, slow: set[int], **options: Any) -> list[float]:
         model = made_model(seed)
         settings: dict[str, Any] = {"epochs": EPOCHS, "loader": {"num_workers": 1}, **options}
-        settings |= {"global_batch": GLOBAL_BATCH, "seed": seed, "snapshots": folder / name}
+        settings |= {"global_batch": GLOBAL_BATCH, "seed": seed, "checkpoints": folder / name}
         data = Slow(seed, slow, folder / f"gate-{rank}")
         return Trainer(model, adam(model), data, squared, **settings).fit().losses
 
@@ -317,7 +319,7 @@ def stopped_while_waiting(seed: int) -> None:
             gate.touch()
         count = before if rank in askers else -1
         with pytest.raises(SystemExit) as left, asked_when_it_waits(losses, count):
-            fit(name, slow, on_step=end_step, snapshot_every=1000)
+            fit(name, slow, on_step=end_step, checkpoint_every=1000)
         assert left.value.code == STOPPED
         assert len(losses) == made
         gate.unlink(missing_ok=True)

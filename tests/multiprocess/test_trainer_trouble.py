@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from phalanx.errors import SnapshotError, UsageError
-from phalanx.parallel import DataParallel
+from phalanx.errors import CheckpointError, UsageError
+from phalanx.parallel import SharedDataParallel
 from phalanx.train import Trainer
+from tests.checkpoint_states import steps
 from tests.ranks import RankServer, all_raise
-from tests.snapshot_states import steps
 from tests.trainings import GLOBAL_BATCH, STEPS, adam, halving, made_data, made_model, squared
 
 pytestmark = pytest.mark.usefixtures("trainer_loaded")
@@ -160,13 +160,13 @@ def test_what_differs_is_named(ranks: RankServer) -> None:
 
 
 def disks(seed: int) -> None:
-    """No directory, no room in the middle of a save, a damaged snapshot: then on as if nothing."""
+    """No directory, no room in the middle of a save, a damaged checkpoint: then on as if nothing."""
     rank = dist.get_rank()
     folder = Path(os.environ["FOLDER"])
     (folder / f"file-{rank}").touch()
     here = "file-0" if rank == 0 else f"fine-{rank}"  # only rank 0 writes
-    with all_raise(SnapshotError, "^rank 0: .*/file-0/below can't hold snapshots: Not a dir"):
-        trainer(made_model(seed), snapshots=folder / here / "below")
+    with all_raise(CheckpointError, "^rank 0: .*/file-0/below can't hold checkpoints: Not a dir"):
+        trainer(made_model(seed), checkpoints=folder / here / "below")
     with all_raise(UsageError, "/file-0/below can't hold TensorBoard's files: .*a directory that"):
         trainer(made_model(seed), tensorboard=folder / here / "below").fit()
 
@@ -177,7 +177,7 @@ def disks(seed: int) -> None:
         return trainer(model, **found).fit().losses
 
     whole = fit()
-    snapshots = folder / "snapshots"
+    checkpoints = folder / "checkpoints"
     losses: list[float] = []
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
@@ -186,19 +186,21 @@ def disks(seed: int) -> None:
         if step == 9 and rank == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
 
-    with all_raise(SnapshotError, "^rank 0: the snapshot of step 9 isn't saved: File too large in"):
-        fit(snapshots=snapshots, snapshot_every=3, on_step=fill)
+    with all_raise(
+        CheckpointError, "^rank 0: the checkpoint of step 9 isn't saved: File too large in"
+    ):
+        fit(checkpoints=checkpoints, checkpoint_every=3, on_step=fill)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert steps(snapshots) == [3, 6]
-    assert not [name for name in os.listdir(snapshots) if name.startswith(".saving")]
-    assert losses[:6] + fit(snapshots=snapshots, snapshot_every=3) == whole
-    assert steps(snapshots) == [STEPS - 6, STEPS - 3, STEPS]
+    assert steps(checkpoints) == [3, 6]
+    assert not [name for name in os.listdir(checkpoints) if name.startswith(".saving")]
+    assert losses[:6] + fit(checkpoints=checkpoints, checkpoint_every=3) == whole
+    assert steps(checkpoints) == [STEPS - 6, STEPS - 3, STEPS]
     if rank == 0:
-        (newest,) = snapshots.glob(f"*-step-{STEPS}")
+        (newest,) = checkpoints.glob(f"*-step-{STEPS}")
         file = newest / "state-00000.safetensors"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
-    assert fit(snapshots=snapshots) == whole[STEPS - 3 :]
+    assert fit(checkpoints=checkpoints) == whole[STEPS - 3 :]
 
 
 def test_directories_and_disks(ranks: RankServer) -> None:
@@ -213,7 +215,7 @@ def test_directories_and_disks(ranks: RankServer) -> None:
 def left_out() -> list[Any]:
     """One rank's loss is infinite in step 3, and then NaN for ever, from step 6 on."""
     found = []
-    for wrap in (lambda model: model, DistributedDataParallel, DataParallel):
+    for wrap in (lambda model: model, DistributedDataParallel, SharedDataParallel):
         model = made_model(2).float()
         whole = wrap(model)
         optimizer = adam(whole)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.requirements import check_host
+from phalanx.launcher.requirements import check_host
 
 LIMIT = 60
 COMMANDS = {

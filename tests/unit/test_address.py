@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 from phalanx.topology import Place, address_towards, own_address
-from phalanx.topology.place import Probe
+from phalanx.topology.rank_record import Probe
 
 
 @pytest.fixture

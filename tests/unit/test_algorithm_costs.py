@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks import algorithm_costs, algorithm_pictures
 from phalanx.bench.algorithms import record
-from phalanx.bench.figures import Figure, Report, Timing
 from phalanx.bench.operations import ALGORITHMS
 from phalanx.bench.plan import Contender
+from phalanx.bench.results import Figure, Report, Timing
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -71,11 +71,11 @@ dist.destroy_process_group()
     assert layers <= {
         f"phalanx.{name}"
         for name in (
-            "_native address backend engines env env_hosts errors observe system topology "
+            "_native address backend transports env env_hosts errors observe system topology "
             "torch_versions"
         ).split()
     }
-    assert "phalanx.backend.spanning" not in names
+    assert "phalanx.backend.multihost" not in names
 
 
 def test_what_the_entry_point_imports_by_itself() -> None:

@@ -12,16 +12,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from phalanx.bench import figures, machine, systems
-from phalanx.bench.elements import STORAGE, decode, encode, expected, given
-from phalanx.bench.figures import Figure, Report, Timing
-from phalanx.bench.measure import buffers_for
+from phalanx.bench import machine, results, systems
+from phalanx.bench.dtypes import STORAGE, decode, encode, expected, given
+from phalanx.bench.measurement import buffers_for
 from phalanx.bench.messages import Prepare, Turn
 from phalanx.bench.operations import OPERATIONS
 from phalanx.bench.plan import Plan, label_of, names_of, sizes_of
 from phalanx.bench.plot import plot
+from phalanx.bench.results import Figure, Report, Timing
 from phalanx.bench.table import Display, header, row
-from phalanx.bench.work import Work
+from phalanx.bench.timed_operation import Work
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -280,23 +280,23 @@ def test_the_table_shows_every_figure_and_note(terminal: bool, width: int) -> No
 def test_what_is_stored_is_what_is_read(tmp_path: Path) -> None:
     stored = report(figure(phalanx=400, gloo=2000), figure(16 * MIB, phalanx=900))
     stored.settings = {"ranks": 2}
-    figures.write(stored, tmp_path / "a.json")
-    assert figures.read(tmp_path / "a.json") == stored
+    results.write(stored, tmp_path / "a.json")
+    assert results.read(tmp_path / "a.json") == stored
 
 
 @pytest.mark.parametrize("text", ['{"all_reduce": {}}', "[]", '"text"'])
 def test_figures_of_another_format_are_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "old.json").write_text(text)
     with pytest.raises(UsageError, match=r"old\.json has the format None, expected"):
-        figures.read(tmp_path / "old.json")
+        results.read(tmp_path / "old.json")
 
 
 def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(UsageError, match="can't read"):
-        figures.read(tmp_path / "a.json")
+        results.read(tmp_path / "a.json")
     with pytest.raises(UsageError, match="can't read"):
-        figures.read(tmp_path / "none.json")
+        results.read(tmp_path / "none.json")
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

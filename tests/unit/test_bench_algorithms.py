@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from phalanx.bench import figures, machine
+from phalanx.bench import machine, results
 from phalanx.bench.algorithms import record
 from phalanx.bench.algorithms.plot import STYLES, plot
 from phalanx.bench.algorithms.table import SHORT, AlgorithmsDisplay
-from phalanx.bench.elements import STORAGE
-from phalanx.bench.figures import Figure, Report, Timing
+from phalanx.bench.dtypes import STORAGE
 from phalanx.bench.messages import Prepare, Turn
 from phalanx.bench.operations import ALGORITHMS
 from phalanx.bench.plan import Contender, Plan, ranks_of
+from phalanx.bench.results import Figure, Report, Timing
 from phalanx.bench.systems import SYSTEMS
-from phalanx.bench.work import Work
+from phalanx.bench.timed_operation import Work
 from phalanx.cli.bench import plans_of
 from phalanx.errors import UsageError
 from phalanx.parallel import algorithms
@@ -155,12 +155,12 @@ def test_reports_are_stored_and_read(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_other_kind_is_refused(tmp_path: Path) -> None:
-    figures.write(report(2), tmp_path / "plain.json")
+    results.write(report(2), tmp_path / "plain.json")
     record.write([report(2)], tmp_path / "algorithms.json")
     with pytest.raises(UsageError, match="record it again with phalanx bench --algorithms --json"):
         record.read(tmp_path / "plain.json")
     with pytest.raises(UsageError, match=f"has the format {record.FORMAT!r}, expected"):
-        figures.read(tmp_path / "algorithms.json")
+        results.read(tmp_path / "algorithms.json")
 
 
 @pytest.mark.parametrize("terminal", [False, True])

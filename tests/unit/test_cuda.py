@@ -70,8 +70,8 @@ def test_a_shared_device_or_no_nccl_means_memory(numbers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
-        ([0, 1, 0], r"rank 1/3: engine is 'nccl', but ranks 0, 2 use one GPU \(0\): give each"),
-        ([0, 9, 1], "rank 1/3: engine is 'nccl', but rank 1 has no NCCL: install"),
+        ([0, 1, 0], r"rank 1/3: transport is 'nccl', but ranks 0, 2 use one GPU \(0\): give each"),
+        ([0, 9, 1], "rank 1/3: transport is 'nccl', but rank 1 has no NCCL: install"),
     ],
 )
 def test_whoever_asked_for_nccl_gets_no_memory(numbers: list[int], words: str) -> None:

@@ -142,7 +142,7 @@ def test_a_message_that_nobody_wanted() -> None:
 
 
 def test_a_store_that_goes_with_a_rank_that_waited_for_others() -> None:
-    """Rank 0 hosts the store, and PyTorch lets it wait for rank 1 before it has a black box."""
+    """Rank 0 hosts the store, and PyTorch lets it wait for rank 1 before it has a flight recorder."""
     story = Story(3, launched=False, joined=[2]).begins(2, "join", waiting_for=0).passes(3)
     for rank in story.ranks[:2]:
         rank.pid, rank.state = 0, "gone"

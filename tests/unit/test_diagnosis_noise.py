@@ -214,7 +214,7 @@ def test_nothing_to_go_by(problem: str) -> None:
     job = Job("x", "/x", ranks=(Rank(0, problem=problem), Rank(1, problem=problem)))
     found = diagnose(job)
     assert found.kind == "unknown"
-    assert (problem or "no rank has left a black box") in found.reason
+    assert (problem or "no rank has left a flight recorder") in found.reason
 
 
 def test_no_ranks_at_all() -> None:
@@ -247,7 +247,7 @@ def test_on_another_machine() -> None:
 
 
 def without_box(story: Story, number: int, *problems: str) -> Job:
-    """The job, read where one rank has no black box that can be read and no launcher noted it."""
+    """The job, read where one rank has no flight recorder that can be read and no launcher noted it."""
     job = story.job()
     ranks = tuple(Rank(number) if rank.rank == number else rank for rank in job.ranks)
     return replace(job, ranks=ranks, problems=problems)

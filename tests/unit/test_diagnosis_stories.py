@@ -279,7 +279,7 @@ def test_ctrl_c_while_all_is_well() -> None:
 
 @pytest.mark.parametrize("code", (-9, -2, 1))
 def test_ctrl_c_where_a_rank_has_not_come(code: int) -> None:
-    """Who has no black box can't say that it was interrupted, and may take long to end."""
+    """Who has no flight recorder can't say that it was interrupted, and may take long to end."""
     story = Story(3, joined=[0, 2]).begins([0, 2], "join", waiting_for=1).passes(9)
     story.ends([0, 2], "interrupted")
     for rank in (0, 2):

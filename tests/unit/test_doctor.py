@@ -22,13 +22,13 @@ from phalanx.doctor.machine import _version1, _version2
 from phalanx.doctor.peers.links import Host, Link, Network
 from phalanx.doctor.peers.matrix import show_matrix
 from phalanx.doctor.peers.ranks import rank_in_a_job
+from phalanx.doctor.peers.round_robin import rounds
 from phalanx.doctor.peers.ssh import _SshAgent, peer_names
-from phalanx.doctor.peers.tournament import rounds
-from phalanx.doctor.peers.wire import Answering, Unreached, measure
+from phalanx.doctor.peers.tcp_probe import Answering, Unreached, measure
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launch.cores import limits
-from phalanx.launch.ssh import connection
-from phalanx.launch.ssh.places import HostPlace
+from phalanx.launcher.cores import limits
+from phalanx.launcher.ssh import connection
+from phalanx.launcher.ssh.host_list import HostPlace
 
 
 @given(st.integers(0, 40))
@@ -146,7 +146,7 @@ def named(findings: list[Finding]) -> dict[str, Finding]:
 @pytest.mark.parametrize(
     ("variable", "value", "check", "name"),
     [
-        ("PHALANX_ENGINE", "pigeons", environment.check, "PHALANX_ENGINE"),
+        ("PHALANX_TRANSPORT", "pigeons", environment.check, "PHALANX_TRANSPORT"),
         ("PHALANX_ISA", "sse", environment.check, "PHALANX_ISA"),
         ("PHALANX_JOBS_KEPT", "many", environment.check, "jobs_kept"),
         ("PHALANX_INTERFACE", "eth77", network.check, "address"),
@@ -169,7 +169,7 @@ def test_variables_that_are_wrong(
 def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_ENGIN", "gloo")
     found = named(environment.check())["PHALANX_ENGIN"]
-    assert (found.level, found.advice) == ("note", "Is it PHALANX_ENGINE?")
+    assert (found.level, found.advice) == ("note", "Is it PHALANX_TRANSPORT?")
 
 
 def test_a_directory_of_jobs_that_others_can_write(

@@ -271,7 +271,7 @@ def test_problems_are_shown() -> None:
     text = as_text(replace(story.job(), problems=("launcher.jsonl: line 3 is cut off",)))
     assert "Note: launcher.jsonl: line 3 is cut off" in text
     assert "Note: rank 2: damaged: 7 bytes" in text
-    assert "black box unreadable" in text
+    assert "flight recorder unreadable" in text
 
 
 def test_a_job_that_runs_well_has_nothing_to_try() -> None:

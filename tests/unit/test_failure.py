@@ -25,7 +25,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.hosts.story import Told
+from phalanx.hierarchical.group_failure import Told
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Group:
     boxes: dict[int, dict[str, Any]] = field(default_factory=dict)
     identity: int = 77
 
-    def black_box(self, rank: int, _history: int) -> dict[str, Any] | None:
+    def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
         return self.boxes.get(rank)
 
     def failing(self, _rank: int) -> bool:
@@ -229,7 +229,7 @@ def test_an_operation_that_ends_while_its_box_is_copied() -> None:
     copies = [box(), box(done=[operation(4, site="")]), box(done=[operation(4, site="b.py:7")])]
 
     class Copied(Group):
-        def black_box(self, rank: int, _history: int) -> dict[str, Any] | None:
+        def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
             return copies.pop(0) if rank == 1 else None
 
     assert explain(status, Copied())[1].endswith("#4 float32[9] SUM at b.py:7")

@@ -1,4 +1,4 @@
-"""Reading a job's directory, whatever lies in place of its black boxes."""
+"""Reading a job's directory, whatever lies in place of its flight recorders."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_job_whose_boxes_are_not_of_one_size(job: Made) -> None:
     found = job.read()
     assert [rank.pid for rank in found.ranks] == [*job.pids, other, 0, 0]
     assert len(found.problems) == 1
-    assert found.problems[0].startswith("black boxes don't agree on the job's size: ")
+    assert found.problems[0].startswith("flight recorders don't agree on the job's size: ")
     assert found.problems[0].endswith(f".box of 2 ranks, {other}.box of 5 ranks")
 
 
@@ -190,8 +190,8 @@ def test_readers_and_writers_at_once(job: Made) -> None:
     """A reader sees whole records or none while a process writes."""
     stop = threading.Event()
     fd = os.open(job.path / f"{os.getpid()}.box", os.O_RDWR | os.O_CREAT, 0o600)
-    os.ftruncate(fd, _native.black_box_bytes())
-    _native.open_black_box(fd, 0, 2, 0, "here", job.name)
+    os.ftruncate(fd, _native.flight_recorder_bytes())
+    _native.open_flight_recorder(fd, 0, 2, 0, "here", job.name)
 
     def write() -> None:
         step = 0
@@ -216,6 +216,6 @@ def test_readers_and_writers_at_once(job: Made) -> None:
     finally:
         stop.set()
         writer.join()
-        _native.forget_black_box()
+        _native.forget_flight_recorder()
         os.close(fd)
     assert last > 0

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hosts.watch import counterparts
+from phalanx.hierarchical.failure_detector import counterparts
 from phalanx.topology.layout import Layout, sorted_into_hosts
-from phalanx.topology.place import Place, Probe
+from phalanx.topology.rank_record import Place, Probe
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -72,9 +72,7 @@ def test_a_probe_is_found_by_its_nonce() -> None:
 def test_other_processes_can_open_a_probe() -> None:
     with Probe() as probe:
         place = Place.of_this_process(2, "gloo", probe)
-        code = (
-            f"from phalanx.topology.place import Place; print(Place.parse({place.text!r}).opens())"
-        )
+        code = f"from phalanx.topology.rank_record import Place; print(Place.parse({place.text!r}).opens())"
         ended = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )

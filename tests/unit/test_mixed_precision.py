@@ -55,7 +55,7 @@ def test_equals_a_plain_loop(precision: str, tmp_path: Path) -> None:
     losses = run(2)
     assert dtypes == {getattr(torch, precision)}
     assert losses == pytest.approx(expected, rel=1e-6)
-    assert run(1, snapshots=tmp_path) + run(2, snapshots=tmp_path) == losses
+    assert run(1, checkpoints=tmp_path) + run(2, checkpoints=tmp_path) == losses
 
 
 # --- what the scaler of float16 leaves out ------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_step_that_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
             steps=steps,
             scheduler=scheduler,
             precision="float16",
-            snapshots=tmp_path,
+            checkpoints=tmp_path,
         ).fit()
         assert found.step == steps
         return found.losses, scheduler.last_epoch

@@ -1,4 +1,4 @@
-"""The file of a black box, and who of several ranks ends last."""
+"""The file of a flight recorder, and who of several ranks ends last."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Iterator[JobDirectory]:
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The descriptors that the core would have got."""
     found: list[int] = []
-    monkeypatch.setattr(_native, "open_black_box", lambda fd, *_: found.append(fd))
+    monkeypatch.setattr(_native, "open_flight_recorder", lambda fd, *_: found.append(fd))
     yield found
     for fd in found:
         os.close(fd)
@@ -58,7 +58,7 @@ def job(directory: JobDirectory) -> recorder._JobSettings:
 def test_a_box_takes_all_of_its_blocks_at_once(directory: JobDirectory, opened: list[int]) -> None:
     recorder._open_file(directory, job(directory))
     found = os.fstat(opened[0])
-    assert found.st_size == _native.black_box_bytes()
+    assert found.st_size == _native.flight_recorder_bytes()
     assert found.st_blocks * 512 >= found.st_size
     assert stat.S_IMODE(found.st_mode) == 0o600
     assert directory.list_recorders() == {os.getpid(): f"{os.getpid()}.box"}
@@ -97,7 +97,7 @@ def test_a_file_system_that_can_not_map(
     def refuse(*_: object) -> None:
         raise OSError(errno.ENODEV, "No such device")
 
-    monkeypatch.setattr(_native, "open_black_box", refuse)
+    monkeypatch.setattr(_native, "open_flight_recorder", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No such device"):
         recorder._open_file(directory, job(directory))
@@ -110,7 +110,7 @@ def test_a_box_in_memory_can_not_be_made_smaller(
 ) -> None:
     recorder._open_memory(job(directory))
     (fd,) = opened
-    assert os.fstat(fd).st_size == _native.black_box_bytes()
+    assert os.fstat(fd).st_size == _native.flight_recorder_bytes()
     assert not os.get_inheritable(fd)
     for size in (0, 2**30):
         with pytest.raises(PermissionError):

@@ -13,7 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from phalanx import env
 from phalanx.backend import replace
 from phalanx.errors import UsageError
-from phalanx.launch.options import parse
+from phalanx.launcher.options import parse
 
 NAMES = {"gloo": ("gloo",), " Gloo, MPI": ("gloo", "mpi"), "tcp,mpi,tcp": ("tcp", "mpi")}
 

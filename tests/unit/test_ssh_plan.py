@@ -10,10 +10,10 @@ import pytest
 
 from phalanx import key as keys
 from phalanx.errors import UsageError
-from phalanx.launch.options import parse
-from phalanx.launch.ssh.places import HostPlace, parse_hosts
-from phalanx.launch.ssh.plan import Plan, make_plan
-from phalanx.launch.ssh.wire import Lines, pack, unpack
+from phalanx.launcher.options import parse
+from phalanx.launcher.ssh.host_list import HostPlace, parse_hosts
+from phalanx.launcher.ssh.plan import Plan, make_plan
+from phalanx.launcher.ssh.protocol import Lines, pack, unpack
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def plan(hosts: str = "a:1,b:1", options: tuple[str, ...] = (), **given: object)
 
 
 def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_ENGINE", "gloo")
+    monkeypatch.setenv("PHALANX_TRANSPORT", "gloo")
     monkeypatch.setenv("PHALANX_HOST_ID", "this one")
     monkeypatch.setenv("NAME", "a value")
     options = ("--master-addr", "x", "--tee", "3", "--master-port", "29500")
@@ -78,7 +78,7 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.options == ["--tee", "3"]
     assert (made.master_addr, made.master_port, made.stop_limit) == ("x", "29500", 3.0)
     assert made.python == sys.executable
-    assert made.environment.items() >= {"PHALANX_ENGINE": "gloo", "NAME": "a value"}.items()
+    assert made.environment.items() >= {"PHALANX_TRANSPORT": "gloo", "NAME": "a value"}.items()
     assert made.environment.items() >= {"OTHER": "a=b", "EMPTY": ""}.items()
     assert not {"PHALANX_HOST_ID", "PATH", "HOME"} & made.environment.keys()
     assert len(made.key) == keys.SIZE

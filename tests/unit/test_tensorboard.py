@@ -43,8 +43,8 @@ def test_no_step_twice_after_a_restart(every: int, tmp_path: Path) -> None:
 
     def run(name: str, **options: Any) -> list[float]:
         torch.manual_seed(4)
-        folders = {"snapshots": tmp_path / name, "tensorboard": tmp_path / f"{name}-board"}
-        options = {"epochs": 2, "snapshot_every": every, **folders, **options}
+        folders = {"checkpoints": tmp_path / name, "tensorboard": tmp_path / f"{name}-board"}
+        options = {"epochs": 2, "checkpoint_every": every, **folders, **options}
         return trainer(nn.Linear(4, 1), evaluate=DATA, **options).fit().losses
 
     def die(step: int, metrics: dict[str, float]) -> None:

@@ -211,7 +211,7 @@ def test_reports_are_counters() -> None:
 def test_the_end_of_a_rank_is_marked(ended: Rank, word: str) -> None:
     found, _ = written(job(ended, rank(1)))
     instants = [instant for track in found.of(0) for instant in track.instants]
-    assert [name for _, name, _ in instants] == ["black box opened", word]
+    assert [name for _, name, _ in instants] == ["flight recorder opened", word]
     assert instants[1][0] == ago(2)
     assert instants[1][2]["last words"] == ended.exception
 

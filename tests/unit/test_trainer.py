@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from phalanx.errors import UsageError
 from phalanx.train import Trainer, progress
-from phalanx.train.stopping import Stop
+from phalanx.train.preemption import Stop
 from tests.trainings import DATA, mean_squared, network, trainer
 
 
@@ -28,7 +28,7 @@ from tests.trainings import DATA, mean_squared, network, trainer
         ({"epochs": None}, "epochs None and steps None given, expected one of them"),
         ({"epochs": 0}, "epochs is 0, expected at least 1"),
         ({"steps": -3}, "steps is -3, expected at least 1"),
-        ({"snapshot_every": 0}, "snapshot_every is 0, expected at least 1"),
+        ({"checkpoint_every": 0}, "checkpoint_every is 0, expected at least 1"),
         ({"accumulate": 3}, "accumulate is 3 with a global batch of 10, expected a number of"),
         ({"accumulate": 0}, "accumulate is 0 with a global batch of 10, expected a number of"),
         ({"global_batch": 0}, "global batch 0 given for world size 1, expected at least one"),
@@ -69,7 +69,7 @@ def test_refuses_sharded_parameters() -> None:
         trainer(model)
 
 
-# --- a snapshot of something else ---------------------------------------------------------------
+# --- a checkpoint of something else ---------------------------------------------------------------
 
 
 def other_data() -> Dataset[Any]:
@@ -86,7 +86,7 @@ def other_data() -> Dataset[Any]:
         ),
         (
             lambda: {"model": network(8, nn.Linear(1, 1))},
-            "another model than Sequential: the snapshot lacks 3.bias, 3.weight. Give this run",
+            "another model than Sequential: the checkpoint lacks 3.bias, 3.weight. Give this run",
         ),
         (
             lambda: {"model": nn.Sequential(nn.Linear(4, 1))},
@@ -104,20 +104,20 @@ def other_data() -> Dataset[Any]:
         (lambda: {"seed": 4}, "doesn't fit this run: GlobalBatchSampler"),
     ],
 )
-def test_refuses_the_snapshot_of_another_run(
+def test_refuses_the_checkpoint_of_another_run(
     tmp_path: Path, change: Callable[[], dict[str, Any]], message: str
 ) -> None:
-    trainer(network(), snapshots=tmp_path, steps=2).fit()
+    trainer(network(), checkpoints=tmp_path, steps=2).fit()
     changed = {"model": network(), **change()}
     before = {name: value.clone() for name, value in changed["model"].state_dict().items()}
     with pytest.raises(UsageError, match=re.escape(message)):
-        trainer(**changed, snapshots=tmp_path, steps=4).fit()
+        trainer(**changed, checkpoints=tmp_path, steps=4).fit()
     after = changed["model"].state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_refuses_a_snapshot_without_the_scheduler(tmp_path: Path) -> None:
-    trainer(network(), snapshots=tmp_path, steps=2).fit()
+def test_refuses_a_checkpoint_without_the_scheduler(tmp_path: Path) -> None:
+    trainer(network(), checkpoints=tmp_path, steps=2).fit()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -129,7 +129,7 @@ def test_refuses_a_snapshot_without_the_scheduler(tmp_path: Path) -> None:
         global_batch=10,
         steps=4,
         scheduler=scheduler,
-        snapshots=tmp_path,
+        checkpoints=tmp_path,
         progress=False,
     )
     with pytest.raises(UsageError, match="has no scheduler's state, expected one"):
@@ -139,7 +139,7 @@ def test_refuses_a_snapshot_without_the_scheduler(tmp_path: Path) -> None:
 def test_refuses_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises((OSError, RuntimeError), match="file"):
-        trainer(snapshots=tmp_path / "file" / "snapshots")
+        trainer(checkpoints=tmp_path / "file" / "checkpoints")
 
 
 # --- ways of computing --------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
     monkeypatch.setattr(progress, "Console", console)
     monkeypatch.setattr(progress, "_REFRESH", 0.0)
-    trainer(progress=True, epochs=2, snapshots=tmp_path).fit()
-    trainer(progress=True, epochs=3, global_batch=25, snapshots=tmp_path).fit()
+    trainer(progress=True, epochs=2, checkpoints=tmp_path).fit()
+    trainer(progress=True, epochs=3, global_batch=25, checkpoints=tmp_path).fit()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert re.search(r" 10/10 .* loss \d+\.\d{4}  [\d,]+ samples/s  waiting 0%", shown)
     assert re.search(r"going on from step 10 \(epoch 3, 0 of its 50 samples done\), \S+", shown)
@@ -240,8 +240,8 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_says_that_a_run_has_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trainer(snapshots=tmp_path).fit()
-    result = trainer(progress=True, snapshots=tmp_path).fit()
+    trainer(checkpoints=tmp_path).fit()
+    result = trainer(progress=True, checkpoints=tmp_path).fit()
     assert (result.step, result.losses) == (5, [])
     assert "that run had ended, nothing is left to train" in capsys.readouterr().err
 
@@ -259,12 +259,12 @@ def test_sigterm_in_another_thread_is_said(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize("other", ["class", "order"])
-def test_refuses_a_snapshot_of_an_optimizer_that_looks_alike(tmp_path: Path, other: str) -> None:
+def test_refuses_a_checkpoint_of_an_optimizer_that_looks_alike(tmp_path: Path, other: str) -> None:
     def run(kind: Any, *, swapped: bool) -> Trainer:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
         parts = [*model[1].parameters(), *model[0].parameters()] if swapped else model.parameters()
         options: dict[str, Any] = {"global_batch": 10, "steps": 2, "progress": False}
-        return Trainer(model, kind(parts), DATA, mean_squared, snapshots=tmp_path, **options)
+        return Trainer(model, kind(parts), DATA, mean_squared, checkpoints=tmp_path, **options)
 
     run(torch.optim.AdamW, swapped=True).fit()
     kind = torch.optim.Adam if other == "class" else torch.optim.AdamW
@@ -273,7 +273,7 @@ def test_refuses_a_snapshot_of_an_optimizer_that_looks_alike(tmp_path: Path, oth
 
 
 def test_a_scheduler_with_counters_resumes(tmp_path: Path) -> None:
-    """A snapshot knows dicts alone; MultiStepLR wants a Counter."""
+    """A checkpoint knows dicts alone; MultiStepLR wants a Counter."""
 
     def losses(steps: int, folder: Path) -> tuple[list[float], float]:
         torch.manual_seed(3)
@@ -284,7 +284,7 @@ def test_a_scheduler_with_counters_resumes(tmp_path: Path) -> None:
         scheduler = lr.SequentialLR(optimizer, parts, [3])
         options: dict[str, Any] = {"global_batch": 10, "steps": steps, "progress": False}
         run = Trainer(
-            model, optimizer, DATA, mean_squared, scheduler=scheduler, snapshots=folder, **options
+            model, optimizer, DATA, mean_squared, scheduler=scheduler, checkpoints=folder, **options
         )
         return run.fit().losses, optimizer.param_groups[0]["lr"]
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import _native
-from phalanx.topology.waiting import Meeting, key
+from phalanx.topology.store_rendezvous import Meeting, key
 
 
 class Asked:

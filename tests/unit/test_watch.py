@@ -148,7 +148,7 @@ def test_a_history_that_ran_over_counts_for_as_long_as_it_reaches() -> None:
     assert row(build_view(job(busy, rank(1))), 0).operations == pytest.approx(20, rel=0.06)
 
 
-def test_before_its_black_box_was_opened_a_rank_did_not_work() -> None:
+def test_before_its_flight_recorder_was_opened_a_rank_did_not_work() -> None:
     young = rank(0, opened=ago(1), history=[collective(0.5, 0, 0.5, 1)])
     assert row(build_view(job(young, rank(1))), 0).waiting == pytest.approx(0.5)
 

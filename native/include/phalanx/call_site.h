@@ -1,5 +1,5 @@
 // Places in the user's code, by number: 0 is "not known". Whoever calls the core says where the
-// user called from; the core only hands the number on, to the black box.
+// user called from; the core only hands the number on, to the flight recorder.
 #pragma once
 
 #include <cstdint>

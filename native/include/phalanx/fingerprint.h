@@ -22,7 +22,7 @@ enum class Kind : std::uint8_t {
   recv = 9,
   reduce_scatter = 10,
   all_to_all = 11,
-  join = 12,  // of black boxes alone: the group is being formed
+  join = 12,  // of flight recorders alone: the group is being formed
 };
 
 struct Fingerprint {

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "phalanx/arena.h"
-#include "phalanx/black_box.h"
+#include "phalanx/flight_recorder.h"
 #include "phalanx/process.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
@@ -28,7 +28,7 @@ class Group {
   class Turn;
 
   // `segment` is shared with nobody in this process. The rank is present from here on. `note`: what
-  // the black box has noted of the group already; 0: nothing yet.
+  // the flight recorder has noted of the group already; 0: nothing yet.
   Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t note = 0);
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -45,7 +45,7 @@ class Group {
   // is composed of others counts once.
   std::uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
-  // What black boxes call the ranks of this host, by rank here, and the group itself, where it has
+  // What flight recorders call the ranks of this host, by rank here, and the group itself, where it has
   // ranks on other hosts too. Before the first operation.
   void set_names(std::vector<std::int16_t> names, std::uint64_t identity);
   std::int16_t name_of(int rank) const {
@@ -110,9 +110,9 @@ class Group {
   bool failing(int peer) const {
     return segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::failing;
   }
-  // The descriptor of a rank's black box; -1: none.
+  // The descriptor of a rank's flight recorder; -1: none.
   int box_of(int peer) const { return segment_->control(peer).box.load(std::memory_order_relaxed); }
-  // What the own black box notes of this group; null if it doesn't.
+  // What the own flight recorder notes of this group; null if it doesn't.
   GroupNote* note() { return note_; }
   // How the process of `peer` ended, if it has and the kernel tells.
   std::optional<int> wait_status(int peer) const {
@@ -132,10 +132,10 @@ class Group {
   Record record_of(const Fingerprint& own, const Bounds& bounds) const;
   // The number of the collective that begins; of a part of a composed one, that one's.
   std::uint64_t begin(Fingerprint own, const Bounds& bounds);
-  // Whoever does a collective: what the black box says of it.
+  // Whoever does a collective: what the flight recorder says of it.
   void begin_record(const Fingerprint& own, const Bounds& bounds);
   // Refuses a collective, since the group is broken. Noted the first time alone: who tries for ever
-  // must not wash out of the black box what came before.
+  // must not wash out of the flight recorder what came before.
   Status refuse(Fingerprint own, const Bounds& bounds, const Status& why);
   void show_wait(int peer);
   void note_wait(int peer, Clock::duration waited);
@@ -173,12 +173,12 @@ class Group {
   std::vector<Process> processes_;                        // by rank; the own one is not open
   std::vector<std::shared_ptr<const ArenaView>> arenas_;  // by rank, null until first reached
 
-  BlackBox* box_ = BlackBox::own();
+  FlightRecorder* box_ = FlightRecorder::own();
   std::uint16_t box_group_ = 0;
   GroupNote* note_ = nullptr;
   // Of the collective that is under way; guarded by the turn.
   Record record_;
-  int place_ = -1;  // in the black box
+  int place_ = -1;  // in the flight recorder
   bool recording_ = false;
   bool refused_ = false;
   Clock::duration longest_wait_{};

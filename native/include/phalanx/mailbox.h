@@ -44,13 +44,13 @@ class Mailbox {
   // Moves what can be moved now; whether the message is done.
   bool test(Message& message);
   // Takes back a recv of any source, for which a message has come from another host: whether it
-  // could, because none of this host had. It is done then; `name`: what the black box calls the
+  // could, because none of this host had. It is done then; `name`: what the flight recorder calls the
   // rank that sent it.
   bool withdraw(Message& message, std::int16_t name);
   // Says whether messages may come from other hosts: those of any source are waited for then even
   // if all ranks of this one have left.
   void expect_foreign(bool may_come);
-  // What the black box says of a message that others move, to or from a rank of another host: it
+  // What the flight recorder says of a message that others move, to or from a rank of another host: it
   // begins, is waited for, and has ended with an outcome, to or from that rank. `name`: of the
   // rank, -1 for any. Nothing else of the message is ever used.
   MessagePtr begin_foreign(Kind kind, std::size_t count, DType dtype, std::int16_t name,

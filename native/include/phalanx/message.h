@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "phalanx/black_box.h"
+#include "phalanx/flight_recorder.h"
 #include "phalanx/segment.h"
 #include "phalanx/status.h"
 #include "phalanx/wait.h"
@@ -70,7 +70,7 @@ class Message {
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Status status_;
-  // What the black box says of it, and where.
+  // What the flight recorder says of it, and where.
   Record record_;
   int place_ = -1;
   std::uint64_t wait_began_ = 0;    // nanoseconds; 0: nobody waits for it

@@ -72,7 +72,7 @@ struct RankControl {
   alignas(kLine) std::atomic<std::int32_t> pid;
   std::atomic<Presence> presence;
   SharedFingerprint trouble[2];   // own and peer's operation, when the owner breaks the group
-  std::atomic<std::int32_t> box;  // the owner's descriptor of its black box; -1: none
+  std::atomic<std::int32_t> box;  // the owner's descriptor of its flight recorder; -1: none
   std::int32_t reserved;
 };
 static_assert(sizeof(RankControl) == 4 * kLine);

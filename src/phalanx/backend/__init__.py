@@ -7,7 +7,7 @@ the coalesced ones, and the creation of a group). These layers check arguments (
 `dtypes`, `options`). They run each operation in the caller's thread, or in the group's `progress`
 threads with a `work` object and its `futures`. `sparse` and `cuda` handle tensors of their kind.
 When the core reports a failure, `failure` describes it with the user's `call_site`, and `witness`
-adds information from the black boxes of the other ranks. `ring` detects deadlocks across groups,
+adds information from the flight recorders of the other ranks. `ring` detects deadlocks across groups,
 `waiting` shows it the waits for works, and `abort` is `phalanx.abort`.
 
 Besides, `shared` makes tensors that peers can reach, `profiling` reports operations to PyTorch's

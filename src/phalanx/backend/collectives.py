@@ -17,9 +17,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from phalanx._native import misplaced, overlap
 from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import code_of, factor_of, reduction
+from phalanx.backend.execution import NativeCall, Running, Tensors, divided, in_turn
 from phalanx.backend.operands import dense, only, same_kind, settle, writable
 from phalanx.backend.options import options_of
-from phalanx.backend.running import NativeCall, Running, Tensors, divided, in_turn
 from phalanx.backend.sparse import sparse_sum
 from phalanx.errors import CollectiveTimeout, UsageError
 

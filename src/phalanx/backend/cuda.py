@@ -3,7 +3,7 @@
 NCCL rejects two ranks on one device. This cannot be checked when the group is formed, since scripts
 choose their device later. Therefore each rank publishes the device of its first CUDA tensor in the
 group's store, and ranks compare devices when they communicate. A build of torch without CUDA has no
-overhead, since the methods are wrapped only in builds with CUDA. If the group's engine is "nccl",
+overhead, since the methods are wrapped only in builds with CUDA. If the group's transport is "nccl",
 host memory is never used; its use is an error.
 
 This module was written against PyTorch's `ProcessGroupNCCL`, and has run only with stand-ins for
@@ -60,7 +60,7 @@ class NcclChild:
         self._devices: dict[int, str] = {}
         self._group: Any = None
         self.required = False
-        """True if the group's engine is "nccl": CUDA tensors must not go through host memory."""
+        """True if the group's transport is "nccl": CUDA tensors must not go through host memory."""
 
     def group_for(self, device: torch.device, peer: int | None = None) -> Any:
         """Return the NCCL group, or None if tensors go through host memory.
@@ -74,7 +74,7 @@ class NcclChild:
 
         Raises:
             torch.distributed.DistStoreError: A peer's device was not published in time.
-            UsageError: The group's engine is "nccl", and ranks share a device or have no NCCL.
+            UsageError: The group's transport is "nccl", and ranks share a device or have no NCCL.
         """
         with self._lock:
             self._publish(identity(device))
@@ -134,7 +134,7 @@ class NcclChild:
                 f"ranks {', '.join(map(str, sharing))} use one GPU ({device}): give each rank one "
                 "of its own, `tensor.to(f'cuda:{local_rank}')`"
             )
-        return f"rank {self._rank}/{self._size}: engine is 'nccl', but {why}; or choose 'gloo'"
+        return f"rank {self._rank}/{self._size}: transport is 'nccl', but {why}; or choose 'gloo'"
 
     def _apart(self, ranks: Iterable[int]) -> bool:
         """Return whether these ranks each have a device of their own, and NCCL."""

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
-from phalanx.backend import witness
+from phalanx.backend import peer_state
 from phalanx.backend.call_site import brief
 from phalanx.backend.dtypes import NAMES, OP_NAMES
 from phalanx.errors import (
@@ -24,7 +24,7 @@ from phalanx.system.signals import signal_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.hosts.story import Told
+    from phalanx.hierarchical.group_failure import Told
 
 
 _MOST_WHEREABOUTS = 8
@@ -64,7 +64,7 @@ class HostsWords:
         """Return the kind of the failure, as a native code, and the text of its error."""
         group = self._group()
         if status.code == "aborted":
-            name, _, words = witness.reason(group, status.reporter).partition(": ")
+            name, _, words = peer_state.reason(group, status.reporter).partition(": ")
             if name in _ECHOED:
                 return _ECHOED[name], words
         return status.code, _explain(status, group, timeout)[1]
@@ -121,7 +121,7 @@ def unfinished(
         called: The time at which the operation was called, in monotonic seconds.
     """
     late = [] if group.closed else group.behind(rank)
-    names = ", ".join(witness.named(group, other) for other in late) or "its peers"
+    names = ", ".join(peer_state.named(group, other) for other in late) or "its peers"
     return CollectiveTimeout(
         f"[{place} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} until "
         f"the timeout of {seconds:g} s of this wait, {time.monotonic() - called:.1f} s after the "
@@ -150,13 +150,13 @@ def absence(world: Any, member: int, holder: str) -> str:
     if host:
         return f"(pid {world.pid(member)} on {host}) has given no sign yet"
     if world is not None:
-        ended = witness.state_of(world.pid(member)) in _ENDED
-        words = _ending(world, member) if ended else witness.whereabouts(world, member)
+        ended = peer_state.state_of(world.pid(member)) in _ENDED
+        words = _ending(world, member) if ended else peer_state.whereabouts(world, member)
         return f"(pid {world.pid(member)}) {words}"
     if not holder:
         return "has given no sign yet"
     _, pid, _, host = holder.split(" ", 3)
-    state = witness.state_of(int(pid)) if host == socket.gethostname() else "?"
+    state = peer_state.state_of(int(pid)) if host == socket.gethostname() else "?"
     if state in _ENDED:
         return f"({holder}) has come, and ended"
     stopped = state in ("T", "t")
@@ -176,15 +176,15 @@ def _explain(
     match status.code:
         case "peer_lost":
             return PeerLost, (
-                f"{witness.named(group, peer)} {_ending(group, peer)}"
-                f"{witness.last_deed(group, peer)}"
+                f"{peer_state.named(group, peer)} {_ending(group, peer)}"
+                f"{peer_state.last_deed(group, peer)}"
             )
         case "mismatch" if status.mine.kind == "all_to_all" and status.mine.root >= 0:
             return CollectiveMismatch, (
                 f"split sizes disagree in all_to_all #{status.mine.sequence}: rank {peer} gives "
                 f"rank {reporter} {status.theirs.count} elements"
-                f"{witness.site_of(group, peer, status.theirs)}, which expects "
-                f"{status.mine.count}{witness.site_of(group, reporter, status.mine)}"
+                f"{peer_state.site_of(group, peer, status.theirs)}, which expects "
+                f"{status.mine.count}{peer_state.site_of(group, reporter, status.mine)}"
             )
         case "mismatch":
             return CollectiveMismatch, (
@@ -192,24 +192,27 @@ def _explain(
                 f"rank {peer} in {_placed(status.theirs, group, peer)}"
             )
         case "ring":
-            return CollectiveMismatch, witness.reason(group, reporter) or (
+            return CollectiveMismatch, peer_state.reason(group, reporter) or (
                 f"rank {reporter} found that ranks wait for each other in several groups"
             )
         case "left":
             return CollectiveMismatch, (
-                f"{witness.named(group, peer)} has left the group (destroy_process_group)"
-                f"{witness.leaving_site(group, peer)} "
+                f"{peer_state.named(group, peer)} has left the group (destroy_process_group)"
+                f"{peer_state.leaving_site(group, peer)} "
                 f"while rank {reporter} is in {_placed(status.mine, group, reporter)}"
             )
         case "timeout":
             return CollectiveTimeout, _too_late(status, group, timeout)
         case "aborted":
-            where, why = witness.leaving_site(group, reporter), witness.reason(group, reporter)
+            where, why = (
+                peer_state.leaving_site(group, reporter),
+                peer_state.reason(group, reporter),
+            )
             return Aborted, (
                 f"the group was aborted by rank {reporter}{where}{': ' + why if why else ''}"
             )
         case "interrupted":
-            words = "" if group.closed else witness.last_words(group, reporter)
+            words = "" if group.closed else peer_state.last_words(group, reporter)
             how = f" ({words})" if words else ""
             return Aborted, (
                 f"rank {reporter} was interrupted{how} in {_placed(status.mine, group, reporter)}"
@@ -230,7 +233,7 @@ def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> s
             "another thread of it is in an operation of this group"
         )
     late = _late(status, group)
-    names = ", ".join(witness.named(group, rank) for rank in late) or "any rank"
+    names = ", ".join(peer_state.named(group, rank) for rank in late) or "any rank"
     operation = _placed(status.mine, group, status.reporter)
     words = (
         f"rank {status.reporter} waited for {names} in {operation} until the timeout of "
@@ -244,7 +247,7 @@ def _places(group: _native.Group, late: list[int]) -> str:
     words = ""
     for rank in late[:_MOST_WHEREABOUTS]:
         if not group.closed:
-            words += f"; rank {rank} {witness.whereabouts(group, rank)}"
+            words += f"; rank {rank} {peer_state.whereabouts(group, rank)}"
     if (others := len(late) - _MOST_WHEREABOUTS) > 0:
         words += f"; where {others} more are, phalanx explain tells"
     return words
@@ -261,7 +264,7 @@ def _late(status: _native.Status, group: _native.Group) -> list[int]:
 
 def _ending(group: _native.Group, peer: int) -> str:
     """Describe the end of a process, as far as a process that is not its parent can know it."""
-    words = witness.last_words(group, peer)
+    words = peer_state.last_words(group, peer)
     if words:
         return f"failed with {words}"
     wait_status = None if group.closed else group.wait_status(peer)
@@ -275,7 +278,7 @@ def _ending(group: _native.Group, peer: int) -> str:
 
 
 def _placed(fingerprint: _native.Fingerprint, group: _native.Group, rank: int) -> str:
-    return _operation(fingerprint) + witness.site_of(group, rank, fingerprint)
+    return _operation(fingerprint) + peer_state.site_of(group, rank, fingerprint)
 
 
 def _operation(fingerprint: _native.Fingerprint) -> str:

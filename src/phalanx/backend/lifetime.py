@@ -16,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from phalanx import _native
-from phalanx.backend import ring
+from phalanx.backend import deadlock_detector
 from phalanx.errors import UsageError
 from phalanx.observe import exception_hook, recorder
 
@@ -100,19 +100,19 @@ def busy_elsewhere(native: _native.Group) -> bool:
 
 def look_for_rings() -> bool:
     """Call `ring.look` with all groups of this process."""
-    return ring.look(_natives())
+    return deadlock_detector.look(_natives())
 
 
 def failed(native: _native.Group) -> None:
     """Pass a deadlock that broke `native` on to other ranks, before this rank raises the error."""
     # Another thread may leave a group in the meantime.
     with contextlib.suppress(ValueError, UsageError):
-        ring.pass_on(native, _natives())
+        deadlock_detector.pass_on(native, _natives())
 
 
 def _in_child() -> None:
     parent = os.getppid()
-    _native.forget_black_box()
+    _native.forget_flight_recorder()
     for group in list(_groups):
         _parents_groups.append(group._native)
         group.replace_native(_inherited(parent))

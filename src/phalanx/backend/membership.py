@@ -75,8 +75,8 @@ class Membership(dist.ProcessGroup):
         self._answers_to = "phalanx"
         self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
         """The ranks of each host."""
-        self.engine = ""
-        """The name of the engine between hosts, if there are several."""
+        self.transport = ""
+        """The name of the transport between hosts, if there are several."""
         self._timeout = timeout.total_seconds()
         self._nccl = NcclChild(store, rank, size, timeout)
         self._collectives = CollectiveThread(f"phalanx-{name}-collectives")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx import engines, env_hosts
+from phalanx import env_hosts, transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,15 +21,15 @@ class Options:
     """The options of a group of the backend "phalanx", given as `pg_options`.
 
     Attributes:
-        engine: The engine between hosts, one of `phalanx.engines.NAMES`. If empty, it is taken from
-            `PHALANX_ENGINE`, else from the default group, else it is "gloo".
+        transport: The transport between hosts, one of `phalanx.transports.NAMES`. If empty, it is taken from
+            `PHALANX_TRANSPORT`, else from the default group, else it is "gloo".
     """
 
-    engine: str = ""
+    transport: str = ""
 
 
-def engine_of(options: object, world: object) -> str:
-    """Return the name of the engine for a new group.
+def transport_of(options: object, world: object) -> str:
+    """Return the name of the transport for a new group.
 
     Args:
         options: The options given for the group. Anything but an `Options` is ignored, since it is
@@ -37,11 +37,11 @@ def engine_of(options: object, world: object) -> str:
         world: The default group, or None.
 
     Raises:
-        UsageError: There is no such engine.
+        UsageError: There is no such transport.
     """
-    given = options.engine if isinstance(options, Options) else ""
-    name = given or env_hosts.engine() or getattr(world, "engine", "") or engines.DEFAULT
-    engines.check_name(name, "" if given else "PHALANX_ENGINE in the environment: ")
+    given = options.transport if isinstance(options, Options) else ""
+    name = given or env_hosts.transport() or getattr(world, "transport", "") or transports.DEFAULT
+    transports.check_name(name, "" if given else "PHALANX_TRANSPORT in the environment: ")
     return name
 
 

@@ -17,15 +17,15 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from phalanx import topology
 from phalanx._native import misplaced
-from phalanx.backend import edges
+from phalanx.backend import torch_patches
 from phalanx.backend.collectives import Collectives, multiplied
 from phalanx.backend.cuda import handing_over
 from phalanx.backend.dtypes import code_of, reduction
+from phalanx.backend.execution import NativeCall, Pairs, Tensors, divided, in_turn
 from phalanx.backend.failure import absence
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import dense, label, same_kind, same_pair, tell_once, writable
-from phalanx.backend.options import engine_of
-from phalanx.backend.running import NativeCall, Pairs, Tensors, divided, in_turn
+from phalanx.backend.options import transport_of
 from phalanx.errors import UsageError
 from phalanx.observe import recorder
 
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """Create a group; PyTorch calls this for "phalanx" with its `_DistributedBackendOptions`."""
-    engine = engine_of(backend_options, dist.group.WORLD if dist.is_initialized() else None)
+    transport = transport_of(backend_options, dist.group.WORLD if dist.is_initialized() else None)
     rank, size, name = options.group_rank, options.group_size, options.group_id
     members, store = options.global_ranks_in_group, _own_store(options.store)
     recorder.open_for_group(store, rank, size)
     where = partial(_known_of, members)
     store, layout, places, local = topology.join(
-        store, rank, size, options.timeout, name, members, where, engine
+        store, rank, size, options.timeout, name, members, where, transport
     )
     native = local
     if len(layout.hosts) > 1:
         # Groups of one host, the common case, need neither these modules nor those of `hosts`.
-        from phalanx.backend.spanning import spanning
+        from phalanx.backend.multihost import spanning
 
-        native = spanning(local, layout, places, store, engine, options.timeout)
-    edges.smooth()
+        native = spanning(local, layout, places, store, transport, options.timeout)
+    torch_patches.smooth()
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
         tell_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
     group = ProcessGroup(native, store, rank, size, name, options.timeout)
     group.hosts = layout.hosts
-    group.engine = engine
-    group._nccl.required = engine == "nccl"
+    group.transport = transport
+    group._nccl.required = transport == "nccl"
     return group
 
 
@@ -95,7 +95,7 @@ def _own_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]
     "recv_anysource",
 )
 class ProcessGroup(Collectives):
-    """A group of ranks that exchange tensors in shared memory, and by an engine between hosts.
+    """A group of ranks that exchange tensors in shared memory, and by a transport between hosts.
 
     Blocking calls run in the caller's thread without the GIL; asynchronous ones run in the group's
     thread, in order. `torch.distributed` creates groups; users do not.

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx import _native
-    from phalanx.hosts.messages import RemoteMessage
+    from phalanx.hierarchical.messages import RemoteMessage
 
 
 class CollectiveThread:

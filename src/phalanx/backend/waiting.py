@@ -1,6 +1,6 @@
 """Waits of the main thread for operations of a group's thread.
 
-A long wait is shown in the black box and checked for deadlocks across groups (see `ring`). The core
+A long wait is shown in the flight recorder and checked for deadlocks across groups (see `ring`). The core
 checks the waits of blocking collectives itself, at the same intervals.
 """
 
@@ -15,7 +15,7 @@ from phalanx.backend import lifetime
 from phalanx.errors import UsageError
 
 SHORT = 0.3
-"""The length of a wait, in seconds, before it is shown in the black box."""
+"""The length of a wait, in seconds, before it is shown in the flight recorder."""
 _FIRST_LOOK = 1.0
 _SECOND_LOOK = 0.5
 _GROUP = 1
@@ -45,7 +45,7 @@ def until(ended: threading.Event, native: _native.Group) -> None:
 
 
 def _show(ended: threading.Event, native: _native.Group) -> None:
-    """Show in the black box what the main thread waits for, if nothing else can end that wait.
+    """Show in the flight recorder what the main thread waits for, if nothing else can end that wait.
 
     Operations of other groups, in progress or queued, could end it: a future's callback may call
     anything.
@@ -62,7 +62,7 @@ def _show(ended: threading.Event, native: _native.Group) -> None:
 
 def _under_way(native: _native.Group) -> int:
     """Return the number of the collective that the group's thread is in; 0 if there is none."""
-    box = native.black_box(native.rank, 0)
+    box = native.flight_recorder(native.rank, 0)
     if box is None:
         return 0
     identities = {i: note["identity"] for i, note in enumerate(box["groups"])}

@@ -13,8 +13,8 @@ mpi4py.rc.thread_level = "funneled"
 
 from mpi4py import MPI  # noqa: E402
 
-from phalanx.bench.elements import STORAGE  # noqa: E402
-from phalanx.bench.work import UnsupportedError  # noqa: E402
+from phalanx.bench.dtypes import STORAGE  # noqa: E402
+from phalanx.bench.timed_operation import UnsupportedError  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable

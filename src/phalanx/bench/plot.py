@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from phalanx.bench.figures import Figure, Report
+    from phalanx.bench.results import Figure, Report
 
 __all__ = ["NAMES", "SETTINGS", "check_plot", "plot"]
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 
 from phalanx.bench.memory import Streams
 from phalanx.bench.messages import Command, Hello, Prepare, Reply, Stop, Stream
-from phalanx.bench.work import System, UnsupportedError, Work
+from phalanx.bench.timed_operation import System, UnsupportedError, Work
 
 __all__ = ["SOCKET", "main"]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.bench.machine import single_copy_works
-from phalanx.launch.cores import usable_cores
-from phalanx.launch.defaults import rank_defaults
+from phalanx.launcher.cores import usable_cores
+from phalanx.launcher.rank_environment import rank_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

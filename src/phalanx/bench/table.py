@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-    from phalanx.bench.figures import Figure, Report, Timing
     from phalanx.bench.plan import Plan
+    from phalanx.bench.results import Figure, Report, Timing
 
 __all__ = ["Display", "microseconds", "row", "timing"]
 

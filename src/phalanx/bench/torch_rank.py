@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx._autoload import register
-from phalanx.bench.work import UnsupportedError
+from phalanx.bench.timed_operation import UnsupportedError
 from phalanx.parallel.algorithms import ALGORITHMS
 from phalanx.torch_versions import all_gather_single, reduce_scatter_single
 

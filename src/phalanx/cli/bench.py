@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from phalanx.bench.figures import Report
     from phalanx.bench.plan import Plan
+    from phalanx.bench.results import Report
 
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
@@ -130,15 +130,15 @@ def _draw_stored(stored: Path, path: Path, algorithms: bool) -> None:
 
         draw_algorithms(record.read(stored), path)
     else:
-        from phalanx.bench import figures
+        from phalanx.bench import results
         from phalanx.bench.plot import plot as draw
 
-        draw(figures.read(stored), path)
+        draw(results.read(stored), path)
 
 
 def _keep(reports: "list[Report]", json: Path | None, plot: Path | None, algorithms: bool) -> None:
     """Store and draw what was measured."""
-    from phalanx.bench import figures
+    from phalanx.bench import results
     from phalanx.bench.algorithms import record
     from phalanx.bench.algorithms.plot import plot as draw_algorithms
     from phalanx.bench.plot import plot as draw
@@ -147,7 +147,7 @@ def _keep(reports: "list[Report]", json: Path | None, plot: Path | None, algorit
         if algorithms:
             record.write(reports, json)
         else:
-            figures.write(reports[0], json)
+            results.write(reports[0], json)
     if plot is not None:
         if algorithms:
             draw_algorithms(reports, plot)
@@ -167,7 +167,7 @@ def plans_of(
     algorithms: bool,
 ) -> "list[Plan]":
     """What to measure: a plan, and with --algorithms one for each number of ranks."""
-    from phalanx.bench.elements import STORAGE
+    from phalanx.bench.dtypes import STORAGE
     from phalanx.bench.operations import ALGORITHMS, OPERATIONS
     from phalanx.bench.plan import Plan, names_of, ranks_of, sizes_of
     from phalanx.bench.systems import MPI, SYSTEMS
@@ -201,7 +201,7 @@ def plans_of(
 
 def _measure(plan: "Plan") -> "Report":
     from phalanx.bench.algorithms.table import AlgorithmsDisplay
-    from phalanx.bench.measure import measure
+    from phalanx.bench.measurement import measure
     from phalanx.bench.table import Display
 
     with (AlgorithmsDisplay if plan.algorithms else Display)(plan) as display:

@@ -85,7 +85,7 @@ def command(
     from phalanx.doctor.peers import ranks
     from phalanx.doctor.peers.ssh import answer_on_stdin, over_ssh, peer_names
     from phalanx.errors import UsageError
-    from phalanx.launch.ssh.plan import ssh_command
+    from phalanx.launcher.ssh.plan import ssh_command
 
     if answer:
         answer_on_stdin()
@@ -111,9 +111,9 @@ def _examine(ask: "Ask | None", as_json: bool, save: Path | None) -> None:
     """Look at this machine and, by `ask`, at the network; print it; exit code 1 if unfit."""
     from rich.console import Console
 
-    from phalanx.doctor import examine, report
+    from phalanx.doctor import examine, json_report
     from phalanx.doctor.peers.matrix import show_matrix
-    from phalanx.doctor.show import show, verdict
+    from phalanx.doctor.text_report import show, verdict
 
     console = Console(highlight=False, stderr=as_json)
     if not console.is_terminal:
@@ -123,7 +123,7 @@ def _examine(ask: "Ask | None", as_json: bool, save: Path | None) -> None:
         show(findings, console)
     network, between = _asked(ask, console) if ask else (None, [])
     everything = [*findings, *between]
-    text = json.dumps(report.as_json(everything, network), indent=2)
+    text = json.dumps(json_report.as_json(everything, network), indent=2)
     if save is not None:
         save.write_text(text + "\n")
     if as_json:
@@ -133,7 +133,7 @@ def _examine(ask: "Ask | None", as_json: bool, save: Path | None) -> None:
             show_matrix(network, console)
         show(between, console)
         verdict(everything, console)
-    if not report.fit(everything):
+    if not json_report.fit(everything):
         raise typer.Exit(1)
 
 

@@ -8,7 +8,7 @@ SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
             "Say why a job hangs or died, and which rank is the culprit.",
-            "Reads the black boxes that every rank writes, and what the launcher noted: while the "
+            "Reads the flight recorders that every rank writes, and what the launcher noted: while the "
             "job runs, and after its death. The job isn't disturbed. Prints the verdict in plain "
             "words, where each rank was, and what to try.",
             "[bold]phalanx explain[/]\n"

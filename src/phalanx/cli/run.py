@@ -82,7 +82,7 @@ def command(
         typer.Option(
             metavar="N",
             help="Rehearse on this machine: its ranks take themselves for those of N hosts, in "
-            "order, and talk between these through an engine.",
+            "order, and talk between these through a transport.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -214,7 +214,7 @@ def command(
     ] = None,
 ) -> None:
     """Run a Python script on several ranks; the arguments are read from `context`."""
-    from phalanx.launch.quiet import load_torch_quietly
+    from phalanx.launcher.torch_import import load_torch_quietly
 
     load_torch_quietly()
     from phalanx.errors import UsageError
@@ -231,7 +231,7 @@ def command(
     if hosts is not None:
         _run_on_hosts(context, hosts, options)
 
-    from phalanx.launch.agent import run
+    from phalanx.launcher.elastic_agent import run
 
     ended = run([*options, *context.args])
     if ended.report:
@@ -244,8 +244,8 @@ def command(
 
 
 def _run_on_hosts(context: typer.Context, hosts: str, options: list[str]) -> NoReturn:
-    from phalanx.launch.ssh.job import run_on_hosts
-    from phalanx.launch.ssh.plan import make_plan
+    from phalanx.launcher.ssh.job import run_on_hosts
+    from phalanx.launcher.ssh.plan import make_plan
 
     given = context.params
     plan = make_plan(

@@ -31,7 +31,7 @@ def command(
     from rich.console import Console
 
     import phalanx
-    from phalanx.launch.function import launch
+    from phalanx.launcher.function import launch
     from phalanx.testing.selfcheck import SIZES, check
 
     console = Console(highlight=False)

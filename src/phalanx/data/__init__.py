@@ -16,8 +16,8 @@ from phalanx.data.batches import GlobalBatchSampler, per_rank_batch_size
 from phalanx.data.evaluation import EvaluationSampler, mean_over_ranks
 from phalanx.data.idx import load_mnist, read_idx
 from phalanx.data.partition import DataPartitioner, Partition
-from phalanx.data.resuming import ResumableSampler
-from phalanx.data.uneven import samples_in, until_all_end, until_one_ends
+from phalanx.data.resumable import ResumableSampler
+from phalanx.data.uneven_inputs import samples_in, until_all_end, until_one_ends
 
 __all__ = [
     "DataPartitioner",

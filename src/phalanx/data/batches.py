@@ -10,7 +10,7 @@ from torch.utils.data import Dataset
 
 from phalanx.data.partition import length
 from phalanx.data.ranks import check_rank, place, share
-from phalanx.data.resuming import Resumable
+from phalanx.data.resumable import Resumable
 from phalanx.errors import UsageError
 
 __all__ = ["GlobalBatchSampler", "per_rank_batch_size"]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 
 from phalanx.data.partition import length
 from phalanx.data.ranks import place, place_in, sum_over_ranks
-from phalanx.data.resuming import Resumable
+from phalanx.data.resumable import Resumable
 from phalanx.errors import UsageError
 
 __all__ = ["EvaluationSampler", "mean_over_ranks"]

@@ -10,7 +10,7 @@ A check tries the calls that Phalanx makes rather than comparing version numbers
 segment, opens the memory of another process and loads the MPI library.
 """
 
-from phalanx.doctor.examination import examine
+from phalanx.doctor.checks import examine
 from phalanx.doctor.finding import Finding
 
 __all__ = ["Finding", "examine"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
-from phalanx import engines, env, env_hosts
+from phalanx import env, env_hosts, transports
 from phalanx.doctor.finding import Finding, Says
 from phalanx.errors import UsageError
 
@@ -62,20 +62,20 @@ def _malformed() -> list[Finding]:
 def _choices() -> list[Finding]:
     found = []
     choices = {
-        "PHALANX_ENGINE": (env_hosts.engine(), engines.NAMES),
+        "PHALANX_TRANSPORT": (env_hosts.transport(), transports.NAMES),
         "PHALANX_ISA": (os.environ.get("PHALANX_ISA", ""), _KERNELS),
     }
     for name, (given, expected) in choices.items():
         if given and given not in expected:
             advice = f"Set it to one of {', '.join(expected)}, or unset it."
             found.append(_says.problem(name, f"{name}={given!r}", advice))
-    if env_hosts.engine() in engines.NAMES:
+    if env_hosts.transport() in transports.NAMES:
         try:
-            engines.check_name(env_hosts.engine())
+            transports.check_name(env_hosts.transport())
         except UsageError as error:
             words, _, advice = str(error).partition(": ")
             advice = f"{advice[:1].upper()}{advice[1:]}."
-            found.append(_says.problem("PHALANX_ENGINE", f"PHALANX_ENGINE: {words}", advice))
+            found.append(_says.problem("PHALANX_TRANSPORT", f"PHALANX_TRANSPORT: {words}", advice))
     return found
 
 

@@ -14,7 +14,7 @@ from phalanx.doctor.finding import Finding, Says
 
 __all__ = ["check"]
 
-_says = Says("engines")
+_says = Says("transports")
 _SECONDS = 30.0
 
 # Run in a child process: loading an MPI library here would tie this process to it, and could crash.
@@ -40,11 +40,11 @@ def _version(package: str) -> str:
 
 def _gloo() -> Finding:
     if dist.is_gloo_available():
-        return _says.ok("gloo", "Gloo, the default engine, comes with this torch")
+        return _says.ok("gloo", "Gloo, the default transport, comes with this torch")
     return _says.problem(
         "gloo",
-        "this torch has no Gloo, the default engine",
-        "Install one of PyTorch's own builds (pip install torch), or use another engine.",
+        "this torch has no Gloo, the default transport",
+        "Install one of PyTorch's own builds (pip install torch), or use another transport.",
     )
 
 
@@ -105,7 +105,7 @@ def _zeromq() -> Finding:
     return _says.note(
         "zeromq",
         "pyzmq isn't installed",
-        "Only if hosts can't reach each other, for the engine relay: pip install 'phalanx[relay]'.",
+        "Only if hosts can't reach each other, for the transport relay: pip install 'phalanx[relay]'.",
         version=None,
     )
 

@@ -12,7 +12,7 @@ import psutil
 from phalanx import env
 from phalanx.bench.machine import machine
 from phalanx.doctor.finding import Finding, Says
-from phalanx.launch.cores import limits, usable_cores
+from phalanx.launcher.cores import limits, usable_cores
 from phalanx.observe.job_directory import list_job_names
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def _records() -> Finding:
     except ValueError:
         return _says.note("records", "where the records of jobs go isn't known", "See above.")
     except OSError as error:
-        return _says.problem("records", str(error), "Ranks can't keep their black boxes so.")
+        return _says.problem("records", str(error), "Ranks can't keep their flight recorders so.")
     folder = base if os.path.isdir(base) else os.path.dirname(base) or "/"
     try:
         free = shutil.disk_usage(folder).free

@@ -199,7 +199,7 @@ def _determine_world_size(
     sizes = {recorder["world_size"]: f"{recorder['pid']}.box" for recorder in recorders}
     if not size and len(sizes) > 1:
         words = ", ".join(f"{sizes[each]} of {each} ranks" for each in sorted(sizes)[:4])
-        problems.append(f"black boxes don't agree on the job's size: {words}")
+        problems.append(f"flight recorders don't agree on the job's size: {words}")
     size = size or max(sizes, default=0) or description.world_size
     if size > _MAX_RANKS:
         problems.append(f"the job says that it has {size} ranks, of which {_MAX_RANKS} are shown")

@@ -323,7 +323,7 @@ def _open_file(directory: JobDirectory, job: _JobSettings) -> None:
         os.unlink(name, dir_fd=directory.fd)
         descriptor = directory.create(name)
     try:
-        os.posix_fallocate(descriptor, 0, _native.black_box_bytes())
+        os.posix_fallocate(descriptor, 0, _native.flight_recorder_bytes())
         _adopt(descriptor, job, directory.name)
     except OSError:
         os.close(descriptor)
@@ -333,7 +333,7 @@ def _open_file(directory: JobDirectory, job: _JobSettings) -> None:
 
 def _open_memory(job: _JobSettings) -> None:
     descriptor = os.memfd_create("phalanx-box", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.posix_fallocate(descriptor, 0, _native.black_box_bytes())
+    os.posix_fallocate(descriptor, 0, _native.flight_recorder_bytes())
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
     _adopt(descriptor, job, "")
@@ -342,13 +342,13 @@ def _open_memory(job: _JobSettings) -> None:
 def _adopt(descriptor: int, job: _JobSettings, name: str) -> None:
     """Use a file as the recorder of this process; the native core takes over the descriptor."""
     host = os.uname().nodename
-    _native.open_black_box(descriptor, job.rank, job.world_size, job.attempt, host, name)
+    _native.open_flight_recorder(descriptor, job.rank, job.world_size, job.attempt, host, name)
 
 
 def _warn(job: _JobSettings, error: OSError) -> None:
     if job.world_size == 1 or job.store.add(_WARNED, 1) == 1:
         _log.warning(
-            "phalanx: rank %d keeps its black box in memory only, so `phalanx explain` and "
+            "phalanx: rank %d keeps its flight recorder in memory only, so `phalanx explain` and "
             "`phalanx watch` can't read it; the job goes on: %s",
             job.rank,
             error,
@@ -410,7 +410,7 @@ def _in_child() -> None:
     # (`job_directory` closes the inherited directory.)
     global _recorder, _lock
     _recorder, _lock = None, threading.Lock()
-    _native.forget_black_box()
+    _native.forget_flight_recorder()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -16,7 +16,7 @@ _LIMIT = 16 * 2**20
 
 
 def read_recorder(job: JobDirectory, name: str, history: int) -> dict[str, Any]:
-    """Return the content of a flight recorder, as `_native.read_black_box` returns it.
+    """Return the content of a flight recorder, as `_native.read_flight_recorder` returns it.
 
     Args:
         job: The directory that contains it.
@@ -27,7 +27,7 @@ def read_recorder(job: JobDirectory, name: str, history: int) -> dict[str, Any]:
         OSError: The file does not exist or cannot be read.
         ValueError: The recorder is damaged or of another layout version.
     """
-    recorder = _native.read_black_box(job.read(name, _LIMIT), history)
+    recorder = _native.read_flight_recorder(job.read(name, _LIMIT), history)
     if name != f"{recorder['pid']}.box":
         raise ValueError(f"it is that of process {recorder['pid']}")
     if not 0 <= recorder["rank"] < recorder["world_size"] or recorder["attempt"] < 0:

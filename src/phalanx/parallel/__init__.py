@@ -13,13 +13,13 @@ from phalanx.parallel.algorithms import (
     ring_all_reduce_simple,
     tree_all_reduce,
 )
-from phalanx.parallel.data_parallel import DataParallel, ShardedOptimizer
 from phalanx.parallel.gradients import average_gradients, average_gradients_per_parameter
+from phalanx.parallel.shared_data_parallel import ShardedOptimizer, SharedDataParallel
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    "DataParallel",
     "ShardedOptimizer",
+    "SharedDataParallel",
     "SyncBatchNorm",
     "average_gradients",
     "average_gradients_per_parameter",

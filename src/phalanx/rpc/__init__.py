@@ -16,11 +16,10 @@ The modules, from the bottom up:
 - `agent` (this worker), `peer` (another worker), `pending_call` (a call whose answer a thread waits
   for), `futures` and `call_log` (unanswered calls, for `phalanx explain`)
 - `current_agent`, `calls`, `rref`, `init`, `options` and `functions` (for users)
-- `autograd` (gradients through calls), `remote_module`, `optimizer` and `table` (embeddings on
-  servers)
+- `autograd` (gradients through calls), `remote_module` and `optimizer`
 """
 
-from phalanx.rpc import autograd, functions, table
+from phalanx.rpc import autograd, functions
 from phalanx.rpc.calls import (
     get_rpc_timeout,
     get_worker_info,
@@ -36,7 +35,6 @@ from phalanx.rpc.optimizer import DistributedOptimizer
 from phalanx.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from phalanx.rpc.remote_module import RemoteModule
 from phalanx.rpc.rref import RRef
-from phalanx.rpc.table import ShardedEmbeddingBag
 from phalanx.rpc.workers import WorkerInfo
 
 __all__ = [
@@ -45,7 +43,6 @@ __all__ = [
     "RRef",
     "RemoteModule",
     "RpcBackendOptions",
-    "ShardedEmbeddingBag",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "autograd",
@@ -60,5 +57,4 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
-    "table",
 ]

@@ -54,7 +54,7 @@ class RemoteModule(nn.Module):
 
     Raises:
         UsageError: There is no such worker or device, the created object is not a module, or it
-            averages gradients, as DDP and `DataParallel` do, which is impossible here.
+            averages gradients, as DDP and `SharedDataParallel` do, which is impossible here.
         PeerLost: The worker is dead.
     """
 
@@ -240,7 +240,7 @@ def _create_module(
 def _averages_gradients(part: nn.Module) -> bool:
     if isinstance(part, nn.parallel.DistributedDataParallel):
         return True
-    return type(part).__module__.startswith("phalanx.parallel.data_parallel.")
+    return type(part).__module__.startswith("phalanx.parallel.shared_data_parallel.")
 
 
 def _forward(rref: Any, device: str, args: Any, kwargs: Any) -> Any:

@@ -10,10 +10,10 @@ watches them.
 default.
 """
 
-from phalanx.testing.drill import Drill, Result
+from phalanx.testing.fault_run import Drill, Result
 from phalanx.testing.faults import Fault, crash, delay, fail, kill, skip, stop
+from phalanx.testing.injector import arm, disarm
 from phalanx.testing.processes import Ended
-from phalanx.testing.striking import arm, disarm
 
 __all__ = [
     "Drill",

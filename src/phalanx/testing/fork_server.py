@@ -74,8 +74,8 @@ def main() -> None:
     import torch
 
     import phalanx.backend.process_group
-    import phalanx.launch.child
-    import phalanx.testing.striking
+    import phalanx.launcher.rank_bootstrap
+    import phalanx.testing.injector
 
     del cloudpickle, phalanx
     for module in filter(None, modules.split(",")):
@@ -144,7 +144,7 @@ def _reap(pid: int) -> int:
 
 
 def _become(task: Task, server: int, connection: Connection) -> None:
-    from phalanx.launch.child import die_with_parent
+    from phalanx.launcher.rank_bootstrap import die_with_parent
 
     die_with_parent(server)
     os.setsid()
@@ -160,7 +160,7 @@ def _become(task: Task, server: int, connection: Connection) -> None:
 def _work(task: Task) -> None:
     try:
         if task.faults is not None:
-            from phalanx.testing.striking import arm
+            from phalanx.testing.injector import arm
 
             arm(pickle.loads(task.faults), task.rank, record=str(task.file("record")))
         function, arguments, options = pickle.loads(task.call)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.topology.place import Place
+    from phalanx.topology.rank_record import Place
 
 __all__ = ["address_towards", "interface_address", "own_address"]
 

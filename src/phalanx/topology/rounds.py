@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
 
 from phalanx.errors import UsageError
-from phalanx.topology.place import Place
-from phalanx.topology.waiting import Meeting, key
+from phalanx.topology.rank_record import Place
+from phalanx.topology.store_rendezvous import Meeting, key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

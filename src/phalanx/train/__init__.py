@@ -1,4 +1,4 @@
-"""A training loop that resumes exactly, and the snapshots that it resumes from.
+"""A training loop that resumes exactly, and the checkpoints that it resumes from.
 
 `trainer` contains the loop. It is built on these modules:
 
@@ -7,28 +7,28 @@
 - `agreement`: the values that ranks exchange in each step.
 - `backward`: precision, clipping, and the detection of gradients that are not finite.
 - `evaluation`: loss and metrics over a data set.
-- `state`: the contents of a snapshot, and the check that a snapshot fits the run.
+- `state`: the contents of a checkpoint, and the check that a checkpoint fits the run.
 - `seeds`: random seeds that differ between ranks.
 - `stopping`: the handling of SIGTERM.
 - `progress`: the progress bar, TensorBoard and `phalanx watch`.
 
-`snapshots` saves the training state to disk, so that it survives the death of ranks.
+`checkpoints` saves the training state to disk, so that it survives the death of ranks.
 `random_states` captures the random generators of every rank. A custom training loop can use both.
 
 The package uses only the public API of `torch.distributed`. It runs on any backend, and in a single
 process without a process group.
 """
 
+from phalanx.train.checkpoints import Checkpoint, Checkpointer
+from phalanx.train.preemption import STOPPED
 from phalanx.train.random_states import random_states, restore_random_states
-from phalanx.train.snapshots import Snapshot, Snapshots
-from phalanx.train.stopping import STOPPED
 from phalanx.train.trainer import Result, Trainer
 
 __all__ = [
     "STOPPED",
+    "Checkpoint",
+    "Checkpointer",
     "Result",
-    "Snapshot",
-    "Snapshots",
     "Trainer",
     "random_states",
     "restore_random_states",

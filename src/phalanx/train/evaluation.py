@@ -12,9 +12,9 @@ from torch.utils.data import Dataset
 
 from phalanx.data import EvaluationSampler
 from phalanx.errors import UsageError
-from phalanx.train.agreement import Totals, check_names
-from phalanx.train.order import make_loader
+from phalanx.train.batch_schedule import make_loader
 from phalanx.train.replicas import Replicas
+from phalanx.train.step_sync import Totals, check_names
 
 __all__ = ["Evaluation", "Loss", "measured", "on_device"]
 

@@ -76,7 +76,7 @@ class Display:
             self._bar.start()
 
     def flush(self) -> None:
-        """Flush the TensorBoard writer, so that its files cover the steps of the next snapshot."""
+        """Flush the TensorBoard writer, so that its files cover the steps of the next checkpoint."""
         if self._writer is not None:
             self._writer.flush()
 

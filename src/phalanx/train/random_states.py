@@ -1,4 +1,4 @@
-"""The states of the random generators of every rank, in a form that a snapshot can hold."""
+"""The states of the random generators of every rank, in a form that a checkpoint can hold."""
 
 import logging
 import random
@@ -21,7 +21,7 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
     """Return the states of the random generators of all ranks, by rank. Collective.
 
     The generators are those of torch (CPU, and the current CUDA device if CUDA has been used), of
-    numpy if it has been imported, and of Python's `random`. `Snapshots` can save the result, which
+    numpy if it has been imported, and of Python's `random`. `Checkpointer` can save the result, which
     takes about 10 KB per rank.
 
     Args:

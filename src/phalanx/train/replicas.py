@@ -25,7 +25,7 @@ class Replicas:
     """A model on all ranks, either wrapped or plain.
 
     A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, or
-    `phalanx.parallel.DataParallel`) averages gradients itself, in backward. Any other model is a
+    `phalanx.parallel.SharedDataParallel`) averages gradients itself, in backward. Any other model is a
     plain module: its parameters are broadcast from rank 0, and `average_gradients` averages its
     gradients.
 
@@ -49,8 +49,8 @@ class Replicas:
         if any(hasattr(parameter, "device_mesh") for parameter in self.inner.parameters()):
             raise UsageError(
                 f"{type(self.inner).__name__} has sharded parameters (DTensor), expected a plain "
-                "module, one in DistributedDataParallel or in phalanx.parallel.DataParallel: write "
-                "the loop for it by hand, with phalanx.train.Snapshots"
+                "module, one in DistributedDataParallel or in phalanx.parallel.SharedDataParallel: write "
+                "the loop for it by hand, with phalanx.train.Checkpointer"
             )
         first = next(self.inner.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device

@@ -1,4 +1,4 @@
-"""The contents of the trainer's snapshots, and the check that a snapshot fits the current run."""
+"""The contents of the trainer's checkpoints, and the check that a checkpoint fits the current run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.train.seeds import seed_rank
 
 if TYPE_CHECKING:
     from phalanx.train.backward import Stepper
-    from phalanx.train.order import Order
+    from phalanx.train.batch_schedule import Order
     from phalanx.train.replicas import Replicas
 
 __all__ = ["State"]
@@ -27,14 +27,14 @@ _NO_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused", "capt
 
 
 class State:
-    """The complete training state, captured for a snapshot and restored from one.
+    """The complete training state, captured for a checkpoint and restored from one.
 
     Args:
         replicas: The model on all ranks.
         stepper: The optimizer and the scaler of the loss.
         order: The order of the samples.
         scheduler: A learning rate scheduler, or None.
-        seed: The seed for random generators whose state is not in the snapshot.
+        seed: The seed for random generators whose state is not in the checkpoint.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class State:
 
         Args:
             state: The result of `capture`, at this or another world size.
-            path: The path of the snapshot, for messages.
+            path: The path of the checkpoint, for messages.
 
         Raises:
             UsageError: The state belongs to a different model, optimizer or data set, or was not
@@ -76,7 +76,7 @@ class State:
         missing = {"model", "optimizer", "order", "random", "progress"} - set(state)
         if missing:
             raise UsageError(
-                f"{path}: a snapshot without {', '.join(sorted(missing))} found, expected one that "
+                f"{path}: a checkpoint without {', '.join(sorted(missing))} found, expected one that "
                 "a Trainer has saved: give another directory"
             )
         self._check_model(state["model"], path)
@@ -93,7 +93,7 @@ class State:
         if state["scaler"]:
             self._stepper.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
-        # Seed first: the snapshot has no random state for a rank that the saving run lacked.
+        # Seed first: the checkpoint has no random state for a rank that the saving run lacked.
         seed_rank(self._seed, self._replicas.rank, progress["step"])
         restore_random_states(state["random"])
         return progress
@@ -109,7 +109,7 @@ class State:
     def _check_model(self, saved: Mapping[str, Any], path: object) -> None:
         expected = self._replicas.state_dict()
         wrong = [
-            *_named("the snapshot lacks", sorted(set(expected) - set(saved))),
+            *_named("the checkpoint lacks", sorted(set(expected) - set(saved))),
             *_named("this model lacks", sorted(set(saved) - set(expected))),
             *_named(
                 "they differ in",
@@ -172,7 +172,7 @@ def _brief(names: list[str]) -> str:
 
 
 def _typed(own: Any, saved: Any) -> Any:
-    """Return a saved value with the types that a snapshot cannot represent: counters and tuples."""
+    """Return a saved value with the types that a checkpoint cannot represent: counters and tuples."""
     if isinstance(own, Mapping) and isinstance(saved, Mapping):
         values = {key: _typed(own.get(key), value) for key, value in saved.items()}
         return Counter(values) if isinstance(own, Counter) else values
@@ -186,7 +186,7 @@ def _typed(own: Any, saved: Any) -> Any:
 def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with cloned tensors.
 
-    A tensor of a snapshot is a view that keeps the whole buffer of the file alive.
+    A tensor of a checkpoint is a view that keeps the whole buffer of the file alive.
     """
     states = {
         index: {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}

@@ -14,16 +14,16 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from phalanx.errors import UsageError
-from phalanx.train.agreement import Agreement, Totals
 from phalanx.train.backward import FiniteCheck, Stepper
+from phalanx.train.batch_schedule import MicroBatch, Order
+from phalanx.train.checkpoints import Checkpointer
 from phalanx.train.evaluation import Evaluation, Loss, measured, on_device
-from phalanx.train.order import MicroBatch, Order
+from phalanx.train.preemption import STOPPED, Stop
 from phalanx.train.progress import Display, check_tensorboard, tensorboard
 from phalanx.train.replicas import Replicas
 from phalanx.train.seeds import seed_rank
-from phalanx.train.snapshots import Snapshots
 from phalanx.train.state import State
-from phalanx.train.stopping import STOPPED, Stop
+from phalanx.train.step_sync import Agreement, Totals
 
 __all__ = ["Result", "Trainer"]
 
@@ -57,11 +57,11 @@ class Result:
 
 
 class Trainer:
-    """A synchronous training loop on all ranks that resumes from the latest snapshot.
+    """A synchronous training loop on all ranks that resumes from the latest checkpoint.
 
     The same script runs in one process and on many ranks. The model is a plain module, whose
     parameters are broadcast from rank 0 and whose gradients the trainer averages. It may also be
-    wrapped in PyTorch's `DistributedDataParallel` or `phalanx.parallel.DataParallel`, which average
+    wrapped in PyTorch's `DistributedDataParallel` or `phalanx.parallel.SharedDataParallel`, which average
     the gradients themselves. The samples of a step, and the loss and gradient as means over them,
     are the same at every world size.
 
@@ -85,9 +85,9 @@ class Trainer:
             makes, not after each epoch.
         evaluate: A data set on which `loss` is evaluated, without gradients and in evaluation mode,
             after each epoch and at the end.
-        snapshots: A directory, or `Snapshots`. Training resumes from the newest snapshot there.
+        checkpoints: A directory, or `Checkpointer`. Training resumes from the newest checkpoint there.
             None saves nothing.
-        snapshot_every: Number of steps between snapshots; None saves after each epoch. A snapshot
+        checkpoint_every: Number of steps between checkpoints; None saves after each epoch. A checkpoint
             is saved at the end and on SIGTERM in any case.
         seed: The seed of the samples' order and, together with the rank, of the random generators
             of Python, NumPy and PyTorch, which `fit` seeds. Dropout differs between ranks.
@@ -105,7 +105,7 @@ class Trainer:
     Raises:
         UsageError: An argument is invalid. It is raised before training starts, on the ranks that
             gave the argument.
-        SnapshotError: The directory of snapshots cannot be created or written, on all ranks.
+        CheckpointError: The directory of checkpoints cannot be created or written, on all ranks.
 
     Example:
         >>> def loss(model, batch):
@@ -131,8 +131,8 @@ class Trainer:
         clip: float | None = None,
         scheduler: Any = None,
         evaluate: Dataset[Any] | None = None,
-        snapshots: str | PathLike[str] | Snapshots | None = None,
-        snapshot_every: int | None = None,
+        checkpoints: str | PathLike[str] | Checkpointer | None = None,
+        checkpoint_every: int | None = None,
         seed: int = 0,
         loader: Mapping[str, Any] | None = None,
         on_step: Callable[[int, dict[str, float]], None] | None = None,
@@ -140,9 +140,9 @@ class Trainer:
         progress: bool = True,
         check_gradients: bool = True,
     ) -> None:
-        _check_ends(epochs, steps, snapshot_every)
+        _check_ends(epochs, steps, checkpoint_every)
         self._loss, self._seed, self._on_step = loss, seed, on_step
-        self._epochs, self._steps, self._every = epochs, steps, snapshot_every
+        self._epochs, self._steps, self._every = epochs, steps, checkpoint_every
         self._global_batch, self._scheduler, self._shown = global_batch, scheduler, progress
         self._check_gradients, self._tensorboard = check_gradients, tensorboard
         if tensorboard is not None:
@@ -155,18 +155,18 @@ class Trainer:
             batch = max(1, global_batch // accumulate // self._replicas.world_size)
             self._evaluation = Evaluation(evaluate, batch, loss, loader or {})
         self._state = State(self._replicas, self._stepper, self._order, scheduler, seed)
-        if isinstance(snapshots, str | PathLike):
-            snapshots = Snapshots(snapshots)
-        self._snapshots: Snapshots | None = snapshots
+        if isinstance(checkpoints, str | PathLike):
+            checkpoints = Checkpointer(checkpoints)
+        self._checkpoints: Checkpointer | None = checkpoints
         self._saved = 0  # there is nothing to save before the first step
         self._finite: FiniteCheck | None = None
         self._agreement = Agreement(self._replicas)
         self.result = Result()
 
     def fit(self) -> Result:
-        """Train until the end, starting from the newest snapshot if there is one. Collective.
+        """Train until the end, starting from the newest checkpoint if there is one. Collective.
 
-        Blocks until training has ended. If the snapshot is from a completed run, the state is
+        Blocks until training has ended. If the checkpoint is from a completed run, the state is
         restored and no step is made.
 
         Returns:
@@ -175,17 +175,17 @@ class Trainer:
         Raises:
             FloatingPointError: A loss or a gradient is not finite. Every rank raises it; the
                 message names the ranks and parameters at fault. The optimizer has not made the
-                step, and the last snapshot is from before it. With "float16" it is raised only
+                step, and the last checkpoint is from before it. With "float16" it is raised only
                 after smaller scales of the loss have not helped.
-            UsageError: The snapshot is of a different model, optimizer or data set; the models or
+            UsageError: The checkpoint is of a different model, optimizer or data set; the models or
                 the names of the metrics differ between ranks; the loss function returned an invalid
                 value; the trainer was created before the process group; or TensorBoard's directory
                 cannot be written.
-            SnapshotError: A snapshot cannot be written (for example because the disk is full), or
-                snapshots exist and none is usable. Every rank raises it. Older snapshots remain
+            CheckpointError: A checkpoint cannot be written (for example because the disk is full), or
+                checkpoints exist and none is usable. Every rank raises it. Older checkpoints remain
                 unchanged.
             SystemExit: A rank received SIGTERM. Every rank raises it with the code 143 (`STOPPED`),
-                after saving a snapshot if `snapshots` is given.
+                after saving a checkpoint if `checkpoints` is given.
             torch.distributed.DistBackendError: A rank died or did not join a collective.
         """
         self._replicas.check()
@@ -227,14 +227,16 @@ class Trainer:
                 self._after_step(display, stopped=stopped)
 
     def _begin(self, display: Display) -> None:
-        """Restore a snapshot or start from scratch, equally on all ranks."""
+        """Restore a checkpoint or start from scratch, equally on all ranks."""
         self.result.losses = []
         seed_rank(self._seed, self._replicas.rank)
-        snapshot = None if self._snapshots is None else self._snapshots.load()
-        if snapshot is None:
+        checkpoint = None if self._checkpoints is None else self._checkpoints.load()
+        if checkpoint is None:
             self._replicas.align()
         else:
-            self._resume(self._state.restore(snapshot.state, snapshot.path), display, snapshot.path)
+            self._resume(
+                self._state.restore(checkpoint.state, checkpoint.path), display, checkpoint.path
+            )
         self._stepper.optimizer.zero_grad()
         display.begin(self.result.step, self._last_step(), self._open_tensorboard())
         self._watch_gradients(on=not self._stepper.scaler.is_enabled())
@@ -359,13 +361,13 @@ class Trainer:
     def _leave(self, display: Display) -> NoReturn:
         self._save(display)
         step = self.result.step
-        saved = "saved, and " if step and self._snapshots is not None else ""
+        saved = "saved, and " if step and self._checkpoints is not None else ""
         display.say(f"stopped by SIGTERM after step {step}: {saved}leaving")
         raise SystemExit(STOPPED)
 
     def _save(self, display: Display) -> None:
         result = self.result
-        if self._snapshots is None or result.step == self._saved:
+        if self._checkpoints is None or result.step == self._saved:
             return
         display.flush()
         progress = {
@@ -375,7 +377,7 @@ class Trainer:
             "world_size": self._replicas.world_size,
             "global_batch": self._global_batch,
         }
-        self._snapshots.save(result.step, self._state.capture(progress))
+        self._checkpoints.save(result.step, self._state.capture(progress))
         self._saved = result.step
 
     def _finished(self) -> bool:
@@ -399,6 +401,6 @@ def _nothing() -> None:
 def _check_ends(epochs: int | None, steps: int | None, every: int | None) -> None:
     if (epochs is None) == (steps is None):
         raise UsageError(f"epochs {epochs} and steps {steps} given, expected one of them")
-    for name, number in (("epochs", epochs), ("steps", steps), ("snapshot_every", every)):
+    for name, number in (("epochs", epochs), ("steps", steps), ("checkpoint_every", every)):
         if number is not None and number < 1:
             raise UsageError(f"{name} is {number}, expected at least 1")

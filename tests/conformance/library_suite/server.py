@@ -16,7 +16,7 @@ import unittest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.child import die_with_parent
+from phalanx.launcher.rank_bootstrap import die_with_parent
 from tests.conformance.library_suite.groups import FormedGroups
 from tests.conformance.library_suite.runner import IMPORT
 from tests.conformance.torch_suite import server

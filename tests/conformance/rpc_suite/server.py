@@ -12,7 +12,7 @@ import unittest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.child import die_with_parent
+from phalanx.launcher.rank_bootstrap import die_with_parent
 from tests.conformance.rpc_suite import scope
 from tests.conformance.rpc_suite.substitution import (
     Uses,

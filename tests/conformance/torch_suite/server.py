@@ -20,7 +20,7 @@ import unittest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.launch.child import die_with_parent
+from phalanx.launcher.rank_bootstrap import die_with_parent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

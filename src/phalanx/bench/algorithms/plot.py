@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from phalanx.bench.figures import Report
+    from phalanx.bench.results import Report
 
 __all__ = ["STYLES", "plot"]
 

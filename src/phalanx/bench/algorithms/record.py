@@ -6,15 +6,15 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from phalanx.bench.figures import document_of, report_of
 from phalanx.bench.operations import ALGORITHMS
 from phalanx.bench.plan import Contender
+from phalanx.bench.results import document_of, report_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from phalanx.bench.figures import Figure, Report
+    from phalanx.bench.results import Figure, Report
 
 __all__ = ["FORMAT", "fastest", "read", "write"]
 

@@ -10,7 +10,7 @@ from phalanx.bench.plan import Contender, label_of
 from phalanx.bench.table import Display, timing
 
 if TYPE_CHECKING:
-    from phalanx.bench.figures import Figure
+    from phalanx.bench.results import Figure
 
 __all__ = ["SHORT", "AlgorithmsDisplay"]
 

@@ -144,14 +144,14 @@ class Network:
                 continue
             back = self.link(link.target, link.source)
             other = f"; {target.name} does reach {source.name}" if back and not back.error else ""
-            relayed = env_hosts.engine() == "relay"  # then hosts need not reach each other
+            relayed = env_hosts.transport() == "relay"  # then hosts need not reach each other
             yield (_says.note if relayed else _says.problem)(
                 "blocked",
                 f"{source.name} can't reach {target.name}: {link.error}{other}",
                 f"Look at the firewall of {target.name}, which must let in ports that the kernel "
                 f"picks, and at the way there: `ip route get {target.address}` on {source.name}. "
                 "If that address is wrong, set PHALANX_INTERFACE there. If there can't be a "
-                "way (NAT), use the engine relay: PHALANX_ENGINE=relay.",
+                "way (NAT), use the transport relay: PHALANX_TRANSPORT=relay.",
                 **values,
             )
 

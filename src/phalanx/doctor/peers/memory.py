@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from phalanx.doctor.peers.wire import Measured
+from phalanx.doctor.peers.tcp_probe import Measured
 
 __all__ = ["exchange"]
 

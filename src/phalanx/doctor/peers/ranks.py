@@ -12,7 +12,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx import env, topology
 from phalanx.doctor.peers.agents import Agent, LocalAgent
-from phalanx.doctor.peers.tournament import explore
+from phalanx.doctor.peers.round_robin import explore
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.system.polling import attempts
@@ -76,7 +76,7 @@ def through_the_job(timeout: float, told: Callable[[str], None] = lambda _: None
         PhalanxError: A rank did not arrive, has another version, or is lost.
         UsageError: This machine has no address that the others could reach.
     """
-    # Engines connect two ranks only when an operation needs it. Ranks that can't reach each other
+    # Transports connect two ranks only when an operation needs it. Ranks that can't reach each other
     # therefore do not prevent the group from being formed.
     try:
         session = phalanx.init(timeout=timeout, device="cpu")

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.network import listening_address
 from phalanx.doctor.peers.agents import Agent, LocalAgent
-from phalanx.doctor.peers.tournament import explore
+from phalanx.doctor.peers.round_robin import explore
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import UsageError
-from phalanx.launch.ssh.connection import OPTIONS, address_of
-from phalanx.launch.ssh.places import HostPlace
-from phalanx.launch.ssh.wire import Lines
+from phalanx.launcher.ssh.connection import OPTIONS, address_of
+from phalanx.launcher.ssh.host_list import HostPlace
+from phalanx.launcher.ssh.protocol import Lines
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

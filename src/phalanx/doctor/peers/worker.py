@@ -7,8 +7,8 @@ from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env_hosts
-from phalanx.doctor.examination import examine
-from phalanx.doctor.peers.wire import Answering, Unreached, measure
+from phalanx.doctor.checks import examine
+from phalanx.doctor.peers.tcp_probe import Answering, Unreached, measure
 from phalanx.errors import PhalanxError, UsageError
 
 if TYPE_CHECKING:

@@ -316,5 +316,5 @@ def _diagnose_stuck(graph: WaitForGraph, blocking: list[int], waiters: list[int]
     if found:
         since = min(graph.waits[number].operation.begin for number in found)
         return build_diagnosis(graph, "stuck", found, since)
-    reason = "ranks wait, but their black boxes don't tell for whom"
+    reason = "ranks wait, but their flight recorders don't tell for whom"
     return Diagnosis("unknown", waiting=build_sides(graph, waiters), reason=reason)

@@ -59,7 +59,7 @@ def diagnose_graph(graph: WaitForGraph) -> Diagnosis:
     for rule in _RULES:
         if (diagnosis := rule(graph)) is not None:
             return diagnosis
-    return Diagnosis("unknown", reason="nothing in its black boxes tells")
+    return Diagnosis("unknown", reason="nothing in its flight recorders tells")
 
 
 # No data.
@@ -71,7 +71,7 @@ def _check_no_records(graph: WaitForGraph) -> Diagnosis | None:
         return None
     problems = [f"rank {rank.rank}: {rank.problem}" for rank in ranks if rank.problem]
     problems += graph.job.problems
-    return Diagnosis("unknown", reason="; ".join(problems) or "no rank has left a black box")
+    return Diagnosis("unknown", reason="; ".join(problems) or "no rank has left a flight recorder")
 
 
 # The cause of the first failed operation.

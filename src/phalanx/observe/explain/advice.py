@@ -239,7 +239,7 @@ _STEPS: dict[Kind, Sequence[str] | Callable[[WaitForGraph, Diagnosis], list[str]
         "ranks or groups need less.",
     ),
     "elsewhere": (
-        "`phalanx explain` on the host of these ranks knows what they did: their black boxes are "
+        "`phalanx explain` on the host of these ranks knows what they did: their flight recorders are "
         "in a directory there.",
     ),
     "unreadable": (

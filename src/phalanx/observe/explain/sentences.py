@@ -345,7 +345,7 @@ def _describe_system(phrases: Phrases) -> list[str]:
 def _describe_unreadable(phrases: Phrases) -> list[str]:
     reason = escape(phrases.diagnosis.reason, 300)
     return [
-        f"The way ends at {phrases.rank(phrases.diagnosis.ranks)}, whose black box can't be read: "
+        f"The way ends at {phrases.rank(phrases.diagnosis.ranks)}, whose flight recorder can't be read: "
         f"{reason}",
         *phrases.waiting(),
     ]

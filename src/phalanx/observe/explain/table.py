@@ -182,7 +182,7 @@ def describe_state(graph: WaitForGraph, number: int) -> str:
     """Describe the state of a rank, or how it ended, in a few words."""
     rank, status = graph.ranks[number], graph.exits[number]
     if rank.problem:
-        return "black box unreadable"
+        return "flight recorder unreadable"
     if is_on_other_host(graph, number):
         return "on another host"
     if status.reason == "alive":

@@ -270,7 +270,9 @@ def _build_counters(rank: Rank, limit: int) -> tuple[Counter, ...]:
 
 
 def _list_instants(rank: Rank, status: ExitStatus) -> Iterator[Instant]:
-    yield Instant("black box opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)})
+    yield Instant(
+        "flight recorder opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)}
+    )
     if is_inactive(status):
         words: dict[str, Value] = {"pid": rank.pid, "last words": escape(rank.exception, 1000)}
         yield Instant(_describe_exit(status), status.time or get_last_record_time(rank), words)

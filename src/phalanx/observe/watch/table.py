@@ -137,7 +137,7 @@ def describe_activity(row: Row) -> str:
     """Describe the activity of a rank, the most important details first."""
     now = row.activity
     if row.problem:
-        return f"its black box can't be read: {escape(row.problem)}"
+        return f"its flight recorder can't be read: {escape(row.problem)}"
     if row.exit_status.reason == "absent":
         return "left no trace"
     note = [f'"{escape(row.note, _NOTE)}"'] if row.note else []
@@ -196,7 +196,7 @@ def _get_rank(row: Row) -> int:
 
 def _describe_fold(row: Row) -> str:
     if row.problem:
-        return "whose black boxes can't be read"
+        return "whose flight recorders can't be read"
     if not row.alive or row.state in ("stopped", "disk"):
         return f"in state {row.state}"
     if (row.waiting or 0.0) < _NOTICED:

@@ -1,0 +1,234 @@
+// The flight recorder of a process: what its rank does and did, in a file that outlives it.
+//
+// The file is mapped, so that a record costs a few stores, and stands in the page cache when its
+// writer is killed. Its one writer is the process; readers copy it (flight_recorder_reader.h), and
+// nothing that they do reaches the writer. Whoever reads while something is written must be able to
+// tell: a record is framed by its number, at the end first and at the beginning last, and whoever
+// copies it from the beginning to the end finds both only around a whole one. What several threads
+// write at once is claimed by each first.
+//
+// Layout, all of fixed size:
+//   BoxHeader | GroupNote x kBoxGroups | CallSite x kBoxSites | under way: SharedRecord x kBoxOpen
+//   | SharedReport x kBoxReports | ended: SharedRecord x kBoxHistory
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string_view>
+
+#include "phalanx/fingerprint.h"
+#include "phalanx/segment.h"
+#include "phalanx/status.h"
+#include "phalanx/wait.h"
+
+namespace phalanx {
+
+inline constexpr std::uint64_t kBoxMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
+inline constexpr std::uint32_t kBoxVersion = 2;
+inline constexpr std::size_t kBoxGroups = 128;
+inline constexpr std::size_t kBoxSites = 1024;
+inline constexpr std::size_t kBoxOpen = 64;
+// Messages have these places alone: in any number they don't hide the collective that a rank is in.
+inline constexpr std::size_t kBoxMessages = 56;
+inline constexpr std::size_t kBoxReports = 256;
+inline constexpr std::size_t kBoxHistory = 4096;
+
+// One operation, as it stands in the box.
+struct Record {
+  std::uint64_t number = 0;  // counts this process's operations, from 1
+  std::uint64_t begin = 0;   // nanoseconds of the monotonic clock
+  std::uint64_t end = 0;     // 0 while it is under way
+  std::uint64_t waited = 0;  // nanoseconds
+  std::uint64_t sequence = 0;
+  std::uint64_t count = 0;
+  std::int16_t peer = -1;         // root, or the other rank of a message
+  std::int16_t waiting_for = -1;  // the rank waited for, in the end the one waited for longest
+  DType dtype = DType::uint8;
+  ReduceOp op = ReduceOp::none;
+  Code outcome = Code::ok;
+  std::uint8_t thread = 0;  // see Caller
+  std::uint32_t site = 0;   // number of a CallSite; 0: not known
+  std::uint16_t group = 0;  // id of a GroupNote; 0: not known
+  Kind kind = Kind::none;
+  std::uint8_t reserved = 0;
+};
+static_assert(sizeof(Record) == 64);
+
+// A record in the file.
+class SharedRecord {
+ public:
+  void store(const Record& value);
+  void clear();
+  // While it is under way: by the thread that does the operation.
+  void waiting_for(const Record& value);
+  // False when it is empty, or was being written.
+  bool load(Record& value) const;
+  bool empty() const;
+
+ private:
+  static constexpr std::size_t kWords = sizeof(Record) / 8;
+  static constexpr std::size_t kPeers = offsetof(Record, peer) / 8;
+  // The first word is the number, written last; `framed_` the number, written first.
+  std::atomic<std::uint64_t> words_[kWords];
+  std::atomic<std::uint64_t> framed_;
+};
+static_assert(sizeof(SharedRecord) == 72);
+
+// A text of at most N - 1 bytes. Written once, before what names it; or again and again (`note`),
+// in which case a reader may get a mixture.
+template <std::size_t N>
+using Text = char[N];
+
+struct BoxHeader {
+  // Written before the box is used, constant from then on.
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::int32_t rank;
+  std::int32_t world_size;
+  std::int32_t attempt;
+  std::int32_t pid;
+  std::int32_t reserved;
+  std::int64_t clock;    // wall clock minus monotonic clock, nanoseconds
+  std::uint64_t opened;  // monotonic
+  Text<128> host;
+  Text<128> job;
+  // Writers: threads of the process, each field for itself.
+  alignas(kLine) std::atomic<std::uint64_t> begun;  // operations
+  std::atomic<std::uint64_t> ended;                 // how many went to the history
+  std::atomic<std::uint64_t> reports;
+  std::atomic<std::uint32_t> sites;  // call sites that stand in the table; published by a release
+  std::atomic<std::uint32_t> groups;
+  std::atomic<std::uint64_t> ending_time;  // monotonic; published with `ending`
+  // The number of the operation of a group's thread that the main thread waits for, once it has
+  // done so for a while; 0: none. Writer: the main thread.
+  std::atomic<std::uint64_t> main_waits;
+  std::atomic<std::uint32_t> ending;  // 0: not yet, else an Ending; published by a release
+  Text<512> last_words;
+  Text<256> note;
+};
+static_assert(sizeof(BoxHeader) <= kPage);
+static_assert(offsetof(BoxHeader, begun) == 320);
+
+enum class Ending : std::uint32_t { none = 0, left = 1, exited = 2, failed = 3 };
+
+struct GroupNote {
+  std::atomic<std::uint64_t> identity;  // the segment's nonce; 0 while the group is being formed
+  std::atomic<std::uint64_t> sequence;  // collectives begun; writer: who holds the group's turn
+  std::atomic<std::uint32_t> id;        // 0: unused; written last
+  std::atomic<std::uint32_t> left;      // 1: this rank has left
+  std::atomic<std::uint32_t> left_at;   // a call site
+  std::int32_t rank;
+  std::int32_t size;
+  std::int32_t reserved;
+  Text<88> name;
+  Text<128> members;  // ranks in the job: "0-3,6"; empty: too many
+  Text<640> why;      // why this rank aborted it; has room for a ring of six ranks
+};
+static_assert(sizeof(GroupNote) == 896);
+
+struct CallSite {
+  Text<128> text;  // "path:line"
+};
+static_assert(sizeof(CallSite) == 128);
+
+// A signalling NaN, which no computation gives.
+inline constexpr std::uint64_t kNoLoss = 0x7ff4000000000001;
+
+struct SharedReport {
+  std::atomic<std::uint64_t> number;  // from 1; written last
+  std::atomic<std::uint64_t> time;
+  std::atomic<std::int64_t> step;
+  std::atomic<std::uint64_t> loss;  // the bits of a double; kNoLoss: none was given
+  std::atomic<std::uint64_t> framed;
+};
+static_assert(sizeof(SharedReport) == 40);
+
+struct BoxLayout {
+  BoxHeader header;
+  alignas(kPage) GroupNote groups[kBoxGroups];
+  alignas(kPage) CallSite sites[kBoxSites];
+  alignas(kPage) SharedRecord open[kBoxOpen];
+  alignas(kLine) SharedReport reports[kBoxReports];
+  alignas(kPage) SharedRecord history[kBoxHistory];
+};
+static_assert(offsetof(BoxLayout, groups) == 4096);
+static_assert(offsetof(BoxLayout, sites) == 118784);
+static_assert(offsetof(BoxLayout, open) == 249856);
+static_assert(offsetof(BoxLayout, reports) == 254464);
+static_assert(offsetof(BoxLayout, history) == 266240);
+static_assert(sizeof(BoxLayout) == 561152, "a changed layout needs a new kBoxVersion");
+
+// Who a box is of.
+struct BoxIdentity {
+  int rank = 0;
+  int world_size = 1;
+  int attempt = 0;
+  std::string_view host;
+  std::string_view job;
+};
+
+inline std::uint64_t nanoseconds(Clock::time_point time) {
+  return static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count());
+}
+
+class FlightRecorder {
+ public:
+  // Maps the file behind `fd`, which has the size of a BoxLayout and is all zero, and keeps the
+  // descriptor. Null and a status (system) when that fails.
+  static std::unique_ptr<FlightRecorder> open(int fd, const BoxIdentity& identity, Status& status);
+  ~FlightRecorder();
+  FlightRecorder(const FlightRecorder&) = delete;
+  FlightRecorder& operator=(const FlightRecorder&) = delete;
+
+  // The one of this process; null while there is none. It is never destroyed, since groups and
+  // threads may write to it until the end.
+  static FlightRecorder* own();
+  static void adopt(std::unique_ptr<FlightRecorder> box);
+  // In a forked child, whose parent's it is.
+  static void forget();
+
+  int descriptor() const { return fd_; }
+  const BoxLayout& layout() const { return *box_; }
+
+  // The id of a note; when the table is full the oldest group that was left makes room, or the
+  // group goes unnoted (0).
+  std::uint16_t add_group(int rank, int size);
+  GroupNote* group(std::uint16_t id);
+  static void name_group(GroupNote& note, std::string_view name, std::string_view members);
+  static void set_why(GroupNote& note, std::string_view why);
+
+  // Numbers an operation and shows it as under way; which place it has, -1 if all are taken.
+  int begin(Record& record);
+  void waiting_for(int place, const Record& record) { box_->open[place].waiting_for(record); }
+  // Moves it to the history.
+  void end(int place, const Record& record);
+
+  // For the main thread: the number of the operation that it waits for while a group's thread does
+  // it; 0: none any more. Numbers are given once, so no order with the records is needed.
+  void main_waits(std::uint64_t number) {
+    box_->header.main_waits.store(number, std::memory_order_relaxed);
+  }
+
+  void report(std::int64_t step, std::optional<double> loss, std::string_view note);
+  // The first ending that isn't `left` stands.
+  void set_ending(Ending ending, std::string_view words);
+  // Publishes call sites that are new; see call_site.h.
+  void publish_sites();
+
+ private:
+  FlightRecorder(BoxLayout* box, int fd) : box_(box), fd_(fd) {}
+
+  BoxLayout* box_;
+  int fd_;
+  // Which places of `open` are taken.
+  std::atomic<std::uint64_t> taken_ = 0;
+  std::mutex mutex_;  // of groups, sites, reports and the ending
+  std::uint16_t last_group_ = 0;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,241 @@
+"""`phalanx.init`: find the place of this process, select its device and form the group."""
+
+import importlib
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import default_pg_timeout
+
+import phalanx
+from phalanx import env, transports
+from phalanx.env import Place, place
+from phalanx.errors import UsageError
+from phalanx.launcher.store_wait import reporting_the_store
+
+__all__ = ["Session", "init"]
+
+
+@dataclass(frozen=True)
+class Session:
+    """The place of this process in its group, and a context manager that leaves the group.
+
+    If its body raises an exception, peers in Phalanx groups get `PeerLost` with the text of the
+    exception at once, even if an outer caller handles the exception. A `KeyboardInterrupt` aborts
+    the group (`Aborted`). `sys.exit(0)` leaves the group in the same way as the end of the body.
+
+    Attributes:
+        rank: The rank of this process in the job, from 0.
+        world_size: The number of processes in the job.
+        local_rank: The index of this process among the job's processes on this host, from 0.
+        local_world_size: The number of the job's processes on this host.
+        device: The device for the tensors and the model of this process.
+        backend: The name of the group's backend.
+        owner: True if this session formed the group, and therefore destroys it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    owner: bool = field(repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which by convention logs and writes files."""
+        return self.rank == 0
+
+    def close(self) -> None:
+        """Leave the group if this session formed it. A second call has no effect.
+
+        Does not wait for the other ranks beyond the wait in the backend's `destroy_process_group`.
+        """
+        if self.owner and dist.is_initialized():
+            dist.destroy_process_group()
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        world: Any = dist.group.WORLD
+        well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not well and self.owner and world is not None and _is_ours(world):
+            # Tell the peers that wait for this rank at once that it failed, and why.
+            if isinstance(error, KeyboardInterrupt):
+                world.abort("its session ended with KeyboardInterrupt")
+            else:
+                world.fail(error)
+        self.close()
+
+
+def init(
+    backend: str = "phalanx",
+    *,
+    timeout: float | timedelta | None = None,
+    device: str | int | torch.device | None = None,
+    transport: str = "",
+) -> Session:
+    """Form the group of this job, independently of the launcher.
+
+    The place of this process comes from the environment that `phalanx run`, `phalanx.launch` and
+    torchrun set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; `LOCAL_RANK` and
+    `LOCAL_WORLD_SIZE` if given). Without `RANK`, it comes from MPI if `mpirun` has started this
+    process, or from Slurm if `srun` has. Without any of them this process is alone: rank 0 of 1,
+    with no network. The same script therefore runs alone and on many ranks. Blocks until every
+    rank has called it, up to `timeout`.
+
+    If `torch.distributed` is already initialized, the session joins its default group. Then
+    `backend` and `timeout` have no effect (the session names the existing backend), and leaving
+    the session does not destroy the group.
+
+    Args:
+        backend: Any backend of `torch.distributed`: "phalanx", "gloo", "nccl", ...
+        timeout: Seconds (or a timedelta) that rendezvous and operations may take; None for the
+            backend's default.
+        device: The device, "cpu", "cuda" or "cuda:1". None selects the GPU with the index
+            `local_rank` modulo the number of GPUs, or the CPU if there is no GPU. A GPU becomes
+            the current device.
+        transport: The transport between hosts for the backend "phalanx": "gloo", "mpi" or "relay";
+            empty for the value of `PHALANX_TRANSPORT`, or "gloo" if it is unset. It must be the same
+            on all ranks.
+
+    Returns:
+        A Session. Use it as a context manager, or call `close()` at the end.
+
+    Raises:
+        UsageError: The environment is incomplete or contradictory; the backend, transport or device
+            does not exist; the timeout is not positive; or `MASTER_PORT` is in use, on rank 0.
+        torch.distributed.DistError: The group was not formed in time.
+
+    Example:
+        >>> with phalanx.init() as session:
+        ...     tensor = torch.ones(4, device=session.device)
+        ...     torch.distributed.all_reduce(tensor)
+    """
+    if transport:
+        transports.check_name(transport)
+    joined = dist.is_initialized()
+    span = _timeout(timeout)
+    where = _existing_place() if joined else _place(span)
+    chosen = _device(device, where.local_rank if where else 0)
+    if not joined:
+        _form(backend, span, where, transport)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    where = where or Place(0, 1, 0, 1)
+    return Session(
+        where.rank,
+        where.world_size,
+        where.local_rank,
+        where.local_world_size,
+        chosen,
+        dist.get_backend(),
+        owner=not joined,
+    )
+
+
+def _is_ours(group: dist.ProcessGroup) -> bool:
+    # Check the type: a group that replaces another backend has that backend's name.
+    return type(group).__module__.startswith("phalanx.")
+
+
+def _place(timeout: timedelta | None) -> Place | None:
+    try:
+        launcher = _launcher()
+        if launcher == "mpi":
+            from phalanx.launcher import mpi
+
+            return mpi.place((timeout or default_pg_timeout).total_seconds())
+        if launcher == "slurm":
+            from phalanx.launcher.slurm import Step
+
+            here = Step.of().place
+            return here if here.world_size > 1 else None  # one task, e.g. a shell, needs no network
+        return place()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _launcher() -> str:
+    """Return the launcher, "mpi" or "slurm"; empty if PyTorch's variables are set or none is."""
+    return "" if os.environ.get("RANK", "").strip() else env.launcher()
+
+
+def _existing_place() -> Place:
+    """Return the place in the existing group, with local numbers from the environment if valid."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Do not initialize MPI for this, because the group may have been formed without it.
+    given = _place(None) if "RANK" in os.environ or _launcher() == "slurm" else None
+    if given is not None and (given.rank, given.world_size) == (rank, world_size):
+        return given
+    if _launcher() == "mpi":
+        from phalanx.launcher import mpi
+
+        return Place(rank, world_size, *mpi.local_place(rank, world_size))
+    return Place(rank, world_size, rank, world_size)
+
+
+def _form(backend: str, timeout: timedelta | None, where: Place | None, transport: str) -> None:
+    names = [part.rpartition(":")[2] for part in str(backend).split(",")]
+    for name in names:
+        if not dist.is_backend_available(name):
+            known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+            raise UsageError(f"backend is {backend!r}: expected one that is available of {known}")
+    # Default arguments in this module capture the group that exists when it is first imported (for
+    # example by the first optimizer). They would keep the group and its threads alive after
+    # destroy_process_group().
+    importlib.import_module("torch.distributed.nn.functional")
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    if transport:
+        options["pg_options"] = phalanx.Options(transport)
+    if where is None:
+        store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
+        return
+    method = f"{_launcher() or 'env'}://"
+    if method != "env://":
+        dist.init_process_group(backend, init_method=method, **options)
+        return
+    with reporting_the_store(where.rank):
+        dist.init_process_group(backend, init_method=method, **options)
+
+
+def _timeout(timeout: object) -> timedelta | None:
+    if timeout is None:
+        return None
+    span = timeout
+    if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < 1e9:
+        span = timedelta(seconds=timeout)
+    if isinstance(span, timedelta) and span > timedelta(0):
+        return span
+    raise UsageError(f"timeout is {timeout!r}: expected seconds, or a timedelta, greater than 0")
+
+
+def _device(device: str | int | torch.device | None, local_rank: int) -> torch.device:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return torch.device("cuda", local_rank % count) if count else torch.device("cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device is {device!r}: expected 'cpu', 'cuda' or 'cuda:N'") from None
+    if chosen.type != "cuda":
+        return chosen
+    if not count:
+        raise UsageError(f"device is {str(chosen)!r}, but CUDA isn't available here: use 'cpu'")
+    if str(chosen) == "cuda":
+        return torch.device("cuda", local_rank % count)
+    if chosen.index >= count:
+        raise UsageError(f"device is {str(chosen)!r}: expected cuda:0 to cuda:{count - 1}")
+    return chosen

@@ -1,0 +1,205 @@
+"""Rendezvous of ranks started by `srun`: `init_method="slurm://"`, from Slurm's variables.
+
+Rank 0 runs on the first node of the step and hosts the store there, on a port derived from the job
+and step IDs. `MASTER_ADDR` and `MASTER_PORT` override the address and the port if they are set.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import default_pg_timeout
+
+from phalanx import env, topology
+from phalanx.errors import UsageError
+from phalanx.launcher.store import HOST, check_given, host_store, join_store, met
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["Step", "meet"]
+
+# Below the ephemeral ports of the kernel. Neighbouring jobs get consecutive ports; the steps of a
+# job get ports far apart, at multiples of the golden section of the range.
+_FIRST_PORT, _PORTS = 15000, 15000
+_STEPS_APART = 9271
+_ONE_NODE = re.compile(r"(?:[^,\[]|\[[^\]]*\])+")
+_FIRST_NUMBER = re.compile(r"\[(\d+)[^\]]*\]")
+_LAST_NUMBER = re.compile(r"\[(?:[^\]]*[^\]\d])?(\d+)\]")
+_NAME = re.compile(r"[A-Za-z0-9._-]+")
+_TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+@dataclass(frozen=True)
+class Step:
+    """The place of this task in its step, and the address of rank 0.
+
+    Attributes:
+        place: The rank, the world size and the local numbers of this task.
+        host: The address or name of the host of the store.
+        port: The port of the store.
+    """
+
+    place: env.Place
+    host: str
+    port: int
+    node: int
+    """The index of this task's node in the step."""
+    other: str
+    """The name of the last node, which the first one can reach; empty if there is one node."""
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str] | None = None) -> Step:
+        """Read the variables that `srun` has set.
+
+        Args:
+            environ: The environment to read; by default `os.environ`.
+
+        Raises:
+            ValueError: A variable is missing or malformed.
+        """
+        environ = os.environ if environ is None else environ
+        tasks = _needed(environ, "SLURM_STEP_NUM_TASKS", 1)
+        rank = _needed(environ, "SLURM_PROCID", 0, tasks - 1)
+        counts = _counts(environ, tasks)
+        node = _needed(environ, "SLURM_NODEID", 0, len(counts) - 1)
+        local = _needed(environ, "SLURM_LOCALID", 0, counts[node] - 1)
+        host = HOST if len(counts) == 1 else _first_node(environ)
+        return cls(
+            env.Place(rank, tasks, local, counts[node]),
+            environ.get("MASTER_ADDR", "").strip() or host,
+            _port(environ),
+            node,
+            "" if len(counts) == 1 else _last_node(environ),
+        )
+
+
+def meet(
+    url: str, timeout: timedelta = default_pg_timeout, **_options: Any
+) -> Iterator[tuple[Any, int, int]]:
+    """Meet the other tasks of the step; PyTorch calls this function for `slurm://`.
+
+    Blocks until rank 0 hosts the store.
+
+    Args:
+        url: The URL from the script, with the rank and world size if the script gave them.
+        timeout: The limit of the wait.
+
+    Raises:
+        UsageError: This process was not started by `srun`; the script gave another rank or world
+            size; or the port is in use.
+        torch.distributed.DistError: Rank 0 did not arrive within `timeout`.
+    """
+    if "SLURM_STEP_ID" not in os.environ:
+        where = " (a batch script is no step)" if "SLURM_JOB_ID" in os.environ else ""
+        raise UsageError(
+            f"slurm://: this process was not started by srun{where}: start the script with "
+            "`srun python script.py`, or with `phalanx run` and without slurm://"
+        )
+    try:
+        step = Step.of()
+    except ValueError as error:
+        raise UsageError(f"slurm://: {error}") from None
+    place = step.place
+    check_given(url, place.rank, place.world_size)
+    # On the first node itself, its name may resolve to the loopback interface, where the store does
+    # not listen.
+    host = step.host if step.node else _bound(step)
+    store = join_store(host, step.port, timeout) if place.rank else _hosted(step, host, timeout)
+    return met(store, place.rank, place.world_size)
+
+
+def _hosted(step: Step, address: str, timeout: timedelta) -> Any:
+    try:
+        return host_store(step.port, host=address, timeout=timeout)
+    except OSError as error:
+        raise UsageError(
+            f"slurm://: rank 0 can't listen on port {step.port} of {step.host} "
+            f"({os.strerror(error.errno or 0)}): set MASTER_PORT to a port that is free there, for "
+            "all tasks"
+        ) from None
+
+
+def _bound(step: Step) -> str:
+    """Return the address on which rank 0 listens, never that of all interfaces.
+
+    This is the address to which the name of its node resolves, because other nodes connect to it.
+    On the node itself the name may resolve to the loopback interface or not at all. Then it is the
+    source address of the route to another node, or the address given by `PHALANX_INTERFACE`.
+    """
+    if step.host == HOST:
+        return HOST
+    try:
+        found = socket.getaddrinfo(step.host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        found = []
+    for _, _, _, _, where in found:
+        if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
+            return str(where[0])
+    address = topology.address_towards(step.other)
+    if found and not step.other:  # a single node may use its loopback interface
+        return address or str(found[0][4][0])
+    if not address:
+        raise UsageError(
+            f"slurm://: the name {step.host} leads to no address that other nodes reach, and there "
+            f"is no way to {step.other or 'others'}: set MASTER_ADDR to such an address, for all "
+            "tasks"
+        )
+    return address
+
+
+def _needed(environ: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
+    value = env.integer(name, minimum=minimum, maximum=maximum, environ=environ)
+    if value is None:
+        raise ValueError(f"{name} is missing in the environment: srun sets it")
+    return value
+
+
+def _counts(environ: Mapping[str, str], tasks: int) -> list[int]:
+    """Return the number of tasks on each node: 2, 2, 2 and 1 for "2(x3),1"."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
+    parts = [_TASKS.fullmatch(part) for part in text.split(",")]
+    found = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if not all(parts) or sum(found) != tasks:
+        raise ValueError(
+            f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: expected numbers of tasks as "
+            f"in '2(x3),1', {tasks} together, as SLURM_STEP_NUM_TASKS says"
+        )
+    return found
+
+
+def _first_node(environ: Mapping[str, str]) -> str:
+    """Return the first node: node01 for "node[01-03,7],other"."""
+    return _node(environ, 0, _FIRST_NUMBER)
+
+
+def _last_node(environ: Mapping[str, str]) -> str:
+    """Return the last node: node7 for "other,node[01-03,7]"."""
+    return _node(environ, -1, _LAST_NUMBER)
+
+
+def _node(environ: Mapping[str, str], which: int, number: re.Pattern[str]) -> str:
+    text = environ.get("SLURM_STEP_NODELIST", "").strip()
+    names = _ONE_NODE.findall(text)
+    name = number.sub(r"\1", names[which]) if names and ",".join(names) == text else ""
+    if not _NAME.fullmatch(name):
+        raise ValueError(
+            f"SLURM_STEP_NODELIST={text!r} in the environment: expected names of nodes, as in "
+            "'node[01-03,7],other'"
+        )
+    return name
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    given = env.integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
+    if given is not None:
+        return given
+    job = _needed(environ, "SLURM_JOB_ID", 0)
+    step = _needed(environ, "SLURM_STEP_ID", 0)
+    return _FIRST_PORT + (job + _STEPS_APART * step) % _PORTS

@@ -1,0 +1,220 @@
+"""The ssh connection to one host and the launcher on it."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from phalanx.errors import LaunchError, UsageError
+from phalanx.launcher.ssh.host_list import HostPlace
+from phalanx.launcher.ssh.protocol import Lines, pack, unpack
+
+__all__ = ["OPTIONS", "Connection", "address_of"]
+
+CONNECT_LIMIT = 10
+"""Seconds allowed for ssh to reach a host."""
+
+CONFIGURATION_LIMIT = 10
+"""Seconds allowed for ssh to read its configuration."""
+
+OPTIONS = (
+    "-T",  # no terminal: there is no interactive input
+    *("-o", "BatchMode=yes"),  # fail instead of prompting
+    *("-o", f"ConnectTimeout={CONNECT_LIMIT}"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
+)
+_KEPT_LINES = 40
+_SSH_FAILED = 255
+_NO_PROGRAM = (126, 127)
+
+
+class Connection:
+    """A connection to the launcher on one host, through the ssh process that started it.
+
+    Attributes:
+        place: The host.
+        hello: The host's `hello` message, with its versions; None until it arrives.
+        end: The host's `end` message, with the outcome of its ranks; None until it arrives.
+        ended: The monotonic time in seconds at which `end` arrived or the connection was found
+            broken; 0 until then.
+        started: True once the host has been told to start its ranks.
+        stopped: True once the host has been told to stop its ranks.
+    """
+
+    def __init__(self, place: HostPlace, ssh: Sequence[str], python: str) -> None:
+        """Start ssh without waiting for it.
+
+        Raises:
+            UsageError: The ssh program cannot be run.
+        """
+        self.place = place
+        self.hello: dict[str, Any] | None = None
+        self.end: dict[str, Any] | None = None
+        self.ended = 0.0
+        self.started = self.stopped = False
+        self._python = python
+        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        remote = shlex.join([python, "-m", "phalanx.cli.remote_launcher"])
+        try:
+            # In a separate session, because Ctrl-C at the terminal must reach this process only:
+            # it stops the hosts itself.
+            self.process = subprocess.Popen(
+                [*ssh, *OPTIONS, "--", place.target, remote],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise UsageError(
+                f"can't run {ssh[0]!r}: {error.strerror}; --hosts needs OpenSSH's client, or name "
+                "another one with --ssh"
+            ) from None
+        # Typed as Any: never None, because all three are pipes.
+        self._input: Any = self.process.stdin
+        self._output: Any = self.process.stdout
+        self._errors: Any = self.process.stderr
+        self._lines = {descriptor: Lines() for descriptor in self.descriptors}
+
+    @property
+    def descriptors(self) -> tuple[int, int]:
+        """The descriptors to read from: the messages, and the stderr of ssh and the host."""
+        return self._output.fileno(), self._errors.fileno()
+
+    def read(self, descriptor: int) -> Iterator[dict[str, Any]] | None:
+        """Read from a descriptor and return its complete messages; None at the end of the stream.
+
+        Blocks until there is data. A line that is not a message is returned as a message of kind
+        `said`, with the text as its `line`.
+        """
+        data = os.read(descriptor, 1 << 16)
+        lines = self._lines[descriptor].feed(data) if data else self._lines[descriptor].rest()
+        if not data and not lines:
+            return None
+        return self._messages(lines, from_launcher=descriptor == self.descriptors[0])
+
+    def _messages(self, lines: list[bytes], *, from_launcher: bool) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            if self.hello is None and not line.strip():  # an empty line precedes a hello
+                continue
+            message = unpack(line) if from_launcher else None
+            if message is None:
+                text = line.decode(errors="replace").rstrip()
+                self._said.append(text)
+                message = {"kind": "said", "line": text}
+            elif message["kind"] == "hello":
+                self.hello = message
+            elif message["kind"] == "end":
+                self.end, self.ended = message, time.monotonic()
+            yield message
+
+    def send(self, kind: str = "", **content: Any) -> None:
+        """Send a message, or a heartbeat if `kind` is empty.
+
+        Ignores a broken pipe: `read` detects a lost connection.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            self._input.write(pack(kind, **content) if kind else b"\n")
+            self._input.flush()
+
+    def start(self, **content: Any) -> None:
+        """Tell the host to start its ranks."""
+        self.started = True
+        self.send("start", **content)
+
+    def stop(self, number: int) -> None:
+        """Tell the host to stop its ranks as if it had received the signal `number`."""
+        self.stopped = True
+        self.send("stop", signal=number)
+
+    def close(self, patience: float) -> None:
+        """Close the connection and end ssh; the host then ends the processes that it started.
+
+        Args:
+            patience: Seconds to wait for ssh to exit before it is killed.
+        """
+        with contextlib.suppress(BrokenPipeError):
+            self._input.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(patience)
+        self.process.kill()
+        self.process.wait()
+        self._output.close()
+        self._errors.close()
+
+    def trouble(self) -> LaunchError:
+        """Return an error that describes why the connection was lost and suggests a fix.
+
+        Must be called after ssh has exited. The error includes the last line that ssh or the host
+        has printed.
+        """
+        code = self.process.returncode
+        last = next((line for line in reversed(self._said) if line.strip()), "")
+        name = self.place.name
+        if self.hello is None:
+            words = _advice(self.place, self._python, code, "\n".join(self._said))
+        elif code in (_SSH_FAILED, -signal.SIGKILL):
+            words = f"the connection to {name}, or the launcher there, is gone"
+        else:
+            words = f"the launcher on {name} ended with code {code} before its ranks did"
+        who = "ssh" if code == _SSH_FAILED else "it"
+        return LaunchError(f"{words} ({who} said: {last})" if last else words)
+
+
+def _advice(place: HostPlace, python: str, code: int, text: str) -> str:
+    """Suggest a fix for a launcher that could not be started, based on the output of ssh."""
+    name, target = place.name, place.target
+    by_hand = f"`ssh -o BatchMode=yes {target} true` must work"
+    if "Host key verification failed" in text:
+        return (
+            f"ssh doesn't know the host key of {name}: connect once by hand, `ssh {target}`, and "
+            "compare the fingerprint"
+        )
+    if "Permission denied" in text and code == _SSH_FAILED:
+        return (
+            f"{name} doesn't let ssh in without a password: `ssh-copy-id {target}` brings your key "
+            f"there, `ssh-add` unlocks one; {by_hand}"
+        )
+    if code == _SSH_FAILED:
+        return f"can't reach {name} by ssh: {by_hand}"
+    if "No module named" in text and "phalanx" in text:
+        return (
+            f"{python} on {name} has no Phalanx, or one without --hosts: install the version that "
+            "is here, or name another Python with --remote-python"
+        )
+    if code in _NO_PROGRAM:
+        return (
+            f"{name} can't run {python}: install Python and Phalanx there at the same place, or "
+            "name the one that it has with --remote-python"
+        )
+    return f"Phalanx didn't start on {name}: code {code}"
+
+
+def address_of(place: HostPlace, ssh: Sequence[str]) -> str:
+    """Return the address of a host according to ssh's configuration, which may define aliases.
+
+    Runs `ssh -G`, which opens no connection.
+
+    Raises:
+        LaunchError: The command did not finish within `CONFIGURATION_LIMIT` seconds.
+    """
+    command = [*ssh, "-G", "--", place.target]
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, timeout=CONFIGURATION_LIMIT, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise LaunchError(
+            f"`{shlex.join(command)}` didn't end within {CONFIGURATION_LIMIT} s: see what ssh's "
+            "configuration has it do (Match exec), or whether its files can be read"
+        ) from None
+    for line in found.stdout.splitlines():
+        key, _, value = line.partition(" ")
+        if key == "hostname":
+            return value
+    return place.name

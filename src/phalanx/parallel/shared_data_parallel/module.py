@@ -1,0 +1,274 @@
+"""`SharedDataParallel`: a module whose gradients are averaged over the batches of all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from phalanx.errors import CollectiveMismatch, UsageError
+from phalanx.parallel.shared_data_parallel import clipping, parameters
+from phalanx.parallel.shared_data_parallel.backward_tracking import Passes
+from phalanx.parallel.shared_data_parallel.copies import PlainCopy
+from phalanx.parallel.shared_data_parallel.deferred_linear import (
+    StraightLinear,
+    accumulator,
+    by_rows,
+)
+from phalanx.parallel.shared_data_parallel.gradients import Gradients
+from phalanx.parallel.shared_data_parallel.layout import lay_out
+from phalanx.parallel.shared_data_parallel.optimizer import ShardedOptimizer
+from phalanx.parallel.shared_data_parallel.slice_owners import find_places
+from phalanx.parallel.sync_batch_norm import SyncBatchNorm
+
+__all__ = ["CHUNK_BYTES", "SharedDataParallel"]
+
+#: The default size of a chunk, which is reduced at once, in bytes.
+CHUNK_BYTES = 4 * 2**20
+
+# Layers whose backward is a collective.
+_COLLECTIVE = (SyncBatchNorm, nn.SyncBatchNorm)
+
+
+class SharedDataParallel(nn.Module):
+    """Data parallelism like DDP for ranks that share memory, with one copy of the model per host.
+
+    Every rank runs forward and backward on its own batch; after `backward()` each parameter's
+    `grad` is the average over all ranks. The usage is that of `DistributedDataParallel`; the
+    difference is in memory. The ranks of a host share one copy of the parameters and of the
+    averaged gradients. Gradients are written there while backward computes them, and are averaged
+    meanwhile, in rank order. An optimizer made by `optimizer` updates on each rank only a slice of
+    all parameters, with that slice's state. The result is bitwise the same as if every rank updated
+    all parameters (ZeRO-1, Rajbhandari et al. 2020, without its all-gather).
+
+    Each rank still has its own view of parameters and gradients, as in DDP: only the rank itself
+    sees what it writes to them in place (clipping, clamping, loading). Each page that it writes
+    costs it a copy (copy on write). An ordinary optimizer works too; each rank then has its own
+    parameters.
+
+    `copy.deepcopy` and its callers, such as `torch.optim.swa_utils.AveragedModel`, make a plain
+    module with the same names and its own memory; so does `torch.save` of the whole module. A
+    forked process (a DataLoader's worker) sees the parameters change as training continues, and
+    must copy those that are to stay as they are.
+
+    Between hosts, only the slices of gradients are sent. On backends other than "phalanx", each
+    rank counts as a host, and nothing is shared.
+
+    The requirements are those of DDP: all ranks have the same model and run the same number of
+    backward passes, and forward goes through the wrapper. A backward pass from an output of
+    `model.module` itself only accumulates gradients, on this rank. Averaged gradients are in the
+    same memory at every step: the next backward pass overwrites them, as with DDP's
+    `gradient_as_bucket_view=True`. Clone gradients that are needed later.
+
+    Args:
+        module: A module whose parameters are dense and on the CPU. Parameters that are trained must
+            be float16, bfloat16, float32, float64, complex64 or complex128; frozen parameters may
+            have any dtype. Parameters and buffers take the values of the group's rank 0.
+        group: The group of ranks; the default group if None.
+        broadcast_buffers: Whether to broadcast the buffers of rank 0 (such as the running
+            statistics of BatchNorm) before every forward pass in training mode.
+        chunk_bytes: The size of the gradients that are averaged at once, in bytes, above 0. A
+            matrix of up to 32 MiB is never split. Each rank keeps one chunk for gradients in
+            progress, or two if cores are idle.
+        collective_backward: Whether the module's own backward communicates, like that of
+            SyncBatchNorm. If true, gradients never wait for other ranks during backward, so ranks
+            may leave out different parameters. A separate thread then reduces the gradients, and
+            those for which there is no room yet stay in `grad`. None: whether the module has a
+            SyncBatchNorm, PyTorch's or `phalanx.parallel`'s.
+
+    Blocks until all ranks have constructed theirs.
+
+    Raises:
+        UsageError: There is no process group, there is nothing to train, a parameter is not dense,
+            not on the CPU or trained in another dtype, or the models of two ranks differ (raised on
+            all ranks, with the first difference).
+        PhalanxError: There is not enough memory.
+
+    Example:
+        >>> model = phalanx.parallel.SharedDataParallel(model)
+        >>> optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3, fused=True)
+        >>> for inputs, targets in batches:
+        ...     optimizer.zero_grad()
+        ...     loss(model(inputs), targets).backward()
+        ...     model.clip_grad_norm_(1.0)
+        ...     optimizer.step()
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup | None = None,
+        *,
+        broadcast_buffers: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
+        collective_backward: bool | None = None,
+    ) -> None:
+        if not dist.is_initialized():
+            raise UsageError(
+                "SharedDataParallel: no process group, expected one: call phalanx.init() or "
+                "torch.distributed.init_process_group() first"
+            )
+        if chunk_bytes < 1:
+            raise UsageError(
+                f"SharedDataParallel: chunk_bytes {chunk_bytes} given, expected above 0"
+            )
+        parameters.check(module)
+        super().__init__()
+        self.module = module
+        self.broadcast_buffers = broadcast_buffers
+        self.require_backward_grad_sync = True
+        self._places = find_places(group)
+        parameters.check_same(module, self._places)
+        every = list(module.parameters())
+        self._trained = [parameter for parameter in every if parameter.requires_grad]
+        self._layout = lay_out(self._trained, self._places.owners, chunk_bytes)
+        self._memory = parameters.move(self._trained, self._layout, self._places)
+        if frozen := [parameter for parameter in every if not parameter.requires_grad]:
+            parameters.move(frozen, lay_out(frozen, 1, chunk_bytes), self._places)
+        self._views = parameters.Views(every)
+        if collective_backward is None:
+            collective_backward = any(isinstance(part, _COLLECTIVE) for part in module.modules())
+        self._gradients = Gradients(
+            self._trained, self._layout, self._places, patient=collective_backward
+        )
+        self._passes = Passes()
+        self._share_buffers()
+        self._linear = StraightLinear(
+            [(n, weight) for n, weight in enumerate(self._trained) if by_rows(weight)],
+            self._gradients.put_off,
+        )
+        # Hooks on the accumulation nodes: post-accumulate-grad hooks are not called if a gradient
+        # is deferred.
+        self._nodes = [accumulator(parameter) for parameter in self._trained]
+        for number, node in enumerate(self._nodes):
+            node.register_hook(self._taker(number))
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run the module; in training, the next backward pass averages the gradients."""
+        if torch.is_grad_enabled():
+            if self._gradients.under_way:
+                raise UsageError(
+                    "SharedDataParallel: the last backward pass was cut short by an exception, so ranks "
+                    "are no longer in step: end the job, and start again from a checkpoint"
+                )
+            self._views.restore()
+            return self._forward(self.require_backward_grad_sync, *inputs, **keywords)
+        return self.module(*inputs, **keywords)
+
+    def _forward(self, synchronize: bool, *inputs: Any, **keywords: Any) -> Any:
+        self._passes.begin(synchronize)
+        if self.training and self.broadcast_buffers and synchronize:
+            self._share_buffers()
+        with self._linear if synchronize else contextlib.nullcontext():
+            outputs = self.module(*inputs, **keywords)
+        self._passes.follow(outputs, synchronize)
+        return outputs
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on each rank without averaging them within the context.
+
+        The next backward pass whose forward pass is outside averages the accumulated gradients.
+        """
+        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def optimizer(
+        self,
+        kind: Callable[..., torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        *,
+        elementwise: bool = False,
+        **options: Any,
+    ) -> ShardedOptimizer:
+        """Make an optimizer whose work and state are divided among the ranks of the host.
+
+        Args:
+            kind: A class of `torch.optim` that updates each element independently, such as SGD,
+                Adam or AdamW.
+            params: Some of the parameters, or parameter groups, as for any optimizer; all
+                parameters if None.
+            elementwise: Whether a class that is not PyTorch's updates each element from its own
+                gradient and state alone, never from a norm or the shape of a parameter.
+            options: For the class: `lr` and the like. With `fused=True`, where the class has it, a
+                step is fastest.
+
+        Raises:
+            UsageError: The class is not known to update each element independently, or a parameter
+                is not part of this model or does not require a gradient.
+        """
+        return ShardedOptimizer(self, kind, params, elementwise=elementwise, **options)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
+
+        This is like `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`, which works too, but
+        each rank scales only its slices. All ranks must call it, after backward and before the
+        step.
+
+        Args:
+            max_norm: The maximum norm, above 0.
+            norm_type: The p of the p-norm, above 0, or infinity.
+
+        Returns:
+            The norm before scaling, a float64 scalar, the same on all ranks.
+        """
+        return clipping.clip(self._layout, self._gradients, self._places, max_norm, norm_type)
+
+    def register_comm_hook(self, *_: object) -> None:
+        """Reject DDP's communication hooks, which change how buckets are sent: there are none here.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "SharedDataParallel.register_comm_hook: gradients are combined in shared memory, there is no "
+            "bucket to compress: use DistributedDataParallel for such hooks"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlainCopy, (self.module, self.training)
+
+    def _taker(self, number: int) -> Callable[..., None]:
+        def take(*_: object) -> None:
+            if not self._gradients.under_way:
+                if not self._passes.synchronizes():
+                    self._gradients.settle(number)
+                    return
+                Variable._execution_engine.queue_callback(self._finish)
+            try:
+                self._gradients.take(number)
+            except CollectiveMismatch as error:
+                raise CollectiveMismatch(
+                    f"{error} (SharedDataParallel, averaging gradients: if the module's own backward "
+                    "communicates, and ranks leave out parameters, give collective_backward=True)"
+                ) from error
+
+        return take
+
+    def _finish(self) -> None:
+        with torch.no_grad():
+            self._gradients.finish()
+        self._passes.averaged()
+
+    @torch.no_grad()
+    def _share_buffers(self) -> None:
+        """Broadcast the buffers of rank 0, in one message for each dtype."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for buffer in self.module.buffers():
+            if buffer.numel():
+                by_dtype.setdefault(buffer.dtype, []).append(buffer)
+        for buffers in by_dtype.values():
+            packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(packed, group=self._places.group, group_src=0)
+            parts = torch.split(packed, [buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))

@@ -1,0 +1,222 @@
+"""Writing and reading files, with their SHA-256 computed at the same time."""
+
+import ctypes
+import hashlib
+import os
+import stat
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ContentError", "memory", "read_checked", "read_small", "sync_directory", "write_file"]
+
+# Bytes written, read and hashed at a time. It is large because each handover between threads may
+# wait, on a busy machine for long.
+BATCH = 32 * 2**20
+# Maximum number of buffers in a batch; the system call accepts 1024.
+BUFFERS = 512
+# Parts of at most this many bytes are joined before they are written.
+SMALL = 2**16
+# Maximum number of batches waiting to be hashed. They use extra memory only for copied tensors.
+BACKLOG = 8
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
+_sync_file_range = ctypes.CDLL(None).sync_file_range
+_sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+class ContentError(ValueError):
+    """Raised if a file does not have the expected content."""
+
+
+class _Hash:
+    """A SHA-256 computed on a separate thread, as hashlib releases the GIL."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, "phalanx-checkpoint")
+        self._pending: deque[Future[None]] = deque()
+
+    def __enter__(self) -> "_Hash":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+    def update(self, batch: Sequence[memoryview]) -> None:
+        """Add buffers, which must not change until `hexdigest` returns."""
+        if not self._pending and sum(map(len, batch)) <= SMALL:
+            self._take(batch)
+            return
+        if len(self._pending) >= BACKLOG:
+            self._pending.popleft().result()
+        self._pending.append(self._thread.submit(self._take, batch))
+
+    def _take(self, batch: Sequence[memoryview]) -> None:
+        for buffer in batch:
+            self._hash.update(buffer)
+
+    def hexdigest(self) -> str:
+        while self._pending:
+            self._pending.popleft().result()
+        return self._hash.hexdigest()
+
+
+def memory(buffer: Tensor) -> memoryview:
+    """Return a view of the memory of a uint8[n] tensor."""
+    array: Any = buffer.numpy()
+    return memoryview(array)
+
+
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write a new file, flush it to disk, and return its length in bytes and its SHA-256.
+
+    Blocks until the data is on disk.
+
+    Raises:
+        OSError: The file cannot be written. The caller must remove a partly written file.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    descriptor = os.open(path, flags, 0o666)
+    try:
+        with _Hash() as sha:
+            length = 0
+            for batch in _batches(parts):
+                sha.update(batch)
+                begun, length = length, length + _write(descriptor, batch)
+                _start_writing(descriptor, begun, length - begun)
+            os.fsync(descriptor)
+            return length, sha.hexdigest()
+    finally:
+        os.close(descriptor)
+
+
+def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
+    """Yield all bytes in order, in batches of about `BATCH` bytes."""
+    batch: list[memoryview] = []
+    length = 0
+    for buffer in _buffers(parts):
+        batch.append(buffer)
+        length += len(buffer)
+        if length >= BATCH or len(batch) >= BUFFERS:
+            yield batch
+            batch, length = [], 0
+    if batch:
+        yield batch
+
+
+def _buffers(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
+    """Yield small parts joined, and large parts in slices of at most `BATCH` bytes."""
+    together = bytearray()
+    for part in parts:
+        if len(part) <= SMALL:
+            together += part
+        if together and (len(part) > SMALL or len(together) > SMALL):
+            yield memoryview(bytes(together))
+            together.clear()
+        if len(part) > SMALL:
+            whole = memoryview(part)
+            for start in range(0, len(whole), BATCH):
+                yield whole[start : start + BATCH]
+    if together:
+        yield memoryview(bytes(together))
+
+
+def _start_writing(descriptor: int, start: int, length: int) -> None:
+    """Ask the kernel to start the writeback of a range; a hint, so errors are ignored."""
+    _sync_file_range(descriptor, start, length, _SYNC_FILE_RANGE_WRITE)
+
+
+def _write(descriptor: int, batch: Sequence[memoryview]) -> int:
+    """Write all bytes of some buffers, and return their number."""
+    total = left = sum(map(len, batch))
+    buffers = list(batch)
+    while left:
+        count = os.writev(descriptor, buffers)
+        left -= count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers.pop(0))
+        if count:
+            buffers[0] = buffers[0][count:]
+    return total
+
+
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to disk."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_checked(path: Path, length: int, digest: str) -> Tensor:
+    """Return the content of a file as a uint8[length], after checking its length and SHA-256.
+
+    Raises:
+        OSError: The file cannot be read.
+        ContentError: The length or the SHA-256 differs.
+    """
+    with _open(path) as file:
+        found = os.fstat(file.fileno()).st_size
+        if found != length:
+            raise ContentError(f"{path.name} has {found} bytes, {length} were written")
+        buffer = torch.empty(length, dtype=torch.uint8)
+        content = memory(buffer)
+        with _Hash() as sha:
+            for start in range(0, length, BATCH):
+                block = content[start : start + BATCH]
+                _read(file, block, path)
+                sha.update([block])
+            if sha.hexdigest() != digest:
+                raise ContentError(f"{path.name} isn't what was written: its SHA-256 differs")
+    return buffer
+
+
+def read_small(path: Path, limit: int) -> bytes:
+    """Return the content of a file of at most `limit` bytes.
+
+    Raises:
+        OSError: The file cannot be read.
+        ContentError: The file is larger, or not a regular file.
+    """
+    with _open(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ContentError(f"{path.name} has {size} bytes, expected at most {limit}")
+        buffer = bytearray(size)
+        _read(file, memoryview(buffer), path)
+    return bytes(buffer)
+
+
+def _open(path: Path) -> Any:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: The file cannot be opened.
+        ContentError: The file is not a regular file. Reading a FIFO, for example, may block
+            forever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ContentError(f"{path.name} is not a regular file")
+    return open(descriptor, "rb", buffering=0)
+
+
+def _read(file: Any, block: memoryview, path: Path) -> None:
+    while block:
+        count = file.readinto(block)
+        if not count:
+            raise ContentError(f"{path.name} ends early")
+        block = block[count:]

@@ -1,0 +1,150 @@
+"""The safetensors format: https://github.com/huggingface/safetensors (README, "Format").
+
+A file consists of eight bytes with the length of the header, the header in JSON, and the bytes of
+the tensors. This module is used instead of the safetensors library for two reasons: a save hashes
+the bytes while it writes them, and a load parses the buffer that it has verified, without a copy.
+The tests read the files of this module with the library, and vice versa.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.train.checkpoints.files import memory
+
+__all__ = ["DTYPES", "Entry", "FormatError", "bytes_of", "itemsize", "layout", "parse", "tensor_in"]
+
+_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "U16": "uint16",
+    "I16": "int16",
+    "U32": "uint32",
+    "I32": "int32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F32": "float32",
+    "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "C64": "complex64",
+}
+#: The format's name of each torch dtype that it supports.
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for key, name in _NAMES.items()}
+_DTYPES = {key: dtype for dtype, key in DTYPES.items()}
+# A cache line in bytes. torch aligns its own tensors to it, and some of its code relies on that.
+_ALIGNMENT = 64
+
+
+def itemsize(name: str) -> int:
+    """Return the size in bytes of an element, by the format's name of the dtype."""
+    return _DTYPES[name].itemsize
+
+
+class FormatError(ValueError):
+    """Raised if bytes do not conform to the safetensors format."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its dtype, its shape, and the range of its bytes in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+    """Return the header of a file with these tensors, and the order of their data.
+
+    The format allows no gaps. Tensors that fill whole cache lines come first, so that they and the
+    next one start at a cache line. Otherwise wider elements come first, so that every tensor is
+    aligned to the size of its elements.
+    """
+
+    def rank(name: str) -> tuple[bool, int, str]:
+        tensor = tensors[name]
+        ragged = tensor.numel() * tensor.element_size() % _ALIGNMENT != 0
+        return ragged, -tensor.element_size(), name
+
+    order = sorted(tensors, key=rank)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for name in order:
+        tensor = tensors[name]
+        stop = start + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, stop],
+        }
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text, order
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor, without a copy if it is contiguous on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return memory(plain.reshape(-1).view(torch.uint8))
+
+
+def parse(buffer: Tensor) -> dict[str, Entry]:
+    """Return the entries of a file by the name of the tensor.
+
+    Args:
+        buffer: The content of the file, uint8[n].
+
+    Raises:
+        FormatError: The content is not in the safetensors format.
+    """
+    content = memory(buffer)
+    if len(content) < 8:
+        raise FormatError(f"{len(content)} bytes, too few for a safetensors header")
+    (size,) = struct.unpack("<Q", content[:8])
+    data = 8 + size
+    if data > len(content):
+        raise FormatError(f"a header of {size} bytes in a file of {len(content)}")
+    try:
+        header = json.loads(bytes(content[8:data]))
+        header.pop("__metadata__", None)
+        return dict(_entries(header.items(), data, len(content)))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FormatError(f"not a safetensors header: {error}") from error
+
+
+def tensor_in(buffer: Tensor, entry: Entry) -> Tensor:
+    """Return a tensor of a file as a view of the buffer, or as a copy if it is not aligned."""
+    if entry.start == entry.stop:
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    # A separate storage: `torch.set_rng_state`, for example, reads a storage from its beginning.
+    content = torch.frombuffer(memory(buffer)[entry.start : entry.stop], dtype=torch.uint8)
+    if entry.start % _ALIGNMENT:
+        content = content.clone()
+    return content.view(entry.dtype).view(entry.shape)
+
+
+def _entries(
+    items: Iterable[tuple[str, dict[str, Any]]], data: int, end: int
+) -> Iterable[tuple[str, Entry]]:
+    for name, said in items:
+        dtype, shape = _DTYPES[said["dtype"]], tuple(said["shape"])
+        start, stop = (data + int(offset) for offset in said["data_offsets"])
+        length = math.prod(shape) * dtype.itemsize
+        if not data <= start <= stop <= end or stop - start != length or min(shape, default=0) < 0:
+            raise FormatError(f"{name}: bytes {start} to {stop} for {said['dtype']}{list(shape)}")
+        yield name, Entry(dtype, shape, start, stop)

@@ -1,0 +1,72 @@
+"""The handling of SIGTERM: finish the step, save a checkpoint, exit."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+__all__ = ["STOPPED", "Stop"]
+
+STOPPED = 128 + signal.SIGTERM
+"""The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
+
+Value = TypeVar("Value")
+
+_log = logging.getLogger("phalanx")
+
+
+class _Interrupted(BaseException):  # like KeyboardInterrupt: `except Exception` must not catch it
+    """Raised if SIGTERM arrives during a wait."""
+
+
+class Stop:
+    """A context manager in which SIGTERM only sets `asked`. Exit restores the previous handler."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._waiting = False
+        self._before: object = None
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, self._ask)
+        else:
+            _log.warning(
+                "phalanx: training runs in another than the main thread, where SIGTERM can't be "
+                "heard: it ends the process without a checkpoint"
+            )
+        return self
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's API
+        self.asked = True
+        if self._waiting:
+            self._waiting = False
+            raise _Interrupted
+
+    def unless_asked(self, action: Callable[[], Value]) -> Value | None:
+        """Run an action and return its result, or None if SIGTERM has arrived or arrives meanwhile.
+
+        SIGTERM interrupts the action at an arbitrary point. The objects that the action uses must
+        not be used afterwards.
+        """
+        try:
+            try:
+                self._waiting = True
+                return None if self.asked else action()
+            finally:
+                self._waiting = False
+        except _Interrupted:
+            return None
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type] # a saved handler

@@ -1,0 +1,76 @@
+"""Selection of a group's transport."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+
+    from phalanx.transports.interface import Transport
+
+__all__ = ["DEFAULT", "NAMES", "check_name", "open_transport"]
+
+DEFAULT = "gloo"
+NAMES = ("gloo", "mpi", "relay", "nccl")
+"""With "nccl", CUDA tensors must use NCCL (`phalanx.backend.cuda`); others use Gloo."""
+_MPI_SECONDS = 60.0
+"""Seconds that the processes started by mpirun wait for each other before the first group."""
+
+
+def check_name(name: object, where: str = "") -> None:
+    """Check that a transport is known, and installed if it needs NCCL or pyzmq.
+
+    Args:
+        name: The name of the transport.
+        where: Text before the error message, such as the source of the name.
+
+    Raises:
+        UsageError: The name is unknown, or NCCL or pyzmq is not installed.
+    """
+    if name not in NAMES:
+        raise UsageError(f"{where}transport is {name!r}: expected one of {', '.join(NAMES)}")
+    if name == "nccl" and not dist.is_nccl_available():
+        raise UsageError(
+            f"{where}transport is 'nccl', but this torch ({torch.__version__}) has no NCCL: install a "
+            "build of torch for CUDA, or choose 'gloo'"
+        )
+    if name == "relay" and importlib.util.find_spec("zmq") is None:
+        raise UsageError(
+            f"{where}transport is 'relay', but pyzmq isn't installed: pip install 'phalanx[relay]', "
+            "or choose 'gloo'"
+        )
+
+
+def open_transport(name: str, store: Store, rank: int, size: int, address: str) -> Transport:
+    """Open this rank's end of a transport; connections to peers are made when first used.
+
+    Args:
+        name: One of `NAMES`.
+        store: The store through which the ranks find each other, for this transport only.
+        rank: This rank in the group.
+        size: World size of the group.
+        address: The address on which this rank listens, of an interface that its peers can reach.
+
+    Raises:
+        UsageError: The transport is unknown or not installed.
+        TransportError: The transport cannot be opened.
+    """
+    check_name(name)
+    if name == "mpi":
+        from phalanx.transports.mpi import MpiTransport, the_world
+
+        return MpiTransport(the_world(_MPI_SECONDS), store, rank, size)
+    if name == "relay":
+        from phalanx.transports.relay import RelayTransport
+
+        return RelayTransport(store, rank, size, address)
+    from phalanx.transports.gloo import GlooTransport
+
+    return GlooTransport(store, rank, size, address)
