@@ -167,8 +167,8 @@ def test_variables_that_are_wrong(
 
 
 def test_a_variable_that_is_misspelt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PHALANX_ENGIN", "gloo")
-    found = named(environment.check())["PHALANX_ENGIN"]
+    monkeypatch.setenv("PHALANX_TRANSPOR", "gloo")
+    found = named(environment.check())["PHALANX_TRANSPOR"]
     assert (found.level, found.advice) == ("note", "Is it PHALANX_TRANSPORT?")
 
 
