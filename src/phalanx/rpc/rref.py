@@ -73,7 +73,7 @@ class RRef(Generic[_T]):
         """Return whether this worker is the owner."""
         return self._user_rref.owner == agent().id
 
-    def is_near(self) -> bool:
+    def is_on_this_host(self) -> bool:
         """Return whether the owner is on this worker's host."""
         return agent().peers[self._user_rref.owner].is_local
 
