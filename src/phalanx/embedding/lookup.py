@@ -150,7 +150,7 @@ class LookupPlan:
     """The number of rows."""
     positions: list[Tensor | slice]
     """For each server, the positions of its rows."""
-    local: list[Tensor]
+    local_indices: list[Tensor]
     """For each server, the indices of those rows on it."""
 
 

@@ -248,7 +248,7 @@ def _value(rref_id: RRefId) -> Any:
     if not value.is_ready:
         own.promote_follower()
         if not value.wait(own.timeout or None):
-            raise CallTimeout(f"{_describe(rref_id, own.id)} wasn't there after {own.timeout:g} s")
+            raise CallTimeout(f"{_describe(rref_id, own.id)} did not exist after {own.timeout:g} s")
     return value.get()
 
 

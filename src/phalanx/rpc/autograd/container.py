@@ -41,7 +41,7 @@ class _RpcPeerGraphs:
             PhalanxError,
             UsageError,
         ):  # the peer is dead, or this worker is leaving: nothing is kept for it any more
-            _LOG.debug("worker %d isn't told what it may free", peer, exc_info=True)
+            _LOG.debug("worker %d was not notified of released messages", peer, exc_info=True)
 
 
 def init(worker: int) -> None:

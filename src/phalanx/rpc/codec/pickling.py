@@ -87,7 +87,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
         if isinstance(obj, Tensor) and obj.grad_fn is not None and torch.is_grad_enabled():
             raise UsageError(
                 f"a tensor of type {kind.__name__}, {obj.dtype} and {obj.layout} that requires "
-                "gradients: its gradients couldn't find the way back; send tensor.detach()"
+                "gradients: autograd cannot follow it through a call; send tensor.detach()"
             )
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._reduce_script_function(obj)
@@ -124,8 +124,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
             return NotImplemented
         if tensor.device.type != "cpu":
             raise UsageError(
-                f"a tensor of {tuple(tensor.shape)} on {tensor.device}: RPC carries tensors of the "
-                "CPU; send tensor.cpu(), and move it where it arrives"
+                f"a tensor of {tuple(tensor.shape)} on {tensor.device}: RPC sends CPU tensors "
+                "only; send tensor.cpu(), and move it to the device on the receiver"
             )
         self._pickle_context.tensors.append(tensor)
         return _get_tensor, (len(self._pickle_context.tensors) - 1,)
@@ -158,7 +158,7 @@ def serialize(obj: object, pickle_context: PickleContext, description: str) -> b
         description: A description of the object, for error messages.
 
     Raises:
-        UsageError: A part of the object can't be pickled.
+        UsageError: A part of the object cannot be pickled.
     """
     before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
     try:
@@ -174,7 +174,7 @@ def serialize(obj: object, pickle_context: PickleContext, description: str) -> b
     except Exception as error:
         pickle_context.cancel()
         kind = ArgumentTypeError if isinstance(error, TypeError) else UsageError
-        raise kind(f"{description} can't be sent: {type(error).__name__}: {error}") from error
+        raise kind(f"{description} cannot be sent: {type(error).__name__}: {error}") from error
     finally:
         thread_local.pickle_context = before
 

@@ -118,7 +118,9 @@ class Acceptor:
         """Pause while peers wait in the kernel; polling would only report them again, at once."""
         if not self._is_out_of_resources:
             self._is_out_of_resources = True
-            _LOG.warning("%s: workers that connect have to wait; raise `ulimit -n`", error.strerror)
+            _LOG.warning(
+                "%s: new connections of workers are delayed; raise `ulimit -n`", error.strerror
+            )
         time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
@@ -190,12 +192,12 @@ def connect(
                 time.sleep(_RETRY_SECONDS)
     except TimeoutError:
         kind = CallTimeout if timeout < max_wait else PhalanxError
-        words = f"the worker there did not answer within {timeout:.2g} s: is it stopped?"
-        raise kind(words) from None
+        text = f"the worker there did not answer within {timeout:.2g} s: is it stopped?"
+        raise kind(text) from None
     except OSError as error:
         if error.errno in _OUT_OF_RESOURCES:
             raise PhalanxError(
-                f"no connection can be made: {error.strerror}; raise `ulimit -n`, or close files"
+                f"cannot connect: {error.strerror}; raise `ulimit -n`, or close files"
             ) from None
         raise
 
