@@ -1,6 +1,6 @@
 """A log of a worker's long-running calls, in the directory of its job.
 
-The file `812.calls`, beside the flight recorder file of process 812, is replaced as a whole when
+The file `812.calls`, next to the flight recorder file of process 812, is replaced as a whole when
 something has changed. It is removed when the worker leaves, unless an exception ends the process or
 `shutdown`:
 

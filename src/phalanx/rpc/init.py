@@ -165,11 +165,13 @@ class WorkerBarrier:
         send_exception: Callable[[BaseException], None],
     ) -> None:
         """Record an arrival; once all workers have arrived, answer each whether this is the end."""
-        lost = ""
+        loss_reason = ""
         with self._lock:
             self._arrivals[worker] = activity, send_result, send_exception
-            lost = next((peer.loss_reason for peer in self._own.peers if peer.loss_reason), "")
-            if not lost and len(self._arrivals) < self._size:
+            loss_reason = next(
+                (peer.loss_reason for peer in self._own.peers if peer.loss_reason), ""
+            )
+            if not loss_reason and len(self._arrivals) < self._size:
                 return
             arrivals, self._arrivals = self._arrivals, {}
         now = {each: entry[0] for each, entry in arrivals.items()}
@@ -177,8 +179,8 @@ class WorkerBarrier:
         # This worker comes last, since it leaves as soon as it has its answer.
         for each in sorted(arrivals, reverse=True):
             _, answer, refuse = arrivals[each]
-            if lost:
-                refuse(PeerLost(lost))
+            if loss_reason:
+                refuse(PeerLost(loss_reason))
             else:
                 answer(is_end)
 

@@ -1,4 +1,4 @@
-"""Notifications of what other workers may free: ended references and unmapped blocks."""
+"""Notifications of other workers about ended references and unmapped blocks."""
 
 from __future__ import annotations
 

@@ -155,8 +155,8 @@ def _to_torch_error(error: Exception, function: object) -> Exception:
     if isinstance(error, TypeError) and isinstance(function, types.BuiltinFunctionType):
         function_name = function.__name__
         if vars(torch).get(function_name) is function:
-            words = "Overloaded torch operator invoked from Python failed to match any schema"
-            wrapped = ArgumentTypeError(f"{words}: torch.{function_name}: {error}")
+            text = "Overloaded torch operator invoked from Python failed to match any schema"
+            wrapped = ArgumentTypeError(f"{text}: torch.{function_name}: {error}")
             return wrapped.with_traceback(error.__traceback__)
     return error
 

@@ -132,7 +132,7 @@ class RRef(Generic[_T]):
             retain_graph: True if there will be a second pass through the same graph.
 
         Raises:
-            UsageError: The value is not a tensor, or a backward pass can't begin with it.
+            UsageError: The value is not a tensor, or a backward pass cannot begin with it.
             PeerLost: A worker that takes part is dead.
         """
         from phalanx.rpc.autograd.api import backward

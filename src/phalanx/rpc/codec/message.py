@@ -45,7 +45,7 @@ _DESCRIPTOR = struct.Struct("<BBHIIIQ")
 _MAGIC = b"PhR1"
 _DIMENSIONS = 64
 _STRIDED = 0x80
-"""A flag beside the location of a tensor: its strides follow its shape."""
+"""A flag in the location field of a tensor: its strides follow its shape."""
 _PICKLE_IN_TENSOR = 1
 """A flag: the data of the last tensor are the pickle."""
 
@@ -63,7 +63,7 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-"""The dtypes of tensors beside the pickle; the index of a dtype is its number in the table."""
+"""The dtypes of tensors outside the pickle; the index of a dtype is its number in the table."""
 
 
 class Kind(enum.IntEnum):

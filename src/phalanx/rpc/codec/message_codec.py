@@ -187,8 +187,8 @@ class MessageCodec:
         trace = error.__traceback__
         # The first frame is this package's.
         lines = traceback.format_exception(type(error), error, trace and trace.tb_next)
-        words = "".join(traceback.format_exception_only(type(error), error)).strip()
-        body = words, "".join(lines), None
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        body = summary, "".join(lines), None
         try:
             if isinstance(error, Exception):
                 with_error = (*body[:2], error)

@@ -1,4 +1,4 @@
-"""Pickling of arguments and results, with their tensors beside the pickle.
+"""Pickling of arguments and results, with their tensors outside the pickle.
 
 Pickle sends functions and classes by reference: as names that the receiver imports. Those of the
 main program are also sent by reference, if the receiver runs the same program. Functions without an
@@ -160,7 +160,7 @@ def serialize(obj: object, pickle_context: PickleContext, description: str) -> b
     Raises:
         UsageError: A part of the object cannot be pickled.
     """
-    before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
+    saved_context, thread_local.pickle_context = thread_local.pickle_context, pickle_context
     try:
         try:
             return _pickle(obj, pickle_context, torch.is_grad_enabled())
@@ -176,7 +176,7 @@ def serialize(obj: object, pickle_context: PickleContext, description: str) -> b
         kind = ArgumentTypeError if isinstance(error, TypeError) else UsageError
         raise kind(f"{description} cannot be sent: {type(error).__name__}: {error}") from error
     finally:
-        thread_local.pickle_context = before
+        thread_local.pickle_context = saved_context
 
 
 def _pickle(obj: object, pickle_context: PickleContext, refuse_parameters: bool) -> bytes:
@@ -188,13 +188,13 @@ def _pickle(obj: object, pickle_context: PickleContext, refuse_parameters: bool)
 def deserialize(
     payload: bytes | memoryview, tensors: Sequence[Tensor], pickle_context: PickleContext
 ) -> Any:
-    """Unpickle an object, with the tensors that were sent beside the pickle."""
+    """Unpickle an object, with the tensors that were sent outside the pickle."""
     pickle_context.tensors = list(tensors)
-    before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
+    saved_context, thread_local.pickle_context = thread_local.pickle_context, pickle_context
     try:
         return pickle.loads(payload)
     finally:
-        thread_local.pickle_context = before
+        thread_local.pickle_context = saved_context
 
 
 class _ParameterFound(Exception):  # noqa: N818 - not an error
@@ -278,8 +278,8 @@ class _ScriptFunction:
         self._names, self._defaults = names, defaults
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        left = self._names[len(args) :]
-        given = {name: value for name, value in self._defaults.items() if name in left}
+        remaining = self._names[len(args) :]
+        given = {name: value for name, value in self._defaults.items() if name in remaining}
         return self._module(*args, **{**given, **kwargs})
 
     def __reduce__(self) -> Any:

@@ -251,7 +251,7 @@ class ShmSender:
             return sum(int(np.count_nonzero(each.flags)) for each in segments)
 
     def close(self) -> None:
-        """Close the segments; receivers keep what they have mapped."""
+        """Close the segments; receivers keep their mappings."""
         with self._lock:
             for segments in self._segments.values():
                 for segment in segments:

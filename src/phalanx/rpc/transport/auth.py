@@ -143,15 +143,17 @@ class _Handshake:
     def receive(self) -> bool | None:
         """Read, and return whether the peer knows the key; None if that is still open."""
         opening = len(_MAGIC) + _NONCE
-        before = len(self._received)
-        data = self.connection.recv((opening if before < opening else opening + _PROOF) - before)
+        received_size = len(self._received)
+        data = self.connection.recv(
+            (opening if received_size < opening else opening + _PROOF) - received_size
+        )
         if not data:
             return False
         self._received += data
         if self._received[: len(_MAGIC)] != _MAGIC[: len(self._received)]:
             return False
         peer_nonce = self._received[len(_MAGIC) : opening]
-        if before < opening == len(self._received):
+        if received_size < opening == len(self._received):
             self.connection.send(
                 self._nonce + _make_proof(self._key, b"listens", peer_nonce, self._nonce)
             )
