@@ -264,8 +264,8 @@ def _receive_out_of_band(socket: zmq.Socket[bytes]) -> list[memoryview]:
 def _send(
     socket: zmq.Socket[bytes], frame: bytes, out_of_band: Sequence[memoryview], copy: bool = True
 ) -> None:
-    # The queue is unbounded, but no longer exists if another process has the peer's address now. The
-    # monitor has reported that as the loss of the peer: nothing is sent, and no call waits.
+    # The queue is unbounded, but no longer exists if another process has the peer's address now.
+    # The monitor has reported that as the loss of the peer: nothing is sent, and no call waits.
     try:
         socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if out_of_band else 0))
     except zmq.Again:
