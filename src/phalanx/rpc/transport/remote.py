@@ -1,8 +1,8 @@
 """Connections to workers on other hosts: encrypted ZeroMQ sockets with locks and size limits.
 
-CURVE rejects strangers. The server's public key is derived from the job's key and is never sent. A
-peer that does not know the key gets no further than the first message of the handshake, and nothing
-that it sends reaches this package.
+CURVE rejects unauthenticated peers. The server's public key is derived from the job's key and is
+never sent. A peer that does not know the key gets no further than the first message of the
+handshake, and nothing that it sends reaches this package.
 """
 
 from __future__ import annotations
