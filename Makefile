@@ -257,7 +257,7 @@ soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --r
 	$(call section,Soak)
 	@python -m tests.soak $(ARGS)
 
-fuzz: setup-dev ## garbage from strangers, and a mad worker, to a worker of RPC (ARGS="--frames 100000 --seed N")
+fuzz: setup-dev ## send malformed data to an RPC worker (ARGS="--frames 100000 --seed N")
 	$(call section,Fuzz)
 	@python -m tests.fuzz $(ARGS)
 

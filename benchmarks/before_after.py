@@ -107,7 +107,7 @@ def bench(python: str) -> Figures:
 
 def rpc(python: str) -> Figures:
     """`benchmarks/rpc`: calls, the hybrid step, and lookups."""
-    found = _document([python, str(_HERE / "rpc"), "--rounds", "5", "--json"])
+    found = _document([python, str(_HERE / "rpc"), "--rounds", "5", "--output"])
     return {
         f"{what}, {system}": time["median"]
         for by_what in found["seconds"].values()

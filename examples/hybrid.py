@@ -4,9 +4,10 @@
     phalanx run --nproc-per-node 7 examples/hybrid.py --servers 2 --trainers 4
     phalanx run --nproc-per-node 4 --max-restarts 3 examples/hybrid.py --checkpoints DIR
 
-A table with a row for each of 20,000 things lives on servers; the dense layers are replicated on
-trainers, which average their gradients; a master drives them. A sample is five things; how likely
-a click is follows from a hidden number of each. So the least possible loss is known.
+A table with a row for each of 20,000 things is split over servers. The dense layers are replicated
+on trainers, which average their gradients. A master controls them. A sample consists of five
+things; the probability of a click follows from a hidden score of each, so the least possible loss
+is known.
 """
 
 import argparse
@@ -25,19 +26,19 @@ from phalanx import embedding, rpc
 THINGS, PER_SAMPLE, WIDTH, BATCH, STEPS = 20_000, 5, 16, 256, 50
 
 
-def clicks(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples [count, 5] of things, some met far more often; clicks; how likely each was."""
-    hidden = torch.randn(THINGS, generator=torch.Generator().manual_seed(0))
+def make_samples(count: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return samples of things [count, 5], some far more frequent; clicks; their probabilities."""
+    scores = torch.randn(THINGS, generator=torch.Generator().manual_seed(0))
     random = torch.Generator().manual_seed(seed)
     things = (THINGS ** torch.rand(count, PER_SAMPLE, generator=random)).long() - 1
-    likely = torch.sigmoid(hidden[things].sum(1))
-    return things, torch.bernoulli(likely, generator=random), likely
+    probabilities = torch.sigmoid(scores[things].sum(1))
+    return things, torch.bernoulli(probabilities, generator=random), probabilities
 
 
 class Trainer:
-    """The dense layers on one worker, and its view of the table."""
+    """A trainer: the dense layers, and access to the table."""
 
-    def __init__(self, number: int, servers: list[rpc.RRef[embedding.Server]]) -> None:
+    def __init__(self, number: int, servers: list[rpc.RRef[embedding.EmbeddingServer]]) -> None:
         self.number = number
         self.table = embedding.ShardedEmbeddingBag(THINGS, WIDTH, servers, mode="sum", group=group)
         layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, 1))
@@ -45,8 +46,8 @@ class Trainer:
         self.optimizer = torch.optim.Adagrad(self.dense.parameters(), lr=0.05)
 
     def train(self, epoch: int) -> float:
-        """Train with samples that no other trainer and no other epoch has; their mean loss."""
-        things, clicked, _ = clicks(STEPS * BATCH, seed=1 + 1_000 * epoch + self.number)
+        """Train with samples that no other trainer or epoch uses; return their mean loss."""
+        things, clicked, _ = make_samples(STEPS * BATCH, seed=1 + 1_000 * epoch + self.number)
         total = 0.0
         for batch, labels in zip(things.split(BATCH), clicked.split(BATCH), strict=True):
             logits = self.dense(self.table(batch)).squeeze(1)
@@ -54,47 +55,53 @@ class Trainer:
             self.optimizer.zero_grad()
             loss.backward()
             self.optimizer.step()  # the dense layers, whose gradients DDP has averaged
-            self.table.step()  # the rows of this batch, where they live
+            self.table.step()  # the rows of this batch, on their servers
             total += loss.item()
         return total / STEPS
 
     def save(self, path: str) -> None:
-        """Write the dense layers, which are the same on all trainers, and their optimizer."""
+        """Write the dense layers, which are identical on all trainers, and their optimizer."""
         torch.save([self.dense.state_dict(), self.optimizer.state_dict()], path)
 
     def load(self, path: str) -> None:
-        """Go on from there."""
+        """Restore the dense layers and their optimizer."""
         dense, optimizer = torch.load(path)
         self.dense.load_state_dict(dense)
         self.optimizer.load_state_dict(optimizer)
 
 
 def drive(trainers: int, servers: int, epochs: int, folder: Path | None) -> None:
-    """On the master: put the table on servers, and have trainers train, epoch by epoch."""
+    """Create the table on the servers and run the trainers, epoch by epoch; runs on the master."""
     names = [f"server-{number}" for number in range(servers)]
-    rule = embedding.Adagrad(lr=0.2)
-    parts = embedding.serve(names, THINGS, WIDTH, rule, trainers=trainers, name="things")
-    team = [rpc.remote(f"trainer-{each}", Trainer, (each, parts)) for each in range(trainers)]
-    done = sorted(folder.glob("epoch-*")) if folder else []
-    if done:
-        embedding.load(parts, f"{done[-1]}")
-        for trainer in team:
-            trainer.rpc_sync().load(f"{done[-1]}/dense.pt")
-    likely = clicks(100_000, seed=0)[2]
-    least = binary_cross_entropy(likely, likely)
+    optimizer = embedding.Adagrad(lr=0.2)
+    table_servers = embedding.deploy(
+        names, THINGS, WIDTH, optimizer, trainers=trainers, name="things"
+    )
+    workers = [
+        rpc.remote(f"trainer-{each}", Trainer, (each, table_servers)) for each in range(trainers)
+    ]
+    saved = sorted(folder.glob("epoch-*")) if folder else []
+    if saved:
+        embedding.load(table_servers, f"{saved[-1]}")
+        for trainer in workers:
+            trainer.rpc_sync().load(f"{saved[-1]}/dense.pt")
+    probabilities = make_samples(100_000, seed=0)[2]
+    least_loss = binary_cross_entropy(probabilities, probabilities)
     with Progress() as progress:
-        progress.print(f"{trainers} trainers, {servers} servers; the least loss is {least:.4f}")
-        bar = progress.add_task("training", total=epochs, completed=len(done))
-        for epoch in range(len(done), epochs):
-            losses = [trainer.rpc_async(timeout=0).train(epoch) for trainer in team]
+        progress.print(
+            f"{trainers} trainers, {servers} servers; the least loss is {least_loss:.4f}"
+        )
+        bar = progress.add_task("training", total=epochs, completed=len(saved))
+        for epoch in range(len(saved), epochs):
+            losses = [trainer.rpc_async(timeout=0).train(epoch) for trainer in workers]
             mean = sum(torch.futures.wait_all(losses)) / trainers
             progress.print(f"epoch {epoch:2}: loss {mean:.4f}")
             progress.advance(bar)
-            if folder:  # a checkpoint has its name once it is whole
-                part = folder / f"part-{epoch}"
-                embedding.save(parts, f"{part}")
-                team[0].rpc_sync().save(f"{part}/dense.pt")
-                part.rename(folder / f"epoch-{epoch:03}")
+            if folder:  # a checkpoint gets its name when it is complete
+                partial = folder / f"part-{epoch}"
+                embedding.save(table_servers, f"{partial}")
+                workers[0].rpc_sync().save(f"{partial}/dense.pt")
+                partial.rename(folder / f"epoch-{epoch:03}")
 
 
 if __name__ == "__main__":
@@ -105,17 +112,17 @@ if __name__ == "__main__":
     parser.add_argument("--servers", type=int, default=1)
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument(
-        "--checkpoints", type=Path, help="keep one after each epoch, go on from them"
+        "--checkpoints", type=Path, help="save one after each epoch, and resume from the last"
     )
-    asked = parser.parse_args()
-    roles = [f"trainer-{each}" for each in range(asked.trainers)] + ["master"]
-    roles += [f"server-{each}" for each in range(asked.servers)]
+    options = parser.parse_args()
+    roles = [f"trainer-{each}" for each in range(options.trainers)] + ["master"]
+    roles += [f"server-{each}" for each in range(options.servers)]
     torch.manual_seed(0)
     with phalanx.init():
         if len(roles) != dist.get_world_size():
-            parser.error(f"roles for {len(roles)} ranks: start with --nproc-per-node {len(roles)}")
-        group = dist.new_group(list(range(asked.trainers)))
+            parser.error(f"{len(roles)} ranks are needed: start with --nproc-per-node {len(roles)}")
+        group = dist.new_group(list(range(options.trainers)))
         rpc.init_rpc(roles[dist.get_rank()])
         if roles[dist.get_rank()] == "master":
-            drive(asked.trainers, asked.servers, asked.epochs, asked.checkpoints)
+            drive(options.trainers, options.servers, options.epochs, options.checkpoints)
         rpc.shutdown()

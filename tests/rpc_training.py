@@ -1,4 +1,4 @@
-"""What tests of training through calls share: workers, models, and batches."""
+"""Shared helpers of the tests of training through calls: workers, models and batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 20.0
 
 @contextlib.contextmanager
 def worker() -> Iterator[int]:
-    """This process as a worker; names are "w0", "w1", and so on."""
+    """Run this process as a worker; names are "w0", "w1", and so on."""
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"w{rank}")
@@ -32,43 +32,43 @@ def worker() -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def little_address_space(room: int) -> Iterator[None]:
-    """Let this process map no more than `room` bytes besides what it has mapped."""
+def limit_address_space(size: int) -> Iterator[None]:
+    """Limit this process to mapping at most `size` more bytes."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    most = psutil.Process().memory_info().vms + room
-    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    limit = psutil.Process().memory_info().vms + size
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def wait_until_free(of: list[int]) -> None:
-    """Wait until nothing is kept for a backward pass on some workers."""
-    end = time.monotonic() + LIMIT
-    while left := {who: left for who in of if (left := rpc.rpc_sync(who, pending))}:
-        assert time.monotonic() < end, left
+def wait_until_free(workers: list[int]) -> None:
+    """Wait until these workers keep nothing for a backward pass."""
+    deadline = time.monotonic() + LIMIT
+    while kept := {each: count for each in workers if (count := rpc.rpc_sync(each, pending))}:
+        assert time.monotonic() < deadline, kept
         time.sleep(0.01)
 
 
 def pending() -> int:
-    gc.collect()  # exceptions hold frames, and frames exceptions
+    gc.collect()  # exceptions and frames refer to each other
     return graph().pending
 
 
-def batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+def make_batches(rank: int) -> Iterator[tuple[Tensor, Tensor]]:
     generator = torch.Generator().manual_seed(100 + rank)
     for _ in range(STEPS):
         rows = torch.randint(ROWS, (BATCH, 3), generator=generator)
         yield rows, torch.randint(CLASSES, (BATCH,), generator=generator)
 
 
-def table(seed: int) -> nn.EmbeddingBag:
+def make_table(seed: int) -> nn.EmbeddingBag:
     torch.manual_seed(seed)
     return nn.EmbeddingBag(ROWS, WIDTH, mode="sum", sparse=True, dtype=torch.float64)
 
 
-def dense(seed: int) -> nn.Module:
+def make_dense(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(WIDTH, 16, dtype=torch.float64),
@@ -77,10 +77,10 @@ def dense(seed: int) -> nn.Module:
     )
 
 
-def make(seed: int) -> nn.Module:
+def make_linear(seed: int) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Linear(4, 4, dtype=torch.float64)
 
 
-def made_parameter() -> nn.Parameter:
+def make_parameter() -> nn.Parameter:
     return nn.Parameter(torch.arange(1.0, 5.0, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Workers as autograd graphs in one process, whose calls are functions on other threads."""
+"""Workers simulated in one process: an autograd graph each, with calls run on other threads."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from phalanx.rpc.autograd.graph import AutogradGraph
 from phalanx.rpc.autograd.remote_backward import BackwardRequest, BackwardResponse
 
-# Seconds within which a call returns, and what isn't needed any more is freed.
+# The time limit in seconds for a call, and for freeing unused graphs.
 LIMIT = 60.0
 
-Program = Callable[["World", int, Sequence[Tensor]], list[Tensor]]
+Program = Callable[["SingleProcess", int, Sequence[Tensor]], list[Tensor]]
 
 
-class World:
-    """Workers with parameters, and with values that calls leave there; all in one process."""
+class SingleProcess:
+    """Workers with parameters and values stored by calls, all in one process without graphs."""
 
     def __init__(self, size: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -31,65 +31,65 @@ class World:
             [torch.randn(3, generator=generator, dtype=torch.float64) for _ in range(2)]
             for _ in range(size)
         ]
-        for parameter in self.of_all():
+        for parameter in self.all_parameters():
             parameter.requires_grad_()
 
-    def of_all(self) -> list[Tensor]:
+    def all_parameters(self) -> list[Tensor]:
         return [parameter for own in self.parameters for parameter in own]
 
-    def call(self, me: int, to: int, program: Program, arguments: list[Tensor]) -> list[Tensor]:
+    def call(self, rank: int, to: int, program: Program, arguments: list[Tensor]) -> list[Tensor]:
         return program(self, to, arguments)
 
 
-class Workers(World):
-    """The same with a graph for each, so that calls carry copies."""
+class SimulatedWorkers(SingleProcess):
+    """Workers with an autograd graph each; calls send copies of tensors."""
 
     def __init__(self, size: int, seed: int, pool: ThreadPoolExecutor) -> None:
         super().__init__(size, seed)
         self.pool = pool
-        self.told = 0
-        self.graphs = [AutogradGraph(worker, Calls(self)) for worker in range(size)]
+        self.release_count = 0
+        self.graphs = [AutogradGraph(worker, PeerCalls(self)) for worker in range(size)]
 
-    def call(self, me: int, to: int, program: Program, arguments: list[Tensor]) -> list[Tensor]:
-        there, note = self.graphs[me].send(to, arguments)
+    def call(self, rank: int, to: int, program: Program, arguments: list[Tensor]) -> list[Tensor]:
+        sent, metadata = self.graphs[rank].send(to, arguments)
 
         def execute() -> tuple[list[Tensor], bytes]:
-            arrived = self.graphs[to].receive(me, [tensor.clone() for tensor in there], note)
-            return self.graphs[to].send(me, program(self, to, arrived))
+            received = self.graphs[to].receive(rank, [tensor.clone() for tensor in sent], metadata)
+            return self.graphs[to].send(rank, program(self, to, received))
 
-        back, note = self.pool.submit(execute).result(LIMIT)
-        return self.graphs[me].receive(to, [tensor.clone() for tensor in back], note)
+        results, metadata = self.pool.submit(execute).result(LIMIT)
+        return self.graphs[rank].receive(to, [tensor.clone() for tensor in results], metadata)
 
-    def free(self) -> None:
-        """Wait until nothing is kept for a backward pass; a time limit fails the test."""
+    def wait_until_freed(self) -> None:
+        """Wait until nothing is kept for a backward pass; fail after a time limit."""
         gc.collect()
-        end = time.monotonic() + LIMIT
-        while any(graph.pending for graph in self.graphs) and time.monotonic() < end:
+        deadline = time.monotonic() + LIMIT
+        while any(graph.pending for graph in self.graphs) and time.monotonic() < deadline:
             time.sleep(0.002)
         assert not any(graph.pending for graph in self.graphs)
 
 
-class Calls:
-    """The transport: a call is a function on another thread."""
+class PeerCalls:
+    """Calls to peer graphs, executed on other threads."""
 
-    def __init__(self, world: Workers) -> None:
+    def __init__(self, world: SimulatedWorkers) -> None:
         self._world = world
 
     def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
         return self.begin_backward(peer, request).wait()
 
-    def begin_backward(self, peer: int, request: BackwardRequest) -> Coming:
-        return Coming(self._world.pool.submit(self._world.graphs[peer].backward, request))
+    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingBackward:
+        return PendingBackward(self._world.pool.submit(self._world.graphs[peer].backward, request))
 
     def has_context(self, peer: int, number: int) -> bool:
         return self._world.graphs[peer].contexts.is_open(number)
 
     def release(self, peer: int, numbers: list[int]) -> None:
-        self._world.told += len(numbers)
+        self._world.release_count += len(numbers)
         self._world.graphs[peer].release(numbers)
 
 
-class Coming:
+class PendingBackward:
     def __init__(self, future: Future[BackwardResponse]) -> None:
         self._future = future
 
@@ -98,8 +98,8 @@ class Coming:
 
 
 @contextmanager
-def workers(size: int, seed: int, pool: ThreadPoolExecutor) -> Iterator[Workers]:
-    world = Workers(size, seed, pool)
+def workers(size: int, seed: int, pool: ThreadPoolExecutor) -> Iterator[SimulatedWorkers]:
+    world = SimulatedWorkers(size, seed, pool)
     try:
         yield world
     finally:

@@ -1,11 +1,11 @@
-"""`phalanx.rpc` beside `torch.distributed.rpc`.
+"""Compare `phalanx.rpc` with `torch.distributed.rpc`.
 
-    python benchmarks/rpc --json benchmarks/rpc.json
+    python benchmarks/rpc --output benchmarks/rpc.json
 
-`calls`: an empty call, and tensors there and back. `hybrid`: the step of PyTorch's tutorial, a
+`calls`: round trips of an empty call and of tensors. `hybrid`: the step of PyTorch's tutorial, a
 parameter server beside DDP. `lookups`: four trainers and one server. The systems take turns in one
-run; given are medians over the rounds with the quartiles, and how many times as long as the first
-system each takes.
+run. The output shows medians over the rounds with quartiles, and each system's time as a multiple
+of the first system's.
 """
 
 import argparse
@@ -30,20 +30,24 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "what", nargs="*", choices=[*measures, []], metavar="|".join(measures), help="default: all"
+        "measures",
+        nargs="*",
+        choices=[*measures, []],
+        metavar="|".join(measures),
+        help="default: all",
     )
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results to FILE")
     arguments = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    found = {name: measures[name](arguments.rounds) for name in arguments.what or measures}
-    if arguments.json:
+    results = {name: measures[name](arguments.rounds) for name in arguments.measures or measures}
+    if arguments.output:
         seconds = {
             name: {
-                what: {system: asdict(time) for system, time in times.items()}
-                for what, times in by_what.items()
+                description: {system: asdict(time) for system, time in times.items()}
+                for description, times in by_description.items()
             }
-            for name, by_what in found.items()
+            for name, by_description in results.items()
         }
-        everything = {"machine": machine(), "versions": versions(), "seconds": seconds}
-        arguments.json.write_text(json.dumps(everything, indent=1) + "\n")
+        document = {"machine": machine(), "versions": versions(), "seconds": seconds}
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")

@@ -1,13 +1,15 @@
-"""The hybrid step: a table on a server, dense layers on two trainers, driven by a master.
+"""The hybrid step: a table on a server, dense layers on two trainers, controlled by a master.
 
 Per step and trainer 128 bags of 5 indices each, `mode="sum"`, a linear layer of 8 classes under
 DDP, cross entropy, SGD. Systems:
 
-- `phalanx`: `ShardedEmbeddingBag`, in step (the losses are those of one process), DDP on Phalanx.
-- `same_words`: the program of `torch_uv_sparse` on `phalanx.rpc`.
-- `torch`: as PyTorch's tutorial has it: `RemoteModule` of an `EmbeddingBag`, distributed autograd
-  and optimizer, DDP on Gloo; with TensorPipe's own choice of transports. `torch_uv`: over sockets.
-- `torch_uv_sparse`: with `sparse=True`, which PyTorch's tutorial hasn't.
+- `phalanx`: `ShardedEmbeddingBag` with synchronous steps (the losses are those of one process),
+  DDP on Phalanx.
+- `same_program`: the program of `torch_uv_sparse` on `phalanx.rpc`.
+- `torch`: the program of PyTorch's tutorial: `RemoteModule` of an `EmbeddingBag`, distributed
+  autograd and optimizer, DDP on Gloo; with TensorPipe's default transports.
+- `torch_uv`: the same over sockets.
+- `torch_uv_sparse`: `torch_uv` with `sparse=True`, which PyTorch's tutorial does not use.
 """
 
 import time
@@ -23,13 +25,13 @@ from torch.distributed.nn import RemoteModule as TorchRemoteModule
 from torch.distributed.optim import DistributedOptimizer as TorchOptimizer
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from turns import Team, compare, said
+from turns import Team, compare, format_timings
 
 from phalanx import embedding
 from phalanx import rpc as phalanx_rpc
 
 SIZES = ((100, 16), (100_000, 64), (1_000_000, 64))
-SYSTEMS = ("phalanx", "same_words", "torch", "torch_uv", "torch_uv_sparse")
+SYSTEMS = ("phalanx", "same_program", "torch", "torch_uv", "torch_uv_sparse")
 BATCH, PER_BAG, CLASSES, STEPS = 128, 5, 8, 20
 TRAINERS, MASTER, SERVER = 2, 2, 3
 NAMES = ("trainer-0", "trainer-1", "master", "server")
@@ -38,7 +40,7 @@ _trainers: list[Any] = []
 
 
 def batches(rows: int, rank: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Indices, offsets and classes."""
+    """Return batches of indices, offsets and classes."""
     random = torch.Generator().manual_seed(rank)
     offsets = torch.arange(0, BATCH * PER_BAG, PER_BAG)
     return [
@@ -52,7 +54,7 @@ def batches(rows: int, rank: int, count: int) -> list[tuple[Tensor, Tensor, Tens
 
 
 class _Trainer:
-    """Trains; what differs between systems is `step`."""
+    """A trainer; systems differ in `step`."""
 
     def __init__(self, rows: int, width: int, rank: int) -> None:
         self.batches = batches(rows, rank, STEPS)
@@ -61,10 +63,10 @@ class _Trainer:
 
     def round(self) -> float:
         dist.barrier()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for batch in self.batches:
             self.step(*batch)
-        return (time.perf_counter() - begun) / len(self.batches)
+        return (time.perf_counter() - start) / len(self.batches)
 
     def step(self, indices: Tensor, offsets: Tensor, classes: Tensor) -> None:
         raise NotImplementedError
@@ -86,7 +88,7 @@ class _Sharded(_Trainer):
         self.table.step()
 
 
-class _SameWords(_Trainer):
+class _SameProgram(_Trainer):
     def __init__(self, rows: int, width: int, rank: int, remote: Any) -> None:
         super().__init__(rows, width, rank)
         self.table = remote
@@ -113,80 +115,87 @@ class _Torch(_Trainer):
 
     def step(self, indices: Tensor, offsets: Tensor, classes: Tensor) -> None:
         with torch_autograd.context() as context:
-            # A module that came as an argument can't be called like one, in PyTorch.
-            looked_up = self.table.forward(indices, offsets)
-            loss = cross_entropy(self.dense(looked_up), classes)
+            # PyTorch cannot call a module that was sent as an argument, only its `forward`.
+            rows = self.table.forward(indices, offsets)
+            loss = cross_entropy(self.dense(rows), classes)
             torch_autograd.backward(context, [loss])
             self.optimizer.step(context)
 
 
-def begin(kind: str, rows: int, width: int, rank: int, remote: Any) -> None:
-    """On a trainer: get ready."""
-    kinds = {"phalanx": _Sharded, "same_words": _SameWords}
+def prepare(kind: str, rows: int, width: int, rank: int, remote: Any) -> None:
+    """Prepare a trainer for the rounds."""
+    kinds = {"phalanx": _Sharded, "same_program": _SameProgram}
     _trainers.append(kinds.get(kind, _Torch)(rows, width, rank, remote))
 
 
 def train() -> float:
-    """On a trainer: a round."""
+    """Run a round on a trainer; return the seconds per step."""
     return float(_trainers[0].round())
 
 
-def served(rows: int, width: int) -> embedding.Server:
-    """On the server: the table."""
-    shards = embedding.RangeShards(rows, 1)
-    return embedding.Server.of_shard(shards, 0, width, embedding.SGD(lr=0.05), trainers=TRAINERS)
+def create_server(rows: int, width: int) -> embedding.EmbeddingServer:
+    """Create the table's server; called on the server."""
+    sharding = embedding.RangeSharding(rows, 1)
+    return embedding.EmbeddingServer.create_shard(
+        sharding, 0, width, embedding.SGD(lr=0.05), trainers=TRAINERS
+    )
 
 
 def work(
-    rank: int, folder: str, rounds: Iterable[None], tell: Callable[[float], None], *options: Any
+    rank: int, folder: str, rounds: Iterable[None], report: Callable[[float], None], *options: Any
 ) -> None:
-    """One of four workers. The first process is the master."""
+    """Run as one of four workers. The first process is the master."""
     rank = (MASTER, 0, 1, SERVER)[rank]
     system, rows, width = options
     torch.set_num_threads(1)
-    ours = system in ("phalanx", "same_words")
-    kind = "phalanx" if ours else system.removesuffix("_sparse")
+    is_phalanx = system in ("phalanx", "same_program")
+    kind = "phalanx" if is_phalanx else system.removesuffix("_sparse")
     rpc = join(kind, folder, NAMES[rank], rank, len(NAMES))
     if rank < TRAINERS:
-        backend = "phalanx" if ours else "gloo"
+        backend = "phalanx" if is_phalanx else "gloo"
         dist.init_process_group(
             backend, init_method=f"file://{folder}/group", rank=rank, world_size=TRAINERS
         )
     if rank == MASTER:
-        drive(rpc, system, rows, width, rounds, tell)
+        drive(rpc, system, rows, width, rounds, report)
     rpc.shutdown()
     if rank < TRAINERS:
         dist.destroy_process_group()
 
 
 def drive(
-    rpc: Any, system: str, rows: int, width: int, rounds: Iterable[None], tell: Callable[..., None]
+    rpc: Any,
+    system: str,
+    rows: int,
+    width: int,
+    rounds: Iterable[None],
+    report: Callable[..., None],
 ) -> None:
-    """What the master does."""
+    """Create the table and run the rounds, on the master."""
     if system == "phalanx":
-        remote = rpc.remote("server", served, (rows, width))
+        remote = rpc.remote("server", create_server, (rows, width))
     else:
-        remote_module = rpc.RemoteModule if system == "same_words" else TorchRemoteModule
-        sparse = system == "same_words" or system.endswith("sparse")
+        remote_module = rpc.RemoteModule if system == "same_program" else TorchRemoteModule
+        sparse = system == "same_program" or system.endswith("sparse")
         remote = remote_module(
             "server", nn.EmbeddingBag, (rows, width), {"mode": "sum", "sparse": sparse}
         )
     for future in [
-        rpc.rpc_async(NAMES[rank], begin, (system, rows, width, rank, remote))
+        rpc.rpc_async(NAMES[rank], prepare, (system, rows, width, rank, remote))
         for rank in range(TRAINERS)
     ]:
         future.wait()
     for _ in rounds:
         futures = [rpc.rpc_async(NAMES[rank], train) for rank in range(TRAINERS)]
-        tell(max(future.wait() for future in futures))
+        report(max(future.wait() for future in futures))
 
 
 def measure(rounds: int, systems: Iterable[str] = SYSTEMS) -> dict[str, Any]:
-    """All sizes."""
-    found = {}
+    """Measure all sizes with all systems."""
+    results = {}
     for rows, width in SIZES:
-        what = f"{rows:,} x {width}"
+        description = f"{rows:,} x {width}"
         teams = [Team(system, work, len(NAMES), (system, rows, width)) for system in systems]
-        found[what] = compare(teams, rounds, what)
-        print(f"{what:14}  {said(found[what])}")
-    return found
+        results[description] = compare(teams, rounds, description)
+        print(f"{description:14}  {format_timings(results[description])}")
+    return results

@@ -1,13 +1,13 @@
-"""Lookups: four trainers look up batches in a table of one server, all at the same time.
+"""Lookups: four trainers concurrently look up batches in a table on one server.
 
-A lookup is 128 bags of 5 indices, random, new in each, out of 1,000,000 rows of 64 floats, more
-than the caches hold. Given are seconds per lookup of a trainer. Systems:
+A lookup has 128 bags of 5 new random indices. The table has 1,000,000 rows of 64 floats, more than
+the caches hold. The results are seconds per lookup of a trainer. Systems:
 
-- `phalanx`: `ShardedEmbeddingBag`, out of memory that server and trainers share.
-- `phalanx_calls`: the same, but rows come by calls, as from another host.
-- `same_words`: `rpc_sync` of a function that does `embedding_bag` on the server, by Phalanx.
-- `torch`, `torch_uv`: that by `torch.distributed.rpc`.
-- `local`: `embedding_bag` on a table that each trainer has for itself.
+- `phalanx`: `ShardedEmbeddingBag`, reading from memory that the server shares with the trainers.
+- `phalanx_calls`: the same, but rows are fetched by calls, as from another host.
+- `same_program`: `rpc_sync` of a function that calls `embedding_bag` on the server, by Phalanx.
+- `torch`, `torch_uv`: the same by `torch.distributed.rpc`.
+- `local`: `embedding_bag` on a separate table in each trainer.
 """
 
 import time
@@ -18,42 +18,49 @@ import torch
 from systems import join
 from torch import Tensor
 from torch.nn.functional import embedding_bag
-from turns import Team, compare, said
+from turns import Team, compare, format_timings
 
 from phalanx import embedding
 from phalanx.embedding import ShardedEmbeddingBag
 
-SYSTEMS = ("phalanx", "phalanx_calls", "same_words", "torch", "torch_uv", "local")
+SYSTEMS = ("phalanx", "phalanx_calls", "same_program", "torch", "torch_uv", "local")
 ROWS, WIDTH, BATCH, PER_BAG, LOOKUPS, TRAINERS = 1_000_000, 64, 128, 5, 100, 4
 MASTER, SERVER = TRAINERS, TRAINERS + 1
 
 _state: dict[str, Any] = {}
 
 
-def serve() -> embedding.Server:
-    """On the server, for Phalanx's tables."""
-    return embedding.Server.of_shard(embedding.RangeShards(ROWS, 1), 0, WIDTH, trainers=TRAINERS)
+def create_server() -> embedding.EmbeddingServer:
+    """Create the server of a Phalanx table; called on the server."""
+    return embedding.EmbeddingServer.create_shard(
+        embedding.RangeSharding(ROWS, 1), 0, WIDTH, trainers=TRAINERS
+    )
 
 
-def fill() -> None:
-    """On the server; on a trainer that has a table for itself."""
+def create_plain_table() -> None:
+    """Create a plain table, on the server or on a trainer with a table of its own."""
     _state["table"] = torch.randn(ROWS, WIDTH)
 
 
 def look_up(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Where the table is."""
+    """Look up a batch in the plain table of this process."""
     with torch.no_grad():
         return embedding_bag(indices, _state["table"], offsets, mode="sum")
 
 
-def begin(system: str, trainer: int, remote: Any) -> None:
-    """On a trainer: get ready."""
+def prepare(system: str, trainer: int, remote: Any) -> None:
+    """Prepare a trainer for the rounds."""
     if system == "local":
-        fill()
+        create_plain_table()
         _state["look_up"] = look_up
     elif remote is not None:
         _state["look_up"] = ShardedEmbeddingBag(
-            ROWS, WIDTH, [remote], mode="sum", trainer=trainer, shared=system == "phalanx"
+            ROWS,
+            WIDTH,
+            [remote],
+            mode="sum",
+            trainer=trainer,
+            use_shared_memory=system == "phalanx",
         )
     else:
         rpc = _state["rpc"]
@@ -61,22 +68,22 @@ def begin(system: str, trainer: int, remote: Any) -> None:
     _state["random"] = torch.Generator().manual_seed(trainer)
 
 
-def round_of() -> float:
-    """On a trainer: a round; seconds per lookup."""
+def measure_round() -> float:
+    """Run a round on a trainer; return the seconds per lookup."""
     shape = LOOKUPS, BATCH * PER_BAG
     batches = torch.randint(ROWS, shape, generator=_state["random"]).unbind()
     offsets = torch.arange(0, BATCH * PER_BAG, PER_BAG)
     with torch.no_grad():
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for indices in batches:
             _state["look_up"](indices, offsets)
-        return (time.perf_counter() - begun) / LOOKUPS
+        return (time.perf_counter() - start) / LOOKUPS
 
 
 def work(
-    rank: int, folder: str, rounds: Iterable[None], tell: Callable[[float], None], *options: Any
+    rank: int, folder: str, rounds: Iterable[None], report: Callable[[float], None], *options: Any
 ) -> None:
-    """One of six workers. The first process is the master."""
+    """Run as one of six workers. The first process is the master."""
     (system,) = options
     rank = (MASTER, *range(TRAINERS), SERVER)[rank]
     torch.set_num_threads(1)
@@ -84,22 +91,23 @@ def work(
     rpc = _state["rpc"] = join(kind, folder, f"worker-{rank}", rank, TRAINERS + 2)
     if rank == MASTER:
         is_table = system in ("phalanx", "phalanx_calls")
-        remote = rpc.remote(SERVER, serve) if is_table else None
+        remote = rpc.remote(SERVER, create_server) if is_table else None
         if not is_table and system != "local":
-            rpc.rpc_sync(SERVER, fill)
+            rpc.rpc_sync(SERVER, create_plain_table)
         for future in [
-            rpc.rpc_async(each, begin, (system, each, remote)) for each in range(TRAINERS)
+            rpc.rpc_async(trainer, prepare, (system, trainer, remote))
+            for trainer in range(TRAINERS)
         ]:
             future.wait()
         for _ in rounds:
-            futures = [rpc.rpc_async(each, round_of) for each in range(TRAINERS)]
-            tell(max(future.wait() for future in futures))
+            futures = [rpc.rpc_async(trainer, measure_round) for trainer in range(TRAINERS)]
+            report(max(future.wait() for future in futures))
     rpc.shutdown()
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """All systems."""
+    """Measure all systems."""
     teams = [Team(system, work, TRAINERS + 2, (system,)) for system in SYSTEMS]
-    found = compare(teams, rounds, "lookups")
-    print(f"lookups  {said(found)}")
-    return {"lookups": found}
+    results = compare(teams, rounds, "lookups")
+    print(f"lookups  {format_timings(results)}")
+    return {"lookups": results}

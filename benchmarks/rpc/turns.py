@@ -1,8 +1,8 @@
-"""Systems that take turns: the processes of one run while those of all others are stopped.
+"""Interleaved measurement: the processes of one system run while those of all others are stopped.
 
-TensorPipe's threads never sleep: a process of `torch.distributed.rpc` that does nothing takes one
-core for itself. So systems can't be compared in the same processes, nor beside each other. Each has
-processes of its own, started once, and stopped by SIGSTOP while it isn't measured.
+TensorPipe's threads never sleep: an idle process of `torch.distributed.rpc` keeps one core busy. So
+systems cannot be compared in the same processes, or while both run. Each system has its own
+processes, which are started once and stopped by SIGSTOP while it is not measured.
 """
 
 import contextlib
@@ -20,19 +20,20 @@ from rich.progress import Progress
 
 from phalanx.bench.results import Timing
 
-_SECONDS = 300
-_END_SECONDS = 20
+_ROUND_SECONDS = 300
+_EXIT_SECONDS = 20
 
 
 class Team:
-    """The processes of one system; the first of them drives.
+    """The processes of one system; the first process controls the others.
 
     Args:
-        name: The system's.
-        work: What each process does: called with its rank, a folder for its rendezvous, and, in
-            the first, an iterator of the rounds and a function to say what one took.
-        size: How many processes there are.
-        options: More arguments for it.
+        name: The name of the system.
+        work: The function that each process calls with its rank and a folder for its rendezvous.
+            The first process also gets an iterator over the rounds and a function that reports the
+            duration of a round.
+        size: The number of processes.
+        options: More arguments for `work`.
     """
 
     def __init__(
@@ -41,49 +42,49 @@ class Team:
         self.name = name
         self._folder = tempfile.TemporaryDirectory()
         context = get_context("spawn")
-        self._ours, theirs = context.Pipe()
+        self._pipe, worker_pipe = context.Pipe()
         self._processes = [
             context.Process(
                 target=_run,
-                args=(work, rank, self._folder.name, theirs if rank == 0 else None, options),
+                args=(work, rank, self._folder.name, worker_pipe if rank == 0 else None, options),
                 daemon=True,
             )
             for rank in range(size)
         ]
         for process in self._processes:
             process.start()
-        self._said()
-        self._signal(signal.SIGSTOP)
+        self._receive()
+        self._send_signal(signal.SIGSTOP)
 
-    def turn(self) -> Any:
-        """One round of it, with all its processes running; what the first one says of it."""
-        self._signal(signal.SIGCONT)
-        self._ours.send(True)
+    def run_round(self) -> Any:
+        """Run one round with all processes running; return the result of the first process."""
+        self._send_signal(signal.SIGCONT)
+        self._pipe.send(True)
         try:
-            return self._said()
+            return self._receive()
         finally:
-            self._signal(signal.SIGSTOP)
+            self._send_signal(signal.SIGSTOP)
 
-    def end(self) -> None:
-        """End it."""
+    def close(self) -> None:
+        """Stop all processes."""
         with contextlib.suppress(OSError):
-            self._signal(signal.SIGCONT)
-            self._ours.send(False)
+            self._send_signal(signal.SIGCONT)
+            self._pipe.send(False)
             for process in self._processes:
-                process.join(_END_SECONDS)
+                process.join(_EXIT_SECONDS)
         for process in self._processes:
             process.kill()
         self._folder.cleanup()
 
-    def _said(self) -> Any:
+    def _receive(self) -> Any:
         try:
-            if self._ours.poll(_SECONDS):
-                return self._ours.recv()
+            if self._pipe.poll(_ROUND_SECONDS):
+                return self._pipe.recv()
         except EOFError:
-            sys.exit(f"{self.name}: its first process has ended")
-        sys.exit(f"{self.name} didn't answer within {_SECONDS} s")
+            sys.exit(f"{self.name}: its first process has exited")
+        sys.exit(f"{self.name} did not answer within {_ROUND_SECONDS} s")
 
-    def _signal(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         for process in self._processes:
             if process.pid is not None and process.is_alive():
                 os.kill(process.pid, number)
@@ -97,45 +98,45 @@ def _run(
         while pipe.recv():
             yield
 
-    warnings.simplefilter("ignore")  # PyTorch's of its own future
+    warnings.simplefilter("ignore")  # deprecation warnings of PyTorch
     if pipe is None:
         work(rank, folder, None, None, *options)
     else:
         work(rank, folder, rounds(), pipe.send, *options)
 
 
-def compare(teams: list[Team], rounds: int, what: str) -> dict[str, Timing]:
-    """Let all have their turns, after two to warm up; seconds of each."""
+def compare(teams: list[Team], rounds: int, description: str) -> dict[str, Timing]:
+    """Run all teams in turn, after two warm-up rounds; return the seconds of each."""
     times: dict[str, list[float]] = {team.name: [] for team in teams}
     try:
         with Progress(transient=True) as progress:
-            for number in progress.track(range(-2, rounds), description=what):
+            for number in progress.track(range(-2, rounds), description=description):
                 for team in teams if number % 2 else teams[::-1]:
-                    seconds = team.turn()
+                    seconds = team.run_round()
                     if number >= 0:
                         times[team.name].append(seconds)
     finally:
         for team in teams:
-            team.end()
+            team.close()
     return {name: Timing.of(seconds) for name, seconds in times.items()}
 
 
-def said(times: dict[str, Timing]) -> str:
-    """All of them in a line, and how many times faster than each the first one is."""
+def format_timings(times: dict[str, Timing]) -> str:
+    """Format all timings in a line, each with its ratio to the first."""
     first = next(iter(times.values()))
-    words = [
+    parts = [
         f"{name} {each.median * 1e6:.0f} us ({each.low * 1e6:.0f} to {each.high * 1e6:.0f})"
         + (f", {each.median / first.median:.2f} times" if each is not first else "")
         for name, each in times.items()
     ]
-    return "; ".join(words)
+    return "; ".join(parts)
 
 
-def median_of(once: Callable[[], Any], count: int, clock: Callable[[], float]) -> float:
-    """The median of so many calls, in seconds."""
-    taken = []
+def measure_median(call: Callable[[], Any], count: int, clock: Callable[[], float]) -> float:
+    """Return the median duration of `count` calls, in seconds."""
+    seconds = []
     for _ in range(count):
-        begun = clock()
-        once()
-        taken.append(clock() - begun)
-    return statistics.median(taken)
+        start = clock()
+        call()
+        seconds.append(clock() - start)
+    return statistics.median(seconds)

@@ -150,7 +150,7 @@ def add_up_rows(
     share: tuple[int, int],
     room: tuple[int, int],
 ) -> int:
-    """What `phalanx.embedding.gradients.added_up` says, put into `room`; returns how many rows."""
+    """What `phalanx.embedding.gradients.sum_gradients` says, put into `room`; returns how many rows."""
 
 _Trouble = tuple[str, int, int, int] | None
 

@@ -57,13 +57,13 @@ def kills_command(
         ]
     left = [f"/dev/shm/{name}" for name in shared_files() - files]
     left += [f"process {process.pid}" for process in psutil.Process().children(recursive=True)]
-    summary = tables.summary_of_kills(trials, left)
-    table = tables.table_of_kills(summary)
+    summary = tables.summarize_kills(trials, left)
+    table = tables.build_kills_table(summary)
     console.print(table)
-    wrong = tables.failures_of_kills(summary, timed=timed) if backend == "phalanx" else []
+    wrong = tables.find_kill_failures(summary, timed=timed) if backend == "phalanx" else []
     if record is not None:
         title = f"{count:,} deaths on {backend}: from the death to the exception of each survivor"
-        tables.record(record, title, table, {"seed": seed, "backend": backend, **summary})
+        tables.write_record(record, title, table, {"seed": seed, "backend": backend, **summary})
     if backend == "phalanx":
         finish(wrong, "every survivor has named the victim, and nothing is left behind")
 
@@ -83,12 +83,12 @@ def desyncs_command(
             shown(desyncs.run(pool, desyncs.draw(seed, number, sizes[0], sizes[-1])))
             for number in numbers(first, count, "disagreeing")
         ]
-    summary = tables.summary_of_desyncs(trials)
-    table = tables.table_of_desyncs(summary)
+    summary = tables.summarize_desyncs(trials)
+    table = tables.build_desyncs_table(summary)
     console.print(table)
     if record is not None:
         title = f"{count:,} desyncs: every rank names both operations and both call sites"
-        tables.record(record, title, table, {"seed": seed, **summary})
+        tables.write_record(record, title, table, {"seed": seed, **summary})
     finish(summary["wrong"], "every rank has named both sides and both call sites")
 
 
@@ -104,12 +104,12 @@ def operations_command(
     seed = fresh(seed)
     with Pool(ranks, [endurance.__name__]) as pool, console.status("running operations"):
         samples = endurance.run(pool, ranks, seed, count, limit)
-    table = tables.table_of_operations(samples)
+    table = tables.build_operations_table(samples)
     console.print(table)
-    summary = tables.summary_of_operations(samples)
+    summary = tables.summarize_operations(samples)
     if record is not None:
         title = f"{count:,} small operations of all kinds on {ranks} ranks"
-        tables.record(record, title, table, {"seed": seed, "count": count, **summary})
+        tables.write_record(record, title, table, {"seed": seed, "count": count, **summary})
     wrong = [
         f"rank {rank} has grown by {found['grown']} bytes; more {', '.join(found['more']) or '-'}"
         for rank, found in enumerate(summary["ranks"])
@@ -138,11 +138,11 @@ def training_command(
             status.update(words)
             if not console.is_terminal and len(trials) % 10 == 0:
                 console.print(words)
-    table = tables.table_of_training(summary := tables.summary_of_training(trials))
+    table = tables.build_training_table(summary := tables.summarize_training(trials))
     console.print(table)
     if record is not None:
         title = f"{summary['kills']:,} kills at random moments of runs of {training.EPOCHS} epochs"
-        tables.record(record, title, table, {"seed": seed, **summary})
+        tables.write_record(record, title, table, {"seed": seed, **summary})
     finish(summary["wrong"], "every run has ended as one that nobody disturbed, bit for bit")
 
 
@@ -165,12 +165,12 @@ def matrix_command(
             console.print(f"{mark} {trial.case.name} ({trial.seconds:.0f} s)", markup=False)
             for what in trial.wrong:
                 console.print(f"  {what}", markup=False, soft_wrap=True)
-    summary = tables.summary_of_matrix(trials)
-    table = tables.table_of_matrix(summary)
+    summary = tables.summarize_matrix(trials)
+    table = tables.build_matrix_table(summary)
     console.print(table)
     if record is not None:
         title = f"{len(trials)} faults: whether explain names the ranks, the cause and what helps"
-        tables.record(record, title, table, summary)
+        tables.write_record(record, title, table, summary)
     finish(summary["wrong"], "every fault has been explained right")
 
 

@@ -1,4 +1,4 @@
-"""What came of the drivers: tables to read, and records to keep."""
+"""Result tables and records of the fault injection drivers."""
 
 from __future__ import annotations
 
@@ -18,91 +18,95 @@ from rich.table import Table
 from phalanx.bench.machine import machine, versions
 from tests.drill import desyncs, endurance, kills, matrix, training
 
-# Seconds within which so large a part of all survivors must have raised.
+# For each fraction of the survivors, the seconds within which they must have raised.
 LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
 
 
-def summary_of_kills(trials: Sequence[kills.Trial], left: list[str]) -> dict[str, Any]:
-    """What was measured: all deaths together, and by what they have in common."""
+def summarize_kills(trials: Sequence[kills.Trial], leftovers: list[str]) -> dict[str, Any]:
+    """Summarize all deaths together, and grouped by common properties."""
     keys: tuple[Callable[[kills.Trial], str], ...] = (
         lambda trial: trial.kill.way,
         lambda trial: trial.kill.moment,
         lambda trial: f"{trial.kill.ranks} ranks",
     )
-    groups = {name: group for key in keys for name, group in _grouped(trials, key).items()}
+    groups = {name: group for key in keys for name, group in _group_kills(trials, key).items()}
     return {
-        "all": _of_kills(trials),
-        "by": {name: _of_kills(group) for name, group in groups.items()},
-        "wrong": [f"{trial.kill}: {what}" for trial in trials for what in trial.wrong],
-        "left": left,
+        "all": _count_kills(trials),
+        "by": {name: _count_kills(group) for name, group in groups.items()},
+        "wrong": [f"{trial.kill}: {problem}" for trial in trials for problem in trial.wrong],
+        "left": leftovers,
     }
 
 
-def _grouped(
+def _group_kills(
     trials: Sequence[kills.Trial], key: Callable[[kills.Trial], str]
 ) -> dict[str, list[kills.Trial]]:
     names = sorted({key(trial) for trial in trials})
     return {name: [trial for trial in trials if key(trial) == name] for name in names}
 
 
-def _of_kills(trials: Iterable[kills.Trial]) -> dict[str, Any]:
-    chosen = list(trials)
-    times = [seconds for trial in chosen for seconds in trial.times]
+def _count_kills(trials: Iterable[kills.Trial]) -> dict[str, Any]:
+    selected = list(trials)
+    times = [seconds for trial in selected for seconds in trial.times]
     return {
-        "deaths": len(chosen),
-        "survivors": sum(trial.kill.ranks - 1 for trial in chosen),
+        "deaths": len(selected),
+        "survivors": sum(trial.kill.ranks - 1 for trial in selected),
         "raised": len(times),
-        "named": sum(trial.named for trial in chosen),
-        "explained": sum(trial.explained for trial in chosen),
-        "seconds": {str(part): _quantile(times, part) for part in (0.1, *LIMITS)},
-        "growth": max((trial.growth for trial in chosen), default=0),
+        "named": sum(trial.named for trial in selected),
+        "explained": sum(trial.explained for trial in selected),
+        "seconds": {str(fraction): _quantile(times, fraction) for fraction in (0.1, *LIMITS)},
+        "growth": max((trial.growth for trial in selected), default=0),
     }
 
 
-def _quantile(times: list[float], part: float) -> float | None:
-    """The time within which so large a part of all was done: one that was measured."""
+def _quantile(times: list[float], fraction: float) -> float | None:
+    """Return the measured time within which this fraction of all was done."""
     if not times:
         return None
-    return round(float(np.quantile(times, part, method="inverted_cdf")), 6)
+    return round(float(np.quantile(times, fraction, method="inverted_cdf")), 6)
 
 
-def failures_of_kills(summary: dict[str, Any], *, timed: bool) -> list[str]:
-    """What is not as it must be."""
-    found, seconds = summary["all"], summary["all"]["seconds"]
-    wrong = [*summary["wrong"], *summary["left"]]
-    silent = {name: found["survivors"] - found[name] for name in ("raised", "named")}
-    wrong += [f"{count} survivors have not {name} it" for name, count in silent.items() if count]
+def find_kill_failures(summary: dict[str, Any], *, timed: bool) -> list[str]:
+    """Return descriptions of all failures."""
+    results, seconds = summary["all"], summary["all"]["seconds"]
+    problems = [*summary["wrong"], *summary["left"]]
+    missing = {name: results["survivors"] - results[name] for name in ("raised", "named")}
+    problems += [
+        f"{count} survivors have not {name} it" for name, count in missing.items() if count
+    ]
     limits = LIMITS if timed else {1.0: 1.0}
-    for part, limit in limits.items():
-        if seconds[str(part)] is None or seconds[str(part)] > limit:
-            wrong.append(f"{part:.0%} of the survivors took {seconds[str(part)]} s, not {limit} s")
-    return wrong
+    for fraction, limit in limits.items():
+        if seconds[str(fraction)] is None or seconds[str(fraction)] > limit:
+            problems.append(
+                f"{fraction:.0%} of the survivors took {seconds[str(fraction)]} s, not {limit} s"
+            )
+    return problems
 
 
-def table_of_kills(summary: dict[str, Any]) -> Table:
-    """One line for all, and one for each group of trials."""
-    table = _table("deaths", "survivors", "raised", "named", "how", "10%", "50%", "99%", "all")
-    table.caption = "10% to all: milliseconds within which so many survivors had the exception"
-    for name, found in {"all": summary["all"], **summary["by"]}.items():
-        counts = [found[key] for key in ("deaths", "survivors", "raised", "named", "explained")]
-        times = [_milliseconds(seconds) for seconds in found["seconds"].values()]
+def build_kills_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for all trials and one for each group."""
+    table = _make_table("deaths", "survivors", "raised", "named", "how", "10%", "50%", "99%", "all")
+    table.caption = "10% to all: milliseconds within which this share of the survivors had raised"
+    for name, results in {"all": summary["all"], **summary["by"]}.items():
+        counts = [results[key] for key in ("deaths", "survivors", "raised", "named", "explained")]
+        times = [_milliseconds(seconds) for seconds in results["seconds"].values()]
         table.add_row(name, *map(str, counts), *times)
     return table
 
 
-def summary_of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
-    """How many faults were explained right, by the kind of verdict that is expected."""
+def summarize_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
+    """Count the faults that were explained correctly, by the expected kind of verdict."""
     kinds = sorted({trial.case.kind for trial in trials})
     groups = {kind: [trial for trial in trials if trial.case.kind == kind] for kind in kinds}
     return {
-        "all": _of_matrix(trials),
-        "by": {kind: _of_matrix(group) for kind, group in groups.items()},
+        "all": _count_matrix(trials),
+        "by": {kind: _count_matrix(group) for kind, group in groups.items()},
         "verdicts": {trial.case.name: trial.verdict for trial in trials},
-        "wrong": [f"{trial.case.name}: {what}" for trial in trials for what in trial.wrong],
+        "wrong": [f"{trial.case.name}: {problem}" for trial in trials for problem in trial.wrong],
     }
 
 
-def _of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, int]:
+def _count_matrix(trials: Sequence[matrix.Trial]) -> dict[str, int]:
     return {
         "faults": len(trials),
         "ranks": sum(trial.ranks for trial in trials),
@@ -110,16 +114,16 @@ def _of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, int]:
     }
 
 
-def table_of_matrix(summary: dict[str, Any]) -> Table:
-    """A line for all, and one for each kind of verdict."""
-    table = _table("faults", "ranks", "right")
-    table.caption = "ranks: those at fault are named; right: also the cause, and what helps"
-    for name, found in {"all": summary["all"], **summary["by"]}.items():
-        table.add_row(name, *map(str, found.values()))
+def build_matrix_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for all faults and one for each kind of verdict."""
+    table = _make_table("faults", "ranks", "right")
+    table.caption = "ranks: the ranks at fault are named; right: so are the cause and the remedy"
+    for name, results in {"all": summary["all"], **summary["by"]}.items():
+        table.add_row(name, *map(str, results.values()))
     return table
 
 
-def _table(*columns: str) -> Table:
+def _make_table(*columns: str) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False, caption_justify="left")
     table.add_column("", no_wrap=True)
     for name in columns:
@@ -131,45 +135,45 @@ def _milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.1f}"
 
 
-def summary_of_desyncs(trials: Sequence[desyncs.Trial]) -> dict[str, Any]:
-    """By field: how many ranks should have raised, and how many did with all that it must say."""
+def summarize_desyncs(trials: Sequence[desyncs.Trial]) -> dict[str, Any]:
+    """Count, by field, the ranks that should have raised and those with a complete message."""
     fields: dict[str, Any] = {}
     for field in desyncs.FIELDS:
-        chosen = [trial for trial in trials if trial.desync.field == field]
-        times = [seconds for trial in chosen for seconds in trial.times]
+        selected = [trial for trial in trials if trial.desync.field == field]
+        times = [seconds for trial in selected for seconds in trial.times]
         fields[field] = {
-            "desyncs": len(chosen),
-            "ranks": sum(trial.expected for trial in chosen),
-            "raised": sum(trial.raised for trial in chosen),
-            "seconds": {str(part): _quantile(times, part) for part in (0.5, 1.0)},
+            "desyncs": len(selected),
+            "ranks": sum(trial.expected for trial in selected),
+            "raised": sum(trial.raised for trial in selected),
+            "seconds": {str(fraction): _quantile(times, fraction) for fraction in (0.5, 1.0)},
         }
-    wrong = [f"{trial.desync}: {what}" for trial in trials for what in trial.wrong]
-    return {"by": fields, "wrong": wrong}
+    problems = [f"{trial.desync}: {problem}" for trial in trials for problem in trial.wrong]
+    return {"by": fields, "wrong": problems}
 
 
-def table_of_desyncs(summary: dict[str, Any]) -> Table:
-    """A line for each field."""
-    table = _table("desyncs", "ranks", "raised", "50%", "all")
+def build_desyncs_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for each field."""
+    table = _make_table("desyncs", "ranks", "raised", "50%", "all")
     table.caption = "50%, all: milliseconds from a rank's call to its exception"
-    for field, found in summary["by"].items():
-        times = [_milliseconds(seconds) for seconds in found["seconds"].values()]
-        counts = map(str, (found["desyncs"], found["ranks"], found["raised"]))
+    for field, results in summary["by"].items():
+        times = [_milliseconds(seconds) for seconds in results["seconds"].values()]
+        counts = map(str, (results["desyncs"], results["ranks"], results["raised"]))
         table.add_row(field, *counts, *times)
     return table
 
 
-def summary_of_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
-    """How many kills struck how many runs, and what didn't end as it must."""
+def summarize_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
+    """Count kills and runs, and list runs with a wrong result."""
     return {
         "kills": sum(trial.landed for trial in trials),
         "runs": len(trials),
         "epochs": training.EPOCHS,
-        "by": {name: _of_training(group) for name, group in _grouped_training(trials).items()},
-        "wrong": [f"{trial}: {what}" for trial in trials for what in trial.wrong],
+        "by": {name: _count_training(group) for name, group in _group_training(trials).items()},
+        "wrong": [f"{trial}: {problem}" for trial in trials for problem in trial.wrong],
     }
 
 
-def _grouped_training(trials: Sequence[training.Trial]) -> dict[str, list[training.Trial]]:
+def _group_training(trials: Sequence[training.Trial]) -> dict[str, list[training.Trial]]:
     groups: dict[str, list[training.Trial]] = {}
     for trial in trials:
         kind = "DistributedDataParallel" if trial.wrapped else "average_gradients"
@@ -177,7 +181,7 @@ def _grouped_training(trials: Sequence[training.Trial]) -> dict[str, list[traini
     return dict(sorted(groups.items()))
 
 
-def _of_training(trials: list[training.Trial]) -> dict[str, int]:
+def _count_training(trials: list[training.Trial]) -> dict[str, int]:
     return {
         "runs": len(trials),
         "kills": sum(trial.landed for trial in trials),
@@ -185,20 +189,20 @@ def _of_training(trials: list[training.Trial]) -> dict[str, int]:
     }
 
 
-def table_of_training(summary: dict[str, Any]) -> Table:
-    """A line for each kind of run."""
-    table = _table("runs", "kills", "equal")
-    table.caption = "equal: runs that ended as one that nobody disturbed, bit for bit"
-    for name, found in summary["by"].items():
-        table.add_row(name, *(str(found[key]) for key in ("runs", "kills", "equal")))
+def build_training_table(summary: dict[str, Any]) -> Table:
+    """Build a table with a line for each kind of run."""
+    table = _make_table("runs", "kills", "equal")
+    table.caption = "equal: runs with the result of an undisturbed run, bit for bit"
+    for name, results in summary["by"].items():
+        table.add_row(name, *(str(results[key]) for key in ("runs", "kills", "equal")))
     return table
 
 
-def summary_of_operations(samples: list[list[endurance.Sample]]) -> dict[str, Any]:
-    """By rank: what it held as the operations went on, and whether that is flat."""
+def summarize_operations(samples: list[list[endurance.Sample]]) -> dict[str, Any]:
+    """Summarize, by rank, the resources held over time, and whether they are constant."""
     ranks = []
-    for taken in samples:
-        verdict = endurance.verdict(taken)
+    for rank_samples in samples:
+        verdict = endurance.verdict(rank_samples)
         ranks.append(
             {
                 "flat": verdict.flat,
@@ -214,24 +218,24 @@ def summary_of_operations(samples: list[list[endurance.Sample]]) -> dict[str, An
                         sample.holds.descriptors,
                         sample.holds.threads,
                     ]
-                    for sample in taken
+                    for sample in rank_samples
                 ],
             }
         )
     return {"slack": endurance.SLACK, "ranks": ranks}
 
 
-def table_of_operations(samples: list[list[endurance.Sample]]) -> Table:
-    """A line for about each tenth of the operations, with what the ranks held."""
-    table = _table("seconds", "MiB of each rank", "descriptors", "threads")
+def build_operations_table(samples: list[list[endurance.Sample]]) -> Table:
+    """Build a table with a line for each tenth of the operations and the ranks' resources."""
+    table = _make_table("seconds", "MiB of each rank", "descriptors", "threads")
     step = max(1, len(samples[0]) // 10)
-    for of_ranks in list(zip(*samples, strict=True))[::step]:
-        first = of_ranks[0]
+    for rank_samples in list(zip(*samples, strict=True))[::step]:
+        first = rank_samples[0]
         table.add_row(
             f"{first.operations:,}",
             f"{first.seconds:.0f}",
             *(
-                " ".join(f"{value(sample)}" for sample in of_ranks)
+                " ".join(f"{value(sample)}" for sample in rank_samples)
                 for value in (
                     lambda sample: f"{sample.holds.resident / 2**20:.1f}",
                     lambda sample: sample.holds.descriptors,
@@ -242,18 +246,18 @@ def table_of_operations(samples: list[list[endurance.Sample]]) -> Table:
     return table
 
 
-def record(path: Path, title: str, table: Table, found: dict[str, Any]) -> None:
-    """Write what was found: `path` with .json for programs, with .md for readers."""
+def write_record(path: Path, title: str, table: Table, results: dict[str, Any]) -> None:
+    """Write the results to `path` with the suffixes .json and .md."""
     facts = {
         "command": f"make drill ARGS={shlex.quote(shlex.join(sys.argv[1:]))}",
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": versions(),
     }
-    path.with_suffix(".json").write_text(json.dumps({**facts, **found}, indent=1) + "\n")
+    path.with_suffix(".json").write_text(json.dumps({**facts, **results}, indent=1) + "\n")
     text = io.StringIO()
     Console(file=text, width=110).print(table)
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
-    where = f"{facts['machine']['processor']}, {facts['machine']['cores']} cores"
-    head = [f"# {title}", "", f"`{facts['command']}`, {facts['date']}, {where}:", ""]
-    path.with_suffix(".md").write_text("\n".join([*head, "```", *lines, "```", ""]))
+    machine_text = f"{facts['machine']['processor']}, {facts['machine']['cores']} cores"
+    header = [f"# {title}", "", f"`{facts['command']}`, {facts['date']}, {machine_text}:", ""]
+    path.with_suffix(".md").write_text("\n".join([*header, "```", *lines, "```", ""]))

@@ -37,14 +37,14 @@ def test_fifty_deaths(pool: Pool, seed: int) -> None:
     board = kills.Board()
     drawn = [kills.draw(seed, number, 2, MOST) for number in range(50)]
     trials = [kills.run(pool, kill, board, "phalanx") for kill in drawn]
-    summary = tables.summary_of_kills(trials, [])
-    assert tables.failures_of_kills(summary, timed=False) == []
+    summary = tables.summarize_kills(trials, [])
+    assert tables.find_kill_failures(summary, timed=False) == []
 
 
 def test_desyncs(pool: Pool, seed: int) -> None:
     drawn = [desyncs.draw(seed, number, 2, MOST) for number in range(5 * len(desyncs.FIELDS))]
     trials = [desyncs.run(pool, desync) for desync in drawn]
-    assert tables.summary_of_desyncs(trials)["wrong"] == []
+    assert tables.summarize_desyncs(trials)["wrong"] == []
     assert all(trial.raised == trial.expected > 0 for trial in trials)
 
 
@@ -86,8 +86,8 @@ def test_what_a_survivor_must_say(changes: dict[str, object], wrong: str) -> Non
 
 def test_what_a_summary_must_have() -> None:
     trials = [kills.Trial(KILL, [0.001, 0.2], 2, 2), kills.Trial(KILL, [0.02, 2.0], 1, 0, ["bad"])]
-    summary = tables.summary_of_kills(trials, ["/dev/shm/x"])
-    assert tables.failures_of_kills(summary, timed=True) == [
+    summary = tables.summarize_kills(trials, ["/dev/shm/x"])
+    assert tables.find_kill_failures(summary, timed=True) == [
         "rank 1 of 3 dies by SIGKILL between operations, 0.0 ms after call 0: bad",
         "/dev/shm/x",
         "1 survivors have not named it",

@@ -73,7 +73,7 @@ def test_what_is_judged(tmp_path: Path, change: dict[str, Any], wrong: str) -> N
     assert wrong in "\n".join(trial.wrong)
     assert trial.right is (not wrong)
     assert trial.ranks is ("ranks" not in change)
-    summary = tables.summary_of_matrix([trial])
+    summary = tables.summarize_matrix([trial])
     assert summary["all"] == {"faults": 1, "ranks": int(trial.ranks), "right": int(trial.right)}
 
 

@@ -1,1 +1,1 @@
-"""Strangers, and a worker gone mad, send garbage to a worker of `phalanx.rpc`: `make fuzz`."""
+"""Fuzzing of a worker by unauthenticated clients and a Byzantine worker: `make fuzz`."""

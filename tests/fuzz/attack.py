@@ -1,4 +1,4 @@
-"""Worker 2 calls worker 1, to which strangers, and worker 0 gone mad, send garbage meanwhile."""
+"""Worker 2 calls worker 1 while unauthenticated clients and worker 0 send it garbage."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ import torch
 from phalanx import rpc
 from phalanx.rpc.current_agent import agent
 from phalanx.rpc.transport import server
-from tests.fuzz.mad import Mad
-from tests.fuzz.strangers import Strangers
+from tests.fuzz.byzantine_worker import ByzantineWorker
+from tests.fuzz.unauthenticated_clients import UnauthenticatedClients
 
-__all__ = ["under_attack"]
+__all__ = ["run_attack"]
 
-# What the worker may have more in the end than at the beginning.
-MOST_MORE = 300 * 2**20
-# What it could have at all: what is announced must not be allocated.
-MOST_MAPPED = 4 * 2**30
+# The allowed growth of the worker's memory, in bytes.
+MAX_GROWTH = 300 * 2**20
+# The memory that it may map in addition: announced lengths must not be allocated.
+MAX_MAPPED = 4 * 2**30
 
 
 def echo(value: Any) -> Any:
@@ -42,30 +42,30 @@ def warnings() -> list[str]:
 _RECORDS: list[logging.LogRecord] = []
 
 
-class _Noted(logging.Handler):
+class _RecordingHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         _RECORDS.append(record)
 
 
-def limit() -> None:
-    most = psutil.Process().memory_info().vms + MOST_MAPPED
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+def limit_memory() -> None:
+    limit = psutil.Process().memory_info().vms + MAX_MAPPED
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def state() -> dict[str, int]:
-    """What this worker has."""
+def get_resources() -> dict[str, int]:
+    """Return the resources that this worker uses."""
     gc.collect()
-    me = psutil.Process()
+    process = psutil.Process()
     return {
-        "bytes": me.memory_info().rss,
-        "files": me.num_fds(),
+        "bytes": process.memory_info().rss,
+        "files": process.num_fds(),
         "threads": threading.active_count(),
         "leased": agent().shm_sender.leased_count,
     }
 
 
 def open_files() -> dict[str, int]:
-    """What this worker has open, for who looks for a leak."""
+    """Return the open files of this worker by kind, to locate leaks."""
     kinds: Counter[str] = Counter()
     for each in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -73,81 +73,81 @@ def open_files() -> dict[str, int]:
     return dict(kinds)
 
 
-def asked_back(number: int) -> int:
-    """Worker 0's answers come among others, that are none."""
+def call_worker_0(number: int) -> int:
+    """Call worker 0, whose answer comes among malformed ones."""
     return int(rpc.rpc_sync(0, echo, (number,)))
 
 
 def call(number: int) -> bool:
-    """Worker 2, whose calls nothing of it must touch."""
+    """Call worker 1 from worker 2; return whether the results are correct."""
     tensor = torch.randn(5000) if number % 11 == 0 else torch.randn(5)
-    same = torch.equal(rpc.rpc_sync(1, echo, (tensor,), timeout=30), tensor)
-    return same and rpc.rpc_async(1, echo, (number,), timeout=30).wait() == number
+    is_same = torch.equal(rpc.rpc_sync(1, echo, (tensor,), timeout=30), tensor)
+    return is_same and rpc.rpc_async(1, echo, (number,), timeout=30).wait() == number
 
 
-def under_attack(frames: int, seed: int) -> tuple[list[str], dict[str, int], dict[str, int]]:
-    """What each rank runs: worker 0 plays the mad one and the strangers.
+def run_attack(frames: int, seed: int) -> tuple[list[str], dict[str, int], dict[str, int]]:
+    """Run the attack on each rank; worker 0 is the Byzantine worker and the clients.
 
     Returns:
-        What worker 1 has logged, and what it had before and afterwards.
+        The log of worker 1, and its resources before and afterwards.
     """
-    logging.getLogger("phalanx.rpc").addHandler(_Noted())
+    logging.getLogger("phalanx.rpc").addHandler(_RecordingHandler())
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"worker-{rank}")
-    said: tuple[list[str], dict[str, int], dict[str, int]] = [], {}, {}
+    result: tuple[list[str], dict[str, int], dict[str, int]] = [], {}, {}
     if rank == 0:
-        said = _attack(frames, seed)
+        result = _attack(frames, seed)
     rpc.shutdown(timeout=60)
-    return said
+    return result
 
 
 def _attack(frames: int, seed: int) -> tuple[list[str], dict[str, int], dict[str, int]]:
     own, victim = agent(), agent().peers[1]
     canary = f"{os.environ['FOLDER']}/canary"
     address, port = victim.record.address, "" if victim.is_local else victim.address
-    strangers = Strangers(address, port, canary, seed)
-    mad = Mad(own._key, address, port, own.shm_sender, seed)
-    rpc.rpc_sync(1, limit)
+    clients = UnauthenticatedClients(address, port, canary, seed)
+    byzantine = ByzantineWorker(own._key, address, port, own.shm_sender, seed)
+    rpc.rpc_sync(1, limit_memory)
     assert rpc.rpc_sync(2, call, (0,))
-    before = rpc.rpc_sync(1, state)
-    chance = random.Random(seed)
+    before = rpc.rpc_sync(1, get_resources)
+    generator = random.Random(seed)
     for number in range(frames):
-        (strangers if chance.randrange(20) == 0 else mad).send()
+        (clients if generator.randrange(20) == 0 else byzantine).send()
         if number % 97 == 0:
             assert rpc.rpc_sync(2, call, (number,))
         if number % 997 == 0:
-            assert _answers_among_others(mad, number) == number
-    strangers.close()
-    mad.close()
-    after = _settled(before)
-    assert not os.path.exists(canary), "a stranger's message was executed"
+            assert _answer_among_malformed(byzantine, number) == number
+    clients.close()
+    byzantine.close()
+    after = _wait_until_settled(before)
+    assert not os.path.exists(canary), "an unauthenticated message was executed"
     return rpc.rpc_sync(1, warnings), before, after
 
 
-def _answers_among_others(mad: Mad, number: int) -> int:
-    right = server._reply
+def _answer_among_malformed(byzantine: ByzantineWorker, number: int) -> int:
+    original = server._reply
 
-    def answer(stream: Any, frames: Any) -> None:
+    def send_malformed_first(connection: Any, frames: Any) -> None:
         for _ in range(5):
-            stream.send_answer(mad._frame())
-        right(stream, frames)
+            connection.send_answer(byzantine._frame())
+        original(connection, frames)
 
-    server._reply = answer
+    server._reply = send_malformed_first
     try:
-        return int(rpc.rpc_sync(1, asked_back, (number,), timeout=30))
+        return int(rpc.rpc_sync(1, call_worker_0, (number,), timeout=30))
     finally:
-        server._reply = right
+        server._reply = original
 
 
-def _settled(before: dict[str, int]) -> dict[str, int]:
-    """What the victim has when its connections have ended; strangers have ten seconds."""
-    end = time.monotonic() + 30
+def _wait_until_settled(before: dict[str, int]) -> dict[str, int]:
+    """Return the victim's resources once its connections have ended; clients have ten seconds."""
+    deadline = time.monotonic() + 30
     while True:
-        after: dict[str, int] = rpc.rpc_sync(1, state)
-        kept = [name for name in ("files", "leased") if after[name] > before[name] + 5]
-        if after["threads"] <= before["threads"] + 20 and not kept:
+        after: dict[str, int] = rpc.rpc_sync(1, get_resources)
+        leaked = [name for name in ("files", "leased") if after[name] > before[name] + 5]
+        if after["threads"] <= before["threads"] + 20 and not leaked:
             break
-        assert time.monotonic() < end, (before, after, rpc.rpc_sync(1, open_files))
+        assert time.monotonic() < deadline, (before, after, rpc.rpc_sync(1, open_files))
         time.sleep(0.1)
-    assert after["bytes"] < before["bytes"] + MOST_MORE, (before, after)
+    assert after["bytes"] < before["bytes"] + MAX_GROWTH, (before, after)
     return after

@@ -1,4 +1,4 @@
-"""Calls of `phalanx.rpc` between hosts that share nothing but a network."""
+"""Calls of `phalanx.rpc` between hosts that share only a network."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.current_agent import agent
 from tests.networks import Network, enter
 from tests.ranks import Ended, RankServer, Run
-from tests.rpc_training import little_address_space
+from tests.rpc_training import limit_address_space
 from tests.waiting import wait_for
 
-MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+MISSING = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
 REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
 NAMED = r"worker 'worker-{}' \(id {}, pid \d+ on \S+\)"
-# Nothing, an element, just too large for a message's own frame, what is read in many parts.
+# No elements, one, just too large to be inline in a message, and many reads.
 SIZES = (0, 1, 4097, 5_000_000)
 LARGER_THAN_A_FRAME = 300_000_000
 
@@ -33,10 +33,10 @@ LARGER_THAN_A_FRAME = 300_000_000
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     if MISSING or os.geteuid() != 0:
-        # CI has them: there they must not be left out.
+        # CI has these tools, so the tests must not be skipped there.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
-    with Network(3) as made:
-        yield made
+    with Network(3) as network:
+        yield network
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,27 +44,33 @@ def preloaded(ranks: RankServer) -> None:
     ranks.preload("phalanx.rpc")
 
 
-def start(ranks: RankServer, network: Network, hosts: str, *what: Any) -> Run:
-    """Start workers, each on the host of its letter, which meet at the first one's."""
-    places = [ord(letter) - ord("a") for letter in hosts]
+def start(ranks: RankServer, network: Network, hosts: str, *arguments: Any) -> Run:
+    """Start workers, each on the host of its letter, with rendezvous on the first host."""
+    host_numbers = [ord(letter) - ord("a") for letter in hosts]
     return ranks.start(
-        len(hosts), on_a_host, network.names, network.addresses, places, *what, timeout=None
+        len(hosts),
+        run_on_host,
+        network.names,
+        network.addresses,
+        host_numbers,
+        *arguments,
+        timeout=None,
     )
 
 
-def on_a_host(
-    names: list[str], addresses: list[str], places: list[int], function: Any, *arguments: Any
+def run_on_host(
+    names: list[str], addresses: list[str], host_numbers: list[int], function: Any, *arguments: Any
 ) -> Any:
     rank = int(os.environ["RANK"])
-    enter(names[places[rank]])
-    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = addresses[places[0]], "29531"
+    enter(names[host_numbers[rank]])
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = addresses[host_numbers[0]], "29531"
     rpc.init_rpc(f"worker-{rank}", timeout=30)
-    near = [peer.is_local for peer in agent().peers]
-    assert near == [place == places[rank] for place in places]
+    is_local = [peer.is_local for peer in agent().peers]
+    assert is_local == [host == host_numbers[rank] for host in host_numbers]
     return function(*arguments)
 
 
-def told(name: str) -> Path:
+def file(name: str) -> Path:
     return Path(os.environ["FOLDER"], name)
 
 
@@ -75,30 +81,30 @@ def echo(value: Any) -> Any:
     return value
 
 
-def around(depth: int) -> int:
+def call_around(depth: int) -> int:
     here = rpc.get_worker_info().id
     to = (here + 1) % len(rpc.get_worker_infos())
-    return 1 + int(rpc.rpc_sync(to, around, (depth - 1,))) if depth else 0
+    return 1 + int(rpc.rpc_sync(to, call_around, (depth - 1,))) if depth else 0
 
 
 class Net(nn.Module):
-    """A layer, and a call further."""
+    """A layer whose output may be passed on to another worker."""
 
-    def __init__(self, weight: Tensor, further: int | None) -> None:
+    def __init__(self, weight: Tensor, next_worker: int | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
-        self.further = further
+        self.next_worker = next_worker
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(x @ self.weight)
-        return y if self.further is None else rpc.rpc_sync(self.further, torch.sin, (y,))
+        return y if self.next_worker is None else rpc.rpc_sync(self.next_worker, torch.sin, (y,))
 
-    def parameters_of_it(self) -> list[Any]:
+    def parameter_rrefs(self) -> list[Any]:
         return [rpc.RRef(each) for each in self.parameters()]
 
 
-def trained(x: Tensor, weight: Tensor, other: Tensor, steps: int) -> list[float]:
-    """What one process gets."""
+def train_in_one_process(x: Tensor, weight: Tensor, other: Tensor, steps: int) -> list[float]:
+    """Return the losses of one process."""
     weights = [nn.Parameter(weight.clone()), nn.Parameter(other.clone())]
     optimizer = torch.optim.SGD(weights, 0.1, momentum=0.9)
     losses = []
@@ -111,10 +117,10 @@ def trained(x: Tensor, weight: Tensor, other: Tensor, steps: int) -> list[float]
     return losses
 
 
-# ---- all is well ----
+# ---- normal operation ----
 
 
-def values() -> None:
+def check_values() -> None:
     for to in range(1, 4):
         assert rpc.rpc_sync(to, echo, (to,)) == to
         futures = [rpc.rpc_async(to, echo, (number,)) for number in range(100)]
@@ -124,123 +130,123 @@ def values() -> None:
             assert torch.equal(rpc.rpc_sync(to, echo, (data,)), data)
             assert torch.equal(rpc.rpc_async(to, echo, (data,)).wait(), data)
         views = [torch.randn(300, 401)[::3, 5:].t(), torch.randn(7)[3].expand(5000)]
-        come = rpc.rpc_sync(to, echo, (views,))
-        assert all(map(torch.equal, come, views))
-        # What isn't a tensor has no other way than the pickle.
+        received = rpc.rpc_sync(to, echo, (views,))
+        assert all(map(torch.equal, received, views))
+        # Data other than tensors is always pickled.
         text = os.urandom(1_000_000)
         assert rpc.rpc_sync(to, echo, (text,)) == text
         box = rpc.remote(to, dict, ({"a": 1},))
         assert box.rpc_sync().get("a") == 1
         assert rpc.rpc_sync(3 - to % 3, rpc.RRef.to_here, (box,)) == {"a": 1}
-    assert around(12) == 12
+    assert call_around(12) == 12
     with pytest.raises(KeyError, match="far"):
         rpc.rpc_sync(2, {}.__getitem__, ("far",))
     with pytest.raises(CallTimeout):
         rpc.rpc_sync(2, time.sleep, (0.3,), timeout=0.1)
 
 
-def train() -> None:
-    """One layer on another host, one here, one further away: losses as those of one process."""
+def check_training() -> None:
+    """Train layers on three hosts and compare the losses with those of one process."""
     x, weight, other = torch.randn(8, 5), torch.randn(5, 6), torch.randn(6, 4)
-    mine = nn.Parameter(weight.clone())
-    there = rpc.remote(1, Net, (other, 2))
-    references = [rpc.RRef(mine), *there.rpc_sync().parameters_of_it()]
+    local_layer = nn.Parameter(weight.clone())
+    remote_net = rpc.remote(1, Net, (other, 2))
+    references = [rpc.RRef(local_layer), *remote_net.rpc_sync().parameter_rrefs()]
     optimizer = rpc.DistributedOptimizer(torch.optim.SGD, references, 0.1, momentum=0.9)
     losses = []
     for _ in range(4):
-        loss = there.rpc_sync().forward(torch.tanh(x @ mine)).square().mean()
+        loss = remote_net.rpc_sync().forward(torch.tanh(x @ local_layer)).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    assert losses == pytest.approx(trained(x, weight, other, 4), rel=1e-5)
+    assert losses == pytest.approx(train_in_one_process(x, weight, other, 4), rel=1e-5)
 
 
-def all_is_well() -> str:
+def run_all() -> str:
     rank = rpc.get_worker_info().id
     if rank == 0:
-        values()
-        train()
+        check_values()
+        check_training()
     rpc.shutdown(timeout=60)
     return "left"
 
 
 def test_three_hosts(ranks: RankServer, network: Network) -> None:
-    for end in start(ranks, network, "abca", all_is_well).join():
-        assert end.value == "left"
+    for each in start(ranks, network, "abca", run_all).join():
+        assert each.value == "left"
 
 
-def large() -> None:
-    """More than one frame takes."""
+def send_large() -> None:
+    """Send more than fits into a frame."""
     if rpc.get_worker_info().id == 0:
         data = torch.arange(LARGER_THAN_A_FRAME // 4, dtype=torch.int32)
         assert rpc.rpc_sync(1, torch.sum, (data,)) == data.sum()
         with_gaps = torch.zeros(2**27)[::3]
         with (
-            little_address_space(with_gaps.nbytes // 2),
-            pytest.raises(PhalanxError, match=r"no room for a tensor of \(\d+,\)"),
+            limit_address_space(with_gaps.nbytes // 2),
+            pytest.raises(PhalanxError, match=r"not enough memory to send a tensor of \(\d+,\)"),
         ):
             rpc.rpc_sync(1, echo, (with_gaps,))
     rpc.shutdown(timeout=60)
 
 
 def test_more_than_a_frame(ranks: RankServer, network: Network) -> None:
-    for end in start(ranks, network, "ab", large).join():
-        assert end.value is None
+    for each in start(ranks, network, "ab", send_large).join():
+        assert each.value is None
 
 
-# ---- hosts and workers that are gone ----
+# ---- dead hosts and workers ----
 
 
-def mourn(victim: int, limit: float) -> str:
-    """All that waits for the victim, and all that is asked of it later, says who is lost."""
+def check_loss(victim: int, limit: float) -> str:
+    """Check that all pending and later calls to the victim name it as lost."""
     rank = rpc.get_worker_info().id
     if rank == victim:
         time.sleep(60)
-    words = NAMED.format(victim, victim)
+    pattern = NAMED.format(victim, victim)
     box = rpc.remote(victim, dict)
     box.to_here()
     futures = [rpc.rpc_async(victim, time.sleep, (60,)) for _ in range(3)]
-    told(f"ready-{rank}").touch()
-    with pytest.raises(PeerLost, match=words):
+    file(f"ready-{rank}").touch()
+    with pytest.raises(PeerLost, match=pattern):
         rpc.rpc_sync(victim, time.sleep, (60,), timeout=0)
-    seconds = time.time() - float(told("gone").read_text())
+    seconds = time.time() - float(file("gone").read_text())
     assert seconds < limit
     for future in futures:
-        with pytest.raises(PeerLost, match=words):
+        with pytest.raises(PeerLost, match=pattern):
             future.wait()
-    for later in (box.to_here, lambda: rpc.rpc_sync(victim, echo, (1,))):
-        with pytest.raises(PeerLost, match=words):
-            later()
-    # The others go on without it.
+    for call in (box.to_here, lambda: rpc.rpc_sync(victim, echo, (1,))):
+        with pytest.raises(PeerLost, match=pattern):
+            call()
+    # The other workers still work.
     assert rpc.rpc_sync(1 - rank, echo, (5,)) == 5
-    told(f"over-{rank}").touch()
-    wait_for(lambda: all(told(f"over-{each}").exists() for each in range(3) if each != victim))
+    file(f"done-{rank}").touch()
+    wait_for(lambda: all(file(f"done-{each}").exists() for each in range(3) if each != victim))
     with pytest.raises(PeerLost, match="worker 'worker-"):
         rpc.shutdown(timeout=20)
     return f"{seconds:.1f}"
 
 
-def everybody_waits(run: Run) -> bool:
+def all_ready(run: Run) -> bool:
     return all((Path(run.folder) / f"ready-{rank}").exists() for rank in (0, 1))
 
 
-def mourners(run: Run) -> list[Ended]:
-    return [end for end in run.join() if end.rank != 2]
+def survivor_exits(run: Run) -> list[Ended]:
+    return [each for each in run.join() if each.rank != 2]
 
 
-def test_a_killed_worker(ranks: RankServer, network: Network) -> None:
-    run = start(ranks, network, "abc", mourn, 2, 15.0)
-    wait_for(lambda: everybody_waits(run))
+def test_killed_worker(ranks: RankServer, network: Network) -> None:
+    run = start(ranks, network, "abc", check_loss, 2, 15.0)
+    wait_for(lambda: all_ready(run))
     (Path(run.folder) / "gone").write_text(repr(time.time()))
     run.signal(2, signal.SIGKILL)
-    for end in mourners(run):
-        assert end.value
+    for each in survivor_exits(run):
+        assert each.value
 
 
-def test_a_host_that_disappears(ranks: RankServer, network: Network) -> None:
-    """Nobody is told: only what doesn't come any more tells."""
-    run = start(ranks, network, "abc", mourn, 2, 25.0)
-    wait_for(lambda: everybody_waits(run))
+def test_vanished_host(ranks: RankServer, network: Network) -> None:
+    """The host vanishes without notification; only missing heartbeats reveal that."""
+    run = start(ranks, network, "abc", check_loss, 2, 25.0)
+    wait_for(lambda: all_ready(run))
     (Path(run.folder) / "gone").write_text(repr(time.time()))
     network.cut(2)
     try:
@@ -248,5 +254,5 @@ def test_a_host_that_disappears(ranks: RankServer, network: Network) -> None:
     finally:
         network.mend(2)
         run.signal(2, signal.SIGKILL)
-    for end in mourners(run):
-        assert end.value
+    for each in survivor_exits(run):
+        assert each.value

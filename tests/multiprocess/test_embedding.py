@@ -1,4 +1,4 @@
-"""Tables that processes of a host read while others write to them, and servers that die."""
+"""Embedding tables that processes of a host read and write concurrently, and dead servers."""
 
 from __future__ import annotations
 
@@ -18,91 +18,95 @@ from phalanx import embedding, rpc
 from phalanx.embedding import (
     SGD,
     Adam,
-    RangeShards,
-    Server,
+    EmbeddingServer,
+    EmbeddingTable,
+    RangeSharding,
     ShardedEmbeddingBag,
-    Table,
     TableHandle,
 )
-from phalanx.embedding.lookup import _Memory
+from phalanx.embedding.lookup import _MappedTable
 from phalanx.errors import PeerLost, PhalanxError, UsageError
 from phalanx.rpc.current_agent import agent
 from tests.ranks import RankServer
 
 ROWS, WIDTH = 16, 33
-# Changed rows that a reader sees.
+# The number of changed rows that a reader waits for.
 CHANGES = 2000
 
 
-def share(table: Table) -> None:
-    """Say where a table is; it appears whole."""
+def publish(table: EmbeddingTable) -> None:
+    """Publish a table's handle atomically in a file."""
     path = Path(os.environ["FOLDER"], "table")
     path.with_suffix(".new").write_bytes(pickle.dumps(table.handle))
     path.with_suffix(".new").rename(path)
 
 
-def shared() -> TableHandle:
+def receive_handle() -> TableHandle:
     path = Path(os.environ["FOLDER"], "table")
-    end = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while not path.exists():
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
     handle: TableHandle = pickle.loads(path.read_bytes())
     return handle
 
 
-def whole(rows: Tensor) -> bool:
+def is_uniform(rows: Tensor) -> bool:
     return bool((rows == rows[..., :1]).all())
 
 
 def read_and_write(writers: int) -> int:
-    """The first ranks write until the others have seen enough; returns how many writes it made."""
+    """Write on the first ranks until the others have seen enough; return the number of writes."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    made = Table(ROWS, WIDTH, SGD(1.0), weight=torch.zeros(ROWS, WIDTH)) if rank == 0 else None
-    told = [made.handle if made else None]
-    dist.broadcast_object_list(told)
-    table = made or Table.open(told[0])
-    every = torch.arange(ROWS)
+    created = (
+        EmbeddingTable(ROWS, WIDTH, SGD(1.0), weight=torch.zeros(ROWS, WIDTH))
+        if rank == 0
+        else None
+    )
+    handles = [created.handle if created else None]
+    dist.broadcast_object_list(handles)
+    table = created or EmbeddingTable.open(handles[0])
+    all_rows = torch.arange(ROWS)
     folder = Path(os.environ["FOLDER"])
     written = 0
     if rank < writers:
         while len([*folder.glob("seen*")]) < size - writers:
             for _ in range(50):
-                table.update(every, torch.full((ROWS, WIDTH), -1.0))
+                table.update(all_rows, torch.full((ROWS, WIDTH), -1.0))
                 written += 1
     else:
-        read_beside(table, every)
+        read_concurrently(table, all_rows)
         (folder / f"seen{rank}").touch()
     total = torch.tensor([float(written)])
     dist.all_reduce(total)
-    assert (table.gather(every) == total).all(), "an update is lost"
-    dist.barrier()  # the table's memory is opened through the process that made it
+    assert (table.gather(all_rows) == total).all(), "an update is lost"
+    dist.barrier()  # the table's memory is opened through the process that created it
     return written
 
 
-def read_beside(table: Table, every: Tensor) -> None:
-    """Until there have been enough changes."""
+def read_concurrently(table: EmbeddingTable, all_rows: Tensor) -> None:
+    """Read until there have been enough changes."""
     last, changes = torch.zeros(ROWS), 0
-    end = time.monotonic() + 40
+    deadline = time.monotonic() + 40
     while changes < CHANGES:
-        assert time.monotonic() < end
-        rows = table.gather(every)
-        assert whole(rows)
-        assert (rows[:, 0] >= last).all(), "a row went back"
+        assert time.monotonic() < deadline
+        rows = table.gather(all_rows)
+        assert is_uniform(rows)
+        assert (rows[:, 0] >= last).all(), "a row changed back"
         changes += int((rows[:, 0] > last).sum())
-        pooled = table.pool(every.view(ROWS, 1), mode="max")
-        assert whole(pooled)
+        pooled = table.pool(all_rows.view(ROWS, 1), mode="max")
+        assert is_uniform(pooled)
         assert (pooled[:, 0] >= rows[:, 0]).all()
         last = pooled[:, 0]
 
 
 @pytest.mark.parametrize(("writers", "size"), [(1, 3), (2, 4)])
-def test_every_row_that_is_read_is_one_write(ranks: RankServer, writers: int, size: int) -> None:
+def test_reads_see_complete_rows(ranks: RankServer, writers: int, size: int) -> None:
     written = ranks.run(size, read_and_write, writers)
     assert all(written[:writers])
 
 
-def write_for_ever() -> None:
-    table = Table.open(shared())
+def write_forever() -> None:
+    table = EmbeddingTable.open(receive_handle())
     number = 0.0
     while True:
         number += 1
@@ -113,41 +117,41 @@ def write_for_ever() -> None:
         Path(os.environ["FOLDER"], "wrote").touch()
 
 
-def outlive(kills: int) -> None:
-    """Write beside children that are killed at any moment."""
-    table = Table(ROWS, WIDTH, Adam(), weight=torch.zeros(ROWS, WIDTH))
-    share(table)
-    wrote = Path(os.environ["FOLDER"], "wrote")
+def read_despite_kills(kills: int) -> None:
+    """Read and write while children that write are killed at random moments."""
+    table = EmbeddingTable(ROWS, WIDTH, Adam(), weight=torch.zeros(ROWS, WIDTH))
+    publish(table)
+    marker = Path(os.environ["FOLDER"], "wrote")
     for _ in range(kills):
-        wrote.unlink(missing_ok=True)
+        marker.unlink(missing_ok=True)
         child = os.fork()
         if child == 0:
             try:
-                write_for_ever()
+                write_forever()
             finally:
                 os._exit(1)
-        end = time.monotonic() + 30
-        while not wrote.exists():
-            assert time.monotonic() < end
+        deadline = time.monotonic() + 30
+        while not marker.exists():
+            assert time.monotonic() < deadline
         for _ in range(int(torch.randint(1, 50, ()))):
             state = table.state_dict()
         os.kill(child, signal.SIGKILL)
         assert os.waitpid(child, 0)[1] == signal.SIGKILL
         state = table.state_dict()
-        assert whole(state["weight"])
+        assert is_uniform(state["weight"])
         assert torch.equal(state["weight"], state["exp_avg"])
         assert torch.equal(state["weight"], state["exp_avg_sq"])
         table.load_state_dict(state)
 
 
-def test_a_writer_that_is_killed_leaves_whole_rows(ranks: RankServer) -> None:
-    ranks.run(1, outlive, 12, timeout=None)
+def test_killed_writer_leaves_complete_rows(ranks: RankServer) -> None:
+    ranks.run(1, read_despite_kills, 12, timeout=None)
 
 
-def outlive_a_stopped_one() -> None:
+def read_despite_stopped_writer() -> None:
     from phalanx.embedding import table as table_module
 
-    table = Table(ROWS, 1 << 20, SGD(), name="clicks", weight=torch.zeros(ROWS, 1 << 20))
+    table = EmbeddingTable(ROWS, 1 << 20, SGD(), name="clicks", weight=torch.zeros(ROWS, 1 << 20))
     gradients = torch.ones(ROWS, table.width)
     child = os.fork()
     if child == 0:
@@ -156,13 +160,13 @@ def outlive_a_stopped_one() -> None:
                 table.update(torch.arange(ROWS), gradients)
         finally:
             os._exit(1)
-    table_module._PATIENCE = 0.05
+    table_module._ROW_TIMEOUT_SECONDS = 0.05
     failure = None
-    end = time.monotonic() + 30
+    deadline = time.monotonic() + 30
     while failure is None:
         step = table.step
-        while table.step == step:  # from then on it takes rows, most of the time
-            assert time.monotonic() < end
+        while table.step == step:  # afterwards it holds rows most of the time
+            assert time.monotonic() < deadline
         os.kill(child, signal.SIGSTOP)
         assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
         try:
@@ -178,35 +182,35 @@ def outlive_a_stopped_one() -> None:
     table.gather(torch.arange(ROWS))
 
 
-def test_a_writer_that_is_stopped_is_named(ranks: RankServer) -> None:
-    ranks.run(1, outlive_a_stopped_one, timeout=None)
+def test_stopped_writer_is_named(ranks: RankServer) -> None:
+    ranks.run(1, read_despite_stopped_writer, timeout=None)
 
 
-def lose_the_server() -> str:
+def read_until_server_dies() -> str:
     if int(os.environ["RANK"]) == 0:
-        table = Table(ROWS, WIDTH, name="clicks")
-        share(table)
-        end = time.monotonic() + 30
+        table = EmbeddingTable(ROWS, WIDTH, name="clicks")
+        publish(table)
+        deadline = time.monotonic() + 30
         while not Path(os.environ["FOLDER"], "opened").exists():
-            assert time.monotonic() < end
+            assert time.monotonic() < deadline
         os.kill(os.getpid(), signal.SIGKILL)
-    memory = _Memory(shared())
-    memory.gather(torch.arange(ROWS))
+    table = _MappedTable(receive_handle())
+    table.gather(torch.arange(ROWS))
     Path(os.environ["FOLDER"], "opened").touch()
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
         try:
-            memory.gather(torch.arange(ROWS))
+            table.gather(torch.arange(ROWS))
         except PeerLost as error:
             return str(error)
-    return "it went on"
+    return "no error"
 
 
 def test_rows_of_a_dead_server_are_not_read(ranks: RankServer) -> None:
-    run = ranks.start(2, lose_the_server, timeout=None)
-    ended = run.join()
-    assert ended[1].value == (
-        f"table 'clicks': its server (pid {ended[0].pid}) has ended: start the job again from its "
+    run = ranks.start(2, read_until_server_dies, timeout=None)
+    exits = run.join()
+    assert exits[1].value == (
+        f"table 'clicks': its server (pid {exits[0].pid}) has exited: restart the job from its "
         "last checkpoint"
     )
 
@@ -215,11 +219,11 @@ EMBEDDINGS, STEPS = 40, 6
 GROUPS: list[Any] = []
 
 
-def weight_of(rows: Tensor) -> Tensor:
+def make_weight(rows: Tensor) -> Tensor:
     return torch.sin(rows[:, None] * 0.7 + torch.arange(5)).double()
 
 
-def batch_of(step: int, trainer: int) -> Tensor:
+def make_batch(step: int, trainer: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + trainer)
     return torch.randint(0, EMBEDDINGS, (3 + step, 3), generator=generator)
 
@@ -237,28 +241,30 @@ def train(bag: ShardedEmbeddingBag, batches: list[Tensor]) -> list[float]:
 
 
 def train_by_calls(
-    trainers: int, servers: int, split: str, in_memory: bool, together: bool
+    trainers: int, servers: int, split: str, is_local: bool, is_collective: bool
 ) -> list[float] | None:
-    """Trainers come first, then servers."""
+    """Train on the first ranks with servers on the others."""
     rank = int(os.environ["RANK"])
     GROUPS[:] = [dist.new_group(list(range(trainers)))]
     rpc.init_rpc(f"worker{rank}")
     losses = None
     if rank == 0:
-        places = embedding.serve(
-            [f"worker{trainers + each}" for each in range(servers)],
+        servers = embedding.deploy(
+            [f"worker{trainers + worker}" for worker in range(servers)],
             EMBEDDINGS,
             5,
             Adam(0.05),
-            shards=split,
+            sharding=split,
             trainers=trainers,
             timeout=30.0,
             dtype=torch.float64,
-            weight=weight_of,
+            weight=make_weight,
         )
         futures = [
-            rpc.rpc_async(f"worker{each}", train_with, (places, each, split, in_memory, together))
-            for each in range(trainers)
+            rpc.rpc_async(
+                f"worker{worker}", train_with, (servers, worker, split, is_local, is_collective)
+            )
+            for worker in range(trainers)
         ]
         parts = [future.wait() for future in futures]
         losses = [sum(step) / trainers for step in zip(*parts, strict=True)]
@@ -267,22 +273,28 @@ def train_by_calls(
 
 
 def train_with(
-    places: list[rpc.RRef[Server]], trainer: int, split: str, in_memory: bool, together: bool
+    servers: list[rpc.RRef[EmbeddingServer]],
+    trainer: int,
+    split: str,
+    is_local: bool,
+    is_collective: bool,
 ) -> list[float]:
-    group = GROUPS[0] if together else None
-    if together:
-        with pytest.raises(UsageError, match=r"trainer=\d of 2 given .* this is rank \d of 2"):
+    group = GROUPS[0] if is_collective else None
+    if is_collective:
+        with pytest.raises(
+            UsageError, match=r"trainer=\d of 2 given .* this process is rank \d of 2"
+        ):
             ShardedEmbeddingBag(
-                EMBEDDINGS, 5, places, trainer=1 - trainer, shards=split, group=group
+                EMBEDDINGS, 5, servers, trainer=1 - trainer, sharding=split, group=group
             )
-    bag = ShardedEmbeddingBag(EMBEDDINGS, 5, places, trainer=trainer, shards=split, group=group)
-    assert bag.rows.in_memory == [in_memory] * len(places)
-    assert (bag._together is not None) == (together and in_memory)
-    return train(bag, [batch_of(step, trainer) for step in range(STEPS)])
+    bag = ShardedEmbeddingBag(EMBEDDINGS, 5, servers, trainer=trainer, sharding=split, group=group)
+    assert bag.table.is_local == [is_local] * len(servers)
+    assert (bag._collective_update is not None) == (is_collective and is_local)
+    return train(bag, [make_batch(step, trainer) for step in range(STEPS)])
 
 
 @pytest.mark.parametrize(
-    ("trainers", "servers", "split", "hosts", "together"),
+    ("trainers", "servers", "split", "hosts", "is_collective"),
     [
         (2, 1, "range", "aaa", False),
         (2, 1, "range", "aaa", True),
@@ -291,34 +303,35 @@ def train_with(
     ],
 )
 def test_trainers_have_the_losses_of_one_process(
-    ranks: RankServer, trainers: int, servers: int, split: str, hosts: str, together: bool
+    ranks: RankServer, trainers: int, servers: int, split: str, hosts: str, is_collective: bool
 ) -> None:
-    in_memory = "b" not in hosts
-    found = ranks.run(
+    is_local = "b" not in hosts
+    losses = ranks.run(
         trainers + servers,
         train_by_calls,
-        *(trainers, servers, split, in_memory, together),
+        *(trainers, servers, split, is_local, is_collective),
         hosts=hosts,
     )[0]
-    server = Server.of_shard(
-        RangeShards(EMBEDDINGS, 1), 0, 5, Adam(0.05), dtype=torch.float64, weight=weight_of
+    server = EmbeddingServer.create_shard(
+        RangeSharding(EMBEDDINGS, 1), 0, 5, Adam(0.05), dtype=torch.float64, weight=make_weight
     )
-    alone = ShardedEmbeddingBag(EMBEDDINGS, 5, [server])
+    single_bag = ShardedEmbeddingBag(EMBEDDINGS, 5, [server])
     batches = [
-        torch.cat([batch_of(step, trainer) for trainer in range(trainers)]) for step in range(STEPS)
+        torch.cat([make_batch(step, trainer) for trainer in range(trainers)])
+        for step in range(STEPS)
     ]
-    torch.testing.assert_close(found, train(alone, batches), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(losses, train(single_bag, batches), rtol=1e-12, atol=1e-12)
 
 
-def lose_trainers() -> str:
-    """A trainer that dies ends the wait of the others, who are told which."""
+def step_without_trainer() -> str:
+    """Step while another trainer is killed; return the error."""
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"worker{rank}")
     if rank == 1:
         time.sleep(30)
-    places = embedding.serve(["worker0"], EMBEDDINGS, 5, trainers=2, name="clicks")
-    bag = ShardedEmbeddingBag(EMBEDDINGS, 5, places)
-    places[0].local_value().enrol(1, 1)
+    servers = embedding.deploy(["worker0"], EMBEDDINGS, 5, trainers=2, name="clicks")
+    bag = ShardedEmbeddingBag(EMBEDDINGS, 5, servers)
+    servers[0].local_value().register_trainer(1, 1)
     bag(torch.tensor([[1, 2]])).sum().backward()
     other = agent().peers[1].record.pid
     os.kill(other, signal.SIGKILL)
@@ -328,8 +341,8 @@ def lose_trainers() -> str:
     return str(caught.value).replace(str(other), "PID")
 
 
-def test_a_trainer_that_dies_is_named(ranks: RankServer) -> None:
-    ended = ranks.start(2, lose_trainers).join()
-    assert str(ended[0].value).startswith(
+def test_dead_trainer_is_named(ranks: RankServer) -> None:
+    exits = ranks.start(2, step_without_trainer).join()
+    assert str(exits[0].value).startswith(
         "table 'clicks': trainer 1 is lost: worker 'worker1' (id 1, pid PID on "
-    ), ended[0].report()
+    ), exits[0].report()

@@ -1,4 +1,4 @@
-"""Calls of `phalanx.rpc` between real processes: what travels, what comes back, what goes wrong."""
+"""Calls of `phalanx.rpc` between processes: arguments, results and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64),
     *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
 ]
-# Nothing, a number, what stays in the message, its edge in bytes, what goes through memory.
+# No elements, a scalar, inline in the message, at the inline limit, through shared memory.
 SHAPES = [(0, 3), (), (7,), (64, 16), (1025,), (3, 1, 50_001), (2**20 + 3,)]
 
 
@@ -32,21 +32,21 @@ def preloaded(ranks: RankServer) -> None:
     ranks.preload("phalanx.rpc")
 
 
-def name_of(rank: int) -> str:
+def worker_name(rank: int) -> str:
     return f"worker-{rank}"
 
 
-def as_worker(function: Any, *arguments: Any, size: int | None = None) -> Any:
-    """What each rank runs: a worker, on which worker 0 runs a function of the test."""
+def run_as_worker(function: Any, *arguments: Any, size: int | None = None) -> Any:
+    """Run each rank as a worker; worker 0 calls the function."""
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(name_of(rank), rank=rank, world_size=size)
+    rpc.init_rpc(worker_name(rank), rank=rank, world_size=size)
     value = function(*arguments) if rank == 0 else None
     rpc.shutdown(timeout=30)
     return value
 
 
-def on_all(function: Any, *arguments: Any) -> Any:
-    rpc.init_rpc(name_of(int(os.environ["RANK"])))
+def run_on_all(function: Any, *arguments: Any) -> Any:
+    rpc.init_rpc(worker_name(int(os.environ["RANK"])))
     value = function(*arguments)
     rpc.shutdown(timeout=30)
     return value
@@ -59,7 +59,7 @@ def pid() -> int:
     return os.getpid()
 
 
-def same(*args: Any, **kwargs: Any) -> Any:
+def return_arguments(*args: Any, **kwargs: Any) -> Any:
     return args, kwargs
 
 
@@ -80,23 +80,23 @@ class Adder:
         return self.sum
 
     @classmethod
-    def made(cls, start: int) -> Adder:
+    def create(cls, start: int) -> Adder:
         return cls(start)
 
     @staticmethod
-    def twice(number: int) -> int:
+    def double(number: int) -> int:
         return 2 * number
 
 
-class Awkward(Exception):
-    """It can be pickled, but not unpickled."""
+class NotUnpicklable(Exception):
+    """An exception that can be pickled, but not unpickled."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
 
 
-def raise_awkward() -> None:
-    raise Awkward(1, 2)
+def raise_not_unpicklable() -> None:
+    raise NotUnpicklable(1, 2)
 
 
 def raise_local() -> None:
@@ -111,7 +111,7 @@ def raise_key(key: object) -> None:
     raise KeyError(key)
 
 
-def lock_of_mine() -> Any:
+def make_lock() -> Any:
     return threading.Lock()
 
 
@@ -120,137 +120,144 @@ def sleep(seconds: float, value: Any = None) -> Any:
     return value
 
 
-def leased() -> int:
+def leased_count() -> int:
     return agent().shm_sender.leased_count
 
 
 # ---- tests ----
 
 
-def values() -> None:
-    """Functions, methods, classes, closures and results of all kinds."""
-    there = rpc.rpc_sync(name_of(1), pid)
-    assert there != os.getpid()
-    assert rpc.rpc_sync(1, pid) == rpc.rpc_sync(rpc.get_worker_info(name_of(1)), pid) == there
-    assert rpc.rpc_sync(name_of(0), pid) == os.getpid()
-    assert rpc.rpc_sync(name_of(1), same, (1, "a"), {"x": None}) == ((1, "a"), {"x": None})
-    assert rpc.rpc_sync(name_of(1), same, args=[2]) == ((2,), {})
+def check_values() -> None:
+    """Call functions, methods, classes and closures, with all kinds of results."""
+    remote_pid = rpc.rpc_sync(worker_name(1), pid)
+    assert remote_pid != os.getpid()
+    info = rpc.get_worker_info(worker_name(1))
+    assert rpc.rpc_sync(1, pid) == rpc.rpc_sync(info, pid) == remote_pid
+    assert rpc.rpc_sync(worker_name(0), pid) == os.getpid()
+    assert rpc.rpc_sync(worker_name(1), return_arguments, (1, "a"), {"x": None}) == (
+        (1, "a"),
+        {"x": None},
+    )
+    assert rpc.rpc_sync(worker_name(1), return_arguments, args=[2]) == ((2,), {})
     base = 40
-    assert rpc.rpc_sync(name_of(1), lambda x: x + base, (2,)) == 42
-    assert rpc.rpc_sync(name_of(1), partial(same, 1), (2,)) == ((1, 2), {})
-    assert rpc.rpc_sync(name_of(1), Adder(5).add, (1,)) == 6
-    assert rpc.rpc_sync(name_of(1), Adder.made, (5,)).sum == 5
-    assert rpc.rpc_sync(name_of(1), Adder.twice, (5,)) == 10
-    assert rpc.rpc_sync(name_of(1), max, ([3, 9, 4],)) == 9
+    assert rpc.rpc_sync(worker_name(1), lambda x: x + base, (2,)) == 42
+    assert rpc.rpc_sync(worker_name(1), partial(return_arguments, 1), (2,)) == ((1, 2), {})
+    assert rpc.rpc_sync(worker_name(1), Adder(5).add, (1,)) == 6
+    assert rpc.rpc_sync(worker_name(1), Adder.create, (5,)).sum == 5
+    assert rpc.rpc_sync(worker_name(1), Adder.double, (5,)) == 10
+    assert rpc.rpc_sync(worker_name(1), max, ([3, 9, 4],)) == 9
 
     class Local:
         def __init__(self) -> None:
-            self.words = "by value"
+            self.text = "by value"
 
-    assert rpc.rpc_sync(name_of(1), Local).words == "by value"
-    futures = [rpc.rpc_async(name_of(number % 3), echo, (number,)) for number in range(200)]
+    assert rpc.rpc_sync(worker_name(1), Local).text == "by value"
+    futures = [rpc.rpc_async(worker_name(number % 3), echo, (number,)) for number in range(200)]
     assert torch.futures.wait_all(futures) == list(range(200))
-    doubled = rpc.rpc_async(name_of(2), echo, (4,)).then(lambda done: 2 * done.wait())
+    doubled = rpc.rpc_async(worker_name(2), echo, (4,)).then(lambda done: 2 * done.wait())
     assert doubled.wait() == 8
-    assert [each.name for each in rpc.get_worker_infos()] == [name_of(rank) for rank in range(3)]
+    assert [each.name for each in rpc.get_worker_infos()] == [
+        worker_name(rank) for rank in range(3)
+    ]
     assert (rpc.get_worker_info().id, calls.get_root_worker()) == (0, 0)
-    assert rpc.rpc_sync(name_of(2), calls.get_root_worker) == 0
-    assert rpc.rpc_sync(name_of(2), rpc.rpc_sync, (name_of(1), calls.get_root_worker)) == 0
+    assert rpc.rpc_sync(worker_name(2), calls.get_root_worker) == 0
+    assert rpc.rpc_sync(worker_name(2), rpc.rpc_sync, (worker_name(1), calls.get_root_worker)) == 0
 
 
-def tensors() -> None:
+def check_tensors() -> None:
     generator = torch.Generator().manual_seed(int.from_bytes(os.urandom(4), "little"))
-    peer = name_of(1)
+    peer = worker_name(1)
     sent = []
     for dtype in DTYPES:
         for shape in SHAPES:
             data = (torch.rand(shape, generator=generator) * 200 - 100).to(dtype)
             sent.append(data)
             assert_same(rpc.rpc_sync(peer, echo, (data,)), data)
-    for come, data in zip(rpc.rpc_sync(peer, same, sent)[0], sent, strict=True):
-        assert_same(come, data)
+    for received, data in zip(rpc.rpc_sync(peer, return_arguments, sent)[0], sent, strict=True):
+        assert_same(received, data)
     matrix = torch.randn(300, 401)
     for view in (matrix.t(), matrix[::3, 5:], matrix[0].expand(50, 401), torch.randn(9, 9).t()):
         assert_same(rpc.rpc_sync(peer, echo, (view,)), view)
     conj = torch.randn(30, dtype=torch.complex64).conj()
     assert_same(rpc.rpc_sync(peer, echo, (conj,)), conj)
     rows = torch.sparse_coo_tensor([[5, 1, 5]], torch.randn(3, 8000), (100_000, 8000))
-    come = rpc.rpc_sync(peer, echo, (rows,))
-    assert not come.is_coalesced()
-    assert come._nnz() == 3
-    assert_same(come.coalesce().values(), rows.coalesce().values())
-    twice = rpc.rpc_sync(peer, echo, ({"a": matrix, "b": [matrix]},))
-    assert twice["a"] is twice["b"][0]
+    received = rpc.rpc_sync(peer, echo, (rows,))
+    assert not received.is_coalesced()
+    assert received._nnz() == 3
+    assert_same(received.coalesce().values(), rows.coalesce().values())
+    pair = rpc.rpc_sync(peer, echo, ({"a": matrix, "b": [matrix]},))
+    assert pair["a"] is pair["b"][0]
     parameter = nn.Parameter(torch.randn(5))
-    come = rpc.rpc_sync(peer, echo, ([parameter],))[0]  # a node of the graph, as by itself
-    assert (type(come), come.is_leaf, come.requires_grad) == (torch.Tensor, False, True)
+    # A node of the graph, as for a single parameter.
+    received = rpc.rpc_sync(peer, echo, ([parameter],))[0]
+    assert (type(received), received.is_leaf, received.requires_grad) == (torch.Tensor, False, True)
     model = nn.Sequential(nn.Linear(100, 50), nn.BatchNorm1d(50))
-    come = rpc.rpc_sync(peer, echo, (model,))
+    received = rpc.rpc_sync(peer, echo, (model,))
     for name, value in model.state_dict().items():
-        assert_same(come.state_dict()[name], value)
-    assert all(each.requires_grad for each in come.parameters())
+        assert_same(received.state_dict()[name], value)
+    assert all(each.requires_grad for each in received.parameters())
 
 
-def assert_same(one: Tensor, other: Tensor) -> None:
-    assert one.dtype == other.dtype
-    assert one.shape == other.shape
-    assert torch.equal(one, other)
+def assert_same(first: Tensor, second: Tensor) -> None:
+    assert first.dtype == second.dtype
+    assert first.shape == second.shape
+    assert torch.equal(first, second)
 
 
-def copies() -> None:
-    """By value, whichever way a tensor travels; and its memory is used again."""
+def check_copies() -> None:
+    """Tensors are sent by value, inline or through memory, and the memory is reused."""
     for size in (10, 100_000):
-        mine = torch.zeros(size)
-        theirs = rpc.rpc_sync(name_of(1), fill, (mine, 3.0))
-        kept = rpc.remote(name_of(1), echo, (theirs,))
-        assert theirs.eq(3).all()
-        assert mine.eq(0).all()
-        theirs.fill_(4)
+        original = torch.zeros(size)
+        returned = rpc.rpc_sync(worker_name(1), fill, (original, 3.0))
+        kept = rpc.remote(worker_name(1), echo, (returned,))
+        assert returned.eq(3).all()
+        assert original.eq(0).all()
+        returned.fill_(4)
         assert kept.to_here().eq(3).all()
-        later = rpc.rpc_async(name_of(1), echo, (mine,))
-        mine.fill_(9)
-        assert later.wait().eq(0).all()
+        future = rpc.rpc_async(worker_name(1), echo, (original,))
+        original.fill_(9)
+        assert future.wait().eq(0).all()
         kept.to_here().fill_(8)
         assert kept.to_here().eq(3).all()
-    del theirs, kept, later
+    del returned, kept, future
     tensor = torch.randn(50_000)
     for _ in range(200):
-        rpc.rpc_sync(name_of(1), echo, (tensor,))
-    wait_for(lambda: leased() == 0 == rpc.rpc_sync(name_of(1), leased))
+        rpc.rpc_sync(worker_name(1), echo, (tensor,))
+    wait_for(lambda: leased_count() == 0 == rpc.rpc_sync(worker_name(1), leased_count))
 
 
-def test_what_travels(ranks: RankServer) -> None:
-    def all_of_it() -> None:
-        values()
-        tensors()
-        copies()
+def test_arguments_and_results(ranks: RankServer) -> None:
+    def run_all() -> None:
+        check_values()
+        check_tensors()
+        check_copies()
 
-    ranks.run(3, as_worker, all_of_it)
-
-
-def test_what_travels_between_hosts(ranks: RankServer) -> None:
-    def all_of_it() -> None:
-        values()
-        tensors()
-
-    ranks.run(3, as_worker, all_of_it, hosts="ab")
+    ranks.run(3, run_as_worker, run_all)
 
 
-def around(depth: int) -> int:
-    """Calls itself on the next worker, `depth` deep."""
+def test_arguments_and_results_between_hosts(ranks: RankServer) -> None:
+    def run_all() -> None:
+        check_values()
+        check_tensors()
+
+    ranks.run(3, run_as_worker, run_all, hosts="ab")
+
+
+def call_around(depth: int) -> int:
+    """Call this function on the next worker, recursively, `depth` times."""
     if depth == 0:
         return 0
     here = rpc.get_worker_info().id
-    return 1 + rpc.rpc_sync((here + 1) % len(rpc.get_worker_infos()), around, (depth - 1,))
+    return 1 + rpc.rpc_sync((here + 1) % len(rpc.get_worker_infos()), call_around, (depth - 1,))
 
 
-def around_later(depth: int) -> int:
-    """The same by futures."""
+def call_around_async(depth: int) -> int:
+    """Do the same by futures."""
     if depth == 0:
         return 0
     here = rpc.get_worker_info().id
     to = (here + 1) % len(rpc.get_worker_infos())
-    return 1 + int(rpc.rpc_async(to, around_later, (depth - 1,)).wait())
+    return 1 + int(rpc.rpc_async(to, call_around_async, (depth - 1,)).wait())
 
 
 def tree(depth: int) -> int:
@@ -260,44 +267,44 @@ def tree(depth: int) -> int:
     return sum(torch.futures.wait_all(futures))
 
 
-def nest() -> None:
-    assert around(40) == 40
-    assert around_later(30) == 30
+def check_nested_calls() -> None:
+    assert call_around(40) == 40
+    assert call_around_async(30) == 30
     assert tree(3) == 27
-    threads = [threading.Thread(target=around, args=(10,)) for _ in range(5)]
+    threads = [threading.Thread(target=call_around, args=(10,)) for _ in range(5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
-    # While one request takes its time, others are executed.
-    slow = rpc.rpc_async(name_of(1), sleep, (2.0, "slow"))
-    assert [rpc.rpc_sync(name_of(1), echo, (n,)) for n in range(20)] == list(range(20))
+    # While one request is slow, others are executed.
+    slow = rpc.rpc_async(worker_name(1), sleep, (2.0, "slow"))
+    assert [rpc.rpc_sync(worker_name(1), echo, (n,)) for n in range(20)] == list(range(20))
     assert not slow.done()
     assert slow.wait() == "slow"
 
 
 def test_nested_calls(ranks: RankServer) -> None:
-    ranks.run(3, on_all, nest)
+    ranks.run(3, run_on_all, check_nested_calls)
 
 
 @rpc.functions.async_execution
-def later(to: str, number: int) -> torch.futures.Future[int]:
+def add_async(to: str, number: int) -> torch.futures.Future[int]:
     return rpc.rpc_async(to, echo, (number,)).then(lambda done: done.wait() + 1)
 
 
 @rpc.functions.async_execution
-def later_fails() -> torch.futures.Future[int]:
-    return rpc.rpc_async(name_of(0), raise_key, ("deep",))
+def fail_async() -> torch.futures.Future[int]:
+    return rpc.rpc_async(worker_name(0), raise_key, ("deep",))
 
 
 @rpc.functions.async_execution
-def not_later() -> int:
+def return_no_future() -> int:
     return 3
 
 
 class Batch:
-    """As in PyTorch's example of a batch: whoever comes second lets the first one go on."""
+    """A batch as in PyTorch's example: the last caller completes the future of all."""
 
     def __init__(self, size: int) -> None:
         self.size, self.lock = size, threading.Lock()
@@ -314,49 +321,52 @@ class Batch:
         return future
 
 
-def defer() -> None:
-    assert rpc.rpc_sync(name_of(1), later, (name_of(0), 4)) == 5
-    assert rpc.remote(name_of(1), later, (name_of(0), 4)).to_here() == 5
+def check_async_execution() -> None:
+    assert rpc.rpc_sync(worker_name(1), add_async, (worker_name(0), 4)) == 5
+    assert rpc.remote(worker_name(1), add_async, (worker_name(0), 4)).to_here() == 5
     with pytest.raises(KeyError):
-        rpc.rpc_sync(name_of(1), later_fails)
+        rpc.rpc_sync(worker_name(1), fail_async)
     with pytest.raises(KeyError):
-        rpc.remote(name_of(1), later_fails).to_here()
-    with pytest.raises(TypeError, match=r"got int from .*not_later"):
-        rpc.rpc_sync(name_of(1), not_later)
-    batch = rpc.remote(name_of(1), Batch, (30,))
+        rpc.remote(worker_name(1), fail_async).to_here()
+    with pytest.raises(TypeError, match=r"got int from .*return_no_future"):
+        rpc.rpc_sync(worker_name(1), return_no_future)
+    batch = rpc.remote(worker_name(1), Batch, (30,))
     futures = [batch.rpc_async().add(number) for number in range(29)]
     assert batch.rpc_sync().add(29) == list(range(30))
     assert torch.futures.wait_all(futures) == [list(range(30))] * 29
 
 
-def test_results_that_come_later(ranks: RankServer) -> None:
-    ranks.run(2, as_worker, defer)
+def test_async_execution(ranks: RankServer) -> None:
+    ranks.run(2, run_as_worker, check_async_execution)
 
 
-def fail() -> None:
+def check_errors() -> None:
     with pytest.raises(KeyError, match="here") as raised:
-        rpc.rpc_sync(name_of(1), raise_key, ("here",))
-    words = str(raised.value.__cause__)
-    assert f"worker {name_of(1)!r}" in words
-    assert "in raise_key" in words
+        rpc.rpc_sync(worker_name(1), raise_key, ("here",))
+    text = str(raised.value.__cause__)
+    assert f"worker {worker_name(1)!r}" in text
+    assert "in raise_key" in text
     with pytest.raises(KeyError):
-        rpc.rpc_async(name_of(1), raise_key, ("here",)).wait()
+        rpc.rpc_async(worker_name(1), raise_key, ("here",)).wait()
     with pytest.raises(KeyError):
-        rpc.rpc_sync(name_of(1), rpc.rpc_sync, (name_of(0), raise_key, ("deep",)))
-    for function, said in ((raise_awkward, "Awkward: 1 and 2"), (raise_local, "so local")):
-        with pytest.raises(RemoteError, match=said):
-            rpc.rpc_sync(name_of(1), function)
-    with pytest.raises(UsageError, match=r"the result can't be sent: TypeError: .*lock"):
-        rpc.rpc_sync(name_of(1), lock_of_mine)
+        rpc.rpc_sync(worker_name(1), rpc.rpc_sync, (worker_name(0), raise_key, ("deep",)))
+    for function, message in (
+        (raise_not_unpicklable, "NotUnpicklable: 1 and 2"),
+        (raise_local, "so local"),
+    ):
+        with pytest.raises(RemoteError, match=message):
+            rpc.rpc_sync(worker_name(1), function)
+    with pytest.raises(UsageError, match=r"the result cannot be sent: TypeError: .*lock"):
+        rpc.rpc_sync(worker_name(1), make_lock)
     with pytest.raises(RemoteError, match="SystemExit: 3"):
-        rpc.rpc_sync(name_of(1), exit, (3,))
-    before = rpc.rpc_sync(name_of(1), agent_activity)
-    with pytest.raises(UsageError, match=r"echo on worker 'worker-1'.*can't be sent: .*lock"):
-        rpc.rpc_sync(name_of(1), echo, (threading.Lock(),))
-    with pytest.raises(UsageError, match="can't be sent"):
-        rpc.rpc_async(name_of(1), threading.Lock().acquire)
-    with pytest.raises(UsageError, match="can't be sent"):
-        rpc.remote(name_of(1), echo, (rpc.RRef(1), threading.Lock()))
+        rpc.rpc_sync(worker_name(1), exit, (3,))
+    before = rpc.rpc_sync(worker_name(1), agent_activity)
+    with pytest.raises(UsageError, match=r"echo on worker 'worker-1'.*cannot be sent: .*lock"):
+        rpc.rpc_sync(worker_name(1), echo, (threading.Lock(),))
+    with pytest.raises(UsageError, match="cannot be sent"):
+        rpc.rpc_async(worker_name(1), threading.Lock().acquire)
+    with pytest.raises(UsageError, match="cannot be sent"):
+        rpc.remote(worker_name(1), echo, (rpc.RRef(1), threading.Lock()))
     with pytest.raises(
         UsageError, match=r"could not find destination 'x': the workers are 'worker-0'"
     ):
@@ -364,56 +374,58 @@ def fail() -> None:
     with pytest.raises(UsageError, match="could not find destination 7"):
         rpc.remote(7, echo, (1,))
     with pytest.raises(UsageError, match=r"args of type int .* args=\(x,\)"):
-        rpc.rpc_sync(name_of(1), echo, 3)  # type: ignore[arg-type]
+        rpc.rpc_sync(worker_name(1), echo, 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="expected a function"):
-        rpc.rpc_sync(name_of(1), 3)  # type: ignore[arg-type]
+        rpc.rpc_sync(worker_name(1), 3)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="timeout=-2"):
-        rpc.rpc_sync(name_of(1), pid, timeout=-2)
+        rpc.rpc_sync(worker_name(1), pid, timeout=-2)
     with pytest.raises(UsageError, match="RPC is already initialized"):
         rpc.init_rpc("again")
-    assert rpc.rpc_sync(name_of(1), agent_activity) == before + 1
+    assert rpc.rpc_sync(worker_name(1), agent_activity) == before + 1
 
 
 def agent_activity() -> int:
     return agent().activity
 
 
-def be_late() -> None:
+def check_timeouts() -> None:
     tensor = torch.randn(100_000)
     with pytest.raises(CallTimeout, match=r"sleep on worker 'worker-1' .* longer than 0\.2 s"):
-        rpc.rpc_sync(name_of(1), sleep, (0.5, tensor), timeout=0.2)
-    # The late answer is for nobody, not for the next call.
-    assert rpc.rpc_sync(name_of(1), sleep, (0.5, "next"), timeout=30) == "next"
-    begun = time.monotonic()
-    futures = [rpc.rpc_async(name_of(1), sleep, (0.6, tensor), timeout=t) for t in (0.3, 0.1, 0)]
-    for late in futures[:2]:
+        rpc.rpc_sync(worker_name(1), sleep, (0.5, tensor), timeout=0.2)
+    # The late answer is dropped, and not taken for that of the next call.
+    assert rpc.rpc_sync(worker_name(1), sleep, (0.5, "next"), timeout=30) == "next"
+    start = time.monotonic()
+    futures = [
+        rpc.rpc_async(worker_name(1), sleep, (0.6, tensor), timeout=t) for t in (0.3, 0.1, 0)
+    ]
+    for future in futures[:2]:
         with pytest.raises(CallTimeout):
-            late.wait()
-    assert time.monotonic() - begun < 0.6
+            future.wait()
+    assert time.monotonic() - start < 0.6
     assert torch.equal(futures[2].wait(), tensor)
-    rref = rpc.remote(name_of(1), sleep, (0.5, 3), timeout=0.1)
+    rref = rpc.remote(worker_name(1), sleep, (0.5, 3), timeout=0.1)
     with pytest.raises(CallTimeout):
         rref.to_here(timeout=0.1)
     assert rref.to_here() == 3
-    del futures, late
-    rpc.rpc_sync(name_of(1), pid)
-    wait_for(lambda: leased() == 0 == rpc.rpc_sync(name_of(1), leased))
+    del futures, future
+    rpc.rpc_sync(worker_name(1), pid)
+    wait_for(lambda: leased_count() == 0 == rpc.rpc_sync(worker_name(1), leased_count))
 
 
-def test_what_goes_wrong(ranks: RankServer) -> None:
-    def all_of_it() -> None:
-        fail()
-        be_late()
+def test_errors_and_timeouts(ranks: RankServer) -> None:
+    def run_all() -> None:
+        check_errors()
+        check_timeouts()
 
-    ranks.run(2, as_worker, all_of_it)
+    ranks.run(2, run_as_worker, run_all)
 
 
-def use_without() -> None:
-    for use in (partial(rpc.rpc_sync, "x", pid), partial(rpc.RRef, 3), rpc.shutdown):
+def check_uninitialized() -> None:
+    for call in (partial(rpc.rpc_sync, "x", pid), partial(rpc.RRef, 3), rpc.shutdown):
         with pytest.raises(
             UsageError, match=r"RPC has not been initialized .*phalanx\.rpc\.init_rpc"
         ):
-            use()
+            call()
     rank = int(os.environ["RANK"])
     for name in "first", "second":
         rpc.init_rpc(f"{name}-{rank}")
@@ -427,24 +439,24 @@ def use_without() -> None:
         rpc.init_rpc("twin")
 
 
-def test_beginning_and_end(ranks: RankServer) -> None:
-    ranks.run(2, use_without)
+def test_init_and_shutdown(ranks: RankServer) -> None:
+    ranks.run(2, check_uninitialized)
 
 
-def alone() -> None:
-    """Without a group; and one worker too few."""
+def run_without_group() -> None:
+    """Use RPC without a process group; then with one worker missing."""
     rank = int(os.environ["RANK"])
     folder = f"file://{os.environ['FOLDER']}"
     options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=0.3, init_method=f"{folder}/other")
-    rpc.init_rpc(name_of(rank), rpc_backend_options=options)
+    rpc.init_rpc(worker_name(rank), rpc_backend_options=options)
     if rank == 0:
         with pytest.raises(CallTimeout, match=r"0\.3 s"):
-            rpc.rpc_sync(name_of(1), sleep, (1.0,))
+            rpc.rpc_sync(worker_name(1), sleep, (1.0,))
     rpc.shutdown()
     options.init_method = f"{folder}/third"
-    with pytest.raises(PhalanxError, match=r"of 3 workers, 2 didn't come to init_rpc within 0\.5"):
-        rpc.init_rpc(name_of(rank), None, rank, 3, options, timeout=0.5)
+    with pytest.raises(PhalanxError, match=r"of 3 workers, 2 did not join init_rpc within 0\.5"):
+        rpc.init_rpc(worker_name(rank), None, rank, 3, options, timeout=0.5)
 
 
 def test_without_a_group(ranks: RankServer) -> None:
-    ranks.run(2, alone, timeout=None)
+    ranks.run(2, run_without_group, timeout=None)

@@ -1,4 +1,4 @@
-"""Large tensors, which are copied while their message is under way: what may happen meanwhile."""
+"""Large tensors, which are copied while their message is in flight, and failures meanwhile."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.current_agent import agent
 from phalanx.rpc.shared_memory import sender
 from tests.ranks import RankServer
-from tests.rpc_training import little_address_space, worker
+from tests.rpc_training import limit_address_space, worker
 from tests.waiting import wait_for
 
-SIZE = 2**17  # 512 KiB of float32: above the limit, and quick
+SIZE = 2**17  # 512 KiB of float32: above the limit for deferred copies
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -44,32 +44,36 @@ def large(value: float) -> Tensor:
     return torch.full((SIZE,), value)
 
 
-def leased() -> int:
+def leased_count() -> int:
     gc.collect()
     return agent().shm_sender.leased_count
 
 
-def at_work() -> int:
+def active_threads() -> int:
     return agent()._reactor.threads.active_count
 
 
-def all_returned(*workers: int) -> None:
-    wait_for(lambda: leased() == 0 and all(rpc.rpc_sync(each, leased) == 0 for each in workers))
+def wait_until_all_returned(*workers: int) -> None:
+    wait_for(
+        lambda: (
+            leased_count() == 0 and all(rpc.rpc_sync(each, leased_count) == 0 for each in workers)
+        )
+    )
 
 
-# ---- what happens in the middle of a copy ----
+# ---- events during a copy ----
 
 REAL = sender._Segment.write
-GO_ON = threading.Event()
+RESUME = threading.Event()
 
 
-def instead(happens: Callable[[], None]) -> None:
-    """Have something happen here just before the next copy of a large tensor."""
+def inject_before_copy(action: Callable[[], None]) -> None:
+    """Call a function in this process just before the next copy of a large tensor."""
 
     def fill(segment: Any, block: int, tensor: Tensor) -> None:
         if tensor.numel() >= SIZE:
             sender._Segment.write = REAL  # type: ignore[method-assign]
-            happens()
+            action()
         REAL(segment, block, tensor)
 
     sender._Segment.write = fill  # type: ignore[method-assign]
@@ -79,50 +83,50 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def be_interrupted() -> None:
+def interrupt() -> None:
     raise KeyboardInterrupt
 
 
 def pause() -> None:
-    assert GO_ON.wait(30)
-    GO_ON.clear()
+    assert RESUME.wait(30)
+    RESUME.clear()
 
 
-def go_on() -> None:
-    GO_ON.set()
+def resume() -> None:
+    RESUME.set()
 
 
 # ---- tests ----
 
 
 def send_and_change() -> None:
-    """Who sends may change its tensors as soon as the call has returned."""
-    fresh = torch.Generator().manual_seed(torch.seed() % 2**63)
+    """The sender may change its tensors as soon as the call has returned."""
+    generator = torch.Generator().manual_seed(torch.seed() % 2**63)
     for _ in range(20):
-        tensor = torch.randn(SIZE + 1, generator=fresh)
+        tensor = torch.randn(SIZE + 1, generator=generator)
         views = tensor, tensor[1:], tensor[::2], tensor[:1000], tensor.bfloat16()
         copies = [each.clone() for each in views]
         futures = [rpc.rpc_async(1, echo, (each,)) for each in views]
-        last = rpc.rpc_async(1, total, views)
+        last_future = rpc.rpc_async(1, total, views)
         expected = total(*views)
         tensor.zero_()
         for future, copy in zip(futures, copies, strict=True):
             assert torch.equal(future.wait(), copy)
-        assert last.wait() == expected
+        assert last_future.wait() == expected
         assert torch.equal(rpc.rpc_sync(1, echo, (copies[0],)), copies[0])
     conjugate = torch.randn(SIZE, dtype=torch.complex64).conj()
     assert torch.equal(rpc.rpc_sync(1, echo, (conjugate,)), conjugate)
-    del futures, last, future
+    del futures, last_future, future
 
 
 def send_from_many_threads() -> None:
-    wrong = list[int]()
+    failed = list[int]()
 
     def work(number: int) -> None:
         for step in range(30):
             tensor = torch.full((SIZE + number,), float(number * 100 + step))
             if not torch.equal(rpc.rpc_sync(1 + step % 2, echo, (tensor,)), tensor):
-                wrong.append(number)
+                failed.append(number)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
     for thread in threads:
@@ -130,126 +134,125 @@ def send_from_many_threads() -> None:
     for thread in threads:
         thread.join(50)
         assert not thread.is_alive()
-    assert wrong == []
+    assert failed == []
 
 
-def send_what_cannot_be_sent() -> None:
-    """The message fails after its first tensor has a block: the block is free again."""
+def send_too_large_tensor() -> None:
+    """If a message fails after its first tensor has a block, the block is freed."""
     large = torch.ones(2**26)
-    with little_address_space(large.nbytes // 2):
+    with limit_address_space(large.nbytes // 2):
         for call in (rpc.rpc_sync, rpc.rpc_async):
-            with pytest.raises(PhalanxError, match="no room for a tensor"):
+            with pytest.raises(PhalanxError, match="not enough memory to send a tensor"):
                 call(1, echo, ([torch.ones(SIZE), large],))
-    assert leased() == 0
+    assert leased_count() == 0
 
 
-def as_one_of_three(function: Callable[[], None]) -> None:
+def run_as_one_of_three(function: Callable[[], None]) -> None:
     with worker() as rank:
         if rank == 0:
             function()
-            all_returned(1, 2)
+            wait_until_all_returned(1, 2)
 
 
 @pytest.mark.parametrize(
-    "function", [send_and_change, send_from_many_threads, send_what_cannot_be_sent]
+    "function", [send_and_change, send_from_many_threads, send_too_large_tensor]
 )
-def test_what_is_sent_arrives(ranks: RankServer, function: Callable[[], None]) -> None:
-    ranks.run(3, as_one_of_three, function)
+def test_sent_tensors_arrive(ranks: RankServer, function: Callable[[], None]) -> None:
+    ranks.run(3, run_as_one_of_three, function)
 
 
-def interrupted_while_it_asks() -> None:
-    """The worker that was asked isn't held up, and nothing stays leased."""
-    instead(be_interrupted)
+def interrupt_request() -> None:
+    """The callee is not blocked, and nothing stays leased."""
+    inject_before_copy(interrupt)
     with pytest.raises(KeyboardInterrupt):
         rpc.rpc_sync(1, total, (large(1), large(2)))
-    instead(be_interrupted)
+    inject_before_copy(interrupt)
     with pytest.raises(KeyboardInterrupt):
         rpc.rpc_async(1, total, (large(1), large(2)))
-    all_returned(1)
+    wait_until_all_returned(1)
     assert rpc.rpc_sync(1, total, (large(1),)) == SIZE
 
 
-def interrupted_while_it_answers() -> None:
-    """The caller hears of it."""
-    for call in (rpc.rpc_sync, lambda *what: rpc.rpc_async(*what).wait()):
-        rpc.rpc_sync(1, instead, (be_interrupted,))
+def interrupt_answer() -> None:
+    """The caller gets an error."""
+    for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
+        rpc.rpc_sync(1, inject_before_copy, (interrupt,))
         with pytest.raises(PhalanxError, match=r"tensors from worker 'w1' .* was interrupted"):
             call(1, large, (1.0,))
-    all_returned(1)
+    wait_until_all_returned(1)
     assert torch.equal(rpc.rpc_sync(1, large, (2.0,)), large(2))
 
 
-def late_answers() -> None:
-    """The call's timeout holds; what comes after it is let go."""
-    for call in (rpc.rpc_sync, lambda *what, **how: rpc.rpc_async(*what, **how).wait()):
-        rpc.rpc_sync(1, instead, (pause,))
+def delay_answer() -> None:
+    """The timeout of the call holds; the late answer is dropped."""
+    for call in (rpc.rpc_sync, lambda *args, **kwargs: rpc.rpc_async(*args, **kwargs).wait()):
+        rpc.rpc_sync(1, inject_before_copy, (pause,))
         with pytest.raises(CallTimeout, match=r"large.* took longer than"):
             call(1, large, (1.0,), timeout=0.3)
         assert rpc.rpc_sync(1, total, (large(1),)) == SIZE
-        rpc.rpc_sync(1, go_on)
-        all_returned(1)
+        rpc.rpc_sync(1, resume)
+        wait_until_all_returned(1)
 
 
-def late_requests() -> None:
-    """Others are served meanwhile, and the request that is late holds one thread at most."""
-    instead(pause)
+def delay_request() -> None:
+    """Other requests are served meanwhile; the late request occupies at most one thread."""
+    inject_before_copy(pause)
     answers = list[float]()
-    asker = threading.Thread(target=lambda: answers.append(rpc.rpc_sync(1, total, (large(1),))))
-    asker.start()
+    caller = threading.Thread(target=lambda: answers.append(rpc.rpc_sync(1, total, (large(1),))))
+    caller.start()
     wait_for(lambda: sender._Segment.write is REAL)
     for _ in range(20):
         assert rpc.rpc_sync(1, total, (large(2),)) == 2 * SIZE
-    wait_for(lambda: rpc.rpc_sync(1, at_work) <= 2)  # with the thread that executes this call
+    # One more is the thread that executes this call.
+    wait_for(lambda: rpc.rpc_sync(1, active_threads) <= 2)
     assert answers == []
-    go_on()
-    asker.join(20)
+    resume()
+    caller.join(20)
     assert answers == [SIZE]
 
 
 @pytest.mark.parametrize(
     "function",
-    [interrupted_while_it_asks, interrupted_while_it_answers, late_answers, late_requests],
+    [interrupt_request, interrupt_answer, delay_answer, delay_request],
 )
-def test_copies_that_take_long_or_are_never_made(
-    ranks: RankServer, function: Callable[[], None]
-) -> None:
-    ranks.run(3, as_one_of_three, function)
+def test_slow_and_interrupted_copies(ranks: RankServer, function: Callable[[], None]) -> None:
+    ranks.run(3, run_as_one_of_three, function)
 
 
-def ask_one_who_dies(is_mapped: bool) -> None:
-    """Both calls say who has died, and another worker's death in a call holds nobody up."""
+def call_dying_workers(is_mapped: bool) -> None:
+    """Both calls name the dead worker; another worker's death during a call blocks no worker."""
     if is_mapped:
         assert torch.equal(rpc.rpc_sync(1, large, (2.0,)), large(2))
-        assert rpc.rpc_sync(2, ask) == SIZE
-    rpc.rpc_sync(1, instead, (die,))
+        assert rpc.rpc_sync(2, call_back) == SIZE
+    rpc.rpc_sync(1, inject_before_copy, (die,))
     future = rpc.rpc_async(1, large, (1.0,))
     with pytest.raises(PeerLost, match=r"worker 'w1' .*died.* waited for large"):
         rpc.rpc_sync(1, large, (1.0,))
     with pytest.raises(PeerLost, match=r"worker 'w1' .*died.* waited for large"):
         future.wait()
-    rpc.rpc_sync(2, instead, (die,))
-    with pytest.raises(PeerLost, match=r"worker 'w2' .*died.* waited for ask"):
-        rpc.rpc_sync(2, ask)
+    rpc.rpc_sync(2, inject_before_copy, (die,))
+    with pytest.raises(PeerLost, match=r"worker 'w2' .*died.* waited for call_back"):
+        rpc.rpc_sync(2, call_back)
     wait_for(lambda: agent()._reactor.threads.active_count == 0)
-    assert leased() == 0
+    assert leased_count() == 0
 
 
-def ask() -> float:
+def call_back() -> float:
     return float(rpc.rpc_sync(0, total, (large(1),)))
 
 
-def as_one_of_three_who_die(is_mapped: bool) -> None:
+def run_with_dying_workers(is_mapped: bool) -> None:
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"w{rank}")
     if rank == 0:
-        ask_one_who_dies(is_mapped)
+        call_dying_workers(is_mapped)
         rpc.shutdown(graceful=False)
     else:
         signal.pause()
 
 
 @pytest.mark.parametrize("is_mapped", [False, True])
-def test_death_in_the_middle_of_a_copy(ranks: RankServer, is_mapped: bool) -> None:
-    first, *others = ranks.start(3, as_one_of_three_who_die, is_mapped).join()
+def test_death_during_a_copy(ranks: RankServer, is_mapped: bool) -> None:
+    first, *others = ranks.start(3, run_with_dying_workers, is_mapped).join()
     assert first.value is None
     assert [each.code for each in others] == [-signal.SIGKILL] * 2

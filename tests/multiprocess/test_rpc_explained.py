@@ -1,4 +1,4 @@
-"""Jobs that only use RPC, as `phalanx explain` and `phalanx watch` show them."""
+"""Output of `phalanx explain` and `phalanx watch` for jobs that only use RPC."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def ask(name):
 rank = int(os.environ["RANK"])
 rpc.init_rpc(["master", "middle", "ps"][rank])
 if rank == 0:
-    # The middle worker waits itself, so the last one is at fault.
+    # The middle worker is waiting too, so the last one is at fault.
     rpc.rpc_async("middle", ask, ("ps",), timeout=0).wait()
 rpc.shutdown()
 """
@@ -58,35 +58,35 @@ def job(tmp_path: Path, jobs: Path) -> Iterator[subprocess.Popen[str]]:
 
 def read_job() -> Job:
     """Return the job once its workers have recorded both calls."""
-    found: list[Job] = []
+    jobs: list[Job] = []
 
-    def recorded() -> bool:
-        found[:] = [job_reader.read_job()]
-        counts = [(len(worker.made), len(worker.executed)) for worker in found[0].workers]
+    def is_recorded() -> bool:
+        jobs[:] = [job_reader.read_job()]
+        counts = [(len(worker.made), len(worker.executed)) for worker in jobs[0].workers]
         return counts == [(1, 0), (1, 1), (0, 1)]
 
     wait_for(lambda: list(Path(os.environ["PHALANX_JOBS_DIR"]).glob("*/*.calls")), LIMIT)
-    wait_for(recorded, LIMIT)
-    return found[0]
+    wait_for(is_recorded, LIMIT)
+    return jobs[0]
 
 
-def test_a_callee_that_hangs(job: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     wait_for(lambda: list(tmp_path.glob("slow*")), LIMIT)
-    read = read_job()
-    assert [worker.name for worker in read.workers] == ["master", "middle", "ps"]
+    job_state = read_job()
+    assert [worker.name for worker in job_state.workers] == ["master", "middle", "ps"]
     master, middle, ps = (
-        f"worker '{each.name}' (rank {each.id}, pid {each.pid})" for each in read.workers
+        f"worker '{each.name}' (rank {each.id}, pid {each.pid})" for each in job_state.workers
     )
-    text = as_text(read)
+    text = as_text(job_state)
     (diagnosis,) = text.split("\n\n")[1].splitlines()
     assert diagnosis.startswith(f"W{ps[1:]} has not answered the call of slow by {middle} for ")
     assert ": it has been executing it for " in diagnosis
     lines = text.split("Remote calls without an answer:\n")[1]
     assert f"  ask, called by {master} on {middle}, for " in lines
     assert f"  slow, called by {middle} on {ps}, for " in lines
-    verdict_json = as_json(read)["verdict"]
+    verdict_json = as_json(job_state)["verdict"]
     assert (verdict_json["kind"], verdict_json["ranks"]) == ("unanswered", [2])
-    workers = as_json(read)["workers"]
+    workers = as_json(job_state)["workers"]
     assert [(each["name"], len(each["calls"])) for each in workers] == [
         ("master", 1),
         ("middle", 1),
@@ -96,30 +96,30 @@ def test_a_callee_that_hangs(job: subprocess.Popen[str], tmp_path: Path) -> None
     assert (call["function"], call["to"], call["executing"]) == ("slow", 2, True)
     assert abs(time.time() - call["since"]) < LIMIT
     out = Console(file=io.StringIO(), width=200)
-    out.print(watch.render(read, watch.build_view(read), out))
+    out.print(watch.render(job_state, watch.build_view(job_state), out))
     assert f"slow, called by {middle} on {ps}" in out.file.getvalue()  # type: ignore[attr-defined]
 
-    os.kill(read.workers[2].pid, signal.SIGSTOP)
+    os.kill(job_state.workers[2].pid, signal.SIGSTOP)
     try:
         wait_for(lambda: "stopped by a signal" in as_text(job_reader.read_job()), LIMIT)
         assert f"  slow, called by {middle} on {ps}, for " in as_text(job_reader.read_job())
     finally:
-        os.kill(read.workers[2].pid, signal.SIGCONT)
+        os.kill(job_state.workers[2].pid, signal.SIGCONT)
 
     (tmp_path / "go").touch()
     assert job.wait(LIMIT) == 0, job.communicate()
     assert list(Path(os.environ["PHALANX_JOBS_DIR"]).iterdir()) == []
 
 
-def test_what_is_left_of_calls(job: subprocess.Popen[str], tmp_path: Path) -> None:
-    """The launcher and all workers are killed."""
+def test_calls_of_a_killed_job(job: subprocess.Popen[str], tmp_path: Path) -> None:
+    """Kill the launcher and all workers."""
     wait_for(lambda: list(tmp_path.glob("slow*")), LIMIT)
     pids = [worker.pid for worker in read_job().workers]
     for pid in (job.pid, *pids):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            assert pid != job.pid  # the kernel ends the workers with their launcher
+            assert pid != job.pid  # the kernel kills the workers with their launcher
     wait_for(lambda: not job_reader.read_job().running, LIMIT)
     assert "slow, called by worker 'middle' (rank 1, pid " in as_text(job_reader.read_job())
 
@@ -129,14 +129,14 @@ def test_damaged_files(jobs: Path) -> None:
     jobs.mkdir(mode=0o700)
     (jobs / name).mkdir(mode=0o700)
     start = '{"event": "start", "rank": %d, "pid": %d, "attempt": 0, "world_size": 3, "time": 1}\n'
-    notes = "".join(start % (rank, 4_000_000 + rank) for rank in range(3))
-    (jobs / name / "launcher.jsonl").write_text(notes)
+    entries = "".join(start % (rank, 4_000_000 + rank) for rank in range(3))
+    (jobs / name / "launcher.jsonl").write_text(entries)
     (jobs / name / "4000000.calls").write_text('{"version": 2}')
     (jobs / name / "4000001.calls").write_text("[" * 100_000)
     os.mkfifo(jobs / name / "4000002.calls")
-    read = job_reader.read_job(name)
-    assert read.workers == ()
-    problems = "\n".join(read.problems)
+    job_state = job_reader.read_job(name)
+    assert job_state.workers == ()
+    problems = "\n".join(job_state.problems)
     assert "4000000.calls is damaged: ValueError('version 2, expected 1')" in problems
     assert "4000001.calls is damaged: RecursionError" in problems
     assert "4000002.calls is a FIFO, expected a file" in problems

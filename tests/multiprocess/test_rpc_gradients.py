@@ -1,4 +1,4 @@
-"""Gradients through calls over real processes: of sparse tensors, in containers, in contexts."""
+"""Gradients through calls between processes: sparse tensors, containers and contexts."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from tests.rpc_training import wait_until_free, worker
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(ranks: RankServer) -> None:
-    """Imported once, not by each rank: what the step of an optimizer imports too."""
+    """Import slow modules once, not in each rank."""
     ranks.preload("torch._dynamo")
     ranks.preload("phalanx.rpc")
 
 
-# ---- the reported case: one gradient for two parameters ----
+# ---- one gradient for two parameters ----
 
-SERVED = {name: nn.Parameter(torch.ones(3)) for name in "pq"}
+PARAMETERS = {name: nn.Parameter(torch.ones(3)) for name in "pq"}
 
 
-def served(name: str) -> Any:
-    return rpc.RRef(SERVED[name])
+def get_parameter(name: str) -> Any:
+    return rpc.RRef(PARAMETERS[name])
 
 
 def add(x: Tensor) -> Tensor:
-    return SERVED["p"] + SERVED["q"] + x
+    return PARAMETERS["p"] + PARAMETERS["q"] + x
 
 
 def add_all(x: Tensor) -> Tensor:
-    return SERVED["p"].sum() + SERVED["q"].sum() + x
+    return PARAMETERS["p"].sum() + PARAMETERS["q"].sum() + x
 
 
-def values() -> list[list[float]]:
-    return [parameter.tolist() for parameter in SERVED.values()]
+def get_values() -> list[list[float]]:
+    return [parameter.tolist() for parameter in PARAMETERS.values()]
 
 
 def reset() -> None:
-    for parameter in SERVED.values():
+    for parameter in PARAMETERS.values():
         nn.init.ones_(parameter)
 
 
@@ -60,21 +60,21 @@ class InPlaceSGD(torch.optim.SGD):
         super().step(closure)
 
 
-def in_place() -> None:
+def check_in_place() -> None:
     with worker() as rank:
         if rank == 0:
-            parameters = [rpc.rpc_sync("w1", served, (name,)) for name in SERVED]
+            parameters = [rpc.rpc_sync("w1", get_parameter, (name,)) for name in PARAMETERS]
             optimizer = DistributedOptimizer(InPlaceSGD, parameters, lr=1.0)
             for function in (add, add_all):
                 rpc.rpc_sync("w1", function, (torch.zeros(3),)).sum().backward()
                 optimizer.step()
-                assert rpc.rpc_sync("w1", values) == [[0.75] * 3] * 2
+                assert rpc.rpc_sync("w1", get_values) == [[0.75] * 3] * 2
                 rpc.rpc_sync("w1", reset)
         dist.barrier()
 
 
 def test_optimizers_that_change_gradients_in_place(ranks: RankServer) -> None:
-    ranks.run(2, in_place)
+    ranks.run(2, check_in_place)
 
 
 # ---- sparse tensors ----
@@ -89,7 +89,7 @@ LAYOUTS = {
 }
 
 
-def dense_parameter() -> Tensor:
+def make_dense_parameter() -> Tensor:
     values = torch.tensor([[0.0, 2, 0, 1], [3, 0, 0, 0], [0, 0, 0, 4], [0, 5, 6, 0]])
     return values.double().requires_grad_()
 
@@ -103,123 +103,125 @@ def as_dense(tensor: Tensor) -> Tensor:
     return dense
 
 
-def sparse() -> None:
+def check_sparse() -> None:
     with worker() as rank:
         if rank == 0:
-            for to in ("w1", "w0"):  # the second is this worker itself
+            for to in ("w1", "w0"):  # the second is this worker
                 for name, make in LAYOUTS.items():
                     check_layout(to, name, make)
                 check_leaf(to)
             with torch.no_grad():
                 assert not rpc.rpc_sync(
-                    "w1", torch.add, (dense_parameter().to_sparse(),) * 2
+                    "w1", torch.add, (make_dense_parameter().to_sparse(),) * 2
                 ).requires_grad
-            with pytest.raises(UsageError, match=r"quint8|float8|couldn't find the way back"):
-                rpc.rpc_sync("w1", scaled, (lossy(), 1.0))
+            with pytest.raises(UsageError, match=r"quint8|float8|autograd cannot follow it"):
+                rpc.rpc_sync("w1", scaled, (make_float8_tensor(), 1.0))
             wait_until_free([0, 1])
         dist.barrier()
 
 
-def lossy() -> Tensor:
-    """A tensor of the graph whose dtype doesn't travel as a tensor."""
-    return dense_parameter().to(torch.float8_e4m3fn)
+def make_float8_tensor() -> Tensor:
+    """Return a tensor with history whose dtype is not sent as a tensor."""
+    return make_dense_parameter().to(torch.float8_e4m3fn)
 
 
 def check_layout(to: str, name: str, make: Callable[[Tensor], Tensor]) -> None:
-    here, alone = dense_parameter(), dense_parameter()
-    sent = make(here)
-    there = rpc.rpc_sync(to, scaled, (sent, 3.0))
-    assert there.requires_grad, (to, name)
-    assert (there.layout, there.shape) == (sent.layout, sent.shape)
-    result = rpc.rpc_sync(to, as_dense, (there * 2,))
+    parameter, oracle = make_dense_parameter(), make_dense_parameter()
+    sent = make(parameter)
+    scaled_there = rpc.rpc_sync(to, scaled, (sent, 3.0))
+    assert scaled_there.requires_grad, (to, name)
+    assert (scaled_there.layout, scaled_there.shape) == (sent.layout, sent.shape)
+    result = rpc.rpc_sync(to, as_dense, (scaled_there * 2,))
     result.square().sum().backward()
-    (make(alone) * 6.0).to_dense().square().sum().backward()
-    torch.testing.assert_close(here.grad, alone.grad, msg=f"{name} to {to}")
+    (make(oracle) * 6.0).to_dense().square().sum().backward()
+    torch.testing.assert_close(parameter.grad, oracle.grad, msg=f"{name} to {to}")
 
 
 def check_leaf(to: str) -> None:
-    here = dense_parameter().detach().to_sparse().requires_grad_()
-    alone = here.detach().clone().requires_grad_()
-    torch.sparse.sum(rpc.rpc_sync(to, torch.add, (here, here))).backward()
-    torch.sparse.sum(torch.add(alone, alone)).backward()
-    assert here.grad is not None
-    assert alone.grad is not None
-    torch.testing.assert_close(here.grad.to_dense(), alone.grad.to_dense())
+    parameter = make_dense_parameter().detach().to_sparse().requires_grad_()
+    oracle = parameter.detach().clone().requires_grad_()
+    torch.sparse.sum(rpc.rpc_sync(to, torch.add, (parameter, parameter))).backward()
+    torch.sparse.sum(torch.add(oracle, oracle)).backward()
+    assert parameter.grad is not None
+    assert oracle.grad is not None
+    torch.testing.assert_close(parameter.grad.to_dense(), oracle.grad.to_dense())
     with dist_autograd.context() as context_id:
-        loss = torch.sparse.sum(rpc.rpc_sync(to, torch.add, (here, here)))
+        loss = torch.sparse.sum(rpc.rpc_sync(to, torch.add, (parameter, parameter)))
         dist_autograd.backward(context_id, [loss])
         (gradient,) = dist_autograd.get_gradients(context_id).values()
-        torch.testing.assert_close(gradient.to_dense(), alone.grad.to_dense())
+        torch.testing.assert_close(gradient.to_dense(), oracle.grad.to_dense())
 
 
 def test_sparse_tensors_keep_their_history(ranks: RankServer) -> None:
-    ranks.run(2, sparse)
+    ranks.run(2, check_sparse)
 
 
 # ---- parameters in lists, dicts and keyword arguments ----
 
 
-def product(pair: list[Tensor], *, more: dict[str, Tensor]) -> dict[str, list[Tensor]]:
+def multiply(pair: list[Tensor], *, more: dict[str, Tensor]) -> dict[str, list[Tensor]]:
     return {"results": [pair[0] * pair[1] * more["scale"]]}
 
 
-def containers() -> None:
+def check_containers() -> None:
     with worker() as rank:
         if rank == 0:
-            given = [nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(3)]
-            alone = [each.detach().clone().requires_grad_() for each in given]
+            parameters = [nn.Parameter(torch.randn(3, dtype=torch.float64)) for _ in range(3)]
+            oracles = [each.detach().clone().requires_grad_() for each in parameters]
             for to in ("w1", "w0"):
-                found = rpc.rpc_sync(to, product, (given[:2],), {"more": {"scale": given[2]}})
+                found = rpc.rpc_sync(
+                    to, multiply, (parameters[:2],), {"more": {"scale": parameters[2]}}
+                )
                 found["results"][0].sum().backward()
-                product(alone[:2], more={"scale": alone[2]})["results"][0].sum().backward()
-            for here, oracle in zip(given, alone, strict=True):
-                torch.testing.assert_close(here.grad, oracle.grad)
-            (cyclic,) = cycle = [given[0]]
+                multiply(oracles[:2], more={"scale": oracles[2]})["results"][0].sum().backward()
+            for parameter, oracle in zip(parameters, oracles, strict=True):
+                torch.testing.assert_close(parameter.grad, oracle.grad)
+            (cyclic,) = cycle = [parameters[0]]
             cycle.append(cycle)
-            come = rpc.rpc_sync("w1", same, (cycle, cyclic))
-            assert come[1] is come
-            assert rpc.rpc_sync("w1", same, ([given, given],))[0] is not given
-            found = rpc.rpc_sync("w1", same, ({"a": given, "b": given},))
+            received = rpc.rpc_sync("w1", echo, (cycle, cyclic))
+            assert received[1] is received
+            assert rpc.rpc_sync("w1", echo, ([parameters, parameters],))[0] is not parameters
+            found = rpc.rpc_sync("w1", echo, ({"a": parameters, "b": parameters},))
             assert found["a"] is found["b"]
             with torch.no_grad():
-                assert type(rpc.rpc_sync("w1", same, (given,))[0]) is nn.Parameter
-            del come, found, cycle
+                assert type(rpc.rpc_sync("w1", echo, (parameters,))[0]) is nn.Parameter
+            del received, found, cycle
             wait_until_free([0, 1])
         dist.barrier()
 
 
-def same(value: Any, *_: object) -> Any:
+def echo(value: Any, *_: object) -> Any:
     return value
 
 
 def test_parameters_in_containers_get_gradients(ranks: RankServer) -> None:
-    ranks.run(2, containers)
+    ranks.run(2, check_containers)
 
 
 # ---- contexts ----
 
 
-def look_up(context_id: Any) -> int:
+def count_gradients(context_id: Any) -> int:
     return len(dist_autograd.get_gradients(context_id))
 
 
-def step_in(context_id: int) -> None:
+def step_in_context(context_id: int) -> None:
     DistributedOptimizer(torch.optim.SGD, [nn.Parameter(torch.ones(1))], lr=1.0).step(context_id)
 
 
-def backward_in(context_id: int) -> None:
+def backward_in_context(context_id: int) -> None:
     dist_autograd.backward(context_id, [torch.ones(1, requires_grad=True).sum()])
 
 
-def contexts() -> None:
+def check_contexts() -> None:
     with worker() as rank:
-        with dist_autograd.context() as mine:
+        with dist_autograd.context() as own_context:
             for to in ("w0", "w1", "w2"):
-                assert rpc.rpc_sync(to, look_up, (mine,)) == 0
-                rpc.rpc_sync(to, step_in, (mine,))
+                assert rpc.rpc_sync(to, count_gradients, (own_context,)) == 0
+                rpc.rpc_sync(to, step_in_context, (own_context,))
         unknown = [
-            mine,
-            mine + 1,
+            own_context,
+            own_context + 1,
             77 << 48 | 1,
             (rank + 1) % 3 << 48 | 5,
             -1,
@@ -229,20 +231,20 @@ def contexts() -> None:
             1.0,
         ]
         for number in unknown:
-            for function in (look_up, step_in, backward_in):
+            for function in (count_gradients, step_in_context, backward_in_context):
                 for to in (f"w{rank}", f"w{(rank + 1) % 3}"):
-                    if number is None and function is step_in:
-                        continue  # the context of the thread, if any
-                    words = "Could not find autograd context with id"
-                    if function is backward_in and not isinstance(number, int):
-                        words = "incompatible function arguments"
-                    with pytest.raises(UsageError, match=words):
+                    if number is None and function is step_in_context:
+                        continue  # None means the context of the thread, if any
+                    message = "Could not find autograd context with id"
+                    if function is backward_in_context and not isinstance(number, int):
+                        message = "incompatible function arguments"
+                    with pytest.raises(UsageError, match=message):
                         rpc.rpc_sync(to, function, (number,))
         dist.barrier()
 
 
-def test_an_unknown_context_is_an_error_on_every_worker(ranks: RankServer) -> None:
-    ranks.run(3, contexts)
+def test_unknown_context_is_an_error_on_every_worker(ranks: RankServer) -> None:
+    ranks.run(3, check_contexts)
 
 
 # ---- threads of one worker ----
@@ -254,23 +256,23 @@ def scale_later(tensor: Tensor, factor: float) -> Tensor:
     return tensor * factor
 
 
-def threads() -> None:
+def check_threads() -> None:
     with worker() as rank:
         if rank == 0:
             weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
             weight.grad = torch.full((3,), 7.0, dtype=torch.float64)
-            wrong: list[object] = []
-            together = threading.Barrier(THREADS)
+            failures: list[object] = []
+            barrier = threading.Barrier(THREADS)
 
             def train(number: int) -> None:
                 for _ in range(PASSES):
-                    together.wait(60)
+                    barrier.wait(60)
                     with dist_autograd.context() as context_id:
                         loss = rpc.rpc_sync("w1", scale_later, (weight * 2, float(number))).sum()
                         dist_autograd.backward(context_id, [loss])
                         found = dist_autograd.get_gradients(context_id)
                     if found.keys() != {weight} or found[weight].tolist() != [2.0 * number] * 3:
-                        wrong.append((number, found))
+                        failures.append((number, found))
 
             running = [
                 threading.Thread(target=train, args=(each,)) for each in range(1, THREADS + 1)
@@ -279,10 +281,10 @@ def threads() -> None:
                 thread.start()
             for thread in running:
                 thread.join(60)
-            assert not wrong
+            assert not failures
             assert weight.grad.tolist() == [7.0] * 3
         dist.barrier()
 
 
-def test_contexts_keep_the_gradients_of_threads_apart(ranks: RankServer) -> None:
-    ranks.run(2, threads)
+def test_contexts_separate_the_gradients_of_threads(ranks: RankServer) -> None:
+    ranks.run(2, check_threads)

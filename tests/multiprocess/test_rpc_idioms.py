@@ -1,4 +1,4 @@
-"""The ways in which programs for PyTorch's RPC are written, with nothing changed but the import."""
+"""Idioms of programs for PyTorch's RPC, unchanged except for the import."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def preloaded(ranks: RankServer) -> None:
     ranks.preload("phalanx.rpc")
 
 
-# ---- calls of methods, as the tutorials have them ----
+# ---- calls of methods, as in the tutorials ----
 
 
 def call_method(method: Callable[..., Any], rref: RRef[Any], *args: Any, **kwargs: Any) -> Any:
@@ -50,11 +50,11 @@ def linear(seed: int, inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, dtype=torch.float64)
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
+def draw(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-# ---- a server that steps when the gradients of all are there ----
+# ---- a server that steps when all gradients have arrived ----
 
 
 class BatchServer:
@@ -92,7 +92,7 @@ class BatchServer:
 def train_in_batches(server: RRef[BatchServer], trainer: int) -> list[float]:
     model, losses = server.rpc_sync().get_model(), []
     for step in range(STEPS):
-        loss = model(drawn(10 * step + trainer, 4, WIDTH)).square().mean()
+        loss = model(draw(10 * step + trainer, 4, WIDTH)).square().mean()
         loss.backward()
         losses.append(loss.item())
         model = rpc_sync(
@@ -110,14 +110,14 @@ def check_batches() -> None:
     model = linear(0, WIDTH, OUT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
-        alone = [model(drawn(10 * step + each, 4, WIDTH)).square().mean() for each in (0, 1)]
-        assert [each.item() for each in alone] == pytest.approx([each[step] for each in losses])
+        expected = [model(draw(10 * step + each, 4, WIDTH)).square().mean() for each in (0, 1)]
+        assert [each.item() for each in expected] == pytest.approx([each[step] for each in losses])
         optimizer.zero_grad()
-        (sum(alone) / 2).backward()  # type: ignore[union-attr]
+        (sum(expected) / 2).backward()  # type: ignore[union-attr]
         optimizer.step()
 
 
-# ---- an agent that answers observers at once ----
+# ---- an agent that answers all observers together ----
 
 
 class Agent:
@@ -167,7 +167,7 @@ def check_agent() -> None:
 # ---- a model in two parts on two workers, in micro-batches ----
 
 
-class Part(nn.Module):
+class Stage(nn.Module):
     def __init__(self, seed: int, inputs: int, outputs: int) -> None:
         super().__init__()
         self._lock, self.layer = threading.Lock(), linear(seed, inputs, outputs)
@@ -186,37 +186,37 @@ def make_optimizer(rrefs: list[RRef[nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def check_pipeline() -> None:
-    parts = remote("trainer0", Part, args=(1, WIDTH, 5)), remote("trainer1", Part, (2, 5, OUT))
-    rrefs = [part.remote().parameter_rrefs().to_here() for part in parts]
+    stages = remote("trainer0", Stage, args=(1, WIDTH, 5)), remote("trainer1", Stage, (2, 5, OUT))
+    rrefs = [stage.remote().parameter_rrefs().to_here() for stage in stages]
     optimizer = DistributedOptimizer(torch.optim.SGD, [*rrefs[0], *rrefs[1]], lr=0.1)
-    alone = nn.Sequential(linear(1, WIDTH, 5), nn.Tanh(), linear(2, 5, OUT), nn.Tanh())
-    oracle = torch.optim.SGD(alone.parameters(), lr=0.1)
-    own = [
-        remote(part.owner(), make_optimizer, args=(of,))
-        for part, of in zip(parts, rrefs, strict=True)
+    reference = nn.Sequential(linear(1, WIDTH, 5), nn.Tanh(), linear(2, 5, OUT), nn.Tanh())
+    oracle = torch.optim.SGD(reference.parameters(), lr=0.1)
+    optimizers = [
+        remote(stage.owner(), make_optimizer, args=(parameters,))
+        for stage, parameters in zip(stages, rrefs, strict=True)
     ]
     for step in range(STEPS):
-        inputs = drawn(step, 8, WIDTH)
+        inputs = draw(step, 8, WIDTH)
         with dist_autograd.context() as context_id:
             futures = []
             for micro in iter(inputs.split(2, dim=0)):
-                middle = parts[0].remote().forward(RRef(micro))
-                futures.append(parts[1].rpc_async().forward(middle))
+                middle = stages[0].remote().forward(RRef(micro))
+                futures.append(stages[1].rpc_async().forward(middle))
             loss = torch.cat(torch.futures.wait_all(futures)).square().mean()
             dist_autograd.backward(context_id, [loss])
-            # What an ordinary optimizer of theirs looks at is empty: gradients are in the context.
-            for each in own:
+            # Ordinary optimizers on the owners find no gradients: these are in the context.
+            for each in optimizers:
                 each.rpc_sync().step()
                 each.rpc_sync().zero_grad()
             optimizer.step(context_id)
         oracle.zero_grad()
-        expected = alone(inputs).square().mean()
+        expected = reference(inputs).square().mean()
         expected.backward()
         oracle.step()
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
 
 
-# ---- embeddings on a server, DDP on trainers, a master that drives them ----
+# ---- embeddings on a server, DDP on trainers, controlled by a master ----
 
 
 class Hybrid(nn.Module):
@@ -230,22 +230,22 @@ class Hybrid(nn.Module):
         return output
 
 
-def made_bag(seed: int) -> nn.EmbeddingBag:
+def make_bag(seed: int) -> nn.EmbeddingBag:
     torch.manual_seed(seed)
     return nn.EmbeddingBag(ROWS, WIDTH, mode="sum", dtype=torch.float64)
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(step: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     indices = torch.randint(ROWS, (9,), generator=generator)
-    return indices, torch.tensor([0, 2, 7]), drawn(step, 3, OUT)
+    return indices, torch.tensor([0, 2, 7]), draw(step, 3, OUT)
 
 
 class Gradients:
-    """On the server: what is there for a context of somebody else."""
+    """Access to the server's gradients of a context of another worker."""
 
     @staticmethod
-    def of(context_id: int) -> dict[Tensor, Tensor]:
+    def get(context_id: int) -> dict[Tensor, Tensor]:
         return dist_autograd.get_gradients(context_id)
 
 
@@ -256,10 +256,10 @@ def train_hybrid(bags: RemoteModule, rank: int) -> tuple[list[float], list[Tenso
     losses, gradients = [], []
     for step in range(STEPS):
         with dist_autograd.context() as context_id:
-            indices, offsets, target = batch(step, rank)
+            indices, offsets, target = make_batch(step, rank)
             loss = mse_loss(model(indices, offsets), target)
             dist_autograd.backward(context_id, [loss])
-            ((weight, gradient),) = rpc_sync("ps", Gradients.of, (context_id,)).items()
+            ((weight, gradient),) = rpc_sync("ps", Gradients.get, (context_id,)).items()
             assert weight.shape == gradient.shape
             gradients.append(gradient)
             optimizer.step(context_id)
@@ -268,15 +268,15 @@ def train_hybrid(bags: RemoteModule, rank: int) -> tuple[list[float], list[Tenso
 
 
 def check_hybrid() -> None:
-    bags = RemoteModule("ps", made_bag, args=(5,))
+    bags = RemoteModule("ps", make_bag, args=(5,))
     futures = [rpc_async(f"trainer{each}", train_hybrid, args=(bags, each)) for each in (0, 1)]
     results = [future.wait() for future in futures]
-    bag, dense = made_bag(5), linear(3, WIDTH, OUT)
+    bag, dense = make_bag(5), linear(3, WIDTH, OUT)
     for step in range(STEPS):
         dense.zero_grad()
         for rank, (losses, gradients) in enumerate(results):
             bag.zero_grad()
-            indices, offsets, target = batch(step, rank)
+            indices, offsets, target = make_batch(step, rank)
             loss = mse_loss(dense(bag(indices, offsets)), target)
             loss.backward()
             assert losses[step] == pytest.approx(loss.item(), rel=1e-12)
@@ -287,10 +287,10 @@ def check_hybrid() -> None:
                 parameter.sub_(0.1 * parameter.grad / 2)
 
 
-# ---- the rest ----
+# ---- scripts and references ----
 
 
-def times(x: Tensor, factor: float = 2.0) -> Tensor:
+def scale(x: Tensor, factor: float = 2.0) -> Tensor:
     return x * factor
 
 
@@ -299,13 +299,13 @@ class Doubling(nn.Module):
         return x * 2
 
 
-def weight_of(rref: RRef[nn.Linear]) -> Tensor:
+def get_weight(rref: RRef[nn.Linear]) -> Tensor:
     return rref.local_value().weight
 
 
 def check_script() -> None:
     x = torch.ones(3, requires_grad=True)
-    y = rpc_sync("ps", torch.jit.script(times), args=(x,), kwargs={"factor": 3.0})
+    y = rpc_sync("ps", torch.jit.script(scale), args=(x,), kwargs={"factor": 3.0})
     y.sum().backward()
     assert x.grad is not None
     assert (y.tolist(), x.grad.tolist()) == ([3.0] * 3, [3.0] * 3)
@@ -316,10 +316,10 @@ def check_script() -> None:
 
 def check_references() -> None:
     layer = remote("ps", linear, args=(7, 2, 1))
-    alone = linear(7, 2, 1)
+    reference = linear(7, 2, 1)
     x = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
     loss = layer.remote().forward(x)
-    alone(x).sum().backward()
+    reference(x).sum().backward()
     assert x.grad is not None
     expected, x.grad = x.grad, None
     loss.backward()
@@ -327,39 +327,39 @@ def check_references() -> None:
     with dist_autograd.context() as context_id:
         layer.remote().forward(x).backward(context_id)
         assert torch.equal(dist_autograd.get_gradients(context_id)[x], expected)
-        (there,) = [
+        (remote_gradient,) = [
             each
-            for each in rpc_sync("ps", Gradients.of, (context_id,)).values()
+            for each in rpc_sync("ps", Gradients.get, (context_id,)).values()
             if each.shape == (1, 2)
         ]
-        assert torch.equal(there, alone.weight.grad)
-    for use in (dist_autograd.get_gradients, DistributedOptimizer(torch.optim.SGD, [x]).step):
+        assert torch.equal(remote_gradient, reference.weight.grad)
+    for call in (dist_autograd.get_gradients, DistributedOptimizer(torch.optim.SGD, [x]).step):
         with pytest.raises(UsageError, match="No worker has such a context open"):
-            use(context_id)
+            call(context_id)
     with pytest.raises(UsageError, match=r"should contain a tensor .* of type Linear"):
         layer.backward()
-    assert remote_method(nn.Linear.forward, layer, x).item() == alone(x).item()
+    assert remote_method(nn.Linear.forward, layer, x).item() == reference(x).item()
     assert [each.owner_name() for each in remote_method(parameter_rrefs, layer)] == ["ps"] * 2
 
 
-def idioms(before: bool) -> None:
+def run_idioms(is_group_first: bool) -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     name = ("trainer0", "trainer1", "master", "ps")[rank]
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=20)
     options.init_method = f"file://{os.environ['FOLDER']}/rpc"
     is_trainer = name.startswith("trainer")
-    if is_trainer and before:
+    if is_trainer and is_group_first:
         init_group(rank)
     rpc.init_rpc(name, rpc.BackendType.TENSORPIPE, rank, 4, rpc_backend_options=options)
     assert (rpc.get_rpc_timeout(), rpc.is_available()) == (20, True)
-    if is_trainer and not before:
+    if is_trainer and not is_group_first:
         init_group(rank)
     if name == "master":
-        for each in (0, 1):  # until it has a group
+        for each in (0, 1):  # wait until it has a group
             rpc_sync(f"trainer{each}", wait_for_group)
         check_hybrid()
-        if before:
+        if is_group_first:
             check_batches()
             check_agent()
             check_pipeline()
@@ -374,8 +374,8 @@ GROUP = threading.Event()
 
 
 def init_group(rank: int) -> None:
-    place = f"file://{os.environ['FOLDER']}/group"
-    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=place)
+    init_method = f"file://{os.environ['FOLDER']}/group"
+    dist.init_process_group("gloo", rank=rank, world_size=2, init_method=init_method)
     GROUP.set()
 
 
@@ -383,6 +383,6 @@ def wait_for_group() -> None:
     assert GROUP.wait(20)
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["group first", "RPC first"])
-def test_idioms(ranks: RankServer, before: bool) -> None:
-    ranks.run(4, idioms, before, timeout=None)
+@pytest.mark.parametrize("is_group_first", [True, False], ids=["group first", "RPC first"])
+def test_idioms(ranks: RankServer, is_group_first: bool) -> None:
+    ranks.run(4, run_idioms, is_group_first, timeout=None)

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` and `RemoteModule` over real processes, against one process."""
+"""`DistributedOptimizer` and `RemoteModule` between processes, compared with one process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from phalanx.rpc import autograd as dist_autograd
 from tests.ranks import RankServer
 from tests.rpc_training import (
     ROWS,
-    batches,
-    made_parameter,
-    make,
+    make_batches,
+    make_linear,
+    make_parameter,
     worker,
 )
 
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(ranks: RankServer) -> None:
-    """Imported once, not by each rank: what the step of an optimizer imports too."""
+    """Import slow modules once, not in each rank."""
     ranks.preload("torch._dynamo")
     ranks.preload("phalanx.rpc")
 
 
-def optimizers() -> None:
+def check_all() -> None:
     with worker() as rank:
         if rank == 0:
             for make_optimizer, options in OPTIMIZERS:
@@ -55,67 +55,67 @@ OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = 
 def check_optimizer(
     make_optimizer: Callable[..., torch.optim.Optimizer], options: dict[str, Any]
 ) -> None:
-    """Parameters here and on two workers, for some steps, as in one process, to the bit."""
+    """Compare local parameters and those of two workers with one process, bit for bit."""
     is_sparse = make_optimizer is not torch.optim.Adam
-    tables = [RemoteModule(f"w{one}", bag, (one, is_sparse)) for one in (1, 2)]
-    alone = [bag(one, is_sparse) for one in (1, 2)]
-    near, own = (make(7).weight for _ in range(2))
-    remote = [reference for module in tables for reference in module.remote_parameters()]
+    tables = [RemoteModule(f"w{seed}", make_bag, (seed, is_sparse)) for seed in (1, 2)]
+    reference = [make_bag(seed, is_sparse) for seed in (1, 2)]
+    local_weight, reference_weight = (make_linear(7).weight for _ in range(2))
+    remote = [rref for module in tables for rref in module.remote_parameters()]
     if make_optimizer is torch.optim.SparseAdam:
-        together, other = remote, []
+        parameters, other = remote, []
     else:
-        together, other = [*remote, near], [own]
-    optimizer = DistributedOptimizer(make_optimizer, together, **options)
-    oracle = make_optimizer([*(one.weight for one in alone), *other], **options)
-    for rows, _ in batches(0):
-        for modules, weight in ((tables, near), (alone, own)):
+        parameters, other = [*remote, local_weight], [reference_weight]
+    optimizer = DistributedOptimizer(make_optimizer, parameters, **options)
+    oracle = make_optimizer([*(module.weight for module in reference), *other], **options)
+    for rows, _ in make_batches(0):
+        for modules, weight in ((tables, local_weight), (reference, reference_weight)):
             hidden = modules[0](rows[:, :2]) * modules[1](rows[:, 1:])
             loss = (hidden @ weight).square().sum()
-            if modules is alone:
+            if modules is reference:
                 oracle.zero_grad()
             loss.backward()
         optimizer.step()
         oracle.step()
-    for reference, module in zip(remote, alone, strict=True):
-        assert torch.equal(reference.to_here(), module.weight)
-    assert torch.equal(near, own)
-    optimizer.step()  # there is no gradient any more
-    assert torch.equal(remote[0].to_here(), alone[0].weight)
+    for rref, module in zip(remote, reference, strict=True):
+        assert torch.equal(rref.to_here(), module.weight)
+    assert torch.equal(local_weight, reference_weight)
+    optimizer.step()  # without gradients, as the last step has taken them
+    assert torch.equal(remote[0].to_here(), reference[0].weight)
 
 
-def bag(seed: int, is_sparse: bool) -> nn.EmbeddingBag:
+def make_bag(seed: int, is_sparse: bool) -> nn.EmbeddingBag:
     torch.manual_seed(seed)
     return nn.EmbeddingBag(ROWS, 4, mode="sum", sparse=is_sparse, dtype=torch.float64)
 
 
 def check_contexts() -> None:
-    """The way that scripts for PyTorch's RPC are written."""
-    module, local = RemoteModule("w1", make, (3,)), make(4)
-    alone, own = make(3), make(4)
+    """Use contexts as scripts for PyTorch's RPC do."""
+    module, local = RemoteModule("w1", make_linear, (3,)), make_linear(4)
+    reference, reference_local = make_linear(3), make_linear(4)
     references = [*module.remote_parameters(), *map(RRef, local.parameters())]
     optimizer = DistributedOptimizer(torch.optim.SGD, references, lr=0.1)
-    oracle = torch.optim.SGD([*alone.parameters(), *own.parameters()], lr=0.1)
+    oracle = torch.optim.SGD([*reference.parameters(), *reference_local.parameters()], lr=0.1)
     for step in range(3):
         inputs = torch.full((3, 4), step + 1.0, dtype=torch.float64)
         with dist_autograd.context() as context:
             loss = local(module(inputs)).square().sum()
             dist_autograd.backward(context, [loss])
             assert local.weight.grad is None
-            seen = dist_autograd.get_gradients(context)
+            gradients = dist_autograd.get_gradients(context)
             oracle.zero_grad()
-            own(alone(inputs)).square().sum().backward()
-            assert own.weight.grad is not None
-            assert torch.equal(seen[local.weight], own.weight.grad)
+            reference_local(reference(inputs)).square().sum().backward()
+            assert reference_local.weight.grad is not None
+            assert torch.equal(gradients[local.weight], reference_local.weight.grad)
             optimizer.step(context)
             oracle.step()
     with dist_autograd.context() as context:
-        dist_autograd.backward(context, [module(inputs).sum()])  # that nobody uses
+        dist_autograd.backward(context, [module(inputs).sum()])  # unused
     with dist_autograd.context() as context:
         optimizer.step(context)
-    for reference, parameter in zip(module.remote_parameters(), alone.parameters(), strict=True):
-        assert torch.equal(reference.to_here(), parameter)
-    for one, other in zip(local.parameters(), own.parameters(), strict=True):
-        assert torch.equal(one, other)
+    for rref, parameter in zip(module.remote_parameters(), reference.parameters(), strict=True):
+        assert torch.equal(rref.to_here(), parameter)
+    for parameter, expected in zip(local.parameters(), reference_local.parameters(), strict=True):
+        assert torch.equal(parameter, expected)
     with pytest.raises(UsageError, match="all roots need to be scalar"):
         dist_autograd.backward(0, [torch.ones(2, requires_grad=True)])
 
@@ -126,14 +126,14 @@ def check_bad_optimizers() -> None:
         DistributedOptimizer(sgd, [], lr=0.1)
     with pytest.raises(UsageError, match="type dict"):
         DistributedOptimizer(sgd, [{"params": []}], lr=0.1)
-    with pytest.raises(UsageError, match="no leaf"):
+    with pytest.raises(UsageError, match="not a leaf"):
         DistributedOptimizer(sgd, [torch.ones(2, requires_grad=True) * 2], lr=0.1)
     with pytest.raises(UsageError, match="expected a class"):
         DistributedOptimizer("SGD", [torch.ones(2)], lr=0.1)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="type str"):
         DistributedOptimizer(sgd, [rpc.remote("w1", str)], lr=0.1)
     with pytest.raises(ValueError, match="Invalid learning rate"):
-        DistributedOptimizer(sgd, [rpc.remote("w1", made_parameter)], lr=-1.0)
+        DistributedOptimizer(sgd, [rpc.remote("w1", make_parameter)], lr=-1.0)
 
 
 def check_modules() -> None:
@@ -145,28 +145,28 @@ def check_modules() -> None:
     both.eval()
     assert module(torch.ones(2)).tolist() == [-1.0, -1.0]
     both.train()
-    # As an argument it refers to the same module, and again: there is one.
-    assert rpc.rpc_sync("w2", called, (module, torch.ones(2))).tolist() == [3.0, 3.0]
-    again = RemoteModule.init_from_module_rref("w1", module.get_module_rref())
-    assert again(torch.ones(2)).tolist() == [3.0, 3.0]
-    assert "on='w1'" in repr(again)
-    # On this worker it is called like on any.
+    # As an argument, or from a second reference, it is the same module.
+    assert rpc.rpc_sync("w2", call_module, (module, torch.ones(2))).tolist() == [3.0, 3.0]
+    second = RemoteModule.init_from_module_rref("w1", module.get_module_rref())
+    assert second(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert "on='w1'" in repr(second)
+    # It works on this worker too.
     assert RemoteModule("w0", WithOptions, (1,))(torch.ones(2)).tolist() == [1.0, 1.0]
     check_unsupported(module, both)
-    elsewhere = RemoteModule.init_from_module_rref("w2", module.get_module_rref())
-    assert (elsewhere.on, elsewhere(torch.ones(2)).tolist()) == ("w1", [3.0, 3.0])
+    redirected = RemoteModule.init_from_module_rref("w2", module.get_module_rref())
+    assert (redirected.on, redirected(torch.ones(2)).tolist()) == ("w1", [3.0, 3.0])
     with pytest.raises(UsageError, match="could not find destination 'nobody'"):
         RemoteModule("nobody", nn.Linear, (2, 2))
-    with pytest.raises(UsageError, match="is no device"):
+    with pytest.raises(UsageError, match="is not a device"):
         RemoteModule("w1/toaster", nn.Linear, (2, 2))
     with pytest.raises(UsageError, match="an object of type dict"):
         RemoteModule("w1", dict)
     with pytest.raises(UsageError, match="is SharedDataParallel: it averages"):
-        RemoteModule("w1", alone_in_its_group)
+        RemoteModule("w1", make_data_parallel)
 
 
 def check_unsupported(module: RemoteModule, container: nn.Module) -> None:
-    """Methods that would speak of an empty module raise; so do those of a container."""
+    """Methods that would act on an empty module raise; so do those of a container."""
     with pytest.raises(UsageError, match="use ``remote_parameters``"):
         module.parameters()
     unsupported: list[Callable[[], object]] = [
@@ -210,15 +210,15 @@ class WithOptions(nn.Module):
         return inputs * self.factor * scale + self.shift
 
 
-def alone_in_its_group() -> nn.Module:
+def make_data_parallel() -> nn.Module:
     group = dist.new_group([1], use_local_synchronization=True)
     return nn.Sequential(SharedDataParallel(nn.Linear(2, 2), group=group))
 
 
-def called(module: nn.Module, inputs: Tensor) -> Tensor:
+def call_module(module: nn.Module, inputs: Tensor) -> Tensor:
     result: Tensor = module(inputs)
     return result
 
 
-def test_optimizers_equal_one_process(ranks: RankServer) -> None:
-    ranks.run(3, optimizers)
+def test_optimizers_match_one_process(ranks: RankServer) -> None:
+    ranks.run(3, check_all)

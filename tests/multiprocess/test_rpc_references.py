@@ -1,4 +1,4 @@
-"""`RRef`s between real processes, and workers that die or leave."""
+"""`RRef`s between processes, and workers that die or leave."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def preloaded(ranks: RankServer) -> None:
     ranks.preload("phalanx.rpc")
 
 
-def name_of(rank: int) -> str:
+def worker_name(rank: int) -> str:
     return f"worker-{rank}"
 
 
-def as_worker(function: Any, *arguments: Any) -> Any:
+def run_as_worker(function: Any, *arguments: Any) -> Any:
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(name_of(rank))
+    rpc.init_rpc(worker_name(rank))
     value = function(*arguments) if rank == 0 else None
     rpc.shutdown(timeout=30)
     return value
@@ -56,12 +56,12 @@ def echo(value: Any) -> Any:
     return value
 
 
-def owned() -> int:
+def owned_count() -> int:
     gc.collect()
     return len(agent().owned_values)
 
 
-def own_reference(value: Any) -> rpc.RRef[Any]:
+def make_reference(value: Any) -> rpc.RRef[Any]:
     return rpc.RRef(value)
 
 
@@ -72,7 +72,7 @@ def keep(value: Any) -> None:
     KEPT.append(value)
 
 
-def let_go() -> None:
+def drop_kept() -> None:
     KEPT.clear()
 
 
@@ -80,22 +80,22 @@ def read_kept() -> Any:
     return KEPT[0].to_here()
 
 
-def give_kept() -> Any:
+def return_kept() -> Any:
     return KEPT[0]
 
 
-def broken() -> None:
-    raise LookupError("it can't be made")
+def fail_to_create() -> None:
+    raise LookupError("it cannot be created")
 
 
-def all_freed() -> None:
+def wait_until_all_freed() -> None:
     gc.collect()
-    wait_for(lambda: all(rpc.rpc_sync(each, owned) == 0 for each in rpc.get_worker_infos()))
+    wait_for(lambda: all(rpc.rpc_sync(each, owned_count) == 0 for each in rpc.get_worker_infos()))
 
 
-def use() -> None:
-    box = rpc.remote(name_of(1), Box, (torch.ones(3),))
-    assert (box.owner_name(), box.owner().id, box.is_owner()) == (name_of(1), 1, False)
+def check_use() -> None:
+    box = rpc.remote(worker_name(1), Box, (torch.ones(3),))
+    assert (box.owner_name(), box.owner().id, box.is_owner()) == (worker_name(1), 1, False)
     assert box.rpc_sync().get().sum() == 3
     assert box.rpc_async().get().wait().sum() == 3
     assert box.remote().get().to_here().sum() == 3
@@ -110,82 +110,82 @@ def use() -> None:
         UsageError, match=r"can't call localValue\(\) on user .* to_here\(\) copies"
     ):
         box.local_value()
-    failed = rpc.remote(name_of(1), broken)
-    with pytest.raises(LookupError, match="can't be made"):
+    failed = rpc.remote(worker_name(1), fail_to_create)
+    with pytest.raises(LookupError, match="cannot be created"):
         failed.to_here()
-    mine = rpc.RRef([1])
-    assert mine.is_owner()
-    assert mine.to_here() is mine.local_value()
-    assert rpc.rpc_sync(name_of(1), rpc.RRef.to_here, (mine,)) == [1]
-    assert rpc.rpc_sync(name_of(1), echo, (mine,)).local_value() is mine.local_value()
-    here = rpc.remote(name_of(0), Box, (7,))
-    assert here.local_value().get() == here.to_here().get() == here.rpc_sync().get() == 7
-    for way in (pickle.dumps, copy.deepcopy):
+    own = rpc.RRef([1])
+    assert own.is_owner()
+    assert own.to_here() is own.local_value()
+    assert rpc.rpc_sync(worker_name(1), rpc.RRef.to_here, (own,)) == [1]
+    assert rpc.rpc_sync(worker_name(1), echo, (own,)).local_value() is own.local_value()
+    local = rpc.remote(worker_name(0), Box, (7,))
+    assert local.local_value().get() == local.to_here().get() == local.rpc_sync().get() == 7
+    for copy_function in (pickle.dumps, copy.deepcopy):
         with pytest.raises(UsageError, match="rref can only be pickled when using RPC"):
-            way(box)
+            copy_function(box)
 
 
-def count() -> None:
-    """Freed when the last reference goes, wherever it is; not before."""
-    all_freed()
-    box = rpc.remote(name_of(1), Box, (4,))
-    wait_for(box.confirmed_by_owner)  # a blocking call has a way of its own, and may be first
-    assert rpc.rpc_sync(name_of(1), owned) == 1
-    rpc.rpc_sync(name_of(2), keep, (box,))
+def check_counts() -> None:
+    """A value is freed when its last reference ends, on any worker, and not before."""
+    wait_until_all_freed()
+    box = rpc.remote(worker_name(1), Box, (4,))
+    wait_for(box.confirmed_by_owner)  # a blocking call uses another connection, and may be first
+    assert rpc.rpc_sync(worker_name(1), owned_count) == 1
+    rpc.rpc_sync(worker_name(2), keep, (box,))
     del box
     gc.collect()
-    # This worker's words to the owner come in order: behind what its end of the reference said.
+    # The owner receives this worker's messages in order: these follow the release of the reference.
     for _ in range(3):
-        assert rpc.rpc_async(name_of(1), owned).wait() == 1
-    assert rpc.rpc_sync(name_of(2), read_kept).get() == 4
-    back = rpc.rpc_sync(name_of(2), give_kept)
-    rpc.rpc_sync(name_of(2), let_go)
-    assert back.to_here().get() == 4
-    del back
-    all_freed()
-    # A reference that its owner returned, and one that goes round and is let go at once.
-    made = rpc.rpc_sync(name_of(2), own_reference, ([3],))
-    assert made.to_here() == [3]
+        assert rpc.rpc_async(worker_name(1), owned_count).wait() == 1
+    assert rpc.rpc_sync(worker_name(2), read_kept).get() == 4
+    returned = rpc.rpc_sync(worker_name(2), return_kept)
+    rpc.rpc_sync(worker_name(2), drop_kept)
+    assert returned.to_here().get() == 4
+    del returned
+    wait_until_all_freed()
+    # A reference returned by its owner, and references that are passed on and released at once.
+    created = rpc.rpc_sync(worker_name(2), make_reference, ([3],))
+    assert created.to_here() == [3]
     for _ in range(30):
-        assert rpc.rpc_sync(name_of(1), echo, ([made, made],))[0].to_here() == [3]
-        assert rpc.rpc_sync(name_of(2), echo, (made,)).to_here() == [3]
+        assert rpc.rpc_sync(worker_name(1), echo, ([created, created],))[0].to_here() == [3]
+        assert rpc.rpc_sync(worker_name(2), echo, (created,)).to_here() == [3]
     for worker in (1, 2):
-        rpc.rpc_async(worker, keep, (made,)).wait()
-    del made
-    assert rpc.rpc_sync(name_of(1), read_kept) == [3]
+        rpc.rpc_async(worker, keep, (created,)).wait()
+    del created
+    assert rpc.rpc_sync(worker_name(1), read_kept) == [3]
     for worker in (1, 2):
-        rpc.rpc_sync(worker, let_go)
-    all_freed()
-    with pytest.raises(UsageError, match="can't be sent"):
-        rpc.rpc_sync(name_of(1), echo, (rpc.RRef(1), gc.collect.__self__, os.scandir(".")))
-    all_freed()
+        rpc.rpc_sync(worker, drop_kept)
+    wait_until_all_freed()
+    with pytest.raises(UsageError, match="cannot be sent"):
+        rpc.rpc_sync(worker_name(1), echo, (rpc.RRef(1), gc.collect.__self__, os.scandir(".")))
+    wait_until_all_freed()
 
 
 def test_references(ranks: RankServer) -> None:
-    def all_of_it() -> None:
-        use()
-        count()
+    def run_all() -> None:
+        check_use()
+        check_counts()
 
-    ranks.run(3, as_worker, all_of_it)
+    ranks.run(3, run_as_worker, run_all)
 
 
-def pass_on() -> None:
-    """One that is let go on a worker while it comes there again, many times."""
+def pass_references() -> None:
+    """Release a reference on a worker while the worker receives it again, many times."""
     for _ in range(15):
-        made = rpc.rpc_sync(2, own_reference, ([3],))
+        created = rpc.rpc_sync(2, make_reference, ([3],))
         for _ in range(30):
-            assert rpc.rpc_sync(1, echo, ([made, made],))[0].to_here() == [3]
-            assert rpc.rpc_sync(2, echo, (made,)).to_here() == [3]
-        del made
-        all_freed()
+            assert rpc.rpc_sync(1, echo, ([created, created],))[0].to_here() == [3]
+            assert rpc.rpc_sync(2, echo, (created,)).to_here() == [3]
+        del created
+        wait_until_all_freed()
 
 
-def test_references_that_come_and_go(ranks: RankServer) -> None:
-    ranks.run(3, as_worker, pass_on, hosts="ab")
+def test_references_passed_repeatedly(ranks: RankServer) -> None:
+    ranks.run(3, run_as_worker, pass_references, hosts="ab")
 
 
 def test_references_between_hosts(ranks: RankServer) -> None:
-    ranks.run(3, as_worker, count, hosts="ab")
+    ranks.run(3, run_as_worker, check_counts, hosts="ab")
 
 
 # ---- death ----
@@ -199,93 +199,94 @@ def sleep(seconds: float) -> None:
     time.sleep(seconds)
 
 
-def hold_of(worker: int) -> None:
+def keep_reference_to(worker: int) -> None:
     keep(rpc.remote(worker, Box))
 
 
-def mourn() -> str:
-    """Worker 2 dies; what was under way to it, and what comes later, says so."""
-    words = r"worker 'worker-2' \(id 2, pid \d+ on .*\) (has died|is lost)"
+def check_death() -> str:
+    """Worker 2 dies; pending and later calls to it raise an error that says so."""
+    pattern = r"worker 'worker-2' \(id 2, pid \d+ on .*\) (died|is lost)"
     box = rpc.remote(2, Box, (3,))
     assert box.rpc_sync().get() == 3
-    rpc.rpc_sync(2, hold_of, (0,))
-    wait_for(lambda: owned() == 1)
+    rpc.rpc_sync(2, keep_reference_to, (0,))
+    wait_for(lambda: owned_count() == 1)
     shm_sender = agent().shm_sender
     rpc.rpc_sync(2, keep, (torch.ones(100_000),))
-    far = bool(os.environ.get("PHALANX_HOST_ID"))
-    assert shm_sender.leased_count == (0 if far else 1)
+    is_remote = bool(os.environ.get("PHALANX_HOST_ID"))
+    assert shm_sender.leased_count == (0 if is_remote else 1)
     pending = [rpc.rpc_async(2, sleep, (60,)) for _ in range(3)]
-    begun = time.monotonic()
-    with pytest.raises(PeerLost, match=words + ".*, while this worker waited for die"):
+    start = time.monotonic()
+    with pytest.raises(PeerLost, match=pattern + ".* while this worker waited for die"):
         rpc.rpc_sync(2, die)
     for future in pending:
-        with pytest.raises(PeerLost, match=words):
+        with pytest.raises(PeerLost, match=pattern):
             future.wait()
-    for later in (
+    for call in (
         lambda: rpc.rpc_sync(2, echo, (1,)),
         lambda: rpc.rpc_async(2, echo, (1,)).wait(),
         lambda: rpc.remote(2, Box).to_here(),
         box.to_here,
         lambda: box.rpc_sync().get(),
     ):
-        with pytest.raises(PeerLost, match=words):
-            later()
-    assert time.monotonic() - begun < 20
-    # What it had is free: the value whose only reference was its, and the memory it viewed.
-    wait_for(lambda: owned() == 0 == shm_sender.leased_count)
+        with pytest.raises(PeerLost, match=pattern):
+            call()
+    assert time.monotonic() - start < 20
+    # Its references and the memory that it had mapped are released.
+    wait_for(lambda: owned_count() == 0 == shm_sender.leased_count)
     assert rpc.rpc_sync(1, echo, (5,)) == 5
-    with pytest.raises(PeerLost, match=words):
+    with pytest.raises(PeerLost, match=pattern):
         rpc.rpc_sync(1, rpc.rpc_sync, (2, echo, (1,)))
-    rpc.rpc_sync(1, keep, ("it may go",))
-    return "mourned"
+    rpc.rpc_sync(1, keep, ("done",))
+    return "done"
 
 
-def live_on() -> Any:
+def run_with_death() -> Any:
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(name_of(rank))
-    value = mourn() if rank == 0 else None
+    rpc.init_rpc(worker_name(rank))
+    value = check_death() if rank == 0 else None
     if rank == 1:
         wait_for(lambda: KEPT, 50)
-    # Worker 0 leaves as soon as it knows that not all can come: who comes later misses it.
+    # Worker 0 leaves once it knows that a worker is lost, so that others may lose it.
     with pytest.raises(PeerLost, match=r"worker 'worker-[02]'"):
         rpc.shutdown()
     with pytest.raises(UsageError, match="left it by shutdown"):
         rpc.rpc_sync(0, echo, (1,))
-    os._exit(0 if rank or value == "mourned" else 1)  # the group can't end: one of it is dead
+    # The process group cannot shut down: a rank is dead.
+    os._exit(0 if rank or value == "done" else 1)
 
 
 @pytest.mark.parametrize("hosts", ["", "aab"])
-def test_a_worker_that_dies(ranks: RankServer, hosts: str) -> None:
-    ended = ranks.start(3, live_on, hosts=hosts).join()
-    assert [rank.code for rank in ended] == [0, 0, -signal.SIGKILL], "\n".join(
-        each.report() for each in ended
+def test_dead_worker(ranks: RankServer, hosts: str) -> None:
+    exits = ranks.start(3, run_with_death, hosts=hosts).join()
+    assert [rank.code for rank in exits] == [0, 0, -signal.SIGKILL], "\n".join(
+        each.report() for each in exits
     )
 
 
-def leave_alone() -> None:
-    """Leaving without waiting for others: they hear of it at once."""
+def leave_early() -> None:
+    """If a worker leaves without waiting, the others know at once."""
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(name_of(rank))
+    rpc.init_rpc(worker_name(rank))
     if rank == 1:
         assert rpc.rpc_sync(0, echo, (1,)) == 1
         rpc.shutdown(graceful=False)
         return
     wait_for(lambda: agent().peers[1].loss_reason)
-    with pytest.raises(PeerLost, match=r"worker 'worker-1' .* has left RPC"):
+    with pytest.raises(PeerLost, match=r"worker 'worker-1' .* left RPC"):
         rpc.rpc_sync(1, echo, (1,))
-    with pytest.raises(PeerLost, match="has left RPC"):
+    with pytest.raises(PeerLost, match="left RPC"):
         rpc.shutdown()
 
 
 @pytest.mark.parametrize("hosts", ["", "ab"])
-def test_a_worker_that_leaves(ranks: RankServer, hosts: str) -> None:
-    ranks.run(2, leave_alone, hosts=hosts)
+def test_leaving_worker(ranks: RankServer, hosts: str) -> None:
+    ranks.run(2, leave_early, hosts=hosts)
 
 
-def leave_and_end() -> None:
-    """Worker 0 hears at once that worker 1 has left and that its process is no more."""
+def leave_and_exit() -> None:
+    """Worker 0 learns at the same time that worker 1 has left and that its process has exited."""
     rank = int(os.environ["RANK"])
-    rpc.init_rpc(name_of(rank))
+    rpc.init_rpc(worker_name(rank))
     peers = agent().peers
     if rank == 1:
         assert rpc.rpc_async(0, echo, (1,)).wait() == 1
@@ -298,18 +299,18 @@ def leave_and_end() -> None:
     wait_for(lambda: peers[1].loss_reason)
     if rank == 0:
         reason = peers[1].loss_reason
-        assert re.search("worker 'worker-1' .* has left RPC", reason), reason
+        assert re.search("worker 'worker-1' .* left RPC", reason), reason
     rpc.shutdown(graceful=False)
-    os._exit(0)  # the group can't end
+    os._exit(0)  # the process group cannot shut down
 
 
-def test_a_worker_that_leaves_and_ends(ranks: RankServer) -> None:
-    for each in ranks.start(3, leave_and_end).join():
+def test_worker_that_leaves_and_exits(ranks: RankServer) -> None:
+    for each in ranks.start(3, leave_and_exit).join():
         assert each.code == 0, each.report()
 
 
 def chain(hops: int) -> None:
-    """Passes on, and doesn't wait for it."""
+    """Call the other worker without waiting for it."""
     time.sleep(0.02)
     if hops:
         rpc.rpc_async(1 - rpc.get_worker_info().id, chain, (hops - 1,))
@@ -318,13 +319,13 @@ def chain(hops: int) -> None:
             file.write("here")
 
 
-def finish_what_is_under_way() -> bool:
-    rpc.init_rpc(name_of(int(os.environ["RANK"])))
+def shut_down_with_pending_calls() -> bool:
+    rpc.init_rpc(worker_name(int(os.environ["RANK"])))
     if os.environ["RANK"] == "0":
         rpc.rpc_async(1, chain, (20,))
     rpc.shutdown()
     return os.path.exists(f"{os.environ['FOLDER']}/end")
 
 
-def test_a_graceful_end_waits_for_what_is_under_way(ranks: RankServer) -> None:
-    assert ranks.run(2, finish_what_is_under_way) == [True, True]
+def test_graceful_shutdown_waits_for_pending_calls(ranks: RankServer) -> None:
+    assert ranks.run(2, shut_down_with_pending_calls) == [True, True]

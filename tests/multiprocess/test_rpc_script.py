@@ -1,4 +1,4 @@
-"""Scripts that start the workers of `phalanx.rpc` themselves, as PyTorch's examples do."""
+"""Scripts that start the workers of `phalanx.rpc` themselves, like PyTorch's examples."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def run(rank, size):
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", sys.argv[1]
     rpc.init_rpc(name=f"w{rank}", rank=rank, world_size=size)
     if rank == 1:
-        for count in (1, 2):  # the same one, though asked for twice
+        for count in (1, 2):  # the same server both times
             net = rpc.remote("w0", get_server)
             out = rpc.rpc_sync(net.owner(), call_method, args=[Net.forward, net, torch.zeros(2)])
             assert out.tolist() == [count] * 2, out
@@ -66,19 +66,19 @@ if __name__ == "__main__":
 """
 
 
-def test_a_script_with_functions_of_its_own(tmp_path: Path, port: int) -> None:
+def test_script_with_its_own_functions(tmp_path: Path, port: int) -> None:
     (tmp_path / "main.py").write_text(SCRIPT)
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "main.py", str(port)],
         cwd=tmp_path,
         timeout=90,
         capture_output=True,
         text=True,
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done\n", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "done\n", "")
 
 
-# ---- whoever starts them reports the first that fails ----
+# ---- the launcher reports the first worker that fails ----
 
 
 def fail_first() -> None:
@@ -87,14 +87,14 @@ def fail_first() -> None:
     first = os.pidfd_open(rpc.rpc_sync("w0", os.getpid))
     dist.barrier()
     if rank == 0:
-        rpc.shutdown(graceful=False)  # as at the end of a process that has raised
-        time.sleep(0.5)  # which takes its time
+        rpc.shutdown(graceful=False)  # as in a process that has raised an exception
+        time.sleep(0.5)  # the exit is slow
         os._exit(3)
     with pytest.raises(PeerLost, match="'w0'"):
         rpc.shutdown()
-    assert select.select([first], [], [], 0)[0], "this one would have been reported instead"
+    assert select.select([first], [], [], 0)[0], "this worker would have been reported instead"
 
 
-def test_who_fails_first_ends_first(ranks: RankServer) -> None:
-    ended = ranks.start(3, fail_first).join()
-    assert [end.code for end in ended] == [3, 0, 0], ended
+def test_first_failure_exits_first(ranks: RankServer) -> None:
+    exits = ranks.start(3, fail_first).join()
+    assert [each.code for each in exits] == [3, 0, 0], exits

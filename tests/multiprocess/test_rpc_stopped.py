@@ -1,4 +1,4 @@
-"""Calls of a worker that is there and does nothing: their timeouts hold all the same."""
+"""Calls of a stopped worker: their timeouts hold."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ def echo(value: Any) -> Any:
     return value
 
 
-NOTED: list[int] = []
+RECORDED: list[int] = []
 
 
-def note(number: int, _ballast: str = "") -> int:
-    NOTED.append(number)
+def record(number: int, _ballast: str = "") -> int:
+    RECORDED.append(number)
     return number
 
 
-def noted() -> list[int]:
-    return NOTED
+def get_recorded() -> list[int]:
+    return RECORDED
 
 
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    """A process is stopped within it, all of its threads."""
+    """Stop all threads of a process within the block."""
     os.kill(pid, signal.SIGSTOP)
     try:
         threads = list(Path(f"/proc/{pid}/task").glob("*/stat"))
@@ -54,41 +54,44 @@ def stopped(pid: int) -> Iterator[None]:
         os.kill(pid, signal.SIGCONT)
 
 
-def call_one_who_is_stopped() -> None:
-    """Connecting and sending count too, and the worker is no worse for it."""
+def call_stopped_worker() -> None:
+    """The timeout includes connecting and sending, and the worker works normally afterwards."""
     assert rpc.rpc_sync(1, echo, (1,)) == 1
-    much = [torch.ones(1000) for _ in range(3000)]  # they go by the socket, which hasn't that room
+    large = [torch.ones(1000) for _ in range(3000)]  # sent by the socket, whose buffer is smaller
     with stopped(agent().peers[1].record.pid):
-        for what, words in ((much, "doesn't read: is it stopped"), (1, "answer within 1 s: is it")):
-            begun = time.monotonic()
-            with pytest.raises(CallTimeout, match=f"echo.* worker 'w1' .*{words}"):
-                rpc.rpc_sync(1, echo, (what,), timeout=1)
-            assert 0.9 < time.monotonic() - begun < 5
-    assert torch.equal(torch.stack(rpc.rpc_sync(1, echo, (much,))), torch.stack(much))
+        for value, message in (
+            (large, "does not read: is it stopped"),
+            (1, "answer within 1 s: is it"),
+        ):
+            start = time.monotonic()
+            with pytest.raises(CallTimeout, match=f"echo.* worker 'w1' .*{message}"):
+                rpc.rpc_sync(1, echo, (value,), timeout=1)
+            assert 0.9 < time.monotonic() - start < 5
+    assert torch.equal(torch.stack(rpc.rpc_sync(1, echo, (large,))), torch.stack(large))
 
 
-def begin_calls_of_one_who_is_stopped() -> None:
-    """Nobody is held by what there is no room for; it goes out, each once, when there is."""
-    rpc.rpc_async(1, note, (0,)).wait()
+def start_calls_of_stopped_worker() -> None:
+    """Calls beyond the socket buffer do not block, and are sent exactly once later."""
+    rpc.rpc_async(1, record, (0,)).wait()
     with stopped(agent().peers[1].record.pid):
-        begun = time.monotonic()
-        late = [rpc.rpc_async(1, note, (0, "x" * 1000), timeout=1) for _ in range(1000)]
-        kept = [rpc.rpc_async(1, note, (number, "x" * 1000)) for number in range(1000)]
-        assert time.monotonic() - begun < 20
+        start = time.monotonic()
+        late = [rpc.rpc_async(1, record, (0, "x" * 1000), timeout=1) for _ in range(1000)]
+        kept = [rpc.rpc_async(1, record, (number, "x" * 1000)) for number in range(1000)]
+        assert time.monotonic() - start < 20
         for future in late:
-            with pytest.raises(CallTimeout, match=r"note.* took longer than its timeout"):
+            with pytest.raises(CallTimeout, match=r"record.* took longer than its timeout"):
                 future.wait()
         assert not any(future.done() for future in kept)
     assert [future.wait() for future in kept] == list(range(1000))
-    assert sorted(rpc.rpc_sync(1, noted)) == sorted([0] * 1001 + list(range(1000)))
+    assert sorted(rpc.rpc_sync(1, get_recorded)) == sorted([0] * 1001 + list(range(1000)))
 
 
-def as_one_of_two() -> None:
+def run_as_one_of_two() -> None:
     with worker() as rank:
         if rank == 0:
-            call_one_who_is_stopped()
-            begin_calls_of_one_who_is_stopped()
+            call_stopped_worker()
+            start_calls_of_stopped_worker()
 
 
-def test_one_who_is_stopped(ranks: RankServer) -> None:
-    ranks.run(2, as_one_of_two)
+def test_stopped_worker(ranks: RankServer) -> None:
+    ranks.run(2, run_as_one_of_two)

@@ -1,4 +1,4 @@
-"""Tensors keep their strides on the way through calls."""
+"""Tensors keep their strides when sent in calls."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def echo(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def changed_in_place(tensor: Tensor) -> Tensor:
+def double_in_place(tensor: Tensor) -> Tensor:
     return tensor.mul_(2)
 
 
-def strides() -> None:
+def check_strides() -> None:
     with worker() as rank:
         if rank == 0:
-            for scale in (1, 40):  # within the message, and beside it
+            for scale in (1, 40):  # inline in the message, and outside it
                 check_views(scale)
             check_gaps()
             endless = rpc.rpc_sync("w1", echo, (torch.ones(1).expand(2**50),))
             assert (endless.shape, endless.stride()) == ((2**50,), (0,))
             matrix = torch.randn(300, 401).t()
-            assert torch.equal(rpc.rpc_async("w1", changed_in_place, (matrix,)).wait(), matrix * 2)
+            assert torch.equal(rpc.rpc_async("w1", double_in_place, (matrix,)).wait(), matrix * 2)
         dist.barrier()
 
 
@@ -56,14 +56,14 @@ def check_views(scale: int) -> None:
         torch.empty(0, scale).t(),
     ]
     for view in views:
-        come = rpc.rpc_sync("w1", echo, (view,))
-        assert torch.equal(come, view)
-        keeps = not (view.is_contiguous() or view.is_conj())
-        if keeps and (scale == 1 or is_mostly_its_own(view)):
-            assert come.stride() == view.stride(), view.shape
+        received = rpc.rpc_sync("w1", echo, (view,))
+        assert torch.equal(received, view)
+        is_strided = not (view.is_contiguous() or view.is_conj())
+        if is_strided and (scale == 1 or is_mostly_dense(view)):
+            assert received.stride() == view.stride(), view.shape
 
 
-def is_mostly_its_own(view: Tensor) -> bool:
+def is_mostly_dense(view: Tensor) -> bool:
     span = 1 + sum(
         (size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)
     )
@@ -71,13 +71,13 @@ def is_mostly_its_own(view: Tensor) -> bool:
 
 
 def check_gaps() -> None:
-    """What lies between the elements would be more than they are."""
+    """A tensor is sent without strides if the gaps are larger than its elements."""
     matrix = torch.randn(300, 401)
-    come = rpc.rpc_sync("w1", echo, (matrix[:, ::7],))
-    assert torch.equal(come, matrix[:, ::7])
-    assert come.is_contiguous()
+    received = rpc.rpc_sync("w1", echo, (matrix[:, ::7],))
+    assert torch.equal(received, matrix[:, ::7])
+    assert received.is_contiguous()
 
 
 @pytest.mark.parametrize("hosts", ["", "ab"])
 def test_strides_are_kept(ranks: RankServer, hosts: str) -> None:
-    ranks.run(2, strides, hosts=hosts)
+    ranks.run(2, check_strides, hosts=hosts)

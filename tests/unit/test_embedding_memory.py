@@ -1,4 +1,4 @@
-"""Gradients of tables of rows: tensors that a caller changes afterwards change no update."""
+"""Gradients of embedding tables: changing tensors after a call does not change the update."""
 
 from __future__ import annotations
 
@@ -10,17 +10,23 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from phalanx.embedding import SGD, RangeShards, Server, ShardedEmbeddingBag, Table
+from phalanx.embedding import (
+    SGD,
+    EmbeddingServer,
+    EmbeddingTable,
+    RangeSharding,
+    ShardedEmbeddingBag,
+)
 
 ROWS, WIDTH = 6, 2
 
 
-def bag_of(mode: str, servers: int) -> tuple[ShardedEmbeddingBag, list[Server]]:
-    """A bag over a table of zeros, with a learning rate of 1: rows become negative gradients."""
-    shards = RangeShards(ROWS, servers)
-    made = [
-        Server.of_shard(
-            shards,
+def make_bag(mode: str, servers: int) -> tuple[ShardedEmbeddingBag, list[EmbeddingServer]]:
+    """Create a bag over a table of zeros with learning rate 1: rows become negative gradients."""
+    sharding = RangeSharding(ROWS, servers)
+    server_list = [
+        EmbeddingServer.create_shard(
+            sharding,
             number,
             WIDTH,
             SGD(1.0),
@@ -29,10 +35,10 @@ def bag_of(mode: str, servers: int) -> tuple[ShardedEmbeddingBag, list[Server]]:
         )
         for number in range(servers)
     ]
-    return ShardedEmbeddingBag(ROWS, WIDTH, made, mode=mode), made
+    return ShardedEmbeddingBag(ROWS, WIDTH, server_list, mode=mode), server_list
 
 
-def rows_of(servers: list[Server]) -> Tensor:
+def get_rows(servers: list[EmbeddingServer]) -> Tensor:
     return torch.cat([server.table.view() for server in servers])
 
 
@@ -45,14 +51,16 @@ def rows_of(servers: list[Server]) -> Tensor:
 )
 @example(mode="max", servers=1, actions=["backward", "step", "backward", "step"], seed=0)
 @example(mode="sum", servers=2, actions=["backward", "zero_grad", "backward", "step"], seed=0)
-def test_passes_through_one_graph(mode: str, servers: int, actions: list[str], seed: int) -> None:
+def test_repeated_backward_through_one_graph(
+    mode: str, servers: int, actions: list[str], seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     indices = torch.randint(0, ROWS, (3, 2), generator=generator)
     factors = torch.randn(3, WIDTH, dtype=torch.float64, generator=generator)
-    bag, made = bag_of(mode, servers)
-    alone = nn.EmbeddingBag(ROWS, WIDTH, mode=mode, dtype=torch.float64)
-    nn.init.zeros_(alone.weight)
-    (gradient,) = torch.autograd.grad((alone(indices) * factors).sum(), [alone.weight])
+    bag, server_list = make_bag(mode, servers)
+    reference = nn.EmbeddingBag(ROWS, WIDTH, mode=mode, dtype=torch.float64)
+    nn.init.zeros_(reference.weight)
+    (gradient,) = torch.autograd.grad((reference(indices) * factors).sum(), [reference.weight])
     loss = (bag(indices) * factors).sum()
     expected = torch.zeros(ROWS, WIDTH, dtype=torch.float64)
     passes = 0
@@ -67,11 +75,11 @@ def test_passes_through_one_graph(mode: str, servers: int, actions: list[str], s
         else:
             bag.zero_grad()
         passes = 0
-    torch.testing.assert_close(rows_of(made), expected)
+    torch.testing.assert_close(get_rows(server_list), expected)
 
 
-class Reusing(torch.autograd.Function):
-    """The identity, whose backward pass returns one buffer each time."""
+class BufferReuse(torch.autograd.Function):
+    """The identity, whose backward pass always returns the same buffer."""
 
     buffer = torch.empty(1, WIDTH, dtype=torch.float64)
 
@@ -81,25 +89,25 @@ class Reusing(torch.autograd.Function):
 
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
-        return Reusing.buffer.copy_(gradients[0])
+        return BufferReuse.buffer.copy_(gradients[0])
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @pytest.mark.parametrize("servers", [1, 2])
-def test_gradients_in_a_buffer_that_is_used_again(mode: str, servers: int) -> None:
-    bag, made = bag_of(mode, servers)
+def test_reused_gradient_buffer(mode: str, servers: int) -> None:
+    bag, server_list = make_bag(mode, servers)
     for row, factor in ((0, 1.0), (1, 5.0), (ROWS - 1, 7.0)):
-        result: Tensor = Reusing.apply(bag(torch.tensor([[row]])))  # type: ignore[no-untyped-call]
+        result: Tensor = BufferReuse.apply(bag(torch.tensor([[row]])))  # type: ignore[no-untyped-call]
         (result * factor).sum().backward()  # type: ignore[no-untyped-call]
-    Reusing.buffer.fill_(100)
+    BufferReuse.buffer.fill_(100)
     bag.step()
-    assert rows_of(made)[:, 0].tolist() == [-1, -5, 0, 0, 0, -7]
+    assert get_rows(server_list)[:, 0].tolist() == [-1, -5, 0, 0, 0, -7]
 
 
 @pytest.mark.parametrize("staleness", [None, 1])
-def test_arguments_that_are_used_again_before_the_step(staleness: int | None) -> None:
-    table = Table(ROWS, WIDTH, SGD(1.0), weight=torch.zeros(ROWS, WIDTH))
-    server = Server(table, trainers=2, staleness=staleness)
+def test_arguments_reused_before_the_step(staleness: int | None) -> None:
+    table = EmbeddingTable(ROWS, WIDTH, SGD(1.0), weight=torch.zeros(ROWS, WIDTH))
+    server = EmbeddingServer(table, trainers=2, staleness=staleness)
     indices, gradients = torch.tensor([0, 2]), torch.ones(2, WIDTH)
     futures = []
     for trainer in range(2):
@@ -109,5 +117,5 @@ def test_arguments_that_are_used_again_before_the_step(staleness: int | None) ->
         indices, gradients = torch.tensor([0, 2]), torch.ones(2, WIDTH)
     for future in futures:
         assert future.wait() == 1
-    each = -1.0 if staleness is None else -2.0  # averaged, or one after the other
-    assert table.view()[:, 0].tolist() == [each, 0, each, 0, 0, 0]
+    value = -1.0 if staleness is None else -2.0  # averaged, or applied one after the other
+    assert table.view()[:, 0].tolist() == [value, 0, value, 0, 0, 0]

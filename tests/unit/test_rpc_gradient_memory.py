@@ -1,8 +1,8 @@
-"""Gradients of served parameters have memory of their own, whatever in-place work is done on them.
+"""Gradients of a server's parameters do not share memory, so that they may be changed in place.
 
-Random graphs of served parameters, and optimizers that change gradients in place, against one
-process whose gradients are copied after each backward pass. (PyTorch's own accumulation shares
-memory between a parameter's gradient and that of a view.)
+The tests compare random graphs of parameters, and optimizers that change gradients in place, with
+one process whose gradients are copied after each backward pass. (PyTorch's own accumulation shares
+memory between the gradients of a parameter and of a view.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from phalanx.rpc.autograd.accumulation import ensure_owned
 from phalanx.rpc.autograd.gradients import Root
-from tests.rpc_worlds import Program, World, workers
+from tests.rpc_worlds import Program, SingleProcess, workers
 
 SIZE = 4
 
@@ -31,18 +31,20 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def served(seed: int) -> list[Tensor]:
-    """Parameters of a server: square, so that they mix; one is laid out by columns."""
+def make_parameters(seed: int) -> list[Tensor]:
+    """Return square parameters, so that they can be combined; one is column-major."""
     generator = torch.Generator().manual_seed(seed)
-    made = [torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for _ in range(4)]
-    made[1] = made[1].t()
-    return [each.requires_grad_() for each in made]
+    parameters = [
+        torch.randn(SIZE, SIZE, generator=generator, dtype=torch.float64) for _ in range(4)
+    ]
+    parameters[1] = parameters[1].t()
+    return [each.requires_grad_() for each in parameters]
 
 
-class Kept(torch.autograd.Function):
+class RecordingIdentity(torch.autograd.Function):
     """The identity, whose backward pass keeps the gradient that it returns."""
 
-    gradients: list[Tensor] = []  # noqa: RUF012 - of the class, on purpose
+    gradients: list[Tensor] = []  # noqa: RUF012 - intentionally shared by the class
 
     @staticmethod
     def forward(_ctx: Any, tensor: Tensor) -> Tensor:
@@ -51,45 +53,45 @@ class Kept(torch.autograd.Function):
     @staticmethod
     def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
         (gradient,) = gradients
-        Kept.gradients.append(gradient)
+        RecordingIdentity.gradients.append(gradient)
         return gradient
 
 
-def terms(choose: random.Random, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
-    """A sum whose backward pass gives several parameters the same memory, or odd layouts."""
-    one, other = choose.choice(parameters), choose.choice(parameters)
-    forms: list[Callable[[], Tensor]] = [
-        lambda: one + other + x,
-        lambda: (one + other) * x,
-        lambda: one.sum() * x,
-        lambda: one.t() + other,
-        lambda: one.reshape(-1).view(SIZE, SIZE) + other,
-        lambda: torch.cat([one, other])[:SIZE] * 2 + x,
-        lambda: one[0] + x,
-        lambda: Kept.apply(one) + other,  # type: ignore[no-untyped-call]
-        lambda: one.diagonal() + other.mean(0) + x,
+def make_term(choose: random.Random, parameters: Sequence[Tensor], x: Tensor) -> Tensor:
+    """Return a sum whose backward pass yields shared memory or unusual layouts of gradients."""
+    first, second = choose.choice(parameters), choose.choice(parameters)
+    terms: list[Callable[[], Tensor]] = [
+        lambda: first + second + x,
+        lambda: (first + second) * x,
+        lambda: first.sum() * x,
+        lambda: first.t() + second,
+        lambda: first.reshape(-1).view(SIZE, SIZE) + second,
+        lambda: torch.cat([first, second])[:SIZE] * 2 + x,
+        lambda: first[0] + x,
+        lambda: RecordingIdentity.apply(first) + second,  # type: ignore[no-untyped-call]
+        lambda: first.diagonal() + second.mean(0) + x,
         lambda: (
-            nn.functional.embedding(torch.tensor([0, 1, 1, 3]), one, sparse=True) + x
-            if one.is_contiguous()
-            else one + x
+            nn.functional.embedding(torch.tensor([0, 1, 1, 3]), first, sparse=True) + x
+            if first.is_contiguous()
+            else first + x
         ),
     ]
-    return choose.choice(forms)()
+    return choose.choice(terms)()
 
 
-def serve(parameters: Sequence[Tensor], seed: int) -> Program:
-    def run(_world: World, _me: int, arguments: Sequence[Tensor]) -> list[Tensor]:
+def make_program(parameters: Sequence[Tensor], seed: int) -> Program:
+    def run(_world: SingleProcess, _rank: int, arguments: Sequence[Tensor]) -> list[Tensor]:
         choose = random.Random(seed)
         total = arguments[0] + 0
         for _ in range(choose.randint(1, 4)):
-            total = total + terms(choose, parameters, arguments[0])
+            total = total + make_term(choose, parameters, arguments[0])
         return [total]
 
     return run
 
 
-def work_in_place(gradient: Tensor) -> None:
-    """What optimizers and clipping do to a gradient."""
+def change_in_place(gradient: Tensor) -> None:
+    """Change a gradient in place, as optimizers and clipping do."""
     if gradient.is_sparse:
         gradient.mul_(0.5)
     else:
@@ -98,78 +100,78 @@ def work_in_place(gradient: Tensor) -> None:
 
 @settings(max_examples=40)
 @given(seed=st.integers(0, 2**32 - 1), passes=st.integers(1, 3), mixed=st.booleans())
-def test_in_place_work_on_gradients(
+def test_in_place_changes_of_gradients(
     seed: int, passes: int, mixed: bool, pool: ThreadPoolExecutor
 ) -> None:
-    Kept.gradients.clear()
-    parameters, alone = served(seed), served(seed)
+    RecordingIdentity.gradients.clear()
+    parameters, reference = make_parameters(seed), make_parameters(seed)
     x = torch.randn(SIZE, SIZE, dtype=torch.float64)
-    oracle: list[Tensor | None] = [None] * len(alone)
+    oracle: list[Tensor | None] = [None] * len(reference)
     with workers(2, 0, pool) as world:
         graph = world.graphs[1]
         if mixed:
             graph.accumulated_parameters.mark(parameters, True)
         for step in range(passes):
-            program = serve(parameters, seed + step)
+            program = make_program(parameters, seed + step)
             (result,) = world.call(0, 1, program, [x])
             result.square().sum().backward()
             del result
-            serve(alone, seed + step)(world, 0, [x])[0].square().sum().backward()
-            for at, parameter in enumerate(alone):
+            make_program(reference, seed + step)(world, 0, [x])[0].square().sum().backward()
+            for index, parameter in enumerate(reference):
                 if parameter.grad is not None:
-                    new = parameter.grad.to_dense().clone()
-                    oracle[at] = new if oracle[at] is None else oracle[at] + new
+                    gradient = parameter.grad.to_dense().clone()
+                    oracle[index] = gradient if oracle[index] is None else oracle[index] + gradient
                 parameter.grad = None
         kept = graph.gradients.peek(Root(0))
-        found = [each.grad if mixed else kept.get(each) for each in parameters]
-        before = [gradient.clone() for gradient in Kept.gradients]
-        for gradient, expected in zip(found, oracle, strict=True):
+        gradients = [each.grad if mixed else kept.get(each) for each in parameters]
+        recorded = [gradient.clone() for gradient in RecordingIdentity.gradients]
+        for gradient, expected in zip(gradients, oracle, strict=True):
             if gradient is None:
                 assert expected is None
                 continue
             assert expected is not None
-            torch.testing.assert_close(gradient.to_dense(), expected, msg="before in-place work")
-        check_memory(found, parameters, [x, *Kept.gradients])
+            torch.testing.assert_close(gradient.to_dense(), expected, msg="before in-place changes")
+        check_memory(gradients, parameters, [x, *RecordingIdentity.gradients])
         expected_after = []
-        for gradient, expected in zip(found, oracle, strict=True):
+        for gradient, expected in zip(gradients, oracle, strict=True):
             if gradient is not None and expected is not None:
-                like = gradient.detach().clone()
-                work_in_place(like)
-                expected_after.append(like)
-        changed = [gradient for gradient in found if gradient is not None]
+                changed_copy = gradient.detach().clone()
+                change_in_place(changed_copy)
+                expected_after.append(changed_copy)
+        changed = [gradient for gradient in gradients if gradient is not None]
         for gradient in changed:
-            work_in_place(gradient)
+            change_in_place(gradient)
         for gradient, expected in zip(changed, expected_after, strict=True):
             torch.testing.assert_close(gradient.to_dense(), expected.to_dense())
-        for gradient, expected in zip(Kept.gradients, before, strict=True):
+        for gradient, expected in zip(RecordingIdentity.gradients, recorded, strict=True):
             assert torch.equal(gradient, expected)
 
 
 def check_memory(
     gradients: Sequence[Tensor | None], parameters: Sequence[Tensor], others: Sequence[Tensor]
 ) -> None:
-    seen = {each.untyped_storage().data_ptr() for each in others}
+    addresses = {each.untyped_storage().data_ptr() for each in others}
     for gradient, parameter in zip(gradients, parameters, strict=True):
         if gradient is None:
             continue
-        for part in parts(gradient):
+        for part in get_parts(gradient):
             address = part.untyped_storage().data_ptr()
-            assert address not in seen, "two tensors share memory"
-            seen.add(address)
+            assert address not in addresses, "two tensors share memory"
+            addresses.add(address)
         if not gradient.is_sparse:
             assert gradient.stride() == parameter.stride()
 
 
-def parts(gradient: Tensor) -> list[Tensor]:
+def get_parts(gradient: Tensor) -> list[Tensor]:
     return [gradient._indices(), gradient._values()] if gradient.is_sparse else [gradient]
 
 
-def test_the_sum_of_two_parameters_and_of_all_elements(pool: ThreadPoolExecutor) -> None:
+def test_sums_of_two_parameters_and_of_all_elements(pool: ThreadPoolExecutor) -> None:
     for function in (lambda p, q, x: p + q + x, lambda p, q, x: p.sum() + q.sum() + x):
         p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
 
         def program(
-            _world: World, _me: int, given: Sequence[Tensor], function: Any = function
+            _world: SingleProcess, _rank: int, given: Sequence[Tensor], function: Any = function
         ) -> list[Tensor]:
             return [function(p, q, given[0])]  # noqa: B023 - called in this round
 
@@ -181,7 +183,7 @@ def test_the_sum_of_two_parameters_and_of_all_elements(pool: ThreadPoolExecutor)
         assert p.tolist() == q.tolist() == [0.75] * 3
 
 
-def test_a_gradient_that_nothing_else_refers_to_is_not_copied() -> None:
+def test_unshared_gradient_is_not_copied() -> None:
     parameter = torch.randn(3, 5, requires_grad=True)
     gradients = list(torch.autograd.grad(parameter.square().sum(), [parameter]))
     address = gradients[0].data_ptr()
@@ -196,17 +198,17 @@ def test_a_gradient_that_nothing_else_refers_to_is_not_copied() -> None:
     assert gradient._indices().data_ptr() != rows.data_ptr()
 
 
-def test_rows_that_are_changed_after_the_backward_pass(pool: ThreadPoolExecutor) -> None:
+def test_indices_changed_after_the_backward_pass(pool: ThreadPoolExecutor) -> None:
     weight = torch.zeros(9, 2, requires_grad=True)
     rows = torch.tensor([1, 2, 7])
 
-    def program(_world: World, _me: int, _given: Sequence[Tensor]) -> list[Tensor]:
+    def program(_world: SingleProcess, _rank: int, _given: Sequence[Tensor]) -> list[Tensor]:
         return [nn.functional.embedding(rows, weight, sparse=True)]
 
     with workers(2, 0, pool) as world:
         (result,) = world.call(0, 1, program, [])
         result.sum().backward()
         rows.fill_(0)
-        (found,) = world.graphs[1].gradients.take(Root(0), [weight])
-    assert found is not None
-    assert found.to_dense()[:, 0].nonzero().flatten().tolist() == [1, 2, 7]
+        (gradients,) = world.graphs[1].gradients.take(Root(0), [weight])
+    assert gradients is not None
+    assert gradients.to_dense()[:, 0].nonzero().flatten().tolist() == [1, 2, 7]

@@ -1,4 +1,4 @@
-"""Messages of `phalanx.rpc`: what is written is read, and anything else is told from it."""
+"""Messages of `phalanx.rpc`: encoding, parsing, and detection of malformed ones."""
 
 from __future__ import annotations
 
@@ -34,25 +34,46 @@ tables = st.tuples(st.sampled_from(DTYPES), st.sampled_from(TensorLocation), sha
     tensors=st.lists(
         st.tuples(st.sampled_from(DTYPES), st.sampled_from(TensorLocation), shapes), max_size=5
     ),
-    note=st.binary(max_size=30),
+    metadata=st.binary(max_size=30),
     payload=st.binary(max_size=300),
 )
-def test_what_is_written_is_read(kind, numbers, call, tensors, note, payload) -> None:
-    rows = [TensorDescriptor(dtype, place, shape, 3, 4, 5) for dtype, place, shape in tensors]
-    here = [os.urandom(row.size) for row in rows if row.location is TensorLocation.INLINE]
-    sizes = [row.size for row in rows if row.location is TensorLocation.OUT_OF_BAND and row.size]
-    behind = [memoryview(os.urandom(size)) for size in sizes]
-    frame = encode_frame(kind, *numbers, call, 7, rows, note, payload, here)
-    message = parse(frame, behind, WORKERS)
-    assert message == (kind, *numbers, call, 7, rows, note, payload, here, behind, False)
+def test_round_trip(kind, numbers, call, tensors, metadata, payload) -> None:
+    descriptors = [
+        TensorDescriptor(dtype, location, shape, 3, 4, 5) for dtype, location, shape in tensors
+    ]
+    inline_data = [
+        os.urandom(descriptor.size)
+        for descriptor in descriptors
+        if descriptor.location is TensorLocation.INLINE
+    ]
+    sizes = [
+        descriptor.size
+        for descriptor in descriptors
+        if descriptor.location is TensorLocation.OUT_OF_BAND and descriptor.size
+    ]
+    out_of_band = [memoryview(os.urandom(size)) for size in sizes]
+    frame = encode_frame(kind, *numbers, call, 7, descriptors, metadata, payload, inline_data)
+    message = parse(frame, out_of_band, WORKERS)
+    assert message == (
+        kind,
+        *numbers,
+        call,
+        7,
+        descriptors,
+        metadata,
+        payload,
+        inline_data,
+        out_of_band,
+        False,
+    )
 
 
-def a_frame() -> bytes:
-    rows = [
+def make_frame() -> bytes:
+    descriptors = [
         TensorDescriptor(torch.float32, TensorLocation.INLINE, (2, 3)),
         TensorDescriptor(torch.int64, TensorLocation.SHARED, (900,)),
     ]
-    return encode_frame(Kind.CALL, 1, 2, 3, 4, rows, b"note", b"payload", [bytes(24)])
+    return encode_frame(Kind.CALL, 1, 2, 3, 4, descriptors, b"metadata", b"payload", [bytes(24)])
 
 
 @given(st.binary(max_size=200))
@@ -62,8 +83,8 @@ def test_noise(noise: bytes) -> None:
 
 
 def test_damage() -> None:
-    """Cut anywhere, one byte changed anywhere, more at the end."""
-    frame = a_frame()
+    """Truncate the frame anywhere, change any byte, add data at the end."""
+    frame = make_frame()
     for length in range(len(frame)):
         with pytest.raises(Malformed):
             parse(frame[:length], [], WORKERS)
@@ -72,17 +93,17 @@ def test_damage() -> None:
         changed[at] ^= random.randrange(1, 256)
         with pytest.raises(Malformed):
             parse(bytes(changed), [], WORKERS)
-    for wrong in ([memoryview(b"more")], [memoryview(b"")]):
-        with pytest.raises(Malformed, match="more frames behind it"):
-            parse(frame, wrong, WORKERS)
-    with pytest.raises(Malformed, match="from worker 1 for 2 of 2"):
+    for extra in ([memoryview(b"more")], [memoryview(b"")]):
+        with pytest.raises(Malformed, match="more out-of-band frames"):
+            parse(frame, extra, WORKERS)
+    with pytest.raises(Malformed, match="source 1, root 2, 2 workers"):
         parse(frame, [], 2)
 
 
-def test_fields_that_lie() -> None:
-    """With a checksum that is right: by one who knows how, or a mistake of ours."""
-    frame = a_frame()
-    lies = 0
+def test_invalid_fields() -> None:
+    """Invalid fields with a valid checksum, from an attacker or a bug, are detected."""
+    frame = make_frame()
+    rejected_count = 0
     for at in range(len(frame) - 4):
         for value in (0, 1, 127, 128, 255):
             changed = bytearray(frame)
@@ -91,8 +112,8 @@ def test_fields_that_lie() -> None:
             try:
                 message = parse(bytes(changed), [], WORKERS)
             except Malformed:
-                lies += 1
+                rejected_count += 1
             else:
                 assert sum(map(len, message.inline_data)) <= len(frame)
                 assert len(message.descriptors) == 2
-    assert lies > 200
+    assert rejected_count > 200

@@ -1,4 +1,4 @@
-"""The record of PyTorch's RPC suite, and the scope that it is held against."""
+"""The recorded outcomes of PyTorch's RPC suite, and their documented scope."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
 MAX_DIFFERENCES = 10
 
 
-def test_the_record_has_no_failure_without_a_documented_reason() -> None:
-    assert not [f"{test}: {outcome.outcome}" for test, outcome in record.behind(record.load())]
+def test_record_has_no_undocumented_failure() -> None:
+    assert not [
+        f"{test}: {outcome.outcome}" for test, outcome in record.find_regressions(record.load())
+    ]
 
 
 def test_both_columns_have_every_test() -> None:
@@ -36,33 +38,33 @@ def test_every_pattern_matches_a_test_that_pytorch_passes() -> None:
         assert any(fnmatchcase(test, pattern) for test in passed), pattern
 
 
-def test_the_differences_are_few_and_documented() -> None:
+def test_differences_are_few_and_documented() -> None:
     documentation = " ".join((ROOT / "docs" / "rpc.md").read_text(encoding="utf-8").split())
     assert len(scope.DIFFERENCES) <= MAX_DIFFERENCES
     for test, reason in scope.DIFFERENCES.items():
-        assert reason in documentation, f"docs/rpc.md does not have the reason of {test}"
+        assert reason in documentation, f"docs/rpc.md lacks the reason of {test}"
 
 
-def test_what_counts_as_behind() -> None:
+def test_find_regressions() -> None:
     kinds = ("pass", "fail", "timeout", "skip", "out of scope")
     different = next(iter(scope.DIFFERENCES))
-    theirs = {kind: Outcome("pass", "", 1.0) for kind in kinds} | {
+    torch_outcomes = {kind: Outcome("pass", "", 1.0) for kind in kinds} | {
         different: Outcome("pass", "", 1.0),
         "failed there": Outcome("fail", "", 1.0),
     }
-    ours = {kind: Outcome(kind, "", 1.0) for kind in kinds} | {
+    phalanx_outcomes = {kind: Outcome(kind, "", 1.0) for kind in kinds} | {
         different: Outcome("fail", "", 1.0),
         "failed there": Outcome("fail", "", 1.0),
     }
-    found = record.behind({"torch": theirs, "phalanx": ours})
-    assert [test for test, _ in found] == ["fail", "skip", "timeout"]
+    regressions = record.find_regressions({"torch": torch_outcomes, "phalanx": phalanx_outcomes})
+    assert [test for test, _ in regressions] == ["fail", "skip", "timeout"]
 
 
-def test_a_cause_is_the_exception_and_no_consequence_of_it() -> None:
+def test_cause_is_the_original_exception() -> None:
     reason = (
         "RuntimeError: Process 0 exited with error code 10 and exception:\n"
         "Traceback (most recent call last):\n"
-        "phalanx.errors.PeerLost: worker 'worker1' has died\n"
+        "phalanx.errors.PeerLost: worker 'worker1' died\n"
         "Process 1 exited with error code 10 and exception:\n"
         "Traceback (most recent call last):\n"
         "AssertionError: 1 != 2\n"
@@ -75,7 +77,7 @@ def test_a_cause_is_the_exception_and_no_consequence_of_it() -> None:
     assert record.cause("CUDA is not available.") == "CUDA is not available."
 
 
-def test_an_internal_name_can_be_imported_and_its_use_is_recorded(
+def test_internal_name_is_importable_and_its_use_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = ModuleType("torch.distributed.rpc")
@@ -99,7 +101,7 @@ def test_an_internal_name_can_be_imported_and_its_use_is_recorded(
     os.close(Uses._fd)
 
 
-def test_every_internal_module_is_one_that_torch_has() -> None:
+def test_internal_names_exist_in_torch() -> None:
     import torch.distributed.rpc  # noqa: F401
 
     for module, names in scope.INTERNAL.items():

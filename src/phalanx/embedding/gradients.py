@@ -12,14 +12,14 @@ from torch import Tensor
 from phalanx import _native
 from phalanx.embedding.arguments import DTYPES, MODES
 
-__all__ = ["Addresses", "Batch", "Share", "added_up"]
+__all__ = ["Batch", "BatchAddresses", "Share", "sum_gradients"]
 
-Addresses = tuple[int, int, int, int, int, int, int]
+BatchAddresses = tuple[int, int, int, int, int, int, int]
 """The addresses of a batch and its gradients, as the core takes them.
 
-In order: the address and the number of the rows (int64); the address (0: each row is a bag) and the
-number of the bags' offsets; the mode's number; the address of the weights, one for each row (0: no
-weights); the address of the gradients of the bags.
+In order: the address and the number of the rows (int64); the address of the bags' offsets (0: each
+row is a bag) and their number; the number of the mode; the address of the weights, one for each row
+(0: no weights); the address of the gradients of the bags.
 """
 
 
@@ -29,45 +29,45 @@ class Batch:
 
     Attributes:
         rows: The row indices of all bags, one bag after the other: 1-D, int64.
-        begins: The position in `rows` at which each bag begins; None: each row is a bag.
+        offsets: The position in `rows` at which each bag begins; None: each row is a bag.
         mode: "sum", "mean" or "max".
         weights: A factor for each row, or None.
     """
 
     rows: Tensor
-    begins: Tensor | None = None
+    offsets: Tensor | None = None
     mode: str = "sum"
     weights: Tensor | None = None
 
-    def kept(self) -> Batch:
+    def clone(self) -> Batch:
         """Return a copy for a later step, as the caller may reuse its tensors meanwhile."""
-        begins = None if self.begins is None else self.begins.clone()
+        offsets = None if self.offsets is None else self.offsets.clone()
         weights = None if self.weights is None else self.weights.clone()
-        return Batch(self.rows.clone(), begins, self.mode, weights)
+        return Batch(self.rows.clone(), offsets, self.mode, weights)
 
-    def at(self, outputs: Tensor) -> Addresses:
+    def addresses(self, gradients: Tensor) -> BatchAddresses:
         """Return the addresses, given the gradients of the bags: (bags, width), contiguous."""
-        begins, weights = self.begins, self.weights
+        offsets, weights = self.offsets, self.weights
         return (
             self.rows.data_ptr(),
             len(self.rows),
-            0 if begins is None else begins.data_ptr(),
-            len(outputs),
+            0 if offsets is None else offsets.data_ptr(),
+            len(gradients),
             MODES[self.mode],
             0 if weights is None else weights.data_ptr(),
-            outputs.data_ptr(),
+            gradients.data_ptr(),
         )
 
 
 class Share(NamedTuple):
-    """A share of the rows: those whose index modulo `shares` is `rest`."""
+    """A share of the rows: those whose index modulo `modulus` is `remainder`."""
 
-    rest: int = 0
-    shares: int = 1
+    remainder: int = 0
+    modulus: int = 1
 
 
-def added_up(
-    batches: Sequence[Addresses],
+def sum_gradients(
+    batches: Sequence[BatchAddresses],
     width: int,
     dtype: torch.dtype,
     divisor: float = 1.0,
@@ -85,8 +85,8 @@ def added_up(
     Returns:
         The row indices, each once, in ascending order, and their gradients, of shape (rows, width).
     """
-    most = sum(batch[1] for batch in batches)
-    rows, sums = torch.empty(most, dtype=torch.int64), torch.empty(most, width, dtype=dtype)
+    max_rows = sum(batch[1] for batch in batches)
+    rows, sums = torch.empty(max_rows, dtype=torch.int64), torch.empty(max_rows, width, dtype=dtype)
     count = _native.add_up_rows(
         batches, width, DTYPES[dtype], divisor, share, (rows.data_ptr(), sums.data_ptr())
     )

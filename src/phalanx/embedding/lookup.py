@@ -12,19 +12,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.embedding.arguments import checked_indices, out_of_range
-from phalanx.embedding.gradients import Addresses, Batch, Share
-from phalanx.embedding.server import Server, Terms
-from phalanx.embedding.sharding import Shards
-from phalanx.embedding.table import Table, TableHandle
+from phalanx.embedding.arguments import index_error, prepare_indices
+from phalanx.embedding.gradients import Batch, BatchAddresses, Share
+from phalanx.embedding.server import EmbeddingServer, TableSpec
+from phalanx.embedding.sharding import Sharding
+from phalanx.embedding.table import EmbeddingTable, TableHandle
 from phalanx.errors import PeerLost, UsageError
 from phalanx.rpc.rref import RRef
 
-__all__ = ["Plan", "Reference", "Rows", "begin"]
+__all__ = ["LocalTable", "LookupPlan", "ServerReference", "ShardedTable", "start_call"]
 
 _LOG = logging.getLogger(__name__)
-_GRACE = 30.0
-"""Seconds added to a server's own timeout for trainers, so that the server reports it first."""
+_GRACE_SECONDS = 30.0
+"""Added to the server's own timeout for trainers, so that the server reports it first."""
 
 
 class Future(Protocol):
@@ -34,26 +34,26 @@ class Future(Protocol):
         """Block until the call has returned; return its value or raise its exception."""
 
 
-class Reference(Protocol):
+class ServerReference(Protocol):
     """A reference to a server, such as an `RRef`."""
 
     def rpc_async(self, timeout: float = ...) -> Any:
         """Return a proxy on which each method call returns a future."""
 
 
-class Memory(Protocol):
-    """Rows in memory, with the methods of `Table`."""
+class LocalTable(Protocol):
+    """Rows in this process's memory, with the methods of `EmbeddingTable`."""
 
     def gather(self, indices: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return the rows of these indices."""
         ...
 
-    def pooled(self, batch: Batch) -> Tensor:
-        """Return the rows of each bag combined."""
+    def pool_batch(self, batch: Batch) -> Tensor:
+        """Combine the rows of each bag."""
         ...
 
-    def update_all(
-        self, batches: Sequence[Addresses], divisor: float, share: Share, number: int
+    def update_batches(
+        self, batches: Sequence[BatchAddresses], divisor: float, share: Share, step: int
     ) -> None:
         """Make a step, or a part of one, with the gradients of several batches."""
         ...
@@ -64,7 +64,7 @@ class Memory(Protocol):
         ...
 
 
-class _Done:
+class _CompletedFuture:
     def __init__(self, value: Any) -> None:
         self._value = value
 
@@ -72,8 +72,11 @@ class _Done:
         return self._value
 
 
-def begin(
-    server: Server | Reference, method: str, *arguments: object, timeout: float | None = None
+def start_call(
+    server: EmbeddingServer | ServerReference,
+    method: str,
+    *arguments: object,
+    timeout: float | None = None,
 ) -> Future:
     """Start a call of a server's method; a server in this process is called before this returns.
 
@@ -81,22 +84,22 @@ def begin(
         server: The server.
         method: The name of the method.
         arguments: The arguments of the method.
-        timeout: The timeout of a call to another process, in seconds; by default that of all calls.
+        timeout: The timeout of a call to another process, in seconds; by default that of the agent.
     """
-    if isinstance(server, Server):
+    if isinstance(server, EmbeddingServer):
         value = getattr(server, method)(*arguments)
-        return value if isinstance(value, torch.futures.Future) else _Done(value)
-    begun = server.begin if isinstance(server, RRef) else server.rpc_async
-    proxy = begun() if timeout is None else begun(timeout)
+        return value if isinstance(value, torch.futures.Future) else _CompletedFuture(value)
+    make_proxy = server.begin if isinstance(server, RRef) else server.rpc_async
+    proxy = make_proxy() if timeout is None else make_proxy(timeout)
     future: Future = getattr(proxy, method)(*arguments)
     return future
 
 
-class _Memory:
+class _MappedTable:
     """A server's rows, mapped by this process, usable while the server is alive."""
 
     def __init__(self, handle: TableHandle) -> None:
-        self.table = Table.open(handle)
+        self.table = EmbeddingTable.open(handle)
         self._name, self._pid = handle.name, handle.pid
         self._process = os.pidfd_open(handle.pid)
         self._poll = select.poll()
@@ -107,17 +110,17 @@ class _Memory:
         self._check()
         return self.table.gather(indices, out=out)
 
-    def pooled(self, batch: Batch) -> Tensor:
-        """Return the rows of each bag combined."""
+    def pool_batch(self, batch: Batch) -> Tensor:
+        """Combine the rows of each bag."""
         self._check()
-        return self.table.pooled(batch)
+        return self.table.pool_batch(batch)
 
-    def update_all(
-        self, batches: Sequence[Addresses], divisor: float, share: Share, number: int
+    def update_batches(
+        self, batches: Sequence[BatchAddresses], divisor: float, share: Share, step: int
     ) -> None:
         """Make a step, or a part of one, with the gradients of several batches."""
         self._check()
-        self.table.update_all(batches, divisor, share, number)
+        self.table.update_batches(batches, divisor, share, step)
 
     @property
     def step(self) -> int:
@@ -125,11 +128,11 @@ class _Memory:
         return self.table.step
 
     def _check(self) -> None:
-        # The mapping outlives the server, but no process would update it any more.
+        # The mapping outlives the server, but nothing would update it any more.
         if self._poll.poll(0):
             raise PeerLost(
-                f"table {self._name!r}: its server (pid {self._pid}) has ended: start the job "
-                "again from its last checkpoint"
+                f"table {self._name!r}: its server (pid {self._pid}) has exited: restart the job "
+                "from its last checkpoint"
             )
 
     def __del__(self) -> None:
@@ -138,138 +141,156 @@ class _Memory:
 
 
 @dataclass
-class Plan:
-    """The rows that a batch needs, each once, and their servers."""
+class LookupPlan:
+    """The unique rows of a batch and their servers."""
 
     inverse: Tensor
-    """The position among the rows of each index of the batch; of the batch's shape."""
+    """For each index of the batch, the position of its row; has the batch's shape."""
     count: int
     """The number of rows."""
-    places: list[Tensor | slice]
-    """For each server, the positions of the rows that it has."""
-    local: list[Tensor]
-    """For each server, the local numbers of those rows."""
+    positions: list[Tensor | slice]
+    """For each server, the positions of its rows."""
+    local_indices: list[Tensor]
+    """For each server, the indices of those rows on it."""
 
 
-class Rows:
-    """All rows of a table that is split over servers.
+class ShardedTable:
+    """A table whose rows are split over servers, seen from a trainer.
 
     Args:
-        shards: The assignment of rows to servers.
-        servers: For each server, in that order, a `Server` of this process or a reference to one.
-        shared: Whether to read the rows of servers on this host from memory.
+        sharding: The assignment of rows to servers.
+        servers: For each server, in that order, an `EmbeddingServer` of this process or a reference
+            to one.
+        use_shared_memory: Whether to read the rows of servers on this host from memory.
 
     Raises:
-        UsageError: The number of servers, or the part of one of them, does not match the split.
+        UsageError: The number of servers, or the part of one of them, does not match the sharding.
     """
 
     def __init__(
-        self, shards: Shards, servers: Sequence[Server | Reference], shared: bool = True
+        self,
+        sharding: Sharding,
+        servers: Sequence[EmbeddingServer | ServerReference],
+        use_shared_memory: bool = True,
     ) -> None:
-        if len(servers) != shards.servers:
-            raise UsageError(f"{len(servers)} servers given for a split over {shards.servers}")
-        self.shards, self.servers = shards, list(servers)
-        asked = [begin(server, "terms") for server in servers]
-        found: list[Terms] = [future.wait() for future in asked]
-        self.terms = found[0]
-        self.name = self.terms.name
-        self.width, self.dtype = self.terms.width, self.terms.dtype
-        for number, terms in enumerate(found):
-            expected = self.terms._replace(rows=shards.count(number))
-            if terms != expected:
+        if len(servers) != sharding.servers:
+            raise UsageError(f"{len(servers)} servers given for a sharding over {sharding.servers}")
+        self.sharding, self.servers = sharding, list(servers)
+        futures = [start_call(server, "spec") for server in servers]
+        specs: list[TableSpec] = [future.wait() for future in futures]
+        self.spec = specs[0]
+        self.name = self.spec.name
+        self.width, self.dtype = self.spec.width, self.spec.dtype
+        for number, spec in enumerate(specs):
+            expected = self.spec._replace(rows=sharding.count_rows(number))
+            if spec != expected:
                 raise UsageError(
-                    f"table {self.name!r}: server {number} has {terms}, expected {expected}"
+                    f"table {self.name!r}: server {number} has {spec}, expected {expected}"
                 )
-        self.memories = [self._memory(server, shared) for server in servers]
-        """For each server, the memory from which its rows are read; None: they come by calls."""
+        self.local_tables = [
+            self._open_local_table(server, use_shared_memory) for server in servers
+        ]
+        """For each server, the table in memory; None: its rows are fetched by calls."""
 
     @property
-    def in_memory(self) -> list[bool]:
+    def is_local(self) -> list[bool]:
         """For each server, whether its rows are read from memory."""
-        return [memory is not None for memory in self.memories]
+        return [local_table is not None for local_table in self.local_tables]
 
     @property
-    def alone(self) -> Memory | None:
-        """The memory of all rows if there is one server and it is read from memory, else None."""
-        return self.memories[0] if len(self.memories) == 1 else None
+    def only_local_table(self) -> LocalTable | None:
+        """The table in memory if it has all rows, that is, if there is one server; else None."""
+        return self.local_tables[0] if len(self.local_tables) == 1 else None
 
-    def _memory(self, server: Server | Reference, shared: bool) -> Memory | None:
-        if isinstance(server, Server):
+    def _open_local_table(
+        self, server: EmbeddingServer | ServerReference, use_shared_memory: bool
+    ) -> LocalTable | None:
+        if isinstance(server, EmbeddingServer):
             return server.table
-        if not shared or (isinstance(server, RRef) and not server.is_near()):
+        if not use_shared_memory or (isinstance(server, RRef) and not server.is_on_this_host()):
             return None
-        handle = begin(server, "handle").wait()
+        handle = start_call(server, "handle").wait()
         try:
-            return _Memory(handle)
+            return _MappedTable(handle)
         except OSError as error:
             _LOG.info(
-                "table %r: rows come by calls, since the memory of process %d isn't here (%s)",
+                "table %r: fetching rows by calls, because the memory of process %d cannot be "
+                "mapped (%s)",
                 self.name,
                 handle.pid,
                 error.strerror,
             )
             return None
 
-    def plan(self, indices: Tensor) -> Plan:
-        """Determine the rows that a batch needs.
+    def plan(self, indices: Tensor) -> LookupPlan:
+        """Determine the unique rows of a batch and their servers.
 
         Raises:
             UsageError: An index is out of range.
         """
-        flat = checked_indices(self.name, indices)
+        flat = prepare_indices(self.name, indices)
         unique, inverse = torch.unique(flat, return_inverse=True)
-        for edge in (0, -1) if len(unique) else ():
-            if not 0 <= (index := int(unique[edge])) < self.shards.rows:
-                raise out_of_range(self.name, index, self.shards.rows)
+        for extreme in (0, -1) if len(unique) else ():
+            if not 0 <= (index := int(unique[extreme])) < self.sharding.rows:
+                raise index_error(self.name, index, self.sharding.rows)
         if len(self.servers) == 1:
-            whole = slice(0, len(unique))
-            return Plan(inverse.view(indices.shape), len(unique), [whole], [unique])
-        owners, local = self.shards.place(unique)
-        places = [_span((owners == server).nonzero()) for server in range(len(self.servers))]
-        return Plan(
-            inverse.view(indices.shape), len(unique), places, [local[place] for place in places]
+            everything = slice(0, len(unique))
+            return LookupPlan(inverse.view(indices.shape), len(unique), [everything], [unique])
+        owners, local = self.sharding.locate(unique)
+        positions = [_as_slice((owners == server).nonzero()) for server in range(len(self.servers))]
+        return LookupPlan(
+            inverse.view(indices.shape),
+            len(unique),
+            positions,
+            [local[position] for position in positions],
         )
 
-    def begin(self, plan: Plan) -> Callable[[], Tensor]:
-        """Start to fetch the rows of a plan.
+    def start_fetch(self, plan: LookupPlan) -> Callable[[], Tensor]:
+        """Start fetching the rows of a plan.
 
         Returns:
             A function that waits for the rows and returns them, in the plan's order.
         """
         calls = [
-            begin(server, "lookup", local) if memory is None and len(local) else None
-            for server, memory, local in zip(self.servers, self.memories, plan.local, strict=True)
+            start_call(server, "lookup", local) if local_table is None and len(local) else None
+            for server, local_table, local in zip(
+                self.servers, self.local_tables, plan.local_indices, strict=True
+            )
         ]
         rows = torch.empty(plan.count, self.width, dtype=self.dtype)
-        for memory, place, local in zip(self.memories, plan.places, plan.local, strict=True):
-            if memory is None or len(local) == 0:
+        for local_table, position, local in zip(
+            self.local_tables, plan.positions, plan.local_indices, strict=True
+        ):
+            if local_table is None or len(local) == 0:
                 continue
-            if isinstance(place, slice):
-                memory.gather(local, out=rows[place])
+            if isinstance(position, slice):
+                local_table.gather(local, out=rows[position])
             else:
-                rows[place] = memory.gather(local)
+                rows[position] = local_table.gather(local)
 
         def wait() -> Tensor:
-            for call, place in zip(calls, plan.places, strict=True):
+            for call, position in zip(calls, plan.positions, strict=True):
                 if call is not None:
-                    rows[place] = call.wait()
+                    rows[position] = call.wait()
             return rows
 
         return wait
 
-    def update(self, plan: Plan, gradients: Tensor, trainer: int) -> list[Future]:
-        """Start a step of a trainer on all servers, even those of which the plan has no row."""
-        patience = self.terms.timeout + _GRACE
+    def update(self, plan: LookupPlan, gradients: Tensor, trainer: int) -> list[Future]:
+        """Start a step of a trainer on all servers, even those without a row in the plan."""
+        timeout = self.spec.timeout + _GRACE_SECONDS
         return [
-            begin(server, "begin_update", local, gradients[place], trainer, timeout=patience)
-            for server, place, local in zip(self.servers, plan.places, plan.local, strict=True)
+            start_call(server, "begin_update", local, gradients[position], trainer, timeout=timeout)
+            for server, position, local in zip(
+                self.servers, plan.positions, plan.local_indices, strict=True
+            )
         ]
 
 
-def _span(places: Tensor) -> Tensor | slice:
+def _as_slice(positions: Tensor) -> Tensor | slice:
     """Return ascending positions, as a slice if they are consecutive, which avoids a copy."""
-    places = places.view(-1)
-    if len(places) == 0:
+    positions = positions.view(-1)
+    if len(positions) == 0:
         return slice(0, 0)
-    first, end = int(places[0]), int(places[-1]) + 1
-    return slice(first, end) if end - first == len(places) else places
+    first, end = int(positions[0]), int(positions[-1]) + 1
+    return slice(first, end) if end - first == len(positions) else positions

@@ -1,4 +1,4 @@
-"""The optimizers of rows: those of `torch.optim` for sparse gradients, applied to rows alone."""
+"""The optimizers of rows: those of `torch.optim` for sparse gradients, applied to single rows."""
 
 from __future__ import annotations
 
@@ -8,48 +8,52 @@ from typing import ClassVar
 
 from phalanx.errors import UsageError
 
-__all__ = ["SGD", "Adagrad", "Adam", "Rule"]
+__all__ = ["SGD", "Adagrad", "Adam", "RowOptimizer"]
 
 
 @dataclass(frozen=True)
-class Rule:
-    """The base class of all rules; `state` names the tensors kept for each row, of its shape."""
+class RowOptimizer:
+    """The base class of all optimizers of rows.
 
-    number: ClassVar[int]
-    state: ClassVar[tuple[str, ...]]
+    `state_names` names the tensors kept for each row, which have its shape. `kernel_number` is the
+    optimizer's number in the core.
+    """
+
+    kernel_number: ClassVar[int]
+    state_names: ClassVar[tuple[str, ...]]
     lr: float
 
-    def factors(self) -> tuple[float, float, float, float, float]:
-        """Return learning rate, its decay, epsilon and the two betas, as the core takes them."""
+    def hyperparameters(self) -> tuple[float, float, float, float, float]:
+        """Return the learning rate, its decay, epsilon and both betas, as the core takes them."""
         return self.lr, 0.0, 0.0, 0.0, 0.0
 
-    def _check(self, **least: float) -> None:
-        for name, value in {"lr": self.lr, **least}.items():
+    def _check_nonnegative(self, **values: float) -> None:
+        for name, value in {"lr": self.lr, **values}.items():
             if not (math.isfinite(value) and value >= 0):
                 raise UsageError(f"{type(self).__name__}: {name}={value} given, expected 0 or more")
 
 
 @dataclass(frozen=True)
-class SGD(Rule):
+class SGD(RowOptimizer):
     """`torch.optim.SGD` without momentum, which is meaningless for rows that are rarely used.
 
     Args:
         lr: The learning rate.
 
     Raises:
-        UsageError: A factor is negative or not finite.
+        UsageError: A hyperparameter is negative or not finite.
     """
 
-    number = 0
-    state = ()
+    kernel_number = 0
+    state_names = ()
     lr: float = 1e-3
 
     def __post_init__(self) -> None:
-        self._check()
+        self._check_nonnegative()
 
 
 @dataclass(frozen=True)
-class Adagrad(Rule):
+class Adagrad(RowOptimizer):
     """`torch.optim.Adagrad` on sparse gradients.
 
     Args:
@@ -60,11 +64,11 @@ class Adagrad(Rule):
         eps: The term added to their square root.
 
     Raises:
-        UsageError: A factor is negative or not finite.
+        UsageError: A hyperparameter is negative or not finite.
     """
 
-    number = 1
-    state = ("sum",)
+    kernel_number = 1
+    state_names = ("sum",)
     lr: float = 1e-2
     lr_decay: float = 0.0
     initial_accumulator_value: float = 0.0
@@ -72,16 +76,18 @@ class Adagrad(Rule):
 
     def __post_init__(self) -> None:
         initial = self.initial_accumulator_value
-        self._check(lr_decay=self.lr_decay, initial_accumulator_value=initial, eps=self.eps)
+        self._check_nonnegative(
+            lr_decay=self.lr_decay, initial_accumulator_value=initial, eps=self.eps
+        )
 
-    def factors(self) -> tuple[float, float, float, float, float]:
-        """Return the factors of this rule."""
+    def hyperparameters(self) -> tuple[float, float, float, float, float]:
+        """Return the learning rate, its decay, epsilon and both betas, as the core takes them."""
         return self.lr, self.lr_decay, self.eps, 0.0, 0.0
 
 
 @dataclass(frozen=True)
-class Adam(Rule):
-    """`torch.optim.SparseAdam`: moments change only for the rows in a step; steps count for all.
+class Adam(RowOptimizer):
+    """`torch.optim.SparseAdam`: a step changes the moments of its rows only, but counts for all.
 
     Args:
         lr: The learning rate.
@@ -89,20 +95,20 @@ class Adam(Rule):
         eps: The term added to the square root of the second moment.
 
     Raises:
-        UsageError: A factor is negative or not finite, or a beta is 1 or more.
+        UsageError: A hyperparameter is negative or not finite, or a beta is 1 or more.
     """
 
-    number = 2
-    state = ("exp_avg", "exp_avg_sq")
+    kernel_number = 2
+    state_names = ("exp_avg", "exp_avg_sq")
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
 
     def __post_init__(self) -> None:
-        self._check(eps=self.eps)
+        self._check_nonnegative(eps=self.eps)
         if not all(0 <= beta < 1 for beta in self.betas):
             raise UsageError(f"Adam: betas={self.betas} given, expected two in [0, 1)")
 
-    def factors(self) -> tuple[float, float, float, float, float]:
-        """Return the factors of this rule."""
+    def hyperparameters(self) -> tuple[float, float, float, float, float]:
+        """Return the learning rate, its decay, epsilon and both betas, as the core takes them."""
         return self.lr, 0.0, self.eps, *self.betas

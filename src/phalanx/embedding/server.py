@@ -1,4 +1,4 @@
-"""`Server`: a part of a table, which serves trainers."""
+"""`EmbeddingServer`: serves a part of a table to trainers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from phalanx.embedding.arguments import checked_gradients, checked_indices, out_of_range
+from phalanx.embedding.arguments import index_error, prepare_gradients, prepare_indices
 from phalanx.embedding.gradients import Batch
-from phalanx.embedding.optimizers import Rule
-from phalanx.embedding.sharding import Shards
-from phalanx.embedding.table import Table, TableHandle
+from phalanx.embedding.optimizers import RowOptimizer
+from phalanx.embedding.sharding import Sharding
+from phalanx.embedding.table import EmbeddingTable, TableHandle
 from phalanx.errors import CheckpointError, CollectiveTimeout, PeerLost, PhalanxError, UsageError
 from phalanx.rpc import peer_loss
 from phalanx.rpc.functions import async_execution
 
-__all__ = ["Server", "Terms"]
+__all__ = ["EmbeddingServer", "TableSpec"]
 
 
-class Terms(NamedTuple):
-    """The shape of a server's part and its update settings; see `Server` and `Table`."""
+class TableSpec(NamedTuple):
+    """The shape of a server's part and its update settings.
+
+    See `EmbeddingServer` and `EmbeddingTable`.
+    """
 
     name: str
     rows: int
@@ -52,15 +55,15 @@ class _Waiter:
     Args:
         trainer: The number of the trainer.
         step: The number of its step.
-        end: The deadline, in seconds of the monotonic clock.
+        deadline: The deadline, in seconds of the monotonic clock.
     """
 
-    def __init__(self, trainer: int, step: int, end: float) -> None:
-        self.trainer, self.step, self.end = trainer, step, end
+    def __init__(self, trainer: int, step: int, deadline: float) -> None:
+        self.trainer, self.step, self.deadline = trainer, step, deadline
         self.future: torch.futures.Future[int] = torch.futures.Future()
         self.error: PhalanxError | None = None
 
-    def settle(self) -> None:
+    def complete(self) -> None:
         """Complete the future; call this without the server's lock, since it sends an answer."""
         if self.error is None:
             self.future.set_result(self.step)
@@ -68,7 +71,7 @@ class _Waiter:
             self.future.set_exception(self.error)  # type: ignore[arg-type] # the stub is wrong
 
 
-class Server:
+class EmbeddingServer:
     """Rows of a table, updated by trainers synchronously or within a staleness bound.
 
     Synchronous (`staleness=None`): the gradients of all trainers for a step are averaged, as in
@@ -88,12 +91,12 @@ class Server:
         timeout: The time that an update waits for other trainers, in seconds.
 
     Raises:
-        UsageError: There is no trainer, or the bound is negative.
+        UsageError: `trainers` is less than 1, or the bound is negative.
     """
 
     def __init__(
         self,
-        table: Table,
+        table: EmbeddingTable,
         trainers: int = 1,
         *,
         staleness: int | None = None,
@@ -101,27 +104,27 @@ class Server:
     ) -> None:
         if trainers < 1 or (staleness is not None and staleness < 0):
             raise UsageError(
-                f"Server: trainers={trainers}, staleness={staleness} given, expected at least one "
-                "trainer, and no bound or one of 0 or more"
+                f"EmbeddingServer: trainers={trainers}, staleness={staleness} given, expected at "
+                "least one trainer, and a staleness of None or at least 0"
             )
         self.table = table
         self.trainers, self.staleness, self.timeout = trainers, staleness, timeout
         self._lock = threading.Lock()
         # The lock guards the steps made by each trainer, the gradients for the next step, and the
         # waiting trainers.
-        self._made = [0] * trainers
-        self._given: dict[int, tuple[Tensor, Tensor]] = {}
+        self._steps = [0] * trainers
+        self._gradients: dict[int, tuple[Tensor, Tensor]] = {}
         self._waiters: list[_Waiter] = []
         self._failure: PhalanxError | None = None
         self._timer: threading.Timer | None = None
 
     @classmethod
-    def of_shard(
+    def create_shard(
         cls,
-        shards: Shards,
+        sharding: Sharding,
         server: int,
         width: int,
-        rule: Rule | None = None,
+        optimizer: RowOptimizer | None = None,
         *,
         trainers: int = 1,
         staleness: int | None = None,
@@ -129,24 +132,26 @@ class Server:
         dtype: torch.dtype = torch.float32,
         name: str = "table",
         weight: Callable[[Tensor], Tensor] | None = None,
-    ) -> Server:
-        """Create a server with a table for its rows of a split.
+    ) -> EmbeddingServer:
+        """Create a server with a table for its rows of a sharding.
 
         `weight` is a function from the indices of rows to their initial values. The other
-        arguments, and the errors, are those of `Table` and of this class.
+        arguments, and the errors, are those of `EmbeddingTable` and of this class.
         """
-        first = None if weight is None else weight(shards.rows_of(server))
-        table = Table(shards.count(server), width, rule, dtype=dtype, name=name, weight=first)
+        initial = None if weight is None else weight(sharding.list_rows(server))
+        table = EmbeddingTable(
+            sharding.count_rows(server), width, optimizer, dtype=dtype, name=name, weight=initial
+        )
         return cls(table, trainers, staleness=staleness, timeout=timeout)
 
     def handle(self) -> TableHandle:
         """Return the handle by which processes of this host open the table."""
         return self.table.handle
 
-    def terms(self) -> Terms:
+    def spec(self) -> TableSpec:
         """Return the shape and the update settings, for trainers."""
         table = self.table
-        return Terms(
+        return TableSpec(
             table.name,
             table.rows,
             table.width,
@@ -157,7 +162,7 @@ class Server:
         )
 
     def lookup(self, indices: Tensor) -> Tensor:
-        """Return the rows of these indices, like `Table.gather`."""
+        """Return the rows of these indices, like `EmbeddingTable.gather`."""
         return self.table.gather(indices)
 
     def update(self, indices: Tensor, gradients: Tensor, trainer: int = 0) -> int:
@@ -194,36 +199,36 @@ class Server:
             PeerLost: As in `update`.
             PhalanxError: As in `update`.
         """
-        indices, gradients = self._checked(indices, gradients, trainer)
+        indices, gradients = self._prepare(indices, gradients, trainer)
         with self._lock:
             self._check_failure()
-            if self.staleness is None and trainer in self._given:
+            if self.staleness is None and trainer in self._gradients:
                 raise UsageError(
-                    f"table {self.table.name!r}: trainer {trainer} has given its gradients for "
-                    f"step {self._made[trainer] + 1} already: two trainers with one number?"
+                    f"table {self.table.name!r}: trainer {trainer} has already sent its gradients "
+                    f"for step {self._steps[trainer] + 1}: do two trainers have the same number?"
                 )
         if self.staleness is not None:
             self.table.update(indices, gradients)
         elif self.trainers > 1:
-            # A caller in this process may change them before the last trainer arrives.
+            # A caller in this process may change them before the last trainer calls.
             indices, gradients = indices.clone(), gradients.clone()
         with self._lock:
-            waiter = _Waiter(trainer, self._made[trainer] + 1, time.monotonic() + self.timeout)
+            waiter = _Waiter(trainer, self._steps[trainer] + 1, time.monotonic() + self.timeout)
             self._waiters.append(waiter)
             if self.staleness is None:
-                self._given[trainer] = indices, gradients
-                if len(self._given) == self.trainers:
+                self._gradients[trainer] = indices, gradients
+                if len(self._gradients) == self.trainers:
                     self._apply()
             else:
-                self._made[trainer] += 1
-            ended = self._served()
-            self._arm()
+                self._steps[trainer] += 1
+            ended = self._pop_finished()
+            self._start_timer()
         for each in ended:
-            each.settle()
+            each.complete()
         return waiter.future
 
-    def enrol(self, trainer: int, worker: int | None) -> None:
-        """Register the worker of `phalanx.rpc` that a trainer is; if it is lost, so is the trainer.
+    def register_trainer(self, trainer: int, worker: int | None) -> None:
+        """Register the worker of `phalanx.rpc` of a trainer; if it is lost, so is the trainer.
 
         Args:
             trainer: The number of the trainer.
@@ -232,26 +237,28 @@ class Server:
         self._check_trainer(trainer)
         if worker is None:
             return
-        here = weakref.ref(self)
+        server_ref = weakref.ref(self)
 
-        def lost(one: int) -> None:
-            if one == worker and (server := here()) is not None:
-                server.lose(trainer, peer_loss.get_loss_reason(one))
+        def on_loss(lost_worker: int) -> None:
+            if lost_worker == worker and (server := server_ref()) is not None:
+                server.mark_lost(trainer, peer_loss.get_loss_reason(lost_worker))
 
-        peer_loss.add_listener(lost)
+        peer_loss.add_listener(on_loss)
 
-    def lose(self, trainer: int, why: str) -> None:
+    def mark_lost(self, trainer: int, reason: str) -> None:
         """Mark a trainer as dead: pending updates and all later ones raise `PeerLost`.
 
         Args:
             trainer: The number of the trainer.
-            why: The reason for the error message, such as its name, its pid and the signal.
+            reason: The reason for the error message, such as its name, its pid and the signal.
         """
         with self._lock:
-            self._failure = PeerLost(f"table {self.table.name!r}: trainer {trainer} is lost: {why}")
-            ended = self._failed(self._failure)
+            self._failure = PeerLost(
+                f"table {self.table.name!r}: trainer {trainer} is lost: {reason}"
+            )
+            ended = self._fail_waiters(self._failure)
         for each in ended:
-            each.settle()
+            each.complete()
 
     def _check_failure(self) -> None:
         if self._failure is not None:
@@ -264,50 +271,50 @@ class Server:
                 f"{self.trainers - 1}"
             )
 
-    def _checked(self, indices: Tensor, gradients: Tensor, trainer: int) -> tuple[Tensor, Tensor]:
+    def _prepare(self, indices: Tensor, gradients: Tensor, trainer: int) -> tuple[Tensor, Tensor]:
         self._check_trainer(trainer)
-        flat = checked_indices(self.table.name, indices)
+        flat = prepare_indices(self.table.name, indices)
         shape = len(flat), self.table.width
-        name, giver = self.table.name, f" from trainer {trainer}"
-        checked = checked_gradients(name, gradients, shape, self.table.dtype, giver)
+        name, origin = self.table.name, f" from trainer {trainer}"
+        prepared = prepare_gradients(name, gradients, shape, self.table.dtype, origin)
         if len(flat):
-            for edge in torch.aminmax(flat):
-                if not 0 <= (index := int(edge)) < self.table.rows:
-                    raise out_of_range(self.table.name, index, self.table.rows)
-        return flat, checked
+            for extreme in torch.aminmax(flat):
+                if not 0 <= (index := int(extreme)) < self.table.rows:
+                    raise index_error(self.table.name, index, self.table.rows)
+        return flat, prepared
 
     def _apply(self) -> None:
         """Make a synchronous step with all trainers' gradients, in the order of the trainers."""
-        given = [self._given[trainer] for trainer in range(self.trainers)]
-        self._given.clear()
+        gradients_by_trainer = [self._gradients[trainer] for trainer in range(self.trainers)]
+        self._gradients.clear()
         try:
-            batches = [Batch(rows).at(gradients) for rows, gradients in given]
-            self.table.update_all(batches, self.trainers)
+            batches = [Batch(rows).addresses(gradients) for rows, gradients in gradients_by_trainer]
+            self.table.update_batches(batches, self.trainers)
         except PhalanxError as error:
             self._failure = error
         else:
-            self._made = [made + 1 for made in self._made]
+            self._steps = [step + 1 for step in self._steps]
 
-    def _served(self) -> list[_Waiter]:
-        """Remove and return the waiters whose wait has ended, by success or by failure."""
+    def _pop_finished(self) -> list[_Waiter]:
+        """Remove and return the waiters that have succeeded or failed."""
         if self._failure is not None:
-            return self._failed(self._failure)
-        least = min(self._made) + (self.staleness or 0)
-        ended = [each for each in self._waiters if each.step <= least]
-        self._waiters = [each for each in self._waiters if each.step > least]
+            return self._fail_waiters(self._failure)
+        limit = min(self._steps) + (self.staleness or 0)
+        ended = [each for each in self._waiters if each.step <= limit]
+        self._waiters = [each for each in self._waiters if each.step > limit]
         return ended
 
-    def _failed(self, error: PhalanxError) -> list[_Waiter]:
+    def _fail_waiters(self, error: PhalanxError) -> list[_Waiter]:
         ended, self._waiters = self._waiters, []
-        self._given.clear()
+        self._gradients.clear()
         for each in ended:
             each.error = type(error)(str(error))
         return ended
 
-    def _arm(self) -> None:
+    def _start_timer(self) -> None:
         """Start the timer that enforces the deadlines of the waiters."""
         if self._waiters and self._timer is None:
-            seconds = max(0.0, self._waiters[0].end - time.monotonic())
+            seconds = max(0.0, self._waiters[0].deadline - time.monotonic())
             self._timer = threading.Timer(seconds, _expire, (weakref.ref(self),))
             self._timer.daemon = True
             self._timer.start()
@@ -316,50 +323,50 @@ class Server:
         now = time.monotonic()
         with self._lock:
             self._timer = None
-            late = [each for each in self._waiters if each.end <= now]
-            for each in late:
-                each.error = self._missed(each)
-            for each in late:
-                self._given.pop(each.trainer, None)
+            expired = [each for each in self._waiters if each.deadline <= now]
+            for each in expired:
+                each.error = self._timeout_error(each)
+            for each in expired:
+                self._gradients.pop(each.trainer, None)
                 self._waiters.remove(each)
-            self._arm()
-        for each in late:
-            each.settle()
+            self._start_timer()
+        for each in expired:
+            each.complete()
 
-    def _missed(self, waiter: _Waiter) -> CollectiveTimeout:
+    def _timeout_error(self, waiter: _Waiter) -> CollectiveTimeout:
         behind = waiter.step - (self.staleness or 0)
         missing = [
             other
             for other in range(self.trainers)
-            if self._made[other] < behind and other not in self._given
+            if self._steps[other] < behind and other not in self._gradients
         ]
         return CollectiveTimeout(
             f"table {self.table.name!r}: trainer {waiter.trainer} has waited {self.timeout:g} s in "
             f"step {waiter.step} for trainers {missing}, which have made "
-            f"{[self._made[other] for other in missing]} steps"
+            f"{[self._steps[other] for other in missing]} steps"
         )
 
     def save(self, path: str) -> None:
-        """Write the rows, their state and the trainers' step counts to a directory of its own.
+        """Write the rows, their state and the trainers' step counts to a separate directory.
 
-        The format is that of `torch.distributed.checkpoint`. Concurrent updates may or may not be
-        included, each row completely. To save a state between two steps, call this while no update
-        is in progress.
+        The format is that of `torch.distributed.checkpoint`. A concurrent update of a row is
+        included completely or not at all. To save a state between two steps, call this while no
+        update is in progress.
 
         Raises:
             CheckpointError: The directory cannot be written.
         """
         with self._lock:
-            made = torch.tensor(self._made)
-        state = {"table": self.table.state_dict(), "made": made}
+            steps = torch.tensor(self._steps)
+        state = {"table": self.table.state_dict(), "steps": steps}
         try:
-            with _alone():
+            with _suppress_single_process_warning():
                 save(state, checkpoint_id=path, no_dist=True)
         except CheckpointException as error:
-            raise CheckpointError(f"table {self.table.name!r}: {path} can't be written") from error
+            raise CheckpointError(f"table {self.table.name!r}: {path} cannot be written") from error
 
     def load(self, path: str) -> None:
-        """Replace the rows, their state and the step counts by those that `save` has written.
+        """Replace the rows, their state and the step counts by those that `save` wrote.
 
         PyTorch reads the metadata of the directory with pickle: load only trusted directories.
 
@@ -369,31 +376,31 @@ class Server:
         """
         state: dict[str, Any] = {
             "table": self.table.state_dict(),
-            "made": torch.zeros(self.trainers).long(),
+            "steps": torch.zeros(self.trainers).long(),
         }
         try:
-            with _alone():
+            with _suppress_single_process_warning():
                 load(state, checkpoint_id=path, no_dist=True)
         except CheckpointException as error:
-            why = "; ".join(str(failure) for failure, _ in error.failures.values())
+            reason = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise CheckpointError(
-                f"table {self.table.name!r}: {path} can't be used: {why}"
+                f"table {self.table.name!r}: {path} cannot be loaded: {reason}"
             ) from error
         self.table.load_state_dict(state["table"])
         with self._lock:
-            self._made = state["made"].tolist()
-            self._given.clear()
+            self._steps = state["steps"].tolist()
+            self._gradients.clear()
             self._failure = None
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _suppress_single_process_warning() -> Iterator[None]:
     """Suppress PyTorch's warning about saving from a single process, which is intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
-def _expire(server: weakref.ref[Server]) -> None:
-    if (here := server()) is not None:
-        here._expire()
+def _expire(server_ref: weakref.ref[EmbeddingServer]) -> None:
+    if (server := server_ref()) is not None:
+        server._expire()

@@ -1,4 +1,4 @@
-"""`ShardedEmbeddingBag`: a `torch.nn.EmbeddingBag` whose table is on servers."""
+"""`ShardedEmbeddingBag`: a module like `torch.nn.EmbeddingBag` with its table on servers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,23 @@ from torch.nn import functional
 
 from phalanx.embedding.arguments import (
     MODES,
-    check_order,
-    checked_begins,
-    checked_indices,
-    checked_weights,
+    check_offsets,
+    prepare_indices,
+    prepare_offsets,
+    prepare_weights,
 )
-from phalanx.embedding.collective_update import Together
-from phalanx.embedding.gradients import Batch, added_up
-from phalanx.embedding.lookup import Future, Memory, Plan, Reference, Rows, begin
-from phalanx.embedding.server import Server
-from phalanx.embedding.sharding import split_of
+from phalanx.embedding.collective_update import CollectiveUpdate
+from phalanx.embedding.gradients import Batch, sum_gradients
+from phalanx.embedding.lookup import (
+    Future,
+    LocalTable,
+    LookupPlan,
+    ServerReference,
+    ShardedTable,
+    start_call,
+)
+from phalanx.embedding.server import EmbeddingServer
+from phalanx.embedding.sharding import make_sharding
 from phalanx.errors import UsageError
 from phalanx.rpc.current_agent import agent_or_none
 
@@ -36,16 +43,16 @@ class ShardedEmbeddingBag(nn.Module):
     `forward` fetches each row of a batch once and combines the rows as `torch.nn.EmbeddingBag`
     does. Rows of a server on this host are read from its memory, without a call. After `backward`,
     `step` sends the gradients of those rows to the servers, which update the rows. A synchronous
-    step blocks until all trainers have made theirs. With a staleness bound, `step` returns at once,
+    step blocks until all trainers have made it. With a staleness bound, `step` returns at once,
     and the next `forward` waits until no trainer is too far behind. The module has no parameters,
     so DDP and optimizers ignore it.
 
     Args:
         num_embeddings: The number of rows of the whole table.
         embedding_dim: The number of elements of a row.
-        servers: For each part, a `Server` of this process or a reference to one (`RRef`).
+        servers: For each part, an `EmbeddingServer` of this process or a reference to one (`RRef`).
         mode: "sum", "mean" or "max".
-        shards: "range" places consecutive rows on the same server; "hash" places row r on server
+        sharding: "range" places consecutive rows on the same server; "hash" places row r on server
             r modulo the number of servers.
         trainer: This process's number among the servers' trainers; by default its rank in `group`,
             or 0.
@@ -54,58 +61,61 @@ class ShardedEmbeddingBag(nn.Module):
             step without a call: the group exchanges the gradients, and each trainer updates its
             share of the rows in memory.
         include_last_offset: As for `torch.nn.EmbeddingBag`.
-        shared: Whether to read from memory if possible.
+        use_shared_memory: Whether to read from memory if possible.
 
     Raises:
-        UsageError: An argument is invalid, or the servers' parts have a different size.
+        UsageError: An argument is invalid, or does not match the servers' parts.
     """
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
-        servers: Sequence[Server | Reference],
+        servers: Sequence[EmbeddingServer | ServerReference],
         *,
         mode: str = "mean",
-        shards: str = "range",
+        sharding: str = "range",
         trainer: int | None = None,
         group: ProcessGroup | None = None,
         include_last_offset: bool = False,
-        shared: bool = True,
+        use_shared_memory: bool = True,
     ) -> None:
         super().__init__()
         if mode not in MODES:
             raise UsageError(f"mode={mode!r} given, expected one of {[*MODES]}")
-        split = split_of(shards, num_embeddings, len(servers))
+        layout = make_sharding(sharding, num_embeddings, len(servers))
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
         trainer = dist.get_rank(group) if trainer is None and group is not None else trainer or 0
         self.trainer = trainer
         self.include_last_offset = include_last_offset
-        self.rows = Rows(split, servers, shared)
-        if self.rows.width != embedding_dim:
+        self.table = ShardedTable(layout, servers, use_shared_memory)
+        if self.table.width != embedding_dim:
             raise UsageError(
-                f"table {self.rows.name!r}: its servers have rows of {self.rows.width} elements, "
-                f"embedding_dim={embedding_dim} given"
+                f"table {self.table.name!r}: embedding_dim={embedding_dim} given, but its servers "
+                f"have rows of {self.table.width} elements"
             )
-        self.staleness = self.rows.terms.staleness
+        self.staleness = self.table.spec.staleness
         own = agent_or_none()
-        self._together = None if group is None else Together.of(group, self.rows, trainer)
+        self._collective_update = (
+            None if group is None else CollectiveUpdate.create(group, self.table, trainer)
+        )
         for each in [
-            begin(server, "enrol", trainer, None if own is None else own.id) for server in servers
+            start_call(server, "register_trainer", trainer, None if own is None else own.id)
+            for server in servers
         ]:
             each.wait()
         # Batches with gradients since the last step.
-        self._used: dict[int, tuple[Plan, Tensor]] = {}
-        self._given: list[tuple[Batch, Tensor]] = []
+        self._row_gradients: dict[int, tuple[LookupPlan, Tensor]] = {}
+        self._bag_gradients: list[tuple[Batch, Tensor]] = []
         self._updates: list[Future] = []
-        self._next: tuple[Tensor, Plan, Callable[[], Tensor] | None] | None = None
+        self._prefetched: tuple[Tensor, LookupPlan, Callable[[], Tensor] | None] | None = None
 
     def prefetch(self, input: Tensor) -> None:
         """Prepare the next batch while the current one is in use.
 
         Determines the rows of the batch. With a `staleness` of 1 or more it also starts to fetch
         them; they may then lack the step in progress. Synchronous trainers cannot fetch rows before
-        that step is made.
+        that step is complete.
 
         Args:
             input: The indices that the next call to `forward` will get.
@@ -113,9 +123,9 @@ class ShardedEmbeddingBag(nn.Module):
         Raises:
             UsageError: An index is out of range.
         """
-        plan = self.rows.plan(input)
-        fetch = self.rows.begin(plan) if self.staleness else None
-        self._next = input.detach().clone(), plan, fetch  # the caller may reuse the tensor
+        plan = self.table.plan(input)
+        fetch = self.table.start_fetch(plan) if self.staleness else None
+        self._prefetched = input.detach().clone(), plan, fetch  # the caller may reuse the tensor
 
     def forward(
         self,
@@ -125,10 +135,10 @@ class ShardedEmbeddingBag(nn.Module):
     ) -> Tensor:
         """Combine the rows of each bag, like `torch.nn.EmbeddingBag.forward`.
 
-        Blocks until the updates that it must see are made and the rows have arrived.
+        Blocks until the updates that it must include are complete and the rows have arrived.
 
         Args:
-            input: Indices: 1-D with `offsets`, or 2-D, one row for each bag, without.
+            input: Indices: 1-D with `offsets`, or 2-D without, with one row for each bag.
             offsets: The position in `input` at which each bag begins.
             per_sample_weights: A factor for each index, with mode "sum"; may require a gradient.
 
@@ -139,65 +149,68 @@ class ShardedEmbeddingBag(nn.Module):
             UsageError: An index or an offset is out of range, or an argument is invalid.
             PeerLost: A server has exited.
         """
-        name = self.rows.name
-        begins = checked_begins(name, input, offsets, self.include_last_offset)
-        weights = checked_weights(name, input, self.mode, per_sample_weights, self.rows.dtype)
-        if (memory := self._memory_for(weights)) is not None:
-            batch = Batch(checked_indices(name, input), begins, self.mode, weights)
-            self._settle()
-            return self._pooled_from(memory, batch)
-        check_order(name, begins, input.numel())
-        plan, fetch = self._prepared(input)
-        self._settle()
-        rows = (fetch or self.rows.begin(plan))()
+        name = self.table.name
+        bag_offsets = prepare_offsets(name, input, offsets, self.include_last_offset)
+        weights = prepare_weights(name, input, self.mode, per_sample_weights, self.table.dtype)
+        if (local_table := self._table_for_pooling(weights)) is not None:
+            batch = Batch(prepare_indices(name, input), bag_offsets, self.mode, weights)
+            self._wait_for_updates()
+            return self._pool(local_table, batch)
+        check_offsets(name, bag_offsets, input.numel())
+        plan, fetch = self._take_prefetched(input)
+        self._wait_for_updates()
+        rows = (fetch or self.table.start_fetch(plan))()
         if torch.is_grad_enabled():
-            self._watch(plan, rows)
-        if plan.count == 0:  # no bag has a row, but PyTorch rejects an empty table
+            self._collect_row_gradients(plan, rows)
+        if plan.count == 0:  # all bags are empty, but PyTorch rejects an empty table
             rows = torch.cat([rows, rows.new_zeros(1, self.embedding_dim)])
         return functional.embedding_bag(
-            plan.inverse.view(-1), rows, begins, mode=self.mode, per_sample_weights=weights
+            plan.inverse.view(-1), rows, bag_offsets, mode=self.mode, per_sample_weights=weights
         )
 
-    def _memory_for(self, weights: Tensor | None) -> Memory | None:
-        """Return the memory from which this batch can be combined directly, or None."""
-        prepared, memory = self._next, self.rows.alone
-        if memory is None or (prepared is not None and prepared[2] is not None):
+    def _table_for_pooling(self, weights: Tensor | None) -> LocalTable | None:
+        """Return the table in memory if this batch can be pooled from it directly, else None."""
+        prefetched, local_table = self._prefetched, self.table.only_local_table
+        if local_table is None or (prefetched is not None and prefetched[2] is not None):
             return None
-        self._next = None
+        self._prefetched = None
         # The gradients of a maximum and of weights need the rows themselves.
         needs_rows = self.mode == "max" or (weights is not None and weights.requires_grad)
-        return None if needs_rows and torch.is_grad_enabled() else memory
+        return None if needs_rows and torch.is_grad_enabled() else local_table
 
-    def _pooled_from(self, memory: Memory, batch: Batch) -> Tensor:
+    def _pool(self, local_table: LocalTable, batch: Batch) -> Tensor:
         if not torch.is_grad_enabled():
-            return memory.pooled(batch)
-        batch = batch.kept()
-        pooled: Tensor = _Pooled.apply(_ANCHOR, self, memory, batch)  # type: ignore[no-untyped-call]
+            return local_table.pool_batch(batch)
+        batch = batch.clone()
+        pooled: Tensor = _LocalPooling.apply(_ANCHOR, self, local_table, batch)  # type: ignore[no-untyped-call]
         return pooled
 
-    def note(self, batch: Batch, outputs: Tensor) -> None:
+    def add_bag_gradients(self, batch: Batch, bag_gradients: Tensor) -> None:
         """Keep the gradients of a batch's bags for `step`."""
         # Copy, because the gradient may be a buffer that the next backward pass overwrites.
-        kept = outputs.clone(memory_format=torch.contiguous_format)
-        self._given.append((batch, kept))
+        kept = bag_gradients.clone(memory_format=torch.contiguous_format)
+        self._bag_gradients.append((batch, kept))
 
-    def _watch(self, plan: Plan, rows: Tensor) -> None:
-        def note(rows: Tensor) -> None:
+    def _collect_row_gradients(self, plan: LookupPlan, rows: Tensor) -> None:
+        def collect(rows: Tensor) -> None:
             assert rows.grad is not None  # it was just accumulated
             gradient, rows.grad = rows.grad, None
-            before = self._used.get(id(plan))
-            self._used[id(plan)] = plan, gradient if before is None else before[1] + gradient
+            before = self._row_gradients.get(id(plan))
+            self._row_gradients[id(plan)] = (
+                plan,
+                gradient if before is None else before[1] + gradient,
+            )
 
         # If there is no backward pass, the hook is freed with the graph.
-        rows.requires_grad_().register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        rows.requires_grad_().register_post_accumulate_grad_hook(collect)  # type: ignore[no-untyped-call]
 
-    def _prepared(self, indices: Tensor) -> tuple[Plan, Callable[[], Tensor] | None]:
-        prepared, self._next = self._next, None
-        if prepared is not None and torch.equal(prepared[0], indices):
-            return prepared[1:]
-        return self.rows.plan(indices), None
+    def _take_prefetched(self, indices: Tensor) -> tuple[LookupPlan, Callable[[], Tensor] | None]:
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and torch.equal(prefetched[0], indices):
+            return prefetched[1:]
+        return self.table.plan(indices), None
 
-    def _settle(self) -> None:
+    def _wait_for_updates(self) -> None:
         updates, self._updates = self._updates, []
         for update in updates:
             update.wait()
@@ -214,79 +227,90 @@ class ShardedEmbeddingBag(nn.Module):
             PeerLost: A server or a trainer has exited.
             PhalanxError: With a group: a trainer could not update a row.
         """
-        used, given, self._used, self._given = self._used, self._given, {}, []
-        if self._together is not None and not used and len(given) == 1:
-            self._together.step([given[0]])
+        row_gradients, bag_gradients, self._row_gradients, self._bag_gradients = (
+            self._row_gradients,
+            self._bag_gradients,
+            {},
+            [],
+        )
+        if self._collective_update is not None and not row_gradients and len(bag_gradients) == 1:
+            self._collective_update.step([bag_gradients[0]])
             return
-        made = [_of_bags(batch, outputs) for batch, outputs in given]
-        plan, gradients = _together([*used.values(), *made], self.rows)
-        self._settle()
-        if self._together is not None:
-            parts = zip(plan.local, plan.places, strict=True)
-            self._together.step([(Batch(rows), gradients[place]) for rows, place in parts])
+        plans_and_gradients = [_expand_bags(batch, gradients) for batch, gradients in bag_gradients]
+        plan, gradients = _merge([*row_gradients.values(), *plans_and_gradients], self.table)
+        self._wait_for_updates()
+        if self._collective_update is not None:
+            parts = zip(plan.local_indices, plan.positions, strict=True)
+            self._collective_update.step(
+                [(Batch(rows), gradients[position]) for rows, position in parts]
+            )
             return
-        self._updates = self.rows.update(plan, gradients, self.trainer)
+        self._updates = self.table.update(plan, gradients, self.trainer)
         if self.staleness is None:
-            self._settle()
+            self._wait_for_updates()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients accumulated since the last step."""
         super().zero_grad(set_to_none)
-        self._used, self._given = {}, []
+        self._row_gradients, self._bag_gradients = {}, []
 
     def wait(self) -> None:
-        """Block until all updates of this trainer are made, and raise their errors."""
-        self._settle()
+        """Block until all updates of this trainer are complete, and raise their errors."""
+        self._wait_for_updates()
 
     def extra_repr(self) -> str:
         """Return the text that `repr` shows in parentheses."""
-        servers = len(self.rows.servers)
+        servers = len(self.table.servers)
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}, {servers} servers, "
-            f"{sum(self.rows.in_memory)} in memory"
+            f"{sum(self.table.is_local)} in memory"
         )
 
 
 _ANCHOR = torch.empty(0, requires_grad=True)
-"""An input of the node below: autograd makes no node without an input that requires gradients."""
+"""An input of the node below: autograd creates no node unless an input requires gradients."""
 
 
-class _Pooled(torch.autograd.Function):
+class _LocalPooling(torch.autograd.Function):
     """Pooling of rows directly in memory; backward keeps the gradients of the bags for `step`."""
 
     @staticmethod
     def forward(
-        ctx: Any, _anchor: Tensor, bag: ShardedEmbeddingBag, memory: Memory, batch: Batch
+        ctx: Any, _anchor: Tensor, bag: ShardedEmbeddingBag, local_table: LocalTable, batch: Batch
     ) -> Tensor:
         ctx.bag, ctx.batch = bag, batch
-        return memory.pooled(batch)
+        return local_table.pool_batch(batch)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, outputs: Tensor) -> tuple[None, None, None, None]:
-        ctx.bag.note(ctx.batch, outputs)
+    def backward(ctx: Any, bag_gradients: Tensor) -> tuple[None, None, None, None]:
+        ctx.bag.add_bag_gradients(ctx.batch, bag_gradients)
         return None, None, None, None
 
 
-def _of_bags(batch: Batch, outputs: Tensor) -> tuple[Plan, Tensor]:
-    rows, gradients = added_up([batch.at(outputs)], outputs.shape[1], outputs.dtype)
-    return Plan(torch.empty(0), len(rows), [slice(0, len(rows))], [rows]), gradients
+def _expand_bags(batch: Batch, bag_gradients: Tensor) -> tuple[LookupPlan, Tensor]:
+    rows, gradients = sum_gradients(
+        [batch.addresses(bag_gradients)], bag_gradients.shape[1], bag_gradients.dtype
+    )
+    return LookupPlan(torch.empty(0), len(rows), [slice(0, len(rows))], [rows]), gradients
 
 
-def _together(made: list[tuple[Plan, Tensor]], rows: Rows) -> tuple[Plan, Tensor]:
+def _merge(
+    plans_and_gradients: list[tuple[LookupPlan, Tensor]], table: ShardedTable
+) -> tuple[LookupPlan, Tensor]:
     """Merge the rows of several batches by server; the servers sum gradients of duplicate rows."""
-    if len(made) == 1:
-        return made[0]
-    servers = range(len(rows.servers))
-    places: list[Tensor | slice] = []
+    if len(plans_and_gradients) == 1:
+        return plans_and_gradients[0]
+    servers = range(len(table.servers))
+    positions: list[Tensor | slice] = []
     local, gradients = [], []
     count = 0
     for server in servers:
-        parts = [gradient[plan.places[server]] for plan, gradient in made]
-        numbers = [plan.local[server] for plan, _ in made]
+        parts = [gradient[plan.positions[server]] for plan, gradient in plans_and_gradients]
+        numbers = [plan.local_indices[server] for plan, _ in plans_and_gradients]
         gradients += parts
         local.append(torch.cat(numbers) if numbers else torch.empty(0, dtype=torch.int64))
-        places.append(slice(count, count + len(local[-1])))
+        positions.append(slice(count, count + len(local[-1])))
         count += len(local[-1])
-    empty = torch.empty(0, rows.width, dtype=rows.dtype)
-    return Plan(torch.empty(0), count, places, local), torch.cat([empty, *gradients])
+    empty = torch.empty(0, table.width, dtype=table.dtype)
+    return LookupPlan(torch.empty(0), count, positions, local), torch.cat([empty, *gradients])

@@ -10,102 +10,105 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["HashShards", "RangeShards", "Shards", "split_of"]
+__all__ = ["HashSharding", "RangeSharding", "Sharding", "make_sharding"]
 
 
-class Shards(Protocol):
-    """A split of rows 0 to `rows` - 1 over `servers`, the same in every process."""
+class Sharding(Protocol):
+    """An assignment of rows 0 to `rows` - 1 to `servers`, the same in every process."""
 
     rows: int
     servers: int
 
-    def count(self, server: int) -> int:
+    def count_rows(self, server: int) -> int:
         """Return the number of rows of a server."""
 
-    def rows_of(self, server: int) -> Tensor:
+    def list_rows(self, server: int) -> Tensor:
         """Return the indices of a server's rows, in the server's order."""
 
-    def place(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
 
 
-def _check(rows: int, servers: int) -> None:
+def _check_counts(rows: int, servers: int) -> None:
     if not 1 <= servers <= rows:
         raise UsageError(
-            f"{rows} rows over {servers} servers given, expected at least one server, and a row "
-            "for each"
+            f"{rows} rows over {servers} servers given, expected at least one server and at least "
+            "one row per server"
         )
 
 
-class RangeShards:
-    """A split into consecutive rows; if it is uneven, the first servers have one row more.
+class RangeSharding:
+    """Sharding by consecutive rows; if it is uneven, the first servers have one row more.
 
     Args:
         rows: The number of rows of the whole table.
         servers: The number of servers.
 
     Raises:
-        UsageError: There is no server, or there are more servers than rows.
+        UsageError: `servers` is 0, or there are more servers than rows.
     """
 
     def __init__(self, rows: int, servers: int) -> None:
-        _check(rows, servers)
+        _check_counts(rows, servers)
         self.rows, self.servers = rows, servers
-        least, more = divmod(rows, servers)
-        self._begins = [server * least + min(server, more) for server in range(servers + 1)]
-        self._bounds = torch.tensor(self._begins[1:])
+        quotient, remainder = divmod(rows, servers)
+        self._starts = [server * quotient + min(server, remainder) for server in range(servers + 1)]
+        self._ends = torch.tensor(self._starts[1:])
 
-    def count(self, server: int) -> int:
+    def count_rows(self, server: int) -> int:
         """Return the number of rows of a server."""
-        return self._begins[server + 1] - self._begins[server]
+        return self._starts[server + 1] - self._starts[server]
 
-    def rows_of(self, server: int) -> Tensor:
+    def list_rows(self, server: int) -> Tensor:
         """Return the indices of a server's rows, in the server's order."""
-        return torch.arange(self._begins[server], self._begins[server + 1])
+        return torch.arange(self._starts[server], self._starts[server + 1])
 
-    def place(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
-        owners = torch.bucketize(indices, self._bounds, right=True)
-        return owners, indices - torch.tensor(self._begins)[owners]
+        owners = torch.bucketize(indices, self._ends, right=True)
+        return owners, indices - torch.tensor(self._starts)[owners]
 
 
-class HashShards:
-    """A split with row r on server r modulo `servers`, which spreads frequent rows over all.
+class HashSharding:
+    """Sharding with row r on server r modulo `servers`, which spreads frequent rows over all.
 
     Args:
         rows: The number of rows of the whole table.
         servers: The number of servers.
 
     Raises:
-        UsageError: There is no server, or there are more servers than rows.
+        UsageError: `servers` is 0, or there are more servers than rows.
     """
 
     def __init__(self, rows: int, servers: int) -> None:
-        _check(rows, servers)
+        _check_counts(rows, servers)
         self.rows, self.servers = rows, servers
 
-    def count(self, server: int) -> int:
+    def count_rows(self, server: int) -> int:
         """Return the number of rows of a server."""
         return len(range(server, self.rows, self.servers))
 
-    def rows_of(self, server: int) -> Tensor:
+    def list_rows(self, server: int) -> Tensor:
         """Return the indices of a server's rows, in the server's order."""
         return torch.arange(server, self.rows, self.servers)
 
-    def place(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+    def locate(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's server, and the row's index on that server."""
         return indices % self.servers, indices.div(self.servers, rounding_mode="floor")
 
 
-_SPLITS: dict[str, Callable[[int, int], Shards]] = {"range": RangeShards, "hash": HashShards}
+_SHARDINGS: dict[str, Callable[[int, int], Sharding]] = {
+    "range": RangeSharding,
+    "hash": HashSharding,
+}
 
 
-def split_of(shards: str, rows: int, servers: int) -> Shards:
-    """Return the split of this name.
+def make_sharding(sharding: str, rows: int, servers: int) -> Sharding:
+    """Create the sharding of this name.
 
     Raises:
-        UsageError: There is no split of this name, or the numbers of rows and servers are invalid.
+        UsageError: There is no sharding of this name, or the number of rows or servers is invalid.
     """
-    if shards not in _SPLITS:
-        raise UsageError(f"shards={shards!r} given, expected one of {[*_SPLITS]}")
-    return _SPLITS[shards](rows, servers)
+    if sharding not in _SHARDINGS:
+        raise UsageError(f"sharding={sharding!r} given, expected one of {[*_SHARDINGS]}")
+    return _SHARDINGS[sharding](rows, servers)

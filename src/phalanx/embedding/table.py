@@ -1,4 +1,4 @@
-"""`Table`: rows in shared memory, which the processes of a host read and write concurrently."""
+"""`EmbeddingTable`: rows in shared memory that a host's processes read and write concurrently."""
 
 from __future__ import annotations
 
@@ -16,50 +16,50 @@ from phalanx import _native
 from phalanx.embedding.arguments import (
     DTYPES,
     MODES,
-    checked_begins,
-    checked_gradients,
-    checked_indices,
-    checked_weights,
-    in_memory,
-    out_of_range,
-    wrong_offset,
+    index_error,
+    is_strided_cpu,
+    offset_error,
+    prepare_gradients,
+    prepare_indices,
+    prepare_offsets,
+    prepare_weights,
 )
-from phalanx.embedding.gradients import Addresses, Batch, Share, added_up
-from phalanx.embedding.optimizers import SGD, Rule
+from phalanx.embedding.gradients import Batch, BatchAddresses, Share, sum_gradients
+from phalanx.embedding.optimizers import SGD, RowOptimizer
 from phalanx.errors import PhalanxError, UsageError
 
-__all__ = ["Table", "TableHandle"]
+__all__ = ["EmbeddingTable", "TableHandle"]
 
-# Seconds to wait for a row that another process is writing: a microsecond, unless it is stopped.
-_PATIENCE = 10.0
-# Rows in a block when a whole table is copied.
-_BLOCK = 1 << 16
+# The wait for a row that another process is writing takes a microsecond, unless it is stopped.
+_ROW_TIMEOUT_SECONDS = 10.0
+# The number of rows in a block when a whole table is copied.
+_BLOCK_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
 class TableHandle:
-    """The data by which a process of the same host opens a table; it may be sent in any message."""
+    """A picklable handle by which processes of the same host open a table."""
 
     name: str
     pid: int
     descriptor: int
     nonce: int
-    rule: Rule
+    optimizer: RowOptimizer
 
 
-class Table:
+class EmbeddingTable:
     """Rows of floats in shared memory, stored together with the state of their optimizer.
 
     The process that creates the table fills it; other processes of the host open it by its
     `handle`. All of them may read and update concurrently. A read returns each row, with its state,
     as a completed update left it; the rows of one call may be from different times. If a process
     dies during an update, the row that it was writing keeps its previous value. A call blocks only
-    on a row that another process is writing: usually for less than a microsecond, 10 s at most.
+    if another process is writing the row: usually for less than a microsecond, 10 s at most.
 
     Args:
         rows: The number of rows.
         width: The number of elements of a row.
-        rule: The optimizer of the rows: `SGD` (the default), `Adagrad` or `Adam`.
+        optimizer: The optimizer of the rows: `SGD` (the default), `Adagrad` or `Adam`.
         dtype: float32 or float64.
         name: The table's name in error messages.
         weight: The initial rows, of shape (rows, width); by default drawn from a normal
@@ -74,13 +74,13 @@ class Table:
         self,
         rows: int,
         width: int,
-        rule: Rule | None = None,
+        optimizer: RowOptimizer | None = None,
         *,
         dtype: torch.dtype = torch.float32,
         name: str = "table",
         weight: Tensor | None = None,
     ) -> None:
-        rule = SGD() if rule is None else rule
+        optimizer = SGD() if optimizer is None else optimizer
         if dtype not in DTYPES:
             raise UsageError(f"table {name!r}: {dtype} given, expected float32 or float64")
         if not (0 < rows <= 1 << 36 and 0 < width <= 1 << 20):
@@ -95,30 +95,34 @@ class Table:
             )
         nonce = secrets.randbits(64)
         try:
-            core = _native.Rows.create(rows, width, 1 + len(rule.state), DTYPES[dtype], nonce)
+            core = _native.Rows.create(
+                rows, width, 1 + len(optimizer.state_names), DTYPES[dtype], nonce
+            )
         except OSError as error:
             raise PhalanxError(
                 f"no shared memory for table {name!r} of {rows} rows of {width} {dtype} with "
-                f"{len(rule.state)} of state ({os.strerror(error.errno or 0)}): free memory, or "
-                "split it over more servers"
+                f"{len(optimizer.state_names)} state tensors ({os.strerror(error.errno or 0)}): "
+                "free memory, or use more servers"
             ) from None
-        self._set(core, TableHandle(name, os.getpid(), core.descriptor, nonce, rule))
+        self._initialize(core, TableHandle(name, os.getpid(), core.descriptor, nonce, optimizer))
         values = self.view()
         values.normal_() if weight is None else values.copy_(weight.detach())
-        if initial := getattr(rule, "initial_accumulator_value", 0.0):
+        if initial := getattr(optimizer, "initial_accumulator_value", 0.0):
             self.view(1).fill_(initial)
 
-    def _set(self, core: _native.Rows, handle: TableHandle) -> None:
+    def _initialize(self, core: _native.Rows, handle: TableHandle) -> None:
         self._core = core
         self.handle = handle
         self.name = handle.name
-        self.rule = handle.rule
+        self.optimizer = handle.optimizer
         self.rows, self.width = core.rows, core.width
         self.dtype = next(dtype for dtype, number in DTYPES.items() if number == core.dtype)
 
     @classmethod
-    def open(cls, handle: TableHandle) -> Table:
-        """Open the table of another process of this host; it exists while any process has it open.
+    def open(cls, handle: TableHandle) -> EmbeddingTable:
+        """Open the table of another process of this host.
+
+        The table exists as long as a process has it open.
 
         Raises:
             OSError: The table does not exist: its process has exited, or is on another host or in
@@ -126,13 +130,13 @@ class Table:
             UsageError: The table's state does not fit the optimizer in the handle.
         """
         core = _native.Rows.open(handle.pid, handle.descriptor, handle.nonce)
-        if core.parts != 1 + len(handle.rule.state):
+        if core.parts != 1 + len(handle.optimizer.state_names):
             raise UsageError(
-                f"table {handle.name!r}: a handle with {handle.rule} given, but the table has "
-                f"{core.parts - 1} of state"
+                f"table {handle.name!r}: a handle with {handle.optimizer} given, but the table has "
+                f"{core.parts - 1} state tensors"
             )
         table = cls.__new__(cls)
-        table._set(core, handle)
+        table._initialize(core, handle)
         return table
 
     @property
@@ -141,7 +145,7 @@ class Table:
         return self._core.step
 
     def view(self, part: int = 0) -> Tensor:
-        """Return a view of all rows, of shape (rows, width), or of their state (part 1 and up).
+        """Return a view of all rows, of shape (rows, width), or of their state (part 1 and higher).
 
         Access is not synchronized: use it only while no other process uses the table.
         """
@@ -157,24 +161,26 @@ class Table:
 
         Raises:
             UsageError: An index is out of range, or an argument is invalid.
-            PhalanxError: A process that is writing to one of the rows is stopped.
+            PhalanxError: A process that is writing one of the rows is stopped.
         """
-        flat = checked_indices(self.name, indices)
+        flat = prepare_indices(self.name, indices)
         shape = (*indices.shape, self.width)
         if out is None:
             out = torch.empty(shape, dtype=self.dtype)
         elif (
             out.shape != shape
             or out.dtype != self.dtype
-            or not in_memory(out)
+            or not is_strided_cpu(out)
             or not out.is_contiguous()
         ):
             raise UsageError(
                 f"table {self.name!r}: out of {tuple(out.shape)} and {out.dtype} on {out.device} "
                 f"given, expected {shape} and {self.dtype}, contiguous, on the CPU"
             )
-        parts = [out.data_ptr()] + [0] * len(self.rule.state)
-        self._check(self._core.gather(flat.data_ptr(), len(flat), parts, _PATIENCE))
+        parts = [out.data_ptr()] + [0] * len(self.optimizer.state_names)
+        self._check_failure(
+            self._core.gather(flat.data_ptr(), len(flat), parts, _ROW_TIMEOUT_SECONDS)
+        )
         return out
 
     def pool(
@@ -189,7 +195,7 @@ class Table:
         """Combine the rows of each bag, like `torch.nn.functional.embedding_bag`.
 
         Args:
-            indices: Row indices: 1-D with `offsets`, or 2-D, one row for each bag, without.
+            indices: Row indices: 1-D with `offsets`, or 2-D without, with one row for each bag.
             offsets: The position in `indices` at which each bag begins, the first at 0. An empty
                 bag gives zeros.
             mode: "sum", "mean" or "max".
@@ -201,34 +207,34 @@ class Table:
 
         Raises:
             UsageError: An index or an offset is out of range, or an argument is invalid.
-            PhalanxError: A process that is writing to one of the rows is stopped.
+            PhalanxError: A process that is writing one of the rows is stopped.
         """
-        flat = checked_indices(self.name, indices)
-        begins = checked_begins(self.name, indices, offsets, include_last_offset)
-        weights = checked_weights(self.name, indices, mode, per_sample_weights, self.dtype)
-        return self.pooled(Batch(flat, begins, mode, weights))
+        flat = prepare_indices(self.name, indices)
+        bag_offsets = prepare_offsets(self.name, indices, offsets, include_last_offset)
+        weights = prepare_weights(self.name, indices, mode, per_sample_weights, self.dtype)
+        return self.pool_batch(Batch(flat, bag_offsets, mode, weights))
 
-    def pooled(self, batch: Batch) -> Tensor:
-        """Combine the rows of a checked batch; only the ranges of rows and offsets are checked."""
-        begins = torch.arange(len(batch.rows)) if batch.begins is None else batch.begins
-        out = torch.empty(len(begins), self.width, dtype=self.dtype)
-        trouble = self._core.pool(
+    def pool_batch(self, batch: Batch) -> Tensor:
+        """Combine the rows of a prepared batch; only the ranges of rows and offsets are checked."""
+        offsets = torch.arange(len(batch.rows)) if batch.offsets is None else batch.offsets
+        out = torch.empty(len(offsets), self.width, dtype=self.dtype)
+        failure = self._core.pool(
             batch.rows.data_ptr(),
             len(batch.rows),
-            begins.data_ptr(),
-            len(begins),
+            offsets.data_ptr(),
+            len(offsets),
             MODES[batch.mode],
             0 if batch.weights is None else batch.weights.data_ptr(),
             out.data_ptr(),
-            _PATIENCE,
+            _ROW_TIMEOUT_SECONDS,
         )
-        self._check(trouble, len(batch.rows))
+        self._check_failure(failure, len(batch.rows))
         return out
 
     def update(self, indices: Tensor, gradients: Tensor) -> None:
         """Make one step of the optimizer with the gradients of these rows; others do not change.
 
-        The gradients of a duplicate row are summed first. A call without rows counts as a step too.
+        The gradients of a duplicate row are summed first. A call without rows counts as a step.
 
         Args:
             indices: Row indices, 1-D, int64 or int32.
@@ -236,52 +242,54 @@ class Table:
 
         Raises:
             UsageError: An index is out of range, or an argument is invalid. Nothing is updated.
-            PhalanxError: A process that is writing to one of the rows is stopped. Rows may have
-                been updated.
+            PhalanxError: A process that is writing one of the rows is stopped. Rows may have been
+                updated.
         """
-        flat = checked_indices(self.name, indices)
+        flat = prepare_indices(self.name, indices)
         shape = len(flat), self.width
-        summed = checked_gradients(self.name, gradients, shape, self.dtype)
-        self.update_all([Batch(flat).at(summed)])
+        summed = prepare_gradients(self.name, gradients, shape, self.dtype)
+        self.update_batches([Batch(flat).addresses(summed)])
 
-    def update_all(
+    def update_batches(
         self,
-        batches: Sequence[Addresses],
+        batches: Sequence[BatchAddresses],
         divisor: float = 1.0,
         share: Share = Share(),  # noqa: B008 - it is immutable
-        number: int = 0,
+        step: int = 0,
     ) -> None:
-        """Make one step with the gradients of several checked batches, summed and divided.
+        """Make one step with the gradients of several prepared batches, summed and divided.
 
         Args:
             batches: The addresses of the batches.
             divisor: The divisor of the sums.
             share: The share of the rows to update.
-            number: The number of the step, if this is a part of it; 0: the next step, which this
-                call counts.
+            step: The number of the step if this is a part of it; 0: the next step, which this call
+                counts.
         """
-        flat, summed = added_up(batches, self.width, self.dtype, divisor, share)
-        trouble = self._core.update(
+        flat, summed = sum_gradients(batches, self.width, self.dtype, divisor, share)
+        failure = self._core.update(
             flat.data_ptr(),
             len(flat),
             summed.data_ptr(),
-            self.rule.number,
-            self.rule.factors(),
-            number,
-            _PATIENCE,
+            self.optimizer.kernel_number,
+            self.optimizer.hyperparameters(),
+            step,
+            _ROW_TIMEOUT_SECONDS,
         )
-        self._check(trouble)
+        self._check_failure(failure)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of all rows and of their optimizer's state, and the number of steps.
 
         Updates may continue meanwhile: each row is consistent with its own state.
         """
-        names = ("weight", *self.rule.state)
+        names = ("weight", *self.optimizer.state_names)
         state = {name: torch.empty(self.rows, self.width, dtype=self.dtype) for name in names}
         for block in self._blocks():
             parts = [state[name][block[0] :].data_ptr() for name in names]
-            self._check(self._core.gather(block.data_ptr(), len(block), parts, _PATIENCE))
+            self._check_failure(
+                self._core.gather(block.data_ptr(), len(block), parts, _ROW_TIMEOUT_SECONDS)
+            )
         return {**state, "step": torch.tensor(self.step)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -290,42 +298,44 @@ class Table:
         Raises:
             UsageError: The shape, the dtype or the optimizer differs. Nothing is replaced.
         """
-        names = ("weight", *self.rule.state)
+        names = ("weight", *self.optimizer.state_names)
         expected = dict.fromkeys(names, ((self.rows, self.width), self.dtype))
-        found = {name: (tuple(x.shape), x.dtype) for name, x in state.items() if name != "step"}
-        if found != expected or "step" not in state:
+        given = {name: (tuple(x.shape), x.dtype) for name, x in state.items() if name != "step"}
+        if given != expected or "step" not in state:
             raise UsageError(
-                f"table {self.name!r}: a state of {found} given, expected {expected} and step"
+                f"table {self.name!r}: a state of {given} given, expected {expected} and step"
             )
         tensors = [cast("Tensor", state[name]).contiguous() for name in names]
         for block in self._blocks():
             parts = [tensor[block[0] :].data_ptr() for tensor in tensors]
-            self._check(self._core.write(block.data_ptr(), len(block), parts, _PATIENCE))
+            self._check_failure(
+                self._core.write(block.data_ptr(), len(block), parts, _ROW_TIMEOUT_SECONDS)
+            )
         self._core.step = int(state["step"])
 
     def _blocks(self) -> Iterator[Tensor]:
-        for begin in range(0, self.rows, _BLOCK):
-            yield torch.arange(begin, min(begin + _BLOCK, self.rows))
+        for begin in range(0, self.rows, _BLOCK_ROWS):
+            yield torch.arange(begin, min(begin + _BLOCK_ROWS, self.rows))
 
-    def _check(self, trouble: tuple[str, int, int, int] | None, count: int = 0) -> None:
-        if trouble is None:
+    def _check_failure(self, failure: tuple[str, int, int, int] | None, count: int = 0) -> None:
+        if failure is None:
             return
-        kind, at, value, pid = trouble
+        kind, position, value, pid = failure
         if kind == "index":
-            raise out_of_range(self.name, value, self.rows)
+            raise index_error(self.name, value, self.rows)
         if kind == "offset":
-            raise wrong_offset(self.name, value, at, count)
+            raise offset_error(self.name, value, position, count)
         if kind == "full":
             raise PhalanxError(
-                f"table {self.name!r}: too many processes write to it at the same time, for more "
-                f"than {_PATIENCE:g} s"
+                f"table {self.name!r}: too many processes were writing to it for more than "
+                f"{_ROW_TIMEOUT_SECONDS:g} s"
             )
         if pid == 0:
             raise PhalanxError(
-                f"table {self.name!r}: row {value} was written so often for {_PATIENCE:g} s that "
-                "there was no moment to read it"
+                f"table {self.name!r}: row {value} could not be read for "
+                f"{_ROW_TIMEOUT_SECONDS:g} s, because it was written continuously"
             )
         raise PhalanxError(
-            f"table {self.name!r}: row {value}, or one with the same lock, is being written by "
-            f"process {pid} for more than {_PATIENCE:g} s: is that process stopped?"
+            f"table {self.name!r}: row {value}, or a row with the same lock, is being written by "
+            f"process {pid} for more than {_ROW_TIMEOUT_SECONDS:g} s: is that process stopped?"
         )

@@ -12,7 +12,8 @@ The modules, from the bottom up:
 - `event_loop` (event loop and its threads)
 - `owned_values` (values that `RRef`s refer to), `root_worker` (worker on whose behalf a thread
   works) and `peer_loss` (listeners for the loss of workers)
-- `release_notifier` (notifications of what workers may free) and `request_handlers`
+- `release_notifier` (notifications about ended references and unmapped blocks) and
+  `request_handlers`
 - `agent` (this worker), `peer` (another worker), `pending_call` (a call whose answer a thread waits
   for), `futures` and `call_log` (unanswered calls, for `phalanx explain`)
 - `current_agent`, `calls`, `rref`, `init`, `options` and `functions` (for users)

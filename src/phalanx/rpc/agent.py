@@ -195,7 +195,7 @@ class Agent:
             connection.close()  # part of the message may have been sent
             if isinstance(error, TimeoutError):
                 raise CallTimeout(
-                    f"{description} took longer than {timeout:g} s: {peer} doesn't read: "
+                    f"{description} took longer than {timeout:g} s: {peer} does not read: "
                     "is it stopped?"
                 ) from None
             if isinstance(error, OSError):
@@ -208,9 +208,9 @@ class Agent:
     def loss_error(self, peer: Peer, description: str) -> PhalanxError:
         """Return the error for a call that will never be answered."""
         if self.is_closed:
-            return PhalanxError(f"this worker has left RPC, while it waited for {description}")
+            return PhalanxError(f"this worker left RPC while it waited for {description}")
         reason = peer.mark_lost(peer.find_loss_reason())
-        return PeerLost(f"{reason}, while this worker waited for {description}")
+        return PeerLost(f"{reason} while this worker waited for {description}")
 
     def call_async(
         self, peer: Peer, kind: Kind, body: object, description: str, timeout: float, extra: int = 0
@@ -405,7 +405,7 @@ class Agent:
         try:
             self.codec.decode(message, peer)
         except BaseException:  # noqa: BLE001 - nobody waits for the answer
-            _LOG.debug("an answer that came too late", exc_info=True)
+            _LOG.debug("a late answer", exc_info=True)
 
     def _is_pending(self, peer: int, call: int) -> bool:
         return call in self.peers[peer].pending
@@ -419,7 +419,7 @@ class Agent:
     def _on_death(self, peer: Peer) -> None:
         self._reactor.unwatch(peer.pidfd)
         # The peer may have announced that it leaves: messages that are readable now come first.
-        handle_loss = partial(self.mark_lost, peer, f"{peer} has died")
+        handle_loss = partial(self.mark_lost, peer, f"{peer} died")
         self._reactor.submit(partial(self._reactor.submit, handle_loss))
 
     def _on_disconnect(self, peer: Peer, dealer: RemoteDealer) -> None:
@@ -446,5 +446,5 @@ class Agent:
                 _, pending = peer.pending.popitem()
             except KeyError:
                 return
-            words = f"{error}, while this worker waited for {pending.description}"
-            pending.future.set_exception(type(error)(words))
+            text = f"{error} while this worker waited for {pending.description}"
+            pending.future.set_exception(type(error)(text))

@@ -1,6 +1,6 @@
 """A log of a worker's long-running calls, in the directory of its job.
 
-The file `812.calls`, beside the flight recorder file of process 812, is replaced as a whole when
+The file `812.calls`, next to the flight recorder file of process 812, is replaced as a whole when
 something has changed. It is removed when the worker leaves, unless an exception ends the process or
 `shutdown`:
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CallLog"]
 
-_LOOK_SECONDS = 1.0
+_WRITE_SECONDS = 1.0
 _log = logging.getLogger("phalanx")
 
 
@@ -55,7 +55,7 @@ class CallLog:
         self._directory: JobDirectory | None = None
         self._file = f"{os.getpid()}.calls"
         self._written: dict[str, Any] = {}
-        self._over = threading.Event()
+        self._stopped = threading.Event()
 
     def start(self, own: WorkerInfo, peers: Sequence[Peer]) -> None:
         """Start to write the file, if this process has a directory of its job."""
@@ -68,12 +68,12 @@ class CallLog:
 
     def keep(self) -> None:
         """Keep the file as it is, for diagnosis after this process has ended."""
-        self._over.set()
+        self._stopped.set()
         self._directory = None
 
     def close(self) -> None:
         """Remove the file unless `keep` was called; a second call does nothing."""
-        self._over.set()
+        self._stopped.set()
         directory, self._directory = self._directory, None
         if directory is not None:
             self._thread.join()
@@ -84,23 +84,23 @@ class CallLog:
             except FileNotFoundError:
                 pass  # it could not be written, and that was logged
             except OSError as error:
-                _log.warning("phalanx: %s can't be removed: %s", self._file, error)
+                _log.warning("phalanx: %s cannot be removed: %s", self._file, error)
 
     def _run(self, directory: JobDirectory) -> None:
         try:
             self._write(directory)
-            while not self._over.wait(_LOOK_SECONDS) and directory is get_job_directory():
+            while not self._stopped.wait(_WRITE_SECONDS) and directory is get_job_directory():
                 self._write(directory)
         except OSError as error:
             _log.warning(
-                "phalanx: `phalanx explain` and `phalanx watch` can't show the calls of worker %r; "
-                "the job goes on: %s",
+                "phalanx: `phalanx explain` and `phalanx watch` cannot show the calls of worker "
+                "%r; the job continues: %s",
                 self._own.name,
                 error,
             )
 
     def _write(self, directory: JobDirectory) -> None:
-        until = time.monotonic() - _LOOK_SECONDS
+        latest = time.monotonic() - _WRITE_SECONDS
         content = {
             "version": VERSION,
             "id": self._own.id,
@@ -108,7 +108,7 @@ class CallLog:
             "made": [
                 {"call": call, "to": to, "function": function, "since": int(since * 1e9)}
                 for call, to, function, since in self._unanswered()
-                if since < until
+                if since < latest
             ],
             "executed": [
                 {"call": call, "of": caller, "since": int(since * 1e9)}

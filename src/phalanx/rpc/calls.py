@@ -71,10 +71,10 @@ def rpc_sync(
 
     Raises:
         UsageError: There is no such worker, RPC is not initialized (any more), or the function or
-            an argument can't be sent. Nothing was sent to the worker.
+            an argument cannot be sent. Nothing was sent to the worker.
         PeerLost: The worker has died or left; the message names it.
         CallTimeout: There was no result in time. The function may still be executed.
-        RemoteError: The function raised an exception that can't be sent.
+        RemoteError: The function raised an exception that cannot be sent.
         Exception: The exception that the function raised, with the remote traceback as its cause.
     """
     return begin(to, func, args, kwargs, timeout).wait()
@@ -212,7 +212,7 @@ def _make_body(func: object, args: Any, kwargs: Any) -> tuple[Any, ...]:
     if not isinstance(args, (tuple, list)) or not isinstance(kwargs, dict):
         raise UsageError(
             f"args of type {type(args).__name__} and kwargs of type {type(kwargs).__name__}: "
-            "expected a tuple and a dict; one argument alone is args=(x,)"
+            "expected a tuple and a dict; pass a single argument as args=(x,)"
         )
     # The callee records gradients only if the caller does.
     return func, tuple(args), kwargs, torch.is_grad_enabled()

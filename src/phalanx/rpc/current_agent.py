@@ -33,8 +33,8 @@ def agent() -> Agent:
     if not _agents:
         if _parents:
             raise UsageError(
-                f"this process was forked off by worker {_parents[-1].info.name!r}: it is none "
-                "itself; let the worker make the calls"
+                f"this process was forked by worker {_parents[-1].info.name!r} and is not a worker "
+                "itself; make the calls in that worker"
             )
         raise UsageError(
             "RPC has not been initialized again since this process left it by shutdown()"

@@ -58,15 +58,15 @@ def _wait_all(futures: list[_Future]) -> list[Any]:
 def _collect_all(futures: list[_Future]) -> _Future:
     collected: _Future = torch.futures.Future()
     lock = threading.Lock()
-    left = len(futures)
+    remaining = len(futures)
     is_ended = False
 
     def end(future: _Future) -> None:
-        nonlocal left, is_ended
+        nonlocal remaining, is_ended
         error = _error(future)
         with lock:
-            left -= 1
-            if is_ended or not (error or left == 0):
+            remaining -= 1
+            if is_ended or not (error or remaining == 0):
                 return
             is_ended = True
         if error is None:

@@ -37,7 +37,7 @@ __all__ = ["init_rpc", "shutdown"]
 
 _INIT_SECONDS = 300.0
 _STEP_SECONDS = 0.05
-_END_MILLISECONDS = 5000
+_EXIT_MILLISECONDS = 5000
 _init_count = [0]
 # Stores that this module made: rank 0's serves the others until all have left.
 _stores: list[Any] = []
@@ -52,7 +52,7 @@ def init_rpc(
     *,
     timeout: float = _INIT_SECONDS,
 ) -> None:
-    """Become a worker that others can call; block until all workers are there.
+    """Become a worker that others can call; block until all workers have joined.
 
     The workers rendezvous through the store of the process group. If there is no process group, or
     it has fewer ranks than there are workers, they use `env://`: `MASTER_ADDR`, `MASTER_PORT`,
@@ -71,8 +71,8 @@ def init_rpc(
     Raises:
         UsageError: The name is invalid or taken, an argument has a wrong type, there is no way to
             rendezvous, this process is already a worker, or not all workers have the same key.
-        PhalanxError: A worker did not come in time, or can't be reached.
-        PeerLost: A worker died, or left, before all were there.
+        PhalanxError: A worker did not arrive in time, or cannot be reached.
+        PeerLost: A worker died, or left, before all had arrived.
     """
     if agent_or_none() is not None:
         raise UsageError("RPC is already initialized: call phalanx.rpc.shutdown() first")
@@ -155,7 +155,7 @@ class WorkerBarrier:
         self._lock = threading.Lock()
         self._arrivals: dict[int, tuple[int, Callable[[Any], None], Callable[[Any], None]]] = {}
         self._last: dict[int, int] = {}
-        own.on_lost = self._lost
+        own.on_lost = self._handle_loss
 
     def arrive(
         self,
@@ -165,11 +165,13 @@ class WorkerBarrier:
         send_exception: Callable[[BaseException], None],
     ) -> None:
         """Record an arrival; once all workers have arrived, answer each whether this is the end."""
-        lost = ""
+        loss_reason = ""
         with self._lock:
             self._arrivals[worker] = activity, send_result, send_exception
-            lost = next((peer.loss_reason for peer in self._own.peers if peer.loss_reason), "")
-            if not lost and len(self._arrivals) < self._size:
+            loss_reason = next(
+                (peer.loss_reason for peer in self._own.peers if peer.loss_reason), ""
+            )
+            if not loss_reason and len(self._arrivals) < self._size:
                 return
             arrivals, self._arrivals = self._arrivals, {}
         now = {each: entry[0] for each, entry in arrivals.items()}
@@ -177,16 +179,16 @@ class WorkerBarrier:
         # This worker comes last, since it leaves as soon as it has its answer.
         for each in sorted(arrivals, reverse=True):
             _, answer, refuse = arrivals[each]
-            if lost:
-                refuse(PeerLost(lost))
+            if loss_reason:
+                refuse(PeerLost(loss_reason))
             else:
                 answer(is_end)
 
-    def _lost(self, words: str) -> None:
+    def _handle_loss(self, reason: str) -> None:
         with self._lock:
             arrivals, self._arrivals = self._arrivals, {}
         for worker in sorted(arrivals, reverse=True):
-            arrivals[worker][2](PeerLost(words))
+            arrivals[worker][2](PeerLost(reason))
 
 
 def _key(store: Store, rank: int, size: int, own: WorkerRecord, timeout: float) -> bytes:
@@ -197,9 +199,9 @@ def _key(store: Store, rank: int, size: int, own: WorkerRecord, timeout: float) 
         raise
 
 
-def _check_seconds(what: str, seconds: object) -> None:
+def _check_seconds(name: str, seconds: object) -> None:
     if not isinstance(seconds, int | float) or not seconds >= 0:
-        raise UsageError(f"{what}={seconds!r}: expected seconds, 0 or more")
+        raise UsageError(f"{name}={seconds!r}: expected seconds, 0 or more")
 
 
 def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, int]:
@@ -220,12 +222,12 @@ def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, i
     try:
         made, rank, size = next(iter(rendezvous(method, rank, size)))
     except ValueError as error:
-        raise UsageError(f"the workers have nothing to meet by: {error}") from None
+        raise UsageError(f"the workers have no rendezvous: {error}") from None
     except dist.DistError as error:
         raise PhalanxError(
-            f"worker {rank} couldn't meet the others by {method!r}: {error} (where the port is "
-            "taken by a process group of some of the workers, have its rank 0 be worker 0, or give "
-            "another port, as init_method of rpc_backend_options)"
+            f"worker {rank} could not rendezvous with the others by {method!r}: {error} (if a "
+            "process group of some of the workers uses the port, make its rank 0 worker 0, or "
+            "choose another port by init_method of rpc_backend_options)"
         ) from error
     _stores.append(made)
     return made, rank, size
@@ -271,17 +273,17 @@ def _join(own: Agent, timeout: float) -> None:
                 if peer.has_left:
                     raise
                 raise PhalanxError(
-                    f"{peer} can't be reached at {peer.address} ({error}): set PHALANX_INTERFACE "
-                    "to the interface by which the hosts reach one another"
+                    f"{peer} cannot be reached at {peer.address} ({error}): set PHALANX_INTERFACE "
+                    "to the interface that connects the hosts"
                 ) from None
     # Worker 0 may still be waiting for the addresses of workers on other hosts.
     own.handshake_timeout = math.inf
     try:
-        own.call(own.peers[0], Kind.ARRIVE, (own.activity,), "all workers to come", timeout)
+        own.call(own.peers[0], Kind.ARRIVE, (own.activity,), "all workers to arrive", timeout)
     except PeerLost:
-        # Worker 0 may have left because of that already, and may have ended too.
-        if died := next((each for each in own.peers if each.has_died and not each.has_left), None):
-            raise PeerLost(f"{died} has died in init_rpc: look at what it said") from None
+        # Worker 0 may have left because of a dead worker, and may have exited since.
+        if dead := next((each for each in own.peers if each.has_died and not each.has_left), None):
+            raise PeerLost(f"{dead} died in init_rpc: see its output") from None
         raise
     finally:
         own.handshake_timeout = HANDSHAKE_TIMEOUT
@@ -293,11 +295,11 @@ def _wait_all_workers(own: Agent, timeout: float) -> None:
     while not is_end:
         while own.outstanding and (end is None or time.monotonic() < end):
             time.sleep(_STEP_SECONDS)
-        left = 0.0 if end is None else max(0.001, end - time.monotonic())
+        remaining = 0.0 if end is None else max(0.001, end - time.monotonic())
         activity = own.activity
         try:
             is_end = own.call(
-                own.peers[0], Kind.ARRIVE, (activity,), "the end of all workers", left
+                own.peers[0], Kind.ARRIVE, (activity,), "all workers to leave", remaining
             )
         except PeerLost:
             _wait_for_exit(own)
@@ -311,7 +313,7 @@ def _wait_for_exit(own: Agent) -> None:
     for process in processes:
         poll.register(process, select.POLLIN)
     if processes:
-        poll.poll(_END_MILLISECONDS)
+        poll.poll(_EXIT_MILLISECONDS)
 
 
 def _leave_at_exit() -> None:

@@ -114,8 +114,8 @@ class _Part:
         for parameter in given:
             if not (isinstance(parameter, Tensor) and parameter.is_leaf):
                 raise UsageError(
-                    f"DistributedOptimizer got {_describe(parameter)}: expected parameters, or "
-                    "other leaves; those that require no gradients stay as they are"
+                    f"DistributedOptimizer got {_describe(parameter)}: expected parameters or "
+                    "other leaf tensors; those that require no gradients are not updated"
                 )
         self._parameters = list(parameters)
         self._aliases = [nn.Parameter(each.data, each.requires_grad) for each in parameters]
@@ -164,7 +164,7 @@ def _by_owner(
         elif not isinstance(one, RRef):
             raise UsageError(
                 f"DistributedOptimizer got {_describe(one)}: expected parameters and RRefs of "
-                "parameters (for groups of different options make an optimizer each)"
+                "parameters (for groups with different options, create one optimizer per group)"
             )
         elif one.is_owner():
             own.append(one.local_value())
@@ -177,7 +177,7 @@ def _by_owner(
 
 def _describe(value: object) -> str:
     if isinstance(value, Tensor):
-        leaf = "a leaf" if value.is_leaf else "no leaf"
+        leaf = "a leaf" if value.is_leaf else "not a leaf"
         return (
             f"a tensor of shape {tuple(value.shape)}, {leaf}, requires_grad={value.requires_grad}"
         )

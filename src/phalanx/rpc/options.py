@@ -81,13 +81,13 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.device_maps = device_maps
         if device_maps:
             raise UsageError(
-                "device_maps: RPC carries tensors of the CPU; send tensor.cpu(), and move it where "
-                "it arrives"
+                "device_maps: RPC sends CPU tensors only; send tensor.cpu(), and move it to the "
+                "device on the receiver"
             )
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Raise `UsageError`: only CPU tensors can be sent."""
-        raise UsageError(f"set_device_map({to!r}, {device_map!r}): RPC carries tensors of the CPU")
+        raise UsageError(f"set_device_map({to!r}, {device_map!r}): RPC sends CPU tensors only")
 
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Set `devices`, which is unused."""

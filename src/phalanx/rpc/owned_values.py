@@ -111,9 +111,9 @@ class OwnedValues:
             if delta.holder in self._lost_workers:
                 return
             value = self._values.setdefault(delta.rref_id, OwnedValue())
-            left = value.holders.pop(delta.holder, 0) + delta.amount
-            if left:
-                value.holders[delta.holder] = left
+            count = value.holders.pop(delta.holder, 0) + delta.amount
+            if count:
+                value.holders[delta.holder] = count
             elif not value.holders:
                 del self._values[delta.rref_id]
         # The value is freed here, without the lock, since that may run the user's code.
@@ -122,12 +122,12 @@ class OwnedValues:
         """Drop the references of a dead worker."""
         with self._lock:
             self._lost_workers.add(worker)
-            gone = [
+            unreferenced = [
                 rref_id
                 for rref_id, value in self._values.items()
                 if value.holders.pop(worker, 0) and not value.holders
             ]
-            released = [self._values.pop(rref_id) for rref_id in gone]
+            released = [self._values.pop(rref_id) for rref_id in unreferenced]
         del released
 
     def clear(self) -> None:
@@ -144,7 +144,7 @@ class UserRRef:
     """One reference of this worker to a value; the owner is notified when it is collected.
 
     Each `RRef` has its own. A shared one could be found, by a weak reference, while it is being
-    collected, and what was counted then would be lost. `fork_id` names the reference itself: the
+    collected, and its counts would then be lost. `fork_id` names the reference itself: the
     worker that has it, and a number of that worker.
     """
 

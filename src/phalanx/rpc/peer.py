@@ -131,7 +131,7 @@ class Peer:
         poll.register(self._eventfd.fd, select.POLLIN)
         if not self.is_local:
             poll.poll(_DRAIN_MILLISECONDS)
-            reason = "is lost: it has died, or there is no way to it any more"
+            reason = "is lost: it died, or cannot be reached any more"
             return self.loss_reason or f"{self} {reason}"
         # The connections of a process end a moment before the process.
         poll.register(self.pidfd, select.POLLIN)
@@ -139,11 +139,11 @@ class Peer:
         if self.has_died and not self.loss_reason:
             poll.unregister(self.pidfd)
             poll.poll(_DRAIN_MILLISECONDS)
-        return self.loss_reason or f"{self} has {'died' if self.has_died else 'left RPC'}"
+        return self.loss_reason or f"{self} {'died' if self.has_died else 'left RPC'}"
 
     def connection_error(self, description: str, error: PhalanxError) -> PhalanxError:
         """Return the error for a call whose connection could not be made."""
-        return type(error)(f"{description}: {self} can't be connected to: {error}")
+        return type(error)(f"{description}: cannot connect to {self}: {error}")
 
     def take_connection(
         self, key: bytes, remote_context: RemoteContext | None, end: float, max_wait: float

@@ -63,7 +63,7 @@ class PendingCall:
         except OSError:
             message = None
         except BaseException:
-            # Interrupted: part of a message may be lost, so the connection can't be reused.
+            # Interrupted: part of a message may be lost, so the connection cannot be reused.
             connection, self._connection = self._connection, None
             self._own.call_log.outgoing.pop(self._call, None)
             if connection is not None:

@@ -1,4 +1,4 @@
-"""Notifications of what other workers may free: ended references and unmapped blocks."""
+"""Notifications of other workers about ended references and unmapped blocks."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ReleaseNotifier:
                 else:
                     self._free_blocks(worker, release)
             except PhalanxError as error:
-                _LOG.warning("worker %d isn't told yet what it may free: %s", worker, error)
+                _LOG.warning("worker %d could not be notified of releases yet: %s", worker, error)
                 self._queue.appendleft((worker, release))
                 timer = threading.Timer(_RETRY_SECONDS, self._wake)
                 timer.daemon = True

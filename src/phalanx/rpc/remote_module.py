@@ -142,7 +142,7 @@ class RemoteModule(nn.Module):
         if thread_local.pickle_context is None:
             raise UsageError(
                 "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
-                "when using RPC: save the module where it is, on worker "
+                "when using RPC: save the module on its worker, "
                 f"{self.on!r}, by a function that is called there"
             )
         return _make_reference, (self.on, self.device, self.module_rref)
@@ -154,13 +154,13 @@ class RemoteModule(nn.Module):
 
 _HINTS = {
     "parameters": ". Please use ``remote_parameters`` instead.",
-    "cuda": "; name the device when it is made, as in 'ps/cuda:0'",
-    "to": "; name the device when it is made, as in 'ps/cuda:0'",
+    "cuda": "; choose the device at construction, as in 'ps/cuda:0'",
+    "to": "; choose the device at construction, as in 'ps/cuda:0'",
 }
 
 
 def _not_supported(name: str) -> UsageError:
-    hint = f": call it where the module is, get_module_rref().rpc_sync().{name}(...)"
+    hint = f": call it on the owner, get_module_rref().rpc_sync().{name}(...)"
     return UsageError(f"Method ``{name}`` not supported for RemoteModule{_HINTS.get(name, hint)}")
 
 
@@ -206,8 +206,8 @@ def _parse_remote_device(remote_device: str) -> tuple[str | int, str]:
         device = str(torch.device(name or _CPU))
     except RuntimeError:
         raise UsageError(
-            f"remote_device is {remote_device!r}: {name!r} is no device; expected such as 'cpu' or "
-            "'cuda:0'"
+            f"remote_device is {remote_device!r}: {name!r} is not a device; expected, for "
+            "example, 'cpu' or 'cuda:0'"
         ) from None
     kind, _, rank = worker.partition(":")
     on: str | int = int(rank) if kind == "rank" and rank.isdecimal() else worker
@@ -231,8 +231,8 @@ def _create_module(
         if _averages_gradients(part):
             raise UsageError(
                 f"RemoteModule got a module whose {name or 'outermost part'} is "
-                f"{type(part).__name__}: it averages gradients where backward() is called, not in "
-                "a module that others call; wrap what is on the trainers"
+                f"{type(part).__name__}: it averages gradients in the process that calls "
+                "backward(), not in a module that others call; wrap the layers on the trainers"
             )
     return RRef(module.to(device), nn.Module)
 

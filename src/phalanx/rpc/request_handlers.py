@@ -132,9 +132,9 @@ def _run_function(reply: _Reply) -> Any:
         function, args, kwargs, reply.grad = reply.body()
     except (AttributeError, ImportError) as error:
         raise UsageError(
-            f"the call can't be loaded on {reply.agent.info}: {error}. RPC pickler does not "
-            "serialize the code of what can be imported: ensure that the modules of functions and "
-            "classes are the same on both workers"
+            f"the call cannot be loaded on {reply.agent.info}: {error}. RPC pickler does not "
+            "serialize the code of importable functions and classes: ensure that their modules are "
+            "the same on both workers"
         ) from error
     try:
         with torch.set_grad_enabled(reply.grad):
@@ -155,8 +155,8 @@ def _to_torch_error(error: Exception, function: object) -> Exception:
     if isinstance(error, TypeError) and isinstance(function, types.BuiltinFunctionType):
         function_name = function.__name__
         if vars(torch).get(function_name) is function:
-            words = "Overloaded torch operator invoked from Python failed to match any schema"
-            wrapped = ArgumentTypeError(f"{words}: torch.{function_name}: {error}")
+            text = "Overloaded torch operator invoked from Python failed to match any schema"
+            wrapped = ArgumentTypeError(f"{text}: torch.{function_name}: {error}")
             return wrapped.with_traceback(error.__traceback__)
     return error
 
@@ -209,13 +209,13 @@ def _apply_ref_count(reply: _Reply) -> None:
 
 def _arrive(reply: _Reply) -> None:
     if (on_arrival := reply.agent.on_arrival) is None:
-        raise RuntimeError("only worker 0 gathers the others")
+        raise RuntimeError("only worker 0 has a barrier")
     on_arrival(reply.message.source, *reply.body(), reply.send_result, reply.send_exception)
 
 
 def _leave(reply: _Reply) -> None:
     reply.peer.has_left = True
-    reply.agent.mark_lost(reply.peer, f"{reply.peer} has left RPC")
+    reply.agent.mark_lost(reply.peer, f"{reply.peer} left RPC")
 
 
 def _hello(reply: _Reply) -> None:

@@ -27,8 +27,8 @@ def get_root_worker() -> int | None:
 @contextmanager
 def set_root_worker(root: int) -> Iterator[None]:
     """Make this thread work on behalf of the worker `root` within the context."""
-    before, _thread_local.root = _thread_local.root, root
+    saved, _thread_local.root = _thread_local.root, root
     try:
         yield
     finally:
-        _thread_local.root = before
+        _thread_local.root = saved

@@ -73,7 +73,7 @@ class RRef(Generic[_T]):
         """Return whether this worker is the owner."""
         return self._user_rref.owner == agent().id
 
-    def is_near(self) -> bool:
+    def is_on_this_host(self) -> bool:
         """Return whether the owner is on this worker's host."""
         return agent().peers[self._user_rref.owner].is_local
 
@@ -132,7 +132,7 @@ class RRef(Generic[_T]):
             retain_graph: True if there will be a second pass through the same graph.
 
         Raises:
-            UsageError: The value is not a tensor, or a backward pass can't begin with it.
+            UsageError: The value is not a tensor, or a backward pass cannot begin with it.
             PeerLost: A worker that takes part is dead.
         """
         from phalanx.rpc.autograd.api import backward
@@ -248,7 +248,7 @@ def _value(rref_id: RRefId) -> Any:
     if not value.is_ready:
         own.promote_follower()
         if not value.wait(own.timeout or None):
-            raise CallTimeout(f"{_describe(rref_id, own.id)} wasn't there after {own.timeout:g} s")
+            raise CallTimeout(f"{_describe(rref_id, own.id)} did not exist after {own.timeout:g} s")
     return value.get()
 
 

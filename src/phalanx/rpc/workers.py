@@ -48,7 +48,7 @@ __all__ = [
 
 _NAME = re.compile(r"[A-Za-z0-9\-_:.]+")
 _NAME_LIMIT = 128
-_MOMENT_MILLISECONDS = 1000
+_EXIT_MILLISECONDS = 1000
 
 
 def check_name(name: object) -> str:
@@ -100,7 +100,7 @@ class WorkerRecord:
     host: str
     """The host name, for display."""
     machine: str
-    """The identity of the machine; workers with different ones can't share memory."""
+    """The identity of the machine; workers with different ones cannot share memory."""
     address: str
     """The address of its socket for workers on its host."""
     fd: int
@@ -145,7 +145,7 @@ def make_record(name: object, shm_sender: ShmSender) -> WorkerRecord:
 def exchange_records(
     store: Store, rank: int, size: int, record: WorkerRecord, timeout: float
 ) -> list[WorkerRecord]:
-    """Exchange the records of the workers; block until all workers are there.
+    """Exchange the records of the workers; block until all workers have joined.
 
     Args:
         store: The store to exchange them through.
@@ -156,11 +156,11 @@ def exchange_records(
 
     Raises:
         UsageError: Two workers have the same name or rank, not all expect the same number of
-            workers, or a worker can't join and has reported why.
-        PhalanxError: Some workers did not come in time.
+            workers, or a worker cannot join and has reported why.
+        PhalanxError: Some workers did not join in time.
     """
     if store.add(f"here/{rank}", 1) > 1:
-        error = UsageError(f"rank {rank} was given to two workers: give each its own, from 0 on")
+        error = UsageError(f"two workers have rank {rank}: ranks must be unique, starting at 0")
         publish_failure(store, rank, size, record, error)
         raise error
     store.set(f"worker/{rank}", json.dumps(dataclasses.asdict(record) | {"size": size}))
@@ -177,7 +177,7 @@ def exchange_records(
             raise UsageError(
                 f"the worker name {other.name!r} is not unique: workers {named[other.name]} "
                 f"({records[named[other.name]].process}) and {each} ({other.process}) have it; "
-                "give each its own"
+                "names must be unique"
             )
     return records
 
@@ -185,17 +185,17 @@ def exchange_records(
 def publish_failure(
     store: Store, rank: int, size: int, record: WorkerRecord, error: Exception
 ) -> None:
-    """Tell all waiting workers, whichever they wait for, that this one can't join, and why."""
-    words = f"worker {record.name!r} (rank {rank}, {record.process}) can't join: {error}"
+    """Tell all waiting workers, whichever they wait for, that this one cannot join, and why."""
+    text = f"worker {record.name!r} (rank {rank}, {record.process}) cannot join: {error}"
     for each in range(size):
-        store.set(f"worker/{each}", json.dumps({"refused": words}))
+        store.set(f"worker/{each}", json.dumps({"failure": text}))
 
 
 def _parse_records(texts: list[bytes]) -> list[WorkerRecord]:
-    found = [json.loads(text) for text in texts]
+    found = [json.loads(encoded) for encoded in texts]
     for each in found:
-        if "refused" in each:
-            raise UsageError(each["refused"])
+        if "failure" in each:
+            raise UsageError(each["failure"])
     return [WorkerRecord(**each) for each in found]
 
 
@@ -203,7 +203,7 @@ def _check_size(other: int, record: WorkerRecord, rank: int, size: int) -> None:
     if record.size != size:
         raise UsageError(
             f"worker {rank} expects {size} workers, worker {other} ({record.process}) "
-            f"{record.size}: give all the same world_size"
+            f"{record.size}: use the same world_size on all workers"
         )
 
 
@@ -220,7 +220,7 @@ def wait_for_values(store: Store, names: list[str], timeout: float) -> list[byte
         if not missing:
             raise
         raise PhalanxError(
-            f"of {len(names)} workers, {', '.join(missing)} didn't come to init_rpc "
+            f"of {len(names)} workers, {', '.join(missing)} did not join init_rpc "
             f"within {timeout:g} s: were they started, with the same world size and rendezvous?"
         ) from None
     return [store.get(name) for name in names]
@@ -236,8 +236,8 @@ def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
     if rank == 0:
         made = secrets.token_bytes(key.SIZE)
         store.set("key/0", f"inherited {_key_digest(own)}" if own else f"made {made.hex()}")
-    (text,) = wait_for_values(store, ["key/0"], timeout)
-    origin, _, value = text.decode().partition(" ")
+    (encoded,) = wait_for_values(store, ["key/0"], timeout)
+    origin, _, value = encoded.decode().partition(" ")
     if origin == "made" and own is None:
         return bytes.fromhex(value)
     if origin == "inherited" and own is not None and value == _key_digest(own):
@@ -245,7 +245,7 @@ def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
     given = "has none" if own is None else "has another" if origin == "inherited" else "has one"
     raise UsageError(
         f"worker 0 {'has' if origin == 'inherited' else 'has no'} key of the job, worker {rank} "
-        f"{given}: start all with `phalanx run`, or give all the same PHALANX_KEY_FILE"
+        f"{given}: start all with `phalanx run`, or set the same PHALANX_KEY_FILE for all"
     )
 
 
@@ -277,7 +277,7 @@ def _has_ended(pid: int) -> bool:
         return True
     try:
         # The files of a process are closed a moment before it has ended.
-        return local.is_readable(process, _MOMENT_MILLISECONDS)
+        return local.is_readable(process, _EXIT_MILLISECONDS)
     finally:
         os.close(process)
 

@@ -1,4 +1,4 @@
-"""The recorded outcomes: benchmarks/conformance_rpc.json, and the table that is made of it."""
+"""The recorded outcomes: benchmarks/conformance_rpc.json, and the table generated from it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from tests.conformance.rpc_suite.runner import COLUMNS
-from tests.conformance.rpc_suite.scope import DIFFERENCES, OUT_OF_SCOPE, difference
+from tests.conformance.rpc_suite.scope import DIFFERENCES, OUT_OF_SCOPE, difference_reason
 from tests.conformance.torch_suite import results_file
 from tests.conformance.torch_suite.record import facts
 from tests.conformance.torch_suite.results_file import Results, cause
@@ -17,14 +17,24 @@ if TYPE_CHECKING:
 
     from tests.conformance.torch_suite.runner import Outcome
 
-__all__ = ["DATA", "TABLE", "TITLES", "Results", "behind", "cause", "load", "store", "table"]
+__all__ = [
+    "DATA",
+    "TABLE",
+    "TITLES",
+    "Results",
+    "cause",
+    "find_regressions",
+    "load",
+    "store",
+    "table",
+]
 
 DATA = ROOT / "benchmarks" / "conformance_rpc.json"
 TABLE = ROOT / "benchmarks" / "conformance_rpc.md"
 TITLES = {"torch": "PyTorch's RPC", "phalanx": "phalanx.rpc"}
 KINDS = ("pass", "fail", "timeout", "skip", "out of scope")
 
-_HEAD = """\
+_HEADER = """\
 # PyTorch's own RPC suite
 
 `make conformance-rpc` writes this file. It runs every test of RPC, distributed autograd,
@@ -35,7 +45,7 @@ docs/design/rpc_conformance.md. Last run with {facts}.
 
 
 def load() -> Results:
-    """Return what is recorded so far."""
+    """Return the recorded outcomes."""
     return results_file.load(DATA, COLUMNS)
 
 
@@ -45,11 +55,11 @@ def store(results: Results) -> None:
     TABLE.write_text(table(results))
 
 
-def behind(results: Results) -> Iterator[tuple[str, Outcome]]:
-    """Tests that PyTorch's RPC passes, and `phalanx.rpc` does not, without a documented reason."""
+def find_regressions(results: Results) -> Iterator[tuple[str, Outcome]]:
+    """Yield tests that PyTorch's RPC passes and `phalanx.rpc` fails without a documented reason."""
     for test, outcome in sorted(results["phalanx"].items()):
-        theirs = results["torch"].get(test)
-        if theirs is None or theirs.outcome != "pass" or difference(test):
+        torch_outcome = results["torch"].get(test)
+        if torch_outcome is None or torch_outcome.outcome != "pass" or difference_reason(test):
             continue
         if outcome.outcome not in {"pass", "out of scope"}:
             yield test, outcome
@@ -57,16 +67,22 @@ def behind(results: Results) -> Iterator[tuple[str, Outcome]]:
 
 def table(results: Results) -> str:
     """Return the text of benchmarks/conformance_rpc.md."""
-    said = ", ".join(f"{name} {value}" for name, value in facts().items())
-    lines = [_HEAD.format(facts=said), *_summary(results)]
-    found = list(behind(results))
-    lines += ["## Failures without a documented reason", "", *([] if found else ["None.", ""])]
-    lines += [f"- {test}: {outcome.outcome}: {cause(outcome.reason)}" for test, outcome in found]
-    lines += ["", "## Deliberate differences", "", *_listed(DIFFERENCES)]
-    lines += ["## Tests listed as out of scope", "", *_listed(OUT_OF_SCOPE)]
+    versions = ", ".join(f"{name} {value}" for name, value in facts().items())
+    lines = [_HEADER.format(facts=versions), *_summary(results)]
+    regressions = list(find_regressions(results))
+    lines += [
+        "## Failures without a documented reason",
+        "",
+        *([] if regressions else ["None.", ""]),
+    ]
+    lines += [
+        f"- {test}: {outcome.outcome}: {cause(outcome.reason)}" for test, outcome in regressions
+    ]
+    lines += ["", "## Deliberate differences", "", *_list_reasons(DIFFERENCES)]
+    lines += ["## Tests listed as out of scope", "", *_list_reasons(OUT_OF_SCOPE)]
     lines += ["## Test by test", "", "| test | PyTorch's RPC | phalanx.rpc | reason |"]
     lines += ["|---|---|---|---|"]
-    for test in sorted({test for found in results.values() for test in found}):
+    for test in sorted({test for outcomes in results.values() for test in outcomes}):
         outcomes = [results[column].get(test) for column in COLUMNS]
         cells = [outcome.outcome if outcome else "" for outcome in outcomes]
         reasons = [cause(each.reason) for each in outcomes if each and each.outcome != "pass"]
@@ -83,6 +99,6 @@ def _summary(results: Results) -> Iterator[str]:
     yield ""
 
 
-def _listed(reasons: dict[str, str]) -> Iterator[str]:
-    yield from (f"- `{pattern}`: {why}." for pattern, why in reasons.items())
+def _list_reasons(reasons: dict[str, str]) -> Iterator[str]:
+    yield from (f"- `{pattern}`: {reason}." for pattern, reason in reasons.items())
     yield "" if reasons else "None.\n"

@@ -1,4 +1,4 @@
-"""Runs tests of PyTorch's RPC suite on one of two implementations, several tests at a time."""
+"""Concurrent execution of tests of PyTorch's RPC suite on one of two implementations."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COLUMNS", "LOGS", "run"]
 
-# What a process needs to run the suite on each of them. Process groups are Phalanx's too: a worker
+# The environment for each implementation. Process groups are Phalanx's too: a worker
 # that holds DDP's last reference to a group of Gloo may block in it, waiting for the GIL.
 COLUMNS = {
     "torch": {"RPC_SUITE_COLUMN": "torch"},
@@ -34,12 +34,12 @@ def run(
     """Run the chosen tests on `torch.distributed.rpc` or `phalanx.rpc`.
 
     Args:
-        column: Of `COLUMNS`.
-        chosen: Says whether a test, given as `Class.name`, is to be run.
-        jobs: The number of tests that run at a time.
-        limit: Seconds that a test may take.
+        column: A key of `COLUMNS`.
+        chosen: Returns whether to run a test, given as `Class.name`.
+        jobs: The number of concurrent tests.
+        limit: The time limit of a test, in seconds.
         begin: Called once with the number of tests.
-        report: Called after each test, from several threads, one at a time.
+        report: Called after each test, from several threads, but never concurrently.
 
     Returns:
         The outcome of each test.

@@ -1,7 +1,7 @@
 """The parts of PyTorch's RPC suite that `phalanx.rpc` does not implement, each with its reason.
 
-A test is out of scope if it does not pass and either uses a name that `internal` gives a reason
-for, or is listed in `OUT_OF_SCOPE`. A test that fails for any other reason is a failure, unless
+A test is out of scope if it does not pass and either uses a name with an `internal_reason` or is
+listed in `OUT_OF_SCOPE`. A test that fails for any other reason is a failure, unless
 `DIFFERENCES` documents it.
 """
 
@@ -9,11 +9,18 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-__all__ = ["DIFFERENCES", "INTERNAL", "OUT_OF_SCOPE", "difference", "internal", "out_of_scope"]
+__all__ = [
+    "DIFFERENCES",
+    "INTERNAL",
+    "OUT_OF_SCOPE",
+    "difference_reason",
+    "internal_reason",
+    "out_of_scope_reason",
+]
 
 _PRIVATE = "the name begins with an underscore: it is private to PyTorch"
 
-# Names without an underscore, which PyTorch does not document either. By module, "*": any name.
+# Undocumented names without an underscore, by module; "*" matches any name.
 INTERNAL = {
     "torch.distributed.rpc": {
         "TensorPipeAgent": "PyTorch's agent; Phalanx has another one",
@@ -102,7 +109,7 @@ DIFFERENCES: dict[str, str] = {
 }
 
 
-def internal(module: str, name: str) -> str | None:
+def internal_reason(module: str, name: str) -> str | None:
     """Return why a name of a module is internal to PyTorch; None if it is public."""
     if name.startswith("_"):
         return _PRIVATE
@@ -110,15 +117,15 @@ def internal(module: str, name: str) -> str | None:
     return names.get(name) or names.get("*")
 
 
-def out_of_scope(test: str) -> str | None:
+def out_of_scope_reason(test: str) -> str | None:
     """Return why a test is out of scope; None if it is not listed."""
     return _reason(OUT_OF_SCOPE, test)
 
 
-def difference(test: str) -> str | None:
+def difference_reason(test: str) -> str | None:
     """Return the deliberate difference that a test shows; None if there is none."""
     return _reason(DIFFERENCES, test)
 
 
 def _reason(reasons: dict[str, str], test: str) -> str | None:
-    return next((why for pattern, why in reasons.items() if fnmatchcase(test, pattern)), None)
+    return next((reason for pattern, reason in reasons.items() if fnmatchcase(test, pattern)), None)

@@ -1,4 +1,4 @@
-"""The process that has PyTorch's RPC suite imported, and forks what runs one of its tests.
+"""The process that imports PyTorch's RPC suite and forks the workers of each test.
 
 Started by `runner`, which sets `RPC_SUITE_COLUMN`. See `torch_suite.server` for the rest.
 """
@@ -16,7 +16,7 @@ from phalanx.launcher.rank_bootstrap import die_with_parent
 from tests.conformance.rpc_suite import scope
 from tests.conformance.rpc_suite.substitution import (
     Uses,
-    scripts_compiled_if_possible,
+    compile_scripts_if_possible,
     substitute,
 )
 from tests.conformance.torch_suite import server
@@ -24,18 +24,18 @@ from tests.conformance.torch_suite import server
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# What PyTorch's limit per test says when it ends one.
-_ENDED = "terminated or timed out after"
+# The message of PyTorch's own time limit of a test.
+_TIMED_OUT = "terminated or timed out after"
 
-# How an agent words a timeout, the suite asks its fixture.
-_TIMEOUT = "RPC ran for more than|took longer than|wasn't there after|did(?:n't| not) answer within"
+# The suite asks its fixture for the wording of timeouts.
+_TIMEOUT = "RPC ran for more than|took longer than|did not exist after|did not answer within"
 
 
 def prepare() -> tuple[Sequence[str], Callable[[str], dict[str, str]]]:
     """Import the suite, on PyTorch's RPC or on `phalanx.rpc`."""
     if is_substituted := os.environ["RPC_SUITE_COLUMN"] == "phalanx":
         substitute()
-        with scripts_compiled_if_possible():
+        with compile_scripts_if_possible():
             from torch.testing._internal.distributed import rpc_utils
     else:
         from torch.testing._internal.distributed import rpc_utils
@@ -56,8 +56,8 @@ def prepare() -> tuple[Sequence[str], Callable[[str], dict[str, str]]]:
     ]
 
     def run_test(test: str) -> dict[str, str]:
-        if is_substituted and (why := scope.out_of_scope(test)):
-            return {"outcome": "out of scope", "reason": why}
+        if is_substituted and (reason := scope.out_of_scope_reason(test)):
+            return {"outcome": "out of scope", "reason": reason}
         name, _, method = test.partition(".")
         is_faulty = types[name] in rpc_utils.FAULTY_AGENT_TESTS
         return _run(test, _case_type(types[name], is_faulty, is_substituted)(method))
@@ -66,7 +66,7 @@ def prepare() -> tuple[Sequence[str], Callable[[str], dict[str, str]]]:
 
 
 def _case_type(tests: type[Any], is_faulty: bool, is_substituted: bool) -> type[Any]:
-    """Mix a class of tests with the fixture of its agent, and with workers that are forked."""
+    """Combine a class of tests with the fixture of its agent and with forked workers."""
     from torch.testing._internal.distributed import rpc_utils
     from torch.testing._internal.distributed.rpc import tensorpipe_rpc_agent_test_fixture
 
@@ -82,16 +82,16 @@ def _case_type(tests: type[Any], is_faulty: bool, is_substituted: bool) -> type[
     rpc_utils.SpawnHelper = Forked
     fixture = tensorpipe_rpc_agent_test_fixture.TensorPipeRpcAgentTestFixture
     if is_faulty:
-        # Its import changes the registry of agents, which other tests look at.
+        # Importing it changes the registry of agents, which other tests inspect.
         from torch.testing._internal.distributed.rpc import faulty_rpc_agent_test_fixture
 
         fixture = faulty_rpc_agent_test_fixture.FaultyRpcAgentTestFixture
     if is_substituted:
         fixture = type("Fixture", (fixture,), {"get_timeout_error_regex": lambda _self: _TIMEOUT})
-    made = rpc_utils.generate_tests("", fixture, [tests], __name__)
+    classes = rpc_utils.generate_tests("", fixture, [tests], __name__)
     # Methods of the class are pickled by its name.
-    globals().update(made)
-    return made[tests.__name__]
+    globals().update(classes)
+    return classes[tests.__name__]
 
 
 def _run(test: str, case: unittest.TestCase) -> dict[str, str]:
@@ -101,9 +101,9 @@ def _run(test: str, case: unittest.TestCase) -> dict[str, str]:
     outcome = server.run(case)
     uses.unlink()
     if outcome["outcome"] == "fail":
-        if used := Uses.first():
-            return {"outcome": "out of scope", "reason": used}
-        if _ENDED in outcome["reason"]:
+        if use := Uses.first():
+            return {"outcome": "out of scope", "reason": use}
+        if _TIMED_OUT in outcome["reason"]:
             outcome["outcome"] = "timeout"
     return outcome
 

@@ -1,4 +1,4 @@
-"""`phalanx.rpc` in the place of PyTorch's modules, for a suite that is imported afterwards."""
+"""Replacement of PyTorch's modules by `phalanx.rpc`, for a suite that is imported afterwards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-__all__ = ["InternalNameUsed", "Uses", "scripts_compiled_if_possible", "substitute"]
+__all__ = ["InternalNameUsed", "Uses", "compile_scripts_if_possible", "substitute"]
 
 
 class InternalNameUsed(Exception):
@@ -26,7 +26,7 @@ _CANNOT_COMPILE = (InternalNameUsed, NotImplementedError, RuntimeError, TypeErro
 
 
 class Uses:
-    """The names out of scope that a test has used, in a file that its processes share."""
+    """Out-of-scope names that a test has used, in a file shared by its processes."""
 
     _fd = -1
 
@@ -46,26 +46,26 @@ class Uses:
 
 
 class _Internal:
-    """A name out of scope: it can be imported, and using it raises `InternalNameUsed`."""
+    """An out-of-scope name: it can be imported, and using it raises `InternalNameUsed`."""
 
     def __init__(self, name: str, reason: str) -> None:
         self.__dict__.update(__name__=name.rpartition(".")[2], _of=(name, reason))
 
-    def _used(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+    def _raise_used(self, *_args: Any, **_kwargs: Any) -> NoReturn:
         name, reason = self.__dict__["_of"]
         Uses.add(name, reason)
         raise InternalNameUsed(f"{name}: {reason}")
 
-    __call__ = __enter__ = __iter__ = __getitem__ = __setattr__ = __reduce__ = _used
+    __call__ = __enter__ = __iter__ = __getitem__ = __setattr__ = __reduce__ = _raise_used
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "_torchdynamo_inline":
             raise AttributeError(name)
-        self._used()
+        self._raise_used()
 
 
 class _Substitute(ModuleType):
-    """A module with the names of another one of PyTorch's."""
+    """A substitute for one of PyTorch's modules."""
 
     def __init__(self, real: ModuleType, names: Mapping[str, Any]) -> None:
         super().__init__(real.__name__)
@@ -76,10 +76,10 @@ class _Substitute(ModuleType):
         real = self.__dict__["_real"]
         if name.startswith("__") or not hasattr(real, name):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        reason = scope.internal(self.__name__, name)
+        reason = scope.internal_reason(self.__name__, name)
         if reason is None:
             raise AttributeError(f"phalanx.rpc has no {name!r}, which is public in {self.__name__}")
-        # Recorded as a use: a test may replace what it takes.
+        # Recorded as a use, because a test may replace the value.
         Uses.add(f"{self.__name__}.{name}", reason)
         return _Internal(f"{self.__name__}.{name}", reason)
 
@@ -88,7 +88,7 @@ class _Substitute(ModuleType):
 
 
 def substitute() -> None:
-    """Put `phalanx.rpc` in the place of PyTorch's modules for all later imports."""
+    """Replace PyTorch's modules by `phalanx.rpc` for all later imports."""
     import torch.distributed.autograd
     import torch.distributed.nn
     import torch.distributed.optim
@@ -102,40 +102,40 @@ def substitute() -> None:
     optimizer = {"DistributedOptimizer": public.pop("DistributedOptimizer")}
     real = torch.distributed.rpc
     shared = {"constants": real.constants, "_set_rpc_timeout": _set_rpc_timeout}
-    rpc = _put(real, {**public, **shared})
+    rpc = _install(real, {**public, **shared})
     api = {name: public[name] for name in real.api.__all__ if name in public}
     registry = {
         "BackendType": phalanx.rpc.BackendType,
         "construct_rpc_backend_options": _construct_rpc_backend_options,
     }
-    # Tests have its members as default arguments.
+    # Tests use its members as default arguments.
     modes = {"RPCExecMode": real.internal.RPCExecMode}
     for name, names in (("api", api), ("backend_registry", registry), ("internal", modes)):
-        setattr(rpc, name, _put(getattr(real, name), names))
+        setattr(rpc, name, _install(getattr(real, name), names))
     torch.distributed.rpc = rpc
-    torch.distributed.autograd = _put(
+    torch.distributed.autograd = _install(
         torch.distributed.autograd, {name: getattr(autograd, name) for name in autograd.__all__}
     )
     vars(torch.distributed.optim).update(optimizer)
     vars(torch.distributed.nn).update(module)
     nn_api = torch.distributed.nn.api
-    nn_api.remote_module = _put(nn_api.remote_module, module)
+    nn_api.remote_module = _install(nn_api.remote_module, module)
     _refuse_private_attributes(phalanx.rpc.RRef, real.PyRRef)
 
 
-def _refuse_private_attributes(own: type, theirs: type) -> None:
-    """Let private attributes of PyTorch's objects raise `InternalNameUsed` on ours."""
-    for name in dir(theirs):
-        if not name.startswith("__") and not hasattr(own, name):
-            reason = scope.internal("", name)
+def _refuse_private_attributes(phalanx_class: type, torch_class: type) -> None:
+    """Make private attributes of PyTorch's class raise `InternalNameUsed` on Phalanx's."""
+    for name in dir(torch_class):
+        if not name.startswith("__") and not hasattr(phalanx_class, name):
+            reason = scope.internal_reason("", name)
             if reason:
-                what = _Internal(f"{theirs.__name__}.{name}", reason)
-                setattr(own, name, property(what._used))
+                target = _Internal(f"{torch_class.__name__}.{name}", reason)
+                setattr(phalanx_class, name, property(target._raise_used))
 
 
-def _put(real: ModuleType, names: Mapping[str, Any]) -> ModuleType:
-    sys.modules[real.__name__] = new = _Substitute(real, names)
-    return new
+def _install(real: ModuleType, names: Mapping[str, Any]) -> ModuleType:
+    sys.modules[real.__name__] = substitute_module = _Substitute(real, names)
+    return substitute_module
 
 
 def _construct_rpc_backend_options(_backend: object, **options: Any) -> Any:
@@ -152,17 +152,17 @@ def _set_rpc_timeout(seconds: float) -> None:
 
 
 @contextlib.contextmanager
-def scripts_compiled_if_possible() -> Iterator[None]:
-    """Let a function or class that `torch.jit.script` cannot compile raise when it is used."""
+def compile_scripts_if_possible() -> Iterator[None]:
+    """Make functions and classes that `torch.jit.script` cannot compile raise when used."""
     import torch
 
     script = torch.jit.script
 
-    def compile_if_possible(what: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_if_possible(target: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return script(what, *args, **kwargs)
+            return script(target, *args, **kwargs)
         except _CANNOT_COMPILE:
-            return _Internal(f"{what.__module__}.{what.__qualname__}", scope.TORCHSCRIPT)
+            return _Internal(f"{target.__module__}.{target.__qualname__}", scope.TORCHSCRIPT)
 
     torch.jit.script = compile_if_possible
     try:

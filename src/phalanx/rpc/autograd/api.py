@@ -99,18 +99,18 @@ class _GradientAttributes:
             self._condition.wait_for(
                 lambda: all(self._borrowers.get(key, thread) == thread for key in keys)
             )
-            mine = keys - self._borrowers.keys()
-            self._borrowers.update(dict.fromkeys(mine, thread))
-        before = [parameter.grad for parameter in parameters]
+            own_keys = keys - self._borrowers.keys()
+            self._borrowers.update(dict.fromkeys(own_keys, thread))
+        saved_gradients = [parameter.grad for parameter in parameters]
         # Data-parallel modules own the memory of `grad` and overwrite it in every pass.
-        values = [_values(gradient) for gradient in before]
+        values = [_values(gradient) for gradient in saved_gradients]
         gradients: list[Tensor | None] = []
         try:
             for parameter in parameters:
                 parameter.grad = None
             yield gradients
         finally:
-            for parameter, gradient, saved in zip(parameters, before, values, strict=True):
+            for parameter, gradient, saved in zip(parameters, saved_gradients, values, strict=True):
                 if gradient is None or saved is None or saved is gradient:
                     gradients.append(parameter.grad)
                 else:
@@ -118,7 +118,7 @@ class _GradientAttributes:
                     gradient.data.copy_(saved)
                 parameter.grad = gradient
             with self._condition:
-                for key in mine:
+                for key in own_keys:
                     del self._borrowers[key]
                 self._condition.notify_all()
 

@@ -41,7 +41,7 @@ class _RpcPeerGraphs:
             PhalanxError,
             UsageError,
         ):  # the peer is dead, or this worker is leaving: nothing is kept for it any more
-            _LOG.debug("worker %d isn't told what it may free", peer, exc_info=True)
+            _LOG.debug("worker %d was not notified of released messages", peer, exc_info=True)
 
 
 def init(worker: int) -> None:
@@ -83,8 +83,8 @@ def _backward(request: BackwardRequest) -> BackwardResponse:
     except (PhalanxError, UsageError):  # raised by a worker further along, or for a lost one
         raise
     except Exception as error:
-        words = f"Error on Node {agent().id}: {error}"
-        raise RemoteError(f"{words} ({type(error).__name__} in a backward pass)") from error
+        text = f"Error on Node {agent().id}: {error}"
+        raise RemoteError(f"{text} ({type(error).__name__} in a backward pass)") from error
 
 
 def _has_context(number: int) -> bool:

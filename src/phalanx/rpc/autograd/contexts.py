@@ -57,7 +57,7 @@ class Contexts:
         if self._thread.number:
             raise UsageError(
                 f"Already have an autograd context id for this thread: {self._thread.number}; "
-                "contexts can't be nested"
+                "contexts cannot be nested"
             )
         with self._lock:
             self._latest = number = next(self._numbers)
@@ -72,11 +72,11 @@ class Contexts:
     @contextmanager
     def enter(self, number: int) -> Iterator[None]:
         """Make this thread's backward passes part of a context."""
-        before, self._thread.number = self._thread.number, number
+        saved, self._thread.number = self._thread.number, number
         try:
             yield
         finally:
-            self._thread.number = before
+            self._thread.number = saved
 
 
 class _Thread(threading.local):

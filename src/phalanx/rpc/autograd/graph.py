@@ -112,7 +112,7 @@ class AutogradGraph:
                 return root
         raise UsageError(
             f"Could not find autograd context with id: {number!r}. No worker has such a context "
-            "open: give what `with context() as context_id` gave, while that block is executed"
+            "open: pass the id that `with context() as context_id` returns, within that block"
         )
 
     @property

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 __all__ = ["AutogradMetadata", "Source", "pack_metadata", "read_number", "unpack_metadata"]
 
-_HEAD = struct.Struct("<QII")
+_HEADER = struct.Struct("<QII")
 _INDEX = struct.Struct("<I")
 _SOURCE = struct.Struct("<IQI")
 
@@ -37,14 +37,14 @@ class AutogradMetadata(NamedTuple):
 
 def pack_metadata(metadata: AutogradMetadata) -> bytes:
     """Serialize metadata."""
-    head = _HEAD.pack(metadata.number, len(metadata.indices), len(metadata.dependencies))
+    head = _HEADER.pack(metadata.number, len(metadata.indices), len(metadata.dependencies))
     indices = (_INDEX.pack(index) for index in metadata.indices)
     return b"".join((head, *indices, *(_SOURCE.pack(*source) for source in metadata.dependencies)))
 
 
 def read_number(data: bytes) -> int:
     """Return the message number in packed metadata."""
-    number: int = _HEAD.unpack_from(data)[0]
+    number: int = _HEADER.unpack_from(data)[0]
     return number
 
 
@@ -58,16 +58,16 @@ def unpack_metadata(data: bytes, tensors: int) -> AutogradMetadata:
     Raises:
         ValueError: The data is not metadata of such a message.
     """
-    if len(data) < _HEAD.size:
-        raise ValueError(f"a note of {len(data)} bytes: expected at least {_HEAD.size}")
-    number, index_count, source_count = _HEAD.unpack_from(data)
-    middle = _HEAD.size + index_count * _INDEX.size
-    end = middle + source_count * _SOURCE.size
+    if len(data) < _HEADER.size:
+        raise ValueError(f"metadata of {len(data)} bytes: expected at least {_HEADER.size}")
+    number, index_count, source_count = _HEADER.unpack_from(data)
+    sources_offset = _HEADER.size + index_count * _INDEX.size
+    end = sources_offset + source_count * _SOURCE.size
     if len(data) != end:
-        raise ValueError(f"a note of {len(data)} bytes: its head speaks of {end}")
-    indices = tuple(index for (index,) in _INDEX.iter_unpack(data[_HEAD.size : middle]))
+        raise ValueError(f"metadata of {len(data)} bytes: its header declares {end}")
+    indices = tuple(index for (index,) in _INDEX.iter_unpack(data[_HEADER.size : sources_offset]))
     if not indices or max(indices) >= tensors or len(set(indices)) < len(indices):
-        raise ValueError(f"a note on the tensors {indices} of a message of {tensors}")
+        raise ValueError(f"metadata for the tensors {indices} of a message with {tensors}")
     return AutogradMetadata(
-        number, indices, tuple(map(Source._make, _SOURCE.iter_unpack(data[middle:])))
+        number, indices, tuple(map(Source._make, _SOURCE.iter_unpack(data[sources_offset:])))
     )

@@ -99,7 +99,7 @@ class _RecvRpc(torch.autograd.Function):
 def _refuse_second_derivatives(gradients: list[Tensor | None]) -> list[Tensor | None]:
     """Return the gradients such that differentiating them again raises an error."""
     refuse: Any = torch._C._functions.DelayedError(
-        b"gradients of gradients don't go through calls (create_graph=True)", len(gradients)
+        b"gradients of gradients do not pass through calls (create_graph=True)", len(gradients)
     )
     given = [None if one is None else one.detach().requires_grad_() for one in gradients]
     results: Any = refuse(*given)

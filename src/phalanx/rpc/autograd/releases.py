@@ -76,16 +76,16 @@ class Releases:
     def _run(self) -> None:
         while (first := self._queue.get()) is not None:
             by_peer: defaultdict[int, list[int]] = defaultdict(list)
-            one: tuple[int, int] | None = first
-            while one is not None:
-                by_peer[one[0]].append(one[1])
+            release: tuple[int, int] | None = first
+            while release is not None:
+                by_peer[release[0]].append(release[1])
                 try:
-                    one = self._queue.get(timeout=_BATCH_SECONDS)
+                    release = self._queue.get(timeout=_BATCH_SECONDS)
                 except queue.Empty:
                     break
             for peer, numbers in by_peer.items():
                 self._send(peer, numbers)
-            if one is None:
+            if release is None:
                 return
 
 

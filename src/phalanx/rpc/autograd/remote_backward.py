@@ -75,12 +75,12 @@ class RemoteBackward:
     @contextmanager
     def enter(self) -> Iterator[None]:
         """Make this thread's backward passes part of this one within the context."""
-        before = current()
+        saved = current()
         _thread.remote_backward = self
         try:
             yield
         finally:
-            _thread.remote_backward = before
+            _thread.remote_backward = saved
 
 
 class _Thread(threading.local):

@@ -68,28 +68,28 @@ class SendHandles:
         with self._lock:
             receiver, handles = self._messages.get(number, (peer, {}))
             found = [handles.get(index) for index in indices]
-            if receiver != peer or any(one is None for one in found):
+            if receiver != peer or any(handle is None for handle in found):
                 raise RuntimeError(
-                    f"gradients of what was sent to worker {peer} in message {number} came before, "
-                    "and what they needed is freed: for a second backward pass through the same "
-                    "graph, call the first with retain_graph=True"
+                    f"the gradients of message {number} to worker {peer} have already been "
+                    "received, and its graph is freed: for a second backward pass through the "
+                    "same graph, call the first with retain_graph=True"
                 )
             if not keep:
                 for index in indices:
                     del handles[index]
                 if not handles:
                     del self._messages[number]
-        return [one for one in found if one is not None]
+        return [handle for handle in found if handle is not None]
 
     def release(self, number: int) -> None:
         """Free the handles of a message on which nothing at the receiver depends any more."""
         with self._lock:
-            gone = self._messages.pop(number, None)
-        del gone  # outside the lock: freeing its graph may release other messages
+            released = self._messages.pop(number, None)
+        del released  # outside the lock: freeing its graph may release other messages
 
     def forget(self, peer: int) -> None:
         """Free the handles of all messages to a peer that has died or is leaving."""
         with self._lock:
-            gone = [number for number, (to, _) in self._messages.items() if to == peer]
-            lost = [self._messages.pop(number) for number in gone]
-        del lost
+            numbers = [number for number, (to, _) in self._messages.items() if to == peer]
+            released = [self._messages.pop(number) for number in numbers]
+        del released

@@ -39,13 +39,13 @@ MAX_FRAME_SIZE = 256 * 2**20
 MAX_TENSORS = 2**16 - 1
 """The maximum number of tensors in a message."""
 
-_HEAD = struct.Struct("<4sBBHIIIQQIII")
-_SUM = struct.Struct("<I")
+_HEADER = struct.Struct("<4sBBHIIIQQIII")
+_CHECKSUM = struct.Struct("<I")
 _DESCRIPTOR = struct.Struct("<BBHIIIQ")
 _MAGIC = b"PhR1"
 _DIMENSIONS = 64
 _STRIDED = 0x80
-"""A flag beside the location of a tensor: its strides follow its shape."""
+"""A flag in the location field of a tensor: its strides follow its shape."""
 _PICKLE_IN_TENSOR = 1
 """A flag: the data of the last tensor are the pickle."""
 
@@ -63,7 +63,7 @@ DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-"""The dtypes of tensors beside the pickle; the index of a dtype is its number in the table."""
+"""The dtypes of tensors outside the pickle; the index of a dtype is its number in the table."""
 
 
 class Kind(enum.IntEnum):
@@ -174,7 +174,7 @@ def encode_frame(
 ) -> bytes:
     """Return the first frame of a message; for the fields see `Message`."""
     table = b"".join(map(_encode_descriptor, descriptors)) if descriptors else b""
-    head = _HEAD.pack(
+    header = _HEADER.pack(
         _MAGIC,
         kind,
         _PICKLE_IN_TENSOR if is_pickle_in_tensor else 0,
@@ -188,8 +188,8 @@ def encode_frame(
         len(metadata),
         len(payload),
     )
-    body = b"".join((head, table, metadata, payload, *inline_data))
-    return body + _SUM.pack(zlib.crc32(body))
+    body = b"".join((header, table, metadata, payload, *inline_data))
+    return body + _CHECKSUM.pack(zlib.crc32(body))
 
 
 def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Message:
@@ -203,26 +203,26 @@ def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Mess
     Raises:
         Malformed: The message is invalid; the error says why.
     """
-    end = len(frame) - _SUM.size
-    if end < _HEAD.size:
+    end = len(frame) - _CHECKSUM.size
+    if end < _HEADER.size:
         raise Malformed(f"{len(frame)} bytes, too few for a message")
     if not frame.startswith(_MAGIC):
         raise Malformed(f"it begins with {frame[:4]!r}")
-    if zlib.crc32(memoryview(frame)[:end]) != _SUM.unpack_from(frame, end)[0]:
+    if zlib.crc32(memoryview(frame)[:end]) != _CHECKSUM.unpack_from(frame, end)[0]:
         raise Malformed("its checksum is wrong")
-    head = _HEAD.unpack_from(frame)
-    _, kind, flags, count, source, root, zero, call, extra, table, metadata, payload = head
-    if flags & ~_PICKLE_IN_TENSOR or zero:
-        raise Malformed("a field that must be zero isn't")
+    header = _HEADER.unpack_from(frame)
+    _, kind, flags, count, source, root, reserved, call, extra, table, metadata, payload = header
+    if flags & ~_PICKLE_IN_TENSOR or reserved:
+        raise Malformed("a reserved field is not zero")
     try:
         kind = Kind(kind)
     except ValueError:
-        raise Malformed(f"no message is of the kind {kind}") from None
+        raise Malformed(f"unknown message kind {kind}") from None
     if source >= workers or root >= workers:
-        raise Malformed(f"it is from worker {source} for {root} of {workers}")
-    if _HEAD.size + table + metadata + payload > end:
-        raise Malformed("its parts are longer than the whole")
-    offset = _HEAD.size
+        raise Malformed(f"invalid worker ids: source {source}, root {root}, {workers} workers")
+    if _HEADER.size + table + metadata + payload > end:
+        raise Malformed("its parts are longer than the message")
+    offset = _HEADER.size
     descriptors = (
         _parse_descriptors(frame[offset : offset + table], count) if table or count else []
     )
@@ -234,7 +234,7 @@ def parse(frame: bytes, out_of_band: Sequence[memoryview], workers: int) -> Mess
     inline_data = _split_inline_data(frame[offset + metadata + payload : end], descriptors)
     _check_out_of_band(descriptors, out_of_band)
     if flags and (payload or not descriptors or descriptors[-1].dtype is not torch.uint8):
-        raise Malformed("its pickle is said to be apart, where there is none")
+        raise Malformed("its last tensor should hold its pickle, but does not")
     return Message(
         kind, source, root, call, extra, descriptors, *parts, inline_data, out_of_band, bool(flags)
     )
@@ -284,9 +284,11 @@ def _parse_descriptors(table: bytes, count: int) -> list[TensorDescriptor]:
                 raise Malformed(f"a tensor of shape {shape}, strides {strides} and {size} bytes")
             descriptors.append(descriptor)
     except (struct.error, IndexError, ValueError) as error:
-        raise error if isinstance(error, Malformed) else Malformed("its table is none") from None
+        raise (
+            error if isinstance(error, Malformed) else Malformed("its tensor table is invalid")
+        ) from None
     if offset != len(table):
-        raise Malformed("its table is longer than its tensors say")
+        raise Malformed("its tensor table is longer than its descriptors")
     return descriptors
 
 
@@ -297,7 +299,7 @@ def _split_inline_data(data: bytes, descriptors: Sequence[TensorDescriptor]) -> 
             inline_data.append(data[offset : offset + descriptor.size])
             offset += descriptor.size
     if offset != len(data):
-        raise Malformed(f"{len(data)} bytes of tensors, where its table says {offset}")
+        raise Malformed(f"{len(data)} bytes of inline tensors, but its table declares {offset}")
     return inline_data
 
 
@@ -311,6 +313,6 @@ def _check_out_of_band(
         for at in range(0, descriptor.size, MAX_FRAME_SIZE):
             frame = next(frames, None)
             if frame is None or len(frame) != min(MAX_FRAME_SIZE, descriptor.size - at):
-                raise Malformed("the frames behind it aren't those of its table")
+                raise Malformed("its out-of-band frames do not match its tensor table")
     if next(frames, None) is not None:
-        raise Malformed("more frames behind it than its table says")
+        raise Malformed("more out-of-band frames than its tensor table declares")

@@ -61,7 +61,7 @@ class _RemoteTraceback(Exception):  # noqa: N818 - shown as the cause of another
 
 
 class TensorsUnavailable(PhalanxError):  # noqa: N818 - the state of tensors
-    """Tensors of a message can't be read from the memory of the sender, which may be dead."""
+    """Tensors of a message cannot be read from the memory of the sender, which may be dead."""
 
 
 class MessageCodec:
@@ -115,7 +115,7 @@ class MessageCodec:
             copies: Takes copies of large tensors, to be made after the message has been sent.
 
         Raises:
-            UsageError: The object can't be sent.
+            UsageError: The object cannot be sent.
             PhalanxError: There is no room for a tensor.
         """
         if body is None:  # frequent; an empty payload is unpacked to None
@@ -144,8 +144,8 @@ class MessageCodec:
         tensors, metadata = pickle_context.tensors, b""
         if len(tensors) >= MAX_TENSORS:
             raise UsageError(
-                f"{description} can't be sent: {len(tensors)} tensors, of {MAX_TENSORS - 1} that "
-                "one call takes; join some, as torch.stack does"
+                f"{description} cannot be sent: it has {len(tensors)} tensors, but one call takes "
+                f"at most {MAX_TENSORS - 1}; join some, for example by torch.stack"
             )
         if tensors:
             tensors, metadata = get_autograd_hook().send(peer.id, tensors)
@@ -166,8 +166,9 @@ class MessageCodec:
             )
             if len(frame) > MAX_FRAME_SIZE:
                 raise UsageError(
-                    f"{description} can't be sent: {len(frame)} bytes beside its large tensors, of "
-                    f"{MAX_FRAME_SIZE} that one call takes; join small tensors, as torch.cat does"
+                    f"{description} cannot be sent: it has {len(frame)} bytes besides its large "
+                    f"tensors, but one call takes at most {MAX_FRAME_SIZE}; join small tensors, "
+                    "for example by torch.cat"
                 )
         except BaseException:
             for descriptor in descriptors:
@@ -186,8 +187,8 @@ class MessageCodec:
         trace = error.__traceback__
         # The first frame is this package's.
         lines = traceback.format_exception(type(error), error, trace and trace.tb_next)
-        words = "".join(traceback.format_exception_only(type(error), error)).strip()
-        body = words, "".join(lines), None
+        summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+        body = summary, "".join(lines), None
         try:
             if isinstance(error, Exception):
                 with_error = (*body[:2], error)
@@ -218,10 +219,10 @@ class MessageCodec:
             body = deserialize(payload, tensors, PickleContext(peer))
         if message.kind is not Kind.FAILURE:
             return body
-        words, lines, error = body
+        summary, lines, error = body
         if error is None:
             error = RemoteError(
-                f"Original exception on remote side was {words}: it can't be sent by {peer}"
+                f"Original exception on remote side was {summary}: it cannot be sent by {peer}"
             )
         error.__cause__ = _RemoteTraceback(f"On {peer}:\n{lines}")
         raise error
@@ -243,7 +244,7 @@ class MessageCodec:
             end: The deadline, in monotonic seconds.
 
         Raises:
-            TensorsUnavailable: A tensor can't be mapped, or will never be written.
+            TensorsUnavailable: A tensor cannot be mapped, or will never be written.
             CopyTimeout: A tensor was not written in time.
         """
         tensors: list[Tensor] = []
@@ -324,7 +325,7 @@ class MessageCodec:
             data = _flatten(tensor).numpy().data
         except (RuntimeError, MemoryError) as error:
             raise PhalanxError(
-                f"no room for a tensor of {shape} ({size} bytes) that is to be sent: {error}"
+                f"not enough memory to send a tensor of {shape} ({size} bytes): {error}"
             ) from None
         out_of_band.extend(data[at : at + MAX_FRAME_SIZE] for at in range(0, size, MAX_FRAME_SIZE))
         return TensorDescriptor(tensor.dtype, TensorLocation.OUT_OF_BAND, shape)
@@ -334,10 +335,10 @@ def _unavailable_error(
     error: SegmentUnavailable, peer: Peer, count: int, total: int
 ) -> TensorsUnavailable:
     if isinstance(error, CopyFailure):
-        return TensorsUnavailable(f"tensors from {peer} didn't come: {error}")
+        return TensorsUnavailable(f"tensors from {peer} were not received: {error}")
     return TensorsUnavailable(
-        f"{count} of {total} tensors from {peer} can't be mapped: {error}; look at `ulimit -n`, "
-        "`ulimit -v` and at free memory"
+        f"{count} of {total} tensors from {peer} cannot be mapped: {error}; check `ulimit -n`, "
+        "`ulimit -v` and free memory"
     )
 
 

@@ -1,4 +1,4 @@
-"""Pickling of arguments and results, with their tensors beside the pickle.
+"""Pickling of arguments and results, with their tensors outside the pickle.
 
 Pickle sends functions and classes by reference: as names that the receiver imports. Those of the
 main program are also sent by reference, if the receiver runs the same program. Functions without an
@@ -87,7 +87,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
         if isinstance(obj, Tensor) and obj.grad_fn is not None and torch.is_grad_enabled():
             raise UsageError(
                 f"a tensor of type {kind.__name__}, {obj.dtype} and {obj.layout} that requires "
-                "gradients: its gradients couldn't find the way back; send tensor.detach()"
+                "gradients: autograd cannot follow it through a call; send tensor.detach()"
             )
         if isinstance(obj, torch.jit.ScriptFunction):
             return self._reduce_script_function(obj)
@@ -124,8 +124,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc] # it has no types
             return NotImplemented
         if tensor.device.type != "cpu":
             raise UsageError(
-                f"a tensor of {tuple(tensor.shape)} on {tensor.device}: RPC carries tensors of the "
-                "CPU; send tensor.cpu(), and move it where it arrives"
+                f"a tensor of {tuple(tensor.shape)} on {tensor.device}: RPC sends CPU tensors "
+                "only; send tensor.cpu(), and move it to the device on the receiver"
             )
         self._pickle_context.tensors.append(tensor)
         return _get_tensor, (len(self._pickle_context.tensors) - 1,)
@@ -158,9 +158,9 @@ def serialize(obj: object, pickle_context: PickleContext, description: str) -> b
         description: A description of the object, for error messages.
 
     Raises:
-        UsageError: A part of the object can't be pickled.
+        UsageError: A part of the object cannot be pickled.
     """
-    before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
+    saved_context, thread_local.pickle_context = thread_local.pickle_context, pickle_context
     try:
         try:
             return _pickle(obj, pickle_context, torch.is_grad_enabled())
@@ -174,9 +174,9 @@ def serialize(obj: object, pickle_context: PickleContext, description: str) -> b
     except Exception as error:
         pickle_context.cancel()
         kind = ArgumentTypeError if isinstance(error, TypeError) else UsageError
-        raise kind(f"{description} can't be sent: {type(error).__name__}: {error}") from error
+        raise kind(f"{description} cannot be sent: {type(error).__name__}: {error}") from error
     finally:
-        thread_local.pickle_context = before
+        thread_local.pickle_context = saved_context
 
 
 def _pickle(obj: object, pickle_context: PickleContext, refuse_parameters: bool) -> bytes:
@@ -188,13 +188,13 @@ def _pickle(obj: object, pickle_context: PickleContext, refuse_parameters: bool)
 def deserialize(
     payload: bytes | memoryview, tensors: Sequence[Tensor], pickle_context: PickleContext
 ) -> Any:
-    """Unpickle an object, with the tensors that were sent beside the pickle."""
+    """Unpickle an object, with the tensors that were sent outside the pickle."""
     pickle_context.tensors = list(tensors)
-    before, thread_local.pickle_context = thread_local.pickle_context, pickle_context
+    saved_context, thread_local.pickle_context = thread_local.pickle_context, pickle_context
     try:
         return pickle.loads(payload)
     finally:
-        thread_local.pickle_context = before
+        thread_local.pickle_context = saved_context
 
 
 class _ParameterFound(Exception):  # noqa: N818 - not an error
@@ -278,8 +278,8 @@ class _ScriptFunction:
         self._names, self._defaults = names, defaults
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        left = self._names[len(args) :]
-        given = {name: value for name, value in self._defaults.items() if name in left}
+        remaining = self._names[len(args) :]
+        given = {name: value for name, value in self._defaults.items() if name in remaining}
         return self._module(*args, **{**given, **kwargs})
 
     def __reduce__(self) -> Any:

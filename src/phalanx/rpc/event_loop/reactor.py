@@ -160,7 +160,7 @@ class Reactor:
 
 
 def _call_handler(handler: Callable[[], None]) -> None:
-    """Call a handler and log any exception, so that the leader goes on."""
+    """Call a handler and log any exception, so that the leader continues."""
     try:
         handler()
     except Exception:  # noqa: BLE001 - it is logged

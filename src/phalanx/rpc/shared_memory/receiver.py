@@ -66,11 +66,11 @@ _NUMPY = {
 
 
 class SegmentUnavailable(Exception):  # noqa: N818 - the state of the memory
-    """A segment can't be mapped: its owner is gone, or it never existed."""
+    """A segment cannot be mapped: its owner has exited, or it never existed."""
 
 
 class MappingFailure(SegmentUnavailable):
-    """The segment exists, but this process can't map it; the lease continues."""
+    """The segment exists, but this process cannot map it; the lease continues."""
 
 
 class CopyFailure(SegmentUnavailable):
@@ -92,13 +92,13 @@ class _MappedSegment:
         try:
             head = os.pread(opened, NONCE + SHAPE.size, 0)
             if len(head) < NONCE + SHAPE.size or head[:NONCE] != nonce:
-                raise SegmentUnavailable("it is another's")
+                raise SegmentUnavailable("it belongs to another process")
             self.number, self.block, self.count = SHAPE.unpack_from(head, NONCE)
             self.size = os.fstat(opened).st_size
             is_whole = HEAD + self.block * self.count == self.size
             is_sealed = fcntl.fcntl(opened, fcntl.F_GET_SEALS) & SEALS == SEALS
             if not (is_whole and is_sealed and 0 < self.count <= MAX_BLOCKS):
-                raise SegmentUnavailable("it isn't as segments are")
+                raise SegmentUnavailable("it is not a valid segment")
             self.memory = mmap.mmap(opened, self.size)
         except OSError as error:
             raise MappingFailure(error.strerror) from None
@@ -148,7 +148,7 @@ class ShmReceiver:
             is_unreachable: A function that returns whether the sender can write no more.
 
         Raises:
-            SegmentUnavailable: There is no such block, it can't be mapped (`MappingFailure`), or
+            SegmentUnavailable: There is no such block, it cannot be mapped (`MappingFailure`), or
                 it will never be written (`CopyFailure`).
             CopyTimeout: The block was not written before `end`.
         """
@@ -156,13 +156,13 @@ class ShmReceiver:
         flag = segment.flags[descriptor.block] if descriptor.block < segment.count else FREE
         if flag == FREE or descriptor.size > segment.block:
             raise SegmentUnavailable(
-                f"it has leased no block {descriptor.block} of {descriptor.size} bytes"
+                f"the sender has leased no block {descriptor.block} of {descriptor.size} bytes"
             )
         if flag == FILLING:
             flag = self._wait_for_copy(segment.flags, descriptor.block, end, is_unreachable)
         if flag != LEASED:
             segment.flags[descriptor.block] = FREE
-            raise CopyFailure("it was interrupted before it had written them")
+            raise CopyFailure("the sender was interrupted before it had written them")
         offset = HEAD + descriptor.block * segment.block
         dtype = _NUMPY.get(descriptor.dtype) if len(descriptor.shape) <= _NUMPY_DIMENSIONS else None
         if descriptor.strides is not None:
@@ -189,7 +189,7 @@ class ShmReceiver:
         if not SpinPolicy(min(_SPIN_SECONDS, end - time.monotonic())).wait(is_written):
             while not is_written():
                 if is_unreachable() and not is_written():
-                    raise CopyFailure("it died before it had written them")
+                    raise CopyFailure("the sender died before it had written them")
                 if time.monotonic() >= end:
                     raise CopyTimeout
                 time.sleep(_POLL_SECONDS)
@@ -210,7 +210,7 @@ class ShmReceiver:
                 segment = _MappedSegment(pid, descriptor.fd, nonce)
                 if segment.number != descriptor.segment:
                     raise SegmentUnavailable(
-                        f"it is segment {segment.number}, where {descriptor.segment} was meant"
+                        f"it is segment {segment.number}, expected {descriptor.segment}"
                     )
                 self._segments[key] = segment
                 while len(self._segments) > _MAX_MAPPED:

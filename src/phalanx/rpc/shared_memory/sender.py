@@ -193,8 +193,8 @@ class ShmSender:
                 segment, block = self._free(_block_size(size))
             except (OSError, OverflowError, ValueError) as error:
                 raise PhalanxError(
-                    f"no room for a tensor of {tuple(tensor.shape)} ({size} bytes) that is to be "
-                    f"sent: {error}; look at `ulimit -n`, `ulimit -v` and at free memory"
+                    f"not enough memory to send a tensor of {tuple(tensor.shape)} ({size} bytes): "
+                    f"{error}; check `ulimit -n`, `ulimit -v` and free memory"
                 ) from None
             segment.flags[block] = FILLING
             segment.holders[block], segment.active_copies[block] = peer, copies
@@ -251,7 +251,7 @@ class ShmSender:
             return sum(int(np.count_nonzero(each.flags)) for each in segments)
 
     def close(self) -> None:
-        """Close the segments; receivers keep what they have mapped."""
+        """Close the segments; receivers keep their mappings."""
         with self._lock:
             for segments in self._segments.values():
                 for segment in segments:

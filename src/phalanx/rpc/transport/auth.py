@@ -118,7 +118,9 @@ class Acceptor:
         """Pause while peers wait in the kernel; polling would only report them again, at once."""
         if not self._is_out_of_resources:
             self._is_out_of_resources = True
-            _LOG.warning("%s: workers that connect have to wait; raise `ulimit -n`", error.strerror)
+            _LOG.warning(
+                "%s: new connections of workers are delayed; raise `ulimit -n`", error.strerror
+            )
         time.sleep(_RETRY_SECONDS)
 
     def close(self) -> None:
@@ -141,15 +143,17 @@ class _Handshake:
     def receive(self) -> bool | None:
         """Read, and return whether the peer knows the key; None if that is still open."""
         opening = len(_MAGIC) + _NONCE
-        before = len(self._received)
-        data = self.connection.recv((opening if before < opening else opening + _PROOF) - before)
+        received_size = len(self._received)
+        data = self.connection.recv(
+            (opening if received_size < opening else opening + _PROOF) - received_size
+        )
         if not data:
             return False
         self._received += data
         if self._received[: len(_MAGIC)] != _MAGIC[: len(self._received)]:
             return False
         peer_nonce = self._received[len(_MAGIC) : opening]
-        if before < opening == len(self._received):
+        if received_size < opening == len(self._received):
             self.connection.send(
                 self._nonce + _make_proof(self._key, b"listens", peer_nonce, self._nonce)
             )
@@ -190,12 +194,12 @@ def connect(
                 time.sleep(_RETRY_SECONDS)
     except TimeoutError:
         kind = CallTimeout if timeout < max_wait else PhalanxError
-        words = f"the worker there did not answer within {timeout:.2g} s: is it stopped?"
-        raise kind(words) from None
+        text = f"the worker there did not answer within {timeout:.2g} s: is it stopped?"
+        raise kind(text) from None
     except OSError as error:
         if error.errno in _OUT_OF_RESOURCES:
             raise PhalanxError(
-                f"no connection can be made: {error.strerror}; raise `ulimit -n`, or close files"
+                f"cannot connect: {error.strerror}; raise `ulimit -n`, or close files"
             ) from None
         raise
 

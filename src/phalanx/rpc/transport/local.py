@@ -214,19 +214,19 @@ class LocalConnection:
         self._socket.close()
 
     def _wait_until_writable(self, end: float) -> None:
-        left = end - time.monotonic()
+        remaining = end - time.monotonic()
         poll = select.poll()
         poll.register(self.fd, select.POLLOUT)
-        if left <= 0 or not poll.poll(None if left == math.inf else left * 1000):
+        if remaining <= 0 or not poll.poll(None if remaining == math.inf else remaining * 1000):
             raise TimeoutError
 
     def _wait_until_readable(self, end: float) -> None:
-        left = end - time.monotonic()
-        if left <= 0:
+        remaining = end - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError
         # With the kernel's own timeout, a wait is one system call. Setting that timeout is another,
         # so it is set only if the old one does not fit.
-        timeout = 0.0 if left == math.inf else left
+        timeout = 0.0 if remaining == math.inf else remaining
         if self._timeout is None or (
             timeout != self._timeout and not self._is_timeout_close(timeout)
         ):

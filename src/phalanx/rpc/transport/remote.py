@@ -1,8 +1,8 @@
 """Connections to workers on other hosts: encrypted ZeroMQ sockets with locks and size limits.
 
-CURVE rejects strangers. The server's public key is derived from the job's key and is never sent. A
-peer that does not know the key gets no further than the first message of the handshake, and nothing
-that it sends reaches this package.
+CURVE rejects unauthenticated peers. The server's public key is derived from the job's key and is
+never sent. A peer that does not know the key gets no further than the first message of the
+handshake, and nothing that it sends reaches this package.
 """
 
 from __future__ import annotations
@@ -238,8 +238,8 @@ class RemoteConnection:
     def _receive(self, end: float) -> Frames | None:
         while True:
             seconds = max(0.0, end - time.monotonic())
-            left = None if seconds == math.inf else math.ceil(seconds * 1000)
-            ready = self._poller.poll(left)
+            milliseconds = None if seconds == math.inf else math.ceil(seconds * 1000)
+            ready = self._poller.poll(milliseconds)
             if not ready:
                 raise TimeoutError
             # The last messages of a lost peer may still be on their way.
@@ -264,8 +264,8 @@ def _receive_out_of_band(socket: zmq.Socket[bytes]) -> list[memoryview]:
 def _send(
     socket: zmq.Socket[bytes], frame: bytes, out_of_band: Sequence[memoryview], copy: bool = True
 ) -> None:
-    # The queue is unbounded, but it is gone if a stranger has the peer's address now. The monitor
-    # has reported that as the loss of the peer: nothing is sent, and nobody waits.
+    # The queue is unbounded, but no longer exists if another process has the peer's address now.
+    # The monitor has reported that as the loss of the peer: nothing is sent, and no call waits.
     try:
         socket.send(frame, zmq.NOBLOCK | (zmq.SNDMORE if out_of_band else 0))
     except zmq.Again:

@@ -72,8 +72,8 @@ class RpcServer:
         if not self._has_rejected:
             self._has_rejected = True
             _LOG.warning(
-                "worker %r refused a connection from one who hasn't shown that it has the job's "
-                "key; more of them are refused in silence",
+                "worker %r rejected a connection without the job's key; further rejections are not "
+                "logged",
                 self._name,
             )
 
@@ -82,7 +82,7 @@ class RpcServer:
         if not self._has_dropped:
             self._has_dropped = True
             _LOG.warning(
-                "worker %r dropped a malformed message: %s; more of them are dropped in silence",
+                "worker %r dropped a malformed message: %s; further ones are not logged",
                 self._name,
                 error,
             )
@@ -138,7 +138,7 @@ class RpcServer:
         try:
             message = parse(*frames, self._workers)
             if message.kind in ANSWERS:
-                raise Malformed("an answer, to no question")
+                raise Malformed("an answer in place of a request")
         except Malformed as error:
             self.log_malformed(error)
             return
