@@ -32,7 +32,7 @@ class Made:
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The identity of a device is its number; number 9 has no NCCL."""
     monkeypatch.setattr(
-        cuda, "identity", lambda device: "" if device.index == 9 else str(device.index)
+        cuda, "device_id", lambda device: "" if device.index == 9 else str(device.index)
     )
 
 

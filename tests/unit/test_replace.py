@@ -48,7 +48,7 @@ def test_nothing_is_replaced_by_default() -> None:
     ("text", "wrong"), [("glo", "glo"), ("gloo,", ""), ("nccl", "nccl"), ("mpi gloo", "mpi gloo")]
 )
 def test_wrong_names(text: str, wrong: str) -> None:
-    message = rf"PHALANX_REPLACE in the environment is '{text}': '{wrong}' can't .* gloo, mpi, tcp"
+    message = rf"PHALANX_REPLACE in the environment is '{text}': '{wrong}' cannot .* gloo, mpi, tcp"
     with pytest.raises(ValueError, match=message):
         env.replaced_backends({"PHALANX_REPLACE": text})
 
