@@ -1,4 +1,4 @@
-"""phalanx.abort and PyTorch's abort wake all ranks at once, with the aborting rank and the reason."""
+"""phalanx.abort and PyTorch's abort wake all ranks at once, and state the rank and the reason."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def failed_and_left() -> None:
 
 
 def test_failed_future_does_not_keep_its_group(ranks: RankServer) -> None:
-    """C++ holds its value, so the garbage collector cannot follow the references of the exception."""
+    """C++ holds its value, so the garbage collector cannot follow the exception's references."""
     ranks.run(2, failed_and_left)
 
 
