@@ -24,13 +24,13 @@ def local_address(host: str) -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
-    given = env_hosts.interface()
-    if given:
-        return interface_address(given)
+    configured = env_hosts.interface()
+    if configured:
+        return interface_address(configured)
     return _source_address(host) if host else ""
 
 
-def interface_address(given: str) -> str:
+def interface_address(value: str) -> str:
     """Return the address for a value of `PHALANX_INTERFACE`, an interface's name or an address.
 
     Raises:
@@ -41,25 +41,27 @@ def interface_address(given: str) -> str:
     interfaces = psutil.net_if_addrs()
     kinds = (socket.AF_INET, socket.AF_INET6)
     addresses = {
-        name: [each.address.partition("%")[0] for each in found if each.family in kinds]
-        for name, found in interfaces.items()
+        name: [each.address.partition("%")[0] for each in entries if each.family in kinds]
+        for name, entries in interfaces.items()
     }
-    if addresses.get(given):
-        return addresses[given][0]
-    if any(given in found for found in addresses.values()):
-        return given
-    known = ", ".join(f"{name} ({', '.join(found)})" for name, found in addresses.items() if found)
+    if addresses.get(value):
+        return addresses[value][0]
+    if any(value in entries for entries in addresses.values()):
+        return value
+    available = ", ".join(
+        f"{name} ({', '.join(entries)})" for name, entries in addresses.items() if entries
+    )
     raise UsageError(
-        f"PHALANX_INTERFACE={given!r} in the environment: this machine has no such interface or "
-        f"address; it has {known}"
+        f"PHALANX_INTERFACE={value!r} in the environment: this machine has no such interface or "
+        f"address; it has {available}"
     )
 
 
 def _source_address(host: str) -> str:
     """Return the source address of packets to a host; empty if there is no route to it."""
     try:
-        found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
-        kind, _, _, _, endpoint = min(found, key=lambda each: _is_local(str(each[4][0])))
+        candidates = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+        kind, _, _, _, endpoint = min(candidates, key=lambda each: _is_local(str(each[4][0])))
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
             probe.connect(endpoint)  # sends nothing
             address: str = probe.getsockname()[0]

@@ -394,16 +394,16 @@ def jobs_directory(environ: Mapping[str, str] | None = None) -> str:
         ValueError: `PHALANX_JOBS_DIR` is not an absolute path.
     """
     environ = os.environ if environ is None else environ
-    given = environ.get("PHALANX_JOBS_DIR", "")
-    if given and not os.path.isabs(given):
+    configured = environ.get("PHALANX_JOBS_DIR", "")
+    if configured and not os.path.isabs(configured):
         raise ValueError(
-            f"PHALANX_JOBS_DIR={given!r} in the environment: expected an absolute path, since "
+            f"PHALANX_JOBS_DIR={configured!r} in the environment: expected an absolute path, since "
             "ranks may run in other directories"
         )
     temporary = environ.get("TMPDIR", "")
     temporary = temporary if os.path.isabs(temporary) else "/tmp"
     # A trailing slash would follow a symbolic link.
-    return given.rstrip("/") or os.path.join(temporary, f"phalanx-{os.geteuid()}")
+    return configured.rstrip("/") or os.path.join(temporary, f"phalanx-{os.geteuid()}")
 
 
 def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
@@ -432,10 +432,10 @@ def backend_names(text: str, source: str) -> tuple[str, ...]:
     """
     names = tuple(dict.fromkeys(part.strip().lower() for part in text.split(",")))
     if wrong := [name for name in names if name not in REPLACEABLE]:
-        known = ", ".join(REPLACEABLE)
+        replaceable = ", ".join(REPLACEABLE)
         raise ValueError(
-            f"{source} is {text!r}: {wrong[0]!r} cannot be replaced; expected some of {known}, "
-            "separated by commas"
+            f"{source} is {text!r}: {wrong[0]!r} cannot be replaced; expected some of "
+            f"{replaceable}, separated by commas"
         )
     return names
 

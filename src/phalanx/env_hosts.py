@@ -68,14 +68,14 @@ def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, i
         ValueError: The value is neither HOST nor HOST:PORT.
     """
     text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
-    found = _ADDRESS.fullmatch(text)
-    port = int(found["port"] or 0) if found else 0
-    if text and (not found or port > 65535 or found["port"] == "0"):
+    match = _ADDRESS.fullmatch(text)
+    port = int(match["port"] or 0) if match else 0
+    if text and (not match or port > 65535 or match["port"] == "0"):
         raise ValueError(
             f"PHALANX_ADVERTISE_ADDR={text!r} in the environment: expected HOST or HOST:PORT, with "
             "an IPv6 address in brackets"
         )
-    return (found["six"] or found["host"], port) if text and found else ("", 0)
+    return (match["six"] or match["host"], port) if text and match else ("", 0)
 
 
 def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:

@@ -117,5 +117,5 @@ def shutdown_timeout(options: object, default: int | None = None) -> int | None:
         options: The `Namespace` of torchrun's parser, or its `LaunchConfig`.
         default: The value to return if torchrun has no such option, as in 2.11.
     """
-    found: int | None = getattr(options, "shutdown_timeout", default)
-    return found
+    timeout: int | None = getattr(options, "shutdown_timeout", default)
+    return timeout

@@ -48,7 +48,7 @@ def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[object, ...] = 
         if time.monotonic() - begin > SOON:
             raise TimeoutError("much later than it could be found") from None
         raise
-    raise AssertionError("nobody noticed")
+    raise AssertionError("no deadlock was detected")
 
 
 @pytest.mark.parametrize(

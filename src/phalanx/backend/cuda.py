@@ -172,9 +172,9 @@ def find_cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
             if argument.is_cuda:
                 return argument
         elif isinstance(argument, list):
-            found = find_cuda_tensor(argument)
-            if found is not None:
-                return found
+            tensor = find_cuda_tensor(argument)
+            if tensor is not None:
+                return tensor
     return None
 
 

@@ -68,8 +68,8 @@ def dtype_code(dtype: torch.dtype, operation: str) -> int:
     """Return the core's code of a dtype; the error names the `operation`."""
     code = DTYPE_CODES.get(dtype)
     if code is None:
-        known = ", ".join(_native.DTYPES)
-        raise UsageError(f"{operation}: {dtype} is not supported; expected one of: {known}")
+        supported = ", ".join(_native.DTYPES)
+        raise UsageError(f"{operation}: {dtype} is not supported; expected one of: {supported}")
     return code
 
 

@@ -157,10 +157,10 @@ def describe_missing_rank(default_group: Any, member: int, claimant: str) -> str
     if host:
         return f"(pid {default_group.pid(member)} on {host}) has not arrived yet"
     if default_group is not None:
-        ended = peer_state.process_state(default_group.pid(member)) in _ENDED_STATES
+        has_ended = peer_state.process_state(default_group.pid(member)) in _ENDED_STATES
         text = (
             _describe_exit(default_group, member)
-            if ended
+            if has_ended
             else peer_state.describe_activity(default_group, member)
         )
         return f"(pid {default_group.pid(member)}) {text}"

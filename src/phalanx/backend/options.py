@@ -28,20 +28,25 @@ class Options:
     transport: str = ""
 
 
-def select_transport(options: object, world: object) -> str:
+def select_transport(options: object, default_group: object) -> str:
     """Return the name of the transport for a new group.
 
     Args:
         options: The options given for the group. Anything but an `Options` is ignored, since it is
             meant for a backend that Phalanx replaces.
-        world: The default group, or None.
+        default_group: The default group, or None.
 
     Raises:
         UsageError: There is no such transport.
     """
-    given = options.transport if isinstance(options, Options) else ""
-    name = given or env_hosts.transport() or getattr(world, "transport", "") or transports.DEFAULT
-    transports.check_name(name, "" if given else "PHALANX_TRANSPORT in the environment: ")
+    configured = options.transport if isinstance(options, Options) else ""
+    name = (
+        configured
+        or env_hosts.transport()
+        or getattr(default_group, "transport", "")
+        or transports.DEFAULT
+    )
+    transports.check_name(name, "" if configured else "PHALANX_TRANSPORT in the environment: ")
     return name
 
 
@@ -55,12 +60,12 @@ def options_factory(
         field: The field for a value that is not an options object; "timeout" if None.
     """
 
-    def options(given: Any, timeout: timedelta | None) -> Any:
-        if isinstance(given, kind):  # type: ignore[arg-type]
-            return given
+    def options(value: Any, timeout: timedelta | None) -> Any:
+        if isinstance(value, kind):  # type: ignore[arg-type]
+            return value
         options = kind()
-        if given is not None:
-            setattr(options, field or "timeout", given)
+        if value is not None:
+            setattr(options, field or "timeout", value)
         if timeout is not None:
             options.timeout = timeout
         return options

@@ -42,9 +42,9 @@ def format_call_site(group: _native.Group, rank: int, operation: _native.Fingerp
         recorder = _read_recorder(group, rank, _LONG_HISTORY)
         if recorder is None:
             break
-        found = _find_operation(recorder, group, operation)
-        if found and found["site"]:
-            return _format_site(found)
+        match = _find_operation(recorder, group, operation)
+        if match and match["site"]:
+            return _format_site(match)
     return ""
 
 
@@ -164,21 +164,23 @@ def _blocking_operation(recorder: Record) -> Record | None:
 
 
 def _find_operation(
-    recorder: Record, group: _native.Group, wanted: _native.Fingerprint
+    recorder: Record, group: _native.Group, fingerprint: _native.Fingerprint
 ) -> Record | None:
     """Return the newest operation of this group with this fingerprint; None if there is none."""
     for operation in reversed([*recorder["done"], *recorder["open"]]):
-        same = operation["kind"] == wanted.kind and operation["sequence"] == wanted.sequence
-        if same and _is_in_group(recorder, operation, group) and _matches(operation, wanted):
+        same = (
+            operation["kind"] == fingerprint.kind and operation["sequence"] == fingerprint.sequence
+        )
+        if same and _is_in_group(recorder, operation, group) and _matches(operation, fingerprint):
             return operation  # type: ignore[no-any-return]
     return None
 
 
-def _matches(operation: Record, wanted: _native.Fingerprint) -> bool:
-    if wanted.kind not in ("send", "recv"):
+def _matches(operation: Record, fingerprint: _native.Fingerprint) -> bool:
+    if fingerprint.kind not in ("send", "recv"):
         return True  # the number in the group identifies it
-    found = operation["count"], operation["dtype"]
-    return found == (wanted.count, DTYPE_NAMES[wanted.dtype])
+    recorded = operation["count"], operation["dtype"]
+    return recorded == (fingerprint.count, DTYPE_NAMES[fingerprint.dtype])
 
 
 def _is_in_group(recorder: Record, operation: Record, group: _native.Group) -> bool:

@@ -40,8 +40,8 @@ def sparse_sum(
     dtype_code(tensor.dtype, "all_reduce")
 
     def run(timeout: float) -> _native.Status | None:
-        own = tensor.coalesce()
-        shape = torch.tensor([own.sparse_dim(), *own.shape, own._nnz()])
+        local = tensor.coalesce()
+        shape = torch.tensor([local.sparse_dim(), *local.shape, local._nnz()])
         shapes = shape.new_empty(size, shape.numel())
         addresses = [row.data_ptr() for row in shapes]
         code = dtype_code(shape.dtype, "all_reduce")
@@ -55,7 +55,7 @@ def sparse_sum(
             )
         counts = shapes[:, -1].tolist()
         parts = []
-        for part in (own.indices().t(), own.values()):
+        for part in (local.indices().t(), local.values()):
             whole, status = _gather_rows(native, part.contiguous(), counts, timeout)
             if status is not None:
                 return status
