@@ -8,12 +8,12 @@ import socket
 from phalanx import env_hosts
 from phalanx.errors import UsageError
 
-__all__ = ["address_towards", "interface_address"]
+__all__ = ["interface_address", "local_address"]
 
 _DISCARD = 9
 
 
-def address_towards(host: str) -> str:
+def local_address(host: str) -> str:
     """Return the local address from which this machine reaches a host; empty if it cannot.
 
     `PHALANX_INTERFACE` takes precedence if it is set.
@@ -24,13 +24,13 @@ def address_towards(host: str) -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
-    given = env_hosts.interface()
-    if given:
-        return interface_address(given)
-    return _towards(host) if host else ""
+    configured = env_hosts.interface()
+    if configured:
+        return interface_address(configured)
+    return _source_address(host) if host else ""
 
 
-def interface_address(given: str) -> str:
+def interface_address(value: str) -> str:
     """Return the address for a value of `PHALANX_INTERFACE`, an interface's name or an address.
 
     Raises:
@@ -41,34 +41,36 @@ def interface_address(given: str) -> str:
     interfaces = psutil.net_if_addrs()
     kinds = (socket.AF_INET, socket.AF_INET6)
     addresses = {
-        name: [each.address.partition("%")[0] for each in found if each.family in kinds]
-        for name, found in interfaces.items()
+        name: [each.address.partition("%")[0] for each in entries if each.family in kinds]
+        for name, entries in interfaces.items()
     }
-    if addresses.get(given):
-        return addresses[given][0]
-    if any(given in found for found in addresses.values()):
-        return given
-    known = ", ".join(f"{name} ({', '.join(found)})" for name, found in addresses.items() if found)
+    if addresses.get(value):
+        return addresses[value][0]
+    if any(value in entries for entries in addresses.values()):
+        return value
+    available = ", ".join(
+        f"{name} ({', '.join(entries)})" for name, entries in addresses.items() if entries
+    )
     raise UsageError(
-        f"PHALANX_INTERFACE={given!r} in the environment: this machine has no such interface or "
-        f"address; it has {known}"
+        f"PHALANX_INTERFACE={value!r} in the environment: this machine has no such interface or "
+        f"address; it has {available}"
     )
 
 
-def _towards(host: str) -> str:
+def _source_address(host: str) -> str:
     """Return the source address of packets to a host; empty if there is no route to it."""
     try:
-        found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
-        kind, _, _, _, where = min(found, key=lambda each: _is_near(str(each[4][0])))
+        candidates = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
+        kind, _, _, _, endpoint = min(candidates, key=lambda each: _is_local(str(each[4][0])))
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing
+            probe.connect(endpoint)  # sends nothing
             address: str = probe.getsockname()[0]
             return address
     except (OSError, UnicodeError):  # the latter for a name like "a..b"
         return ""
 
 
-def _is_near(address: str) -> bool:
+def _is_local(address: str) -> bool:
     """Return whether an address is a loopback or link-local one."""
-    known = ipaddress.ip_address(address.partition("%")[0])
-    return known.is_loopback or known.is_link_local
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return parsed.is_loopback or parsed.is_link_local

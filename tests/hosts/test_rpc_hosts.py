@@ -18,7 +18,7 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.current_agent import agent
 from tests.networks import Network, enter
-from tests.ranks import Ended, RankServer, Run
+from tests.ranks import RankOutcome, RankServer, RunningRanks
 from tests.rpc_training import limit_address_space
 from tests.waiting import wait_for
 
@@ -44,7 +44,7 @@ def preloaded(ranks: RankServer) -> None:
     ranks.preload("phalanx.rpc")
 
 
-def start(ranks: RankServer, network: Network, hosts: str, *arguments: Any) -> Run:
+def start(ranks: RankServer, network: Network, hosts: str, *arguments: Any) -> RunningRanks:
     """Start workers, each on the host of its letter, with rendezvous on the first host."""
     host_numbers = [ord(letter) - ord("a") for letter in hosts]
     return ranks.start(
@@ -226,11 +226,11 @@ def check_loss(victim: int, limit: float) -> str:
     return f"{seconds:.1f}"
 
 
-def all_ready(run: Run) -> bool:
+def all_ready(run: RunningRanks) -> bool:
     return all((Path(run.folder) / f"ready-{rank}").exists() for rank in (0, 1))
 
 
-def survivor_exits(run: Run) -> list[Ended]:
+def survivor_exits(run: RunningRanks) -> list[RankOutcome]:
     return [each for each in run.join() if each.rank != 2]
 
 

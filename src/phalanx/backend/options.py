@@ -21,31 +21,36 @@ class Options:
     """The options of a group of the backend "phalanx", given as `pg_options`.
 
     Attributes:
-        transport: The transport between hosts, one of `phalanx.transports.NAMES`. If empty, it is taken from
-            `PHALANX_TRANSPORT`, else from the default group, else it is "gloo".
+        transport: The transport between hosts, one of `phalanx.transports.NAMES`. If empty, it is
+            taken from `PHALANX_TRANSPORT`, else from the default group, else it is "gloo".
     """
 
     transport: str = ""
 
 
-def transport_of(options: object, world: object) -> str:
+def select_transport(options: object, default_group: object) -> str:
     """Return the name of the transport for a new group.
 
     Args:
         options: The options given for the group. Anything but an `Options` is ignored, since it is
             meant for a backend that Phalanx replaces.
-        world: The default group, or None.
+        default_group: The default group, or None.
 
     Raises:
         UsageError: There is no such transport.
     """
-    given = options.transport if isinstance(options, Options) else ""
-    name = given or env_hosts.transport() or getattr(world, "transport", "") or transports.DEFAULT
-    transports.check_name(name, "" if given else "PHALANX_TRANSPORT in the environment: ")
+    configured = options.transport if isinstance(options, Options) else ""
+    name = (
+        configured
+        or env_hosts.transport()
+        or getattr(default_group, "transport", "")
+        or transports.DEFAULT
+    )
+    transports.check_name(name, "" if configured else "PHALANX_TRANSPORT in the environment: ")
     return name
 
 
-def options_of(
+def options_factory(
     kind: Callable[[], Any], field: str | None = None
 ) -> Callable[[Any, timedelta | None], Any]:
     """Return a function that makes an options object from the arguments of a method.
@@ -55,14 +60,14 @@ def options_of(
         field: The field for a value that is not an options object; "timeout" if None.
     """
 
-    def options(given: Any, timeout: timedelta | None) -> Any:
-        if isinstance(given, kind):  # type: ignore[arg-type]
-            return given
-        made = kind()
-        if given is not None:
-            setattr(made, field or "timeout", given)
+    def options(value: Any, timeout: timedelta | None) -> Any:
+        if isinstance(value, kind):  # type: ignore[arg-type]
+            return value
+        options = kind()
+        if value is not None:
+            setattr(options, field or "timeout", value)
         if timeout is not None:
-            made.timeout = timeout
-        return made
+            options.timeout = timeout
+        return options
 
     return options

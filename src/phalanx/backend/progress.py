@@ -46,9 +46,9 @@ class CollectiveThread:
     def drain(self) -> None:
         """Block until all calls queued before have ended, each within its own deadline."""
         if self._thread is not None and self.pending:
-            ended = threading.Event()
-            self.submit(ended.set)
-            ended.wait()
+            drained = threading.Event()
+            self.submit(drained.set)
+            drained.wait()
 
     def stop(self, seconds: float) -> bool:
         """End the thread after the queued calls; return whether it ended within `seconds`."""
@@ -62,7 +62,7 @@ class CollectiveThread:
 
     def _run(self) -> None:
         while (call := self._queue.get()) is not None:
-            self._do(call)
+            self._execute(call)
             # Otherwise a finished operation would keep its tensors until the next call.
             del call
 
@@ -73,11 +73,11 @@ class CollectiveThread:
             if call is None:
                 stopped = True
             else:
-                self._do(call)
+                self._execute(call)
         if stopped:
             self._queue.put(None)
 
-    def _do(self, call: Callable[[], None]) -> None:
+    def _execute(self, call: Callable[[], None]) -> None:
         call()
         with self._lock:
             self.pending -= 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from phalanx import env_hosts
-from phalanx.address import address_towards, interface_address
+from phalanx.address import interface_address, local_address
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from phalanx.topology.rank_record import Place
 
-__all__ = ["address_towards", "interface_address", "own_address"]
+__all__ = ["interface_address", "local_address", "own_address"]
 
 
 def own_address(store: Store, places: Sequence[Place]) -> str:
     """Return the address on which to listen for other hosts.
 
     `PHALANX_INTERFACE` takes precedence. Otherwise, this is the address from which this machine
-    reaches the host of `PHALANX_GATE`, or else the host of the store. If neither is known (a store
+    reaches the host of `PHALANX_TUNNEL_HOST`, or else of the store. If neither is known (a store
     in a file) or reachable, it is the address of the loopback interface.
 
     Args:
@@ -38,8 +38,8 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    way = env_hosts.gate() or (store.host if isinstance(store, TCPStore) else "")
-    address = address_towards(way) or "127.0.0.1"
+    way = env_hosts.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    address = local_address(way) or "127.0.0.1"
     if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
         raise UsageError(
             f"ranks on other machines can't reach this one at {address}, which is where its way to "

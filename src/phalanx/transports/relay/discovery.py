@@ -77,9 +77,9 @@ def find(store: Store, rank: int, address: str) -> Place:
         UsageError: There is no key, or an environment variable is malformed.
         TransportError: The relay cannot be started or reached.
     """
-    secret = key.inherited()
+    secret = key.from_environment()
     try:
-        env_hosts.relay(), env_hosts.advertised()
+        env_hosts.relay(), env_hosts.advertised_address()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if secret is None:
@@ -163,7 +163,7 @@ def _serve(secret: bytes, address: str) -> Server:
     if how == "listen":
         server = Server(secret, f"ipc://{path}")
     else:
-        _, port = env_hosts.advertised()
+        _, port = env_hosts.advertised_address()
         server = Server(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
     return server
 
@@ -182,7 +182,7 @@ def _places(server: Server, address: str) -> dict[str, str]:
     """Return the relay's address for other hosts and for this one, and its network."""
     if env_hosts.relay()[0] == "listen":
         return {"far": _GATE, "near": server.where, "network": ""}
-    host, _ = env_hosts.advertised()
+    host, _ = env_hosts.advertised_address()
     port = server.where.rpartition(":")[2]
     far = f"tcp://{_bracketed(host or address)}:{port}"
     return {"far": far, "near": server.where, "network": _network()}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from phalanx.key import derived
+from phalanx.key import derive
 
 __all__ = ["Pair", "of_client", "of_server"]
 
@@ -30,5 +30,5 @@ def of_client(key: bytes) -> Pair:
 
 
 def _pair(key: bytes, purpose: str) -> Pair:
-    secret = z85.encode(derived(key, purpose))
+    secret = z85.encode(derive(key, purpose))
     return Pair(zmq.curve_public(secret), secret)
