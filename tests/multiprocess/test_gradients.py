@@ -312,7 +312,7 @@ def test_every_rank_has_the_same_bits(world: World) -> None:
                 )
 
 
-@pytest.mark.parametrize("how", ["step", "step per parameter"])
+@pytest.mark.parametrize("key", ["step", "step per parameter"])
 def test_uneven_batches_give_gradient_of_whole_batch(world: World, key: str) -> None:
     seed, ranks = world
     inputs, targets = whole_batch(seed)
