@@ -1,13 +1,13 @@
-"""What the all-reduces of `phalanx.parallel` cost by the usual model, and when each wins.
+"""The costs of the all-reduces of `phalanx.parallel` in the alpha-beta model.
 
     python benchmarks/algorithm_costs.py benchmarks/algorithms.json --map docs/algorithms/model.png
 
-The model has two numbers: alpha, seconds of a message whatever its size, and beta, seconds of a
-byte. An all-reduce takes as long as the messages that follow one another (its path), each at
-alpha + bytes beta. Where ranks share cores it can't be faster, either, than all its messages
-together, divided by the cores: a message keeps a core busy at both ends. Fits both numbers to what
-`phalanx bench --algorithms --json` has measured, for each backend, and shows how far off that is;
-draws which algorithm the model takes for the fastest. See docs/algorithms.md.
+The model has two parameters: alpha, the seconds of a message of any size, and beta, the seconds of
+a byte. An all-reduce takes as long as its path, the messages that follow one another, each at
+alpha + bytes beta. If ranks share cores, it also takes at least the time of all messages divided by
+the number of cores, because a message keeps a core busy at both ends. This script fits both
+parameters to a record of `phalanx bench --algorithms` for each backend, and prints the deviation.
+It draws the fastest algorithm by the model. See docs/algorithms.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from phalanx.bench.plan import Contender, label_of
 
 @dataclass(frozen=True)
 class Cost:
-    """Messages and tensors' lengths: those that follow one another, and those of all ranks."""
+    """Numbers of messages and of tensor lengths sent, on the path and by all ranks together."""
 
     path_messages: float
     path_lengths: float
@@ -34,57 +34,59 @@ class Cost:
     all_lengths: float
 
     def seconds(self, size: float, alpha: float, beta: float, cores: float = math.inf) -> float:
-        """How long an all-reduce of `size` bytes takes.
+        """Return the predicted seconds of an all-reduce of `size` bytes.
 
         Args:
-            size: bytes of the tensor.
-            alpha: seconds of a message.
-            beta: seconds of a byte.
-            cores: that all ranks share.
+            size: Bytes of the tensor.
+            alpha: Seconds of a message.
+            beta: Seconds of a byte.
+            cores: Number of cores that all ranks share.
         """
         path = self.path_messages * alpha + self.path_lengths * size * beta
         work = self.all_messages * alpha + self.all_lengths * size * beta
-        # A message is work at both ends, a step on the path at one after the other.
+        # A message is work at both ends.
         return max(path, work / cores)
 
 
 def cost(name: str, ranks: int) -> Cost:
-    """The messages of an all-reduce, as its docstring has them."""
-    others = ranks - 1
-    core = 1 << (ranks.bit_length() - 1)
-    rounds, guests = core.bit_length() - 1, ranks - core
-    deep = others.bit_length()
+    """Return the cost of an all-reduce, as in its docstring."""
+    other_ranks = ranks - 1
+    power = 1 << (ranks.bit_length() - 1)
+    rounds, excess_ranks = power.bit_length() - 1, ranks - power
+    depth = other_ranks.bit_length()
     if name == "ring_all_reduce_simple":
-        return Cost(others, others, ranks * others, ranks * others)
+        return Cost(other_ranks, other_ranks, ranks * other_ranks, ranks * other_ranks)
     if name == "ring_all_reduce":
-        return Cost(2 * others, 2 * others / ranks, 2 * ranks * others, 2 * others)
+        return Cost(
+            2 * other_ranks, 2 * other_ranks / ranks, 2 * ranks * other_ranks, 2 * other_ranks
+        )
     if name == "tree_all_reduce":
-        return Cost(2 * deep, 2 * deep, 2 * others, 2 * others)
-    taken_in = 2 if guests else 0
+        return Cost(2 * depth, 2 * depth, 2 * other_ranks, 2 * other_ranks)
+    extra_steps = 2 if excess_ranks else 0
     return Cost(
-        2 * rounds + taken_in,
-        2 * (core - 1) / core + taken_in,
-        2 * rounds * core + 2 * guests,
-        2 * (core - 1) + 2 * guests,
+        2 * rounds + extra_steps,
+        2 * (power - 1) / power + extra_steps,
+        2 * rounds * power + 2 * excess_ranks,
+        2 * (power - 1) + 2 * excess_ranks,
     )
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A median of `phalanx bench --algorithms`."""
+    """A median measured by `phalanx bench --algorithms`."""
 
     name: str
     ranks: int
     size: int
     seconds: float
 
-    def said(self, alpha: float, beta: float, cores: float) -> float:
-        """What the model says of it."""
+    def predict(self, alpha: float, beta: float, cores: float) -> float:
+        """Return the prediction of the model."""
         return cost(self.name, self.ranks).seconds(self.size, alpha, beta, cores)
 
 
 def read(path: Path, system: str) -> list[Measured]:
-    """The medians of a system."""
+    """Return the medians of a system."""
     return [
         Measured(name, report.settings["ranks"], figure.bytes, figure.timings[label].median)
         for report in record.read(path)
@@ -95,24 +97,26 @@ def read(path: Path, system: str) -> list[Measured]:
 
 
 def fit(measured: Sequence[Measured], cores: float) -> tuple[float, float]:
-    """Alpha and beta with which the model is nearest to all figures, by ratio."""
+    """Return the alpha and beta for which the model is nearest to all measurements, by ratio."""
 
-    def distance(tried: tuple[float, float]) -> float:
-        return sum(math.log(each.said(*tried, cores) / each.seconds) ** 2 for each in measured)
+    def distance(candidate: tuple[float, float]) -> float:
+        return sum(
+            math.log(each.predict(*candidate, cores) / each.seconds) ** 2 for each in measured
+        )
 
     alphas = [1e-6 * 1.1**power for power in range(100)]
     betas = [1e-11 * 1.1**power for power in range(100)]
     return min(((alpha, beta) for alpha in alphas for beta in betas), key=distance)
 
 
-def show_fit(path: Path, system: str, cores: int) -> None:
-    """Print what was fitted, and each figure beside what the model says."""
+def print_fit(path: Path, system: str, cores: int) -> None:
+    """Print the fitted parameters, and each measurement with the prediction."""
     measured = read(path, system)
     if not measured:
         print(f"{system}: not measured")
         return
     alpha, beta = fit(measured, cores)
-    ratios = [each.said(alpha, beta, cores) / each.seconds for each in measured]
+    ratios = [each.predict(alpha, beta, cores) / each.seconds for each in measured]
     print(f"{system}: {alpha * 1e6:.0f} us for a message, {1e-9 / beta:.2f} GB/s")
     for each, ratio in zip(measured, ratios, strict=True):
         print(
@@ -122,18 +126,18 @@ def show_fit(path: Path, system: str, cores: int) -> None:
 
 
 def fastest(ranks: int, size: float, alpha: float, beta: float, cores: float) -> str:
-    """The algorithm that the model takes for the fastest; of equal ones that of fewer bytes."""
+    """Return the fastest algorithm by the model; of equal ones, that with fewer messages."""
 
-    def order(name: str) -> tuple[float, float]:
-        needs = cost(name, ranks)
-        # Rounded, so that what is equal doesn't look different.
-        return float(f"{needs.seconds(size, alpha, beta, cores):.9g}"), needs.all_messages
+    def sort_key(name: str) -> tuple[float, float]:
+        required = cost(name, ranks)
+        # Rounded, so that rounding errors do not hide equality.
+        return float(f"{required.seconds(size, alpha, beta, cores):.9g}"), required.all_messages
 
-    return min(ALGORITHMS, key=order)
+    return min(ALGORITHMS, key=sort_key)
 
 
 def draw_map(path: Path, alpha: float, beta: float) -> None:
-    """Draw who wins, over sizes and world sizes: with a core for each rank, and all on two."""
+    """Draw the fastest algorithm by size and world size, with a core per rank or two in all."""
     import matplotlib as mpl
     from matplotlib.colors import ListedColormap
     from matplotlib.figure import Figure
@@ -144,8 +148,8 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
     with mpl.rc_context({"font.size": 10}):
         picture = Figure(figsize=(10.5, 4.6), layout="constrained", facecolor="white")
         panels = picture.subplots(1, 2, sharey=True)
-        words = {math.inf: "each rank has a core and a link", 2.0: "all ranks share two cores"}
-        for axes, (cores, title) in zip(panels, words.items(), strict=True):
+        titles = {math.inf: "each rank has a core and a link", 2.0: "all ranks share two cores"}
+        for axes, (cores, title) in zip(panels, titles.items(), strict=True):
             winners = [
                 [ALGORITHMS.index(fastest(ranks, size, alpha, beta, cores)) for size in sizes]
                 for ranks in worlds
@@ -175,16 +179,18 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
 
 
 def main() -> None:
-    """Read the command line, fit, draw."""
+    """Fit the parameters, and draw the map."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("measured", type=Path, help="a file of phalanx bench --algorithms --json")
-    parser.add_argument("--alpha", type=float, default=20.0, help="of the map, in microseconds")
-    parser.add_argument("--rate", type=float, default=1.25, help="of the map: 1 / beta, in GB/s")
-    parser.add_argument("--map", type=Path, help="draw who wins")
+    parser.add_argument("measured", type=Path, help="a record of phalanx bench --algorithms")
+    parser.add_argument(
+        "--alpha", type=float, default=20.0, help="alpha of the map in microseconds"
+    )
+    parser.add_argument("--rate", type=float, default=1.25, help="1 / beta of the map in GB/s")
+    parser.add_argument("--map", type=Path, help="draw a map of the fastest algorithms")
     options = parser.parse_args()
     cores = record.read(options.measured)[0].machine["cores"]
     for system in ("phalanx", "gloo"):
-        show_fit(options.measured, system, cores)
+        print_fit(options.measured, system, cores)
     if options.map:
         draw_map(options.map, options.alpha / 1e6, 1e-9 / options.rate)
 

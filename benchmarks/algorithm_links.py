@@ -1,11 +1,11 @@
-"""The all-reduces of `phalanx.parallel` over links of 1 Gbit/s, one rank on each host, in turns.
+"""The all-reduces of `phalanx.parallel` over links of 1 Gbit/s, with one rank on each host.
 
-    python benchmarks/algorithm_links.py --hosts 3,4,5 --json benchmarks/algorithm_links.json
+    python benchmarks/algorithm_links.py --hosts 3,4,5 --output benchmarks/algorithm_links.json
 
-Hosts are network namespaces of this machine (so it needs root), the backend is Gloo. Here bytes
-cost what they cost by the model, however busy the machine is: the links are slower than it. Prints
-per size the median of each, with half the distance of the quartiles, and the share that the link
-alone accounts for: the bytes of its path at 125 MB/s.
+Hosts are network namespaces of this machine, which requires root. The backend is Gloo. Bytes cost
+as much as in the model, however busy the machine is, because the links are slower than the machine.
+For each size it prints the median of each algorithm, half the distance of the quartiles, and the
+share of the link: the time of the bytes of the path at 125 MB/s.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ RATE = 1e9 / 8
 LIMIT = 600
 
 
-def rank_of(rounds: int) -> None:
-    """What each rank runs; rank 0 writes what came out."""
+def measure_rank(rounds: int) -> None:
+    """Measure on this rank; rank 0 prints the results."""
     dist.init_process_group("gloo")
-    ways = {"own": dist.all_reduce, **ALGORITHMS}
+    algorithms = {"own": dist.all_reduce, **ALGORITHMS}
     results = []
     for size in SIZES:
         tensor = torch.empty(size // 4)
-        times: dict[str, list[float]] = {name: [] for name in ways}
+        times: dict[str, list[float]] = {name: [] for name in algorithms}
         for number in range(rounds + 1):
-            for name, way in ways.items():
+            for name, algorithm in algorithms.items():
                 tensor.fill_(number)
                 dist.barrier()
                 start = time.perf_counter()
-                way(tensor)
+                algorithm(tensor)
                 slowest = torch.tensor([time.perf_counter() - start])
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
                 if tensor[-1].item() != number * dist.get_world_size():
                     raise SystemExit(f"{name} gave {tensor[-1].item()} in round {number}")
-                if number:  # the first one only warms up
+                if number:  # the first round warms up
                     times[name].append(slowest.item())
         results.append({"bytes": size, "seconds": times})
     if dist.get_rank() == 0:
@@ -61,10 +61,10 @@ def rank_of(rounds: int) -> None:
 
 
 def start(hosts: int, rounds: int) -> list[dict[str, object]]:
-    """Run it on so many hosts; what rank 0 wrote."""
+    """Run the measurement on a number of hosts; return the results of rank 0."""
     command = [sys.executable, __file__, "--rank", "--rounds", str(rounds)]
     with Network(hosts, "1gbit") as network:
-        place = {
+        variables = {
             "WORLD_SIZE": str(hosts),
             "MASTER_ADDR": network.addresses[0],
             "MASTER_PORT": "29500",
@@ -72,7 +72,7 @@ def start(hosts: int, rounds: int) -> list[dict[str, object]]:
             "GLOO_SOCKET_IFNAME": "eth0",
         }
         ranks = [
-            network.start(rank, command, {**place, "RANK": str(rank)}, subprocess.PIPE)
+            network.start(rank, command, {**variables, "RANK": str(rank)}, subprocess.PIPE)
             for rank in range(hosts)
         ]
         outputs = [rank.communicate(timeout=LIMIT)[0] for rank in ranks]
@@ -81,8 +81,8 @@ def start(hosts: int, rounds: int) -> list[dict[str, object]]:
     return json.loads(outputs[0].splitlines()[-1])
 
 
-def show(hosts: int, results: list[dict[str, object]]) -> None:
-    """Print a line for each size and way."""
+def print_results(hosts: int, results: list[dict[str, object]]) -> None:
+    """Print a line for each size and algorithm."""
     print(f"\n{hosts} hosts, links of 1 Gbit/s, Gloo; ms")
     for result in results:
         size = result["bytes"]
@@ -97,15 +97,15 @@ def show(hosts: int, results: list[dict[str, object]]) -> None:
 
 
 def main() -> None:
-    """Read the command line, run, print a table."""
+    """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--hosts", default="4", help="how many, or several: 3,4,5")
+    parser.add_argument("--hosts", default="4", help="numbers of hosts, such as 3,4,5")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank_of(options.rounds)
+        measure_rank(options.rounds)
         return
     record = {
         "command": " ".join(["python", "benchmarks/algorithm_links.py", *sys.argv[1:]]),
@@ -115,9 +115,9 @@ def main() -> None:
     }
     for hosts in map(int, options.hosts.split(",")):
         record["hosts"][str(hosts)] = results = start(hosts, options.rounds)
-        show(hosts, results)
-    if options.json:
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        print_results(hosts, results)
+    if options.output:
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""How each all-reduce of `phalanx.parallel` moves data, drawn from its own code.
+"""Pictures of the data movement of the all-reduces of `phalanx.parallel`, made by their code.
 
     python benchmarks/algorithm_pictures.py docs/algorithms
 
-The steps of an algorithm run here on threads, with queues for messages, on tensors in which every
-element says whose parts it holds: rank r begins with bit r, and parts are combined by OR. What was
-sent when is then put in order, and drawn: a row for each rank, a column for each step. So the
-pictures are of the code as it is. tests/unit/test_algorithm_costs.py counts the same messages.
+The steps of an algorithm run on threads, with queues for messages. Every element of a tensor is a
+bit mask of the ranks whose parts it contains: rank r starts with bit r, and parts are combined by
+OR. The recorded messages are assigned to steps and drawn, with a row for each rank and a column for
+each step. The pictures therefore match the code. tests/unit/test_algorithm_costs.py counts the same
+messages.
 """
 
 from __future__ import annotations
@@ -46,32 +47,32 @@ CELL, GAP, ROW = 0.34, 0.9, 0.62  # inches: a slice, between columns, from rank 
 
 @dataclass(frozen=True)
 class Message:
-    """One message: elements `start` to `end` of the tensor, with the parts that each has in it."""
+    """A message: elements `start` to `end` of the tensor, and the parts in each element."""
 
     source: int
     to: int
     start: int
     end: int
     parts: tuple[int, ...]
-    left: int
-    """Which of the sender's events this was, from 0 on."""
-    came: int = -1
-    """Which of the receiver's events this was."""
+    send_event: int
+    """The index of the message among the sender's events, from 0."""
+    receive_event: int = -1
+    """The index of the message among the receiver's events."""
     step: int = 0
-    """When it travelled: messages of one step travel at the same time."""
+    """The step in which the message is sent; messages of one step are concurrent."""
 
 
-Boxes = dict[tuple[int, int], "queue.Queue[Message]"]
-"""What is on its way, by sender and receiver."""
+Channels = dict[tuple[int, int], "queue.Queue[Message]"]
+"""The messages in flight, by sender and receiver."""
 
 
 class Recorder(Peers):
-    """The other ranks, as threads of this process; keeps every message."""
+    """The other ranks as threads of this process, with a record of every message."""
 
-    def __init__(self, rank: int, size: int, count: int, boxes: Boxes) -> None:
-        """Be a rank of so many, for a tensor of so many elements."""
-        self.rank, self.size, self._count, self._boxes = rank, size, count, boxes
-        self.combine = lambda first, second, into: torch.bitwise_or(first, second, out=into)
+    def __init__(self, rank: int, size: int, count: int, channels: Channels) -> None:
+        """Create a rank of a group, for a tensor of `count` elements."""
+        self.rank, self.size, self._count, self._channels = rank, size, count, channels
+        self.combine = lambda first, second, output: torch.bitwise_or(first, second, out=output)
         self.received: list[Message] = []
         self._events = 0
 
@@ -90,22 +91,22 @@ class Recorder(Peers):
             start = outgoing.storage_offset() % self._count
             parts = tuple(outgoing.tolist())
             message = Message(self.rank, to, start, start + len(parts), parts, self._events)
-            self._boxes[self.rank, to].put(message)
+            self._channels[self.rank, to].put(message)
         if incoming.numel():
-            message = self._boxes[source, self.rank].get(timeout=LIMIT)
+            message = self._channels[source, self.rank].get(timeout=LIMIT)
             incoming.copy_(torch.tensor(message.parts))
-            self.received.append(replace(message, came=self._events))
+            self.received.append(replace(message, receive_event=self._events))
         self._events += 1
 
 
 def trace(name: str, ranks: int, count: int) -> list[Message]:
-    """Every message of an all-reduce of `count` elements, in the order of the steps.
+    """Return every message of an all-reduce of `count` elements, in the order of the steps.
 
     Raises:
-        AssertionError: a rank didn't end with everybody's part of every element.
+        AssertionError: A rank ended without the parts of all ranks in every element.
     """
-    boxes: Boxes = {pair: queue.Queue() for pair in product(range(ranks), repeat=2)}
-    peers = [Recorder(rank, ranks, count, boxes) for rank in range(ranks)]
+    channels: Channels = {pair: queue.Queue() for pair in product(range(ranks), repeat=2)}
+    peers = [Recorder(rank, ranks, count, channels) for rank in range(ranks)]
     ends: list[list[int]] = [[] for _ in range(ranks)]
 
     def work(rank: int) -> None:
@@ -119,32 +120,34 @@ def trace(name: str, ranks: int, count: int) -> list[Message]:
     for thread in threads:
         thread.join()
     assert ends == [[(1 << ranks) - 1] * count] * ranks, f"{name} of {ranks} ranks: {ends}"
-    return in_steps([message for each in peers for message in each.received])
+    return assign_steps([message for peer in peers for message in peer.received])
 
 
-def in_steps(messages: Sequence[Message]) -> list[Message]:
-    """Say when each message travels: as soon as both ends have done all that they do before."""
+def assign_steps(messages: Sequence[Message]) -> list[Message]:
+    """Assign each message to the first step at which both ends have completed earlier events."""
     events = sorted(
-        {(m.source, m.left) for m in messages} | {(m.to, m.came) for m in messages},
+        {(m.source, m.send_event) for m in messages} | {(m.to, m.receive_event) for m in messages},
         key=lambda event: event[1],
     )
-    when = dict.fromkeys(events, 1)
+    step_of = dict.fromkeys(events, 1)
     while True:
-        before = dict(when)
+        previous = dict(step_of)
         for rank, number in events:
-            earlier = [when[event] for event in events if event[0] == rank and event[1] < number]
-            when[rank, number] = max([when[rank, number], *(step + 1 for step in earlier)])
+            earlier = [step_of[event] for event in events if event[0] == rank and event[1] < number]
+            step_of[rank, number] = max([step_of[rank, number], *(step + 1 for step in earlier)])
         for message in messages:
-            ends = (message.source, message.left), (message.to, message.came)
-            when[ends[0]] = when[ends[1]] = max(when[end] for end in ends)
-        if when == before:
+            ends = (message.source, message.send_event), (message.to, message.receive_event)
+            step_of[ends[0]] = step_of[ends[1]] = max(step_of[end] for end in ends)
+        if step_of == previous:
             break
-    placed = [replace(message, step=when[message.to, message.came]) for message in messages]
+    placed = [
+        replace(message, step=step_of[message.to, message.receive_event]) for message in messages
+    ]
     return sorted(placed, key=lambda message: (message.step, message.source, message.to))
 
 
-def held(messages: Sequence[Message], ranks: int, count: int) -> list[list[list[int]]]:
-    """After each step, from 0 on, whose parts each rank has of each element."""
+def trace_parts(messages: Sequence[Message], ranks: int, count: int) -> list[list[list[int]]]:
+    """Return, for each step from 0, the parts in each element on each rank."""
     states = [[[1 << rank] * count for rank in range(ranks)]]
     for step in range(1, 1 + max(message.step for message in messages)):
         state = [list(row) for row in states[-1]]
@@ -156,8 +159,8 @@ def held(messages: Sequence[Message], ranks: int, count: int) -> list[list[list[
     return states
 
 
-def words(messages: Sequence[Message]) -> str:
-    """The messages as text, which stands in a picture's file: "1: 0 to 2, 0-4" is one."""
+def describe(messages: Sequence[Message]) -> str:
+    """Return the messages as text for the picture's metadata, such as "1: 0 to 2, 0-4"."""
     return "; ".join(f"{m.step}: {m.source} to {m.to}, {m.start}-{m.end}" for m in messages)
 
 
@@ -167,9 +170,9 @@ def draw(name: str, ranks: int, path: Path) -> None:
     from matplotlib.figure import Figure
 
     messages = trace(name, ranks, COUNT)
-    states = held(messages, ranks, COUNT)
-    wide = COUNT * CELL
-    width = len(states) * (wide + GAP) - GAP + 0.9
+    states = trace_parts(messages, ranks, COUNT)
+    tensor_width = COUNT * CELL
+    width = len(states) * (tensor_width + GAP) - GAP + 0.9
     height = ranks * ROW + 0.6
     with mpl.rc_context({"svg.hashsalt": name, "svg.fonttype": "none", "font.size": 10}):
         picture = Figure(figsize=(width, height), facecolor="white")
@@ -179,18 +182,18 @@ def draw(name: str, ranks: int, path: Path) -> None:
         for rank in range(ranks):
             axes.text(-0.12, rank * ROW + 0.2, f"rank {rank}", ha="right", va="center")
         for step, state in enumerate(states):
-            left = step * (wide + GAP)
+            left = step * (tensor_width + GAP)
             title = f"after step {step}" if step else "before"
-            axes.text(left + wide / 2, -0.3, title, ha="center", va="center")
+            axes.text(left + tensor_width / 2, -0.3, title, ha="center", va="center")
             for rank, row in enumerate(state):
                 _draw_tensor(axes, left, rank * ROW, row, ranks)
         for message in messages:
-            _draw_message(axes, message, wide)
-        picture.savefig(path, metadata={"Date": None, "Description": words(messages)})
+            _draw_message(axes, message, tensor_width)
+        picture.savefig(path, metadata={"Date": None, "Description": describe(messages)})
 
 
 def _draw_tensor(axes: Axes, left: float, top: float, row: Sequence[int], ranks: int) -> None:
-    """A box for each slice, with a stripe for each rank whose part is in it."""
+    """Draw a box for each element, with a stripe for each rank whose part is in it."""
     from matplotlib.patches import Rectangle
 
     stripe = CELL / ranks
@@ -198,24 +201,24 @@ def _draw_tensor(axes: Axes, left: float, top: float, row: Sequence[int], ranks:
         x = left + index * CELL
         for rank in range(ranks):
             if parts >> rank & 1:
-                place = (x + rank * stripe, top)
-                axes.add_patch(Rectangle(place, stripe, 0.4, color=COLORS[rank], linewidth=0))
+                corner = (x + rank * stripe, top)
+                axes.add_patch(Rectangle(corner, stripe, 0.4, color=COLORS[rank], linewidth=0))
         axes.add_patch(Rectangle((x, top), CELL, 0.4, fill=False, edgecolor="#888888", lw=0.7))
 
 
-def _draw_message(axes: Axes, message: Message, wide: float) -> None:
-    """An arrow from rank to rank, and a frame around what it carries."""
+def _draw_message(axes: Axes, message: Message, tensor_width: float) -> None:
+    """Draw an arrow from rank to rank, and a frame around the elements."""
     from matplotlib.patches import Rectangle
 
-    left = (message.step - 1) * (wide + GAP)
+    left = (message.step - 1) * (tensor_width + GAP)
     top, bottom = message.source * ROW, message.to * ROW
-    place = (left + message.start * CELL, top)
+    corner = (left + message.start * CELL, top)
     size = (message.end - message.start) * CELL
-    axes.add_patch(Rectangle(place, size, 0.4, fill=False, edgecolor="black", lw=2.2))
+    axes.add_patch(Rectangle(corner, size, 0.4, fill=False, edgecolor="black", lw=2.2))
     axes.annotate(
         "",
-        xy=(left + wide + GAP - 0.04, bottom + 0.2),
-        xytext=(left + wide + 0.04, top + 0.2),
+        xy=(left + tensor_width + GAP - 0.04, bottom + 0.2),
+        xytext=(left + tensor_width + 0.04, top + 0.2),
         arrowprops={"arrowstyle": "-|>", "color": "black", "lw": 1.3, "shrinkA": 0, "shrinkB": 0},
     )
 
@@ -223,7 +226,7 @@ def _draw_message(axes: Axes, message: Message, wide: float) -> None:
 def main() -> None:
     """Draw every picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where the pictures go")
+    parser.add_argument("folder", type=Path, help="the folder of the pictures")
     folder = parser.parse_args().folder
     folder.mkdir(exist_ok=True)
     for name, ranks in PICTURES:

@@ -1,13 +1,15 @@
-"""How long a checkpoint pauses training, beside what the disk needs for the same bytes.
+"""The time for which a checkpoint pauses training, compared with the disk's own speed.
 
-python benchmarks/checkpoints.py --ranks 2 --directory DIRECTORY --json benchmarks/checkpoints.json
+python benchmarks/checkpoints.py --nproc-per-node 2 --directory DIRECTORY --output
+benchmarks/checkpoints.json
 
-The state is that of a model with AdamW: three float32 per parameter. In every round, in another
-order: the bytes written by rank 0 to one file in large blocks, and flushed (`disk`), once more
-with the disk told to begin early (`disk early`); a checkpoint by rank 0 (`save`) and one that all
-ranks share (`sharded`), each in place of the one before; `torch.save` to a file, and flushed. Each
-is timed from a barrier until the last rank goes on. All bytes change between rounds. Ratios are to
-the quicker way to the disk. In the end the checkpoints are loaded, and compared.
+The state is that of a model with AdamW: three float32 per parameter. Every round measures, in
+random
+order: rank 0 writing the bytes to one file in large blocks and flushing it (`disk`), the same with
+early writeback (`disk early`), a checkpoint by rank 0 (`save`), a checkpoint shared by all ranks
+(`sharded`), each replacing the previous one, and `torch.save` to a flushed file. Each is timed from
+a barrier until the last rank continues. All bytes change between rounds. Ratios are relative to the
+faster of the two `disk` variants. At the end the checkpoints are loaded and compared.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ EARLY = 32 * 2**20
 SYSTEMS = ("disk", "disk early", "save", "sharded", "torch.save")
 
 
-def trained(million: float) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A model of square layers, and AdamW after its first step."""
+def make_trained_model(million: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return a model of square layers, and its AdamW optimizer after the first step."""
     torch.manual_seed(0)
     width = 1024
     layers = max(1, round(million * 1e6 / (width * (width + 1))))
@@ -52,11 +54,11 @@ def trained(million: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-def tensors_in(state: Any) -> list[Tensor]:
+def find_tensors(state: Any) -> list[Tensor]:
     if isinstance(state, Tensor):
         return [state]
     items = state.values() if isinstance(state, dict) else state if isinstance(state, list) else []
-    return [tensor for item in items for tensor in tensors_in(item)]
+    return [tensor for item in items for tensor in find_tensors(item)]
 
 
 def write_raw(path: Path, content: memoryview, early: bool) -> None:
@@ -80,7 +82,7 @@ def write_pickled(path: Path, state: Any) -> None:
         os.fsync(file.fileno())
 
 
-def timed(run: Callable[[], object]) -> float:
+def time_run(run: Callable[[], object]) -> float:
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -90,77 +92,81 @@ def timed(run: Callable[[], object]) -> float:
 
 
 def measure(million: float, rounds: int, directory: str) -> dict[str, Any]:
-    """Seconds of every round by system; run on every rank."""
+    """Run on every rank; return the seconds of every round by system."""
     with phalanx.init():
         first = dist.get_rank() == 0
-        model, optimizer = trained(million)
+        model, optimizer = make_trained_model(million)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        tensors = tensors_in(state)
+        tensors = find_tensors(state)
         length = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         content = torch.empty(length // 4, dtype=torch.int32).random_() if first else torch.empty(0)
         array: Any = content.numpy()
         raw = memoryview(array).cast("B")
         path = Path(directory) / "file"
-        whole = Checkpointer(Path(directory) / "whole", keep=1)
+        unsharded = Checkpointer(Path(directory) / "whole", keep=1)
         sharded = Checkpointer(Path(directory) / "sharded", keep=1, sharded=True)
         runs: dict[str, Callable[[int], object]] = {
             "disk": lambda _: write_raw(path, raw, False) if first else None,
             "disk early": lambda _: write_raw(path, raw, True) if first else None,
-            "save": lambda step: whole.save(step, state),
+            "save": lambda step: unsharded.save(step, state),
             "sharded": lambda step: sharded.save(step, state),
             "torch.save": lambda _: write_pickled(path, state) if first else None,
         }
-        order, seconds = random.Random(0), {name: list[float]() for name in SYSTEMS}
+        random_order, seconds = random.Random(0), {name: list[float]() for name in SYSTEMS}
         for step in range(rounds + 1):
             for tensor in tensors:
                 tensor.add_(1e-3)
             content += 1
-            for name in order.sample(SYSTEMS, len(SYSTEMS)):
-                taken = timed(lambda name=name, step=step: runs[name](step))
+            for name in random_order.sample(SYSTEMS, len(SYSTEMS)):
+                taken = time_run(lambda name=name, step=step: runs[name](step))
                 if step > 0:
                     seconds[name].append(taken)
                 if first:
-                    settle(path)
-        begun = time.perf_counter()
-        check(whole, state)
-        loading = time.perf_counter() - begun
-        check(sharded, state)
+                    clean_up(path)
+        start = time.perf_counter()
+        check_loaded(unsharded, state)
+        loading = time.perf_counter() - start
+        check_loaded(sharded, state)
     return {"bytes": length, "seconds": seconds, "loading": loading}
 
 
-def settle(path: Path) -> None:
-    """Remove what was measured; wait until nothing is under way any more."""
+def clean_up(path: Path) -> None:
+    """Remove the measured file, and wait for the removal of old checkpoints and for the disk."""
     path.unlink(missing_ok=True)
     while list(path.parent.glob("*/.removing-*")):
         time.sleep(0.01)
     os.sync()
 
 
-def check(checkpoints: Checkpointer, state: Any) -> None:
+def check_loaded(checkpoints: Checkpointer, state: Any) -> None:
     found = checkpoints.load(like=state)
-    pairs = zip(tensors_in(found.state if found else None), tensors_in(state), strict=True)
+    pairs = zip(find_tensors(found.state if found else None), find_tensors(state), strict=True)
     if not all(torch.equal(one, other) for one, other in pairs):
-        sys.exit("What was loaded isn't what was saved.")
+        sys.exit("The loaded state differs from the saved state.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Checkpoints beside the disk's own speed.")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (2)")
+    parser = argparse.ArgumentParser(
+        description="Measure checkpoints relative to the disk's speed."
+    )
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks to start (2)")
     parser.add_argument("--million", type=float, default=25, help="parameters in millions (25)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds to measure (9)")
-    parser.add_argument("--directory", default=".", help="on the disk to measure (.)")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--directory", default=".", help="a directory on the disk to measure (.)")
+    parser.add_argument("--output", type=Path, help="write the results to this file")
     options = parser.parse_args()
-    place = tempfile.mkdtemp(prefix="checkpoints-", dir=options.directory)
+    folder = tempfile.mkdtemp(prefix="checkpoints-", dir=options.directory)
     try:
-        arguments = (options.million, options.rounds, place)
-        result = phalanx.launch(measure, options.ranks, arguments)[0]
+        arguments = (options.million, options.rounds, folder)
+        result = phalanx.launch(measure, options.nproc_per_node, arguments)[0]
     finally:
-        shutil.rmtree(place)
+        shutil.rmtree(folder)
     seconds = result["seconds"]
     figures: dict[str, dict[str, float]] = {}
     disk = min(("disk", "disk early"), key=lambda name: statistics.median(seconds[name]))
-    print(f"{result['bytes'] / 1e6:.0f} MB at {options.ranks} ranks, {options.rounds} rounds")
+    print(
+        f"{result['bytes'] / 1e6:.0f} MB at {options.nproc_per_node} ranks, {options.rounds} rounds"
+    )
     for name in SYSTEMS:
         low, median, high = statistics.quantiles(seconds[name], n=4)
         pairs = [a / b for a, b in zip(seconds[name], seconds[disk], strict=True)]
@@ -173,10 +179,10 @@ def main() -> None:
             f"{statistics.median(pairs):.2f} round by round"
         )
     print(f"loading     {result['loading']:6.3f} s")
-    if options.json:
-        said = {"command": " ".join(["python", *sys.argv]), "machine": machine()}
-        said |= {"versions": versions(), **result, "figures": figures}
-        options.json.write_text(json.dumps(said, indent=1) + "\n")
+    if options.output:
+        record = {"command": " ".join(["python", *sys.argv]), "machine": machine()}
+        record |= {"versions": versions(), **result, "figures": figures}
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The step of data-parallel training: SharedDataParallel, DDP on Phalanx and Gloo, no communication.
+"""Training steps of SharedDataParallel, DDP on Phalanx and Gloo, and without communication.
 
-    python benchmarks/data_parallel.py --model mlp1 --ranks 2 --json FILE
-    python benchmarks/data_parallel.py --model mlp1 --ranks 4 --memory
+    python benchmarks/data_parallel.py --model mlp1 --nproc-per-node 2 --output FILE
+    python benchmarks/data_parallel.py --model mlp1 --nproc-per-node 4 --memory
 
 `mlp1`: 25 million parameters, one sample per rank, Adam: communication-bound. `mlp2`, `mlp`: the
-same with 2 and 8 samples, where the kernel of the products takes most of the time. `gpt`: a GPT
+same with 2 and 8 samples, for which the matrix products take most of the time. `gpt`: a GPT
 of 25 million parameters, a sequence of 32 tokens per rank. `convnet`: the ConvNet of
 examples/train_digits.py, global batch 128, SGD with momentum.
 
-All modes run in the same processes in one run, in turn, with fused optimizers; DDP has
-`gradient_as_bucket_view=True`. Given are medians over the rounds of the slowest rank's mean step,
-with the quartiles. With --memory each mode runs in processes of its own, and given is what the
-ranks hold after some steps (PSS), less what they hold after some steps of a tiny model.
+All modes run alternately in the same processes, with fused optimizers. DDP has
+`gradient_as_bucket_view=True`. The results are medians over the rounds of the slowest rank's mean
+step, with the quartiles. With --memory each mode runs in separate processes, and the result is the
+memory (PSS) of the ranks after some steps, minus that after some steps of a tiny model.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - as everybody does
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,25 +38,25 @@ from phalanx.bench.results import Timing
 from phalanx.parallel import SharedDataParallel
 
 MODES = ("data_parallel", "ddp_phalanx", "ddp_gloo", "alone")
-# What no backend can help: ranks that wait for each other in each step, and what DDP itself does.
-WHERE_TIME_GOES = ("in_step", "ddp_of_one")
+# Costs that no backend can avoid: ranks that wait for each other in each step, and DDP itself.
+BASELINES = ("in_step", "ddp_of_one")
 
 
 class GPT(nn.Module):
     """A small GPT: 25 million parameters."""
 
-    def __init__(self, width: int = 512, layers: int = 7, words: int = 4096) -> None:
+    def __init__(self, width: int = 512, layers: int = 7, vocabulary: int = 4096) -> None:
         super().__init__()
-        self.embed = nn.Embedding(words, width)
+        self.embed = nn.Embedding(vocabulary, width)
         layer = nn.TransformerEncoderLayer(
             width, 8, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
         )
         self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, words, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at each place of `[batch, length]`."""
+        """Return the logits of the next token at each position of `[batch, length]`."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         hidden = self.blocks(self.embed(tokens), mask=mask, is_causal=True)
         return self.head(hidden)
@@ -102,33 +102,33 @@ class Step:
     def __init__(self, model: str, mode: str, group: dist.ProcessGroup | None) -> None:
         torch.manual_seed(1)
         module, self.loss = MODELS[model]()
-        # A rate of 0: what is computed never changes, denormal numbers never come.
-        kind: Any = torch.optim.SGD if model == "convnet" else torch.optim.Adam
+        # With a learning rate of 0 the values never change and never become denormal.
+        optimizer_class: Any = torch.optim.SGD if model == "convnet" else torch.optim.Adam
         options: dict[str, Any] = {"lr": 0.0, "fused": True}
         if model == "convnet":
             options["momentum"] = 0.9
         self.model: nn.Module = module
-        self.meets = group if mode == "in_step" else None
+        self.barrier_group = group if mode == "in_step" else None
         if mode == "data_parallel":
             wrapped = SharedDataParallel(module, group)
-            self.model, self.optimizer = wrapped, wrapped.optimizer(kind, **options)
+            self.model, self.optimizer = wrapped, wrapped.optimizer(optimizer_class, **options)
             return
         if mode not in ("alone", "in_step"):
             self.model = DistributedDataParallel(
                 module, process_group=group, gradient_as_bucket_view=True
             )
-        self.optimizer = kind(self.model.parameters(), **options)
+        self.optimizer = optimizer_class(self.model.parameters(), **options)
 
     def run(self, steps: int) -> float:
-        """Seconds of a step."""
+        """Return the seconds of a step."""
         dist.barrier()
         gc.disable()
         start = time.perf_counter()
         for _ in range(steps):
             self.optimizer.zero_grad()
             self.loss(self.model).backward()
-            if self.meets is not None:
-                dist.barrier(self.meets)
+            if self.barrier_group is not None:
+                dist.barrier(self.barrier_group)
             self.optimizer.step()
         taken = (time.perf_counter() - start) / steps
         gc.enable()
@@ -136,7 +136,7 @@ class Step:
 
 
 def measure(model: str, modes: tuple[str, ...], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Time every mode on this rank; seconds of the slowest rank, by mode, round by round."""
+    """Time every mode; return the seconds of the slowest rank by mode and round."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     backends = dict.fromkeys(("data_parallel", "ddp_phalanx", "in_step"), "phalanx")
@@ -146,12 +146,12 @@ def measure(model: str, modes: tuple[str, ...], rounds: int, steps: int) -> dict
         alone = dist.new_group([rank], backend="phalanx")
         if rank == dist.get_rank():
             groups["ddp_of_one"] = alone
-    ready = {mode: Step(model, mode, groups.get(mode)) for mode in modes}
+    steps_by_mode = {mode: Step(model, mode, groups.get(mode)) for mode in modes}
     seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     for number in range(-1, rounds):
-        for turn in range(len(modes)):
-            mode = modes[(number + turn) % len(modes)]
-            taken = torch.tensor(ready[mode].run(steps), dtype=torch.float64)
+        for offset in range(len(modes)):
+            mode = modes[(number + offset) % len(modes)]
+            taken = torch.tensor(steps_by_mode[mode].run(steps), dtype=torch.float64)
             dist.all_reduce(taken, dist.ReduceOp.MAX)
             if number >= 0:  # the first round warms up
                 seconds[mode].append(taken.item())
@@ -159,18 +159,18 @@ def measure(model: str, modes: tuple[str, ...], rounds: int, steps: int) -> dict
 
 
 def pss() -> int:
-    """Bytes of this process, what it shares with others divided by their number."""
+    """Return the proportional set size (PSS) of this process in bytes."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
-    raise OSError("the kernel tells no Pss")
+    raise OSError("the kernel does not report Pss")
 
 
-def hold(model: str, mode: str) -> tuple[int, int]:
-    """Bytes that this rank holds: before there is a model, and after some steps."""
+def measure_rank_memory(model: str, mode: str) -> tuple[int, int]:
+    """Return the bytes that this rank holds before it has a model, and after some steps."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo" if mode == "ddp_gloo" else "phalanx")
-    Step("convnet", mode, None).run(2)  # what libraries need at first use is no part of a model
+    Step("convnet", mode, None).run(2)  # libraries allocate memory at first use
     gc.collect()
     dist.barrier()
     idle = pss()
@@ -179,16 +179,16 @@ def hold(model: str, mode: str) -> tuple[int, int]:
     step.run(3)
     gc.collect()
     dist.barrier()
-    held = pss()
+    held_bytes = pss()
     dist.barrier()
-    return idle, held
+    return idle, held_bytes
 
 
-def memory(model: str, ranks: int) -> dict[str, float]:
+def measure_memory(model: str, ranks: int) -> dict[str, float]:
     figures = {}
     for mode in MODES[:3]:
-        held = phalanx.launch(hold, ranks, (model, mode))
-        figures[mode] = sum(after - before for before, after in held)
+        held_bytes = phalanx.launch(measure_rank_memory, ranks, (model, mode))
+        figures[mode] = sum(after - before for before, after in held_bytes)
         print(f"{mode:>14}  {figures[mode] / 2**20:7.1f} MiB", flush=True)
     for mode in MODES[1:3]:
         print(f"data_parallel / {mode}: {figures['data_parallel'] / figures[mode]:.1%}")
@@ -198,27 +198,30 @@ def memory(model: str, ranks: int) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="mlp1")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--nproc-per-node", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, help="of each mode in a round")
+    parser.add_argument("--steps", type=int, help="steps of each mode in a round")
     parser.add_argument(
         "--modes",
         default=",".join(MODES),
-        help=f"of these and {', '.join(WHERE_TIME_GOES)} (default: %(default)s)",
+        help=f"some of these and {', '.join(BASELINES)} (default: %(default)s)",
     )
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--output", type=Path, metavar="FILE")
     options = parser.parse_args()
     facts = {**machine(), **versions()}
-    print(f"{options.model}, {options.ranks} ranks; " + ", ".join(f"{k} {facts[k]}" for k in facts))
+    print(
+        f"{options.model}, {options.nproc_per_node} ranks; "
+        + ", ".join(f"{k} {facts[k]}" for k in facts)
+    )
     document = {"command": shlex.join(["python", *sys.argv]), "machine": facts}
     if options.memory:
-        document["bytes"] = memory(options.model, options.ranks)
+        document["bytes"] = measure_memory(options.model, options.nproc_per_node)
     else:
         modes = tuple(options.modes.split(","))
         steps = options.steps or (40 if options.model == "convnet" else 3)
         arguments = options.model, modes, options.rounds, steps
-        seconds = phalanx.launch(measure, options.ranks, arguments)[0]
+        seconds = phalanx.launch(measure, options.nproc_per_node, arguments)[0]
         timings = {mode: Timing.of(seconds[mode]) for mode in modes}
         for mode, timing in timings.items():
             ratio = timing.median / timings[modes[0]].median
@@ -227,8 +230,8 @@ def main() -> None:
                 f"{timing.high * 1e3:.2f})  {ratio:5.2f} times {modes[0]}"
             )
         document["seconds"] = {mode: vars(timing) for mode, timing in timings.items()}
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    if options.output:
+        options.output.write_text(json.dumps(document, indent=1) + "\n")
 
 
 if __name__ == "__main__":

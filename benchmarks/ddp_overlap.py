@@ -1,10 +1,10 @@
-"""Draw how DDP's all-reduces run beside its backward pass, from the ranks' flight recorders.
+"""Draw how DDP's all-reduces overlap its backward pass, from the ranks' flight recorders.
 
 python benchmarks/ddp_overlap.py --plot docs/ddp_overlap.png --trace ddp.pftrace
 
-Each rank trains a wide network, whose gradients make several buckets, and notes when forward,
-backward and the optimizer's step begin and end. What the group's thread did meanwhile is in its
-flight recorder, which `phalanx trace` shows too.
+Each rank trains a wide network, whose gradients fill several buckets, and records when forward,
+backward and the optimizer's step begin and end. The flight recorder has the operations of the
+group's thread, which `phalanx trace` shows too.
 """
 
 from __future__ import annotations
@@ -31,62 +31,64 @@ WARM_UP = 5
 COLOURS = {
     "forward": "#9ecae1",
     "backward": "#3182bd",
-    "waits for all-reduces": "#d9d9d9",
+    "wait for all-reduces": "#d9d9d9",
     "optimizer": "#a1d99b",
     "all_reduce": "#e6550d",
 }
 
 
-# Rank, what it did, and from when to when in monotonic nanoseconds. (A tuple: `all_gather_object`
-# can't pickle the classes of a script that is started with `phalanx.launch`.)
+# Rank, phase, and begin and end in monotonic nanoseconds. It is a tuple because `all_gather_object`
+# cannot pickle classes of a script that is started with `phalanx.launch`.
 Span = tuple[int, str, int, int]
 Step = list[Span]
 
 
 def train(steps: int, trace: str) -> list[Step]:
-    """Run on every rank; what all did in each step, on rank 0."""
+    """Run on every rank; return the spans of all ranks in each step, on rank 0."""
     with phalanx.init() as session:
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)]
         model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=BUCKET_MIB)
-        computed: list[int] = []
+        gradient_times: list[int] = []
         first = next(model.module.parameters())
-        first.register_post_accumulate_grad_hook(lambda _: computed.append(time.monotonic_ns()))
+        first.register_post_accumulate_grad_hook(
+            lambda _: gradient_times.append(time.monotonic_ns())
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        noted: list[Step] = []
+        recorded: list[Step] = []
         for number in range(WARM_UP + steps):
             dist.barrier()
             phalanx.report(step=number)
-            noted.append(one_step(model, optimizer, session.rank, computed))
-        everyone: list[Any] = [None] * session.world_size
-        dist.all_gather_object(everyone, noted[WARM_UP:])
+            recorded.append(train_step(model, optimizer, session.rank, gradient_times))
+        by_rank: list[Any] = [None] * session.world_size
+        dist.all_gather_object(by_rank, recorded[WARM_UP:])
         if session.rank == 0:
             if trace:
                 job = os.environ["PHALANX_JOB"]
                 command = ["phalanx", "trace", job, "--output", trace, "--force"]
                 subprocess.run(command, check=True)
-            steps_of_all = [[*itertools.chain(*spans)] for spans in zip(*everyone, strict=True)]
-            add_all_reduces(steps_of_all)
+            all_steps = [[*itertools.chain(*spans)] for spans in zip(*by_rank, strict=True)]
+            add_all_reduces(all_steps)
         else:
-            steps_of_all = []
-        dist.barrier()  # a box is there as long as its rank
-    return steps_of_all
+            all_steps = []
+        dist.barrier()  # a recorder exists as long as its rank
+    return all_steps
 
 
-def one_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, computed: list[int]
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, gradient_times: list[int]
 ) -> Step:
     inputs = torch.randn(ROWS, WIDTH)
     times = [time.monotonic_ns()]
     loss: Tensor = model(inputs).pow(2).mean()
     times.append(time.monotonic_ns())
     loss.backward()
-    times += [computed[-1], time.monotonic_ns()]
+    times += [gradient_times[-1], time.monotonic_ns()]
     optimizer.step()
     optimizer.zero_grad()
     times.append(time.monotonic_ns())
     return [
-        (rank, name, times[place], times[place + 1]) for place, name in enumerate([*COLOURS][:4])
+        (rank, name, times[index], times[index + 1]) for index, name in enumerate([*COLOURS][:4])
     ]
 
 
@@ -101,16 +103,16 @@ def add_all_reduces(steps: list[Step]) -> None:
                     step.append((rank.rank, "all_reduce", operation.begin, operation.end))
 
 
-def share_beside_backward(step: Step) -> float:
-    """The part of the all-reduces' time in which the rank still computed gradients."""
-    beside = total = 0
+def overlap_share(step: Step) -> float:
+    """Return the fraction of the all-reduces' time in which the rank still computed gradients."""
+    overlapped = total = 0
     computing = {rank: (begin, end) for rank, name, begin, end in step if name == "backward"}
     for rank, name, begin, end in step:
         if name == "all_reduce":
             first, last = computing[rank]
             total += end - begin
-            beside += max(0, min(end, last) - max(begin, first))
-    return beside / total
+            overlapped += max(0, min(end, last) - max(begin, first))
+    return overlapped / total
 
 
 def plot(step: Step, path: Path) -> None:
@@ -136,22 +138,24 @@ def plot(step: Step, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw DDP's all-reduces beside its backward pass.")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (2)")
-    parser.add_argument("--steps", type=int, default=30, help="steps that are noted (30)")
-    parser.add_argument("--plot", type=Path, help="where the picture of the median step goes")
-    parser.add_argument("--trace", default="", help="where a timeline for Perfetto goes")
+    parser = argparse.ArgumentParser(
+        description="Draw the overlap of DDP's all-reduces and its backward pass."
+    )
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks to start (2)")
+    parser.add_argument("--steps", type=int, default=30, help="steps to record (30)")
+    parser.add_argument("--plot", type=Path, help="write a picture of the median step to this file")
+    parser.add_argument("--trace", default="", help="write a timeline for Perfetto to this file")
     options = parser.parse_args()
-    steps = phalanx.launch(train, options.ranks, (options.steps, options.trace))[0]
-    shares = sorted(share_beside_backward(step) for step in steps)
+    steps = phalanx.launch(train, options.nproc_per_node, (options.steps, options.trace))[0]
+    shares = sorted(overlap_share(step) for step in steps)
     low, _, high = statistics.quantiles(shares, n=4)
-    middle = sorted(steps, key=share_beside_backward)[len(steps) // 2]
+    median_step = sorted(steps, key=overlap_share)[len(steps) // 2]
     print(
-        f"all-reduces beside backward: {statistics.median(shares):.0%} of their time "
-        f"(quartiles {low:.0%} and {high:.0%}), {len(steps)} steps of {options.ranks} ranks"
+        f"all-reduces during backward: {statistics.median(shares):.0%} of their time (quartiles "
+        f"{low:.0%} and {high:.0%}), {len(steps)} steps of {options.nproc_per_node} ranks"
     )
     if options.plot:
-        plot(middle, options.plot)
+        plot(median_step, options.plot)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""What an asynchronous all-reduce adds to a computation that it runs beside.
+"""The time that an asynchronous all-reduce adds to a concurrent computation.
 
-python benchmarks/overlap.py --ranks 2
+python benchmarks/overlap.py --nproc-per-node 2
 
-Each rank multiplies matrices, with as many threads as cores are left for it, while an all-reduce is
-under way, and waits for that at the end. With a core to spare for each rank's communication the
-all-reduce should cost next to nothing; with none, computation and communication share cores, and
-the sum of both is what can be expected.
+Each rank multiplies matrices, with as many threads as it has cores, while an all-reduce is in
+progress, and waits for it at the end. If each rank has a spare core for communication, the
+all-reduce should cost almost nothing. Otherwise computation and communication share cores, and take
+about the sum of both times.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import phalanx
 ROUNDS = 21
 
 
-def timed(run: Callable[[], None]) -> float:
+def time_run(run: Callable[[], None]) -> float:
     dist.barrier()
     start = time.perf_counter()
     run()
@@ -33,7 +33,7 @@ def timed(run: Callable[[], None]) -> float:
 
 
 def measure(size: int, backend: str) -> dict[str, tuple[float, float, float]]:
-    """Quartiles of the seconds that the slowest rank needs; run on every rank."""
+    """Run on every rank; return quartiles of the slowest rank's seconds."""
     with phalanx.init(backend):
         buffers = [torch.ones(size // 4) for _ in range(4)]
         a, b = torch.randn(768, 768), torch.randn(768, 768)
@@ -54,7 +54,7 @@ def measure(size: int, backend: str) -> dict[str, tuple[float, float, float]]:
         for round_number in range(ROUNDS + 1):
             for name, run in (("compute", compute), ("communicate", communicate), ("both", both)):
                 buffers.append(buffers.pop(0).fill_(1.0))
-                seconds = timed(run)
+                seconds = time_run(run)
                 if round_number > 0:
                     taken[name].append(seconds)
     quartiles = {name: statistics.quantiles(values, n=4) for name, values in taken.items()}
@@ -62,13 +62,15 @@ def measure(size: int, backend: str) -> dict[str, tuple[float, float, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Async all-reduce beside a computation.")
-    parser.add_argument("--ranks", type=int, default=2, help="ranks to start (2)")
+    parser = argparse.ArgumentParser(
+        description="Measure an async all-reduce during a computation."
+    )
+    parser.add_argument("--nproc-per-node", type=int, default=2, help="ranks to start (2)")
     parser.add_argument("--mib", type=int, default=16, help="size of the all-reduce in MiB (16)")
     parser.add_argument("--backend", choices=["phalanx", "gloo"], default="phalanx")
     options = parser.parse_args()
     arguments = (options.mib * 2**20, options.backend)
-    results = phalanx.launch(measure, options.ranks, arguments)[0]
+    results = phalanx.launch(measure, options.nproc_per_node, arguments)[0]
     for name, (low, median, high) in results.items():
         print(f"{name:12} {median * 1e3:7.2f} ms  ({low * 1e3:.2f} to {high * 1e3:.2f})")
     compute, communicate, both = (results[name][1] for name in ("compute", "communicate", "both"))

@@ -1,4 +1,4 @@
-"""A pipeline of two stages, trained by two replicas of it: four ranks.
+"""Train a pipeline of two stages with two replicas, on four ranks.
 
     phalanx run --nproc-per-node 4 examples/pipeline.py
 
@@ -9,9 +9,9 @@ Ranks 0 and 1 are one pipeline, ranks 2 and 3 the other:
                  |                |
     replica 1  rank 2  ------>  rank 3    second half
 
-Between stages go the activations of one microbatch after another, and their gradients back.
-Between replicas, up and down, go the gradients of the parameters. All of it is PyTorch's
-`torch.distributed.pipelining`; of Phalanx there are `phalanx.init` and `average_gradients`.
+The stages exchange the activations and gradients of one microbatch after another. The replicas
+exchange the gradients of the parameters. The pipeline is PyTorch's
+`torch.distributed.pipelining`; `phalanx.init` and `average_gradients` are from Phalanx.
 """
 
 import argparse
@@ -32,7 +32,7 @@ SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
 
 
 def new_stage(number: int) -> nn.Module:
-    """One half of the network; both replicas start with the same."""
+    """Return one half of the network, the same in both replicas."""
     torch.manual_seed(number)
     if number == 0:
         return nn.Sequential(nn.Linear(2, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh())
@@ -40,7 +40,7 @@ def new_stage(number: int) -> nn.Module:
 
 
 def batch(step: int, size: int) -> tuple[Tensor, Tensor]:
-    """Points of the plane, and what is to be learnt of each: the sine of their product."""
+    """Return points of the plane, and the targets: the sines of the products of coordinates."""
     points = torch.rand(size, 2, generator=torch.Generator().manual_seed(step)) * 4 - 2
     return points, torch.sin(points[:, :1] * points[:, 1:])
 
@@ -62,13 +62,13 @@ def train(mesh: DeviceMesh, schedule_name: str, steps: int, size: int) -> None:
         else:
             losses: list[Tensor] = []
             schedule.step(target=targets, losses=losses)
-            tell(step, steps, torch.stack(losses).mean(), mesh)
+            report_loss(step, steps, torch.stack(losses).mean(), mesh)
         average_gradients(module, mesh.get_group("replica"))
         optimizer.step()
 
 
-def tell(step: int, steps: int, loss: Tensor, mesh: DeviceMesh) -> None:
-    """Print the loss of the whole batch, now and then; the last stages call it together."""
+def report_loss(step: int, steps: int, loss: Tensor, mesh: DeviceMesh) -> None:
+    """Print the loss of the whole batch in some steps; all last stages must call it."""
     if step == 1 or step % (steps // 5 or 1) == 0:
         loss = loss.detach() / REPLICAS
         dist.all_reduce(loss, group=mesh.get_group("replica"))

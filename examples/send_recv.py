@@ -1,4 +1,4 @@
-"""Blocking messages: a tensor goes from rank to rank, and each rank adds 1 to it.
+"""Blocking messages: a tensor is passed from rank to rank, and each rank adds 1 to it.
 
 python examples/send_recv.py
 """
@@ -11,13 +11,13 @@ import torch.distributed as dist
 import phalanx
 
 
-def relay(backend: str) -> str:
-    """Run on every rank: receive from the rank before, send to the one behind."""
+def pass_tensor(backend: str) -> str:
+    """Run on every rank: receive from the previous rank, send to the next."""
     with phalanx.init(backend) as session:
         rank, last = session.rank, session.world_size - 1
         tensor = torch.zeros(3)
         if rank > 0:
-            dist.recv(tensor, src=rank - 1)  # returns once the message is here
+            dist.recv(tensor, src=rank - 1)  # returns once the message has arrived
             tensor += 1
         if rank < last:
             dist.send(tensor, dst=rank + 1)  # returns once `tensor` may be changed
@@ -26,12 +26,12 @@ def relay(backend: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Pass a tensor from rank to rank.")
-    parser.add_argument("--nproc", type=int, default=4, help="ranks to start (4)")
+    parser.add_argument("--nproc-per-node", type=int, default=4, help="ranks to start (4)")
     parser.add_argument("--backend", choices=["phalanx", "gloo"], default="phalanx")
     options = parser.parse_args()
-    if options.nproc < 1:
-        parser.error(f"--nproc {options.nproc} given, expected at least 1")
-    for line in phalanx.launch(relay, options.nproc, (options.backend,)):
+    if options.nproc_per_node < 1:
+        parser.error(f"--nproc-per-node {options.nproc_per_node} given, expected at least 1")
+    for line in phalanx.launch(pass_tensor, options.nproc_per_node, (options.backend,)):
         print(line)
 
 

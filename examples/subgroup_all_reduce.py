@@ -1,4 +1,4 @@
-"""An all-reduce in sub-groups: the even ranks sum among themselves, and so do the odd ones.
+"""All-reduce in subgroups: one sum over the even ranks, and one over the odd ranks.
 
 python examples/subgroup_all_reduce.py
 """
@@ -12,10 +12,10 @@ import phalanx
 
 
 def sum_in_subgroup(backend: str) -> str:
-    """Run on every rank."""
+    """Run on every rank: return the sum of this rank's subgroup."""
     with phalanx.init(backend) as session:
         rank = session.rank
-        # Every rank makes every group, in the same order, whether it is a member or not.
+        # Every rank creates every group, in the same order, even if it is not a member.
         members = [list(range(first, session.world_size, 2)) for first in (0, 1)]
         groups = [dist.new_group(ranks) for ranks in members]
         tensor = torch.tensor([10.0**rank])
@@ -24,13 +24,18 @@ def sum_in_subgroup(backend: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="All-reduce in two sub-groups.")
-    parser.add_argument("--nproc", type=int, default=4, help="ranks to start (4), at least 2")
+    parser = argparse.ArgumentParser(description="All-reduce in two subgroups.")
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=4, help="ranks to start (4), at least 2"
+    )
     parser.add_argument("--backend", choices=["phalanx", "gloo"], default="phalanx")
     options = parser.parse_args()
-    if options.nproc < 2:
-        parser.error(f"--nproc {options.nproc} given, expected at least 2: there are two groups")
-    for line in phalanx.launch(sum_in_subgroup, options.nproc, (options.backend,)):
+    if options.nproc_per_node < 2:
+        parser.error(
+            f"--nproc-per-node {options.nproc_per_node} given, expected at least 2: there are two "
+            "groups"
+        )
+    for line in phalanx.launch(sum_in_subgroup, options.nproc_per_node, (options.backend,)):
         print(line)
 
 

@@ -1,12 +1,12 @@
-"""Train a small ConvNet on real digits, on several ranks in step: synchronous SGD.
+"""Train a small ConvNet on real digits by synchronous SGD on several ranks.
 
     python examples/train_digits.py                       # scikit-learn's digits, two ranks
-    python examples/train_digits.py --nproc 4 --data DIR  # MNIST's IDX files, four ranks
+    python examples/train_digits.py --nproc-per-node 4 --data DIR  # MNIST's IDX files, four ranks
     phalanx run --nproc-per-node 2 examples/train_digits.py
     mpirun -n 2 python examples/train_digits.py           # or srun
 
-Every rank has the same network. In each step it takes its share of the global batch, and the ranks
-average their gradients: all make the same step, and their networks stay the same.
+Every rank has the same network. In each step a rank processes its share of the global batch, and
+the ranks average their gradients. All ranks make the same step, so their networks stay the same.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from time import perf_counter
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812 - as everybody does
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ Digits = TensorDataset | Partition[tuple[Tensor, ...]]  # images [1, 28, 28] and
 
 
 class ConvNet(nn.Module):
-    """From 28x28 images to the logarithms of ten probabilities; 21,840 parameters."""
+    """A classifier of 28x28 images that returns ten log-probabilities; 21,840 parameters."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class ConvNet(nn.Module):
 
 
 def load_scans() -> tuple[Tensor, Tensor]:
-    """Return scikit-learn's 1797 scans, in a margin of 4 pixels as MNIST's digits are."""
+    """Return scikit-learn's 1797 scans, with a margin of 4 pixels like MNIST's digits."""
     try:
         from sklearn import datasets
     except ImportError:
@@ -67,7 +67,7 @@ def load_scans() -> tuple[Tensor, Tensor]:
 
 
 def load_digits(directory: Path | None, seed: int) -> tuple[Digits, Digits]:
-    """Return the digits to train on, and the held-out ones."""
+    """Return the training digits and the held-out digits."""
     parts = {"scans": load_scans()} if directory is None else load_mnist(directory)
     if directory is not None:
         parts = {name: (images[:, None] / 255, labels) for name, (images, labels) in parts.items()}
@@ -86,7 +86,7 @@ class Worker:
         torch.manual_seed(options.seed)  # the same network on every rank ...
         self.dtype = torch.float64 if options.double else torch.float32
         self.model = ConvNet(0.0 if options.no_dropout else 0.25).to(self.dtype)
-        torch.manual_seed(options.seed + 1 + rank)  # ... with a dropout of its own
+        torch.manual_seed(options.seed + 1 + rank)  # ... with a different dropout
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), options.lr, options.momentum, weight_decay=5e-3
         )
@@ -95,7 +95,7 @@ class Worker:
         self.average = (
             average_gradients_per_parameter if options.per_parameter else average_gradients
         )
-        self.communicating = 0.0
+        self.communication_seconds = 0.0
 
     def train_epoch(self, epoch: int) -> Tensor:
         """Return the loss of each step on this rank, float64 [steps]."""
@@ -110,7 +110,7 @@ class Worker:
 
             start = perf_counter()
             self.average(self.model, weight=self.batches.weight(step))
-            self.communicating += perf_counter() - start
+            self.communication_seconds += perf_counter() - start
             self.optimizer.step()
         return torch.tensor(losses, dtype=torch.float64)
 
@@ -122,7 +122,7 @@ class Worker:
         return total
 
     def accuracy(self, digits: Digits) -> float:
-        """Return the part of the digits that is recognised; each counts once, on some rank."""
+        """Return the fraction of recognised digits; each digit is evaluated on one rank."""
         rank, world_size = dist.get_rank(), dist.get_world_size()
         share = Partition(digits, range(rank, len(digits), world_size))
         correct = torch.zeros(1, dtype=torch.int64)
@@ -163,10 +163,10 @@ def report(
     accuracy: float,
     losses: list[float],
 ) -> None:
-    """Print the result, and write it where --losses says."""
+    """Print the result, and write it to the file given by --losses."""
     print(
         f"{dist.get_world_size()} ranks on {dist.get_backend()}: trained for {seconds:.1f} s, "
-        f"{worker.communicating / seconds:.1%} of it communicating"
+        f"{worker.communication_seconds / seconds:.1%} of it communicating"
     )
     print(f"accuracy on held-out digits: {accuracy:.2%}")
     if options.losses:
@@ -174,7 +174,7 @@ def report(
 
 
 def positive(text: str) -> int:
-    """Read a number that is at least 1."""
+    """Parse a number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} given, expected a number of at least 1")
     return int(text)
@@ -182,22 +182,28 @@ def positive(text: str) -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--nproc", type=positive, default=2, help="ranks to start (2)")
+    parser.add_argument("--nproc-per-node", type=positive, default=2, help="ranks to start (2)")
     parser.add_argument("--backend", choices=["phalanx", "gloo"], default="phalanx")
     parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST's IDX files, plain or .gz")
     parser.add_argument("--epochs", type=positive, default=30)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--global-batch", type=positive, default=128, help="of all ranks together")
+    parser.add_argument(
+        "--global-batch", type=positive, default=128, help="samples in a step on all ranks"
+    )
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--no-dropout", action="store_true")
-    parser.add_argument("--double", action="store_true", help="compute in float64, to compare")
+    parser.add_argument("--double", action="store_true", help="compute in float64, for comparison")
     parser.add_argument(
-        "--per-parameter", action="store_true", help="one all-reduce per parameter, to compare"
+        "--per-parameter",
+        action="store_true",
+        help="use one all-reduce per parameter, for comparison",
     )
     parser.add_argument("--losses", type=Path, metavar="FILE", help="write each step's loss (JSON)")
     options = parser.parse_args()
-    options.terminal = sys.stderr.isatty() or None  # a rank writes to a pipe, and can't tell
+    options.terminal = (
+        sys.stderr.isatty() or None
+    )  # a rank writes to a pipe and does not see the terminal
     return options
 
 
@@ -207,7 +213,7 @@ def main() -> None:
         if "RANK" in os.environ or env.launcher():  # started by phalanx run, torchrun, mpirun, srun
             train(options)
         else:
-            phalanx.launch(train, options.nproc, (options,))
+            phalanx.launch(train, options.nproc_per_node, (options,))
     except phalanx.UsageError as error:
         sys.exit(f"train_digits: {error}")
     except phalanx.LaunchError as error:

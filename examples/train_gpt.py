@@ -1,11 +1,12 @@
-"""A small GPT that learns a text letter by letter, with checkpoints and restart.
+"""Train a small GPT on the letters of a text, with checkpoints and restarts.
 
     python examples/train_gpt.py --text FILE
     phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --checkpoints runs/gpt
 
-Without --text it learns sums, as "17+25=42;": whatever it says then can be checked. With --parallel
-ddp PyTorch's DistributedDataParallel averages the gradients while the backward pass runs, with
---parallel sharded phalanx.parallel.SharedDataParallel keeps parameters and optimizer once for all ranks.
+Without --text it learns sums such as "17+25=42;", so that its output can be checked. With
+`--parallel ddp`, PyTorch's DistributedDataParallel averages the gradients during the backward pass.
+With `--parallel sharded`, phalanx.parallel.SharedDataParallel holds parameters and optimizer state
+once for all ranks of a host.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody does
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
@@ -25,7 +26,7 @@ from phalanx.train import Trainer
 
 
 class Text(Dataset[tuple[Tensor, Tensor]]):
-    """Pieces of a text: `length` letters, and the ones that follow each, as int64 [length]."""
+    """Sections of a text: `length` letters and the next letter of each, both int64 [length]."""
 
     def __init__(self, letters: Tensor, length: int) -> None:
         self.letters, self.length = letters, length
@@ -34,18 +35,18 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
         return (len(self.letters) - 1) // self.length
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        piece = self.letters[index * self.length :][: self.length + 1]
-        return piece[:-1], piece[1:]
+        section = self.letters[index * self.length :][: self.length + 1]
+        return section[:-1], section[1:]
 
 
 class Block(nn.Module):
-    """Attention to the letters before, and a layer for each letter."""
+    """Causal attention, and a feed-forward layer for each letter."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
         self.heads, self.dropout = heads, dropout
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attend, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.query_key_value, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
             nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
         )
@@ -53,7 +54,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Take and return [n, length, width]."""
         n, length, width = x.shape
-        parts = self.attend(self.norm1(x)).view(n, length, 3, self.heads, width // self.heads)
+        parts = self.query_key_value(self.norm1(x)).view(
+            n, length, 3, self.heads, width // self.heads
+        )
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
@@ -62,12 +65,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """From letters to the scores of each next letter."""
+    """A model that returns scores for the letter after each letter."""
 
     def __init__(self, letters: int, length: int, width: int, depth: int, dropout: float) -> None:
         super().__init__()
         self.length = length
-        self.letter, self.place = nn.Embedding(letters, width), nn.Embedding(length, width)
+        self.letter, self.position = nn.Embedding(letters, width), nn.Embedding(length, width)
         self.blocks = nn.Sequential(*(Block(width, width // 32, dropout) for _ in range(depth)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, letters, bias=False)
         self.head.weight = self.letter.weight
@@ -77,23 +80,23 @@ class GPT(nn.Module):
 
     def forward(self, letters: Tensor) -> Tensor:
         """Take int64 [n, length]; return scores [n, length, letters]."""
-        places = torch.arange(letters.shape[1], device=letters.device)
-        return self.head(self.norm(self.blocks(self.letter(letters) + self.place(places))))
+        positions = torch.arange(letters.shape[1], device=letters.device)
+        return self.head(self.norm(self.blocks(self.letter(letters) + self.position(positions))))
 
     @torch.no_grad()
-    def write(self, letters: Tensor, more: int) -> Tensor:
-        """Go on after letters [length], with the likeliest letter each time."""
+    def generate(self, letters: Tensor, count: int) -> Tensor:
+        """Extend letters [length] by the most likely next letters."""
         self.eval()
-        for _ in range(more):
+        for _ in range(count):
             scores = self(letters[None, -self.length :])[0, -1]
             letters = torch.cat([letters, scores.argmax()[None]])
         return letters
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean cross entropy of a letter, in nats."""
-    letters, following = batch
-    return F.cross_entropy(model(letters).flatten(0, 1), following.flatten())
+    """Return the mean cross entropy of a letter, in nats."""
+    letters, targets = batch
+    return F.cross_entropy(model(letters).flatten(0, 1), targets.flatten())
 
 
 def sums(count: int) -> str:
@@ -104,21 +107,23 @@ def sums(count: int) -> str:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a text to learn, UTF-8")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="the text, in UTF-8")
     parser.add_argument("--parallel", choices=["plain", "ddp", "sharded"], default="plain")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--steps", type=int, help="end after so many steps instead")
-    parser.add_argument("--global-batch", type=int, default=32, help="of all ranks together")
-    parser.add_argument("--length", type=int, default=64, help="letters that it looks back")
+    parser.add_argument("--steps", type=int, help="number of steps, instead of --epochs")
+    parser.add_argument(
+        "--global-batch", type=int, default=32, help="samples in a step on all ranks"
+    )
+    parser.add_argument("--length", type=int, default=64, help="context length in letters")
     parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--checkpoints", type=Path, metavar="DIR", help="save here, and go on from it"
+        "--checkpoints", type=Path, metavar="DIR", help="save here, and resume from here"
     )
     parser.add_argument("--checkpoint-every", type=int, default=100, metavar="STEPS")
-    parser.add_argument("--write", type=int, default=80, help="letters that it writes at the end")
+    parser.add_argument("--generate", type=int, default=80, help="letters to generate at the end")
     parser.add_argument("--backend", default="phalanx")
     return parser.parse_args()
 
@@ -131,8 +136,8 @@ def run(options: argparse.Namespace) -> None:
     alphabet = sorted(set(text))
     numbers = {letter: number for number, letter in enumerate(alphabet)}
     letters = torch.tensor([numbers[letter] for letter in text])
-    cut = len(letters) * 9 // 10
-    train, held_out = Text(letters[:cut], options.length), Text(letters[cut:], options.length)
+    split = len(letters) * 9 // 10
+    train, held_out = Text(letters[:split], options.length), Text(letters[split:], options.length)
     with phalanx.init(options.backend) as session:
         torch.manual_seed(options.seed)
         shape = options.length, options.width, options.depth
@@ -164,9 +169,9 @@ def run(options: argparse.Namespace) -> None:
             size = sum(parameter.numel() for parameter in gpt.parameters())
             print(f"{size:,} parameters, {result.step} steps on {session.world_size} ranks")
             print(f"loss on held-out text: {result.evaluation['loss']:.4f} nats a letter")
-            start = letters[cut : cut + options.length].to(session.device)
-            written = gpt.write(start, options.write).tolist()
-            print("".join(alphabet[number] for number in written[options.length :]))
+            start = letters[split : split + options.length].to(session.device)
+            generated = gpt.generate(start, options.generate).tolist()
+            print("".join(alphabet[number] for number in generated[options.length :]))
 
 
 def main() -> None:

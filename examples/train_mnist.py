@@ -1,11 +1,11 @@
-"""MNIST as PyTorch's users know it, with the Trainer: in one process, or on many ranks.
+"""Train PyTorch's MNIST example with the Trainer, in one process or on several ranks.
 
     python examples/train_mnist.py
     phalanx run --nproc-per-node 2 examples/train_mnist.py --data DIR --checkpoints runs/mnist
     phalanx run --nproc-per-node 2 --max-restarts 3 examples/train_mnist.py --checkpoints runs/mnist
 
-Kill it whenever you like: started again, it goes on from its last checkpoint. Without --data it
-trains on scikit-learn's small scans.
+If it is killed and started again, it resumes from its last checkpoint. Without --data it trains on
+scikit-learn's small scans.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody does
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import TensorDataset
@@ -44,15 +44,15 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, dict[str, Any]]:
-    """The mean loss over a batch, and the part of it that is recognised."""
+    """Return the mean loss over a batch, and the fraction of recognised digits."""
     images, labels = batch
     outputs = model(images)
-    right = (outputs.argmax(dim=1) == labels).float().mean()
-    return F.nll_loss(outputs, labels), {"accuracy": right}
+    accuracy = (outputs.argmax(dim=1) == labels).float().mean()
+    return F.nll_loss(outputs, labels), {"accuracy": accuracy}
 
 
 def load(directory: Path | None) -> tuple[TensorDataset, TensorDataset]:
-    """The digits to train on, and the held-out ones: a fifth, where there is one file only."""
+    """Return the training digits and the held-out digits: a fifth if there is only one part."""
     if directory is None:
         from sklearn import datasets
 
@@ -66,8 +66,8 @@ def load(directory: Path | None) -> tuple[TensorDataset, TensorDataset]:
         ]
     if len(parts) == 1:
         images, labels = parts[0]
-        cut = len(labels) // 5
-        parts = [(images[cut:], labels[cut:]), (images[:cut], labels[:cut])]
+        split = len(labels) // 5
+        parts = [(images[split:], labels[split:]), (images[:split], labels[:split])]
     train, held_out = (
         TensorDataset((images - 0.1307) / 0.3081, labels) for images, labels in parts
     )
@@ -78,13 +78,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, metavar="DIR", help="MNIST's IDX files, plain or .gz")
     parser.add_argument("--epochs", type=int, default=14)
-    parser.add_argument("--global-batch", type=int, default=64, help="of all ranks together")
+    parser.add_argument(
+        "--global-batch", type=int, default=64, help="samples in a step on all ranks"
+    )
     parser.add_argument("--lr", type=float, default=1.0)
-    parser.add_argument("--gamma", type=float, default=0.7, help="of the learning rate, each epoch")
+    parser.add_argument(
+        "--gamma", type=float, default=0.7, help="factor of the learning rate per epoch"
+    )
     parser.add_argument("--precision", choices=["bfloat16", "float16"], help="mixed precision")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--checkpoints", type=Path, metavar="DIR", help="save here, and go on from it"
+        "--checkpoints", type=Path, metavar="DIR", help="save here, and resume from here"
     )
     parser.add_argument("--backend", default="phalanx")
     options = parser.parse_args()

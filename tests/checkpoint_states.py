@@ -1,4 +1,4 @@
-"""States that tests save, and what must come back."""
+"""States that tests save, and comparisons with loaded states."""
 
 import math
 import os
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["check_numbered", "drawn", "numbered", "same", "same_bits", "steps"]
+__all__ = ["check_numbered", "numbered", "random_tensor", "same", "same_bits", "steps"]
 
 
-def drawn(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Random bytes as elements; NaNs of all kinds among them."""
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of random bytes, including all kinds of NaN."""
     if dtype == torch.bool:
         return torch.rand(shape) < 0.5
     length = math.prod(shape) * dtype.itemsize
@@ -30,7 +30,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether `one`, loaded, is `other`: types and bits included, tuples as lists."""
+    """Return whether a loaded value equals `other` in types and bits, with tuples as lists."""
     if isinstance(other, Tensor):
         return isinstance(one, Tensor) and same_bits(one, other)
     if isinstance(other, dict):

@@ -1,4 +1,4 @@
-"""Plain synchronous SGD on every rank, which `SharedDataParallel` is compared with, bit for bit."""
+"""Plain synchronous SGD on every rank, the reference for `SharedDataParallel`, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
 
-CHUNK = 32 * 1024
+BUCKET = 32 * 1024
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -21,7 +21,7 @@ def seeded(seed: int) -> torch.Generator:
 
 
 def average(module: nn.Module) -> None:
-    """Plain synchronous SGD: an all-reduce for each gradient; zeros where a rank has none."""
+    """Average each gradient by an all-reduce; a rank without a gradient contributes zeros."""
     for parameter in module.parameters():
         if not parameter.requires_grad:
             continue
@@ -34,7 +34,7 @@ def average(module: nn.Module) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Bitwise, but for the sign of zeros and the kind of NaNs."""
+    """Return whether tensors are bitwise equal, except for the sign of zeros and kind of NaNs."""
     if one is None or other is None:
         return one is other
     equal = torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
@@ -63,7 +63,7 @@ def compare_states(one: dict[str, Any], other: dict[str, Any], model: SharedData
 
 @pytest.fixture(autouse=True)
 def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
+    """Preload the module that the first step of an optimizer imports."""
     ranks.preload("torch._dynamo")
 
 

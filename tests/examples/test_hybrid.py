@@ -1,4 +1,4 @@
-"""The example with a parameter server, as a user runs it: alone, killed, and on two hosts."""
+"""The example with a parameter server, as a user runs it: undisturbed, killed, on two hosts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def finished(process: subprocess.Popen[str]) -> str:
     return out + err
 
 
-def start(*what: str) -> subprocess.Popen[str]:
+def start(*arguments: str) -> subprocess.Popen[str]:
     pipe = subprocess.PIPE
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([*what], stdout=pipe, stderr=pipe, text=True, env=environment)
+    return subprocess.Popen([*arguments], stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +53,9 @@ def undisturbed(script: str) -> dict[int, str]:
     return losses(found)
 
 
-def test_the_loss_goes_down(undisturbed: dict[int, str]) -> None:
+def test_loss_decreases(undisturbed: dict[int, str]) -> None:
     assert list(undisturbed) == list(range(6))
-    # A coin has 0.69; after six epochs of 25,600 samples most of the way is gone.
+    # Guessing gives 0.69; six epochs of 25,600 samples approach the minimum.
     assert float(undisturbed[0]) < 0.65
     assert 0.42 < float(undisturbed[5]) < 0.51
 
@@ -63,10 +63,10 @@ def test_the_loss_goes_down(undisturbed: dict[int, str]) -> None:
 def kill_after(
     checkpoint: Path, process: subprocess.Popen[str], script: str, rank: str
 ) -> psutil.Process:
-    end = time.monotonic() + TIMEOUT
+    deadline = time.monotonic() + TIMEOUT
     while not checkpoint.exists():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     (found,) = [
         child
@@ -77,7 +77,7 @@ def kill_after(
     return found
 
 
-def test_a_death_costs_no_more_than_an_epoch(
+def test_death_repeats_at_most_one_epoch(
     script: str, undisturbed: dict[int, str], tmp_path: Path
 ) -> None:
     arguments = [script, "--epochs", "6", "--checkpoints", str(tmp_path)]
@@ -92,17 +92,17 @@ def test_a_death_costs_no_more_than_an_epoch(
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    missing = [what for what in ("ip", "unshare") if shutil.which(what) is None]
+    missing = [tool for tool in ("ip", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         reason = f"needs root, iproute2 and util-linux (missing: {missing}, user {os.geteuid()})"
-        # CI has them: there they must not be left out.
+        # CI has them, and must not skip the test.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
     with Network(2) as made:
         yield made
 
 
 def test_two_hosts(script: str, undisturbed: dict[int, str], network: Network) -> None:
-    """Trainers on one, master and server on the other: rows come by calls."""
+    """Trainers are on one host, and master and server on the other; rows are fetched by calls."""
     launchers = [
         start(
             *("ip", "netns", "exec", network.names[host]),
@@ -114,9 +114,9 @@ def test_two_hosts(script: str, undisturbed: dict[int, str], network: Network) -
     try:
         _, found = map(finished, launchers)
     finally:
-        for each in launchers:
-            each.kill()
-            each.communicate()
+        for launcher in launchers:
+            launcher.kill()
+            launcher.communicate()
     assert losses(found) == {epoch: undisturbed[epoch] for epoch in range(2)}
 
 

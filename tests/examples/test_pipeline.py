@@ -1,4 +1,4 @@
-"""The pipeline, run as a user runs it, against one process that has the whole network."""
+"""The pipeline, run as a user runs it, compared with one process that has the whole network."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def example(script: Path) -> dict[str, Any]:
     return runpy.run_path(str(script), run_name="example")
 
 
-def losses_alone(example: dict[str, Any]) -> dict[int, float]:
+def train_alone(example: dict[str, Any]) -> dict[int, float]:
     network = nn.Sequential(*(example["new_stage"](number) for number in range(2)))
     optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
     losses = {}
@@ -40,7 +40,7 @@ def losses_alone(example: dict[str, Any]) -> dict[int, float]:
     return losses
 
 
-def test_losses_are_those_of_one_process(script: Path, example: dict[str, Any]) -> None:
+def test_losses_equal_those_of_one_process(script: Path, example: dict[str, Any]) -> None:
     phalanx = [sys.executable, "-c", "from phalanx.cli import main; main()"]
     options = ["--steps", str(STEPS), "--batch", str(BATCH)]
     result = subprocess.run(
@@ -51,7 +51,7 @@ def test_losses_are_those_of_one_process(script: Path, example: dict[str, Any]) 
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    alone = losses_alone(example)
+    alone = train_alone(example)
     found = re.findall(r"^\[rank 1\] step (\d+): loss (\S+)$", result.stdout, re.MULTILINE)
     assert [int(step) for step, _ in found] == [1, 2, 4, 6, 8, 10]
     for step, loss in found:
@@ -60,7 +60,7 @@ def test_losses_are_those_of_one_process(script: Path, example: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("options", [("--batch", "12"), ("--steps", "0"), ("--batch", "0")])
-def test_bad_options(
+def test_invalid_options(
     script: Path,
     options: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,

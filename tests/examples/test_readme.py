@@ -1,4 +1,4 @@
-"""What the README shows is what happens."""
+"""The examples in the README produce the output shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def blocks(repository: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_the_ten_lines_print_what_is_shown(repository: Path, tmp_path: Path) -> None:
+def test_first_example_prints_shown_output(repository: Path, tmp_path: Path) -> None:
     script = next(block for block in blocks(repository, "python") if "phalanx.init" in block)
     session = next(block for block in blocks(repository, "console") if "hello.py" in block)
     (tmp_path / "hello.py").write_text(script)

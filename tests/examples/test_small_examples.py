@@ -1,4 +1,4 @@
-"""Run the small examples as a user does, and compare what they print with what must come out."""
+"""Run the small examples as a user does, and compare their output with the expected one."""
 
 import runpy
 import subprocess
@@ -12,7 +12,7 @@ TIMEOUT = 60.0
 
 
 def run(script: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    # From another directory: an example finds the package by itself.
+    # Run from another directory: an example must not depend on the current one.
     command = [sys.executable, str(script), *options]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=TIMEOUT, cwd=script.parents[2], check=False
@@ -39,7 +39,9 @@ def test_send_recv(examples: Path, backend: str) -> None:
 
 @pytest.mark.parametrize(("backend", "nproc"), [("gloo", 2), ("phalanx", 2), ("phalanx", 4)])
 def test_isend_irecv(examples: Path, backend: str, nproc: int) -> None:
-    printed = output(examples / "isend_irecv.py", "--backend", backend, "--nproc", str(nproc))
+    printed = output(
+        examples / "isend_irecv.py", "--backend", backend, "--nproc-per-node", str(nproc)
+    )
     assert printed == [
         f"rank {rank} got {(rank - 1) % nproc} from the left, {(rank + 1) % nproc} from the right, "
         f"and computed {rank * rank}"
@@ -59,31 +61,33 @@ def test_subgroup_all_reduce(examples: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_collectives(examples: Path, backend: str) -> None:
     ranks = range(3)
-    everyone = [[1.5 * rank] for rank in ranks]
+    gathered = [[1.5 * rank] for rank in ranks]
     expected = {
         "broadcast": [[7.0, 8.0]] * 3,
         "reduce": [[3.0, 3.0], "-", "-"],
         "all_reduce": [[3.0, 3.0]] * 3,
         "scatter": [[10.0 * rank, 1.0] for rank in ranks],
-        "gather": [everyone, "-", "-"],
-        "all_gather": [everyone] * 3,
+        "gather": [gathered, "-", "-"],
+        "all_gather": [gathered] * 3,
         "barrier": ["passed"] * 3,
     }
     lines = []
     for name, results in expected.items():
         lines += [name, *(f"  rank {rank}: {results[rank]}" for rank in ranks)]
-    assert output(examples / "collectives.py", "--backend", backend, "--nproc", "3") == lines
+    assert (
+        output(examples / "collectives.py", "--backend", backend, "--nproc-per-node", "3") == lines
+    )
 
 
 def test_failure_drill(examples: Path) -> None:
-    """Prints what the documentation shows."""
+    """The output is the one in the documentation."""
     text = (examples.parent / "docs/testing-against-failure.md").read_text()
     shown = text.partition("$ python examples/failure_drill.py\n")[2].partition("```")[0]
     assert output(examples / "failure_drill.py") == shown.splitlines()
 
 
 @pytest.mark.parametrize("options", [("--nproc", "1"), ("--steps", "1")])
-def test_failure_drill_of_nothing(examples: Path, options: tuple[str, str]) -> None:
+def test_failure_drill_with_invalid_options(examples: Path, options: tuple[str, str]) -> None:
     result = run(examples / "failure_drill.py", *options)
     assert result.returncode == 2
     assert "given, expected at least 2 of each" in result.stderr
@@ -92,16 +96,16 @@ def test_failure_drill_of_nothing(examples: Path, options: tuple[str, str]) -> N
 @pytest.mark.parametrize(
     "name", ["send_recv", "isend_irecv", "subgroup_all_reduce", "collectives", "train_digits"]
 )
-def test_no_ranks(
+def test_zero_ranks(
     examples: Path,
     name: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [name, "--nproc", "0"])
-    with pytest.raises(SystemExit) as ended:
+    monkeypatch.setattr(sys, "argv", [name, "--nproc-per-node", "0"])
+    with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(examples / f"{name}.py"), run_name="__main__")
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert "--nproc" in said
-    assert "given, expected" in said
+    assert raised.value.code == 2
+    errors = capsys.readouterr().err
+    assert "--nproc-per-node" in errors
+    assert "given, expected" in errors

@@ -1,4 +1,4 @@
-"""The main job, run as a user runs it, against one process that trains on whole global batches."""
+"""The main example, compared with one process that trains on whole global batches."""
 
 import gzip
 import json
@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 TIMEOUT = 110.0
-# 1437 digits are trained on: 11 global batches of 128, and one of 29 that no world size divides.
+# There are 1437 training digits: 11 global batches of 128, and one of 29 that no world size
+# divides.
 STEPS_PER_EPOCH = 12
 
 
@@ -59,7 +60,7 @@ def train(script: Path, folder: Path, *options: str, launcher: tuple[str, ...] =
 
 
 def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
-    """Train in this process, in float64, each step on a whole global batch that is cut out here."""
+    """Train in this process, in float64, on whole global batches."""
     example: dict[str, Any] = runpy.run_path(str(script))
     digits, _ = example["load_digits"](None, seed)
     images, labels = digits[list(range(len(digits)))]
@@ -83,22 +84,24 @@ def reference_losses(script: Path, steps: int, seed: int) -> list[float]:
 @pytest.mark.timeout(4 * TIMEOUT)
 def test_world_sizes_agree_with_one_process(script: Path, tmp_path: Path) -> None:
     expected = reference_losses(script, 20, seed=5)
-    # In float32 a rounded tie of max pooling may send the losses apart, by the kind of processor.
+    # In float32 a rounded tie of max pooling may change the losses, depending on the processor.
     options = ["--no-dropout", "--double", "--seed", "5"]
     for world_size, epochs in ((2, 2), (4, 1)):
-        how = ["--epochs", str(epochs), "--nproc", str(world_size)]
-        run = train(script, tmp_path, *options, *how)
+        run_options = ["--epochs", str(epochs), "--nproc-per-node", str(world_size)]
+        run = train(script, tmp_path, *options, *run_options)
         assert len(run.losses) == epochs * STEPS_PER_EPOCH
-        known = expected[: len(run.losses)]
-        assert run.losses[: len(known)] == pytest.approx(known, rel=1e-6), f"size {world_size}"
-    # Two hosts with two ranks each, which talk through Gloo. Over MPI and the relay: tests/hosts.
+        reference = expected[: len(run.losses)]
+        assert run.losses[: len(reference)] == pytest.approx(reference, rel=1e-6), (
+            f"size {world_size}"
+        )
+    # Two hosts with two ranks each, connected by Gloo. tests/hosts covers MPI and the relay.
     phalanx_run = str(Path(sys.executable).with_name("phalanx")), "run", "--nproc-per-node", "4"
     options += ["--epochs", "1"]
     run = train(script, tmp_path, *options, launcher=(*phalanx_run, "--simulate-hosts", "2"))
     assert run.losses == pytest.approx(expected[:STEPS_PER_EPOCH], rel=1e-6)
 
 
-def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path) -> None:
+def test_reaches_97_percent_and_is_reproducible(script: Path, tmp_path: Path) -> None:
     full = train(script, tmp_path)
     assert full.accuracy >= 0.97
     assert f"accuracy on held-out digits: {full.accuracy:.2%}" in full.stdout
@@ -111,7 +114,7 @@ def test_reaches_97_percent_and_repeats_itself(script: Path, tmp_path: Path) -> 
 
 
 def test_gloo_torchrun_and_per_parameter_give_the_same(script: Path, tmp_path: Path) -> None:
-    """Whichever backend, whoever starts the ranks, however the gradients travel."""
+    """The losses do not depend on the backend, the launcher or the averaging function."""
     options = ["--no-dropout", "--epochs", "1"]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
     bucketed = train(script, tmp_path, *options, launcher=(*torchrun, "--nproc-per-node=2"))
@@ -123,7 +126,7 @@ def test_gloo_torchrun_and_per_parameter_give_the_same(script: Path, tmp_path: P
 
 @pytest.fixture
 def mnist(tmp_path: Path, shared_data: Path | None, script: Path) -> Path:
-    """The real test images if they are here, else scans written as such."""
+    """Return the folder of the real test images, or of scans in the same format."""
     if shared_data is not None:
         return shared_data / "mnist"
     images, labels = runpy.run_path(str(script))["load_scans"]()
@@ -139,7 +142,7 @@ def mnist(tmp_path: Path, shared_data: Path | None, script: Path) -> Path:
 
 def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path) -> None:
     run = train(script, tmp_path, "--data", str(mnist), "--epochs", "2")
-    # It falls only if images and labels belong together: guessing gives 2.3.
+    # The loss decreases only if images and labels match; guessing gives 2.3.
     assert run.losses[-1] < 0.8 * run.losses[0]
 
 
@@ -150,33 +153,35 @@ def test_reads_mnist(script: Path, tmp_path: Path, mnist: Path) -> None:
         (["--global-batch", "1"], "global batch 1 given for world size 2, expected at least one"),
     ],
 )
-def test_bad_input(script: Path, tmp_path: Path, options: list[str], message: str) -> None:
+def test_invalid_input(script: Path, tmp_path: Path, options: list[str], message: str) -> None:
     result = start([sys.executable, str(script), *options], tmp_path)
     assert result.returncode == 1
     assert result.stderr.startswith(f"train_digits: {message}")
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("options", [["--epochs", "0"], ["--nproc", "x"], ["--backend", "tcp"]])
-def test_wrong_options(
+@pytest.mark.parametrize(
+    "options", [["--epochs", "0"], ["--nproc-per-node", "x"], ["--backend", "tcp"]]
+)
+def test_invalid_options(
     script: Path,
     options: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [str(script), *options])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(script), run_name="__main__")
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert f"argument {options[0]}: " in said
-    assert repr(options[1]) in said
+    assert raised.value.code == 2
+    output = capsys.readouterr().err
+    assert f"argument {options[0]}: " in output
+    assert repr(options[1]) in output
 
 
 def test_without_scikit_learn(script: Path, tmp_path: Path) -> None:
     (tmp_path / "sklearn.py").write_text("raise ImportError('hidden by the test')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, str(script), "--nproc", "1"]
+    command = [sys.executable, str(script), "--nproc-per-node", "1"]
     result = start(command, tmp_path, PYTHONPATH=path)
     assert result.returncode == 1
     assert result.stderr.startswith("train_digits: scikit-learn is missing: pip install")

@@ -1,4 +1,4 @@
-"""Saves that are killed: at every system call, and with other ranks waiting."""
+"""Saves that are killed, at every system call and while other ranks wait."""
 
 import itertools
 import os
@@ -23,7 +23,7 @@ KEEP = 2
 
 
 def numbered(step: int) -> dict[str, Any]:
-    # More than `files.SMALL`, so that the thread that hashes takes part.
+    # More than `files.SMALL`, so that the hashing thread is used.
     return {"step": step, "weight": torch.full((100_000,), float(step)), "bias": torch.arange(step)}
 
 
@@ -37,17 +37,18 @@ def check(checkpoint: Any) -> int:
     return step
 
 
-def names_in(folder: str) -> list[str]:
+def list_names(folder: str) -> list[str]:
     return sorted(os.listdir(folder))
 
 
 def kill_at_every_call(first: int, stride: int) -> dict[str, int]:
-    """How many saves were killed, and of how many the checkpoint was there all the same.
+    """Kill saves at the calls `first`, `first + stride`, and so on.
 
-    One at the call `first`, one at `first + stride`, and so on.
+    Return how many saves were killed, how many of these had committed the checkpoint, and how many
+    left temporary files.
     """
     folder = tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-    seen = {"killed": 0, "there": 0, "left": 0}
+    counts = {"killed": 0, "committed": 0, "leftovers": 0}
     try:
         for step in range(KEEP):
             Checkpointer(folder, keep=KEEP).save(step, numbered(step))
@@ -57,42 +58,42 @@ def kill_at_every_call(first: int, stride: int) -> dict[str, int]:
 
             def save(step: int = step, checkpoints: Any = checkpoints, state: Any = state) -> None:
                 checkpoints.save(step, state)
-                checkpoints._directory.settle()
+                checkpoints._directory.wait_for_removals()
 
             killed = run_until(call, save)
-            seen["left"] += any(name.startswith(".") for name in names_in(folder))
+            counts["leftovers"] += any(name.startswith(".") for name in list_names(folder))
             found = check(checkpoints.load())
             assert found in ((step - 1, step) if killed else (step,))
             if not killed:
-                return seen
-            seen["killed"] += 1
-            seen["there"] += found == step
+                return counts
+            counts["killed"] += 1
+            counts["committed"] += found == step
             step += 1
             checkpoints.save(step, numbered(step))
-            checkpoints._directory.settle()
+            checkpoints._directory.wait_for_removals()
             assert check(checkpoints.load()) == step
-            names = names_in(folder)
+            names = list_names(folder)
             assert len(names) == KEEP
             assert all(re.fullmatch(r"\d{6}-step-\d+", name) for name in names)
-        pytest.fail("it never ends")
+        pytest.fail("the saves never end")
     finally:
         shutil.rmtree(folder)
 
 
 @pytest.mark.timeout(300)
-def test_a_kill_at_every_system_call(ranks: RankServer) -> None:
-    """The checkpoint before is there, or the new one; the next save works, and leaves no trace."""
-    tracers = 2  # as many as CI has cores
+def test_kill_at_every_system_call(ranks: RankServer) -> None:
+    """The previous or the new checkpoint is usable, and the next save removes all leftovers."""
+    tracers = 2  # the number of cores in CI
     jobs = [
         ranks.start(1, kill_at_every_call, 1 + first, tracers, timeout=None)
         for first in range(tracers)
     ]
     halves = [job.join(limit=240)[0].value for job in jobs]
-    seen = {key: sum(half[key] for half in halves) for key in halves[0]}
-    assert seen["killed"] > 50
+    counts = {key: sum(half[key] for half in halves) for key in halves[0]}
+    assert counts["killed"] > 50
     # Both happen: before the rename and after it.
-    assert 0 < seen["there"] < seen["killed"]
-    assert seen["left"] > 10
+    assert 0 < counts["committed"] < counts["killed"]
+    assert counts["leftovers"] > 10
 
 
 def die_while_writing(victim: int, sharded: bool) -> tuple[str, list[str]]:
@@ -103,21 +104,21 @@ def die_while_writing(victim: int, sharded: bool) -> tuple[str, list[str]]:
         files._write = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     with pytest.raises(PeerLost) as raised:
         checkpoints.save(2, numbered(2))
-    return str(raised.value), [name for name in names_in(folder) if name.startswith(".")]
+    return str(raised.value), [name for name in list_names(folder) if name.startswith(".")]
 
 
 @pytest.mark.parametrize(("victim", "sharded"), [(0, False), (0, True), (1, True)])
-def test_a_rank_that_dies_while_it_writes(victim: int, sharded: bool, ranks: RankServer) -> None:
+def test_rank_dies_while_writing(victim: int, sharded: bool, ranks: RankServer) -> None:
     run = ranks.start(3, die_while_writing, victim, sharded)
     ended = run.join()
     folder = Path(run.folder) / "checkpoints"
     for rank in ended:
         if rank.rank != victim:
-            words, left = rank.value
-            assert re.search(rf"rank {victim}\b", words)
+            message, leftovers = rank.value
+            assert re.search(rf"rank {victim}\b", message)
             if victim != 0 and rank.rank == 0:
-                assert left == []
+                assert leftovers == []
     checkpoints = Checkpointer(folder)
     assert check(checkpoints.load()) == 1
     checkpoints.save(2, numbered(2))
-    assert names_in(str(folder)) == ["000001-step-1", "000002-step-2"]
+    assert list_names(str(folder)) == ["000001-step-1", "000002-step-2"]

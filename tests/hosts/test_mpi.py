@@ -330,7 +330,7 @@ def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Pat
         process.wait()
     assert code == 0, (tmp_path / "output").read_text()
     assert "4 ranks on phalanx" in (tmp_path / "output").read_text()
-    command = [sys.executable, script, "--nproc", "1", *options, str(tmp_path / "memory")]
+    command = [sys.executable, script, "--nproc-per-node", "1", *options, str(tmp_path / "memory")]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     losses = [json.loads((tmp_path / name).read_text())["losses"] for name in ("mpi", "memory")]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)

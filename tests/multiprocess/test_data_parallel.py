@@ -22,10 +22,10 @@ from phalanx.errors import PeerLost, UsageError
 from phalanx.parallel import SharedDataParallel
 from phalanx.parallel.shared_data_parallel import reducer
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, check, compare_states, preloaded, seed, seeded
+from tests.synchronous_sgd import BUCKET, average, check, compare_states, preloaded, seed, seeded
 
 F = nn.functional
-# Every optimizer that treats each element by itself, with options that use all of its state.
+# Every optimizer that updates each element independently, with options that use all of its state.
 OPTIMIZERS: list[tuple[Any, dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     (torch.optim.SGD, {"lr": 0.1, "fused": True}),
@@ -77,90 +77,90 @@ class Net(nn.Module):
 
 
 def batch(seed: int, size: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """Another one on each rank."""
+    """Make a batch that differs between ranks."""
     random = seeded(seed * 1009 + dist.get_rank())
     images = torch.randn(size, 3, 8, 8, generator=random)
     words = torch.randint(31, (size,), generator=random)
     return images, words, torch.randint(5, (size,), generator=random)
 
 
-def loss_of(model: nn.Module, seed: int) -> Tensor:
+def compute_loss(model: nn.Module, seed: int) -> Tensor:
     images, words, labels = batch(seed)
     return F.cross_entropy(model(images, words), labels)
 
 
-def buffers_of_rank_0(replica: nn.Module) -> None:
+def broadcast_buffers(replica: nn.Module) -> None:
     for buffer in replica.buffers():
         dist.broadcast(buffer, 0)
 
 
-def pair(seed: int, **options: Any) -> tuple[SharedDataParallel, nn.Module]:
-    """A model with the values of rank 0, and a replica that has them by itself."""
+def make_pair(seed: int, **options: Any) -> tuple[SharedDataParallel, nn.Module]:
+    """Return a model that gets the values of rank 0, and a replica built with the same values."""
     torch.manual_seed(seed)
     replica = Net()
     torch.manual_seed(seed + dist.get_rank())
-    return SharedDataParallel(Net(), chunk_bytes=CHUNK, **options), replica
+    return SharedDataParallel(Net(), bucket_bytes=BUCKET, **options), replica
 
 
-def every_optimizer(seed: int, steps: int) -> None:
+def compare_optimizers(seed: int, steps: int) -> None:
     torch.set_num_threads(1)
-    for number, (kind, options) in enumerate(OPTIMIZERS):
-        model, replica = pair(seed + number)
+    for number, (optimizer_class, options) in enumerate(OPTIMIZERS):
+        model, replica = make_pair(seed + number)
         check(model, replica, "at the beginning")
-        optimizer = model.optimizer(kind, **options)
-        plain = kind([p for p in replica.parameters() if p.requires_grad], **options)
+        optimizer = model.optimizer(optimizer_class, **options)
+        plain = optimizer_class([p for p in replica.parameters() if p.requires_grad], **options)
         for step in range(steps):
-            buffers_of_rank_0(replica)
+            broadcast_buffers(replica)
             optimizer.zero_grad()
             plain.zero_grad()
-            one, other = loss_of(model, seed + step), loss_of(replica, seed + step)
-            assert torch.equal(one, other), (kind, step)
+            one, other = compute_loss(model, seed + step), compute_loss(replica, seed + step)
+            assert torch.equal(one, other), (optimizer_class, step)
             one.backward()
             other.backward()
             average(replica)
-            check(model, replica, f"{kind} before step {step}")
+            check(model, replica, f"{optimizer_class} before step {step}")
             optimizer.step()
             plain.step()
-            check(model, replica, f"{kind} after step {step}")
+            check(model, replica, f"{optimizer_class} after step {step}")
         compare_states(optimizer.state_dict(), plain.state_dict(), model)
-        assert model._memory.drop() == 0, "the parameters are held once"
+        assert model._memory.discard() == 0, "the parameters are held once"
 
 
-def on_cores(cores: int, function: Callable[..., None], *arguments: object) -> set[bool]:
-    """Have this rank see so many; returns whether chunks were reduced beside the rank."""
+def run_on_cores(cores: int, function: Callable[..., None], *arguments: object) -> set[bool]:
+    """Simulate a number of cores; return whether buckets were reduced concurrently."""
     os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
-    asked: set[bool] = set()
-    launch = reducer._Together.launch
+    concurrent: set[bool] = set()
+    launch = reducer._SharedMemoryReducer.launch
 
-    def spied(self: Any, chunk: int) -> None:
-        asked.add(self._beside)
-        launch(self, chunk)
+    def record_launch(self: Any, bucket: int) -> None:
+        concurrent.add(self._concurrent)
+        launch(self, bucket)
 
-    reducer._Together.launch = spied  # type: ignore[method-assign]
+    reducer._SharedMemoryReducer.launch = record_launch  # type: ignore[method-assign]
     function(*arguments)
-    return asked
+    return concurrent
 
 
 @pytest.mark.parametrize(("world_size", "cores"), [(1, 1), (2, 1), (3, 1), (4, 1), (3, 64)])
 def test_equals_plain_synchronous_sgd_bit_for_bit(
     ranks: RankServer, world_size: int, cores: int, seed: int
 ) -> None:
-    beside = ranks.run(world_size, on_cores, cores, every_optimizer, seed, 3)
-    assert set().union(*beside) == (set() if world_size == 1 else {cores > world_size})
+    concurrent = ranks.run(world_size, run_on_cores, cores, compare_optimizers, seed, 3)
+    assert set().union(*concurrent) == (set() if world_size == 1 else {cores > world_size})
 
 
-# The order of reduction is then that of the hosts, so results are near, not equal; on every rank
-# they are the same.
-def near_one_process(seed: int) -> None:
+# The reduction goes host by host, so results are close to those of one process, not equal. They are
+# the same on every rank.
+def compare_with_one_process(seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     replica = nn.Sequential(nn.Linear(9, 301), nn.Tanh(), nn.Linear(301, 7)).double()
     torch.manual_seed(seed + dist.get_rank())
     module = nn.Sequential(nn.Linear(9, 301), nn.Tanh(), nn.Linear(301, 7)).double()
-    for part, rank in ((replica, 0), (module, dist.get_rank())):  # frozen: of any dtype
+    for part, rank in ((replica, 0), (module, dist.get_rank())):  # frozen, of another dtype
         few = torch.randn(3, generator=seeded(seed + rank)).to(torch.float8_e4m3fn)
         part.register_parameter("few", nn.Parameter(few, requires_grad=False))
-    model = SharedDataParallel(module, chunk_bytes=CHUNK)
+    model = SharedDataParallel(module, bucket_bytes=BUCKET)
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     plain = torch.optim.Adam([p for p in replica.parameters() if p.requires_grad], lr=0.01)
     size, rank = dist.get_world_size(), dist.get_rank()
@@ -185,9 +185,9 @@ def near_one_process(seed: int) -> None:
     assert torch.equal(module.few.view(torch.uint8), replica.few.view(torch.uint8))
     for parameter in module.parameters():
         own = parameter.detach().view(torch.uint8)
-        of_all = [torch.empty_like(own) for _ in range(size)]
-        dist.all_gather(of_all, own)
-        assert all(torch.equal(of_all[0], other) for other in of_all)
+        gathered = [torch.empty_like(own) for _ in range(size)]
+        dist.all_gather(gathered, own)
+        assert all(torch.equal(gathered[0], other) for other in gathered)
     state = optimizer.state_dict()["state"]
     for index, expected_state in plain.state_dict()["state"].items():
         for key, value in expected_state.items():
@@ -204,24 +204,26 @@ def near_one_process(seed: int) -> None:
 def test_equals_one_process_on_many_hosts(
     ranks: RankServer, hosts: str, cores: int, seed: int
 ) -> None:
-    beside = ranks.run(len(hosts), on_cores, cores, near_one_process, seed, hosts=hosts)
-    assert set().union(*beside) == (set() if hosts == "ab" else {cores > len(hosts)})
+    concurrent = ranks.run(
+        len(hosts), run_on_cores, cores, compare_with_one_process, seed, hosts=hosts
+    )
+    assert set().union(*concurrent) == (set() if hosts == "ab" else {cores > len(hosts)})
 
 
-def on_gloo(seed: int) -> None:
+def compare_on_gloo(seed: int) -> None:
     path = Path(os.environ["FOLDER"]) / "gloo"
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=size)
-    near_one_process(seed)
+    compare_with_one_process(seed)
     dist.destroy_process_group()
 
 
 def test_equals_one_process_on_gloo(ranks: RankServer, seed: int) -> None:
-    ranks.run(3, on_gloo, seed, timeout=None)
+    ranks.run(3, compare_on_gloo, seed, timeout=None)
 
 
-def held_once() -> tuple[int, int]:
-    """Bytes of the model, and what this process has of it that is its own."""
+def measure_memory() -> tuple[int, int]:
+    """Return the size of the model in bytes, and the size of this process's private part of it."""
     torch.set_num_threads(1)
     model = SharedDataParallel(nn.Sequential(*(nn.Linear(700, 700) for _ in range(8))))
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
@@ -243,7 +245,7 @@ def held_once() -> tuple[int, int]:
 
 
 def model_state_bytes(optimizer: Any) -> int:
-    """What this rank has of the optimizer's state."""
+    """Return the size in bytes of this rank's optimizer state."""
     return sum(
         value.numel() * value.element_size()
         for state in optimizer._inner.state.values()
@@ -251,13 +253,13 @@ def model_state_bytes(optimizer: Any) -> int:
     )
 
 
-def test_a_host_holds_parameters_and_gradients_once(ranks: RankServer) -> None:
-    for size, own in ranks.run(4, held_once):
+def test_host_holds_parameters_and_gradients_once(ranks: RankServer) -> None:
+    for size, own in ranks.run(4, measure_memory):
         assert size > 15_000_000
         assert own == 0
 
 
-def errors() -> None:
+def check_errors() -> None:
     rank, model = dist.get_rank(), nn.Linear(4, 3)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(UsageError, match="no parameter that requires a gradient"):
@@ -275,18 +277,18 @@ def errors() -> None:
     ):
         SharedDataParallel(different)
     wrapped = SharedDataParallel(model)
-    with pytest.raises(UsageError, match="LBFGS given, expected one that treats each element"):
+    with pytest.raises(UsageError, match="LBFGS given, expected one that updates each element"):
         wrapped.optimizer(torch.optim.LBFGS)
-    with pytest.raises(UsageError, match=r"a parameter \[5\] given that isn't of this model"):
+    with pytest.raises(UsageError, match=r"a parameter \[5\] given that is not part of this model"):
         wrapped.optimizer(torch.optim.SGD, [nn.Parameter(torch.zeros(5))], lr=0.1)
-    with pytest.raises(UsageError, match="combined in shared memory"):
+    with pytest.raises(UsageError, match="reduced in shared memory"):
         wrapped.register_comm_hook(None, None)
     with pytest.raises(ValueError, match="learning rate"):
         wrapped.optimizer(torch.optim.SGD, lr=-1)
     with pytest.raises(UsageError, match=r"max_norm -1 and norm_type 2\.0 given"):
         wrapped.clip_grad_norm_(-1)
     optimizer = wrapped.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
-    with pytest.raises(UsageError, match="divided among the ranks already"):
+    with pytest.raises(UsageError, match="already divided among the ranks"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(5))]})
     other = torch.optim.SGD([nn.Parameter(torch.zeros(5))], lr=0.1)
     with pytest.raises(UsageError, match=r"groups of \[1\] parameters given, expected \[2\]"):
@@ -295,18 +297,18 @@ def errors() -> None:
     state["state"][0] = {"momentum_buffer": torch.zeros(7)}
     with pytest.raises(UsageError, match=r"momentum_buffer of parameter 0 is \[7\], expected \[3,"):
         optimizer.load_state_dict(state)
-    # All that left every rank in step.
+    # The errors left all ranks synchronized.
     wrapped(torch.ones(1, 4)).sum().backward()
     optimizer.step()
 
 
-def test_bad_input_gets_a_clear_error(ranks: RankServer) -> None:
+def test_invalid_arguments(ranks: RankServer) -> None:
     with pytest.raises(UsageError, match="no process group"):
         SharedDataParallel(nn.Linear(2, 2))
-    ranks.run(3, errors)
+    ranks.run(3, check_errors)
 
 
-def cut_short() -> str:
+def interrupt_backward() -> str:
     class Stop(torch.autograd.Function):
         @staticmethod
         def forward(_: Any, inputs: Tensor) -> Tensor:
@@ -321,19 +323,21 @@ def cut_short() -> str:
     model = SharedDataParallel(parts)
     with pytest.raises(RuntimeError, match="stop here"):
         parts(torch.ones(1, 3)).sum().backward()
-    outputs = model(torch.ones(1, 3))  # nothing of it was averaged
+    outputs = model(torch.ones(1, 3))  # this did not average
     with pytest.raises(RuntimeError, match="stop here"):
         outputs.sum().backward()
-    with pytest.raises(UsageError, match="cut short by an exception") as caught:
+    with pytest.raises(
+        UsageError, match="an exception interrupted the last backward pass"
+    ) as caught:
         model(torch.ones(1, 3))
     return str(caught.value)
 
 
-def test_a_backward_pass_that_is_cut_short_is_no_silent_desync(ranks: RankServer) -> None:
-    assert "checkpoint" in ranks.run(2, cut_short)[0]
+def test_interrupted_backward_pass_raises_error(ranks: RankServer) -> None:
+    assert "checkpoint" in ranks.run(2, interrupt_backward)[0]
 
 
-def dies_in_the_third_step() -> None:
+def die_in_third_step() -> None:
     model = SharedDataParallel(nn.Linear(300, 300))
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     for step in range(10):
@@ -344,8 +348,8 @@ def dies_in_the_third_step() -> None:
         optimizer.step()
 
 
-def test_a_death_is_told_to_all(ranks: RankServer) -> None:
-    ended = ranks.start(3, dies_in_the_third_step).join()
+def test_death_is_reported_on_all_ranks(ranks: RankServer) -> None:
+    ended = ranks.start(3, die_in_third_step).join()
     assert ended[1].code == -9
     for rank in (0, 2):
         assert isinstance(ended[rank].error, PeerLost), ended[rank].report()

@@ -1,4 +1,4 @@
-"""`SharedDataParallel` where a linear layer's gradient isn't, or not only, the product of one call."""
+"""`SharedDataParallel` if a linear layer's gradient is not just the product of one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, preloaded, same, seed, seeded
+from tests.synchronous_sgd import BUCKET, average, preloaded, same, seed, seeded
 
 __all__ = ["preloaded", "seed"]
 
@@ -32,8 +32,8 @@ class Tied(nn.Module):
         return self.head(self.middle(self.embed(words)).tanh())
 
 
-def other_ways_of_backward(seed: int) -> None:
-    """Those in which a linear layer's gradient isn't, or not only, the product of one call."""
+def compare_backward_modes(seed: int) -> None:
+    """Compare backward passes in which a weight's gradient is not just the product of one call."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     replica = Tied()
@@ -53,7 +53,7 @@ def other_ways_of_backward(seed: int) -> None:
     first = torch.autograd.grad(penalized(replica), list(replica.parameters()), create_graph=True)
     sum(gradient.square().sum() for gradient in first).backward()
     average(replica)
-    near(model, replica)
+    assert_close_gradients(model, replica)
 
     for module in (model, replica):
         module.zero_grad()
@@ -64,17 +64,17 @@ def other_ways_of_backward(seed: int) -> None:
     penalized(replica).backward()
     average(replica)
     assert same(*seen)
-    near(model, replica)
+    assert_close_gradients(model, replica)
 
     with torch.inference_mode():
         assert torch.equal(model(words), replica(words))
-    moved_and_checkpointed(seed)
+    compare_assigned_and_checkpointed(seed)
     scaled = torch.func.jacrev(lambda scale: model(words) * scale)(torch.tensor(2.0))
     torch.testing.assert_close(scaled, replica(words))
 
 
 class Checkpointed(nn.Module):
-    """Of complex numbers, recomputed in backward."""
+    """Layers with complex numbers, recomputed in backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(run, inputs, use_reentrant=False)
 
 
-def moved_and_checkpointed(seed: int) -> None:
-    """Complex products, checkpoints, hooks after accumulation, and data that is assigned."""
+def compare_assigned_and_checkpointed(seed: int) -> None:
+    """Cover complex products, checkpoints, post-accumulation hooks and assigned data."""
     torch.manual_seed(seed)
     replica = Checkpointed()
-    model = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    model = SharedDataParallel(copy.deepcopy(replica), bucket_bytes=BUCKET)
     optimizer = model.optimizer(torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(replica.parameters(), lr=0.1)
     seen: list[bool] = []
@@ -102,18 +102,18 @@ def moved_and_checkpointed(seed: int) -> None:
             one.zero_grad()
             module(inputs).square().mean().backward()
         average(replica)
-        near(model, replica)
-        if step == 1:  # a gradient of the user's own, and then one rank is late
+        assert_close_gradients(model, replica)
+        if step == 1:  # the user assigns gradients
             for module in (model, replica):
                 for parameter in module.parameters():
                     parameter.grad = parameter.grad * 3
             norm = model.clip_grad_norm_(0.01)
             expected = nn.utils.clip_grad_norm_(replica.parameters(), 0.01)
             torch.testing.assert_close(norm.float(), expected, rtol=1e-4, atol=0.0)
-            near(model, replica)
+            assert_close_gradients(model, replica)
         optimizer.step()
         plain.step()
-        if step == 0:  # as one who swaps averaged weights in does
+        if step == 0:  # as if the user swapped in averaged weights
             with torch.no_grad():
                 for module in (model.module, replica):
                     module.real.weight.data = module.real.weight.data * 0.5
@@ -133,8 +133,8 @@ def moved_and_checkpointed(seed: int) -> None:
         loss.backward()
 
 
-def on_a_part_and_all() -> None:
-    """A model of some ranks, then one of all: their groups find each other."""
+def train_in_subgroup_and_world() -> None:
+    """Train a model on some ranks, then one on all ranks; the group names must match."""
     some = dist.new_group([1, 2])
     if dist.get_rank():
         part = SharedDataParallel(nn.Linear(3, 2), some)
@@ -144,13 +144,13 @@ def on_a_part_and_all() -> None:
     assert torch.equal(model.module.weight.grad, torch.ones(2, 3))
 
 
-def on_parts_that_overlap(seed: int) -> None:
-    """Ranks are in different numbers of groups, each with a model of its own."""
+def train_in_overlapping_groups(seed: int) -> None:
+    """Train one model in each of several groups; ranks are in different numbers of groups."""
     torch.set_num_threads(1)
     rank = dist.get_rank()
-    parts = [[0, 1], [1, 2, 3], [0, 3], [1, 2, 3], [3, 2], [0, 1, 2, 3]]
+    group_ranks = [[0, 1], [1, 2, 3], [0, 3], [1, 2, 3], [3, 2], [0, 1, 2, 3]]
     models: list[tuple[SharedDataParallel, Any, nn.Module, Any]] = []
-    for number, ranks in enumerate(parts):
+    for number, ranks in enumerate(group_ranks):
         group = dist.new_group(ranks)
         if rank not in ranks:
             continue
@@ -176,19 +176,19 @@ def on_parts_that_overlap(seed: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", ["a", "aabb"])
-def test_sub_groups_that_overlap(ranks: RankServer, hosts: str, seed: int) -> None:
-    ranks.run(4, on_parts_that_overlap, seed, hosts=hosts)
+def test_overlapping_groups(ranks: RankServer, hosts: str, seed: int) -> None:
+    ranks.run(4, train_in_overlapping_groups, seed, hosts=hosts)
 
 
-def test_a_sub_group_and_then_all(ranks: RankServer) -> None:
-    ranks.run(3, on_a_part_and_all)
+def test_subgroup_and_then_world(ranks: RankServer) -> None:
+    ranks.run(3, train_in_subgroup_and_world)
 
 
-def near(model: SharedDataParallel, replica: nn.Module) -> None:
-    """A sum of several products may go in another order."""
+def assert_close_gradients(model: SharedDataParallel, replica: nn.Module) -> None:
+    """Compare gradients approximately, as the order of a sum of several products may differ."""
     for one, other in zip(model.parameters(), replica.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_of_linear_layers_in_other_ways(ranks: RankServer, seed: int) -> None:
-    ranks.run(2, other_ways_of_backward, seed)
+def test_backward_modes_of_linear_layers(ranks: RankServer, seed: int) -> None:
+    ranks.run(2, compare_backward_modes, seed)

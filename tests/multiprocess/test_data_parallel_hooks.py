@@ -1,4 +1,4 @@
-"""Hooks of the optimizer of `SharedDataParallel`, beside those of a plain one."""
+"""Hooks of the optimizer of `SharedDataParallel`, compared with those of a plain optimizer."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from tests.synchronous_sgd import average, preloaded, same, seed, seeded
 __all__ = ["preloaded", "seed"]
 
 
-class Told(list[Any]):
-    """What hooks were told, in order."""
+class HookCalls(list[Any]):
+    """The calls of hooks, in order."""
 
-    def hook(self, name: str, answer: Any = None) -> Any:
-        def tell(*given: Any) -> Any:
-            self.append((name, sorted(given[1]["state"]) if "dict" in name else len(given)))
-            return answer(*given) if answer else None
+    def hook(self, name: str, result: Any = None) -> Any:
+        def record(*arguments: Any) -> Any:
+            self.append((name, sorted(arguments[1]["state"]) if "dict" in name else len(arguments)))
+            return result(*arguments) if result else None
 
-        return tell
+        return record
 
-    def listen(self, optimizer: torch.optim.Optimizer) -> None:
+    def register(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer.register_step_pre_hook(self.hook("before step"))
         optimizer.register_step_post_hook(self.hook("after step"))
         optimizer.register_state_dict_pre_hook(self.hook("before saving"))
-        optimizer.register_state_dict_post_hook(self.hook("saved dict", without_the_last))
+        optimizer.register_state_dict_post_hook(self.hook("saved dict", drop_last_state))
         optimizer.register_state_dict_post_hook(self.hook("first saved dict"), prepend=True)
-        optimizer.register_load_state_dict_pre_hook(self.hook("loaded dict", without_the_last))
+        optimizer.register_load_state_dict_pre_hook(self.hook("loaded dict", drop_last_state))
         optimizer.register_load_state_dict_post_hook(self.hook("after loading"))
 
 
-def without_the_last(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+def drop_last_state(_: Any, state: dict[str, Any]) -> dict[str, Any]:
     last = max(state["state"])
     return {**state, "state": {k: v for k, v in state["state"].items() if k != last}, "mine": 3}
 
 
 class Clamped(torch.optim.SGD):
-    """Has a hook of its own."""
+    """An optimizer that registers a hook on itself."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -54,22 +54,22 @@ class Clamped(torch.optim.SGD):
             parameter.clamp_(-0.05, 0.05)
 
 
-def hooks_of_the_optimizer(seed: int) -> None:
+def compare_hooks(seed: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     replica = nn.Sequential(nn.Linear(9, 70), nn.Linear(70, 70))
     model = SharedDataParallel(copy.deepcopy(replica))
     inputs = torch.randn(3, 9, generator=seeded(seed))
-    every: list[Told] = []
+    calls_by_side: list[HookCalls] = []
     for module, make in ((model, model.optimizer), (replica, None)):
         optimizer: Any = (
             make(torch.optim.Adam, lr=0.01) if make else torch.optim.Adam(module.parameters(), 0.01)
         )
-        told = Told()
-        told.listen(optimizer)
+        calls = HookCalls()
+        calls.register(optimizer)
         handles = [
-            hooks.register_optimizer_step_pre_hook(told.hook("before any step")),
-            hooks.register_optimizer_step_post_hook(told.hook("after any step")),
+            hooks.register_optimizer_step_pre_hook(calls.hook("before any step")),
+            hooks.register_optimizer_step_post_hook(calls.hook("after any step")),
         ]
         for _ in range(2):
             optimizer.zero_grad()
@@ -80,18 +80,18 @@ def hooks_of_the_optimizer(seed: int) -> None:
             saved = optimizer.state_dict()
             assert saved["mine"] == 3
             optimizer.load_state_dict(saved)
-            assert len(saved["state"]) == 3, "what the user gave stays what it is"
+            assert len(saved["state"]) == 3, "loading must not change the user's dict"
         for handle in handles:
             handle.remove()
-        every.append(told)
-    assert every[0] == every[1]
-    assert [name for name, _ in every[0][:4]] == [
+        calls_by_side.append(calls)
+    assert calls_by_side[0] == calls_by_side[1]
+    assert [name for name, _ in calls_by_side[0][:4]] == [
         "before any step",
         "before step",
         "after step",
         "after any step",
     ]
-    assert every[0][5:8] == [
+    assert calls_by_side[0][5:8] == [
         ("first saved dict", [0, 1, 2, 3]),
         ("saved dict", [0, 1, 2, 3]),
         ("loaded dict", [0, 1, 2]),
@@ -106,5 +106,5 @@ def hooks_of_the_optimizer(seed: int) -> None:
         assert other.abs().max() <= 0.05
 
 
-def test_hooks_of_the_optimizer_are_those_of_a_plain_one(ranks: RankServer, seed: int) -> None:
-    ranks.run(2, hooks_of_the_optimizer, seed)
+def test_optimizer_hooks_equal_those_of_plain_optimizer(ranks: RankServer, seed: int) -> None:
+    ranks.run(2, compare_hooks, seed)

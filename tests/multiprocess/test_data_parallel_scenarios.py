@@ -1,4 +1,4 @@
-"""`SharedDataParallel` in what users of DDP do, beside a replica that does the same by itself."""
+"""`SharedDataParallel` in typical uses of DDP, compared with a plain replica."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from phalanx.parallel import SharedDataParallel
 from tests.ranks import RankServer
 from tests.synchronous_sgd import (
-    CHUNK,
+    BUCKET,
     average,
     check,
     compare_states,
@@ -32,7 +32,7 @@ __all__ = ["preloaded", "seed"]
 
 
 class Branches(nn.Module):
-    """Which of its parameters are used is said at every call."""
+    """A module whose calls choose which parameters are used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,15 +48,15 @@ F = nn.functional
 
 
 class Scenario:
-    """The same done to a `SharedDataParallel` and to a plain replica, compared after every step."""
+    """A `SharedDataParallel` and a plain replica, compared after every step."""
 
-    def __init__(self, seed: int, kind: Any = torch.optim.Adam, **options: Any) -> None:
+    def __init__(self, seed: int, optimizer_class: Any = torch.optim.Adam, **options: Any) -> None:
         torch.manual_seed(seed)
         self.replica = Branches()
-        self.model = SharedDataParallel(copy.deepcopy(self.replica), chunk_bytes=CHUNK)
+        self.model = SharedDataParallel(copy.deepcopy(self.replica), bucket_bytes=BUCKET)
         options = {"lr": 0.05, **options}
-        self.optimizer = self.model.optimizer(kind, **options)
-        self.plain = kind(self.replica.parameters(), **options)
+        self.optimizer = self.model.optimizer(optimizer_class, **options)
+        self.plain = optimizer_class(self.replica.parameters(), **options)
         self.random = seeded(seed + dist.get_rank())
 
     def backward(self, used: list[int]) -> None:
@@ -64,50 +64,50 @@ class Scenario:
         self.model(inputs, used).backward()
         self.replica(inputs, used).backward()
 
-    def do(self, what: Callable[[nn.Module, Any], object]) -> None:
-        """To both: the module and its optimizer."""
-        what(self.model, self.optimizer)
-        what(self.replica, self.plain)
+    def apply(self, action: Callable[[nn.Module, Any], object]) -> None:
+        """Apply an action to both modules and their optimizers."""
+        action(self.model, self.optimizer)
+        action(self.replica, self.plain)
 
     def step(self) -> None:
         check(self.model, self.replica, "before the step")
-        self.do(lambda _, optimizer: optimizer.step())
+        self.apply(lambda _, optimizer: optimizer.step())
         check(self.model, self.replica, "after the step")
 
 
-def as_ddp_does(seed: int) -> None:
+def accumulate_like_ddp(seed: int) -> None:
     torch.set_num_threads(1)
-    rank, every = dist.get_rank(), [0, 1, 2, 3]
+    rank, all_branches = dist.get_rank(), [0, 1, 2, 3]
     one = Scenario(seed)
 
     # Several backward passes before a step, averaged once.
     with one.model.no_sync():
-        one.backward(every)
+        one.backward(all_branches)
         one.backward([0, 1])
     assert one.model.module.branches[2].weight.grad is not None
     one.backward([3, 1])
     average(one.replica)
     one.step()
 
-    # Gradients that aren't zeroed, and zeroed in place.
-    one.backward(every)
+    # Gradients that are not zeroed, and gradients zeroed in place.
+    one.backward(all_branches)
     accumulated_average(one.replica, rank)
     one.step()
-    one.do(lambda _, optimizer: optimizer.zero_grad(set_to_none=False))
-    one.backward(every)
+    one.apply(lambda _, optimizer: optimizer.zero_grad(set_to_none=False))
+    one.backward(all_branches)
     average(one.replica)
     one.step()
 
-    # A parameter that some ranks don't use, one that nobody uses, another order.
-    one.do(lambda _, optimizer: optimizer.zero_grad())
+    # A parameter that some ranks do not use, one that no rank uses, and a different order.
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
     one.backward([3, 0] if rank % 2 else [0, 3, 1])
     average(one.replica)
     assert one.model.module.branches[2].weight.grad is None
     one.step()
 
-    # Two backward passes, each averaged, as two losses are.
-    one.do(lambda _, optimizer: optimizer.zero_grad())
-    one.backward(every)
+    # Two backward passes, each averaged, as for two losses.
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
+    one.backward(all_branches)
     average(one.replica)
     check(one.model, one.replica, "after the first loss")
     one.backward([1, 2])
@@ -116,45 +116,45 @@ def as_ddp_does(seed: int) -> None:
 
 
 def accumulated_average(replica: nn.Module, rank: int) -> None:
-    """What was averaged before is the same on all ranks: it stays what it is, but for rounding."""
+    """Average again; gradients that are equal on all ranks stay the same except for rounding."""
     average(replica)
 
 
-def changed_in_place(seed: int) -> None:
-    """What a rank writes to parameters and gradients is its own, and where the step begins."""
+def change_in_place(seed: int) -> None:
+    """In-place writes are private to a rank, and the step starts from them."""
     torch.set_num_threads(1)
     one = Scenario(seed, weight_decay=0.1)
 
     def clip(module: nn.Module, _: Any) -> None:
         nn.utils.clip_grad_norm_(module.parameters(), 0.01)
 
-    def by_data(module: nn.Module, _: Any) -> None:
+    def change_through_data(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters():
             parameter.grad.data /= 2
             parameter.data.clamp_(-0.1, 0.1)
 
-    def scaled(module: nn.Module, _: Any) -> None:
+    def scale_parameters(module: nn.Module, _: Any) -> None:
         with torch.no_grad():
             for parameter in module.parameters():
-                parameter.mul_(0.9)  # once, though the memory is everybody's
+                parameter.mul_(0.9)  # applied once, although the memory is shared
 
-    def another_gradient(module: nn.Module, _: Any) -> None:
+    def replace_gradients(module: nn.Module, _: Any) -> None:
         for parameter in module.parameters():
             parameter.grad = parameter.grad.sign()
 
-    def none_of_one(module: nn.Module, _: Any) -> None:
+    def remove_gradient(module: nn.Module, _: Any) -> None:
         next(module.parameters()).grad = None
 
-    for change in (clip, by_data, scaled, another_gradient, none_of_one):
-        one.do(lambda _, optimizer: optimizer.zero_grad())
+    for change in (clip, change_through_data, scale_parameters, replace_gradients, remove_gradient):
+        one.apply(lambda _, optimizer: optimizer.zero_grad())
         one.backward([0, 1, 2, 3])
         average(one.replica)
-        one.do(change)
+        one.apply(change)
         one.step()
-    assert one.model._memory.drop() == 0
+    assert one.model._memory.discard() == 0
 
-    # By the model itself: each rank scales its slices. The sum goes in another order.
-    one.do(lambda _, optimizer: optimizer.zero_grad())
+    # The model's own clipping: each rank scales its slices. The order of the sum differs.
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
     one.backward([0, 1, 2, 3])
     average(one.replica)
     for norm_type in (2.0, 1.0, 3.5, float("inf")):
@@ -163,22 +163,22 @@ def changed_in_place(seed: int) -> None:
         torch.testing.assert_close(norm.float(), expected, rtol=1e-5, atol=0.0)
         for parameter, other in zip(one.model.parameters(), one.replica.parameters(), strict=True):
             torch.testing.assert_close(parameter.grad, other.grad, rtol=1e-5, atol=1e-9)
-    assert one.model._gradients.memory.drop() == 0
+    assert one.model._gradients.memory.discard() == 0
 
 
-def loaded_and_plain(seed: int) -> None:
-    """Saved, loaded, a scheduler, a closure, groups with options of their own, a plain one."""
+def save_and_load(seed: int) -> None:
+    """Cover saving, loading, a scheduler, a closure, parameter groups and a plain optimizer."""
     torch.set_num_threads(1)
-    every = [0, 1, 2, 3]
+    all_branches = [0, 1, 2, 3]
     one = Scenario(seed)
     for _ in range(2):
-        one.do(lambda _, optimizer: optimizer.zero_grad())
-        one.backward(every)
+        one.apply(lambda _, optimizer: optimizer.zero_grad())
+        one.backward(all_branches)
         average(one.replica)
         one.step()
     file = io.BytesIO()
     torch.save({"model": one.model.state_dict(), "optimizer": one.optimizer.state_dict()}, file)
-    assert file.tell() < 4 * 4 * 4 * 41 * 40  # three times the parameters, not the memory of all
+    assert file.tell() < 4 * 4 * 4 * 41 * 40  # three times the parameters, not the whole memory
     file.seek(0)
     saved = torch.load(file)
     assert list(saved["model"]) == [f"module.{name}" for name, _ in one.replica.named_parameters()]
@@ -191,8 +191,8 @@ def loaded_and_plain(seed: int) -> None:
     check_loaded = torch.optim.lr_scheduler.StepLR(other.optimizer, 1, 0.5)
     scheduler = torch.optim.lr_scheduler.StepLR(other.plain, 1, 0.5)
     for _ in range(2):
-        other.do(lambda _, optimizer: optimizer.zero_grad())
-        other.backward(every)
+        other.apply(lambda _, optimizer: optimizer.zero_grad())
+        other.backward(all_branches)
         average(other.replica)
         other.step()
         check_loaded.step()
@@ -201,7 +201,7 @@ def loaded_and_plain(seed: int) -> None:
 
     torch.manual_seed(seed)
     replica = Branches()
-    model = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    model = SharedDataParallel(copy.deepcopy(replica), bucket_bytes=BUCKET)
 
     def groups(module: nn.Module) -> list[dict[str, Any]]:
         weights = [p for p in module.parameters() if p.dim() > 1]
@@ -212,10 +212,10 @@ def loaded_and_plain(seed: int) -> None:
     plain = torch.optim.SGD(groups(replica), lr=0.1, momentum=0.9)
     inputs = torch.randn(3, 40, generator=seeded(seed + dist.get_rank()))
 
-    def closure_of(module: nn.Module, of: Any) -> Callable[[], Any]:
+    def make_closure(module: nn.Module, own_optimizer: Any) -> Callable[[], Any]:
         def closure() -> Any:
-            of.zero_grad()
-            loss = module(inputs, every)
+            own_optimizer.zero_grad()
+            loss = module(inputs, all_branches)
             loss.backward()
             if module is replica:
                 average(replica)
@@ -224,25 +224,27 @@ def loaded_and_plain(seed: int) -> None:
         return closure
 
     for _ in range(3):
-        one_loss = optimizer.step(closure_of(model, optimizer))
-        assert torch.equal(one_loss, plain.step(closure_of(replica, plain)))
+        one_loss = optimizer.step(make_closure(model, optimizer))
+        assert torch.equal(one_loss, plain.step(make_closure(replica, plain)))
         check(model, replica, "with groups and a closure")
     compare_states(optimizer.state_dict(), plain.state_dict(), model)
 
-    own = torch.optim.Adam(model.parameters(), lr=0.01)  # as for DDP: each rank has its own then
+    own = torch.optim.Adam(
+        model.parameters(), lr=0.01
+    )  # as for DDP: each rank then has its own parameters
     plain = torch.optim.Adam(replica.parameters(), lr=0.01)
     for _ in range(2):
-        closure_of(model, own)()
-        closure_of(replica, plain)()
+        make_closure(model, own)()
+        make_closure(replica, plain)()
         own.step()
         plain.step()
         check(model, replica, "with a plain optimizer")
-    assert model._memory.drop() > 0
+    assert model._memory.discard() > 0
 
 
-def mixed_precision(seed: int) -> None:
+def train_in_mixed_precision(seed: int) -> None:
     torch.set_num_threads(1)
-    every = [0, 1, 2, 3]
+    all_branches = [0, 1, 2, 3]
     one = Scenario(seed)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**40) for _ in range(2)]
     sides: list[Any] = [(one.model, one.optimizer), (one.replica, one.plain)]
@@ -252,7 +254,7 @@ def mixed_precision(seed: int) -> None:
         for (module, optimizer), scaler in zip(sides, scalers, strict=True):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
-                loss = module(inputs, every)
+                loss = module(inputs, all_branches)
             scaler.scale(loss * 1e3).backward()
             if module is one.replica:
                 average(one.replica)
@@ -272,13 +274,13 @@ class Outputs:
     more: dict[str, Any]
 
 
-def passes_of_all_kinds(seed: int) -> None:
-    """Averaged is what went forward through the wrapper, outside of `no_sync`."""
+def mix_backward_passes(seed: int) -> None:
+    """Only passes whose forward went through the wrapper outside of `no_sync` are averaged."""
     torch.set_num_threads(1)
     one = Scenario(seed)
-    module, every = one.model.module, [0, 1, 2, 3]
+    module, all_branches = one.model.module, [0, 1, 2, 3]
 
-    def losses(used: list[int] = every) -> tuple[Tensor, Tensor]:
+    def losses(used: list[int] = all_branches) -> tuple[Tensor, Tensor]:
         inputs = torch.randn(3, 40, generator=one.random)
         return one.model(inputs, used), one.replica(inputs, used)
 
@@ -289,35 +291,37 @@ def passes_of_all_kinds(seed: int) -> None:
             average(one.replica)
         check(one.model, one.replica, f"averaged: {averaged}")
 
-    # Past the wrapper: on one rank alone, before, between and after others.
-    def past() -> None:
+    # Without the wrapper: on one rank alone, before, between and after other passes.
+    def bypass_wrapper() -> None:
         if dist.get_rank() == 1:
             inputs = torch.randn(3, 40, generator=one.random)
-            backward((module(inputs, every), one.replica(inputs, every)), averaged=False)
+            backward(
+                (module(inputs, all_branches), one.replica(inputs, all_branches)), averaged=False
+            )
 
-    past()
+    bypass_wrapper()
     backward(losses())
-    past()
+    bypass_wrapper()
     backward(losses([3]))
     with one.model.no_sync():
         backward(losses(), averaged=False)
-    past()
+    bypass_wrapper()
     backward(losses())
     one.step()
 
     # Two forward passes before two backward passes, or one; a graph that is kept; no_sync between.
-    one.do(lambda _, optimizer: optimizer.zero_grad())
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
     first, second = losses([0, 1]), losses([2, 0])
     backward(second)
     backward(first)
     first, second = losses([0, 1]), losses([2, 3])
     backward((first[0] + second[0], first[1] + second[1]))
-    past()
+    bypass_wrapper()
     both = losses()
     backward(both, retain_graph=True)
     backward(both)
     backward(losses(), create_graph=True)
-    one.do(lambda _, optimizer: optimizer.zero_grad())
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
     first = losses()
     with one.model.no_sync():
         backward(losses([1, 2]), averaged=False)
@@ -325,71 +329,71 @@ def passes_of_all_kinds(seed: int) -> None:
     backward(first)
     backward(kept, averaged=False)
 
-    # Of what is deep inside of the outputs, and of what the module has put aside.
+    # From nested outputs, and from a loss that the module has stored.
     plain = Branches.forward
 
-    def deep(branches: Branches, inputs: Tensor, used: list[int]) -> Any:
-        branches.aside = inputs.sum() * branches.branches[0].weight.square().sum()
+    def forward_nested(branches: Branches, inputs: Tensor, used: list[int]) -> Any:
+        branches.stored_loss = inputs.sum() * branches.branches[0].weight.square().sum()
         loss = plain(branches, inputs, used)
         return loss if branches is one.replica else Outputs(loss, {"all": [loss.exp(), None]})
 
-    Branches.forward = deep  # type: ignore[method-assign]
-    one.do(lambda _, optimizer: optimizer.zero_grad())
+    Branches.forward = forward_nested  # type: ignore[method-assign]
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
     pairs = [losses(), losses([1, 2])]
     for outputs, loss in pairs:
         backward((outputs.more["all"][0].log(), loss.exp().log()))
     losses()
-    backward((one.model.module.aside, one.replica.aside))
+    backward((one.model.module.stored_loss, one.replica.stored_loss))
     Branches.forward = plain  # type: ignore[method-assign]
 
 
-def copied(seed: int) -> None:
-    """A copy is plain, and its own: averaged weights, a teacher, what is saved as a whole."""
+def copy_model(seed: int) -> None:
+    """A copy is a plain, separate module: averaged weights, a teacher, a whole saved module."""
     torch.set_num_threads(1)
-    rank, every = dist.get_rank(), [0, 1, 2, 3]
+    rank, all_branches = dist.get_rank(), [0, 1, 2, 3]
     one = Scenario(seed)
     averaged, plain = AveragedModel(one.model), AveragedModel(one.replica)
     for _ in range(3):
-        one.do(lambda _, optimizer: optimizer.zero_grad())
-        one.backward(every)
+        one.apply(lambda _, optimizer: optimizer.zero_grad())
+        one.backward(all_branches)
         average(one.replica)
         one.step()
         averaged.update_parameters(one.model)
         plain.update_parameters(one.replica)
-    for mine, other in zip(averaged.parameters(), plain.parameters(), strict=True):
-        assert same(mine.detach(), other.detach())
+    for own_value, other in zip(averaged.parameters(), plain.parameters(), strict=True):
+        assert same(own_value.detach(), other.detach())
     assert list(averaged.module.state_dict()) == list(one.model.state_dict())
 
     one.model.eval()
-    copies = [copy.deepcopy(one.model)] if rank == 0 else []  # nobody else comes
+    copies = [copy.deepcopy(one.model)] if rank == 0 else []  # on one rank alone
     file = io.BytesIO()
     torch.save(one.model, file)
     file.seek(0)
     for module in [*copies, torch.load(file, weights_only=False)]:
         inputs = torch.randn(3, 40)
         assert not module.training
-        assert torch.equal(module(inputs, every), one.replica(inputs, every))
-        module(inputs, every).backward()
+        assert torch.equal(module(inputs, all_branches), one.replica(inputs, all_branches))
+        module(inputs, all_branches).backward()
         torch.optim.SGD(module.parameters(), lr=10.0).step()
-        assert not torch.equal(module(inputs, every), one.replica(inputs, every))
-    one.do(lambda _, optimizer: optimizer.zero_grad())
+        assert not torch.equal(module(inputs, all_branches), one.replica(inputs, all_branches))
+    one.apply(lambda _, optimizer: optimizer.zero_grad())
     check(one.model, one.replica, "once copies have been trained")
     again = SharedDataParallel(copy.deepcopy(one.model).module)
-    again(torch.ones(1, 40), every).backward()
+    again(torch.ones(1, 40), all_branches).backward()
 
 
 SCENARIOS = (
-    as_ddp_does,
-    changed_in_place,
-    loaded_and_plain,
-    mixed_precision,
-    passes_of_all_kinds,
-    copied,
+    accumulate_like_ddp,
+    change_in_place,
+    save_and_load,
+    train_in_mixed_precision,
+    mix_backward_passes,
+    copy_model,
 )
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_does_what_ddp_does(ranks: RankServer, world_size: int, seed: int) -> None:
+def test_scenarios_equal_ddp(ranks: RankServer, world_size: int, seed: int) -> None:
     def scenarios() -> None:
         for scenario in SCENARIOS:
             scenario(seed)

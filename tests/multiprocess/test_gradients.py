@@ -27,7 +27,7 @@ SHAPES = [(3, 5), (), (7,), (1,), (0, 4), (2, 3, 4, 5), (257,), (31, 33)]
 MIXED = [torch.float32, torch.float64, torch.float32, torch.bfloat16, torch.float32]
 MIXED += [torch.float16, torch.complex64, torch.float64]
 SAME = [torch.float32] * len(SHAPES)
-# Which ranks have no gradient of parameter 0, 1, ...: none of them, some, all.
+# Whether a rank lacks the gradient of parameter 0, 1, ...: no rank, some ranks, all ranks.
 MISSING: list[Callable[[int, int], bool]] = [
     lambda rank, world_size: False,
     lambda rank, world_size: rank == 0,
@@ -37,7 +37,7 @@ MISSING: list[Callable[[int, int], bool]] = [
 ]
 
 
-def random(seed: int, rank: int, index: int) -> Any:
+def random_gradient(seed: int, rank: int, index: int) -> Any:
     """The gradient of one parameter on one rank, in numpy: float64, or complex128."""
     generator = np.random.default_rng([seed, rank, index])
     real, imaginary = generator.standard_normal((2, *SHAPES[index]))
@@ -52,34 +52,34 @@ def parameters_with_gradients(
     seed: int, dtypes: list[torch.dtype], missing: bool
 ) -> list[nn.Parameter]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    made = []
+    parameters = []
     for index, (shape, dtype) in enumerate(zip(SHAPES, dtypes, strict=True)):
         parameter = nn.Parameter(torch.empty(shape, dtype=dtype))
         if not (missing and MISSING[index % len(MISSING)](rank, world_size)):
-            parameter.grad = cast(random(seed, rank, index), dtype)
-        made.append(parameter)
-    return made
+            parameter.grad = cast(random_gradient(seed, rank, index), dtype)
+        parameters.append(parameter)
+    return parameters
 
 
 def oracle(seed: int, dtypes: list[torch.dtype], missing: bool, weights: list[float]) -> list[Any]:
-    """Sums in float64 of what each rank holds, as rounded to its dtype; None: no gradient."""
+    """Sum the gradients of the ranks in float64, after rounding to the dtype; None: no gradient."""
     expected: list[Any] = []
     for index, dtype in enumerate(dtypes):
         absent = MISSING[index % len(MISSING)] if missing else MISSING[0]
         present = [rank for rank in range(len(weights)) if not absent(rank, len(weights))]
-        held = {rank: cast(random(seed, rank, index), dtype) for rank in present}
+        by_rank = {rank: cast(random_gradient(seed, rank, index), dtype) for rank in present}
         wide = torch.complex128 if dtype.is_complex else torch.float64
-        terms = [held[rank].to(wide).numpy() * weights[rank] for rank in present]
+        terms = [by_rank[rank].to(wide).numpy() * weights[rank] for rank in present]
         expected.append(sum(terms) if terms else None)
     return expected
 
 
-def uneven(world_size: int) -> list[float]:
+def uneven_weights(world_size: int) -> list[float]:
     whole = sum(range(world_size)) or 1
     return [rank / whole for rank in range(world_size)] if world_size > 1 else [1.0]
 
 
-# --- what the ranks run: each function returns what the tests look at ---------------------------
+# --- functions that the ranks run; each returns the values that the tests check ------------------
 
 
 def run_averages(seed: int) -> dict[Case, list[Tensor | None]]:
@@ -88,13 +88,13 @@ def run_averages(seed: int) -> dict[Case, list[Tensor | None]]:
     for name, dtypes in (("same", SAME), ("mixed", MIXED)):
         for bucket_bytes in (0, 100, 2000, 25 * 2**20):
             for missing in (False, True):
-                for weights in (None, uneven(world_size)):
+                for weights in (None, uneven_weights(world_size)):
                     parameters = parameters_with_gradients(seed, dtypes, missing)
                     weight = None if weights is None else weights[rank]
                     average_gradients(parameters, weight=weight, bucket_bytes=bucket_bytes)
                     case = (name, bucket_bytes, missing, weights is not None)
                     results[case] = [parameter.grad for parameter in parameters]
-        for weights in (None, uneven(world_size)):
+        for weights in (None, uneven_weights(world_size)):
             parameters = parameters_with_gradients(seed, dtypes, False)
             weight = None if weights is None else weights[rank]
             average_gradients_per_parameter(parameters, weight=weight)
@@ -127,7 +127,7 @@ def run_step(seed: int, average: Callable[..., None]) -> list[Tensor]:
 
 
 def run_layouts() -> dict[str, Any]:
-    """Gradients that aren't contiguous: the values of rank r are 0, 1, 2, ... times r + 1."""
+    """Average non-contiguous gradients; the values of rank r are 0, 1, 2, ... times r + 1."""
     times = dist.get_rank() + 1
     transposed = nn.Parameter(torch.empty(3, 5))
     transposed.grad = (torch.arange(15.0) * times).view(5, 3).t()
@@ -139,7 +139,7 @@ def run_layouts() -> dict[str, Any]:
     strided.grad = memory[::2]
     strided.grad.copy_(torch.arange(4.0) * times)
     before = [channels_last.grad, strided.grad]
-    # One of them alone in its bucket too.
+    # Also one that is alone in its bucket.
     average_gradients([transposed, channels_last, strided])
     average_gradients_per_parameter([transposed])
     return {
@@ -153,21 +153,21 @@ def run_layouts() -> dict[str, Any]:
 
 
 def run_counts() -> dict[str, Any]:
-    """Count all-reduces, and what they carry, by a stand-in that passes them on."""
+    """Count all-reduces and their elements, by a wrapper of `all_reduce`."""
     parameters = [nn.Parameter(torch.empty(n)) for n in (10, 20, 30, 1000, 5)]
-    carried: list[int] = []
+    sizes: list[int] = []
     real = dist.all_reduce
 
     def all_reduce(tensor: Tensor, **options: Any) -> Any:
-        carried.append(tensor.numel())
+        sizes.append(tensor.numel())
         return real(tensor, **options)
 
     def count(average: Callable[..., None], **options: Any) -> list[int]:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        carried.clear()
+        sizes.clear()
         average(parameters, **options)
-        return list(carried)
+        return list(sizes)
 
     dist.all_reduce = all_reduce  # type: ignore[assignment]
     try:
@@ -189,12 +189,12 @@ def run_special() -> dict[str, Any]:
     alone.grad = torch.full((3,), rank + 1.0)
     average_gradients(alone)
     frozen = nn.Parameter(torch.empty(3), requires_grad=False)
-    # The last rank's NaN doesn't count, and it gets the others' gradient.
+    # The last rank's NaN is ignored, and the rank gets the gradient of the other ranks.
     poisoned = nn.Parameter(torch.empty(3))
     last = rank == world_size - 1 and world_size > 1
     poisoned.grad = torch.full((3,), torch.nan if last else 2.0)
-    counting = max(1, world_size - 1)
-    average_gradients([poisoned, frozen], weight=0.0 if last else 1 / counting)
+    counting_ranks = max(1, world_size - 1)
+    average_gradients([poisoned, frozen], weight=0.0 if last else 1 / counting_ranks)
     return {
         "tied": tied.grad,
         "alone": alone.grad,
@@ -204,7 +204,7 @@ def run_special() -> dict[str, Any]:
 
 
 def run_group() -> dict[str, Any]:
-    """Average in a group of all ranks but 0; rank 0 is told that it is not in it."""
+    """Average in a group without rank 0, on which an error says that it is not a member."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
         return {}
@@ -220,7 +220,7 @@ def run_group() -> dict[str, Any]:
 
 
 def run_errors() -> dict[str, str]:
-    """Every wrong call on every rank; the group must stay usable."""
+    """Make every invalid call on every rank; the group must stay usable."""
     parameter = nn.Parameter(torch.empty(3))
     sparse = nn.Embedding(4, 2, sparse=True)
     sparse(torch.tensor([1])).sum().backward()
@@ -275,25 +275,29 @@ def world(request: pytest.FixtureRequest) -> World:
     return seed, phalanx.launch(run_all, world_size, (backend, seed), timeout=TIMEOUT)
 
 
-def test_averages_are_the_oracle_s(world: World) -> None:
+def test_averages_equal_oracle(world: World) -> None:
     seed, ranks = world
     for result in ranks:
         assert len(result["averages"]) == 36
         for case, gradients in result["averages"].items():
             name, _, missing, weighted = case
             dtypes = SAME if name == "same" else MIXED
-            weights = uneven(len(ranks)) if weighted else [1 / len(ranks)] * len(ranks)
+            weights = uneven_weights(len(ranks)) if weighted else [1 / len(ranks)] * len(ranks)
             expected = oracle(seed, dtypes, missing, weights)
             for index, (gradient, value) in enumerate(zip(gradients, expected, strict=True)):
-                where = f"seed {seed}, {case}, parameter {index}"
+                context = f"seed {seed}, {case}, parameter {index}"
                 if value is None:
-                    assert gradient is None, where
+                    assert gradient is None, context
                     continue
-                assert gradient.dtype == dtypes[index], where
+                assert gradient.dtype == dtypes[index], context
                 # Each term and each sum is rounded once; terms reach about 4.
                 bound = 4 * (len(ranks) + 1) * torch.finfo(dtypes[index]).eps
                 np.testing.assert_allclose(
-                    gradient.to(torch.complex128).numpy(), value, rtol=0, atol=bound, err_msg=where
+                    gradient.to(torch.complex128).numpy(),
+                    value,
+                    rtol=0,
+                    atol=bound,
+                    err_msg=context,
                 )
 
 
@@ -301,23 +305,25 @@ def test_every_rank_has_the_same_bits(world: World) -> None:
     seed, (first, *others) = world
     for other in others:
         for case, gradients in first["averages"].items():
-            for mine, theirs in zip(gradients, other["averages"][case], strict=True):
-                assert (mine is None) == (theirs is None)
-                assert mine is None or torch.equal(mine, theirs), f"seed {seed}, {case}"
+            for own_value, other_value in zip(gradients, other["averages"][case], strict=True):
+                assert (own_value is None) == (other_value is None)
+                assert own_value is None or torch.equal(own_value, other_value), (
+                    f"seed {seed}, {case}"
+                )
 
 
-@pytest.mark.parametrize("how", ["step", "step per parameter"])
-def test_uneven_batches_give_the_gradient_of_the_whole(world: World, how: str) -> None:
+@pytest.mark.parametrize("key", ["step", "step per parameter"])
+def test_uneven_batches_give_gradient_of_whole_batch(world: World, key: str) -> None:
     seed, ranks = world
     inputs, targets = whole_batch(seed)
     model = small_network(seed)
     nn.functional.mse_loss(model(inputs), targets).backward()
     for result in ranks:
-        for gradient, parameter in zip(result[how], model.parameters(), strict=True):
+        for gradient, parameter in zip(result[key], model.parameters(), strict=True):
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_that_are_not_contiguous(world: World) -> None:
+def test_non_contiguous_gradients(world: World) -> None:
     _, ranks = world
     mean = sum(range(1, len(ranks) + 1)) / len(ranks)
     for rank, result in enumerate(ranks):
@@ -331,13 +337,13 @@ def test_gradients_that_are_not_contiguous(world: World) -> None:
         assert layouts["in place"]
 
 
-def test_how_many_all_reduces(world: World) -> None:
+def test_number_of_all_reduces(world: World) -> None:
     _, ranks = world
     for result in ranks:
         counts = result["counts"]
-        # Five more elements say who has a gradient.
+        # Five more elements are the presence of each gradient.
         assert counts["one bucket"] == [5 + 10 + 20 + 30 + 1000 + 5]
-        # At most 40 elements; what is larger goes alone.
+        # At most 40 elements in a bucket; a larger gradient is reduced alone.
         assert counts["small buckets"] == [1000, 5 + 10 + 20, 30 + 5] or (
             counts["small buckets"] == [5 + 10 + 20, 1000, 30 + 5]
         )
@@ -355,7 +361,7 @@ def test_tied_single_frozen_and_ignored(world: World) -> None:
         assert special["frozen"] is None
 
 
-def test_in_a_group(world: World) -> None:
+def test_group(world: World) -> None:
     _, ranks = world
     if len(ranks) == 1:
         assert ranks[0]["group"] == {}
@@ -367,7 +373,7 @@ def test_in_a_group(world: World) -> None:
         torch.testing.assert_close(result["group"]["gradient"], torch.full((3,), mean))
 
 
-def test_wrong_calls(world: World) -> None:
+def test_invalid_calls(world: World) -> None:
     _, ranks = world
     for result in ranks:
         errors = result["errors"]

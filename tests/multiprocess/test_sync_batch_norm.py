@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from phalanx.errors import CollectiveMismatch, UsageError
 from phalanx.parallel import SharedDataParallel, SyncBatchNorm
 from tests.ranks import RankServer
-from tests.synchronous_sgd import CHUNK, average, preloaded, same, seed, seeded
+from tests.synchronous_sgd import BUCKET, average, preloaded, same, seed, seeded
 
 __all__ = ["preloaded", "seed"]
 
@@ -33,11 +33,13 @@ def check(seed: int) -> None:
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
     random = torch.Generator().manual_seed(seed)
-    for (shape, kind), options in [
+    for (shape, layer_class), options in [
         (p, o) for p in zip(SHAPES, PLAIN, strict=True) for o in OPTIONS
     ]:
-        plain = kind(shape[0], dtype=torch.float64, **options)
-        ours = SyncBatchNorm.convert_sync_batchnorm(kind(shape[0], dtype=torch.float64, **options))
+        plain = layer_class(shape[0], dtype=torch.float64, **options)
+        ours = SyncBatchNorm.convert_sync_batchnorm(
+            layer_class(shape[0], dtype=torch.float64, **options)
+        )
         assert type(ours) is SyncBatchNorm
         if plain.affine:
             with torch.no_grad():
@@ -45,35 +47,35 @@ def check(seed: int) -> None:
                 plain.bias.normal_(generator=random)
         ours.load_state_dict(plain.state_dict())
         for _ in range(2):
-            # Ranks have batches of different sizes: the first none.
+            # Ranks have batches of different sizes; that of the first is empty.
             starts = [number * (number + 1) // 2 for number in range(size + 1)]
             whole = 3 + 2 * torch.randn(starts[-1] + 2, *shape, generator=random).double()
             starts[-1] += 2
-            along = torch.randn(whole.shape, generator=random).double()
-            compare(plain, ours, whole, along, slice(starts[rank], starts[rank + 1]))
+            weights = torch.randn(whole.shape, generator=random).double()
+            compare(plain, ours, whole, weights, slice(starts[rank], starts[rank + 1]))
         ours.eval()
         plain.eval()
-        if rank == 0 and plain.track_running_stats:  # nobody else comes
+        if rank == 0 and plain.track_running_stats:  # on one rank alone
             torch.testing.assert_close(ours(whole), plain(whole))
 
 
-def compare(plain: nn.Module, ours: nn.Module, whole: Tensor, along: Tensor, own: slice) -> None:
+def compare(plain: nn.Module, ours: nn.Module, whole: Tensor, weights: Tensor, own: slice) -> None:
     one, other = whole[own].clone().requires_grad_(), whole.clone().requires_grad_()
     output, expected = ours(one), plain(other)
     torch.testing.assert_close(output, expected[own])
-    (output * along[own]).sum().backward()
-    (expected * along).sum().backward()
+    (output * weights[own]).sum().backward()
+    (expected * weights).sum().backward()
     torch.testing.assert_close(one.grad, other.grad[own])
-    for mine, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
-        dist.all_reduce(mine.grad)
-        torch.testing.assert_close(mine.grad, theirs.grad)
-        mine.grad = theirs.grad = None
-    for mine, theirs in zip(ours.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs)
+    for own_value, other_value in zip(ours.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(own_value.grad)
+        torch.testing.assert_close(own_value.grad, other_value.grad)
+        own_value.grad = other_value.grad = None
+    for own_value, other_value in zip(ours.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(own_value, other_value)
 
 
-def in_training() -> None:
-    """A whole step of a model with it equals that of one process."""
+def train_with_sync_batch_norm() -> None:
+    """Compare training steps of a model with the layer to those of one process."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
     plain = nn.Sequential(nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Flatten(), nn.Linear(80, 3))
@@ -100,7 +102,7 @@ def in_training() -> None:
 
 
 class Heads(nn.Module):
-    """Heads, of which a call uses some, behind layers that communicate in backward."""
+    """Heads behind layers that communicate in backward; a call uses some of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,13 +119,13 @@ class Heads(nn.Module):
         return torch.stack([self.heads[number](hidden) for number in used]).sum(0)
 
 
-def with_parts_that_some_leave_out(seed: int, cores: int) -> None:
-    """Ranks' gradients come in another order, and some not at all, between those collectives."""
+def train_with_unused_heads(seed: int, cores: int) -> None:
+    """Gradients become ready in different orders, or not at all, between those collectives."""
     torch.set_num_threads(1)
     os.sched_getaffinity = lambda _: set(range(cores))  # type: ignore[assignment]
     torch.manual_seed(seed)
     replica = SyncBatchNorm.convert_sync_batchnorm(Heads())
-    model = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK)
+    model = SharedDataParallel(copy.deepcopy(replica), bucket_bytes=BUCKET)
     optimizer = model.optimizer(torch.optim.Adam, lr=0.01)
     plain = torch.optim.Adam(replica.parameters(), lr=0.01)
     rank = dist.get_rank()
@@ -135,12 +137,12 @@ def with_parts_that_some_leave_out(seed: int, cores: int) -> None:
             one.zero_grad()
             module(inputs, used).square().mean().backward()
         average(replica)
-        same_gradients(model, replica)
+        assert_same_gradients(model, replica)
         optimizer.step()
         plain.step()
 
 
-def same_gradients(model: nn.Module, replica: nn.Module) -> None:
+def assert_same_gradients(model: nn.Module, replica: nn.Module) -> None:
     for (name, one), other in zip(model.named_parameters(), replica.parameters(), strict=True):
         assert same(one.grad, other.grad), name
 
@@ -157,27 +159,29 @@ class SumInBackward(torch.autograd.Function):
         return total
 
 
-def with_collectives_of_its_own(seed: int) -> str:
-    """Without being told, it can't know of them; returns what ranks were told then."""
+def train_with_collectives_in_backward(seed: int) -> str:
+    """Train with and without `collective_backward`; return the error of the latter."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     replica = Heads()
     replica.layers = nn.Sequential(nn.Linear(24, 24), nn.Tanh())
     replica.layers.register_forward_hook(lambda *args: SumInBackward.apply(args[-1]))
-    told = SharedDataParallel(copy.deepcopy(replica), chunk_bytes=CHUNK, collective_backward=True)
+    configured = SharedDataParallel(
+        copy.deepcopy(replica), bucket_bytes=BUCKET, collective_backward=True
+    )
     rank = dist.get_rank()
     inputs = torch.randn(4, 24, generator=seeded(seed + rank))
-    for module in (told, replica):
+    for module in (configured, replica):
         module(inputs, [2 - rank]).square().mean().backward()
     average(replica)
-    same_gradients(told, replica)
-    untold = SharedDataParallel(replica, chunk_bytes=CHUNK)
+    assert_same_gradients(configured, replica)
+    unconfigured = SharedDataParallel(replica, bucket_bytes=BUCKET)
     with pytest.raises(CollectiveMismatch, match="different orders") as caught:
-        untold(inputs, [2 - rank]).square().mean().backward()
+        unconfigured(inputs, [2 - rank]).square().mean().backward()
     return str(caught.value)
 
 
-def errors() -> None:
+def check_errors() -> None:
     layer = SyncBatchNorm(3)
     with pytest.raises(ValueError, match="expected 3 channels"):
         layer(torch.zeros(2, 4))
@@ -186,26 +190,26 @@ def errors() -> None:
     layer(torch.zeros(1, 3))
 
 
-def test_equals_batch_norm_on_the_whole_batch(ranks: RankServer) -> None:
+def test_equals_batch_norm_on_whole_batch(ranks: RankServer) -> None:
     seed = int(torch.randint(2**20, ()))
     print(f"seed {seed}")
     for size in (2, 3):
         ranks.run(size, check, seed)
 
 
-def test_equals_it_in_training(ranks: RankServer) -> None:
-    ranks.run(2, in_training)
+def test_training_equals_one_process(ranks: RankServer) -> None:
+    ranks.run(2, train_with_sync_batch_norm)
 
 
 @pytest.mark.parametrize("cores", [1, 64])
-def test_ranks_may_leave_out_parameters_beside_it(ranks: RankServer, cores: int, seed: int) -> None:
-    ranks.run(3, with_parts_that_some_leave_out, seed, cores)
+def test_ranks_may_leave_out_parameters(ranks: RankServer, cores: int, seed: int) -> None:
+    ranks.run(3, train_with_unused_heads, seed, cores)
 
 
-def test_a_module_with_other_collectives_in_backward(ranks: RankServer, seed: int) -> None:
-    told = ranks.run(2, with_collectives_of_its_own, seed)
-    assert any("give collective_backward=True" in words for words in told)
+def test_module_with_other_collectives_in_backward(ranks: RankServer, seed: int) -> None:
+    messages = ranks.run(2, train_with_collectives_in_backward, seed)
+    assert any("give collective_backward=True" in message for message in messages)
 
 
-def test_bad_input_gets_a_clear_error(ranks: RankServer) -> None:
-    ranks.run(2, errors)
+def test_invalid_input(ranks: RankServer) -> None:
+    ranks.run(2, check_errors)

@@ -1,4 +1,4 @@
-"""The trainer on real ranks, against a plain loop in one process that knows nothing of it."""
+"""The trainer on real ranks, compared with a plain loop in one process."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("trainer_loaded")
 
 
 def oracle(seed: int, clip: float) -> tuple[list[float], list[Tensor], float]:
-    """Losses, parameters and the loss over all samples, of a loop that a user writes."""
+    """Return losses, parameters and the loss over all samples of a plain training loop."""
     inputs, targets = made_data(seed).tensors
     model = made_model(seed)
     optimizer = adam(model)
@@ -63,15 +63,15 @@ def oracle(seed: int, clip: float) -> tuple[list[float], list[Tensor], float]:
     return losses, [parameter.detach() for parameter in model.parameters()], final
 
 
-def train_all_ways(seed: int) -> list[Any]:
+def train_all_variants(seed: int) -> list[Any]:
     """Train with plain modules, DDP and SharedDataParallel, in one and in several micro-batches."""
-    found = []
+    runs = []
     for wrap in (lambda model: model, DistributedDataParallel, SharedDataParallel):
         for accumulate in (1, 3):
-            model = made_model(seed + dist.get_rank())  # rank 0's counts
+            model = made_model(seed + dist.get_rank())  # rank 0's is used
             whole = wrap(model)
             optimizer = adam(whole)
-            seen: list[tuple[int, dict[str, float]]] = []
+            steps_seen: list[tuple[int, dict[str, float]]] = []
             result = Trainer(
                 whole,
                 optimizer,
@@ -84,37 +84,39 @@ def train_all_ways(seed: int) -> list[Any]:
                 scheduler=halving(optimizer),
                 evaluate=made_data(seed),
                 seed=seed,
-                on_step=lambda step, metrics, seen=seen: seen.append((step, metrics)),  # type: ignore[misc]
+                on_step=lambda step, metrics, steps_seen=steps_seen: steps_seen.append(
+                    (step, metrics)
+                ),  # type: ignore[misc]
             ).fit()
             parameters = [parameter.detach().clone() for parameter in model.parameters()]
-            found.append((result, parameters, seen))
-    return found
+            runs.append((result, parameters, steps_seen))
+    return runs
 
 
-def on_gloo(seed: int) -> list[Any]:
+def train_on_gloo(seed: int) -> list[Any]:
     store = dist.FileStore(os.environ["FOLDER"] + "/gloo", 2)
     rank = int(os.environ["RANK"])
     limit = timedelta(seconds=20)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
     try:
-        return train_all_ways(seed)
+        return train_all_variants(seed)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("place", ["1", "2", "4", "2 on gloo"])
-def test_equals_a_plain_loop(ranks: RankServer, place: str) -> None:
+@pytest.mark.parametrize("setting", ["1", "2", "4", "2 on gloo"])
+def test_equals_plain_loop(ranks: RankServer, setting: str) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
     losses, parameters, final = oracle(seed, clip=0.5)
-    world_size, gloo = int(place[0]), "gloo" in place
+    world_size, gloo = int(setting[0]), "gloo" in setting
     if gloo:
-        every = ranks.run(world_size, on_gloo, seed, timeout=None)
+        by_rank = ranks.run(world_size, train_on_gloo, seed, timeout=None)
     else:
-        every = ranks.run(world_size, train_all_ways, seed)
-    for found in every:
-        assert len(found) == 6
-        for result, own, seen in found:
+        by_rank = ranks.run(world_size, train_all_variants, seed)
+    for runs in by_rank:
+        assert len(runs) == 6
+        for result, own, steps_seen in runs:
             assert (result.step, result.epoch) == (STEPS, EPOCHS)
             assert result.losses == pytest.approx(losses, rel=1e-9)
             assert result.loss == result.losses[-1]
@@ -122,19 +124,19 @@ def test_equals_a_plain_loop(ranks: RankServer, place: str) -> None:
             assert result.evaluation["absolute"] > 0
             for one, other in zip(own, parameters, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
-            assert [step for step, _ in seen] == list(range(1, STEPS + 1))
-            assert [metrics["loss"] for _, metrics in seen] == result.losses
-    # Bit for bit the same on all ranks.
-    for found in every[1:]:
-        assert [one[0].losses for one in found] == [other[0].losses for other in every[0]]
-        assert [one[0].evaluation for one in found] == [other[0].evaluation for other in every[0]]
+            assert [step for step, _ in steps_seen] == list(range(1, STEPS + 1))
+            assert [metrics["loss"] for _, metrics in steps_seen] == result.losses
+    # The results are bitwise the same on all ranks.
+    for runs in by_rank[1:]:
+        assert [one[0].losses for one in runs] == [other[0].losses for other in by_rank[0]]
+        assert [one[0].evaluation for one in runs] == [other[0].evaluation for other in by_rank[0]]
 
 
-# --- what isn't finite --------------------------------------------------------------------------
+# --- values that are not finite -----------------------------------------------------------------
 
 
 class Fragile(nn.Module):
-    """Its loss stays finite where the gradient of `fragile` isn't."""
+    """A module whose loss stays finite if the gradient of `fragile` does not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,20 +149,20 @@ class Fragile(nn.Module):
         return result
 
 
-def not_finite(wrapped: bool, precision: str | None) -> list[tuple[str, float]]:
-    """Break the gradient, then the loss, of one rank in step 3; the parameters must stay."""
+def train_with_non_finite(wrapped: bool, precision: str | None) -> list[tuple[str, float]]:
+    """Break the gradient, then the loss, of one rank in step 3; the parameters must not change."""
     messages = []
-    for what in ("gradient", "loss"):
+    for cause in ("gradient", "loss"):
         model = Fragile()
         whole = DistributedDataParallel(model) if wrapped else model
         steps: list[int] = []
 
         def loss(
-            module: nn.Module, batch: Any, what: str = what, steps: list[int] = steps
+            module: nn.Module, batch: Any, cause: str = cause, steps: list[int] = steps
         ) -> Tensor:
             broken = len(steps) == 2 and dist.get_rank() == 1
-            value: Tensor = module(batch[0], broken and what == "gradient").square().mean()
-            return value * float("nan") if broken and what == "loss" else value
+            value: Tensor = module(batch[0], broken and cause == "gradient").square().mean()
+            return value * float("nan") if broken and cause == "loss" else value
 
         trainer = Trainer(
             whole,
@@ -181,21 +183,21 @@ def not_finite(wrapped: bool, precision: str | None) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize(("wrapped", "precision"), [(False, None), (True, "bfloat16")])
-def test_says_which_rank_and_parameter_is_not_finite(
+def test_names_rank_and_parameter_that_is_not_finite(
     ranks: RankServer, wrapped: bool, precision: str | None
 ) -> None:
-    every = ranks.run(2, not_finite, wrapped, precision)
-    assert every[0] == every[1]
-    (gradient, _), (loss, _) = every[0]
-    assert gradient.startswith("step 3 (epoch 1): on rank 1 the gradient of fragile isn't finite.")
+    by_rank = ranks.run(2, train_with_non_finite, wrapped, precision)
+    assert by_rank[0] == by_rank[1]
+    (gradient, _), (loss, _) = by_rank[0]
+    assert gradient.startswith("step 3 (epoch 1): on rank 1 the gradient of fragile is not finite.")
     assert loss.startswith("step 3 (epoch 1): on rank 1 the loss is nan, and the gradient of ")
     assert "on rank 0" not in gradient + loss
 
 
-# --- bad input ----------------------------------------------------------------------------------
+# --- invalid input ------------------------------------------------------------------------------
 
 
-def too_small() -> None:
+def check_small_data() -> None:
     data = TensorDataset(torch.randn(2, 6).double(), torch.randn(2).double())
     model = made_model(1)
     with pytest.raises(UsageError, match="2 samples given for 3 ranks, expected at least one"):
@@ -204,11 +206,11 @@ def too_small() -> None:
         Trainer(model, adam(model), made_data(1), squared, global_batch=2, epochs=1)
 
 
-def test_less_data_than_ranks(ranks: RankServer) -> None:
-    ranks.run(3, too_small)
+def test_fewer_samples_than_ranks(ranks: RankServer) -> None:
+    ranks.run(3, check_small_data)
 
 
-def short_evaluation() -> dict[str, float]:
+def evaluate_on_two_samples() -> dict[str, float]:
     data = TensorDataset(*(tensor[:2] for tensor in made_data(4).tensors))
     model = made_model(4)
     trainer = Trainer(
@@ -222,35 +224,35 @@ def short_evaluation() -> dict[str, float]:
 
 
 def test_evaluates_on_fewer_samples_than_ranks(ranks: RankServer) -> None:
-    every = ranks.run(3, short_evaluation)
-    assert all(found == every[0] for found in every)
-    assert json.dumps(every[0])
+    by_rank = ranks.run(3, evaluate_on_two_samples)
+    assert all(runs == by_rank[0] for runs in by_rank)
+    assert json.dumps(by_rank[0])
 
 
-# --- what others see ----------------------------------------------------------------------------
+# --- reports ------------------------------------------------------------------------------------
 
 
-def shown_to_others(seed: int) -> tuple[Any, Any]:
-    """Train, and read what this rank's flight recorder says of it; then let rank 1 come late."""
+def train_and_read_reports(seed: int) -> tuple[Any, Any]:
+    """Train, read the reports in this rank's flight recorder, then delay rank 1."""
     model = made_model(seed)
     result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
     job = recorder.get_job_directory()
     assert job is not None
-    box = read_recorder(job, f"{os.getpid()}.box", 100)
-    begun = time.monotonic_ns()
+    recording = read_recorder(job, f"{os.getpid()}.box", 100)
+    start = time.monotonic_ns()
     if dist.get_rank() == 1:
         time.sleep(0.3)
     dist.barrier()
-    share = measure_wait_share(begun, time.monotonic_ns())
+    share = measure_wait_share(start, time.monotonic_ns())
     assert share is not None
-    assert measure_wait_share(begun, begun) is None
-    part = share * (time.monotonic_ns() - begun) / 1e9
-    return [tuple(report[1:]) for report in box["reports"]], (part, result.losses)
+    assert measure_wait_share(start, start) is None
+    part = share * (time.monotonic_ns() - start) / 1e9
+    return [tuple(report[1:]) for report in recording["reports"]], (part, result.losses)
 
 
-def test_reports_its_steps_and_how_long_it_waits(ranks: RankServer) -> None:
-    every = ranks.run(2, shown_to_others, random.randrange(2**31))
-    for reports, (_, losses) in every:
+def test_reports_steps_and_wait_time(ranks: RankServer) -> None:
+    by_rank = ranks.run(2, train_and_read_reports, random.randrange(2**31))
+    for reports, (_, losses) in by_rank:
         assert [tuple(report[:2]) for report in reports] == list(enumerate(losses, 1))
-    assert every[0][1][0] > 0.2
-    assert every[1][1][0] < every[0][1][0]
+    assert by_rank[0][1][0] > 0.2
+    assert by_rank[1][1][0] < by_rank[0][1][0]

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a training: all of them hear of it, and by which name."""
+"""Errors on one rank of a training are raised on all ranks, with the name of that rank."""
 
 from __future__ import annotations
 
@@ -36,54 +36,56 @@ def trainer(model: nn.Module, loss: Any = squared, **options: Any) -> Trainer:
 
 
 class Buffered(nn.Module):
-    """With a buffer that doesn't go into a state."""
+    """A module with a non-persistent buffer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(size), persistent=False)
 
 
-def other_models() -> None:
+def check_different_models() -> None:
     last = dist.get_world_size() - 1
-    here = dist.get_rank() == last
-    wider = nn.Sequential(nn.Linear(6, 17 + here), nn.Tanh(), nn.Linear(17 + here, 1)).double()
+    is_last = dist.get_rank() == last
+    wider = nn.Sequential(
+        nn.Linear(6, 17 + is_last), nn.Tanh(), nn.Linear(17 + is_last, 1)
+    ).double()
     named = made_model(1)
-    if here:
+    if is_last:
         named.add_module("2", None)
         named.add_module("head", nn.Linear(17, 1).double())
     frozen = made_model(1)
-    frozen[0].bias.requires_grad_(not here)  # type: ignore[index]
-    swapped = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("ba" if here else "ab")})
-    ends = r"\. Build the same model on all ranks$"
-    for model, words in (
+    frozen[0].bias.requires_grad_(not is_last)  # type: ignore[index]
+    swapped = nn.ModuleDict({name: nn.Linear(1, 1) for name in ("ba" if is_last else "ab")})
+    end = r"\. Build the same model on all ranks$"
+    for model, message in (
         (
             wider,
             rf"^Sequential differs between ranks: 0.weight is parameter float64\[17, 6\] on rank 0 "
-            rf"and parameter float64\[18, 6\] on rank {last}; 0.bias is .*; 2.weight is .*{ends}",
+            rf"and parameter float64\[18, 6\] on rank {last}; 0.bias is .*; 2.weight is .*{end}",
         ),
         (named, rf"; 2.bias is .* on rank 0 and missing on rank {last}; head.weight is missing on"),
         (
             frozen,
-            rf"0.bias is parameter float64\[17\] on rank 0 and .*, frozen on rank {last}{ends}",
+            rf"0.bias is parameter float64\[17\] on rank 0 and .*, frozen on rank {last}{end}",
         ),
         (
-            nn.Sequential(nn.Linear(6, 1).double(), Buffered(3 + here)),
-            rf": 1.mean is buffer float32\[3\] on rank 0 and .* float32\[4\] on rank {last}{ends}",
+            nn.Sequential(nn.Linear(6, 1).double(), Buffered(3 + is_last)),
+            rf": 1.mean is buffer float32\[3\] on rank 0 and .* float32\[4\] on rank {last}{end}",
         ),
-        (swapped, f"ModuleDict differs between ranks: names come in another order{ends}"),
+        (swapped, f"ModuleDict differs between ranks: the names are in a different order{end}"),
     ):
-        with all_raise(UsageError, words):
+        with all_raise(UsageError, message):
             trainer(model).fit()
 
 
-def other_metrics() -> None:
-    """From the first step on, later, within a step, on all ranks at once, and in an evaluation."""
+def check_different_metrics() -> None:
+    """Vary the metrics: from the first step, later, in a step, on all ranks, in an evaluation."""
     last = dist.get_world_size() - 1
-    here = dist.get_rank() == last
-    made = 0
+    is_last = dist.get_rank() == last
+    steps_made = 0
 
     def returning(*names: list[str]) -> Any:
-        """A loss that returns the metrics of each step, those of the last for ever."""
+        """Return a loss with the given metrics in each step; the last ones are repeated."""
 
         def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
             mean, _ = squared(model, batch)
@@ -99,82 +101,86 @@ def other_metrics() -> None:
         return counted
 
     def count(step: int, metrics: dict[str, float]) -> None:
-        nonlocal made
-        made = step
+        nonlocal steps_made
+        steps_made = step
 
-    ends = r"expected the same names on all ranks, each time: return a metric always or never$"
+    end = r"expected the same names on all ranks, each time: return a metric always or never$"
     others = ", ".join(str(rank) for rank in range(last))
-    for loss, options, words, before in (
+    for loss, options, message, before in (
         (
-            returning(["b"] if here else ["a"]),
+            returning(["b"] if is_last else ["a"]),
             {},
-            rf"^step 1 \(epoch 1\): .* \(a\) on rank {others}; \(b\) on rank {last}; {ends}",
+            rf"^step 1 \(epoch 1\): .* \(a\) on rank {others}; \(b\) on rank {last}; {end}",
             0,
         ),
         (
-            returning(["a"], ["a"], [] if here else ["a"]),
+            returning(["a"], ["a"], [] if is_last else ["a"]),
             {},
             rf"^step 3 \(epoch 1\): .* \(a\) on rank {others}; \(none\) on rank {last}; \(a\) befo",
             2,
         ),
         (
-            returning(["a"], ["a"], ["a", "b"] if here else ["a"], ["a"]),
+            returning(["a"], ["a"], ["a", "b"] if is_last else ["a"], ["a"]),
             {"accumulate": 3},
-            rf"^step 1 .* \(a\) on rank {others}; \(a\), then \(a, b\) on rank {last}; {ends}",
+            rf"^step 1 .* \(a\) on rank {others}; \(a\), then \(a, b\) on rank {last}; {end}",
             0,
         ),
         (returning(["a"], ["b"]), {}, r"^step 2 .* \(b\) on rank 0, 1, .*; \(a\) before; exp", 1),
         (
-            # After the two steps of the training, with one batch more on the first ranks.
-            returning(["a"], ["a"], ["b"] if here else ["a"]),
+            # After two training steps, with one more batch on the first ranks.
+            returning(["a"], ["a"], ["b"] if is_last else ["a"]),
             {"steps": 2, "epochs": None, "evaluate": made_data(1)},
-            rf"^evaluation: .* \(a\) on rank {others}; \(b\) on rank {last}; {ends}",
+            rf"^evaluation: .* \(a\) on rank {others}; \(b\) on rank {last}; {end}",
             2,
         ),
     ):
-        made = 0
-        with all_raise(UsageError, words):
+        steps_made = 0
+        with all_raise(UsageError, message):
             trainer(made_model(1), loss, on_step=count, **options).fit()
-        assert made == before
+        assert steps_made == before
 
 
-def made_before_the_group() -> None:
-    early = trainer(made_model(1))
+def check_differences() -> None:
+    trainer_without_group = trainer(made_model(1))
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     method = f"file://{os.environ['FOLDER']}/store"
     dist.init_process_group("phalanx", init_method=method, rank=rank, world_size=size)
     with pytest.raises(
-        UsageError, match=rf"made as rank 0 of 1, and this is rank \d of {size}: make it when"
+        UsageError, match=rf"created as rank 0 of 1, but this is rank \d of {size}: create it aft"
     ):
-        early.fit()
-    other_models()
-    other_metrics()
+        trainer_without_group.fit()
+    check_different_models()
+    check_different_metrics()
     dist.destroy_process_group()
 
 
-def test_what_differs_is_named(ranks: RankServer) -> None:
-    ranks.run(3, made_before_the_group, timeout=None)
+def test_differences_are_named(ranks: RankServer) -> None:
+    ranks.run(3, check_differences, timeout=None)
 
 
 # --- directories and disks ----------------------------------------------------------------------
 
 
-def disks(seed: int) -> None:
-    """No directory, no room in the middle of a save, a damaged checkpoint: then on as if nothing."""
+def check_disks(seed: int) -> None:
+    """Recover from a bad directory, a full disk during a save, and a damaged checkpoint."""
     rank = dist.get_rank()
     folder = Path(os.environ["FOLDER"])
     (folder / f"file-{rank}").touch()
-    here = "file-0" if rank == 0 else f"fine-{rank}"  # only rank 0 writes
-    with all_raise(CheckpointError, "^rank 0: .*/file-0/below can't hold checkpoints: Not a dir"):
-        trainer(made_model(seed), checkpoints=folder / here / "below")
-    with all_raise(UsageError, "/file-0/below can't hold TensorBoard's files: .*a directory that"):
-        trainer(made_model(seed), tensorboard=folder / here / "below").fit()
+    is_last = "file-0" if rank == 0 else f"fine-{rank}"  # only rank 0 writes
+    with all_raise(
+        CheckpointError, "^rank 0: cannot write checkpoints to .*/file-0/below: Not a dir"
+    ):
+        trainer(made_model(seed), checkpoints=folder / is_last / "below")
+    with all_raise(
+        UsageError, "cannot write TensorBoard files to .*/file-0/below: .*a directory that"
+    ):
+        trainer(made_model(seed), tensorboard=folder / is_last / "below").fit()
 
     def fit(**options: Any) -> list[float]:
         model = made_model(seed)
         optimizer = adam(model)
-        found = {"optimizer": optimizer, "scheduler": halving(optimizer), **options}
-        return trainer(model, **found).fit().losses
+        results = {"optimizer": optimizer, "scheduler": halving(optimizer), **options}
+        return trainer(model, **results).fit().losses
 
     whole = fit()
     checkpoints = folder / "checkpoints"
@@ -187,7 +193,7 @@ def disks(seed: int) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
 
     with all_raise(
-        CheckpointError, "^rank 0: the checkpoint of step 9 isn't saved: File too large in"
+        CheckpointError, "^rank 0: the checkpoint of step 9 was not saved: File too large in"
     ):
         fit(checkpoints=checkpoints, checkpoint_every=3, on_step=fill)
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -206,34 +212,34 @@ def disks(seed: int) -> None:
 def test_directories_and_disks(ranks: RankServer) -> None:
     seed = random.randrange(2**31)
     print(f"seed {seed}")
-    ranks.run(2, disks, seed)
+    ranks.run(2, check_disks, seed)
 
 
 # --- float16 ------------------------------------------------------------------------------------
 
 
-def left_out() -> list[Any]:
-    """One rank's loss is infinite in step 3, and then NaN for ever, from step 6 on."""
-    found = []
+def train_with_infinite_losses() -> list[Any]:
+    """Train with a loss that is infinite on one rank in step 3, and NaN from step 6 on."""
+    results = []
     for wrap in (lambda model: model, DistributedDataParallel, SharedDataParallel):
         model = made_model(2).float()
         whole = wrap(model)
         optimizer = adam(whole)
         scheduler = halving(optimizer)
-        seen: list[list[Tensor]] = []
+        parameters_by_step: list[list[Tensor]] = []
         losses: list[float] = []
 
         def loss(module: nn.Module, batch: Any, losses: list[float] = losses) -> Tensor:
             inputs, targets = (tensor.float() for tensor in batch)
-            # Small enough for PyTorch's first scale.
+            # Small enough for PyTorch's initial scale.
             mean = 0.01 * (module(inputs)[:, 0].float() - targets).square().mean()
             if dist.get_rank() == 1 and (len(losses) == 2 or len(losses) >= 5):
                 return mean * (math.inf if len(losses) == 2 else math.nan)
             return mean
 
         def end_step(step: int, metrics: dict[str, float], model: nn.Module = model) -> None:
-            losses.append(metrics["loss"])  # noqa: B023 - it is called in this turn alone
-            seen.append([it.detach().clone() for it in model.parameters()])  # noqa: B023
+            losses.append(metrics["loss"])  # noqa: B023 - it is called in this iteration alone
+            parameters_by_step.append([it.detach().clone() for it in model.parameters()])  # noqa: B023
 
         run = trainer(
             whole,
@@ -248,22 +254,22 @@ def left_out() -> list[Any]:
             run.fit()
         assert losses[2] == math.inf
         assert not any(math.isfinite(value) for value in losses[5:])
-        moved = [
+        changed = [
             any(not torch.equal(*pair) for pair in zip(*both, strict=True))
-            for both in itertools.pairwise(seen)
+            for both in itertools.pairwise(parameters_by_step)
         ]
-        assert moved == [True, False, True, True] + [False] * (len(seen) - 5)
+        assert changed == [True, False, True, True] + [False] * (len(parameters_by_step) - 5)
         assert scheduler.last_epoch == 4
-        found.append((str(raised.value), losses[:2] + losses[3:5]))
-    return found
+        results.append((str(raised.value), losses[:2] + losses[3:5]))
+    return results
 
 
 def test_float16_on_ranks(ranks: RankServer) -> None:
-    every = ranks.run(2, left_out)
-    assert every[0] == every[1]
-    for words, losses in every[0]:
-        assert words.startswith(
+    by_rank = ranks.run(2, train_with_infinite_losses)
+    assert by_rank[0] == by_rank[1]
+    for message, losses in by_rank[0]:
+        assert message.startswith(
             "step 34 (epoch 3): on rank 1 the loss is nan, and the gradient of "
         )
-        assert "The step was not made, as many before it, and scaling the loss by" in words
-        assert losses == pytest.approx(every[0][0][1], rel=1e-2)
+        assert "The step was not made, like many before it, and scaling the loss by" in message
+        assert losses == pytest.approx(by_rank[0][0][1], rel=1e-2)

@@ -1,4 +1,4 @@
-"""Ranks with more and less data: no hang, and the results of one process that has all of it."""
+"""Uneven inputs: no hang, and the results equal those of one process with all data."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torch.utils.data import (
 from phalanx.data import (
     EvaluationSampler,
     ResumableSampler,
+    join_uneven_inputs,
     mean_over_ranks,
-    until_all_end,
-    until_one_ends,
+    truncate_uneven_inputs,
 )
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.parallel import average_gradients
@@ -37,17 +37,17 @@ Group = Any
 Loop = Callable[[nn.Module, list[list[Batch]], Group], None]
 
 WORLD_SIZES = (1, 2, 3, 4)
-EXAMPLE = torch.full((2, 6), torch.nan), torch.zeros(2, 3)  # NaN: it must not count
+EXAMPLE = torch.full((2, 6), torch.nan), torch.zeros(2, 3)  # NaN, which must be ignored
 
 
 @pytest.fixture(autouse=True)
 def preloaded(ranks: RankServer) -> None:
-    """The first step of an optimizer imports it."""
+    """Preload the module that the first step of an optimizer imports."""
     ranks.preload("torch._dynamo")
 
 
 def all_batches(seed: int, world_size: int, fewest: int) -> list[list[Batch]]:
-    """Batches of odd sizes for each rank, so many that each rank has another number of them."""
+    """Return batches of odd sizes for each rank, a different number on each rank."""
     generator = torch.Generator().manual_seed(seed)
     counts = torch.randperm(world_size, generator=generator) + fewest
 
@@ -64,77 +64,79 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
-def normed(inputs: Tensor, moments: Callable[[Tensor], Tensor]) -> Tensor:
+def normalize(inputs: Tensor, moments: Callable[[Tensor], Tensor]) -> Tensor:
     mean = moments(inputs)
     return (inputs - mean) / (moments((inputs - mean) ** 2) + 1e-3).sqrt()
 
 
-def alone(batches: list[list[Batch]], until: Callable[[Any], int], norm: bool) -> list[Tensor]:
-    """The oracle: one process, whose batch is all ranks' batches of a step."""
+def train_alone(
+    batches: list[list[Batch]], count_steps: Callable[[Any], int], normalized: bool
+) -> list[Tensor]:
+    """Train in one process, whose batch is that of all ranks: the oracle."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(until(map(len, batches))):
+    for step in range(count_steps(map(len, batches))):
         parts = [rank[step] for rank in batches if step < len(rank)]
-        inputs, targets = (torch.cat(part) for part in zip(*parts, strict=True))
+        inputs, targets = (torch.cat(subgroup) for subgroup in zip(*parts, strict=True))
         optimizer.zero_grad()
-        inputs = normed(inputs, lambda x: x.mean(0)) if norm else inputs
+        inputs = normalize(inputs, lambda x: x.mean(0)) if normalized else inputs
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
 
 
-# --- loops: each trains `model` on this rank's batches ------------------------------------------
+# --- training loops on this rank's batches ------------------------------------------------------
 
 
-def by_hand(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
+def train_by_averaging(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    example = tuple(part.double() for part in EXAMPLE)
+    example = tuple(subgroup.double() for subgroup in EXAMPLE)
     own = batches[dist.get_rank(group)]
-    # A generator: nothing is known of its length.
-    for (inputs, targets), weight in until_all_end((b for b in own), group, example=example):
+    # A generator, which has no length.
+    for (inputs, targets), weight in join_uneven_inputs((b for b in own), group, example=example):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         average_gradients(model, group, weight=weight)
         optimizer.step()
 
 
-def by_ddp(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
+def train_with_ddp(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
     model = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for (inputs, targets), weight in until_all_end(batches[dist.get_rank(group)], group):
+    for (inputs, targets), weight in join_uneven_inputs(batches[dist.get_rank(group)], group):
         optimizer.zero_grad()
         loss = F.mse_loss(model(inputs), targets)
         (loss * weight * dist.get_world_size(group)).backward()
         optimizer.step()
 
 
-def by_zero(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
-    """`Join` gets this wrong on any backend: a rank that has ended keeps its last gradient."""
+def train_with_zero(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
+    """Train with ZeRO, for which `Join` is wrong: an ended rank keeps its last gradient."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = DistributedDataParallel(model, process_group=group)
-    kind = torch.optim.SGD
+    optimizer_class = torch.optim.SGD
     optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), kind, process_group=group, lr=0.1, momentum=0.9
+        model.parameters(), optimizer_class, process_group=group, lr=0.1, momentum=0.9
     )
-    for (inputs, targets), weight in until_all_end(batches[dist.get_rank(group)], group):
+    for (inputs, targets), weight in join_uneven_inputs(batches[dist.get_rank(group)], group):
         optimizer.zero_grad()
         loss = F.mse_loss(model(inputs), targets)
         (loss * weight * dist.get_world_size(group)).backward()
         optimizer.step()
 
 
-def by_many_collectives(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
-    """Normalise over all ranks, gather what they have, and compare notes, in every step."""
+def train_with_collectives(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
+    """Normalize over all ranks, and use several other collectives in every step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for (inputs, targets), weight in until_all_end(batches[dist.get_rank(group)], group):
+    for (inputs, targets), weight in join_uneven_inputs(batches[dist.get_rank(group)], group):
 
         def over_ranks(x: Tensor, weight: float = weight) -> Tensor:
             total: Tensor = with_gradients.all_reduce(x.mean(0) * weight, group=group)
             return total
 
         optimizer.zero_grad()
-        (F.mse_loss(model(normed(inputs, over_ranks)), targets) * weight).backward()
+        (F.mse_loss(model(normalize(inputs, over_ranks)), targets) * weight).backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad, group=group)
         optimizer.step()
@@ -146,9 +148,9 @@ def by_many_collectives(model: nn.Module, batches: list[list[Batch]], group: Gro
         assert torch.equal(first, next(model.parameters()))
 
 
-def until_the_first(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
+def train_truncated(model: nn.Module, batches: list[list[Batch]], group: Group) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for (inputs, targets), weight in until_one_ends(batches[dist.get_rank(group)], group):
+    for (inputs, targets), weight in truncate_uneven_inputs(batches[dist.get_rank(group)], group):
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         average_gradients(model, group, weight=weight)
@@ -156,19 +158,25 @@ def until_the_first(model: nn.Module, batches: list[list[Batch]], group: Group) 
 
 
 def check_training(seed: int, group: Group) -> None:
-    loops = (by_hand, by_ddp, by_zero, by_many_collectives, until_the_first)
+    loops = (
+        train_by_averaging,
+        train_with_ddp,
+        train_with_zero,
+        train_with_collectives,
+        train_truncated,
+    )
     for loop in loops:
-        fewest = 0 if loop is by_hand else 1
+        fewest = 0 if loop is train_by_averaging else 1
         batches = all_batches(seed, dist.get_world_size(group), fewest)
-        until = min if loop is until_the_first else max
-        expected = alone(batches, until, norm=loop is by_many_collectives)
+        count_steps = min if loop is train_truncated else max
+        expected = train_alone(batches, count_steps, normalized=loop is train_with_collectives)
         model = network()
         loop(model, batches, group)
-        for mine, theirs in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(mine.detach(), theirs, rtol=1e-9, atol=1e-12)
+        for own_value, other_value in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(own_value.detach(), other_value, rtol=1e-9, atol=1e-12)
 
 
-# --- the other promises -------------------------------------------------------------------------
+# --- other guarantees ---------------------------------------------------------------------------
 
 
 def check_weights(group: Group) -> None:
@@ -180,37 +188,39 @@ def check_weights(group: Group) -> None:
 
     # Rank r has batches of 2 out of 3 r + 2 samples, one of them perhaps of 1.
     loader = DataLoader(Stream(), batch_size=2)
-    taken = list(until_all_end(loader, group))
+    steps_taken = list(join_uneven_inputs(loader, group))
     sizes = [[min(2, max(0, r * 3 + 2 - 2 * step)) for r in range(world_size)] for step in range(9)]
     sizes = [step for step in sizes if any(step)]
-    assert [weight for _, weight in taken] == [step[rank] / sum(step) for step in sizes]
+    assert [weight for _, weight in steps_taken] == [step[rank] / sum(step) for step in sizes]
     own = list(loader)
-    for step, (batch, weight) in enumerate(taken):
+    for step, (batch, weight) in enumerate(steps_taken):
         assert torch.equal(batch, own[step] if step < len(own) else own[-1])
         assert (weight == 0) == (step >= len(own))
-    alike = [weight for _, weight in until_all_end(loader, group, size=lambda batch: 1)]
-    assert alike == [bool(step[rank]) / sum(map(bool, step)) for step in sizes]
-    assert list(until_all_end([], group)) == []
-    assert len(list(until_one_ends(loader, group))) == 1
+    equal_weights = [
+        weight for _, weight in join_uneven_inputs(loader, group, size=lambda batch: 1)
+    ]
+    assert equal_weights == [bool(step[rank]) / sum(map(bool, step)) for step in sizes]
+    assert list(join_uneven_inputs([], group)) == []
+    assert len(list(truncate_uneven_inputs(loader, group))) == 1
     if world_size > 1:
-        assert list(until_one_ends([] if rank == 1 else own, group)) == []
+        assert list(truncate_uneven_inputs([] if rank == 1 else own, group)) == []
 
 
-def caught(steps: Iterator[Any]) -> BaseException:
+def catch_error(steps: Iterator[Any]) -> BaseException:
     with pytest.raises((UsageError, PhalanxError, ZeroDivisionError)) as raised:
         list(steps)
     return raised.value
 
 
 def check_errors(group: Group) -> None:
-    """All ranks hear of it, and can go on."""
+    """Check that errors are raised on all ranks, which can continue."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     last = world_size - 1
     batch = torch.ones(2)
     if world_size > 1:
-        error = caught(until_all_end([] if rank == last else [batch], group))
+        error = catch_error(join_uneven_inputs([] if rank == last else [batch], group))
         assert isinstance(error, UsageError)
-        assert f"rank {last} of {world_size} had no batch at all and no example" in str(error)
+        assert f"rank {last} of {world_size} had no batch and no example" in str(error)
 
     def failing() -> Iterator[Tensor]:
         yield batch
@@ -218,28 +228,30 @@ def check_errors(group: Group) -> None:
             raise ZeroDivisionError("of the loader")
         yield batch
 
-    for loop in (until_all_end, until_one_ends):
-        error = caught(loop(failing(), group))
+    for loop in (join_uneven_inputs, truncate_uneven_inputs):
+        error = catch_error(loop(failing(), group))
         if rank == last:
             assert str(error) == "of the loader"
         else:
             assert f"{loop.__name__}: rank {last} raised while it fetched the batch of step 2" in (
                 str(error)
             )
-    error = caught(until_all_end([batch if rank != last else "words"], group))
+    error = catch_error(join_uneven_inputs([batch if rank != last else "words"], group))
     assert ("str given, expected a batch with a tensor" in str(error)) == (rank == last)
-    error = caught(until_all_end([batch], group, size=lambda batch: -1 if rank == last else 2))
+    error = catch_error(
+        join_uneven_inputs([batch], group, size=lambda batch: -1 if rank == last else 2)
+    )
     assert ("size= returned -1" in str(error)) == (rank == last)
-    error = caught(until_all_end([batch[:0]], group))
+    error = catch_error(join_uneven_inputs([batch[:0]], group))
     assert "batches of 0 samples given on all ranks in step 1" in str(error)
-    with pytest.raises(UsageError, match="int given, expected something to iterate over"):
-        until_all_end(5, group)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="int given, expected an iterable"):
+        join_uneven_inputs(5, group)  # type: ignore[arg-type]
 
 
 def check_means(seed: int, group: Group) -> None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     generator = torch.Generator().manual_seed(seed)
-    for samples in (1, 2, 3, 50):  # fewer than there are ranks too
+    for samples in (1, 2, 3, 50):  # also fewer than ranks
         inputs = torch.randn(samples, 6, generator=generator, dtype=torch.float64)
         labels = torch.randint(3, (samples,), generator=generator)
         data, model = TensorDataset(inputs, labels), network()
@@ -256,21 +268,21 @@ def check_means(seed: int, group: Group) -> None:
         assert means["correct"] == int((outputs.argmax(1) == labels).sum()) / samples
         expected = F.cross_entropy(outputs, labels).item()
         assert math.isclose(means["loss"], expected, rel_tol=1e-12)
-    # A rank that had nothing doesn't count, even if NaN; counts by name.
-    nothing = rank == world_size - 1 and world_size > 1
-    total, count = (math.nan, 0) if nothing else (3.0 * (rank + 1), 2 * (rank + 1))
+    # A rank without samples is ignored, even if its total is NaN; counts are given by name.
+    has_no_samples = rank == world_size - 1 and world_size > 1
+    total, count = (math.nan, 0) if has_no_samples else (3.0 * (rank + 1), 2 * (rank + 1))
     assert mean_over_ranks(total, count, group) == 1.5
     both = mean_over_ranks({"a": 6, "b": 1}, {"b": rank + 1, "a": 4}, group)
     assert both == {"a": 1.5, "b": world_size / sum(range(1, world_size + 1))}
     with pytest.raises(UsageError, match="count 0 given for 'a' on all ranks"):
         mean_over_ranks({"a": 1.0}, 0, group)
     if world_size > 1:
-        with pytest.raises(UsageError, match="other names on another"):
+        with pytest.raises(UsageError, match="different names on another"):
             mean_over_ranks({"a" if rank else "b": 1.0}, 1, group)
 
 
-def check_pytorch_s_own(seed: int, group: Group) -> None:
-    """`Join` and `DistributedSampler`: what they promise holds on the backend."""
+def check_pytorch(seed: int, group: Group) -> None:
+    """Check that `Join` and `DistributedSampler` work as documented."""
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     batches = all_batches(seed, world_size, 1)
     model = DistributedDataParallel(network(), process_group=group)
@@ -280,7 +292,7 @@ def check_pytorch_s_own(seed: int, group: Group) -> None:
             optimizer.zero_grad()
             F.mse_loss(model(inputs), targets).backward()
             optimizer.step()
-    # The oracle: the sum of the gradients of those that have data, divided by the world size.
+    # The oracle: the sum of the gradients of ranks with data, divided by the world size.
     oracle = network()
     plain = torch.optim.SGD(oracle.parameters(), lr=0.1)
     for step in range(max(map(len, batches))):
@@ -290,8 +302,8 @@ def check_pytorch_s_own(seed: int, group: Group) -> None:
                 inputs, targets = own[step]
                 (F.mse_loss(oracle(inputs), targets) / world_size).backward()
         plain.step()
-    for mine, theirs in zip(model.parameters(), oracle.parameters(), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+    for own_value, other_value in zip(model.parameters(), oracle.parameters(), strict=True):
+        torch.testing.assert_close(own_value, other_value, rtol=1e-9, atol=1e-12)
 
     data = TensorDataset(torch.arange(world_size * 20))
     sampler = ResumableSampler(DistributedSampler(data, world_size, rank, seed=seed))
@@ -313,7 +325,7 @@ def check_all(seed: int) -> None:
         check_weights(group)
         check_errors(group)
         check_means(seed, group)
-        check_pytorch_s_own(seed, group)
+        check_pytorch(seed, group)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
@@ -323,37 +335,40 @@ def test_on_phalanx_and_gloo(ranks: RankServer, world_size: int) -> None:
     ranks.run(world_size, check_all, seed)
 
 
-def in_a_part_of_the_ranks() -> None:
-    part = dist.new_group([1, 2])
+def run_in_subgroup() -> None:
+    subgroup = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        for call in (lambda: until_all_end([], part), lambda: mean_over_ranks(1, 1, part)):
+        for call in (
+            lambda: join_uneven_inputs([], subgroup),
+            lambda: mean_over_ranks(1, 1, subgroup),
+        ):
             with pytest.raises(UsageError, match="this rank is not a member of the group given"):
                 call()
         return
     own = [torch.ones(dist.get_rank())] * dist.get_rank()
-    assert len(list(until_all_end(own, part))) == 2
-    assert mean_over_ranks(1, dist.get_rank(), part) == 2 / 3
+    assert len(list(join_uneven_inputs(own, subgroup))) == 2
+    assert mean_over_ranks(1, dist.get_rank(), subgroup) == 2 / 3
 
 
-def test_a_sub_group(ranks: RankServer) -> None:
-    ranks.run(3, in_a_part_of_the_ranks)
+def test_subgroup(ranks: RankServer) -> None:
+    ranks.run(3, run_in_subgroup)
 
 
-def leaving(how: str) -> None:
-    """Rank 1 leaves the loop in its second step; the others must not wait for ever."""
-    for step, _ in until_all_end(range(5), size=lambda step: 1):
+def leave_loop(reason: str) -> None:
+    """Leave the loop on rank 1 in its second step; the others must not wait forever."""
+    for step, _ in join_uneven_inputs(range(5), size=lambda step: 1):
         if dist.get_rank() == 1 and step == 1:
-            if how == "break":
+            if reason == "break":
                 break
             raise ZeroDivisionError("of the loop")
         dist.all_reduce(torch.ones(1))
     dist.all_reduce(torch.ones(3))
 
 
-@pytest.mark.parametrize(("how", "word"), [("break", "rank 1"), ("exception", "of the loop")])
-def test_a_rank_that_leaves_the_loop_is_named(ranks: RankServer, how: str, word: str) -> None:
-    ended = ranks.start(3, leaving, how).join()
+@pytest.mark.parametrize(("reason", "message"), [("break", "rank 1"), ("exception", "of the loop")])
+def test_rank_that_leaves_loop_is_named(ranks: RankServer, reason: str, message: str) -> None:
+    results = ranks.start(3, leave_loop, reason).join()
     for rank in (0, 2):
-        assert isinstance(ended[rank].error, PhalanxError)
-        assert "rank 1" in str(ended[rank].error)
-        assert word in str(ended[rank].error)
+        assert isinstance(results[rank].error, PhalanxError)
+        assert "rank 1" in str(results[rank].error)
+        assert message in str(results[rank].error)

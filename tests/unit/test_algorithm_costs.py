@@ -1,4 +1,4 @@
-"""What docs/algorithms.md and the docstrings say of messages and bytes, counted on the code."""
+"""The messages and bytes in docs/algorithms.md and the docstrings, compared with the code."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ COUNT = 2520  # a multiple of all of them, and of every half
 
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_costs_are_those_of_the_code(name: str, ranks: int) -> None:
+def test_costs_equal_those_of_code(name: str, ranks: int) -> None:
     messages = algorithm_pictures.trace(name, ranks, COUNT)
-    said = algorithm_costs.cost(name, ranks)
+    expected = algorithm_costs.cost(name, ranks)
     longest = Counter[int]()
     for message in messages:
         longest[message.step] = max(longest[message.step], message.end - message.start)
-    assert len(messages) == said.all_messages
+    assert len(messages) == expected.all_messages
     sent = sum(message.end - message.start for message in messages)
-    assert sent / COUNT == pytest.approx(said.all_lengths)
-    assert len(longest) == said.path_messages
-    assert sum(longest.values()) / COUNT == pytest.approx(said.path_lengths)
+    assert sent / COUNT == pytest.approx(expected.all_lengths)
+    assert len(longest) == expected.path_messages
+    assert sum(longest.values()) / COUNT == pytest.approx(expected.path_lengths)
 
 
 @pytest.mark.parametrize("ranks", WORLDS)
-def test_no_rank_of_the_ring_sends_more_than_it_must(ranks: int) -> None:
+def test_ring_sends_minimum_of_bytes(ranks: int) -> None:
     sent = Counter[int]()
     for message in algorithm_pictures.trace("ring_all_reduce", ranks, COUNT):
         sent[message.source] += message.end - message.start
@@ -48,35 +48,35 @@ def test_no_rank_of_the_ring_sends_more_than_it_must(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", WORLDS)
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_fewer_elements_than_ranks(name: str, ranks: int) -> None:
-    """The trace raises where a rank lacks a part; an empty slice is no message."""
+    """The trace raises an error if a rank lacks a part; an empty slice makes no message."""
     for count in (1, ranks - 1, ranks + 1):
         assert all(message.parts for message in algorithm_pictures.trace(name, ranks, count))
 
 
 @pytest.mark.parametrize(("name", "ranks"), algorithm_pictures.PICTURES)
-def test_the_pictures_are_of_the_code_as_it_is(name: str, ranks: int, repository: Path) -> None:
+def test_pictures_match_code(name: str, ranks: int, repository: Path) -> None:
     messages = algorithm_pictures.trace(name, ranks, algorithm_pictures.COUNT)
-    kept = (repository / f"docs/algorithms/{name}_{ranks}.svg").read_text()
-    assert algorithm_pictures.words(messages) in kept
+    picture = (repository / f"docs/algorithms/{name}_{ranks}.svg").read_text()
+    assert algorithm_pictures.describe(messages) in picture
 
 
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
+def test_picture_is_drawn(tmp_path: Path) -> None:
     algorithm_pictures.draw("tree_all_reduce", 2, tmp_path / "tree.svg")
     assert "1: 1 to 0, 0-4; 2: 0 to 1, 0-4" in (tmp_path / "tree.svg").read_text()
 
 
-def test_who_wins() -> None:
+def test_fastest_algorithm() -> None:
     """With a core for each rank: few steps for small tensors, few bytes for large ones."""
-    alone = math.inf
-    winner = algorithm_costs.fastest
-    assert winner(2, 8, 2e-5, 1e-9, alone) == "ring_all_reduce_simple"
-    assert winner(16, 8, 2e-5, 1e-9, alone) == "halving_doubling_all_reduce"
-    assert winner(12, 2**28, 2e-5, 1e-9, alone) == "ring_all_reduce"
-    # On one core everything is done one after the other, and the tree does least.
-    assert winner(12, 8, 2e-5, 1e-9, 1) == "tree_all_reduce"
+    unlimited = math.inf
+    fastest = algorithm_costs.fastest
+    assert fastest(2, 8, 2e-5, 1e-9, unlimited) == "ring_all_reduce_simple"
+    assert fastest(16, 8, 2e-5, 1e-9, unlimited) == "halving_doubling_all_reduce"
+    assert fastest(12, 2**28, 2e-5, 1e-9, unlimited) == "ring_all_reduce"
+    # On one core all messages are sequential, and the tree has the fewest.
+    assert fastest(12, 8, 2e-5, 1e-9, 1) == "tree_all_reduce"
 
 
-def test_the_fit_finds_what_was_put_in(tmp_path: Path) -> None:
+def test_fit_recovers_parameters(tmp_path: Path) -> None:
     reports = []
     for ranks in (2, 4):
         entries = []

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, and saves that fail: nothing wrong is loaded, nothing good lost."""
+"""Damaged checkpoints are never loaded, and failed saves leave older checkpoints intact."""
 
 import contextlib
 import errno
@@ -38,37 +38,37 @@ def test_damage_is_never_loaded(
     checkpoints = Checkpointer(folder)
     checkpoints.save(1, numbered(1))
     path = checkpoints.save(2, numbered(2))
-    victim = path / data.draw(st.sampled_from(sorted(os.listdir(path))))
-    content = bytearray(victim.read_bytes())
-    place = data.draw(st.integers(0, len(content) - 1))
+    damaged_file = path / data.draw(st.sampled_from(sorted(os.listdir(path))))
+    content = bytearray(damaged_file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
     match data.draw(st.sampled_from(["flip", "cut", "grow", "remove", "empty", "directory"])):
         case "flip":
-            content[place] ^= data.draw(st.integers(1, 255))
+            content[position] ^= data.draw(st.integers(1, 255))
         case "cut":
-            del content[place:]
+            del content[position:]
         case "grow":
-            content[place:place] = b"\0"
+            content[position:position] = b"\0"
         case "empty":
             content.clear()
         case kind:
-            victim.unlink()
+            damaged_file.unlink()
             if kind == "directory":
-                victim.mkdir()
-    if victim.is_file():
-        victim.write_bytes(content)
+                damaged_file.mkdir()
+    if damaged_file.is_file():
+        damaged_file.write_bytes(content)
     caplog.clear()
     check_numbered(checkpoints.load(), 1)
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert re.search(rf"{path}: .*(SHA256SUMS|manifest|state-00000)", record.getMessage())
-    # The bad one is the first to go.
+    # The damaged checkpoint is removed first.
     checkpoints.save(3, numbered(3))
     kept = Checkpointer(folder, keep=3)
     check_numbered(kept.load(), 3)
     shutil.rmtree(folder)
 
 
-def test_the_bad_goes_before_the_old(tmp_path: Path) -> None:
+def test_unusable_checkpoint_is_removed_first(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path, keep=2)
     checkpoints.save(1, numbered(1))
     (checkpoints.save(2, numbered(2)) / "manifest.json").unlink()
@@ -77,7 +77,7 @@ def test_the_bad_goes_before_the_old(tmp_path: Path) -> None:
     assert steps(tmp_path) == [1, 3]
 
 
-def test_none_good(tmp_path: Path) -> None:
+def test_no_usable_checkpoint(tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
     for step in (1, 2):
         (checkpoints.save(step, numbered(step)) / "manifest.json").write_text("{}")
@@ -88,43 +88,46 @@ def test_none_good(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"version": 2}, "of format phalanx-checkpoint version 2, expected"),
         ({"format": "other"}, "of format other version 1"),
-        ({"step": 7}, "of step 7, the name says another"),
-        ({"files": [{"name": "../../secret", "bytes": 1}]}, "name different files"),
-        ({"tensors": 3}, "isn't a manifest of this format"),
-        ({"state": {"x": {"$tensor": "y"}}}, "isn't a manifest of this format: KeyError"),
-        ({"tensors": {"x": {"dtype": "F32", "shape": [2], "pieces": []}}}, "x is in no file"),
+        ({"step": 7}, "of step 7, which is not the step in the dir"),
+        ({"files": [{"name": "../../secret", "bytes": 1}]}, "list different files"),
+        ({"tensors": 3}, "is not a manifest of this format"),
+        ({"state": {"x": {"$tensor": "y"}}}, "is not a manifest of this format: KeyError"),
+        (
+            {"tensors": {"x": {"dtype": "F32", "shape": [2], "shards": []}}},
+            "x is missing from the files",
+        ),
     ],
 )
-def test_a_foreign_manifest(
-    change: dict[str, Any], words: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_foreign_manifest(
+    change: dict[str, Any], message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its checksums are right, but it is another program's."""
+    """The checksums are right, but another program wrote the manifest."""
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, {"x": torch.ones(2)})
     path = checkpoints.save(2, {"x": torch.ones(2)})
-    said = json.loads((path / "manifest.json").read_text()) | change
-    write_manifest(path, json.dumps(said))
+    manifest = json.loads((path / "manifest.json").read_text()) | change
+    write_manifest(path, json.dumps(manifest))
     check_falls_back(checkpoints)
-    assert words in caplog.text
+    assert message in caplog.text
 
 
 @pytest.mark.parametrize("depth", (990, 100_000))
-def test_a_nested_manifest(depth: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nested_manifest(depth: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, {"x": torch.ones(2)})
     path = checkpoints.save(2, {"x": torch.ones(2), "nested": "HERE"})
     text = (path / "manifest.json").read_text()
     write_manifest(path, text.replace('"HERE"', "[" * depth + "]" * depth))
     check_falls_back(checkpoints)
-    assert "isn't a manifest of this format: RecursionError" in caplog.text
+    assert "is not a manifest of this format: RecursionError" in caplog.text
 
 
 @pytest.mark.parametrize("name", ("manifest.json", "SHA256SUMS", "state-00000.safetensors"))
-def test_a_fifo(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_fifo(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Opening it would wait for a writer."""
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, {"x": torch.ones(2)})
@@ -150,31 +153,31 @@ def check_falls_back(checkpoints: Checkpointer) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 100, b"\2" + b"\0" * 7 + b"[]"])
-def test_no_safetensors(content: bytes) -> None:
+def test_invalid_safetensors(content: bytes) -> None:
     with pytest.raises(FormatError):
         parse(torch.tensor(list(content), dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("place", ["file/below", "/proc/below"])
-def test_a_directory_that_cannot_be_written(place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("position", ["file/below", "/proc/below"])
+def test_unwritable_directory(position: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"Not a directory|No such file or directory"):
-        Checkpointer(tmp_path / place)
+        Checkpointer(tmp_path / position)
 
 
 @pytest.fixture
-def short_files() -> Iterator[int]:
-    """Files of this process can't grow beyond some bytes: a write then fails as on a full disk."""
+def max_file_bytes() -> Iterator[int]:
+    """Limit the size of files in this process; a write then fails as on a full disk."""
     limit, before = 100_000, resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     yield limit
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_write_that_fails(tmp_path: Path, short_files: int) -> None:
+def test_failed_write(tmp_path: Path, max_file_bytes: int) -> None:
     checkpoints = Checkpointer(tmp_path)
     path = checkpoints.save(1, numbered(1))
-    for large in ({"x": torch.ones(short_files)}, {"x": "y" * short_files}):
+    for large in ({"x": torch.ones(max_file_bytes)}, {"x": "y" * max_file_bytes}):
         with pytest.raises(CheckpointError, match="File too large"):
             checkpoints.save(2, large)
         assert os.listdir(tmp_path) == [path.name]
@@ -185,18 +188,18 @@ def test_a_write_that_fails(tmp_path: Path, short_files: int) -> None:
 
 @pytest.mark.parametrize("call", ["mkdir", "writev", "fsync", "rename", "close"])
 def test_every_call_may_fail(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no space left, at the first call of its kind, the second, ... until none fails."""
+    """Simulate a full disk at the first call, the second, and so on until none fails."""
     checkpoints = Checkpointer(tmp_path, keep=2)
-    done = 0
+    last_saved = 0
     real = getattr(os, call)
     for number in range(100):
-        step = done + 1
-        left = number
+        step = last_saved + 1
+        calls_left = number
 
         def fail(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
+            nonlocal calls_left
+            calls_left -= 1
+            if calls_left == -1:
                 if call == "close":
                     real(*arguments, **options)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -206,21 +209,23 @@ def test_every_call_may_fail(call: str, tmp_path: Path, monkeypatch: pytest.Monk
         with contextlib.suppress(CheckpointError):
             checkpoints.save(step, numbered(step))
         monkeypatch.setattr(os, call, real)
-        checkpoints._directory.settle()
+        checkpoints._directory.wait_for_removals()
         assert not [name for name in os.listdir(tmp_path) if name.startswith(".saving")]
         if (found := checkpoints.load()) is not None:
-            assert found.step in (done, step)
+            assert found.step in (last_saved, step)
             check_numbered(found, found.step)
-            done = found.step
-        if left >= 0:
+            last_saved = found.step
+        if calls_left >= 0:
             assert number > 0
             return
-    pytest.fail("it still fails")
+    pytest.fail("calls still fail")
 
 
-def test_two_that_save_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_PATIENCE", 0.05)
-    other = directory.Directory(tmp_path, 1)
+def test_two_processes_save_in_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directory, "_LOCK_TIMEOUT_SECONDS", 0.05)
+    other = directory.CheckpointDirectory(tmp_path, 1)
     other.begin(3)
     with pytest.raises(CheckpointError, match="another process has been saving there"):
         Checkpointer(tmp_path).save(1, {})
@@ -229,7 +234,7 @@ def test_two_that_save_in_one_directory(tmp_path: Path, monkeypatch: pytest.Monk
     assert steps(tmp_path) == [1]
 
 
-def test_an_interrupted_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, numbered(1))
     monkeypatch.setattr(files, "_write", lambda *_: signal.raise_signal(signal.SIGINT))

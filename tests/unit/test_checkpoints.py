@@ -1,4 +1,4 @@
-"""Checkpoints in one process: what goes in comes out."""
+"""Checkpoints in one process: saving and loading."""
 
 import hashlib
 import os
@@ -20,15 +20,15 @@ from torch import nn
 from phalanx.errors import UsageError
 from phalanx.train import Checkpointer, random_states, restore_random_states
 from phalanx.train.checkpoints import files, saving
-from phalanx.train.checkpoints.safetensors import DTYPES, parse, tensor_in
-from tests.checkpoint_states import check_numbered, drawn, numbered, same, same_bits
+from phalanx.train.checkpoints.safetensors import DTYPES, parse, read_tensor
+from tests.checkpoint_states import check_numbered, numbered, random_tensor, same, same_bits
 
 # The tests make their own folders: Hypothesis runs one test function many times.
 FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
-tensors = st.builds(drawn, st.sampled_from(list(DTYPES)), shapes)
+tensors = st.builds(random_tensor, st.sampled_from(list(DTYPES)), shapes)
 scalars = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None))
 )
@@ -49,7 +49,7 @@ states = st.dictionaries(
 
 @FOLDER
 @given(state=states, step=st.integers(0, 10**12))
-def test_what_goes_in_comes_out(
+def test_saved_state_is_loaded(
     state: dict[str, Any], step: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     folder = tmp_path_factory.mktemp("state")
@@ -64,9 +64,10 @@ def test_what_goes_in_comes_out(
 
 
 @pytest.mark.parametrize("dtype", list(DTYPES), ids=str)
-def test_the_library_reads_the_files(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_safetensors_library_reads_files(dtype: torch.dtype, tmp_path: Path) -> None:
     state = {
-        f"{index}": drawn(dtype, shape) for index, shape in enumerate([(3, 5), (), (0,), (64,)])
+        f"{index}": random_tensor(dtype, shape)
+        for index, shape in enumerate([(3, 5), (), (0,), (64,)])
     }
     path = Checkpointer(tmp_path).save(1, state) / "state-00000.safetensors"
     read = safetensors.torch.load_file(path)
@@ -75,19 +76,19 @@ def test_the_library_reads_the_files(dtype: torch.dtype, tmp_path: Path) -> None
     written = safetensors.torch.save(state)
     buffer = torch.frombuffer(bytearray(written), dtype=torch.uint8)
     entries = parse(buffer)
-    assert all(same_bits(tensor_in(buffer, entries[name]), state[name]) for name in state)
+    assert all(same_bits(read_tensor(buffer, entries[name]), state[name]) for name in state)
 
 
 def test_views_and_tied_tensors(tmp_path: Path) -> None:
     base = torch.randn(40, 30)
-    lazy = torch.randn(4, dtype=torch.complex64)
+    complex_tensor = torch.randn(4, dtype=torch.complex64)
     model = nn.Linear(5, 5)
     state = {
         "transposed": base.t(),
         "strided": base[::3, 1::2],
         "expanded": torch.randn(1, 3).expand(50, 3),
-        "conjugate": lazy.conj(),
-        "negative": lazy.conj().imag,
+        "conjugate": complex_tensor.conj(),
+        "negative": complex_tensor.conj().imag,
         "trained": model.weight,
         "model": model.state_dict(),
         "again": [base, base],
@@ -98,45 +99,45 @@ def test_views_and_tied_tensors(tmp_path: Path) -> None:
     loaded = checkpoints.load()
     assert loaded is not None
     assert same(loaded.state, state)
-    # Once, and of a view its own elements alone.
+    # Each tensor is written once, and a view without the rest of its base.
     assert sum(file.stat().st_size for file in path.iterdir()) < 30_000
     assert loaded.state["trained"] is loaded.state["model"]["weight"]
     assert loaded.state["again"][0] is loaded.state["again"][1]
     for tensor in (loaded.state["transposed"], loaded.state["part"], loaded.state["strided"]):
         assert tensor.data_ptr() % 64 == tensor.storage_offset() == 0
-        tensor.add_(1)  # nobody else's memory
+        tensor.add_(1)  # in separate memory
     assert same(loaded.state["again"][0], base)
 
 
-def test_sha256sum_checks_a_checkpoint(tmp_path: Path) -> None:
+def test_sha256sum_verifies_checkpoint(tmp_path: Path) -> None:
     path = Checkpointer(tmp_path).save(3, numbered(3))
     check = ["sha256sum", "--strict", "-c", "SHA256SUMS"]
-    said = subprocess.run(check, cwd=path, capture_output=True, text=True, check=True).stdout
-    assert said.count("OK") == len(list(path.iterdir())) - 1
+    output = subprocess.run(check, cwd=path, capture_output=True, text=True, check=True).stdout
+    assert output.count("OK") == len(list(path.iterdir())) - 1
 
 
-def test_keep_and_what_is_foreign(tmp_path: Path) -> None:
-    """No more than `keep` stay, in the order they were saved; what isn't a checkpoint stays."""
+def test_keep_and_foreign_files(tmp_path: Path) -> None:
+    """The last `keep` checkpoints remain, and files that are not checkpoints."""
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / ".saving-mine").mkdir()
-    mine = tmp_path / "000002-step-7"
-    mine.mkdir()
-    (mine / "results.csv").write_text("mine too")
-    left = tmp_path / ".saving-000001-step-1-0123abcd"
-    left.mkdir()
-    (left / "state-00000.safetensors").write_text("half")
+    foreign_directory = tmp_path / "000002-step-7"
+    foreign_directory.mkdir()
+    (foreign_directory / "results.csv").write_text("mine too")
+    leftover = tmp_path / ".saving-000001-step-1-0123abcd"
+    leftover.mkdir()
+    (leftover / "state-00000.safetensors").write_text("half")
     checkpoints = Checkpointer(tmp_path, keep=2)
     names = [checkpoints.save(step, numbered(step)).name for step in (10, 20, 5, 5)]
-    checkpoints._directory.settle()
+    checkpoints._directory.wait_for_removals()
     assert names == ["000003-step-10", "000004-step-20", "000005-step-5", "000006-step-5"]
     foreign = {"notes.txt", ".saving-mine", "000002-step-7"}
     assert set(os.listdir(tmp_path)) == {*names[2:], *foreign}
-    assert (mine / "results.csv").read_text() == "mine too"
+    assert (foreign_directory / "results.csv").read_text() == "mine too"
     check_numbered(checkpoints.load(), 5)
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "message"),
     [
         ([], "state is a list, expected a dict"),
         ({"a": {"b": object()}}, r"state['a']['b'] is a builtins.object, expected a tensor"),
@@ -146,32 +147,32 @@ def test_keep_and_what_is_foreign(tmp_path: Path) -> None:
         ({True: 3}, "state has the key True, a bool"),
         (
             {"a": torch.ones(2, dtype=torch.complex128)},
-            "torch.complex128, which safetensors has no",
+            "torch.complex128, which safetensors does not",
         ),
         ({"a": torch.ones(2, 2).to_sparse()}, "state['a'] is a sparse_coo tensor"),
         ({"a": [torch.ones(2, device="meta")]}, "state['a'][0] is a meta tensor"),
     ],
 )
-def test_what_a_checkpoint_cannot_hold(state: Any, words: str, tmp_path: Path) -> None:
+def test_unsupported_values(state: Any, message: str, tmp_path: Path) -> None:
     checkpoints = Checkpointer(tmp_path)
-    with pytest.raises(UsageError, match=re.escape(words)):
+    with pytest.raises(UsageError, match=re.escape(message)):
         checkpoints.save(1, state)
     assert os.listdir(tmp_path) == []
 
 
-def test_a_state_that_contains_itself(tmp_path: Path) -> None:
+def test_state_that_contains_itself(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": []}
     state["a"].append(state)
     with pytest.raises(UsageError, match="contains itself"):
         Checkpointer(tmp_path).save(1, state)
 
 
-def test_wrong_arguments(tmp_path: Path) -> None:
+def test_invalid_arguments(tmp_path: Path) -> None:
     for keep in (0, -1, 1.5, True):
-        with pytest.raises(UsageError, match=r"keep .* given, expected an integer from 1"):
+        with pytest.raises(UsageError, match=r"keep .* given, expected an integer of at least 1"):
             Checkpointer(tmp_path, keep=keep)  # type: ignore[arg-type]
     for step in (-1, 2.0, True, None):
-        with pytest.raises(UsageError, match=r"step .* given, expected an integer from 0"):
+        with pytest.raises(UsageError, match=r"step .* given, expected an integer of at least 0"):
             Checkpointer(tmp_path).save(step, {})  # type: ignore[arg-type]
 
 
@@ -182,15 +183,15 @@ def test_like_lists_all_differences(tmp_path: Path) -> None:
     }
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, state)
-    # What a fresh optimizer lacks is no difference, nor are other values.
+    # Missing optimizer state and different plain values are not differences.
     assert same(getattr(checkpoints.load(like={"model": state["model"]}), "state", None), state)
-    fresh = {**state, "optimizer": {"state": {}, "groups": [{"lr": 0.5}]}}
-    assert same(getattr(checkpoints.load(like=fresh), "state", None), state)
+    new_state = {**state, "optimizer": {"state": {}, "groups": [{"lr": 0.5}]}}
+    assert same(getattr(checkpoints.load(like=new_state), "state", None), state)
     other = {
         "model": {"a": torch.ones(3, 2), "b": torch.ones(4).half(), "d": torch.ones(())},
         "optimizer": {"state": torch.ones(1), "groups": [1, 2]},
     }
-    with pytest.raises(UsageError, match="of step 1 doesn't fit this state") as raised:
+    with pytest.raises(UsageError, match="of step 1 does not match this state") as raised:
         checkpoints.load(like=other)
     assert [line.strip() for line in str(raised.value).splitlines()[1:-1]] == [
         "state['model']['d']: missing in the checkpoint",
@@ -203,22 +204,22 @@ def test_like_lists_all_differences(tmp_path: Path) -> None:
 
 
 def test_parts_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes come in their order, however parts fall into batches."""
+    """Bytes are in order, however parts are split into batches."""
     monkeypatch.setattr(files, "BATCH", 1000)
     monkeypatch.setattr(files, "BUFFERS", 3)
     monkeypatch.setattr(files, "SMALL", 300)
     monkeypatch.setattr(files, "BACKLOG", 2)
     lengths = [random.choice([0, 1, 7, 299, 300, 301, 999, 1000, 1001, 5432]) for _ in range(200)]
     parts = [os.urandom(length) for length in lengths]
-    whole = b"".join(parts)
+    content = b"".join(parts)
     length, digest = files.write_file(tmp_path / "file", parts)
-    assert (tmp_path / "file").read_bytes() == whole
-    assert (length, digest) == (len(whole), hashlib.sha256(whole).hexdigest())
-    read = files.read_checked(tmp_path / "file", length, digest)
-    assert read.numpy().tobytes() == whole
+    assert (tmp_path / "file").read_bytes() == content
+    assert (length, digest) == (len(content), hashlib.sha256(content).hexdigest())
+    read = files.read_verified(tmp_path / "file", length, digest)
+    assert read.numpy().tobytes() == content
 
 
-def test_several_files_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parallel_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "FILE_BYTES", 10_000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     state = {f"{index}": torch.randn(index * 100) for index in range(20)}
@@ -229,13 +230,13 @@ def test_several_files_at_the_same_time(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(loaded.state, state)
     written = [safetensors.torch.load_file(file) for file in path.glob("*.safetensors")]
     assert len(written) == 3
-    # Each tensor whole, in one of them.
-    together = {name: tensor for file in written for name, tensor in file.items()}
-    assert same({name: together[name] for name in state}, state)
+    # Each tensor is whole in one file.
+    merged = {name: tensor for file in written for name, tensor in file.items()}
+    assert same({name: merged[name] for name in state}, state)
     assert sum(map(len, written)) == len(state)
 
 
-def test_random_states_come_back(tmp_path: Path) -> None:
+def test_random_states_are_restored(tmp_path: Path) -> None:
     def draw() -> list[Any]:
         return [
             random.random(),
@@ -245,25 +246,25 @@ def test_random_states_come_back(tmp_path: Path) -> None:
             torch.randperm(7).tolist(),
         ]
 
-    draw()  # leaves half a pair of normal numbers behind
+    draw()  # leaves half a pair of normal numbers in the generator
     checkpoints = Checkpointer(tmp_path)
     checkpoints.save(1, {"random": random_states()})
-    drawn_first = draw()
+    first = draw()
     loaded = checkpoints.load()
     assert loaded is not None
     assert restore_random_states(loaded.state["random"])
-    assert draw() == drawn_first
+    assert draw() == first
 
 
-def test_no_random_states(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_random_states(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(UsageError, match="the list that random_states returned"):
         restore_random_states([{"torch": 1}])
     assert not restore_random_states([])
-    assert "rank 0 isn't among the 0 ranks" in caplog.text
+    assert "rank 0 has no random state in this list of 0" in caplog.text
 
 
-def test_an_optimizer_goes_on(tmp_path: Path) -> None:
-    """Training that is resumed makes the very same steps."""
+def test_optimizer_resumes(tmp_path: Path) -> None:
+    """A resumed training makes the same steps."""
 
     def train(steps: int, checkpoint: Any = None) -> list[float]:
         torch.manual_seed(3)
@@ -288,5 +289,5 @@ def test_an_optimizer_goes_on(tmp_path: Path) -> None:
             losses.append(loss.item())
         return losses
 
-    whole = train(10)
-    assert train(5, Checkpointer(tmp_path).load()) == whole[5:]
+    content = train(10)
+    assert train(5, Checkpointer(tmp_path).load()) == content[5:]

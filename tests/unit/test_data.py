@@ -1,4 +1,4 @@
-"""Partitions and global batches: nothing lost, nothing twice, the same at every world size."""
+"""Partitions and global batches: no sample is lost or repeated, at any world size."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from phalanx.data import DataPartitioner, GlobalBatchSampler, Partition, per_ran
 from phalanx.errors import UsageError
 
 
-def numbers(n: int) -> TensorDataset:
+def make_data(n: int) -> TensorDataset:
     return TensorDataset(torch.arange(n))
 
 
@@ -24,26 +24,26 @@ def all_indices(partitioner: DataPartitioner, parts: int) -> list[Sequence[int]]
 
 
 class TestPartition:
-    def test_shows_the_samples_in_the_order_given(self) -> None:
-        part = Partition(numbers(10), [7, 0, 7])
+    def test_samples_are_in_given_order(self) -> None:
+        part = Partition(make_data(10), [7, 0, 7])
         assert [int(sample) for (sample,) in (part[i] for i in range(len(part)))] == [7, 0, 7]
 
-    def test_fetches_a_list_at_once(self) -> None:
-        part = Partition(numbers(10), [9, 8, 1])
+    def test_fetches_list_of_indices(self) -> None:
+        part = Partition(make_data(10), [9, 8, 1])
         assert part[[2, 0]][0].tolist() == [1, 9]
 
-    def test_works_in_a_data_loader(self) -> None:
-        part = Partition(numbers(10), range(1, 10, 2))
+    def test_works_in_data_loader(self) -> None:
+        part = Partition(make_data(10), range(1, 10, 2))
         batches = [batch.tolist() for (batch,) in DataLoader(part, batch_size=2)]
         assert batches == [[1, 3], [5, 7], [9]]
 
-    def test_says_what_it_is(self) -> None:
-        assert repr(Partition(numbers(10), [3, 4])) == "Partition(2 of 10 samples)"
+    def test_repr(self) -> None:
+        assert repr(Partition(make_data(10), [3, 4])) == "Partition(2 of 10 samples)"
 
     @pytest.mark.parametrize("index", [-1, 10])
-    def test_an_index_outside(self, index: int) -> None:
+    def test_index_out_of_range(self, index: int) -> None:
         with pytest.raises(UsageError, match=rf"index {index} given, expected 0 to 9"):
-            Partition(numbers(10), [0, index])
+            Partition(make_data(10), [0, index])
 
     def test_data_without_a_length(self) -> None:
         class Stream(IterableDataset[int]):
@@ -66,13 +66,13 @@ class TestDataPartitioner:
     ) -> None:
         # The oracle counts in exact fractions.
         whole = sum(shares) + unused
-        partitioner = DataPartitioner(numbers(samples), [share / whole for share in shares], seed)
+        partitioner = DataPartitioner(make_data(samples), [share / whole for share in shares], seed)
         parts = all_indices(partitioner, len(shares))
-        together = [index for part in parts for index in part]
-        assert len(set(together)) == len(together)
-        assert set(together) <= set(range(samples))
+        merged = [index for part in parts for index in part]
+        assert len(set(merged)) == len(merged)
+        assert set(merged) <= set(range(samples))
         if not unused:
-            assert len(together) == samples
+            assert len(merged) == samples
         for share, part in zip(shares, parts, strict=True):
             assert abs(len(part) - Fraction(share * samples, whole)) < 1
 
@@ -80,28 +80,28 @@ class TestDataPartitioner:
     def test_equal_fractions_lose_no_sample(self, parts: int) -> None:
         sizes = [
             len(part)
-            for part in all_indices(DataPartitioner(numbers(97), [1 / parts] * parts), parts)
+            for part in all_indices(DataPartitioner(make_data(97), [1 / parts] * parts), parts)
         ]
         assert sum(sizes) == 97
         assert sizes == [per_rank_batch_size(97, parts, part) for part in range(parts)]
 
-    def test_the_default_fractions(self) -> None:
-        partitioner = DataPartitioner(numbers(101))
+    def test_default_fractions(self) -> None:
+        partitioner = DataPartitioner(make_data(101))
         assert [len(partitioner.use(part)) for part in range(len(partitioner))] == [71, 20, 10]
 
-    def test_the_seed_decides(self) -> None:
+    def test_seed_determines_split(self) -> None:
         first, again, other = (
-            all_indices(DataPartitioner(numbers(50), [0.5, 0.5], seed), 2) for seed in (1, 1, 2)
+            all_indices(DataPartitioner(make_data(50), [0.5, 0.5], seed), 2) for seed in (1, 1, 2)
         )
         assert first == again != other
 
     def test_shuffles(self) -> None:
-        (part,) = all_indices(DataPartitioner(numbers(50), [1.0]), 1)
+        (part,) = all_indices(DataPartitioner(make_data(50), [1.0]), 1)
         assert list(part) != sorted(part) == list(range(50))
 
-    def test_leaves_the_global_generator_alone(self) -> None:
+    def test_does_not_use_global_generator(self) -> None:
         before = torch.random.get_rng_state()
-        DataPartitioner(numbers(50), [0.5, 0.5]).use(1)
+        DataPartitioner(make_data(50), [0.5, 0.5]).use(1)
         assert torch.equal(torch.random.get_rng_state(), before)
 
     @pytest.mark.parametrize(
@@ -112,19 +112,19 @@ class TestDataPartitioner:
             (10, [0.0, 1.0], r"fraction 0.0 given for part 0"),
             (10, [math.nan], "fraction nan given"),
             (10, [0.6, 0.6], "fractions that sum to 1.2 given, expected at most 1"),
-            (2, [0.3, 0.3, 0.4], "3 partitions of 2 samples asked for"),
-            (0, [1.0], "1 partitions of 0 samples asked for"),
+            (2, [0.3, 0.3, 0.4], "3 partitions of 2 samples requested"),
+            (0, [1.0], "1 partitions of 0 samples requested"),
             (10, [0.99, 0.01], "part 1 would be empty: 0.01 of 10 samples given"),
         ],
     )
-    def test_wrong_sizes(self, samples: int, sizes: list[float], message: str) -> None:
+    def test_invalid_sizes(self, samples: int, sizes: list[float], message: str) -> None:
         with pytest.raises(UsageError, match=message):
-            DataPartitioner(numbers(samples), sizes)
+            DataPartitioner(make_data(samples), sizes)
 
     @pytest.mark.parametrize("rank", [-1, 2])
-    def test_a_rank_outside(self, rank: int) -> None:
+    def test_rank_out_of_range(self, rank: int) -> None:
         with pytest.raises(UsageError, match=f"rank {rank} given, expected 0 to 1"):
-            DataPartitioner(numbers(10), [0.5, 0.5]).use(rank)
+            DataPartitioner(make_data(10), [0.5, 0.5]).use(rank)
 
 
 class TestPerRankBatchSize:
@@ -146,7 +146,7 @@ class TestPerRankBatchSize:
             ((8, 2, -1), "rank -1 given, expected 0 to 1"),
         ],
     )
-    def test_wrong_arguments(self, arguments: tuple[int, int, int], message: str) -> None:
+    def test_invalid_arguments(self, arguments: tuple[int, int, int], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             per_rank_batch_size(*arguments)
 
@@ -160,7 +160,7 @@ class TestGlobalBatchSampler:
         seed=st.integers(0, 1000),
         shuffle=st.booleans(),
     )
-    def test_ranks_share_the_batches_that_one_rank_has(
+    def test_ranks_split_batches_of_one_rank(
         self, samples: int, world_size: int, more: int, epoch: int, seed: int, shuffle: bool
     ) -> None:
         batch = world_size + more
@@ -180,15 +180,15 @@ class TestGlobalBatchSampler:
         for step, expected in enumerate(whole):
             weights = [rank.weight(step) for rank in ranks]
             assert math.isclose(sum(weights), 1)
-            counted = [
+            weighted = [
                 share[step] if weight else [] for share, weight in zip(shares, weights, strict=True)
             ]
-            assert list(chain(*counted)) == expected
-            for share, weight in zip(counted, weights, strict=True):
+            assert list(chain(*weighted)) == expected
+            for share, weight in zip(weighted, weights, strict=True):
                 assert weight == len(share) / len(expected)
         assert {len(share) for share in shares} == {len(whole)} == {len(rank) for rank in ranks}
 
-    def test_a_rank_without_samples_repeats_one_with_weight_0(self) -> None:
+    def test_rank_without_samples_gets_one_with_weight_0(self) -> None:
         rank = GlobalBatchSampler(range(9), 4, world_size=4, rank=3, shuffle=False)
         assert list(rank) == [[3], [7], [8]]
         assert [rank.weight(step) for step in range(3)] == [0.25, 0.25, 0.0]
@@ -206,19 +206,19 @@ class TestGlobalBatchSampler:
         assert first == again
         assert len({tuple(order) for order in (first, second, other)}) == 3
 
-    def test_leaves_the_global_generator_alone(self) -> None:
+    def test_does_not_use_global_generator(self) -> None:
         before = torch.random.get_rng_state()
         list(GlobalBatchSampler(range(40), 8))
         assert torch.equal(torch.random.get_rng_state(), before)
 
-    def test_in_a_data_loader_both_ways(self) -> None:
-        data = Partition(numbers(20), range(19, -1, -1))
+    def test_in_data_loader(self) -> None:
+        data = Partition(make_data(20), range(19, -1, -1))
         sampler = GlobalBatchSampler(data, 6, world_size=2, rank=1)
         by_sample = [batch.tolist() for (batch,) in DataLoader(data, batch_sampler=sampler)]
-        at_once = [
+        by_list = [
             batch.tolist() for (batch,) in DataLoader(data, sampler=sampler, batch_size=None)
         ]
-        assert by_sample == at_once == [[19 - i for i in step] for step in sampler]
+        assert by_sample == by_list == [[19 - i for i in step] for step in sampler]
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -230,11 +230,11 @@ class TestGlobalBatchSampler:
             ({"data": range(3), "drop_last": True}, "3 samples given, expected at least 4"),
         ],
     )
-    def test_wrong_arguments(self, arguments: dict[str, object], message: str) -> None:
+    def test_invalid_arguments(self, arguments: dict[str, object], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             GlobalBatchSampler(**{"data": range(10), "global_batch": 4, **arguments})
 
     @pytest.mark.parametrize("step", [-1, 3])
-    def test_the_weight_of_a_step_outside(self, step: int) -> None:
+    def test_weight_of_step_out_of_range(self, step: int) -> None:
         with pytest.raises(UsageError, match=f"step {step} given, expected 0 to 2"):
             GlobalBatchSampler(range(9), 4).weight(step)

@@ -1,4 +1,4 @@
-"""The IDX reader, against files written here with `struct`, and against MNIST where it is."""
+"""The IDX reader on files written with `struct`, and on MNIST if it is available."""
 
 import gzip
 import struct
@@ -46,7 +46,7 @@ def test_every_dtype(tmp_path: Path, code: int, compressed: bool) -> None:
     if code == 0x0C:
         values *= 2**20
     content = idx(code, (2, 3, 5), values.tolist())
-    # The name does not matter: the first bytes tell.
+    # The first bytes of the file count, not its name.
     path = tmp_path / "numbers"
     path.write_bytes(gzip.compress(content) if compressed else content)
     read = read_idx(path)
@@ -61,7 +61,7 @@ def test_shapes(tmp_path: Path, shape: tuple[int, ...]) -> None:
     assert read_idx(str(path)).tolist() == np.arange(np.prod(shape)).reshape(shape).tolist()
 
 
-def test_the_tensor_is_writable(tmp_path: Path) -> None:
+def test_tensor_is_writable(tmp_path: Path) -> None:
     path = tmp_path / "numbers"
     path.write_bytes(idx(8, (2,), [1, 2]))
     assert read_idx(path).add_(1).tolist() == [2, 3]
@@ -82,14 +82,14 @@ GOOD = idx(0x0C, (2, 3), [1, 2, 3, 4, 5, 6])
         (b"\0\0\x0a\x01" + GOOD, r"starts with bytes \[00 00 0a 01\].* type one of 08, 09, 0b"),
         (b"\0\0\x08\x00\x01", "at least one dimension"),
         (gzip.compress(GOOD)[:-9], "truncated: the compressed data ends early"),
-        (gzip.compress(GOOD)[:-8] + b"\xff" * 8, "can't be read: CRC check failed"),
+        (gzip.compress(GOOD)[:-8] + b"\xff" * 8, "cannot be read: CRC check failed"),
         (gzip.compress(GOOD[:-4]), "truncated: 20 bytes of elements found"),
-        # A header that promises more than any memory holds.
+        # A header with a size larger than any memory.
         (b"\0\0\x0e\x04" + b"\xff" * 16, "truncated: 0 bytes of elements found"),
     ],
     ids=range(12),
 )
-def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_files(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad-idx"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=message) as error:
@@ -97,13 +97,13 @@ def test_bad_files(tmp_path: Path, content: bytes, message: str) -> None:
     assert str(path) in str(error.value)
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"none: no such file, expected an IDX file"):
         read_idx(tmp_path / "none")
 
 
-def test_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"can't be read: .*directory"):
+def test_directory(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"cannot be read: .*directory"):
         read_idx(tmp_path)
 
 
@@ -111,50 +111,50 @@ def test_a_directory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parts", [["train"], ["t10k"], ["train", "t10k"]])
 def test_load_mnist(tmp_path: Path, parts: list[str], end: str) -> None:
     written = {part: write_mnist(tmp_path, part, 3 + len(part), end) for part in parts}
-    found = load_mnist(tmp_path)
-    assert list(found) == parts
-    for part, (images, labels) in found.items():
+    loaded = load_mnist(tmp_path)
+    assert list(loaded) == parts
+    for part, (images, labels) in loaded.items():
         assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
         assert images.shape == (3 + len(part), 28, 28)
         assert (images.flatten().tolist(), labels.tolist()) == written[part]
 
 
-def test_load_mnist_with_dots_in_the_names(tmp_path: Path) -> None:
+def test_load_mnist_with_dots_in_names(tmp_path: Path) -> None:
     write_mnist(tmp_path, "t10k", 2)
     for path in tmp_path.iterdir():
         path.rename(tmp_path / path.name.replace("-idx", ".idx"))
     assert len(load_mnist(tmp_path)["t10k"][1]) == 2
 
 
-def test_load_mnist_finds_nothing(tmp_path: Path) -> None:
+def test_load_mnist_without_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no MNIST files found, expected train-images-idx3-ubyte"):
         load_mnist(tmp_path / "none")
 
 
 @pytest.mark.parametrize("missing", ["images-idx3", "labels-idx1"])
-def test_load_mnist_misses_one_of_two(tmp_path: Path, missing: str) -> None:
+def test_load_mnist_without_one_of_two_files(tmp_path: Path, missing: str) -> None:
     write_mnist(tmp_path, "train", 2)
     (tmp_path / f"train-{missing}-ubyte").unlink()
     with pytest.raises(UsageError, match=f"found, but no train-{missing}-ubyte or .*gz beside it"):
         load_mnist(tmp_path)
 
 
-def test_load_mnist_finds_different_counts(tmp_path: Path) -> None:
+def test_load_mnist_with_different_counts(tmp_path: Path) -> None:
     write_mnist(tmp_path, "t10k", 4)
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(8, (3,), [1, 2, 3]))
     with pytest.raises(UsageError, match=r"4 images in .* but 3 labels in"):
         load_mnist(tmp_path)
 
 
-def test_load_mnist_finds_labels_named_images(tmp_path: Path) -> None:
+def test_load_mnist_with_labels_named_images(tmp_path: Path) -> None:
     write_mnist(tmp_path, "t10k", 4)
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(8, (4,), [1, 2, 3, 4]))
     with pytest.raises(UsageError, match=r"torch.uint8\[4\] found, expected uint8 with 3 dimen"):
         load_mnist(tmp_path)
 
 
-def test_the_real_files(tmp_path: Path, shared_data: Path | None) -> None:
-    """Without them, files of the same shape stand in."""
+def test_real_files(tmp_path: Path, shared_data: Path | None) -> None:
+    """Read MNIST, or files of the same shape if it is missing."""
     if shared_data is None:
         write_mnist(tmp_path, "t10k", 10_000, ".gz")
     images, labels = load_mnist(shared_data / "mnist" if shared_data else tmp_path)["t10k"]

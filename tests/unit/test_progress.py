@@ -1,4 +1,4 @@
-"""The thread of a group: calls end in the order in which they were submitted."""
+"""The thread of a group: calls complete in the order of submission."""
 
 from __future__ import annotations
 
@@ -10,36 +10,34 @@ from phalanx.backend.progress import CollectiveThread
 LIMIT = 10.0
 
 
-def submit_while_others_wait(
-    thread: CollectiveThread, before_going: Callable[[], None]
-) -> list[str]:
-    """A call that submits another, while a third has been submitted before that."""
+def submit_during_call(thread: CollectiveThread, before_start: Callable[[], None]) -> list[str]:
+    """Submit a call from a call, while a third call is already in the queue; return the order."""
     order: list[str] = []
-    go = threading.Event()
+    start = threading.Event()
 
     def outer() -> None:
-        assert go.wait(LIMIT)
+        assert start.wait(LIMIT)
         thread.submit(lambda: order.append("inner"))
         order.append("outer")
 
     thread.submit(outer)
     thread.submit(lambda: order.append("between"))
-    before_going()
-    go.set()
+    before_start()
+    start.set()
     assert thread.stop(LIMIT)
     assert thread.pending == 0
     return order
 
 
-def test_what_a_call_submits_has_ended_when_it_goes_on() -> None:
-    order = submit_while_others_wait(CollectiveThread("test"), lambda: None)
+def test_submitted_call_completes_before_caller_continues() -> None:
+    order = submit_during_call(CollectiveThread("test"), lambda: None)
     assert order == ["between", "inner", "outer"]
 
 
-def test_the_thread_ends_after_what_a_call_submits() -> None:
-    """Told to stop meanwhile, it still does what was submitted in its own thread, and ends."""
+def test_thread_stops_after_calls_submitted_by_calls() -> None:
+    """If stopped meanwhile, the thread still runs calls submitted from its own thread."""
     thread = CollectiveThread("test")
-    assert submit_while_others_wait(thread, lambda: stop_soon(thread)) == [
+    assert submit_during_call(thread, lambda: stop_soon(thread)) == [
         "between",
         "inner",
         "outer",

@@ -1,4 +1,4 @@
-"""Samplers that resume: what was done and what is left are the epoch, at any world size."""
+"""Resumable samplers: completed and remaining samples form the epoch, at any world size."""
 
 import json
 import math
@@ -24,7 +24,7 @@ from phalanx.data import EvaluationSampler, GlobalBatchSampler, ResumableSampler
 from phalanx.errors import UsageError
 
 
-def numbers(n: int) -> TensorDataset:
+def make_data(n: int) -> TensorDataset:
     return TensorDataset(torch.arange(n))
 
 
@@ -33,8 +33,8 @@ def through_json(state: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def counted(samplers: list[GlobalBatchSampler], steps: int | None = None) -> list[int]:
-    """What all ranks are given in so many steps, without what has no weight, in order."""
+def run_steps(samplers: list[GlobalBatchSampler], steps: int | None = None) -> list[int]:
+    """Return the samples of all ranks in a number of steps, in order, without those of weight 0."""
     iterators = [iter(sampler) for sampler in samplers]
     seen = []
     for step in range(len(samplers[0]) if steps is None else steps):
@@ -53,7 +53,7 @@ def counted(samplers: list[GlobalBatchSampler], steps: int | None = None) -> lis
 
 class TestGlobalBatchSampler:
     @given(data=st.data(), samples=st.integers(1, 60), epoch=st.integers(0, 3))
-    def test_another_world_and_batch_go_on_with_what_was_not_seen(
+    def test_resumes_at_other_world_size_and_batch(
         self, data: st.DataObject, samples: int, epoch: int
     ) -> None:
         worlds = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
@@ -76,7 +76,7 @@ class TestGlobalBatchSampler:
                 if state is not None:
                     rank.load_state_dict(state)
                 rank.set_epoch(epoch)
-            seen += counted(ranks, data.draw(st.integers(0, len(ranks[0]))))
+            seen += run_steps(ranks, data.draw(st.integers(0, len(ranks[0]))))
             states = [through_json(rank.state_dict()) for rank in ranks]
             assert all(other == states[0] for other in states)
             state = states[0]
@@ -89,8 +89,8 @@ class TestGlobalBatchSampler:
         assert seen == next(iter(whole))
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_what_a_loader_fetched_ahead_is_not_done(self, workers: int) -> None:
-        data = numbers(50)
+    def test_prefetched_samples_are_not_counted(self, workers: int) -> None:
+        data = make_data(50)
         sampler = GlobalBatchSampler(data, 4)
         loader = DataLoader(data, batch_sampler=sampler, num_workers=workers)
         done = []
@@ -99,17 +99,18 @@ class TestGlobalBatchSampler:
             sampler.advance()
         resumed = GlobalBatchSampler(data, 4)
         resumed.load_state_dict(sampler.state_dict())
-        left = [batch.tolist() for (batch,) in DataLoader(data, batch_sampler=resumed)]
-        assert len(left) == len(resumed) == 10
-        assert done + list(chain(*left)) == list(chain(*GlobalBatchSampler(data, 4)))
+        remaining = [batch.tolist() for (batch,) in DataLoader(data, batch_sampler=resumed)]
+        assert len(remaining) == len(resumed) == 10
+        assert done + list(chain(*remaining)) == list(chain(*GlobalBatchSampler(data, 4)))
 
-    def test_the_end_of_an_epoch(self) -> None:
+    def test_end_of_epoch(self) -> None:
         sampler = GlobalBatchSampler(range(10), 4, shuffle=False)
         for _ in sampler:
             sampler.advance()
         ended = sampler.state_dict()
-        assert [len(step) for step in sampler] == [4, 4, 2], "the next iteration is a whole one"
-        # Of an epoch that had ended nothing is left, with a counter of the user's or with ours.
+        assert [len(step) for step in sampler] == [4, 4, 2], "the next iteration is a whole epoch"
+        # A completed epoch has no samples left, whether the user's loop or the sampler counts
+        # epochs.
         resumed = GlobalBatchSampler(range(10), 4, shuffle=False)
         resumed.load_state_dict(ended)
         resumed.set_epoch(0)
@@ -120,7 +121,7 @@ class TestGlobalBatchSampler:
         resumed.set_epoch(1)
         assert len(resumed) == len(list(resumed)) == 3
 
-    def test_a_loop_over_what_is_left(self) -> None:
+    def test_resumed_loop(self) -> None:
         def losses(sampler: GlobalBatchSampler, stop: int) -> Iterator[list[int]]:
             for epoch in range(sampler.epoch, 3):
                 sampler.set_epoch(epoch)
@@ -138,7 +139,7 @@ class TestGlobalBatchSampler:
             second.load_state_dict(through_json(first.state_dict()))
             assert done + list(losses(second, -1)) == whole
 
-    def test_one_who_never_advances_has_whole_epochs(self) -> None:
+    def test_without_advance_epochs_are_whole(self) -> None:
         sampler = GlobalBatchSampler(range(10), 4, shuffle=False)
         next(iter(sampler))
         assert len(list(sampler)) == len(list(sampler)) == 3
@@ -150,8 +151,8 @@ class TestGlobalBatchSampler:
         resumed.load_state_dict(sampler.state_dict())
         assert list(resumed) == [[4, 5, 6], [7, 8, 9]]
 
-    def test_its_length_is_that_of_an_iteration(self) -> None:
-        """Of the one that goes on; before and after it, of the next."""
+    def test_length_is_that_of_iteration(self) -> None:
+        """The length is that of the current iteration, or else of the next."""
         first = GlobalBatchSampler(range(10), 4, shuffle=False)
         first.advance()
         assert len(first) == len(list(first)) == 2
@@ -164,11 +165,11 @@ class TestGlobalBatchSampler:
             resumed.advance()
             assert resumed.weight(step) == 1
         assert len(resumed) == 3
-        resumed.advance(0)  # says nothing
+        resumed.advance(0)  # changes nothing
         assert len(resumed) == 3
         assert [len(batch) for batch in resumed] == [4, 4, 2]
 
-    def test_another_epoch_begins_at_its_first_sample(self) -> None:
+    def test_other_epoch_starts_at_first_sample(self) -> None:
         sampler = GlobalBatchSampler(range(10), 4)
         sampler.advance(2)
         sampler.set_epoch(0)
@@ -179,32 +180,32 @@ class TestGlobalBatchSampler:
     @pytest.mark.parametrize("steps", [-1, 4])
     def test_advancing_too_far(self, steps: int) -> None:
         sampler = GlobalBatchSampler(range(10), 4)
-        with pytest.raises(UsageError, match=rf"{steps} given, expected 0 to 3, which are left"):
+        with pytest.raises(UsageError, match=rf"{steps} given, expected 0 to 3, the steps left"):
             sampler.advance(steps)
 
-    def test_a_forgotten_advance_is_told_once(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_warns_once_about_missing_advance(self, caplog: pytest.LogCaptureFixture) -> None:
         sampler = GlobalBatchSampler(range(10), 4)
         list(sampler)
         sampler.state_dict()
         sampler.state_dict()
         (record,) = caplog.records
-        assert "3 items have been drawn, but advance() not called" in record.getMessage()
+        assert "3 items have been drawn, but advance() was not called" in record.getMessage()
 
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"samples": 11}, "a state of samples 11 given, expected samples 10.*the data set"),
-            ({"seed": 1}, "a state of seed 1 given, expected seed 0, .*with the seed"),
-            ({"shuffle": False}, "a state of shuffle False given, expected shuffle True"),
-            ({"order": 5}, "a state of order 5 given, expected order .*PyTorch shuffle"),
-            ({"sampler": "Other"}, "a state of sampler 'Other' given, expected sampler 'Global"),
+            ({"samples": 11}, "a state with samples 11 given, expected samples 10.*the data set"),
+            ({"seed": 1}, "a state with seed 1 given, expected seed 0 .*with the seed"),
+            ({"shuffle": False}, "a state with shuffle False given, expected shuffle True"),
+            ({"order": 5}, "a state with order 5 given, expected order .*PyTorch shuffle"),
+            ({"sampler": "Other"}, "a state with sampler 'Other' given, expected sampler 'Global"),
             ({"position": 11}, "position 11 given, expected 0 to 10: the state is damaged"),
             ({"position": -1}, "position -1 given, expected 0 to 10"),
-            ({"position": 1.5}, "expected what state_dict.. returned, with whole numbers"),
-            ({"epoch": None}, "expected what state_dict.. returned"),
+            ({"position": 1.5}, "expected a result of state_dict.., with integers"),
+            ({"epoch": None}, "expected a result of state_dict.."),
         ],
     )
-    def test_a_state_of_something_else(self, change: dict[str, Any], message: str) -> None:
+    def test_invalid_states(self, change: dict[str, Any], message: str) -> None:
         sampler = GlobalBatchSampler(range(10), 4)
         sampler.set_epoch(3)
         sampler.advance()
@@ -214,7 +215,7 @@ class TestGlobalBatchSampler:
             sampler.load_state_dict({**other, **change})
         assert sampler.state_dict() == before
 
-    def test_the_state_of_other_samplers(self) -> None:
+    def test_states_of_other_samplers(self) -> None:
         sampler = GlobalBatchSampler(range(10), 4)
         for other in (
             GlobalBatchSampler(range(9), 4),
@@ -222,11 +223,11 @@ class TestGlobalBatchSampler:
             GlobalBatchSampler(range(10), 4, shuffle=False),
             EvaluationSampler(range(10)),
         ):
-            with pytest.raises(UsageError, match=r"load_state_dict: a state of"):
+            with pytest.raises(UsageError, match=r"load_state_dict: a state with"):
                 sampler.load_state_dict(other.state_dict())
-        for nothing in (None, {}, [1]):
-            with pytest.raises(UsageError, match="expected what state_dict"):
-                sampler.load_state_dict(nothing)  # type: ignore[arg-type]
+        for invalid in (None, {}, [1]):
+            with pytest.raises(UsageError, match="expected a result of state_dict"):
+                sampler.load_state_dict(invalid)  # type: ignore[arg-type]
 
 
 class TestEvaluationSampler:
@@ -242,13 +243,13 @@ class TestEvaluationSampler:
         assert [len(rank) for rank in ranks] == [len(share) for share in shares]
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
-    def test_in_a_data_loader(self) -> None:
+    def test_in_data_loader(self) -> None:
         for rank, expected in enumerate([[[0, 3], [6]], [[1, 4]], [[2, 5]]]):
-            sampler = EvaluationSampler(numbers(7), world_size=3, rank=rank)
-            loader = DataLoader(numbers(7), batch_size=2, sampler=sampler)
+            sampler = EvaluationSampler(make_data(7), world_size=3, rank=rank)
+            loader = DataLoader(make_data(7), batch_size=2, sampler=sampler)
             assert [batch.tolist() for (batch,) in loader] == expected
-        none = EvaluationSampler(numbers(1), world_size=3, rank=2)
-        assert list(DataLoader(numbers(1), batch_size=2, sampler=none)) == []
+        none = EvaluationSampler(make_data(1), world_size=3, rank=2)
+        assert list(DataLoader(make_data(1), batch_size=2, sampler=none)) == []
 
     @given(data=st.data(), samples=st.integers(1, 40), world_size=st.integers(1, 5))
     def test_resumes_at_another_world_size(
@@ -270,9 +271,9 @@ class TestEvaluationSampler:
             resumed = EvaluationSampler(range(samples), world_size=after, rank=number)
             resumed.load_state_dict(state)
             expected = len(resumed)
-            left = list(resumed)
-            assert len(left) == expected
-            seen += left
+            remaining = list(resumed)
+            assert len(remaining) == expected
+            seen += remaining
         assert sorted(seen) == list(range(samples))
 
     @pytest.mark.parametrize(
@@ -284,7 +285,7 @@ class TestEvaluationSampler:
             ({"data": iter([])}, "expected a data set with a length"),
         ],
     )
-    def test_wrong_arguments(self, arguments: dict[str, Any], message: str) -> None:
+    def test_invalid_arguments(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             EvaluationSampler(**{"data": range(10), **arguments})
 
@@ -294,13 +295,13 @@ class TestResumableSampler:
         self, rank: int = 0, data: TensorDataset | None = None, **options: Any
     ) -> ResumableSampler[int]:
         options = {"num_replicas": 2, "seed": 4, **options}
-        inner = DistributedSampler(data or numbers(21), rank=rank, **options)
+        inner = DistributedSampler(data or make_data(21), rank=rank, **options)
         return ResumableSampler(inner)
 
     @pytest.mark.parametrize("done", range(0, 12, 3))
-    def test_skips_what_was_done_of_pytorch_s_sampler(self, done: int) -> None:
+    def test_resumes_distributed_sampler(self, done: int) -> None:
         for rank in range(2):
-            oracle = DistributedSampler(numbers(21), num_replicas=2, rank=rank, seed=4)
+            oracle = DistributedSampler(make_data(21), num_replicas=2, rank=rank, seed=4)
             oracle.set_epoch(6)
             whole = list(oracle)
             sampler = self.sampler(rank)
@@ -309,17 +310,17 @@ class TestResumableSampler:
             sampler.advance(done)
             resumed = self.sampler(rank)
             resumed.load_state_dict(through_json(sampler.state_dict()))
-            loader = DataLoader(numbers(21), batch_size=4, sampler=resumed)
+            loader = DataLoader(make_data(21), batch_size=4, sampler=resumed)
             assert len(resumed) == 11 - done
             assert list(chain(*(batch.tolist() for (batch,) in loader))) == whole[done:]
             resumed.set_epoch(7)
             oracle.set_epoch(7)
             assert list(resumed) == list(oracle)
 
-    def test_rank_0_s_state_is_every_rank_s(self) -> None:
+    def test_state_is_the_same_on_all_ranks(self) -> None:
         assert self.sampler(0).state_dict() == self.sampler(1).state_dict()
 
-    def test_samplers_of_batches_and_without_epochs(self) -> None:
+    def test_batch_samplers_and_samplers_without_epochs(self) -> None:
         sampler = ResumableSampler(BatchSampler(SequentialSampler(range(7)), 3, False))
         sampler.advance()
         assert list(sampler) == [[3, 4, 5], [6]]
@@ -327,14 +328,17 @@ class TestResumableSampler:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"num_replicas": 3}, "state of world_size 2 given, expected world_size 3.*as many"),
-            ({"seed": 5}, "state of seed 4 given, expected seed 5"),
-            ({"shuffle": False}, "state of shuffle True given, expected shuffle False"),
-            ({"data": numbers(22)}, "state of samples 21 given, expected samples 22"),
-            ({"drop_last": True}, "state of items 11 given, expected items 10"),
+            (
+                {"num_replicas": 3},
+                "state with world_size 2 given, expected world_size 3.*the same number",
+            ),
+            ({"seed": 5}, "state with seed 4 given, expected seed 5"),
+            ({"shuffle": False}, "state with shuffle True given, expected shuffle False"),
+            ({"data": make_data(22)}, "state with samples 21 given, expected samples 22"),
+            ({"drop_last": True}, "state with items 11 given, expected items 10"),
         ],
     )
-    def test_a_state_of_another_order(self, options: dict[str, Any], message: str) -> None:
+    def test_states_of_other_orders(self, options: dict[str, Any], message: str) -> None:
         with pytest.raises(UsageError, match=message):
             self.sampler(**options).load_state_dict(self.sampler().state_dict())
 
@@ -346,5 +350,7 @@ class TestResumableSampler:
         with pytest.raises(UsageError, match="Endless given, expected a sampler with a length"):
             ResumableSampler(Endless())
         for inner in (RandomSampler(range(9)), BatchSampler(RandomSampler(range(9)), 3, False)):
-            with pytest.raises(UsageError, match="RandomSampler given, which draws another order"):
+            with pytest.raises(
+                UsageError, match="RandomSampler given, which draws a different order"
+            ):
                 ResumableSampler(inner)

@@ -1,4 +1,4 @@
-"""What the trainer writes for TensorBoard, read back by TensorBoard's own reader."""
+"""The trainer's TensorBoard files, read by TensorBoard itself."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.trainings import DATA, mean_squared, trainer
 def scalars(directory: Path, tag: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    read = EventAccumulator(str(directory))
-    read.Reload()
-    return [(event.step, event.value) for event in read.Scalars(tag)]
+    accumulator = EventAccumulator(str(directory))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
-def near(values: list[float]) -> list[tuple[int, Any]]:
+def approximately(values: list[float]) -> list[tuple[int, Any]]:
     return [(step, pytest.approx(value, rel=1e-6)) for step, value in enumerate(values, 1)]
 
 
@@ -31,20 +31,20 @@ def test_loss_and_metrics(tmp_path: Path) -> None:
         return mean_squared(model, batch), {"constant": 3.0}
 
     result = trainer(loss=loss, evaluate=DATA, tensorboard=tmp_path).fit()
-    assert scalars(tmp_path, "train/loss") == near(result.losses)
-    assert scalars(tmp_path, "train/constant") == near([3.0] * 5)
+    assert scalars(tmp_path, "train/loss") == approximately(result.losses)
+    assert scalars(tmp_path, "train/constant") == approximately([3.0] * 5)
     expected = (5, pytest.approx(result.evaluation["loss"], rel=1e-6))
     assert scalars(tmp_path, "evaluate/loss") == [expected]
 
 
-@pytest.mark.parametrize("every", [3, 100])
-def test_no_step_twice_after_a_restart(every: int, tmp_path: Path) -> None:
-    """Of a run that dies after its 7th step, which goes on from its 6th, or begins again."""
+@pytest.mark.parametrize("checkpoint_every", [3, 100])
+def test_no_step_twice_after_restart(checkpoint_every: int, tmp_path: Path) -> None:
+    """Restart a run that fails after its 7th step, from its 6th step or from scratch."""
 
     def run(name: str, **options: Any) -> list[float]:
         torch.manual_seed(4)
         folders = {"checkpoints": tmp_path / name, "tensorboard": tmp_path / f"{name}-board"}
-        options = {"epochs": 2, "checkpoint_every": every, **folders, **options}
+        options = {"epochs": 2, "checkpoint_every": checkpoint_every, **folders, **options}
         return trainer(nn.Linear(4, 1), evaluate=DATA, **options).fit().losses
 
     def die(step: int, metrics: dict[str, float]) -> None:
@@ -54,20 +54,22 @@ def test_no_step_twice_after_a_restart(every: int, tmp_path: Path) -> None:
     whole = run("whole")
     with pytest.raises(InterruptedError):
         run("restarted", on_step=die)
-    assert len(run("restarted")) == (4 if every == 3 else 10)
+    assert len(run("restarted")) == (4 if checkpoint_every == 3 else 10)
     board = tmp_path / "restarted-board"
-    assert scalars(board, "train/loss") == near(whole)
+    assert scalars(board, "train/loss") == approximately(whole)
     assert scalars(board, "evaluate/loss") == scalars(tmp_path / "whole-board", "evaluate/loss")
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match=r"/file/below can't hold TensorBoard's files: .*rank 0"):
+    with pytest.raises(
+        UsageError, match=r"cannot write TensorBoard files to .*/file/below: .*rank 0"
+    ):
         trainer(tensorboard=tmp_path / "file" / "below").fit()
 
 
 def test_without_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All ranks that ask for it hear so, before any of them trains."""
+    """Every rank that needs it raises an error before training."""
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(UsageError, match=r'tensorboard is missing: pip install "phalanx\['):
         trainer(tensorboard=tmp_path)

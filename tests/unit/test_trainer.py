@@ -1,4 +1,4 @@
-"""The trainer in one process: what it refuses, what it shows, the ways of its options."""
+"""The trainer in one process: invalid input, output and options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from phalanx.errors import UsageError
 from phalanx.train import Trainer, progress
-from phalanx.train.preemption import Stop
+from phalanx.train.preemption import PreemptionHandler
 from tests.trainings import DATA, mean_squared, network, trainer
 
 
@@ -34,15 +34,15 @@ from tests.trainings import DATA, mean_squared, network, trainer
         ({"global_batch": 0}, "global batch 0 given for world size 1, expected at least one"),
         ({"precision": "half"}, "precision is 'half', expected None"),
         ({"clip": 0.0}, "clip is 0.0, expected a norm above 0, or None"),
-        ({"loader": {"batch_size": 4}}, "loader has batch_size, which the trainer decides itself"),
-        ({"loader": {"shuffle": True}}, "loader has shuffle, which the trainer decides itself"),
+        ({"loader": {"batch_size": 4}}, "loader has batch_size, which the trainer sets itself"),
+        ({"loader": {"shuffle": True}}, "loader has shuffle, which the trainer sets itself"),
         ({"loader": {"num_workers": 1, "persistent_workers": True}}, "loader has persistent_work"),
         ({"data": iter([1])}, "list_iterator given, expected a data set with a length"),
         ({"data": TensorDataset(torch.zeros(0, 4))}, "0 samples given, expected at least"),
         ({"evaluate": TensorDataset(torch.zeros(0, 4))}, "0 samples given, expected at least 1"),
     ],
 )
-def test_refuses(options: dict[str, Any], message: str) -> None:
+def test_invalid_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         trainer(**options)
 
@@ -53,23 +53,23 @@ def test_refuses(options: dict[str, Any], message: str) -> None:
         (torch.ones(3, requires_grad=True), "returned a tensor [3], expected a tensor of one"),
         (0.5, "returned float, expected a tensor of one element"),
         ((torch.ones(1), [1]), "returned a tensor [1], expected"),
-        ((torch.ones(()), {"right": torch.ones(2)}), "returned metrics that aren't numbers"),
+        ((torch.ones(()), {"right": torch.ones(2)}), "returned metrics that are not numbers"),
         ((torch.ones(()), {"loss": 1.0}), "returned a metric called loss: give it another name"),
     ],
 )
-def test_refuses_what_a_loss_function_returns(result: Any, message: str) -> None:
+def test_invalid_results_of_loss_function(result: Any, message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
         trainer(loss=lambda model, batch: result).fit()
 
 
-def test_refuses_sharded_parameters() -> None:
+def test_sharded_parameters_are_rejected() -> None:
     model = nn.Linear(4, 1)
-    model.weight.device_mesh = "a mesh"  # type: ignore[assignment] # as a DTensor has
+    model.weight.device_mesh = "a mesh"  # type: ignore[assignment] # like a DTensor
     with pytest.raises(UsageError, match=r"Linear has sharded parameters \(DTensor\), expected"):
         trainer(model)
 
 
-# --- a checkpoint of something else ---------------------------------------------------------------
+# --- checkpoints of other runs ------------------------------------------------------------------
 
 
 def other_data() -> Dataset[Any]:
@@ -81,12 +81,13 @@ def other_data() -> Dataset[Any]:
     [
         (
             lambda: {"model": network(9)},
-            "is of another model than Sequential: they differ in 0.weight (float32[8, 4] saved, "
+            "has the state of a different model than Sequential: they differ in 0.weight "
+            "(float32[8, 4] saved, "
             "float32[9, 4] here), 0.bias (float32[8] saved, float32[9] here), 2.weight (",
         ),
         (
             lambda: {"model": network(8, nn.Linear(1, 1))},
-            "another model than Sequential: the checkpoint lacks 3.bias, 3.weight. Give this run",
+            "a different model than Sequential: the checkpoint lacks 3.bias, 3.weight. Use another",
         ),
         (
             lambda: {"model": nn.Sequential(nn.Linear(4, 1))},
@@ -98,13 +99,13 @@ def other_data() -> Dataset[Any]:
         ),
         (
             lambda: {"optimizer": torch.optim.Adam},
-            "has the state of another optimizer: SGD of 4 parameters (0.weight, 0.bias, 2.weight,",
+            "has the state of a different optimizer: SGD of 4 parameters (0.weight, 0.bias, 2.we",
         ),
-        (lambda: {"data": other_data()}, "doesn't fit this run: GlobalBatchSampler"),
-        (lambda: {"seed": 4}, "doesn't fit this run: GlobalBatchSampler"),
+        (lambda: {"data": other_data()}, "does not match this run: GlobalBatchSampler"),
+        (lambda: {"seed": 4}, "does not match this run: GlobalBatchSampler"),
     ],
 )
-def test_refuses_the_checkpoint_of_another_run(
+def test_checkpoint_of_other_run_is_rejected(
     tmp_path: Path, change: Callable[[], dict[str, Any]], message: str
 ) -> None:
     trainer(network(), checkpoints=tmp_path, steps=2).fit()
@@ -116,7 +117,7 @@ def test_refuses_the_checkpoint_of_another_run(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_refuses_a_checkpoint_without_the_scheduler(tmp_path: Path) -> None:
+def test_checkpoint_without_scheduler_is_rejected(tmp_path: Path) -> None:
     trainer(network(), checkpoints=tmp_path, steps=2).fit()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -132,21 +133,21 @@ def test_refuses_a_checkpoint_without_the_scheduler(tmp_path: Path) -> None:
         checkpoints=tmp_path,
         progress=False,
     )
-    with pytest.raises(UsageError, match="has no scheduler's state, expected one"):
+    with pytest.raises(UsageError, match="has no scheduler state, expected one"):
         run.fit()
 
 
-def test_refuses_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_directory_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises((OSError, RuntimeError), match="file"):
         trainer(checkpoints=tmp_path / "file" / "checkpoints")
 
 
-# --- ways of computing --------------------------------------------------------------------------
+# --- options ------------------------------------------------------------------------------------
 
 
-class Words(Dataset[Any]):
-    """Samples that are dicts, of a class of the user's."""
+class DictSamples(Dataset[Any]):
+    """Samples that are dicts, of a custom data set."""
 
     def __len__(self) -> int:
         return 30
@@ -155,8 +156,8 @@ class Words(Dataset[Any]):
         return {"inputs": torch.full((4,), index / 30), "target": torch.tensor([index / 10])}
 
 
-def test_any_data_set_and_loader() -> None:
-    """With workers and without, collated by the loader or by the user: the same losses."""
+def test_data_sets_and_loaders() -> None:
+    """The losses are the same with and without workers, and with a custom `collate_fn`."""
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return nn.functional.mse_loss(model(batch["inputs"]), batch["target"])
@@ -164,19 +165,21 @@ def test_any_data_set_and_loader() -> None:
     def collate(samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         return {name: torch.stack([s[name] for s in samples]) for name in ("inputs", "target")}
 
-    found = []
+    results = []
     for loader in ({}, {"num_workers": 2}, {"collate_fn": collate}):
         torch.manual_seed(3)
-        run = trainer(nn.Linear(4, 1), Words(), loss, epochs=2, loader=loader, evaluate=Words())
-        found.append(run.fit())
-    assert found[0].losses[-1] < found[0].losses[0]
-    assert all(other.losses == found[0].losses for other in found)
-    assert all(other.evaluation == found[0].evaluation for other in found)
+        run = trainer(
+            nn.Linear(4, 1), DictSamples(), loss, epochs=2, loader=loader, evaluate=DictSamples()
+        )
+        results.append(run.fit())
+    assert results[0].losses[-1] < results[0].losses[0]
+    assert all(other.losses == results[0].losses for other in results)
+    assert all(other.evaluation == results[0].evaluation for other in results)
 
 
-def test_evaluates_in_evaluation_mode_and_leaves_modes_alone() -> None:
+def test_evaluates_in_evaluation_mode_and_restores_modes() -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.9), nn.Linear(8, 1))
-    model[0].eval()  # the user's, who has frozen it
+    model[0].eval()  # the user has frozen it
     seen = set()
 
     def loss(whole: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -191,8 +194,8 @@ def test_evaluates_in_evaluation_mode_and_leaves_modes_alone() -> None:
     assert result.evaluation == {"loss": pytest.approx(expected, rel=1e-5)}
 
 
-def test_no_gradient_check_lets_a_nan_through() -> None:
-    """What the option costs: the parameters are gone."""
+def test_nan_passes_without_gradient_check() -> None:
+    """Without the check the parameters are lost."""
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return mean_squared(model, batch) + (model.bias * 0).abs().sqrt().sum()  # type: ignore[operator]
@@ -200,14 +203,14 @@ def test_no_gradient_check_lets_a_nan_through() -> None:
     model = nn.Linear(4, 1)
     trainer(model, loss=loss, steps=1, check_gradients=False).fit()
     assert not model.bias.isfinite().any()
-    with pytest.raises(FloatingPointError, match=r"on rank 0 the gradient of bias isn't finite"):
+    with pytest.raises(FloatingPointError, match=r"on rank 0 the gradient of bias is not finite"):
         trainer(loss=loss, steps=1).fit()
 
 
-# --- what it shows ------------------------------------------------------------------------------
+# --- output -------------------------------------------------------------------------------------
 
 
-def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_without_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     trainer(progress=True, epochs=2, evaluate=DATA).fit()
     out, err = capsys.readouterr()
     number = r"\d+\.\d{4}"
@@ -218,7 +221,7 @@ def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) ->
     assert out == ""
 
 
-def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_bar_in_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     screen = io.StringIO()
 
     def console(**options: Any) -> Any:
@@ -228,52 +231,56 @@ def test_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
         return Console(file=screen, force_terminal=True, width=120, **options)
 
     monkeypatch.setattr(progress, "Console", console)
-    monkeypatch.setattr(progress, "_REFRESH", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
     trainer(progress=True, epochs=2, checkpoints=tmp_path).fit()
     trainer(progress=True, epochs=3, global_batch=25, checkpoints=tmp_path).fit()
     shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue())
     assert re.search(r" 10/10 .* loss \d+\.\d{4}  [\d,]+ samples/s  waiting 0%", shown)
-    assert re.search(r"going on from step 10 \(epoch 3, 0 of its 50 samples done\), \S+", shown)
-    assert "; global batch 10 then, 25 now" in shown
+    assert re.search(r"resuming from step 10 \(epoch 3, 0 of its 50 samples done\), \S+", shown)
+    assert "; global batch 10 before, 25 now" in shown
     assert "training" in shown
     assert " 12/12 " in shown
 
 
-def test_says_that_a_run_has_ended(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_completed_run_is_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     trainer(checkpoints=tmp_path).fit()
     result = trainer(progress=True, checkpoints=tmp_path).fit()
     assert (result.step, result.losses) == (5, [])
-    assert "that run had ended, nothing is left to train" in capsys.readouterr().err
+    assert "the run is complete, nothing is left to train" in capsys.readouterr().err
 
 
-def test_sigterm_in_another_thread_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_warns_outside_main_thread(caplog: pytest.LogCaptureFixture) -> None:
     def work() -> None:
-        with Stop() as stop:
-            assert not stop.asked
+        with PreemptionHandler() as preemption:
+            assert not preemption.requested
 
     with caplog.at_level(logging.WARNING, "phalanx"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert "runs in another than the main thread, where SIGTERM can't be heard" in caplog.text
+    assert "does not run in the main thread, so SIGTERM cannot be handled" in caplog.text
 
 
 @pytest.mark.parametrize("other", ["class", "order"])
-def test_refuses_a_checkpoint_of_an_optimizer_that_looks_alike(tmp_path: Path, other: str) -> None:
-    def run(kind: Any, *, swapped: bool) -> Trainer:
+def test_checkpoint_of_similar_optimizer_is_rejected(tmp_path: Path, other: str) -> None:
+    def run(optimizer_class: Any, *, swapped: bool) -> Trainer:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1))
         parts = [*model[1].parameters(), *model[0].parameters()] if swapped else model.parameters()
         options: dict[str, Any] = {"global_batch": 10, "steps": 2, "progress": False}
-        return Trainer(model, kind(parts), DATA, mean_squared, checkpoints=tmp_path, **options)
+        return Trainer(
+            model, optimizer_class(parts), DATA, mean_squared, checkpoints=tmp_path, **options
+        )
 
     run(torch.optim.AdamW, swapped=True).fit()
-    kind = torch.optim.Adam if other == "class" else torch.optim.AdamW
-    with pytest.raises(UsageError, match="has the state of another optimizer: AdamW of 4 param"):
-        run(kind, swapped=other == "class").fit()
+    optimizer_class = torch.optim.Adam if other == "class" else torch.optim.AdamW
+    with pytest.raises(
+        UsageError, match="has the state of a different optimizer: AdamW of 4 param"
+    ):
+        run(optimizer_class, swapped=other == "class").fit()
 
 
-def test_a_scheduler_with_counters_resumes(tmp_path: Path) -> None:
-    """A checkpoint knows dicts alone; MultiStepLR wants a Counter."""
+def test_scheduler_with_counters_resumes(tmp_path: Path) -> None:
+    """A checkpoint contains only dicts, but MultiStepLR needs a Counter."""
 
     def losses(steps: int, folder: Path) -> tuple[list[float], float]:
         torch.manual_seed(3)

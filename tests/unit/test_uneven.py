@@ -1,4 +1,4 @@
-"""Uneven loops and combined means in one process; tests/multiprocess has those of ranks."""
+"""Uneven inputs and combined means in one process; tests/multiprocess tests them on ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.data import mean_over_ranks, samples_in, until_all_end, until_one_ends
+from phalanx.data import count_samples, join_uneven_inputs, mean_over_ranks, truncate_uneven_inputs
 from phalanx.errors import UsageError
 
 
 class TestWithoutAGroup:
     def test_loops_are_plain(self) -> None:
         batches = [torch.ones(3), torch.ones(1)]
-        for loop in (until_all_end, until_one_ends):
+        for loop in (join_uneven_inputs, truncate_uneven_inputs):
             assert [(len(batch), weight) for batch, weight in loop(batches)] == [(3, 1), (1, 1)]
 
     def test_means_are_plain(self) -> None:
@@ -33,7 +33,7 @@ class TestWithoutAGroup:
             ({}, 1, "expected a count for each total, and at least one"),
         ],
     )
-    def test_wrong_numbers(self, total: Any, count: Any, message: str) -> None:
+    def test_invalid_numbers(self, total: Any, count: Any, message: str) -> None:
         with pytest.raises(UsageError, match=message):
             mean_over_ranks(total, count)
 
@@ -45,10 +45,10 @@ class TestWithoutAGroup:
             ({"ids": torch.ones(0, 7), "mask": torch.ones(5)}, 0),
         ],
     )
-    def test_samples_in(self, batch: Any, samples: int) -> None:
-        assert samples_in(batch) == samples
+    def test_count_samples(self, batch: Any, samples: int) -> None:
+        assert count_samples(batch) == samples
 
     @pytest.mark.parametrize("batch", ["words", torch.tensor(1.0), [], {"a": 3}])
-    def test_batches_without_a_size(self, batch: Any) -> None:
+    def test_batches_without_size(self, batch: Any) -> None:
         with pytest.raises(UsageError, match="given, expected a batch with a tensor"):
-            samples_in(batch)
+            count_samples(batch)

@@ -4,8 +4,8 @@
 - `batches`: splits every global batch over the ranks, so that a step uses the same samples at every
   world size.
 - `evaluation`: distributes a data set without duplicates, and combines the ranks' metrics.
-- `resuming`: samplers that resume in the middle of an epoch.
-- `uneven`: loops over uneven inputs.
+- `resumable`: samplers that resume in the middle of an epoch.
+- `uneven_inputs`: loops over uneven inputs.
 - `idx`: reads MNIST's file format.
 - `ranks`: functions that these modules share.
 
@@ -17,7 +17,7 @@ from phalanx.data.evaluation import EvaluationSampler, mean_over_ranks
 from phalanx.data.idx import load_mnist, read_idx
 from phalanx.data.partition import DataPartitioner, Partition
 from phalanx.data.resumable import ResumableSampler
-from phalanx.data.uneven_inputs import samples_in, until_all_end, until_one_ends
+from phalanx.data.uneven_inputs import count_samples, join_uneven_inputs, truncate_uneven_inputs
 
 __all__ = [
     "DataPartitioner",
@@ -25,11 +25,11 @@ __all__ = [
     "GlobalBatchSampler",
     "Partition",
     "ResumableSampler",
+    "count_samples",
+    "join_uneven_inputs",
     "load_mnist",
     "mean_over_ranks",
     "per_rank_batch_size",
     "read_idx",
-    "samples_in",
-    "until_all_end",
-    "until_one_ends",
+    "truncate_uneven_inputs",
 ]

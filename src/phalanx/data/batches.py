@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from phalanx.data.partition import length
-from phalanx.data.ranks import check_rank, place, share
+from phalanx.data.ranks import check_rank, rank_slice, resolve_rank
 from phalanx.data.resumable import Resumable
 from phalanx.errors import UsageError
 
 __all__ = ["GlobalBatchSampler", "per_rank_batch_size"]
 
 # Number of samples at the start of an epoch's order whose checksum is part of a state.
-_HEAD = 1000
+_CHECKED_SAMPLES = 1000
 
 
 def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
@@ -39,7 +39,7 @@ def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
             f"global batch {global_batch} given for world size {world_size}, expected at least "
             "one sample per rank: give a larger global batch, or start fewer ranks"
         )
-    start, stop = share(global_batch, world_size, rank)
+    start, stop = rank_slice(global_batch, world_size, rank)
     return stop - start
 
 
@@ -91,11 +91,11 @@ class GlobalBatchSampler(Resumable[list[int]]):
         super().__init__()
         self.samples = length(data)
         self.global_batch = global_batch
-        self.world_size, self.rank = place(world_size, rank)
+        self.world_size, self.rank = resolve_rank(world_size, rank)
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self._cached: tuple[tuple[int, int, bool], Tensor] | None = None
+        self._cached_order: tuple[tuple[int, int, bool], Tensor] | None = None
         per_rank_batch_size(global_batch, self.world_size, self.rank)
         if len(self) == 0:
             raise UsageError(
@@ -112,11 +112,11 @@ class GlobalBatchSampler(Resumable[list[int]]):
         Raises:
             UsageError: `step` is out of range.
         """
-        steps = self._left(self._start)
+        steps = self._steps_left(self._start)
         if not 0 <= step < steps:
             raise UsageError(f"weight: step {step} given, expected 0 to {steps - 1}")
         size = self._batch_size(step)
-        start, stop = share(size, self.world_size, self.rank)
+        start, stop = rank_slice(size, self.world_size, self.rank)
         return (stop - start) / size
 
     def __len__(self) -> int:
@@ -127,38 +127,38 @@ class GlobalBatchSampler(Resumable[list[int]]):
         return self._steps()
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._drawing(self._batches(self._begin(), self._order()))
+        return self._count_items(self._batches(self._start_iteration(), self._order()))
 
     def _batches(self, start: int, order: Tensor) -> Iterator[list[int]]:
-        for step in range(self._left(start)):
+        for step in range(self._steps_left(start)):
             batch = order[start + step * self.global_batch :][: self.global_batch]
-            first, last = share(len(batch), self.world_size, self.rank)
+            first, last = rank_slice(len(batch), self.world_size, self.rank)
             yield batch[first:last].tolist() or batch[:1].tolist()
 
     def _order(self) -> Tensor:
         """Return the indices of the samples in the order of the epoch, int64 [samples]."""
         key = (self.epoch, self.seed, self.shuffle)
-        if self._cached is None or self._cached[0] != key:
+        if self._cached_order is None or self._cached_order[0] != key:
             generator = torch.Generator().manual_seed(self.seed + self.epoch)
             shuffled = torch.randperm(self.samples, generator=generator)
-            self._cached = key, shuffled if self.shuffle else torch.arange(self.samples)
-        return self._cached[1]
+            self._cached_order = key, shuffled if self.shuffle else torch.arange(self.samples)
+        return self._cached_order[1]
 
     def _batch_size(self, step: int) -> int:
         return min(self.global_batch, self.samples - self._start - step * self.global_batch)
 
     def _identity(self) -> dict[str, Any]:
         # PyTorch does not guarantee that its versions shuffle in the same way.
-        head = zlib.crc32(self._order()[:_HEAD].numpy().tobytes())
-        described = {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
-        return {"sampler": "GlobalBatchSampler", **described, "order": head}
+        checksum = zlib.crc32(self._order()[:_CHECKED_SAMPLES].numpy().tobytes())
+        settings = {"samples": self.samples, "seed": self.seed, "shuffle": self.shuffle}
+        return {"sampler": "GlobalBatchSampler", **settings, "order": checksum}
 
-    def _size(self) -> int:
+    def _end_position(self) -> int:
         return self.samples
 
     def _stride(self) -> int:
         return self.global_batch
 
-    def _left(self, position: int) -> int:
+    def _steps_left(self, position: int) -> int:
         whole, rest = divmod(self.samples - position, self.global_batch)
         return whole + (rest > 0 and not self.drop_last)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from phalanx.data.partition import length
-from phalanx.data.ranks import place, place_in, sum_over_ranks
+from phalanx.data.ranks import resolve_rank, sum_over_ranks, world_size_and_rank
 from phalanx.data.resumable import Resumable
 from phalanx.errors import UsageError
 
@@ -27,7 +27,8 @@ class EvaluationSampler(Resumable[int]):
     the accuracy is that of a different set. Here rank `r` has samples `r`, `r + world size`, ...;
     some ranks may have one more than others, and with fewer samples than ranks some have none. The
     number of batches may therefore differ between ranks. Do not use collectives in the loop;
-    combine the results with `mean_over_ranks` after it, or run the loop through `until_all_end`.
+    combine the results with `mean_over_ranks` after it, or run the loop through
+    `join_uneven_inputs`.
 
     Pass it to a `DataLoader` as `sampler`, with any `batch_size`. It resumes like
     `GlobalBatchSampler`, at any world size, if each rank calls `advance(samples)` with the number
@@ -53,7 +54,7 @@ class EvaluationSampler(Resumable[int]):
     ) -> None:
         super().__init__()
         self.samples = length(data)
-        self.world_size, self.rank = place(world_size, rank)
+        self.world_size, self.rank = resolve_rank(world_size, rank)
         if self.samples == 0:
             raise UsageError("EvaluationSampler: 0 samples given, expected at least 1")
 
@@ -65,20 +66,20 @@ class EvaluationSampler(Resumable[int]):
         return self._steps()
 
     def __iter__(self) -> Iterator[int]:
-        own = range(self._begin() + self.rank, self.samples, self.world_size)
-        return self._drawing(iter(own))
+        own = range(self._start_iteration() + self.rank, self.samples, self.world_size)
+        return self._count_items(iter(own))
 
     def _identity(self) -> dict[str, Any]:
         return {"sampler": "EvaluationSampler", "samples": self.samples}
 
-    def _size(self) -> int:
+    def _end_position(self) -> int:
         return self.samples
 
     def _stride(self) -> int:
         # A step covers one sample on each rank, so the ranks together cover a prefix of the set.
         return self.world_size
 
-    def _left(self, position: int) -> int:
+    def _steps_left(self, position: int) -> int:
         return len(range(position + self.rank, self.samples, self.world_size))
 
 
@@ -141,49 +142,54 @@ def mean_over_ranks(
             "a count for each total, and at least one"
         )
     names = sorted(totals)
-    shares = [_share(name, totals[name], counts[name]) for name in names]
-    means = dict(zip(names, _means(names, shares, group), strict=True))
+    contributions = [_contribution(name, totals[name], counts[name]) for name in names]
+    means = dict(zip(names, _means(names, contributions, group), strict=True))
     return {name: means[name] for name in totals} if isinstance(total, Mapping) else means["total"]
 
 
-def _share(name: str, total: Number, count: Number) -> tuple[float, float]:
-    summed, counted = _number(name, total), _number(name, count)
-    if not 0 <= counted < math.inf:
+def _contribution(name: str, total: Number, count: Number) -> tuple[float, float]:
+    total_value, count_value = _number(name, total), _number(name, count)
+    if not 0 <= count_value < math.inf:
         raise UsageError(
-            f"mean_over_ranks: count {counted} given for {name!r}, expected a number of samples, "
-            "at least 0"
+            f"mean_over_ranks: count {count_value} given for {name!r}, expected a number of "
+            "samples, at least 0"
         )
-    return (summed, counted) if counted else (0.0, 0.0)
+    return (total_value, count_value) if count_value else (0.0, 0.0)
 
 
 def _number(name: str, value: Number) -> float:
     if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
         return float(value.item())
     if isinstance(value, Tensor) or not hasattr(value, "__float__"):
-        what = f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        description = (
+            f"{value.dtype}{list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        )
         raise UsageError(
-            f"mean_over_ranks: {what} given for {name!r}, expected a number, or a tensor "
+            f"mean_over_ranks: {description} given for {name!r}, expected a number, or a tensor "
             "of one element: sum it over the rank's samples first"
         )
     return float(value)
 
 
 def _means(
-    names: list[str], shares: list[tuple[float, float]], group: dist.ProcessGroup | None
+    names: list[str], contributions: list[tuple[float, float]], group: dist.ProcessGroup | None
 ) -> list[float]:
-    world_size, _ = place_in(group, "mean_over_ranks")
+    world_size, _ = world_size_and_rank(group, "mean_over_ranks")
     # The all-reduce also sums a checksum of the names, to check that they are equal on all ranks.
-    mark = zlib.crc32("\0".join(names).encode())
-    flat = [number for pair in shares for number in pair]
-    sums = sum_over_ranks([mark, *flat], torch.float64, group)
-    if sums[0] != world_size * mark:
+    checksum = zlib.crc32("\0".join(names).encode())
+    flat = [number for pair in contributions for number in pair]
+    sums = sum_over_ranks([checksum, *flat], torch.float64, group)
+    if sums[0] != world_size * checksum:
         raise UsageError(
-            f"mean_over_ranks: {names} given on this rank, other names on another: "
-            "give the same on all"
+            f"mean_over_ranks: {names} given on this rank, different names on another: "
+            "give the same names on all ranks"
         )
-    for name, counted in zip(names, sums[2::2], strict=True):
-        if counted == 0:
+    for name, count_value in zip(names, sums[2::2], strict=True):
+        if count_value == 0:
             raise UsageError(
                 f"mean_over_ranks: count 0 given for {name!r} on all ranks: nothing was counted"
             )
-    return [summed / counted for summed, counted in zip(sums[1::2], sums[2::2], strict=True)]
+    return [
+        total_value / count_value
+        for total_value, count_value in zip(sums[1::2], sums[2::2], strict=True)
+    ]

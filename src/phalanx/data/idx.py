@@ -47,7 +47,7 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
         state = "truncated" if len(content) - start < expected else "followed by trailing bytes"
         raise UsageError(
             f"{path}: {state}: {len(content) - start} bytes of elements found, expected "
-            f"{expected} for {dtype.newbyteorder('=').name}{list(shape)}: get the file again"
+            f"{expected} for {dtype.newbyteorder('=').name}{list(shape)}: download the file again"
         )
     elements = np.frombuffer(content, dtype, offset=start).reshape(shape)
     return torch.from_numpy(elements.astype(dtype.newbyteorder("=")))
@@ -70,8 +70,8 @@ def load_mnist(directory: str | PathLike[str]) -> dict[str, tuple[Tensor, Tensor
     """
     parts = {}
     for part in ("train", "t10k"):
-        images = _find(directory, f"{part}-images", "idx3-ubyte")
-        labels = _find(directory, f"{part}-labels", "idx1-ubyte")
+        images = _find_file(directory, f"{part}-images", "idx3-ubyte")
+        labels = _find_file(directory, f"{part}-labels", "idx1-ubyte")
         if images and labels:
             parts[part] = _load_part(images, labels)
         elif images or labels:
@@ -96,7 +96,7 @@ def _read(path: Path) -> bytes:
     except EOFError:
         raise UsageError(f"{path}: truncated: the compressed data ends early") from None
     except (OSError, zlib.error) as error:
-        raise UsageError(f"{path}: can't be read: {error}") from error
+        raise UsageError(f"{path}: cannot be read: {error}") from error
 
 
 def _header(path: str | PathLike[str], content: bytes) -> tuple[np.dtype[np.generic], list[int]]:
@@ -111,16 +111,16 @@ def _header(path: str | PathLike[str], content: bytes) -> tuple[np.dtype[np.gene
     if len(content) < 4 + 4 * dimensions:
         raise UsageError(
             f"{path}: truncated: {len(content)} bytes found, expected at least "
-            f"{4 + 4 * dimensions} for a header of {dimensions} dimensions: get the file again"
+            f"{4 + 4 * dimensions} for a header of {dimensions} dimensions: download the file again"
         )
     shape = struct.unpack_from(f">{dimensions}I", content, 4)
     return np.dtype(">" + _DTYPES[magic[2]]), list(shape)
 
 
-def _find(directory: str | PathLike[str], stem: str, suffix: str) -> Path | None:
+def _find_file(directory: str | PathLike[str], stem: str, suffix: str) -> Path | None:
     names = (f"{stem}{dot}{suffix}{end}" for dot in "-." for end in ("", ".gz"))
-    found = (Path(directory) / name for name in names)
-    return next((path for path in found if path.is_file()), None)
+    paths = (Path(directory) / name for name in names)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def _load_part(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,8 @@ def _load_part(images_path: Path, labels_path: Path) -> tuple[Tensor, Tensor]:
         if tensor.dtype != torch.uint8 or tensor.dim() != dimensions:
             raise UsageError(
                 f"{path}: {tensor.dtype}{list(tensor.shape)} found, expected uint8 with "
-                f"{dimensions} dimension{'s' * (dimensions > 1)}: is it another file renamed?"
+                f"{dimensions} dimension{'s' * (dimensions > 1)}: is it a different file that was "
+                "renamed?"
             )
     if len(images) != len(labels):
         raise UsageError(

@@ -100,7 +100,7 @@ def length(data: object) -> int:
     if not isinstance(data, Sized):
         raise UsageError(
             f"{type(data).__name__} given, expected a data set with a length: "
-            "an iterable data set can't be split by indices"
+            "an iterable data set cannot be split by indices"
         )
     return len(data)
 
@@ -111,9 +111,9 @@ def _counts(samples: int, sizes: list[float]) -> list[int]:
     quotas = [size * samples for size in sizes]
     counts = [math.floor(quota) for quota in quotas]
     # The remaining samples go to the parts with the largest remainders.
-    by_loss = sorted(range(len(sizes)), key=lambda part: counts[part] - quotas[part])
-    left_over = round(samples * math.fsum(sizes)) - sum(counts)
-    for part in by_loss[:left_over]:
+    by_remainder = sorted(range(len(sizes)), key=lambda part: counts[part] - quotas[part])
+    remaining = round(samples * math.fsum(sizes)) - sum(counts)
+    for part in by_remainder[:remaining]:
         counts[part] += 1
     if 0 in counts:
         part = counts.index(0)
@@ -140,6 +140,6 @@ def _check_sizes(samples: int, sizes: list[float]) -> None:
         )
     if len(sizes) > samples:
         raise UsageError(
-            f"DataPartitioner: {len(sizes)} partitions of {samples} samples asked for, expected "
+            f"DataPartitioner: {len(sizes)} partitions of {samples} samples requested, expected "
             "at most one partition per sample: start fewer ranks, or give more data"
         )

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["check_rank", "place", "place_in", "share", "sum_over_ranks"]
+__all__ = ["check_rank", "rank_slice", "resolve_rank", "sum_over_ranks", "world_size_and_rank"]
 
 
-def place(world_size: int | None, rank: int | None) -> tuple[int, int]:
+def resolve_rank(world_size: int | None, rank: int | None) -> tuple[int, int]:
     """Return the given world size and rank, or those of the default group, or (1, 0) without one.
 
     Raises:
@@ -24,10 +24,10 @@ def place(world_size: int | None, rank: int | None) -> tuple[int, int]:
     if world_size is not None and rank is not None:
         check_rank(world_size, rank)
         return world_size, rank
-    return place_in(None, "")
+    return world_size_and_rank(None, "")
 
 
-def place_in(group: dist.ProcessGroup | None, caller: str) -> tuple[int, int]:
+def world_size_and_rank(group: dist.ProcessGroup | None, caller: str) -> tuple[int, int]:
     """Return the world size and rank in a group, or (1, 0) without any process group.
 
     Raises:
@@ -49,7 +49,7 @@ def check_rank(world_size: int, rank: int) -> None:
         raise UsageError(f"rank {rank} given, expected 0 to {world_size - 1}")
 
 
-def share(size: int, world_size: int, rank: int) -> tuple[int, int]:
+def rank_slice(size: int, world_size: int, rank: int) -> tuple[int, int]:
     """Return the start and stop of a rank's slice of `size` samples."""
     base, extra = divmod(size, world_size)
     start = rank * base + min(rank, extra)
@@ -62,8 +62,8 @@ def sum_over_ranks(
     """Return the element-wise sums over the ranks of a group, by one all-reduce. Blocks."""
     if not (dist.is_available() and dist.is_initialized()):
         return list(values)
-    on = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
-    tensor: Tensor = torch.tensor(values, dtype=dtype, device=on)
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    tensor: Tensor = torch.tensor(values, dtype=dtype, device=device)
     dist.all_reduce(tensor, group=group)
     sums: list[int | float] = tensor.tolist()
     return sums

@@ -29,9 +29,9 @@ class Resumable(Sampler[T_co]):
         self.epoch = 0
         self._position = 0
         self._start = 0  # the position at which the current or next iteration begins
-        self._begun = False  # True if there is a current iteration
-        self._anew = False  # True if the epoch has ended: the next iteration starts over
-        self._drawn = 0
+        self._is_iterating = False  # True if there is a current iteration
+        self._restarts = False  # True if the epoch has ended: the next iteration starts over
+        self._items_drawn = 0
         self._warned = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -43,7 +43,7 @@ class Resumable(Sampler[T_co]):
         """
         if epoch != self.epoch:
             self.epoch = epoch
-            self._go_to(0)
+            self._set_position(0)
 
     def advance(self, steps: int = 1) -> None:
         """Mark the next `steps` items of this sampler as trained on.
@@ -55,17 +55,17 @@ class Resumable(Sampler[T_co]):
         Raises:
             UsageError: The epoch has fewer steps left, or `steps` is negative.
         """
-        left = self._left(self._position)
-        if not 0 <= steps <= left:
+        remaining = self._steps_left(self._position)
+        if not 0 <= steps <= remaining:
             raise UsageError(
-                f"{type(self).__name__}.advance: {steps} given, expected 0 to {left}, which are "
-                f"left of epoch {self.epoch}: call set_epoch() before the next epoch"
+                f"{type(self).__name__}.advance: {steps} given, expected 0 to {remaining}, the "
+                f"steps left in epoch {self.epoch}: call set_epoch() before the next epoch"
             )
         if steps == 0:
             return
-        self._position = min(self._position + steps * self._stride(), self._size())
-        self._anew = steps == left
-        if not self._begun:
+        self._position = min(self._position + steps * self._stride(), self._end_position())
+        self._restarts = steps == remaining
+        if not self._is_iterating:
             self._start = self._position
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Resumable(Sampler[T_co]):
         all ranks that have made the same number of steps. Save rank 0's state, and load it on all
         ranks.
         """
-        if self._drawn > 1 and self._position == self._start and not self._warned:
+        if self._items_drawn > 1 and self._position == self._start and not self._warned:
             self._warned = True
             _log.warning(
-                "%s: %d items have been drawn, but advance() not called: the state says that none "
-                "of them is done",
+                "%s: %d items have been drawn, but advance() was not called: the state records "
+                "none of them as processed",
                 type(self).__name__,
-                self._drawn,
+                self._items_drawn,
             )
         return {"epoch": self.epoch, "position": self._position, **self._identity()}
 
@@ -96,50 +96,50 @@ class Resumable(Sampler[T_co]):
             UsageError: The state is of a different sampler, data set, seed or order, or is not a
                 valid state. The sampler stays unchanged.
         """
-        epoch, position = _numbers(state, f"{type(self).__name__}.load_state_dict")
-        before, self.epoch = self.epoch, epoch
+        epoch, position = _epoch_and_position(state, f"{type(self).__name__}.load_state_dict")
+        previous, self.epoch = self.epoch, epoch
         try:
             self._check(state, position)
         except UsageError:
-            self.epoch = before
+            self.epoch = previous
             raise
-        self._go_to(position)
+        self._set_position(position)
 
-    def _begin(self) -> int:
+    def _start_iteration(self) -> int:
         """Start a new iteration, and return the position at which it begins."""
-        if self._anew:
-            self._go_to(0)
-        self._start, self._drawn, self._begun = self._position, 0, True
-        self._anew = self._left(self._position) == 0
+        if self._restarts:
+            self._set_position(0)
+        self._start, self._items_drawn, self._is_iterating = self._position, 0, True
+        self._restarts = self._steps_left(self._position) == 0
         return self._start
 
-    def _drawing(self, items: Iterator[T_co]) -> Iterator[T_co]:
+    def _count_items(self, items: Iterator[T_co]) -> Iterator[T_co]:
         for item in items:
-            self._drawn += 1
+            self._items_drawn += 1
             yield item
 
-    def _go_to(self, position: int) -> None:
+    def _set_position(self, position: int) -> None:
         self._position = self._start = position
-        self._anew = self._begun = False
-        self._drawn = 0
+        self._restarts = self._is_iterating = False
+        self._items_drawn = 0
 
     def _steps(self) -> int:
         """Return the number of items in the current iteration, or in the next once it has ended."""
-        return self._left(0 if self._anew else self._start)
+        return self._steps_left(0 if self._restarts else self._start)
 
     def _check(self, state: Mapping[str, Any], position: int) -> None:
         name = f"{type(self).__name__}.load_state_dict"
-        for key, here in self._identity().items():
-            if key not in state or state[key] != here:
-                there = repr(state[key]) if key in state else "unknown"
+        for key, expected in self._identity().items():
+            if key not in state or state[key] != expected:
+                actual = repr(state[key]) if key in state else "unknown"
                 raise UsageError(
-                    f"{name}: a state of {key} {there} given, expected {key} {here!r}, as this "
-                    f"sampler has: {_ADVICE[key]}"
+                    f"{name}: a state with {key} {actual} given, expected {key} {expected!r} as in "
+                    f"this sampler: {_ADVICE[key]}"
                 )
-        if not 0 <= position <= self._size():
+        if not 0 <= position <= self._end_position():
             raise UsageError(
-                f"{name}: position {position} given, expected 0 to {self._size()}: the state is "
-                "damaged"
+                f"{name}: position {position} given, expected 0 to {self._end_position()}: the "
+                "state is damaged"
             )
 
     @abstractmethod
@@ -147,7 +147,7 @@ class Resumable(Sampler[T_co]):
         """Return the values that determine the order of epoch `self.epoch`."""
 
     @abstractmethod
-    def _size(self) -> int:
+    def _end_position(self) -> int:
         """Return the position at the end of an epoch."""
 
     @abstractmethod
@@ -155,11 +155,11 @@ class Resumable(Sampler[T_co]):
         """Return the distance by which a step moves the position."""
 
     @abstractmethod
-    def _left(self, position: int) -> int:
+    def _steps_left(self, position: int) -> int:
         """Return the number of steps of this rank from a position to the end of the epoch."""
 
 
-def _numbers(state: Mapping[str, Any], name: str) -> tuple[int, int]:
+def _epoch_and_position(state: Mapping[str, Any], name: str) -> tuple[int, int]:
     """Return the epoch and position of a state.
 
     Raises:
@@ -170,8 +170,8 @@ def _numbers(state: Mapping[str, Any], name: str) -> tuple[int, int]:
         if type(epoch) is int and type(position) is int:
             return epoch, position
     raise UsageError(
-        f"{name}: {state!r:.200} given, expected what state_dict() returned, with whole numbers "
-        "for epoch and position"
+        f"{name}: {state!r:.200} given, expected a result of state_dict(), with integers for "
+        "epoch and position"
     )
 
 
@@ -179,12 +179,11 @@ _ADVICE = {
     "sampler": "resume with the kind of sampler that the state was saved from",
     "samples": "resume with the data set that the state was saved with",
     "items": "resume with the data set that the state was saved with",
-    "seed": "make the sampler with the seed of the state",
-    "shuffle": "make the sampler with the shuffle of the state",
-    "order": "the samples would come in another order: does this version of PyTorch shuffle "
-    "differently?",
-    "world_size": "resume with as many ranks, or use GlobalBatchSampler, which resumes with any "
-    "number of them",
+    "seed": "create the sampler with the seed of the state",
+    "shuffle": "create the sampler with the shuffle of the state",
+    "order": "the order of the samples differs: does this version of PyTorch shuffle differently?",
+    "world_size": "resume with the same number of ranks, or use GlobalBatchSampler, which "
+    "resumes with any number of ranks",
 }
 
 
@@ -220,9 +219,9 @@ class ResumableSampler(Resumable[T_co]):
         while inner is not None:
             if hasattr(inner, "generator"):  # RandomSampler and similar samplers
                 raise UsageError(
-                    f"ResumableSampler: {type(inner).__name__} given, which draws another order at "
-                    "each iteration: use GlobalBatchSampler, or DistributedSampler (in one process "
-                    "with num_replicas=1, rank=0)"
+                    f"ResumableSampler: {type(inner).__name__} given, which draws a different "
+                    "order in each iteration: use GlobalBatchSampler, or DistributedSampler (in "
+                    "one process with num_replicas=1, rank=0)"
                 )
             inner = getattr(inner, "sampler", None)
         self.sampler: Any = sampler
@@ -230,39 +229,41 @@ class ResumableSampler(Resumable[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of this sampler, and that of the wrapped sampler if it supports epochs."""
         super().set_epoch(epoch)
-        self._tell_epoch()
+        self._forward_epoch()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state; see `Resumable.load_state_dict`."""
         super().load_state_dict(state)
-        self._tell_epoch()
+        self._forward_epoch()
 
     def __len__(self) -> int:
         """Return the number of items in the current iteration, or in the next once it has ended."""
         return self._steps()
 
     def __iter__(self) -> Iterator[T_co]:
-        return self._drawing(itertools.islice(self.sampler, self._begin(), None))
+        return self._count_items(itertools.islice(self.sampler, self._start_iteration(), None))
 
-    def _tell_epoch(self) -> None:
+    def _forward_epoch(self) -> None:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(self.epoch)
 
     def _identity(self) -> dict[str, Any]:
         inner = self.sampler
-        found: dict[str, Any] = {"sampler": type(inner).__name__}
+        identity: dict[str, Any] = {"sampler": type(inner).__name__}
         names = {"world_size": "num_replicas", "seed": "seed", "shuffle": "shuffle"}
-        found |= {key: getattr(inner, name) for key, name in names.items() if hasattr(inner, name)}
+        identity |= {
+            key: getattr(inner, name) for key, name in names.items() if hasattr(inner, name)
+        }
         data = getattr(inner, "dataset", None)
         if isinstance(data, Sized):
-            found["samples"] = len(data)
-        return {**found, "items": len(inner)}
+            identity["samples"] = len(data)
+        return {**identity, "items": len(inner)}
 
-    def _size(self) -> int:
+    def _end_position(self) -> int:
         return len(self.sampler)
 
     def _stride(self) -> int:
         return 1
 
-    def _left(self, position: int) -> int:
+    def _steps_left(self, position: int) -> int:
         return len(self.sampler) - position

@@ -8,19 +8,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.data.ranks import place_in, sum_over_ranks
+from phalanx.data.ranks import sum_over_ranks, world_size_and_rank
 from phalanx.errors import PhalanxError, UsageError
 
-__all__ = ["samples_in", "until_all_end", "until_one_ends"]
+__all__ = ["count_samples", "join_uneven_inputs", "truncate_uneven_inputs"]
 
 T = TypeVar("T")
 
 # Values that a rank sends instead of its number of samples.
-_ENDED, _NOTHING, _FAILED = -1, -2, -3
+_ENDED, _NO_BATCH, _FAILED = -1, -2, -3
 _END = object()
 
 
-def until_all_end(
+def join_uneven_inputs(
     loader: Iterable[T],
     group: dist.ProcessGroup | None = None,
     *,
@@ -35,8 +35,8 @@ def until_all_end(
 
     A mean over the batch times the weight, summed over the ranks, is the mean over all samples of
     the step. Therefore call `average_gradients(model, weight=weight)`. If gradients are averaged
-    over the ranks (DDP, `SharedDataParallel`), call `(loss * weight * world_size).backward()` instead,
-    which needs a finite loss on every rank.
+    over the ranks (DDP, `SharedDataParallel`), call `(loss * weight * world_size).backward()`
+    instead, which needs a finite loss on every rank.
 
     The loop body also runs for batches of weight 0. Multiply everything that counts by the weight.
     The statistics of BatchNorm include the repeated batch.
@@ -52,7 +52,7 @@ def until_all_end(
         group: The group that makes the steps; the default group if None.
         example: The batch, with weight 0, for a rank that has no batch of its own. Required on
             ranks that may have no data at all.
-        size: A function that returns the number of samples in a batch; `samples_in` if None.
+        size: A function that returns the number of samples in a batch; `count_samples` if None.
             `lambda batch: 1` gives all ranks that have data the same weight.
 
     Yields:
@@ -65,16 +65,18 @@ def until_all_end(
         torch.distributed.DistBackendError: A rank died or did not join the collective.
 
     Example:
-        >>> for (images, labels), weight in until_all_end(loader):
+        >>> for (images, labels), weight in join_uneven_inputs(loader):
         ...     optimizer.zero_grad()
         ...     F.cross_entropy(model(images), labels).backward()
         ...     average_gradients(model, weight=weight)
         ...     optimizer.step()
     """
-    return _Steps("until_all_end", loader, group, size or samples_in, example).until_all_end()
+    return _UnevenLoop(
+        "join_uneven_inputs", loader, group, size or count_samples, example
+    ).join_uneven_inputs()
 
 
-def until_one_ends(
+def truncate_uneven_inputs(
     loader: Iterable[T],
     group: dist.ProcessGroup | None = None,
     *,
@@ -83,12 +85,12 @@ def until_one_ends(
     """Yield batches with weights until the first rank runs out of data; all stop together.
 
     No batch is repeated, but the remaining data of the other ranks is not used. A batch that they
-    fetched for the step that does not happen is dropped. Otherwise as `until_all_end`.
+    fetched for the step that does not happen is dropped. Otherwise as `join_uneven_inputs`.
 
     Args:
         loader: Any iterable.
         group: The group that makes the steps; the default group if None.
-        size: A function that returns the number of samples in a batch; `samples_in` if None.
+        size: A function that returns the number of samples in a batch; `count_samples` if None.
 
     Yields:
         The batch and its weight, from 0 to 1.
@@ -98,10 +100,12 @@ def until_one_ends(
         PhalanxError: The loader or `size` of another rank raised; the message names the rank.
         torch.distributed.DistBackendError: A rank died or did not join the collective.
     """
-    return _Steps("until_one_ends", loader, group, size or samples_in, None).until_one_ends()
+    return _UnevenLoop(
+        "truncate_uneven_inputs", loader, group, size or count_samples, None
+    ).truncate_uneven_inputs()
 
 
-def samples_in(batch: object) -> int:
+def count_samples(batch: object) -> int:
     """Return the length of the first tensor with a dimension in a batch, including nested ones.
 
     Raises:
@@ -110,7 +114,7 @@ def samples_in(batch: object) -> int:
     if (tensor := _first_tensor(batch)) is None:
         raise UsageError(
             f"{type(batch).__name__} given, expected a batch with a tensor of at least one "
-            "dimension: tell how many samples it has by size=, such as size=len"
+            "dimension: give size=, a function that returns the number of samples, such as size=len"
         )
     return len(tensor)
 
@@ -126,7 +130,7 @@ def _first_tensor(batch: object) -> Tensor | None:
 
 
 @dataclass
-class _Steps(Generic[T]):
+class _UnevenLoop(Generic[T]):
     """The steps of one loop, on this rank."""
 
     caller: str
@@ -144,78 +148,78 @@ class _Steps(Generic[T]):
     def __post_init__(self) -> None:
         if not isinstance(self.loader, Iterable):
             raise UsageError(
-                f"{self.caller}: {type(self.loader).__name__} given, expected something to "
-                "iterate over, such as a DataLoader"
+                f"{self.caller}: {type(self.loader).__name__} given, expected an iterable, "
+                "such as a DataLoader"
             )
-        self.world_size, self.rank = place_in(self.group, self.caller)
+        self.world_size, self.rank = world_size_and_rank(self.group, self.caller)
 
-    def until_all_end(self) -> Iterator[tuple[T, float]]:
-        while max(sizes := self.agree()) >= 0:
+    def join_uneven_inputs(self) -> Iterator[tuple[T, float]]:
+        while max(sizes := self.exchange_sizes()) >= 0:
             self.check_batches(sizes)
-            yield self.weighted(sizes)
+            yield self.weighted_batch(sizes)
 
-    def until_one_ends(self) -> Iterator[tuple[T, float]]:
-        while min(sizes := self.agree()) >= 0:
-            yield self.weighted(sizes)
+    def truncate_uneven_inputs(self) -> Iterator[tuple[T, float]]:
+        while min(sizes := self.exchange_sizes()) >= 0:
+            yield self.weighted_batch(sizes)
 
-    def agree(self) -> list[int]:
+    def exchange_sizes(self) -> list[int]:
         """Fetch a batch; return each rank's number of samples or status code. Collective."""
-        table: list[int | float] = [0] * self.world_size
-        table[self.rank] = self.fetch()
+        values: list[int | float] = [0] * self.world_size
+        values[self.rank] = self.fetch()
         self.step += 1
         try:
-            sizes = [int(size) for size in sum_over_ranks(table, torch.int64, self.group)]
+            sizes = [int(size) for size in sum_over_ranks(values, torch.int64, self.group)]
         finally:
             if self.error is not None:
                 raise self.error
         if failed := [rank for rank, size in enumerate(sizes) if size == _FAILED]:
             raise PhalanxError(
-                f"{self.caller}: {_ranks(failed)} raised while it fetched the batch of step "
-                f"{self.step} (counted from 1): see its own error"
+                f"{self.caller}: {_format_ranks(failed)} raised while it fetched the batch of step "
+                f"{self.step} (counted from 1): see the error of that rank"
             )
         return sizes
 
     def fetch(self) -> int:
         if self.ended:
-            return _NOTHING if self.batch is None else _ENDED
+            return _NO_BATCH if self.batch is None else _ENDED
         try:
             if self.iterator is None:
                 self.iterator = iter(self.loader)
             batch = next(self.iterator, _END)
             if batch is not _END:
                 self.batch = cast(T, batch)
-                return self.measured(self.batch)
+                return self.count(self.batch)
         except Exception as error:  # noqa: BLE001 - raised after the waiting ranks are notified
             self.error = error
             return _FAILED
         self.ended = True
         return self.fetch()
 
-    def measured(self, batch: T) -> int:
+    def count(self, batch: T) -> int:
         size = self.size(batch)
         if type(size) is not int or size < 0:
             raise UsageError(
-                f"{self.caller}: size= returned {size!r}, expected a whole number of at least 0"
+                f"{self.caller}: size= returned {size!r}, expected an integer of at least 0"
             )
         return size
 
     def check_batches(self, sizes: list[int]) -> None:
-        if missing := [rank for rank, size in enumerate(sizes) if size == _NOTHING]:
+        if missing := [rank for rank, size in enumerate(sizes) if size == _NO_BATCH]:
             raise UsageError(
-                f"{self.caller}: {_ranks(missing)} of {self.world_size} had no batch at all and no "
-                "example, while others have data: give a batch by example= (it counts with weight "
+                f"{self.caller}: {_format_ranks(missing)} of {self.world_size} had no batch and no "
+                "example, while other ranks have data: give a batch as example= (its weight is "
                 "0), give each rank data, or start fewer ranks"
             )
 
-    def weighted(self, sizes: list[int]) -> tuple[T, float]:
-        whole = sum(max(size, 0) for size in sizes)
-        if whole == 0:
+    def weighted_batch(self, sizes: list[int]) -> tuple[T, float]:
+        total = sum(max(size, 0) for size in sizes)
+        if total == 0:
             raise UsageError(
                 f"{self.caller}: batches of 0 samples given on all ranks in step {self.step} "
-                "(counted from 1), expected a sample on some rank"
+                "(counted from 1), expected a sample on at least one rank"
             )
-        return cast(T, self.batch), max(sizes[self.rank], 0) / whole
+        return cast(T, self.batch), max(sizes[self.rank], 0) / total
 
 
-def _ranks(ranks: list[int]) -> str:
+def _format_ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

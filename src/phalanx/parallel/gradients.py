@@ -51,16 +51,16 @@ def average_gradients(
             1, no parameter requires a gradient, a gradient is sparse, or no rank has a gradient.
         torch.distributed.DistBackendError: The backend failed: a rank died or did not take part.
     """
-    owners = _trainable(parameters)
+    trainable = _trainable(parameters)
     scale = _scale(group, weight)
-    gradients = [_contribution(owner, scale) for owner in owners]
+    gradients = [_scaled_gradient(parameter, scale) for parameter in trainable]
     # The presence of gradients is part of the first bucket, one element for each parameter, which
     # saves a message.
-    present = owners[0].new_tensor([owner.grad is not None for owner in owners])
+    present = trainable[0].new_tensor([parameter.grad is not None for parameter in trainable])
     for bucket in _buckets([present, *gradients], bucket_bytes):
-        _sum_bucket(bucket, group)
-    if any(owner.grad is None for owner in owners):
-        _adopt(owners, gradients, present.tolist())
+        _all_reduce_bucket(bucket, group)
+    if any(parameter.grad is None for parameter in trainable):
+        _set_missing_gradients(trainable, gradients, present.tolist())
 
 
 @torch.no_grad()
@@ -75,33 +75,33 @@ def average_gradients_per_parameter(
     Arguments, blocking behaviour and errors are those of `average_gradients`, with one difference:
     a parameter without a gradient always gets one, of zeros if no rank has any.
     """
-    owners = _trainable(parameters)
+    trainable = _trainable(parameters)
     scale = _scale(group, weight)
-    for owner in owners:
-        gradient = _contribution(owner, scale)
-        _sum_bucket([gradient], group)
-        owner.grad = gradient
+    for parameter in trainable:
+        gradient = _scaled_gradient(parameter, scale)
+        _all_reduce_bucket([gradient], group)
+        parameter.grad = gradient
 
 
 def _trainable(parameters: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
-    every = [parameters] if isinstance(parameters, Tensor) else parameters
-    unique = {id(owner): owner for owner in every if owner.requires_grad}
-    owners = list(unique.values())
-    if not owners:
+    candidates = [parameters] if isinstance(parameters, Tensor) else parameters
+    unique = {id(parameter): parameter for parameter in candidates if parameter.requires_grad}
+    trainable = list(unique.values())
+    if not trainable:
         raise UsageError(
             "average_gradients: no parameter that requires a gradient given, expected a module or "
             "its parameters; a generator can be used only once"
         )
-    for index, owner in enumerate(owners):
-        if owner.grad is not None and owner.grad.layout != torch.strided:
+    for index, parameter in enumerate(trainable):
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UsageError(
-                f"average_gradients: parameter {index} {list(owner.shape)} has a gradient of "
-                f"layout {owner.grad.layout}, expected a dense one: use sparse=False in "
+                f"average_gradients: parameter {index} {list(parameter.shape)} has a gradient of "
+                f"layout {parameter.grad.layout}, expected a dense one: use sparse=False in "
                 "nn.Embedding, or leave the parameter out"
             )
-    return owners
+    return trainable
 
 
 def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
@@ -124,11 +124,11 @@ def _scale(group: dist.ProcessGroup | None, weight: float | None) -> float:
     return weight
 
 
-def _contribution(owner: Tensor, scale: float) -> Tensor:
+def _scaled_gradient(parameter: Tensor, scale: float) -> Tensor:
     """Return the gradient, scaled in place, or zeros if it is None."""
-    gradient = owner.grad
+    gradient = parameter.grad
     if gradient is None:
-        return torch.zeros_like(owner)
+        return torch.zeros_like(parameter)
     # Not a product: zero times NaN is NaN.
     return gradient.zero_() if scale == 0 else gradient.mul_(scale)
 
@@ -139,40 +139,42 @@ def _buckets(tensors: list[Tensor], bucket_bytes: int) -> Iterator[list[Tensor]]
     The result depends only on shapes, dtypes and devices, never on values or strides, which may
     differ between ranks.
     """
-    filling: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
+    open_buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    bucket_sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for tensor in tensors:
-        kind, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
+        key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
         if size > bucket_bytes:
             yield [tensor]
             continue
-        if filled.get(kind, 0) + size > bucket_bytes:
-            yield filling.pop(kind)
-            filled[kind] = 0
-        filling.setdefault(kind, []).append(tensor)
-        filled[kind] = filled.get(kind, 0) + size
-    yield from filling.values()
+        if bucket_sizes.get(key, 0) + size > bucket_bytes:
+            yield open_buckets.pop(key)
+            bucket_sizes[key] = 0
+        open_buckets.setdefault(key, []).append(tensor)
+        bucket_sizes[key] = bucket_sizes.get(key, 0) + size
+    yield from open_buckets.values()
 
 
-def _sum_bucket(bucket: list[Tensor], group: dist.ProcessGroup | None) -> None:
+def _all_reduce_bucket(bucket: list[Tensor], group: dist.ProcessGroup | None) -> None:
     """Sum the tensors over the ranks, in place, by one all-reduce."""
     if len(bucket) == 1 and bucket[0].is_contiguous():
         dist.all_reduce(bucket[0], group=group)
         return
     packed = torch.cat([tensor.reshape(-1) for tensor in bucket])
     dist.all_reduce(packed, group=group)
-    pieces = torch.split(packed, [tensor.numel() for tensor in bucket])
-    for tensor, piece in zip(bucket, pieces, strict=True):
-        tensor.copy_(piece.view(tensor.shape))
+    parts = torch.split(packed, [tensor.numel() for tensor in bucket])
+    for tensor, part in zip(bucket, parts, strict=True):
+        tensor.copy_(part.view(tensor.shape))
 
 
-def _adopt(owners: list[Tensor], gradients: list[Tensor], present: list[float]) -> None:
+def _set_missing_gradients(
+    trainable: list[Tensor], gradients: list[Tensor], present: list[float]
+) -> None:
     """Set the gradients that only other ranks had."""
     if not any(present):
         raise UsageError(
             "average_gradients: no rank has a gradient, expected at least one: "
             "call loss.backward() first, and optimizer.zero_grad() after the step"
         )
-    for owner, gradient, ranks in zip(owners, gradients, present, strict=True):
-        if owner.grad is None and ranks:
-            owner.grad = gradient
+    for parameter, gradient, ranks in zip(trainable, gradients, present, strict=True):
+        if parameter.grad is None and ranks:
+            parameter.grad = gradient

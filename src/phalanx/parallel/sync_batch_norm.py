@@ -59,9 +59,9 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize `[batch, channels, ...]`; in training all ranks must call it, and it blocks."""
-        if not self._together():
-            plain: Tensor = super().forward(input)
-            return plain
+        if not self._needs_communication():
+            output: Tensor = super().forward(input)
+            return output
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
             raise ValueError(
@@ -73,28 +73,28 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             input, self.weight, self.bias, self.eps, group
         )
         output, mean, variance, count = results
-        self._follow(mean, variance, int(count))
+        self._update_running_stats(mean, variance, int(count))
         return output
 
-    def _together(self) -> bool:
+    def _needs_communication(self) -> bool:
         group = self.process_group
         return self.training and dist.is_initialized() and dist.get_world_size(group) > 1
 
     @torch.no_grad()
-    def _follow(self, mean: Tensor, variance: Tensor, count: int) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: int) -> None:
         """Update the running statistics like BatchNorm."""
         if not self.training or not self.track_running_stats:
             return
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
-        share = self.momentum
-        if share is None:
-            share = 1.0 / float(self.num_batches_tracked)
+        momentum = self.momentum
+        if momentum is None:
+            momentum = 1.0 / float(self.num_batches_tracked)
         assert self.running_mean is not None
         assert self.running_var is not None
         unbiased = variance * (count / (count - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -108,11 +108,11 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             The module, or its replacement if it is a BatchNorm itself.
         """
         convert: Any = nn.SyncBatchNorm.convert_sync_batchnorm
-        made: nn.Module = convert(module, process_group)
-        for part in made.modules():
-            if type(part) is nn.SyncBatchNorm:
-                part.__class__ = cls  # type: ignore[assignment]
-        return made
+        converted: nn.Module = convert(module, process_group)
+        for module_part in converted.modules():
+            if type(module_part) is nn.SyncBatchNorm:
+                module_part.__class__ = cls  # type: ignore[assignment]
+        return converted
 
 
 class _Normalize(torch.autograd.Function):
@@ -127,13 +127,13 @@ class _Normalize(torch.autograd.Function):
         epsilon: float,
         group: dist.ProcessGroup,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mean, variance, count = _of_all_ranks(input, group)
+        mean, variance, count = _global_statistics(input, group)
         invstd = (variance + epsilon).rsqrt()
-        exact = torch.promote_types(input.dtype, torch.float32)
+        dtype = torch.promote_types(input.dtype, torch.float32)
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = invstd if weight is None else invstd * weight.double()
         shift = -mean * scale if bias is None else bias.double() - mean * scale
-        output = input * scale.to(exact).view(shape) + shift.to(exact).view(shape)
+        output = input * scale.to(dtype).view(shape) + shift.to(dtype).view(shape)
         context.save_for_backward(input, weight, mean, invstd)
         context.count, context.group, context.has_bias = count, group, bias is not None
         context.mark_non_differentiable(mean, variance)
@@ -144,45 +144,45 @@ class _Normalize(torch.autograd.Function):
         input, weight, mean, invstd = context.saved_tensors
         channels = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
-        exact = torch.promote_types(input.dtype, torch.float32)
-        normal = (input - mean.to(exact).view(shape)) * invstd.to(exact).view(shape)
-        wide = gradient.to(exact)
-        total = wide.sum(channels).double()
-        product = (wide * normal).sum(channels).double()
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        normal = (input - mean.to(dtype).view(shape)) * invstd.to(dtype).view(shape)
+        grad_output = gradient.to(dtype)
+        total = grad_output.sum(channels).double()
+        product = (grad_output * normal).sum(channels).double()
         sums = torch.cat([total, product])
         dist.all_reduce(sums, group=context.group)
-        of_total, of_product = (sums / context.count).split(len(total))
+        mean_grad, mean_product = (sums / context.count).split(len(total))
         scale = invstd if weight is None else invstd * weight.double()
-        spread = normal * of_product.to(exact).view(shape) + of_total.to(exact).view(shape)
-        by_input = ((wide - spread) * scale.to(exact).view(shape)).to(input.dtype)
-        by_weight = None if weight is None else product.to(weight.dtype)
-        by_bias = total.to(weight.dtype) if weight is not None and context.has_bias else None
-        return by_input, by_weight, by_bias, None, None
+        correction = normal * mean_product.to(dtype).view(shape) + mean_grad.to(dtype).view(shape)
+        grad_input = ((grad_output - correction) * scale.to(dtype).view(shape)).to(input.dtype)
+        grad_weight = None if weight is None else product.to(weight.dtype)
+        grad_bias = total.to(weight.dtype) if weight is not None and context.has_bias else None
+        return grad_input, grad_weight, grad_bias, None, None
 
 
-def _of_all_ranks(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
+def _global_statistics(input: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, int]:
     """Return each channel's mean and variance (float64) and number of values, over all ranks."""
     channels = input.shape[1]
     values = input.detach().transpose(0, 1).reshape(channels, -1)
     values = values.to(torch.promote_types(input.dtype, torch.float32))
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    local = torch.zeros(2 * channels + 1, dtype=torch.float64)
     count = values.shape[1]
     if count:
         mean = values.mean(1)
-        own[:channels] = mean
-        own[channels:-1] = (values - mean[:, None]).square().sum(1)
-        own[-1] = count
-    every = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(every, own, group=group)
-    found = torch.stack(every)
-    counts = found[:, -1:]
+        local[:channels] = mean
+        local[channels:-1] = (values - mean[:, None]).square().sum(1)
+        local[-1] = count
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, local, group=group)
+    stacked = torch.stack(gathered)
+    counts = stacked[:, -1:]
     total = int(counts.sum())
     if total < 2:
         raise UsageError(
             f"SyncBatchNorm: {total} values per channel on all ranks together, expected more than "
             f"one in training; this rank's input is {list(input.shape)}"
         )
-    means = found[:, :channels]
+    means = stacked[:, :channels]
     mean = (means * counts).sum(0) / total
-    squares = found[:, channels:-1].sum(0) + ((means - mean).square() * counts).sum(0)
+    squares = stacked[:, channels:-1].sum(0) + ((means - mean).square() * counts).sum(0)
     return mean, squares / total, total

@@ -2,14 +2,14 @@
 
 `trainer` contains the loop. It is built on these modules:
 
-- `order`: the order of the samples and the weight of each micro-batch.
+- `batch_schedule`: the order of the samples and the weight of each micro-batch.
 - `replicas`: the synchronization of the model's replicas across ranks.
-- `agreement`: the values that ranks exchange in each step.
+- `step_sync`: the values that ranks exchange in each step.
 - `backward`: precision, clipping, and the detection of gradients that are not finite.
 - `evaluation`: loss and metrics over a data set.
 - `state`: the contents of a checkpoint, and the check that a checkpoint fits the run.
 - `seeds`: random seeds that differ between ranks.
-- `stopping`: the handling of SIGTERM.
+- `preemption`: the handling of SIGTERM.
 - `progress`: the progress bar, TensorBoard and `phalanx watch`.
 
 `checkpoints` saves the training state to disk, so that it survives the death of ranks.
@@ -20,12 +20,12 @@ process without a process group.
 """
 
 from phalanx.train.checkpoints import Checkpoint, Checkpointer
-from phalanx.train.preemption import STOPPED
+from phalanx.train.preemption import PREEMPTION_EXIT_CODE
 from phalanx.train.random_states import random_states, restore_random_states
 from phalanx.train.trainer import Result, Trainer
 
 __all__ = [
-    "STOPPED",
+    "PREEMPTION_EXIT_CODE",
     "Checkpoint",
     "Checkpointer",
     "Result",

@@ -35,14 +35,14 @@ class FiniteCheck:
         ]
 
     def _hook(self, name: str) -> Any:
-        def look(gradient: Tensor) -> None:
-            short = gradient.dtype in _DTYPES.values()  # the sum could overflow
-            total = gradient.sum(dtype=torch.float32) if short else gradient.sum()
+        def sum_gradient(gradient: Tensor) -> None:
+            is_half_precision = gradient.dtype in _DTYPES.values()  # the sum could overflow
+            total = gradient.sum(dtype=torch.float32) if is_half_precision else gradient.sum()
             self._sums.append((name, total))
 
-        return look
+        return sum_gradient
 
-    def found(self) -> str:
+    def pop_non_finite(self) -> str:
         """Return the names of parameters with a gradient that is not finite, and reset the check.
 
         The result covers the gradients since the last call. It is empty if all are finite.
@@ -53,7 +53,11 @@ class FiniteCheck:
         finite = torch.stack([total.detach().abs().float() for _, total in sums]).isfinite()
         if finite.all():
             return ""
-        bad = [name for (name, _), well in zip(sums, finite.tolist(), strict=True) if not well]
+        bad = [
+            name
+            for (name, _), is_finite in zip(sums, finite.tolist(), strict=True)
+            if not is_finite
+        ]
         names = sorted(set(bad), key=bad.index)  # backward order: the first is the cause
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
@@ -118,19 +122,19 @@ class Stepper:
             True if the optimizer made the step. The float16 scaler skips a step and reduces the
             scale if the gradients, averaged over the ranks, are not finite.
         """
-        before = self.scale
+        previous_scale = self.scale
         if self._clip is not None:
             self.scaler.unscale_(self.optimizer)
             self._clip_gradients(self._clip)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return self.scale >= before
+        return self.scale >= previous_scale
 
-    def _clip_gradients(self, most: float) -> None:
+    def _clip_gradients(self, max_norm: float) -> None:
         # A model whose gradients are sharded over ranks clips them itself.
-        own = getattr(self.model, "clip_grad_norm_", None)
-        if own is not None:
-            own(most)
+        clip_own = getattr(self.model, "clip_grad_norm_", None)
+        if clip_own is not None:
+            clip_own(max_norm)
         else:
-            nn.utils.clip_grad_norm_(self.model.parameters(), most)
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)

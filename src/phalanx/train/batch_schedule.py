@@ -1,4 +1,4 @@
-"""The order of the samples: epochs, their steps, and the weighted micro-batches of a step."""
+"""The batch schedule: epochs, their steps, and the weighted micro-batches of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.data import GlobalBatchSampler
 from phalanx.errors import UsageError
 from phalanx.train.seeds import rank_seeds
 
-__all__ = ["MicroBatch", "Order", "make_loader"]
+__all__ = ["BatchSchedule", "MicroBatch", "make_loader"]
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
@@ -36,7 +36,7 @@ class MicroBatch:
     weight: float
 
 
-class Order:
+class BatchSchedule:
     """The order of the samples in all epochs, and the position of training in it.
 
     The position counts the samples of the epoch's order that completed steps have used. It does not
@@ -73,10 +73,10 @@ class Order:
                 "number of micro-batches that divides the global batch"
             )
         self.accumulate = accumulate
-        self.by_workers = bool(loader.get("num_workers"))
-        self._micro = global_batch // accumulate
+        self.uses_workers = bool(loader.get("num_workers"))
+        self._micro_batch_size = global_batch // accumulate
         try:
-            self._sampler = GlobalBatchSampler(data, self._micro, seed=seed)
+            self._sampler = GlobalBatchSampler(data, self._micro_batch_size, seed=seed)
         except UsageError as error:
             raise UsageError(
                 f"a global batch of {global_batch} in {accumulate} micro-batches given: {error}"
@@ -94,16 +94,16 @@ class Order:
             )
 
     def _make_loader(self, data: Dataset[Any], options: Mapping[str, Any]) -> DataLoader[Any]:
-        own = {"batch_sampler", "sampler", "shuffle", "drop_last", "generator"} & set(options)
+        reserved = {"batch_sampler", "sampler", "shuffle", "drop_last", "generator"} & set(options)
         if options.get("persistent_workers"):
             raise UsageError(
-                "loader has persistent_workers, whose random numbers go on from epoch to epoch, so "
-                "that no run could resume exactly: leave it out"
+                "loader has persistent_workers, whose random states continue from epoch to epoch, "
+                "so that a run cannot resume exactly: leave it out"
             )
-        if own or options.get("batch_size") is not None:
-            names = ", ".join(sorted(own) or ["batch_size"])
+        if reserved or options.get("batch_size") is not None:
+            names = ", ".join(sorted(reserved) or ["batch_size"])
             raise UsageError(
-                f"loader has {names}, which the trainer decides itself: leave it out, and give "
+                f"loader has {names}, which the trainer sets itself: leave it out, and give "
                 "global_batch, accumulate and seed"
             )
         return make_loader(data, self._sampler, self._generator, options)
@@ -132,8 +132,8 @@ class Order:
         """
         # The seeds of the loader's workers must not depend on earlier epochs.
         self._generator.manual_seed(rank_seeds(self._seed, self._sampler.rank, self.epoch)[0])
-        firsts = range(self.position, self.samples, self._micro)
-        sizes = [min(self._micro, self.samples - first) for first in firsts]
+        starts = range(self.position, self.samples, self._micro_batch_size)
+        sizes = [min(self._micro_batch_size, self.samples - start) for start in starts]
         step: list[tuple[Any, float]] = []
         contents = iter(self._loader)
         try:
@@ -141,16 +141,16 @@ class Order:
                 step.append((content, self._sampler.weight(number) * size))
                 if len(step) == self.accumulate or number == len(sizes) - 1:
                     total = sum(sizes[number + 1 - len(step) : number + 1])
-                    yield [MicroBatch(item, own / total) for item, own in step]
+                    yield [MicroBatch(item, samples / total) for item, samples in step]
                     step = []
         finally:
-            _end_workers(contents)
+            _terminate_workers(contents)
 
     def advance(self, micro_batches: int) -> int:
         """Record a completed step, and return its number of samples on all ranks together."""
         self._sampler.advance(micro_batches)
         before = self.position
-        self.position = min(before + micro_batches * self._micro, self.samples)
+        self.position = min(before + micro_batches * self._micro_batch_size, self.samples)
         return self.position - before
 
     def state_dict(self) -> dict[str, Any]:
@@ -180,26 +180,26 @@ def make_loader(
     """
     options = {"generator": generator, **options}
     if options.get("num_workers"):
-        begin = functools.partial(_begin_worker, options.get("worker_init_fn"))
-        options["worker_init_fn"] = begin
+        initialize = functools.partial(_initialize_worker, options.get("worker_init_fn"))
+        options["worker_init_fn"] = initialize
     if "batch_size" in options or (type(data) is TensorDataset and "collate_fn" not in options):
         # Index the data set by lists of indices, which avoids collating single samples.
         return DataLoader(data, **{**options, "batch_size": None}, sampler=batches)
     return DataLoader(data, **options, batch_sampler=batches)
 
 
-def _end_workers(contents: Iterator[Any]) -> None:
+def _terminate_workers(contents: Iterator[Any]) -> None:
     # A released loader waits 5 s for each worker that is still making a batch. PyTorch has no
     # public access to the worker processes.
     for worker in getattr(contents, "_workers", ()):
         worker.terminate()
 
 
-def _begin_worker(then: Callable[[int], None] | None, number: int) -> None:
+def _initialize_worker(user_init: Callable[[int], None] | None, number: int) -> None:
     # A launcher sends SIGTERM to the process group of a rank, and the rank still needs its batches
     # then. Workers therefore leave that group, and the rank terminates them itself. The parent
     # death signal kills them with the rank in any case, even if they are busy.
     os.setpgid(0, 0)
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if then is not None:
-        then(number)
+    if user_init is not None:
+        user_init(number)

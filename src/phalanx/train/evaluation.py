@@ -14,9 +14,9 @@ from phalanx.data import EvaluationSampler
 from phalanx.errors import UsageError
 from phalanx.train.batch_schedule import make_loader
 from phalanx.train.replicas import Replicas
-from phalanx.train.step_sync import Totals, check_names
+from phalanx.train.step_sync import Totals, check_metric_names
 
-__all__ = ["Evaluation", "Loss", "measured", "on_device"]
+__all__ = ["Evaluation", "Loss", "move_to_device", "unpack_loss"]
 
 Loss = Callable[[nn.Module, Any], Tensor | tuple[Tensor, Mapping[str, Any]]]
 """A function of the model and a batch.
@@ -41,7 +41,7 @@ class Evaluation:
         self, data: Dataset[Any], batch: int, loss: Loss, loader: Mapping[str, Any]
     ) -> None:
         self._data, self._batch, self._loss = data, batch, loss
-        self._mine = list(EvaluationSampler(data))
+        self._indices = list(EvaluationSampler(data))
         self._options = loader
 
     def run(
@@ -58,26 +58,30 @@ class Evaluation:
             UsageError: The names of the metrics differ between batches.
         """
         totals, count = Totals(), 0
-        replicas.align_buffers()
+        replicas.broadcast_buffers()
         # Use the inner module: a wrapper's forward may run collectives, and the number of batches
         # differs between ranks.
         with evaluating(replicas.inner), torch.no_grad():
             for content, size in self._batches():
-                batch = on_device(content, replicas.device)
+                batch = move_to_device(content, replicas.device)
                 with autocast():
-                    loss, metrics = measured(self._loss(replicas.inner, batch))
+                    loss, metrics = unpack_loss(self._loss(replicas.inner, batch))
                 totals.add({"loss": loss.item(), **metrics}, size)
                 count += size
-        parts = replicas.collect((totals, count))
-        every = [found for found, size in parts if size]  # without samples, no names
-        check_names([found for found, _ in parts], "evaluation")
+        parts = replicas.gather((totals, count))
+        # A rank without samples has no names.
+        with_samples = [totals_of_rank for totals_of_rank, size in parts if size]
+        check_metric_names([totals_of_rank for totals_of_rank, _ in parts], "evaluation")
         samples = sum(size for _, size in parts)
-        return {name: sum(found.sums[name] for found in every) / samples for name in every[0].names}
+        return {
+            name: sum(totals_of_rank.sums[name] for totals_of_rank in with_samples) / samples
+            for name in with_samples[0].names
+        }
 
     def _batches(self) -> Iterator[tuple[Any, int]]:
         """Yield the batches of this rank's samples with their sizes; the last may be smaller."""
-        mine, size = self._mine, self._batch
-        parts = [mine[first : first + size] for first in range(0, len(mine), size)]
+        indices, size = self._indices, self._batch
+        parts = [indices[first : first + size] for first in range(0, len(indices), size)]
         loader = make_loader(self._data, parts, torch.Generator(), self._options)
         for content, part in zip(loader, parts, strict=True):
             yield content, len(part)
@@ -95,7 +99,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def measured(result: Any) -> tuple[Tensor, dict[str, float]]:
+def unpack_loss(result: Any) -> tuple[Tensor, dict[str, float]]:
     """Return the loss and the metrics contained in the result of a loss function.
 
     Raises:
@@ -115,17 +119,17 @@ def measured(result: Any) -> tuple[Tensor, dict[str, float]]:
         return loss, {str(name): float(value) for name, value in sorted(metrics.items())}
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"the loss function returned metrics that aren't numbers: {error}"
+            f"the loss function returned metrics that are not numbers: {error}"
         ) from None
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
+def move_to_device(batch: Any, device: torch.device) -> Any:
     """Return a batch with its tensors moved to a device, including those in nested containers."""
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
-        return {name: on_device(value, device) for name, value in batch.items()}
+        return {name: move_to_device(value, device) for name, value in batch.items()}
     if isinstance(batch, list | tuple):
-        parts = [on_device(part, device) for part in batch]
+        parts = [move_to_device(part, device) for part in batch]
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
     return batch

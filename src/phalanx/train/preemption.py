@@ -1,4 +1,4 @@
-"""The handling of SIGTERM: finish the step, save a checkpoint, exit."""
+"""Preemption by SIGTERM: finish the step, save a checkpoint, exit."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TypeVar
 
-__all__ = ["STOPPED", "Stop"]
+__all__ = ["PREEMPTION_EXIT_CODE", "PreemptionHandler"]
 
-STOPPED = 128 + signal.SIGTERM
+PREEMPTION_EXIT_CODE = 128 + signal.SIGTERM
 """The exit code of a rank that saved and exited on SIGTERM: 143, by the convention of shells."""
 
 Value = TypeVar("Value")
@@ -23,31 +23,34 @@ class _Interrupted(BaseException):  # like KeyboardInterrupt: `except Exception`
     """Raised if SIGTERM arrives during a wait."""
 
 
-class Stop:
-    """A context manager in which SIGTERM only sets `asked`. Exit restores the previous handler."""
+class PreemptionHandler:
+    """A context manager in which SIGTERM only sets `requested`.
+
+    Exit restores the previous handler.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._waiting = False
-        self._before: object = None
+        self._previous_handler: object = None
 
-    def __enter__(self) -> Stop:
+    def __enter__(self) -> PreemptionHandler:
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+            self._previous_handler = signal.signal(signal.SIGTERM, self._handle_signal)
         else:
             _log.warning(
-                "phalanx: training runs in another than the main thread, where SIGTERM can't be "
-                "heard: it ends the process without a checkpoint"
+                "phalanx: training does not run in the main thread, so SIGTERM cannot be handled: "
+                "it ends the process without a checkpoint"
             )
         return self
 
-    def _ask(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's API
-        self.asked = True
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002 - signal's API
+        self.requested = True
         if self._waiting:
             self._waiting = False
             raise _Interrupted
 
-    def unless_asked(self, action: Callable[[], Value]) -> Value | None:
+    def run_interruptible(self, action: Callable[[], Value]) -> Value | None:
         """Run an action and return its result, or None if SIGTERM has arrived or arrives meanwhile.
 
         SIGTERM interrupts the action at an arbitrary point. The objects that the action uses must
@@ -56,7 +59,7 @@ class Stop:
         try:
             try:
                 self._waiting = True
-                return None if self.asked else action()
+                return None if self.requested else action()
             finally:
                 self._waiting = False
         except _Interrupted:
@@ -68,5 +71,5 @@ class Stop:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type] # a saved handler
+        if self._previous_handler is not None:
+            signal.signal(signal.SIGTERM, self._previous_handler)  # type: ignore[arg-type] # a saved handler

@@ -14,32 +14,32 @@ from phalanx.errors import UsageError
 from phalanx.observe.own_wait_time import measure_wait_share
 from phalanx.observe.recorder import report
 
-__all__ = ["Display", "check_tensorboard", "tensorboard"]
+__all__ = ["Display", "check_tensorboard", "open_tensorboard"]
 
 # Seconds between updates of speed and wait share, and between lines if there is no bar.
-_REFRESH = 1.0
-_LINES = 10.0
+_REFRESH_SECONDS = 1.0
+_LINE_SECONDS = 10.0
 
 
 class Display:
     """A context manager that displays the progress of training. Only rank 0 prints.
 
     Args:
-        main: True on rank 0.
-        shown: True to print progress.
-        reporting: True if the ranks have flight recorders, to which `phalanx.report` writes.
+        is_main: True on rank 0.
+        enabled: True to print progress.
+        has_recorder: True if the ranks have flight recorders, to which `phalanx.report` writes.
     """
 
-    def __init__(self, *, main: bool, shown: bool, reporting: bool) -> None:
-        self._console = Console(stderr=True, quiet=not (main and shown), highlight=False)
+    def __init__(self, *, is_main: bool, enabled: bool, has_recorder: bool) -> None:
+        self._console = Console(stderr=True, quiet=not (is_main and enabled), highlight=False)
         self._bar: Progress | None = None
-        self._main, self._reporting = main, reporting
+        self._is_main, self._has_recorder = is_main, has_recorder
         self._writer: Any = None
         self._samples, self._blocked, self._text = 0, 0.0, ""
-        self._since = self._said = time.monotonic_ns()
+        self._last_refresh = self._last_line = time.monotonic_ns()
 
     def __enter__(self) -> Display:
-        self._since = self._said = time.monotonic_ns()
+        self._last_refresh = self._last_line = time.monotonic_ns()
         return self
 
     def __exit__(
@@ -76,16 +76,16 @@ class Display:
             self._bar.start()
 
     def flush(self) -> None:
-        """Flush the TensorBoard writer, so that its files cover the steps of the next checkpoint."""
+        """Flush the TensorBoard writer, so that its files cover the next checkpoint's steps."""
         if self._writer is not None:
             self._writer.flush()
 
-    def note(self, text: str) -> None:
+    def set_activity(self, text: str) -> None:
         """Report the current activity to `phalanx watch`."""
-        if self._reporting:
+        if self._has_recorder:
             report(note=text)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         self._console.print(text, markup=False, soft_wrap=True)
 
@@ -101,9 +101,9 @@ class Display:
             samples: Number of samples in the step, on all ranks together.
             blocked: Seconds that the trainer itself was blocked by other ranks.
         """
-        if self._reporting:
+        if self._has_recorder:
             report(step=step, loss=metrics["loss"])
-        if not self._main:
+        if not self._is_main:
             return
         if self._writer is not None:
             for name, value in metrics.items():
@@ -111,46 +111,48 @@ class Display:
         self._samples += samples
         self._blocked += blocked
         now = time.monotonic_ns()
-        if now - self._since >= _REFRESH * 1e9:
+        if now - self._last_refresh >= _REFRESH_SECONDS * 1e9:
             self._refresh(now, step)
         if self._bar is not None:
             text = f"loss {metrics['loss']:.4f}  {self._text}"
             self._bar.update(self._bar.task_ids[0], completed=step, text=text)
-        elif now - self._said >= _LINES * 1e9:
-            self._said = now
-            self.say(
+        elif now - self._last_line >= _LINE_SECONDS * 1e9:
+            self._last_line = now
+            self.print_line(
                 f"epoch {epoch + 1}  step {step}/{self._steps}  loss {metrics['loss']:.4f}  "
                 f"{self._text}"
             )
 
     def _refresh(self, now: int, step: int) -> None:
         """Update the speed and the wait share since the last update."""
-        seconds = (now - self._since) / 1e9
+        seconds = (now - self._last_refresh) / 1e9
         speed = self._samples / seconds
-        share = measure_wait_share(self._since, now) if self._reporting else None
+        share = measure_wait_share(self._last_refresh, now) if self._has_recorder else None
         share = self._blocked / seconds if share is None else share
         self._text = f"{speed:,.0f} samples/s  waiting {share:.0%}"
         if self._writer is not None:
             self._writer.add_scalar("train/samples_per_second", speed, step)
             self._writer.add_scalar("train/waiting", share, step)
-        self._since, self._samples, self._blocked = now, 0, 0.0
+        self._last_refresh, self._samples, self._blocked = now, 0, 0.0
 
-    def end_epoch(self, step: int, epoch: int, loss: float, found: dict[str, float]) -> None:
+    def end_epoch(self, step: int, epoch: int, loss: float, evaluation: dict[str, float]) -> None:
         """Display the end of an epoch.
 
         Args:
             step: Number of steps completed so far.
             epoch: The completed epoch, from 0.
             loss: The loss of the last step.
-            found: The results of the evaluation; empty if there was none.
+            evaluation: The results of the evaluation; empty if there was none.
         """
-        words = "".join(f"  {name} {value:.4f}" for name, value in found.items())
-        words = f"  evaluated:{words}" if words else ""
+        results = "".join(f"  {name} {value:.4f}" for name, value in evaluation.items())
+        results = f"  evaluated:{results}" if results else ""
         speed = f"  {self._text}" if self._text else ""
-        self.say(f"epoch {epoch + 1}  step {step}/{self._steps}  loss {loss:.4f}{speed}{words}")
-        self._said = time.monotonic_ns()
+        self.print_line(
+            f"epoch {epoch + 1}  step {step}/{self._steps}  loss {loss:.4f}{speed}{results}"
+        )
+        self._last_line = time.monotonic_ns()
         if self._writer is not None:
-            for name, value in found.items():
+            for name, value in evaluation.items():
                 self._writer.add_scalar(f"evaluate/{name}", value, step)
 
 
@@ -166,7 +168,7 @@ def check_tensorboard() -> None:
         )
 
 
-def tensorboard(directory: Any, step: int) -> Any:
+def open_tensorboard(directory: Any, step: int) -> Any:
     """Return a TensorBoard writer for a directory.
 
     Args:

@@ -21,8 +21,8 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
     """Return the states of the random generators of all ranks, by rank. Collective.
 
     The generators are those of torch (CPU, and the current CUDA device if CUDA has been used), of
-    numpy if it has been imported, and of Python's `random`. `Checkpointer` can save the result, which
-    takes about 10 KB per rank.
+    numpy if it has been imported, and of Python's `random`. `Checkpointer` can save the result,
+    which takes about 10 KB per rank.
 
     Args:
         group: The ranks; the default group if None. Without any process group the result covers
@@ -65,7 +65,7 @@ def restore_random_states(
         raise UsageError("restore_random_states: expected the list that random_states returned")
     if rank >= len(states):
         _log.warning(
-            "rank %d isn't among the %d ranks whose random states these are: its generators stay",
+            "rank %d has no random state in this list of %d: its generators are unchanged",
             rank,
             len(states),
         )
@@ -92,18 +92,18 @@ def _capture() -> dict[str, Any]:
 def _capture_numpy() -> dict[str, Any]:
     import numpy as np
 
-    said: Any = np.random.get_state(legacy=False)
-    if said["bit_generator"] != "MT19937":
+    numpy_state: Any = np.random.get_state(legacy=False)
+    if numpy_state["bit_generator"] != "MT19937":
         raise UsageError(
-            f"numpy's global generator is {said['bit_generator']}, expected MT19937: "
-            "save the state of a generator of your own yourself"
+            f"numpy's global generator is {numpy_state['bit_generator']}, expected MT19937: "
+            "save the state of your own generator yourself"
         )
     return {
         # int64, because torch supports few operations on uint32.
-        "words": torch.from_numpy(said["state"]["key"].astype(np.int64)),
-        "position": int(said["state"]["pos"]),
-        "has_gauss": int(said["has_gauss"]),
-        "gauss": float(said["gauss"]),
+        "words": torch.from_numpy(numpy_state["state"]["key"].astype(np.int64)),
+        "position": int(numpy_state["state"]["pos"]),
+        "has_gauss": int(numpy_state["has_gauss"]),
+        "gauss": float(numpy_state["gauss"]),
     }
 
 
@@ -116,8 +116,8 @@ def _restore(state: dict[str, Any]) -> None:
 
         words: Tensor = numpy["words"].cpu()
         key = words.numpy().astype(np.uint32)
-        said = ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"])
-        np.random.set_state(said)
+        numpy_state = ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"])
+        np.random.set_state(numpy_state)
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"].cpu())
 

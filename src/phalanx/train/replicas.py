@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from phalanx.errors import UsageError
 from phalanx.parallel import average_gradients
 
-__all__ = ["Replicas", "kind_of"]
+__all__ = ["Replicas", "describe_tensor"]
 
 _PREFIX = "module."
 # Number of differences that an error message lists.
-_SHOWN = 3
+_MAX_LISTED = 3
 
 
 class Replicas:
     """A model on all ranks, either wrapped or plain.
 
     A model that has `module` and `no_sync()` (PyTorch's DistributedDataParallel, or
-    `phalanx.parallel.SharedDataParallel`) averages gradients itself, in backward. Any other model is a
-    plain module: its parameters are broadcast from rank 0, and `average_gradients` averages its
-    gradients.
+    `phalanx.parallel.SharedDataParallel`) averages gradients itself, in backward. Any other model
+    is a plain module: its parameters are broadcast from rank 0, and `average_gradients` averages
+    its gradients.
 
     Args:
         model: The model that the user gave.
@@ -41,24 +41,29 @@ class Replicas:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         self.model = model
         # torch.compile adds a module that forwards attributes, but changes the parameter names.
-        whole = getattr(model, "_orig_mod", model)
-        inside = getattr(whole, "module", None)
-        self.wrapped = isinstance(inside, nn.Module) and hasattr(whole, "no_sync")
-        self._whole = whole
-        self.inner: nn.Module = inside if isinstance(inside, nn.Module) and self.wrapped else whole
+        uncompiled = getattr(model, "_orig_mod", model)
+        wrapped_module = getattr(uncompiled, "module", None)
+        self.is_wrapped = isinstance(wrapped_module, nn.Module) and hasattr(uncompiled, "no_sync")
+        self._uncompiled = uncompiled
+        self.inner: nn.Module = (
+            wrapped_module
+            if isinstance(wrapped_module, nn.Module) and self.is_wrapped
+            else uncompiled
+        )
         if any(hasattr(parameter, "device_mesh") for parameter in self.inner.parameters()):
             raise UsageError(
                 f"{type(self.inner).__name__} has sharded parameters (DTensor), expected a plain "
-                "module, one in DistributedDataParallel or in phalanx.parallel.SharedDataParallel: write "
-                "the loop for it by hand, with phalanx.train.Checkpointer"
+                "module, one in DistributedDataParallel or in "
+                "phalanx.parallel.SharedDataParallel: write a training loop for it, with "
+                "phalanx.train.Checkpointer"
             )
         first = next(self.inner.parameters(), None)
         self.device = torch.device("cpu") if first is None else first.device
         nccl = group and dist.get_backend() == "nccl"
-        self._talking = self.device if nccl else torch.device("cpu")
+        self._exchange_device = self.device if nccl else torch.device("cpu")
 
     @property
-    def on_phalanx(self) -> bool:
+    def uses_phalanx(self) -> bool:
         """True if the default process group uses the backend "phalanx"."""
         return dist.is_initialized() and dist.get_backend() == "phalanx"
 
@@ -73,51 +78,55 @@ class Replicas:
         rank, size = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         if (rank, size) != (self.rank, self.world_size):
             raise UsageError(
-                f"the trainer was made as rank {self.rank} of {self.world_size}, and this is rank "
-                f"{rank} of {size}: make it when the process group is there (with phalanx.init(): "
-                "...), and anew in a new one"
+                f"the trainer was created as rank {self.rank} of {self.world_size}, but this is "
+                f"rank {rank} of {size}: create it after the process group, within "
+                "phalanx.init(), and create a new one for a new group"
             )
-        names = {name: f"parameter {kind_of(it)}" for name, it in self.inner.named_parameters()}
+        names = {
+            name: f"parameter {describe_tensor(it)}" for name, it in self.inner.named_parameters()
+        }
         names |= {
             name: f"{names[name]}, frozen"
             for name, it in self.inner.named_parameters()
             if not it.requires_grad
         }
-        self._check_alike(names | self._buffers())
+        self._check_equal(names | self._buffers())
 
     def _buffers(self) -> dict[str, str]:
-        return {name: f"buffer {kind_of(it)}" for name, it in self.inner.named_buffers()}
+        return {name: f"buffer {describe_tensor(it)}" for name, it in self.inner.named_buffers()}
 
-    def _check_alike(self, own: dict[str, str]) -> None:
+    def _check_equal(self, own: dict[str, str]) -> None:
         """Raise UsageError on all ranks unless `own` is equal on all, including the order."""
         digest = zlib.crc32(repr(own).encode())
-        if len(set(self.collect(digest))) == 1:
+        if len(set(self.gather(digest))) == 1:
             return
-        first, *others = self.collect(list(own.items()))
-        found = [
+        first, *others = self.gather(list(own.items()))
+        differences = [
             f"{name} is {dict(first).get(name, 'missing')} on rank 0 and "
             f"{dict(other).get(name, 'missing')} on rank {rank}"
             for rank, other in enumerate(others, 1)
             for name in dict(first) | dict(other)
             if dict(first).get(name) != dict(other).get(name)
         ]
-        found = found or ["names come in another order"]
-        more = f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        differences = differences or ["the names are in a different order"]
+        more = (
+            f"; and {len(differences) - _MAX_LISTED} more" if len(differences) > _MAX_LISTED else ""
+        )
         raise UsageError(
-            f"{type(self.inner).__name__} differs between ranks: {'; '.join(found[:_SHOWN])}{more}."
-            " Build the same model on all ranks"
+            f"{type(self.inner).__name__} differs between ranks: "
+            f"{'; '.join(differences[:_MAX_LISTED])}{more}. Build the same model on all ranks"
         )
 
-    def align(self) -> None:
+    def synchronize(self) -> None:
         """Broadcast rank 0's buffers and, unless a wrapper has already done so, its parameters."""
-        if self.world_size > 1 and not self.wrapped:
+        if self.world_size > 1 and not self.is_wrapped:
             self._broadcast([parameter.detach() for parameter in self.inner.parameters()])
-        self.align_buffers()
+        self.broadcast_buffers()
 
-    def align_buffers(self) -> None:
+    def broadcast_buffers(self) -> None:
         """Broadcast rank 0's buffers (running means), as DDP does before each step."""
         if self.world_size > 1:
-            self._check_alike(self._buffers())  # a forward pass may have changed their shapes
+            self._check_equal(self._buffers())  # a forward pass may have changed their shapes
             self._broadcast(list(self.inner.buffers()))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
@@ -127,32 +136,32 @@ class Replicas:
             if dense is not tensor:
                 tensor.copy_(dense)
 
-    def backward_of(self, *, last: bool) -> contextlib.AbstractContextManager[None]:
+    def backward_context(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
         """Return a context for forward and backward of a micro-batch.
 
         In the context a wrapper communicates only for the last micro-batch of the step.
         """
-        if self.wrapped and not last:
-            whole: Any = self._whole
-            context: contextlib.AbstractContextManager[None] = whole.no_sync()
+        if self.is_wrapped and not is_last:
+            uncompiled: Any = self._uncompiled
+            context: contextlib.AbstractContextManager[None] = uncompiled.no_sync()
             return context
         return contextlib.nullcontext()
 
     def average(self) -> None:
         """Average the gradients over the ranks, unless the model does so itself."""
-        if self.world_size > 1 and not self.wrapped:
+        if self.world_size > 1 and not self.is_wrapped:
             average_gradients(self.inner)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sums over the ranks, computed in float64 and bitwise equal on every rank."""
         if self.world_size == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64, device=self._talking)
+        total = torch.tensor(values, dtype=torch.float64, device=self._exchange_device)
         dist.all_reduce(total)
-        found: list[float] = total.tolist()
-        return found
+        sums: list[float] = total.tolist()
+        return sums
 
-    def collect(self, value: object) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Return the values of all ranks, by rank. Collective."""
         if self.world_size == 1:
             return [value]
@@ -162,16 +171,18 @@ class Replicas:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner module, under its own names even if wrapped. Collective."""
-        state = self._whole.state_dict()
-        return {name.removeprefix(_PREFIX) if self.wrapped else name: state[name] for name in state}
+        state = self._uncompiled.state_dict()
+        return {
+            name.removeprefix(_PREFIX) if self.is_wrapped else name: state[name] for name in state
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a result of `state_dict`, whether or not its model was wrapped. Collective."""
-        if self.wrapped:
+        if self.is_wrapped:
             state = {_PREFIX + name: value for name, value in state.items()}
-        self._whole.load_state_dict(state)
+        self._uncompiled.load_state_dict(state)
 
 
-def kind_of(tensor: Tensor) -> str:
+def describe_tensor(tensor: Tensor) -> str:
     """Return a tensor's dtype and shape as text, such as float32[3, 4]."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -10,15 +10,15 @@ import torch
 __all__ = ["rank_seeds", "seed_rank"]
 
 
-def rank_seeds(seed: int, rank: int, moment: int) -> list[int]:
-    """Return three numbers below 2^63 that are specific to a rank and a moment.
+def rank_seeds(seed: int, rank: int, index: int) -> list[int]:
+    """Return three numbers below 2^63 that are specific to a rank and an index.
 
     Args:
         seed: The seed that the user gave.
         rank: A rank.
-        moment: The number of a step or an epoch.
+        index: The number of a step or an epoch.
     """
-    words = np.random.SeedSequence([abs(seed), rank, moment]).generate_state(3, np.uint64)
+    words = np.random.SeedSequence([abs(seed), rank, index]).generate_state(3, np.uint64)
     return [int(word) >> 1 for word in words]
 
 

@@ -1,4 +1,4 @@
-"""The contents of the trainer's checkpoints, and the check that a checkpoint fits the current run."""
+"""The contents of the trainer's checkpoints, and the check that a checkpoint fits the run."""
 
 from __future__ import annotations
 
@@ -11,36 +11,41 @@ from torch import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.train.random_states import random_states, restore_random_states
-from phalanx.train.replicas import kind_of
+from phalanx.train.replicas import describe_tensor
 from phalanx.train.seeds import seed_rank
 
 if TYPE_CHECKING:
     from phalanx.train.backward import Stepper
-    from phalanx.train.batch_schedule import Order
+    from phalanx.train.batch_schedule import BatchSchedule
     from phalanx.train.replicas import Replicas
 
-__all__ = ["State"]
+__all__ = ["TrainingState"]
 
-_SHOWN = 3
+_MAX_LISTED = 3
 # Settings that do not select an optimizer's algorithm. Its implementation may change between runs.
-_NO_SETTINGS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable"}
+_NON_ALGORITHM_KEYS = {"params", "param_names", "initial_lr", "foreach", "fused", "capturable"}
 
 
-class State:
+class TrainingState:
     """The complete training state, captured for a checkpoint and restored from one.
 
     Args:
         replicas: The model on all ranks.
         stepper: The optimizer and the scaler of the loss.
-        order: The order of the samples.
+        schedule: The batch schedule.
         scheduler: A learning rate scheduler, or None.
         seed: The seed for random generators whose state is not in the checkpoint.
     """
 
     def __init__(
-        self, replicas: Replicas, stepper: Stepper, order: Order, scheduler: Any, seed: int
+        self,
+        replicas: Replicas,
+        stepper: Stepper,
+        schedule: BatchSchedule,
+        scheduler: Any,
+        seed: int,
     ) -> None:
-        self._replicas, self._stepper, self._order = replicas, stepper, order
+        self._replicas, self._stepper, self._schedule = replicas, stepper, schedule
         self._scheduler, self._seed = scheduler, seed
 
     def capture(self, progress: Mapping[str, Any]) -> dict[str, Any]:
@@ -50,14 +55,14 @@ class State:
             progress: The trainer's own values.
         """
         # A run that continues and a run that resumes must both use rank 0's buffers.
-        self._replicas.align_buffers()
+        self._replicas.broadcast_buffers()
         return {
             "model": self._replicas.state_dict(),
             "optimizer": self._stepper.optimizer.state_dict(),
-            "optimizer_of": self._optimizer_of(),
+            "optimizer_spec": self._optimizer_spec(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": self._stepper.scaler.state_dict(),
-            "order": self._order.state_dict(),
+            "sampler": self._schedule.state_dict(),
             "random": random_states(),
             "progress": dict(progress),
         }
@@ -73,23 +78,23 @@ class State:
             UsageError: The state belongs to a different model, optimizer or data set, or was not
                 saved by a trainer.
         """
-        missing = {"model", "optimizer", "order", "random", "progress"} - set(state)
+        missing = {"model", "optimizer", "sampler", "random", "progress"} - set(state)
         if missing:
             raise UsageError(
-                f"{path}: a checkpoint without {', '.join(sorted(missing))} found, expected one that "
-                "a Trainer has saved: give another directory"
+                f"{path}: a checkpoint without {', '.join(sorted(missing))} found, expected one "
+                "that a Trainer saved: give another directory"
             )
         self._check_model(state["model"], path)
         self._check_optimizer(state, path)
         try:
-            self._order.load_state_dict(state["order"])
+            self._schedule.load_state_dict(state["sampler"])
         except UsageError as error:
-            raise UsageError(f"{path} doesn't fit this run: {error}") from None
+            raise UsageError(f"{path} does not match this run: {error}") from None
         self._replicas.load_state_dict(state["model"])
-        self._stepper.optimizer.load_state_dict(_own(state["optimizer"]))
+        self._stepper.optimizer.load_state_dict(_clone_tensors(state["optimizer"]))
         if self._scheduler is not None:
-            here = self._scheduler.state_dict()
-            self._scheduler.load_state_dict(_typed(here, state["scheduler"]))
+            current = self._scheduler.state_dict()
+            self._scheduler.load_state_dict(_restore_types(current, state["scheduler"]))
         if state["scaler"]:
             self._stepper.scaler.load_state_dict(state["scaler"])
         progress: dict[str, Any] = state["progress"]
@@ -98,53 +103,54 @@ class State:
         restore_random_states(state["random"])
         return progress
 
-    def _optimizer_of(self) -> dict[str, Any]:
+    def _optimizer_spec(self) -> dict[str, Any]:
         """Return the optimizer's class, and the names of the parameters in each group."""
         optimizer: Any = self._stepper.optimizer
         names = {id(p): name for name, p in self._replicas.inner.named_parameters()}
-        kind = getattr(optimizer, "kind", type(optimizer))  # `kind` is of a sharded optimizer
+        kind = getattr(optimizer, "optimizer_class", type(optimizer))  # of a sharded optimizer
         groups = [[names.get(id(p), "?") for p in g["params"]] for g in optimizer.param_groups]
         return {"class": kind.__name__, "groups": groups}
 
     def _check_model(self, saved: Mapping[str, Any], path: object) -> None:
         expected = self._replicas.state_dict()
-        wrong = [
-            *_named("the checkpoint lacks", sorted(set(expected) - set(saved))),
-            *_named("this model lacks", sorted(set(saved) - set(expected))),
-            *_named(
+        differences = [
+            *_list_names("the checkpoint lacks", sorted(set(expected) - set(saved))),
+            *_list_names("this model lacks", sorted(set(saved) - set(expected))),
+            *_list_names(
                 "they differ in",
                 [
-                    f"{name} ({_kind(saved[name])} saved, {_kind(value)} here)"
+                    f"{name} ({_describe_value(saved[name])} saved, {_describe_value(value)} here)"
                     for name, value in expected.items()
-                    if name in saved and _kind(saved[name]) != _kind(value)
+                    if name in saved and _describe_value(saved[name]) != _describe_value(value)
                 ],
             ),
         ]
-        if wrong:
+        if differences:
             raise UsageError(
-                f"{path} is of another model than {type(self._replicas.inner).__name__}: "
-                f"{'; '.join(wrong)}. Give this run a directory of its own, or build the model "
-                "that was trained"
+                f"{path} has the state of a different model than "
+                f"{type(self._replicas.inner).__name__}: {'; '.join(differences)}. Use another "
+                "directory for this run, or build the model that was trained"
             )
 
     def _check_optimizer(self, state: Mapping[str, Any], path: object) -> None:
         """Raise UsageError unless the optimizer, its parameters and the scheduler match."""
-        saved = _groups(state["optimizer"]["param_groups"], state.get("optimizer_of"))
-        here = _groups(self._stepper.optimizer.param_groups, self._optimizer_of())
-        if saved != here:
+        saved = _describe_groups(state["optimizer"]["param_groups"], state.get("optimizer_spec"))
+        current = _describe_groups(self._stepper.optimizer.param_groups, self._optimizer_spec())
+        if saved != current:
             raise UsageError(
-                f"{path} has the state of another optimizer: {'; '.join(saved)}. Expected "
-                f"{'; '.join(here)}: build the one that was used, or give another directory"
+                f"{path} has the state of a different optimizer: {'; '.join(saved)}. Expected "
+                f"{'; '.join(current)}: build the optimizer that was used, or give another "
+                "directory"
             )
         if (state["scheduler"] is None) != (self._scheduler is None):
             has, wants = ("no", "one") if self._scheduler is not None else ("a", "none")
             raise UsageError(
-                f"{path} has {has} scheduler's state, expected {wants}: give the scheduler that "
+                f"{path} has {has} scheduler state, expected {wants}: give the scheduler that "
                 "was used, or another directory"
             )
 
 
-def _groups(groups: list[dict[str, Any]], of: Mapping[str, Any] | None) -> list[str]:
+def _describe_groups(groups: list[dict[str, Any]], spec: Mapping[str, Any] | None) -> list[str]:
     """Return a description of each parameter group: its class, parameters and settings.
 
     Only the values of boolean settings are included, as these select a different algorithm.
@@ -154,36 +160,36 @@ def _groups(groups: list[dict[str, Any]], of: Mapping[str, Any] | None) -> list[
         settings = [
             f"{name}={value}" if isinstance(value, bool) else name
             for name, value in sorted(group.items())
-            if name not in _NO_SETTINGS
+            if name not in _NON_ALGORITHM_KEYS
         ]
-        names = of["groups"][number] if of else []
-        order = f" ({_brief(names)})" if names else ""
-        kind = of["class"] if of else "an optimizer"
+        names = spec["groups"][number] if spec else []
+        order = f" ({_summarize_names(names)})" if names else ""
+        kind = spec["class"] if spec else "an optimizer"
         described.append(
             f"{kind} of {len(group['params'])} parameters{order} with {', '.join(settings)}"
         )
     return described
 
 
-def _brief(names: list[str]) -> str:
+def _summarize_names(names: list[str]) -> str:
     """Return the first names of some parameters, and a checksum of all names in order."""
-    first = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
+    first = ", ".join(names[:_MAX_LISTED]) + (", ..." if len(names) > _MAX_LISTED else "")
     return f"{first}; order {zlib.crc32(chr(10).join(names).encode()):08x}"
 
 
-def _typed(own: Any, saved: Any) -> Any:
-    """Return a saved value with the types that a checkpoint cannot represent: counters and tuples."""
-    if isinstance(own, Mapping) and isinstance(saved, Mapping):
-        values = {key: _typed(own.get(key), value) for key, value in saved.items()}
-        return Counter(values) if isinstance(own, Counter) else values
-    if isinstance(own, list | tuple) and isinstance(saved, list):
-        if len(own) == len(saved):
-            saved = [_typed(*pair) for pair in zip(own, saved, strict=True)]
-        return tuple(saved) if isinstance(own, tuple) else saved
+def _restore_types(template: Any, saved: Any) -> Any:
+    """Return a saved value with the types of `template`: counters and tuples, saved as others."""
+    if isinstance(template, Mapping) and isinstance(saved, Mapping):
+        values = {key: _restore_types(template.get(key), value) for key, value in saved.items()}
+        return Counter(values) if isinstance(template, Counter) else values
+    if isinstance(template, list | tuple) and isinstance(saved, list):
+        if len(template) == len(saved):
+            saved = [_restore_types(*pair) for pair in zip(template, saved, strict=True)]
+        return tuple(saved) if isinstance(template, tuple) else saved
     return saved
 
 
-def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _clone_tensors(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with cloned tensors.
 
     A tensor of a checkpoint is a view that keeps the whole buffer of the file alive.
@@ -195,12 +201,12 @@ def _own(optimizer: Mapping[str, Any]) -> dict[str, Any]:
     return {**optimizer, "state": states}
 
 
-def _kind(value: Any) -> str:
-    return kind_of(value) if isinstance(value, Tensor) else type(value).__name__
+def _describe_value(value: Any) -> str:
+    return describe_tensor(value) if isinstance(value, Tensor) else type(value).__name__
 
 
-def _named(what: str, names: list[str]) -> list[str]:
+def _list_names(relation: str, names: list[str]) -> list[str]:
     if not names:
         return []
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return [f"{what} {', '.join(names[:_SHOWN])}{more}"]
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return [f"{relation} {', '.join(names[:_MAX_LISTED])}{more}"]

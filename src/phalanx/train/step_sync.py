@@ -1,4 +1,4 @@
-"""The agreement of all ranks before each optimizer step, in one small all-reduce."""
+"""The synchronization of all ranks before each optimizer step, in one small all-reduce."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from phalanx.errors import UsageError
 from phalanx.train.replicas import Replicas
 
-__all__ = ["Agreed", "Agreement", "Totals", "check_names"]
+__all__ = ["StepSync", "SyncResult", "Totals", "check_metric_names"]
 
 
 @dataclass
@@ -18,7 +18,7 @@ class Totals:
 
     sums: dict[str, float] = field(default_factory=dict)
     """The sum of each value by name; "loss" comes first."""
-    others: list[str] | None = None
+    mismatched_names: list[str] | None = None
     """The names in a batch that differ from those of the first batch; None if all batches agree."""
 
     @property
@@ -29,7 +29,7 @@ class Totals:
     def add(self, values: Mapping[str, float], weight: float) -> None:
         """Add the means over a batch, multiplied by its weight."""
         if self.sums and values.keys() != self.sums.keys():
-            self.others = list(values)
+            self.mismatched_names = list(values)
             return
         for name, value in values.items():
             # A filler batch of weight 0 does not count, even if its value is NaN.
@@ -37,18 +37,18 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class SyncResult:
     """The values that all ranks share before an optimizer step."""
 
     metrics: dict[str, float]
     """Means over the step's samples: "loss" and the metrics that the loss function returned."""
-    finite: bool
+    is_finite: bool
     """True if the loss and all checked gradients are finite on all ranks."""
-    stop: bool
+    stop_requested: bool
     """True if a rank has been asked to stop."""
 
 
-class Agreement:
+class StepSync:
     """The exchange of totals and flags between ranks, whose metrics must have the same names.
 
     Ranks exchange the names once, in the first step. In later steps a rank whose names differ sets
@@ -62,88 +62,105 @@ class Agreement:
         self._replicas = replicas
         self._names: list[str] | None = None
 
-    def reach(self, totals: Totals, found: str, *, asked: bool, when: str) -> Agreed:
-        """Return the values that all ranks agree on. Collective.
+    def synchronize(
+        self, totals: Totals, non_finite: str, *, stop_requested: bool, step: str
+    ) -> SyncResult:
+        """Exchange this step's totals and flags, and return the values of all ranks. Collective.
 
         Args:
             totals: The totals of this rank's micro-batches.
-            found: The names of this rank's parameters whose gradient is not finite; empty if none.
-            asked: True if this rank has been asked to stop.
-            when: A description of the step, for messages.
+            non_finite: The names of this rank's parameters whose gradient is not finite; empty if
+                none.
+            stop_requested: True if this rank has been asked to stop.
+            step: A description of the step, for messages.
 
         Raises:
             UsageError: The names of the metrics differ. Every rank raises it.
         """
         if self._names is None:
-            check_names(self._every(totals), when)
+            check_metric_names(self._gather_names(totals), step)
             self._names = totals.names
-        strange = totals.others is not None or totals.names != self._names
+        is_mismatched = totals.mismatched_names is not None or totals.names != self._names
         values = [totals.sums.get(name, 0.0) for name in self._names]
-        *sums, bad, stops, strangers = self._replicas.sum([*values, bool(found), asked, strange])
-        if strangers:
-            check_names(self._every(totals), when, self._names)
+        *sums, non_finite_ranks, stop_requests, mismatches = self._replicas.sum(
+            [*values, bool(non_finite), stop_requested, is_mismatched]
+        )
+        if mismatches:
+            check_metric_names(self._gather_names(totals), step, self._names)
         metrics = dict(zip(self._names, sums, strict=True))
-        return Agreed(metrics, not bad and math.isfinite(metrics["loss"]), stops > 0)
+        return SyncResult(
+            metrics, not non_finite_ranks and math.isfinite(metrics["loss"]), stop_requests > 0
+        )
 
-    def _every(self, totals: Totals) -> list[Totals]:
-        names = Totals(dict.fromkeys(totals.names, 0.0), totals.others)
-        return self._replicas.collect(names)
+    def _gather_names(self, totals: Totals) -> list[Totals]:
+        names = Totals(dict.fromkeys(totals.names, 0.0), totals.mismatched_names)
+        return self._replicas.gather(names)
 
-    def blame(self, loss: float, found: str, *, when: str, why: str = "") -> None:
+    def raise_non_finite(
+        self, loss: float, non_finite: str, *, step: str, reason: str = ""
+    ) -> None:
         """Raise an error on every rank that lists the values that are not finite. Collective.
 
         Args:
             loss: This rank's loss.
-            found: As in `reach`.
-            when: A description of the step, for messages.
-            why: Text to append to the statement that the step was not made.
+            non_finite: As in `synchronize`.
+            step: A description of the step, for messages.
+            reason: Text to append to the statement that the step was not made.
 
         Raises:
             FloatingPointError: Always.
         """
-        own = "" if math.isfinite(loss) else f"the loss is {loss}"
-        if found:
-            own += f"{', and ' if own else ''}the gradient of {found} isn't finite"
-        every = self._replicas.collect(own)
-        words = "; ".join(f"on rank {rank} {text}" for rank, text in enumerate(every) if text)
+        problem = "" if math.isfinite(loss) else f"the loss is {loss}"
+        if non_finite:
+            problem += f"{', and ' if problem else ''}the gradient of {non_finite} is not finite"
+        problems = self._replicas.gather(problem)
+        description = "; ".join(
+            f"on rank {rank} {text}" for rank, text in enumerate(problems) if text
+        )
         raise FloatingPointError(
-            f"{when}: {words or 'loss or gradients of all ranks together are not finite'}. "
-            f"The step was not made{why}. Look at that rank's batch, lower the learning rate, clip "
-            "gradients (clip=1.0), or find the operation with "
+            f"{step}: {description or 'loss or gradients of all ranks together are not finite'}. "
+            f"The step was not made{reason}. Look at that rank's batch, lower the learning rate, "
+            "clip gradients (clip=1.0), or find the operation with "
             "torch.autograd.set_detect_anomaly(True)"
         )
 
 
-def check_names(every: Sequence[Totals], when: str, before: Sequence[str] = ()) -> None:
+def check_metric_names(
+    totals_by_rank: Sequence[Totals], step: str, previous: Sequence[str] = ()
+) -> None:
     """Check that the metrics of all ranks have the same names.
 
     A rank that had no batch has no names and is ignored.
 
     Args:
-        every: The totals of each rank.
-        when: A description of the step or the evaluation, for messages.
-        before: The names that the ranks agreed on earlier; empty if there are none.
+        totals_by_rank: The totals of each rank.
+        step: A description of the step or the evaluation, for messages.
+        previous: The names that the ranks agreed on earlier; empty if there are none.
 
     Raises:
-        UsageError: The names differ between ranks, between batches of one rank, or from `before`.
+        UsageError: The names differ between ranks, between batches of one rank, or from `previous`.
     """
-    known = {tuple(names) for names in (before, *(totals.names for totals in every)) if names}
-    if len(known) <= 1 and all(totals.others is None for totals in every):
+    name_lists = {
+        tuple(names) for names in (previous, *(totals.names for totals in totals_by_rank)) if names
+    }
+    if len(name_lists) <= 1 and all(totals.mismatched_names is None for totals in totals_by_rank):
         return
     ranks: dict[str, list[str]] = {}
-    for rank, totals in enumerate(every):
-        words = _listed(totals.names)
-        if totals.others is not None:
-            words += f", then {_listed(totals.others)}"
+    for rank, totals in enumerate(totals_by_rank):
+        description = _format_names(totals.names)
+        if totals.mismatched_names is not None:
+            description += f", then {_format_names(totals.mismatched_names)}"
         if totals.names:
-            ranks.setdefault(words, []).append(str(rank))
-    said = "; ".join(f"{words} on rank {', '.join(those)}" for words, those in ranks.items())
-    earlier = f"; {_listed(before)} before" if before else ""
+            ranks.setdefault(description, []).append(str(rank))
+    listing = "; ".join(
+        f"{description} on rank {', '.join(numbers)}" for description, numbers in ranks.items()
+    )
+    earlier = f"; {_format_names(previous)} before" if previous else ""
     raise UsageError(
-        f"{when}: the loss function returned the metrics {said}{earlier}; expected the same names "
-        "on all ranks, each time: return a metric always or never"
+        f"{step}: the loss function returned the metrics {listing}{earlier}; expected the same "
+        "names on all ranks, each time: return a metric always or never"
     )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _format_names(names: Sequence[str]) -> str:
     return f"({', '.join(name for name in names if name != 'loss') or 'none'})"

@@ -15,21 +15,21 @@ from torch.utils.data import Dataset
 
 from phalanx.errors import UsageError
 from phalanx.train.backward import FiniteCheck, Stepper
-from phalanx.train.batch_schedule import MicroBatch, Order
+from phalanx.train.batch_schedule import BatchSchedule, MicroBatch
 from phalanx.train.checkpoints import Checkpointer
-from phalanx.train.evaluation import Evaluation, Loss, measured, on_device
-from phalanx.train.preemption import STOPPED, Stop
-from phalanx.train.progress import Display, check_tensorboard, tensorboard
+from phalanx.train.evaluation import Evaluation, Loss, move_to_device, unpack_loss
+from phalanx.train.preemption import PREEMPTION_EXIT_CODE, PreemptionHandler
+from phalanx.train.progress import Display, check_tensorboard, open_tensorboard
 from phalanx.train.replicas import Replicas
 from phalanx.train.seeds import seed_rank
-from phalanx.train.state import State
-from phalanx.train.step_sync import Agreement, Totals
+from phalanx.train.state import TrainingState
+from phalanx.train.step_sync import StepSync, Totals
 
 __all__ = ["Result", "Trainer"]
 
 # A scale below this means 30 skipped steps in a row, counted from PyTorch's initial scale. The
 # scale is then not the reason for values that are not finite. fairseq stops at the same scale.
-_LEAST_SCALE = 1e-4
+_MIN_SCALE = 1e-4
 # A function that returns the micro-batches of the next step, or None if they are not available.
 _Fetch = Callable[[], list[MicroBatch] | None]
 
@@ -61,9 +61,9 @@ class Trainer:
 
     The same script runs in one process and on many ranks. The model is a plain module, whose
     parameters are broadcast from rank 0 and whose gradients the trainer averages. It may also be
-    wrapped in PyTorch's `DistributedDataParallel` or `phalanx.parallel.SharedDataParallel`, which average
-    the gradients themselves. The samples of a step, and the loss and gradient as means over them,
-    are the same at every world size.
+    wrapped in PyTorch's `DistributedDataParallel` or `phalanx.parallel.SharedDataParallel`, which
+    average the gradients themselves. The samples of a step, and the loss and gradient as means over
+    them, are the same at every world size.
 
     Args:
         model: The model, on its device. Batches are moved to that device.
@@ -85,10 +85,10 @@ class Trainer:
             makes, not after each epoch.
         evaluate: A data set on which `loss` is evaluated, without gradients and in evaluation mode,
             after each epoch and at the end.
-        checkpoints: A directory, or `Checkpointer`. Training resumes from the newest checkpoint there.
-            None saves nothing.
-        checkpoint_every: Number of steps between checkpoints; None saves after each epoch. A checkpoint
-            is saved at the end and on SIGTERM in any case.
+        checkpoints: A directory, or `Checkpointer`. Training resumes from the newest checkpoint
+            there. None saves nothing.
+        checkpoint_every: Number of steps between checkpoints; None saves after each epoch. A
+            checkpoint is saved at the end and on SIGTERM in any case.
         seed: The seed of the samples' order and, together with the rank, of the random generators
             of Python, NumPy and PyTorch, which `fit` seeds. Dropout differs between ranks.
         loader: Arguments for `DataLoader`, such as `num_workers` and `collate_fn`. With
@@ -140,27 +140,27 @@ class Trainer:
         progress: bool = True,
         check_gradients: bool = True,
     ) -> None:
-        _check_ends(epochs, steps, checkpoint_every)
+        _check_limits(epochs, steps, checkpoint_every)
         self._loss, self._seed, self._on_step = loss, seed, on_step
-        self._epochs, self._steps, self._every = epochs, steps, checkpoint_every
-        self._global_batch, self._scheduler, self._shown = global_batch, scheduler, progress
+        self._epochs, self._steps, self._checkpoint_every = epochs, steps, checkpoint_every
+        self._global_batch, self._scheduler, self._show_progress = global_batch, scheduler, progress
         self._check_gradients, self._tensorboard = check_gradients, tensorboard
         if tensorboard is not None:
             check_tensorboard()
         self._replicas = Replicas(model)
         self._stepper = Stepper(model, optimizer, precision, clip, self._replicas.device)
-        self._order = Order(data, global_batch, accumulate, seed, loader or {})
+        self._schedule = BatchSchedule(data, global_batch, accumulate, seed, loader or {})
         self._evaluation: Evaluation | None = None
         if evaluate is not None:
             batch = max(1, global_batch // accumulate // self._replicas.world_size)
             self._evaluation = Evaluation(evaluate, batch, loss, loader or {})
-        self._state = State(self._replicas, self._stepper, self._order, scheduler, seed)
+        self._state = TrainingState(self._replicas, self._stepper, self._schedule, scheduler, seed)
         if isinstance(checkpoints, str | PathLike):
             checkpoints = Checkpointer(checkpoints)
         self._checkpoints: Checkpointer | None = checkpoints
-        self._saved = 0  # there is nothing to save before the first step
-        self._finite: FiniteCheck | None = None
-        self._agreement = Agreement(self._replicas)
+        self._saved_step = 0  # there is nothing to save before the first step
+        self._finite_check: FiniteCheck | None = None
+        self._step_sync = StepSync(self._replicas)
         self.result = Result()
 
     def fit(self) -> Result:
@@ -181,65 +181,67 @@ class Trainer:
                 the names of the metrics differ between ranks; the loss function returned an invalid
                 value; the trainer was created before the process group; or TensorBoard's directory
                 cannot be written.
-            CheckpointError: A checkpoint cannot be written (for example because the disk is full), or
-                checkpoints exist and none is usable. Every rank raises it. Older checkpoints remain
-                unchanged.
-            SystemExit: A rank received SIGTERM. Every rank raises it with the code 143 (`STOPPED`),
-                after saving a checkpoint if `checkpoints` is given.
+            CheckpointError: A checkpoint cannot be written (for example because the disk is full),
+                or checkpoints exist and none is usable. Every rank raises it. Older checkpoints
+                remain unchanged.
+            SystemExit: A rank received SIGTERM. Every rank raises it with the code 143
+                (`PREEMPTION_EXIT_CODE`), after saving a checkpoint if `checkpoints` is given.
             torch.distributed.DistBackendError: A rank died or did not join a collective.
         """
         self._replicas.check()
-        main, reporting = self._replicas.rank == 0, self._replicas.on_phalanx
-        display = Display(main=main, shown=self._shown, reporting=reporting)
+        is_main, has_recorder = self._replicas.rank == 0, self._replicas.uses_phalanx
+        display = Display(is_main=is_main, enabled=self._show_progress, has_recorder=has_recorder)
         with contextlib.ExitStack() as stack:
-            stop = stack.enter_context(Stop())
+            preemption = stack.enter_context(PreemptionHandler())
             stack.enter_context(display)
-            stack.callback(self._watch_gradients, on=False)
-            self._begin(display)
-            while not self._finished():
-                self._go_through_epoch(display, stop)
+            stack.callback(self._set_gradient_check, enabled=False)
+            self._start(display)
+            while not self._is_finished():
+                self._run_epoch(display, preemption)
             self._save(display)
         return self.result
 
-    def _go_through_epoch(self, display: Display, stop: Stop) -> None:
+    def _run_epoch(self, display: Display, preemption: PreemptionHandler) -> None:
         """Make the remaining steps of the epoch or of the run.
 
         If workers make the batches, a rank waits for the next step's batches before the ranks agree
         on the current step. SIGTERM ends that wait. The ranks can therefore agree to stop, however
         long a batch takes.
         """
-        with contextlib.closing(self._order.steps()) as steps:
+        with contextlib.closing(self._schedule.steps()) as steps:
 
-            def wait() -> list[MicroBatch] | None:
-                return stop.unless_asked(lambda: next(steps, None))
+            def wait_for_batch() -> list[MicroBatch] | None:
+                return preemption.run_interruptible(lambda: next(steps, None))
 
-            early = self._order.by_workers
-            upcoming = wait() if early else None
-            if self._replicas.sum([stop.asked])[0]:
-                self._leave(display)
-            while not self._finished():
-                micro_batches = upcoming if early else next(steps, None)
+            prefetch = self._schedule.uses_workers
+            next_micro_batches = wait_for_batch() if prefetch else None
+            if self._replicas.sum([preemption.requested])[0]:
+                self._exit_preempted(display)
+            while not self._is_finished():
+                micro_batches = next_micro_batches if prefetch else next(steps, None)
                 if micro_batches is None:
                     return
                 last = self._steps is not None and self.result.step + 1 >= self._steps
-                fetch = wait if early and not last else _nothing
-                upcoming, stopped = self._step(micro_batches, display, stop, fetch)
-                self._after_step(display, stopped=stopped)
+                fetch = wait_for_batch if prefetch and not last else _fetch_nothing
+                next_micro_batches, stop_requested = self._step(
+                    micro_batches, display, preemption, fetch
+                )
+                self._after_step(display, stop_requested=stop_requested)
 
-    def _begin(self, display: Display) -> None:
+    def _start(self, display: Display) -> None:
         """Restore a checkpoint or start from scratch, equally on all ranks."""
         self.result.losses = []
         seed_rank(self._seed, self._replicas.rank)
         checkpoint = None if self._checkpoints is None else self._checkpoints.load()
         if checkpoint is None:
-            self._replicas.align()
+            self._replicas.synchronize()
         else:
             self._resume(
                 self._state.restore(checkpoint.state, checkpoint.path), display, checkpoint.path
             )
         self._stepper.optimizer.zero_grad()
         display.begin(self.result.step, self._last_step(), self._open_tensorboard())
-        self._watch_gradients(on=not self._stepper.scaler.is_enabled())
+        self._set_gradient_check(enabled=not self._stepper.scaler.is_enabled())
 
     def _open_tensorboard(self) -> Any:
         """Return a TensorBoard writer on rank 0 if one is wanted, else None. Collective.
@@ -247,127 +249,137 @@ class Trainer:
         Raises:
             UsageError: Rank 0 cannot write the directory. Every rank raises it.
         """
-        writer, trouble = None, ""
+        writer, problem = None, ""
         if self._tensorboard is not None and self._replicas.rank == 0:
             try:
-                writer = tensorboard(self._tensorboard, self.result.step + 1)
+                writer = open_tensorboard(self._tensorboard, self.result.step + 1)
             except OSError as error:
-                trouble = f"{self._tensorboard} can't hold TensorBoard's files: {error}"
-        if trouble := self._replicas.collect(trouble)[0]:
-            raise UsageError(f"{trouble}: give a directory that rank 0 can write")
+                problem = f"cannot write TensorBoard files to {self._tensorboard}: {error}"
+        if problem := self._replicas.gather(problem)[0]:
+            raise UsageError(f"{problem}: give a directory that rank 0 can write")
         return writer
 
-    def _watch_gradients(self, *, on: bool) -> None:
-        if self._finite is not None and not on:
-            self._finite.close()
-            self._finite = None
-        elif self._finite is None and on and self._check_gradients:
-            self._finite = FiniteCheck(self._replicas.inner)
+    def _set_gradient_check(self, *, enabled: bool) -> None:
+        if self._finite_check is not None and not enabled:
+            self._finite_check.close()
+            self._finite_check = None
+        elif self._finite_check is None and enabled and self._check_gradients:
+            self._finite_check = FiniteCheck(self._replicas.inner)
 
     def _resume(self, progress: dict[str, Any], display: Display, path: object) -> None:
         result = self.result
-        result.step, result.epoch = progress["step"], self._order.epoch
+        result.step, result.epoch = progress["step"], self._schedule.epoch
         result.loss, result.evaluation = progress["loss"], dict(progress["evaluation"])
-        self._saved = result.step
-        here = {"ranks": self._replicas.world_size, "global batch": self._global_batch}
-        before = {"ranks": progress["world_size"], "global batch": progress["global_batch"]}
+        self._saved_step = result.step
+        current = {"ranks": self._replicas.world_size, "global batch": self._global_batch}
+        previous = {"ranks": progress["world_size"], "global batch": progress["global_batch"]}
         changes = [
-            f"{name} {before[name]} then, {here[name]} now"
-            for name in here
-            if here[name] != before[name]
+            f"{name} {previous[name]} before, {current[name]} now"
+            for name in current
+            if current[name] != previous[name]
         ]
-        ended = "; that run had ended, nothing is left to train" if self._finished() else ""
-        display.say(
-            f"going on from step {result.step} (epoch {self._order.epoch + 1}, "
-            f"{self._order.position} of its {self._order.samples} samples done), {path}"
+        ended = "; the run is complete, nothing is left to train" if self._is_finished() else ""
+        display.print_line(
+            f"resuming from step {result.step} (epoch {self._schedule.epoch + 1}, "
+            f"{self._schedule.position} of its {self._schedule.samples} samples done), {path}"
             + "".join(f"; {change}" for change in changes)
             + ended
         )
 
     def _step(
-        self, micro_batches: list[MicroBatch], display: Display, stop: Stop, fetch: _Fetch
+        self,
+        micro_batches: list[MicroBatch],
+        display: Display,
+        preemption: PreemptionHandler,
+        fetch: _Fetch,
     ) -> tuple[list[MicroBatch] | None, bool]:
         """Make a step; return the fetched micro-batches, and whether to stop after the step."""
         totals = Totals()
         for number, micro_batch in enumerate(micro_batches):
             last = number == len(micro_batches) - 1
             self._forward_backward(micro_batch, totals, last=last)
-        upcoming = fetch()
-        begun = time.monotonic()
+        next_micro_batches = fetch()
+        sync_start = time.monotonic()
         self._replicas.average()
-        found = "" if self._finite is None else self._finite.found()
-        agreed = self._agreement.reach(totals, found, asked=stop.asked, when=self._when())
-        blocked = time.monotonic() - begun if self._replicas.world_size > 1 else 0.0
-        metrics, loss = agreed.metrics, totals.sums["loss"]
-        if not agreed.finite and not self._stepper.scaler.is_enabled():
-            self._agreement.blame(loss, found, when=self._when())
+        non_finite = "" if self._finite_check is None else self._finite_check.pop_non_finite()
+        synced = self._step_sync.synchronize(
+            totals, non_finite, stop_requested=preemption.requested, step=self._describe_step()
+        )
+        blocked = time.monotonic() - sync_start if self._replicas.world_size > 1 else 0.0
+        metrics, loss = synced.metrics, totals.sums["loss"]
+        if not synced.is_finite and not self._stepper.scaler.is_enabled():
+            self._step_sync.raise_non_finite(loss, non_finite, step=self._describe_step())
         if not self._stepper.step():
-            self._leave_out(loss, found, display)
+            self._handle_skipped_step(loss, non_finite, display)
         elif self._scheduler is not None:
             self._scheduler.step()
-        samples = self._order.advance(len(micro_batches))
+        samples = self._schedule.advance(len(micro_batches))
         result = self.result
         result.step, result.loss = result.step + 1, metrics["loss"]
         result.losses.append(result.loss)
-        display.step(result.step, self._order.epoch, metrics, samples, blocked)
+        display.step(result.step, self._schedule.epoch, metrics, samples, blocked)
         if self._on_step is not None:
             self._on_step(result.step, metrics)
-        return upcoming, agreed.stop
+        return next_micro_batches, synced.stop_requested
 
-    def _when(self) -> str:
-        return f"step {self.result.step + 1} (epoch {self._order.epoch + 1})"
+    def _describe_step(self) -> str:
+        return f"step {self.result.step + 1} (epoch {self._schedule.epoch + 1})"
 
-    def _leave_out(self, loss: float, found: str, display: Display) -> None:
+    def _handle_skipped_step(self, loss: float, non_finite: str, display: Display) -> None:
         """Continue after a step that the float16 scaler skipped, or raise if it cannot help."""
         scale = self._stepper.scale
-        if scale < _LEAST_SCALE:
-            why = f", as many before it, and scaling the loss by {scale:.0e} doesn't help"
-            self._agreement.blame(loss, found, when=self._when(), why=why)
-        display.say(
-            f"{self._when()} left out: its gradients aren't finite in float16; the loss is scaled "
-            f"by {scale:g} from here on"
+        if scale < _MIN_SCALE:
+            reason = f", like many before it, and scaling the loss by {scale:.0e} does not help"
+            self._step_sync.raise_non_finite(
+                loss, non_finite, step=self._describe_step(), reason=reason
+            )
+        display.print_line(
+            f"{self._describe_step()} skipped: its gradients are not finite in float16; the loss "
+            f"is scaled by {scale:g} from now on"
         )
-        self._watch_gradients(on=scale <= 1)  # the scale is then unlikely to be the cause
+        self._set_gradient_check(enabled=scale <= 1)  # the scale is then unlikely to be the cause
 
     def _forward_backward(self, micro_batch: MicroBatch, totals: Totals, *, last: bool) -> None:
         """Accumulate the gradients of a micro-batch, and its weighted metrics in the totals."""
         replicas, weight = self._replicas, micro_batch.weight
-        batch = on_device(micro_batch.content, replicas.device)
-        with replicas.backward_of(last=last):
+        batch = move_to_device(micro_batch.content, replicas.device)
+        with replicas.backward_context(is_last=last):
             with self._stepper.autocast():
-                loss, metrics = measured(self._loss(replicas.model, batch))
+                loss, metrics = unpack_loss(self._loss(replicas.model, batch))
             # The factor turns the average over the ranks into the mean over the step's samples.
             self._stepper.backward(loss * (weight * replicas.world_size))
         totals.add({"loss": loss.item(), **metrics}, weight)
 
-    def _after_step(self, display: Display, *, stopped: bool) -> None:
+    def _after_step(self, display: Display, *, stop_requested: bool) -> None:
         """End the epoch, evaluate, save and exit, as required after the completed step."""
-        result, epoch, at_end = self.result, self._order.epoch, self._order.at_end
+        result, epoch, at_end = self.result, self._schedule.epoch, self._schedule.at_end
         if at_end:
-            self._order.next_epoch()
-            result.epoch = self._order.epoch
-        if at_end or self._finished():
+            self._schedule.next_epoch()
+            result.epoch = self._schedule.epoch
+        if at_end or self._is_finished():
             if self._evaluation is not None:
-                display.note("evaluating")
+                display.set_activity("evaluating")
                 result.evaluation = self._evaluation.run(self._replicas, self._stepper.autocast)
-                display.note("training")
+                display.set_activity("training")
             display.end_epoch(result.step, epoch, result.loss, result.evaluation)
-        due = at_end if self._every is None else result.step % self._every == 0
+        due = (
+            at_end if self._checkpoint_every is None else result.step % self._checkpoint_every == 0
+        )
         if due:
             self._save(display)
-        if stopped and not self._finished():
-            self._leave(display)
+        if stop_requested and not self._is_finished():
+            self._exit_preempted(display)
 
-    def _leave(self, display: Display) -> NoReturn:
+    def _exit_preempted(self, display: Display) -> NoReturn:
         self._save(display)
         step = self.result.step
-        saved = "saved, and " if step and self._checkpoints is not None else ""
-        display.say(f"stopped by SIGTERM after step {step}: {saved}leaving")
-        raise SystemExit(STOPPED)
+        saved = "checkpoint saved, " if step and self._checkpoints is not None else ""
+        display.print_line(f"stopped by SIGTERM after step {step}: {saved}exiting")
+        raise SystemExit(PREEMPTION_EXIT_CODE)
 
     def _save(self, display: Display) -> None:
         result = self.result
-        if self._checkpoints is None or result.step == self._saved:
+        if self._checkpoints is None or result.step == self._saved_step:
             return
         display.flush()
         progress = {
@@ -378,29 +390,37 @@ class Trainer:
             "global_batch": self._global_batch,
         }
         self._checkpoints.save(result.step, self._state.capture(progress))
-        self._saved = result.step
+        self._saved_step = result.step
 
-    def _finished(self) -> bool:
+    def _is_finished(self) -> bool:
         if self._steps is not None:
             return self.result.step >= self._steps
-        return self._order.epoch >= (self._epochs or 0)
+        return self._schedule.epoch >= (self._epochs or 0)
 
     def _last_step(self) -> int:
         """Return the number of the last step, computed from the current global batch."""
         if self._steps is not None:
             return self._steps
-        per_epoch = -(-self._order.samples // self._global_batch)
-        left = -(-(self._order.samples - self._order.position) // self._global_batch)
-        return self.result.step + left + per_epoch * ((self._epochs or 0) - self._order.epoch - 1)
+        per_epoch = -(-self._schedule.samples // self._global_batch)
+        remaining = -(-(self._schedule.samples - self._schedule.position) // self._global_batch)
+        return (
+            self.result.step
+            + remaining
+            + per_epoch * ((self._epochs or 0) - self._schedule.epoch - 1)
+        )
 
 
-def _nothing() -> None:
+def _fetch_nothing() -> None:
     """Return None: there are no micro-batches to fetch."""
 
 
-def _check_ends(epochs: int | None, steps: int | None, every: int | None) -> None:
+def _check_limits(epochs: int | None, steps: int | None, checkpoint_every: int | None) -> None:
     if (epochs is None) == (steps is None):
         raise UsageError(f"epochs {epochs} and steps {steps} given, expected one of them")
-    for name, number in (("epochs", epochs), ("steps", steps), ("checkpoint_every", every)):
+    for name, number in (
+        ("epochs", epochs),
+        ("steps", steps),
+        ("checkpoint_every", checkpoint_every),
+    ):
         if number is not None and number < 1:
             raise UsageError(f"{name} is {number}, expected at least 1")

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.parallel.algorithms.peers import Peers, all_reduce_by, slices
+from phalanx.parallel.algorithms.peers import Peers, run_all_reduce, split_evenly
 
 __all__ = ["halving_doubling_all_reduce", "halving_doubling_steps"]
 
@@ -45,38 +45,38 @@ def halving_doubling_all_reduce(
 
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`.
     """
-    all_reduce_by(halving_doubling_steps, "halving_doubling_all_reduce", tensor, op, group, tag)
+    run_all_reduce(halving_doubling_steps, "halving_doubling_all_reduce", tensor, op, group, tag)
 
 
 def halving_doubling_steps(peers: Peers, flat: Tensor) -> None:
-    """Run one rank's steps; a rank beyond the power of two is served by its host rank."""
-    core = 1 << (peers.size.bit_length() - 1)
-    guest, host = peers.rank + core, peers.rank - core
-    if host >= 0:
-        peers.send(flat, host)
-        peers.receive(flat, host)
+    """Run one rank's steps; a rank beyond the power of two takes part through a proxy rank."""
+    power = 1 << (peers.size.bit_length() - 1)
+    excess_rank, proxy_rank = peers.rank + power, peers.rank - power
+    if proxy_rank >= 0:
+        peers.send(flat, proxy_rank)
+        peers.receive(flat, proxy_rank)
         return
-    if guest < peers.size:
-        arriving = flat.new_empty(flat.numel())
-        peers.receive(arriving, guest)
-        peers.combine(flat, arriving, flat)
-    _halve_and_double(peers, flat, core)
-    if guest < peers.size:
-        peers.send(flat, guest)
+    if excess_rank < peers.size:
+        received = flat.new_empty(flat.numel())
+        peers.receive(received, excess_rank)
+        peers.combine(flat, received, flat)
+    _halve_and_double(peers, flat, power)
+    if excess_rank < peers.size:
+        peers.send(flat, excess_rank)
 
 
-def _halve_and_double(peers: Peers, flat: Tensor, core: int) -> None:
-    spare = flat.new_empty((flat.numel() + 1) // 2)
+def _halve_and_double(peers: Peers, flat: Tensor, power: int) -> None:
+    buffer = flat.new_empty((flat.numel() + 1) // 2)
     kept, exchanges = flat, []
     distance = 1
-    while distance < core:
+    while distance < power:
         partner = peers.rank ^ distance
-        lower, upper = slices(kept, 2)
+        lower, upper = split_evenly(kept, 2)
         kept, given = (lower, upper) if peers.rank < partner else (upper, lower)
-        arriving = spare[: kept.numel()]
-        peers.exchange(given, partner, arriving, partner)
+        received = buffer[: kept.numel()]
+        peers.exchange(given, partner, received, partner)
         # The lower ranks' part comes first, on both sides.
-        first, second = (kept, arriving) if peers.rank < partner else (arriving, kept)
+        first, second = (kept, received) if peers.rank < partner else (received, kept)
         peers.combine(first, second, kept)
         exchanges.append((kept, given, partner))
         distance *= 2

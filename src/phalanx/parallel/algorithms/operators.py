@@ -8,7 +8,7 @@ from torch.distributed import ReduceOp
 
 from phalanx.errors import UsageError
 
-__all__ = ["Combine", "combination"]
+__all__ = ["Combine", "resolve_operator"]
 
 Combine = Callable[[Tensor, Tensor, Tensor], object]
 """A function that combines the first tensor with the second into the third, which may be either."""
@@ -34,38 +34,38 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def combination(op: object, dtype: torch.dtype, what: str) -> tuple[str, Combine]:
+def resolve_operator(op: object, dtype: torch.dtype, caller: str) -> tuple[str, Combine]:
     """Return the operator's name and the function that combines two tensors of a dtype.
 
     Args:
         op: An operator of `torch.distributed.ReduceOp`.
         dtype: The dtype of the tensors.
-        what: The name of the calling function, for errors.
+        caller: The name of the calling function, for errors.
 
     Raises:
         UsageError: `op` is not an operator or has no meaning for the dtype, or the dtype is not
             supported.
     """
-    possible = _meaningful(dtype)
-    if not possible:
+    supported = _supported_operators(dtype)
+    if not supported:
         known = ", ".join(sorted(map(_label, _INTEGERS | _FLOATS | _COMPLEX)))
-        raise UsageError(f"{what}: {_label(dtype)} is not supported; expected one of: {known}")
+        raise UsageError(f"{caller}: {_label(dtype)} is not supported; expected one of: {known}")
     if not isinstance(op, ReduceOp | ReduceOp.RedOpType):
         raise UsageError(
-            f"{what}: op {op!r} given, expected a torch.distributed.ReduceOp; a group is given "
+            f"{caller}: op {op!r} given, expected a torch.distributed.ReduceOp; a group is given "
             "as group=..."
         )
     operators = ReduceOp.RedOpType.__members__
-    given = next((name for name, each in operators.items() if op == each), str(op))
-    if given in possible:
+    given = next((name for name, operator in operators.items() if op == operator), str(op))
+    if given in supported:
         return given, _function(given, dtype)
     raise UsageError(
-        f"{what}: {given} has no meaning for {_label(dtype)} here; expected one of: "
-        f"{', '.join(possible)}"
+        f"{caller}: {given} has no meaning for {_label(dtype)} here; expected one of: "
+        f"{', '.join(supported)}"
     )
 
 
-def _meaningful(dtype: torch.dtype) -> tuple[str, ...]:
+def _supported_operators(dtype: torch.dtype) -> tuple[str, ...]:
     if dtype in _COMPLEX:
         return ("SUM", "PRODUCT", "AVG")
     if dtype in _FLOATS:
@@ -78,8 +78,8 @@ def _meaningful(dtype: torch.dtype) -> tuple[str, ...]:
 def _function(name: str, dtype: torch.dtype) -> Combine:
     function = _FUNCTIONS[name]
 
-    def combine(first: Tensor, second: Tensor, into: Tensor) -> None:
-        function(first, second, out=into)
+    def combine(first: Tensor, second: Tensor, output: Tensor) -> None:
+        function(first, second, out=output)
 
     if dtype not in _SIGNED:
         return combine
@@ -88,13 +88,13 @@ def _function(name: str, dtype: torch.dtype) -> Combine:
 
     # PyTorch has no arithmetic on wide unsigned integers. Except for the order, signed arithmetic
     # gives the same bits.
-    def combine_signed(first: Tensor, second: Tensor, into: Tensor) -> None:
-        function(first.view(signed), second.view(signed), out=into.view(signed))
+    def combine_signed(first: Tensor, second: Tensor, output: Tensor) -> None:
+        function(first.view(signed), second.view(signed), out=output.view(signed))
 
     # Flipping the highest bit maps the unsigned order to the signed order.
-    def compare_unsigned(first: Tensor, second: Tensor, into: Tensor) -> None:
+    def compare_unsigned(first: Tensor, second: Tensor, output: Tensor) -> None:
         chosen = function(first.view(signed) ^ lowest, second.view(signed) ^ lowest)
-        torch.bitwise_xor(chosen, lowest, out=into.view(signed))
+        torch.bitwise_xor(chosen, lowest, out=output.view(signed))
 
     return compare_unsigned if name in ("MIN", "MAX") else combine_signed
 

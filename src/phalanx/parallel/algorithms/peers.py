@@ -1,6 +1,6 @@
 """The primitives of the algorithms: messages between ranks, and combining two tensors.
 
-The algorithms share `all_reduce_by`, which checks the arguments before any message and passes the
+The algorithms share `run_all_reduce`, which checks the arguments before any message and passes the
 steps one flat, contiguous tensor.
 """
 
@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.parallel.algorithms.operators import Combine, combination
+from phalanx.parallel.algorithms.operators import Combine, resolve_operator
 
-__all__ = ["Peers", "Steps", "all_reduce_by", "slices"]
+__all__ = ["Peers", "Steps", "run_all_reduce", "split_evenly"]
 
-_LARGEST_TAG = 2**31 - 1
+_MAX_TAG = 2**31 - 1
 
 
 class Peers:
@@ -69,20 +69,20 @@ Steps = Callable[[Peers, Tensor], None]
 """The steps of one rank, which replace its flat tensor by the reduction of all ranks' tensors."""
 
 
-def slices(flat: Tensor, count: int) -> list[Tensor]:
-    """Return views of a flat tensor cut into `count` pieces, whose sizes differ by at most one.
+def split_evenly(flat: Tensor, count: int) -> list[Tensor]:
+    """Return views of a flat tensor split into `count` parts, whose sizes differ by at most one.
 
-    If there are fewer elements than pieces, some pieces are empty.
+    If there are fewer elements than parts, some parts are empty.
     """
-    edges = [index * flat.numel() // count for index in range(count + 1)]
-    return [flat[start:end] for start, end in pairwise(edges)]
+    bounds = [index * flat.numel() // count for index in range(count + 1)]
+    return [flat[start:end] for start, end in pairwise(bounds)]
 
 
 # A collective may write to any tensor, even one that requires a gradient or is an inference tensor.
 @torch.inference_mode()
-def all_reduce_by(
+def run_all_reduce(
     steps: Steps,
-    what: str,
+    caller: str,
     tensor: Tensor,
     op: object,
     group: dist.ProcessGroup | None,
@@ -92,7 +92,7 @@ def all_reduce_by(
 
     Args:
         steps: The steps of the algorithm.
-        what: The name of the algorithm, for errors.
+        caller: The name of the algorithm, for errors.
         tensor: The caller's tensor, which is reduced in place.
         op: The operator.
         group: The group; the default group if None.
@@ -101,9 +101,9 @@ def all_reduce_by(
     Raises:
         UsageError: An argument is invalid; no message was sent.
     """
-    _check_tensor(tensor, what)
-    name, combine = combination(op, tensor.dtype, what)
-    _check_place(group, tag, what)
+    _check_tensor(tensor, caller)
+    name, combine = resolve_operator(op, tensor.dtype, caller)
+    _check_group(group, tag, caller)
     peers = Peers(group, tag, combine)
     if peers.size == 1 or tensor.numel() == 0:
         return
@@ -117,29 +117,29 @@ def all_reduce_by(
         tensor.copy_(packed)
 
 
-def _check_tensor(tensor: object, what: str) -> None:
+def _check_tensor(tensor: object, caller: str) -> None:
     if not isinstance(tensor, Tensor):
-        raise UsageError(f"{what}: {type(tensor).__name__} given, expected a torch.Tensor")
+        raise UsageError(f"{caller}: {type(tensor).__name__} given, expected a torch.Tensor")
     if tensor.layout is not torch.strided:
         raise UsageError(
-            f"{what}: a tensor of layout {tensor.layout} given, expected a dense one: to_dense()"
+            f"{caller}: a tensor of layout {tensor.layout} given, expected a dense one: to_dense()"
         )
     if any(
         stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
     ):
         raise UsageError(
-            f"{what}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
-            f"{tensor.stride()} share memory (expand()?): pass a tensor of its own, as from clone()"
+            f"{caller}: elements of the tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()} share memory (expand()?): pass a separate tensor, such as a clone()"
         )
 
 
-def _check_place(group: dist.ProcessGroup | None, tag: object, what: str) -> None:
+def _check_group(group: dist.ProcessGroup | None, tag: object, caller: str) -> None:
     if not dist.is_initialized():
         raise UsageError(
-            f"{what}: no process group: call phalanx.init() or "
+            f"{caller}: no process group: call phalanx.init() or "
             "torch.distributed.init_process_group() first"
         )
     if dist.get_rank(group) < 0:
-        raise UsageError(f"{what}: this rank is not a member of the group given")
-    if not isinstance(tag, int) or not 0 <= tag <= _LARGEST_TAG:
-        raise UsageError(f"{what}: tag {tag!r} given, expected 0 to {_LARGEST_TAG}")
+        raise UsageError(f"{caller}: this rank is not a member of the group given")
+    if not isinstance(tag, int) or not 0 <= tag <= _MAX_TAG:
+        raise UsageError(f"{caller}: tag {tag!r} given, expected 0 to {_MAX_TAG}")

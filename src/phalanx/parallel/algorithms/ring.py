@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.parallel.algorithms.peers import Peers, all_reduce_by, slices
+from phalanx.parallel.algorithms.peers import Peers, run_all_reduce, split_evenly
 
 __all__ = ["ring_all_reduce", "ring_steps"]
 
@@ -40,21 +40,21 @@ def ring_all_reduce(
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`. If there are
     fewer elements than ranks, some slices are empty, and no message is sent for them.
     """
-    all_reduce_by(ring_steps, "ring_all_reduce", tensor, op, group, tag)
+    run_all_reduce(ring_steps, "ring_all_reduce", tensor, op, group, tag)
 
 
 def ring_steps(peers: Peers, flat: Tensor) -> None:
     """Run one rank's steps: reduce-scatter, then all-gather."""
-    following, previous = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-    parts = slices(flat, peers.size)
-    spare = flat.new_empty(max(part.numel() for part in parts))
+    next_rank, previous_rank = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    parts = split_evenly(flat, peers.size)
+    buffer = flat.new_empty(max(part.numel() for part in parts))
     for step in range(peers.size - 1):
-        passed_on = parts[(peers.rank - step - 1) % peers.size]
+        outgoing = parts[(peers.rank - step - 1) % peers.size]
         own = parts[(peers.rank - step - 2) % peers.size]
-        arriving = spare[: own.numel()]
-        peers.exchange(passed_on, following, arriving, previous)
-        peers.combine(arriving, own, own)
+        received = buffer[: own.numel()]
+        peers.exchange(outgoing, next_rank, received, previous_rank)
+        peers.combine(received, own, own)
     for step in range(peers.size - 1):
-        passed_on = parts[(peers.rank - step) % peers.size]
-        arriving = parts[(peers.rank - step - 1) % peers.size]
-        peers.exchange(passed_on, following, arriving, previous)
+        outgoing = parts[(peers.rank - step) % peers.size]
+        received = parts[(peers.rank - step - 1) % peers.size]
+        peers.exchange(outgoing, next_rank, received, previous_rank)

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.parallel.algorithms.peers import Peers, all_reduce_by
+from phalanx.parallel.algorithms.peers import Peers, run_all_reduce
 
 __all__ = ["ring_all_reduce_simple", "ring_simple_steps"]
 
@@ -53,18 +53,18 @@ def ring_all_reduce_simple(
         torch.distributed.DistBackendError: The backend failed: a rank died or did not take part.
             The content of the tensor is then undefined. (Gloo raises RuntimeError.)
     """
-    all_reduce_by(ring_simple_steps, "ring_all_reduce_simple", tensor, op, group, tag)
+    run_all_reduce(ring_simple_steps, "ring_all_reduce_simple", tensor, op, group, tag)
 
 
 def ring_simple_steps(peers: Peers, flat: Tensor) -> None:
     """Run one rank's steps: gather all tensors around the ring, then combine them in rank order."""
-    following, previous = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
-    held = flat.new_empty(peers.size, flat.numel())
-    held[peers.rank] = flat
+    next_rank, previous_rank = (peers.rank + 1) % peers.size, (peers.rank - 1) % peers.size
+    tensors = flat.new_empty(peers.size, flat.numel())
+    tensors[peers.rank] = flat
     for step in range(peers.size - 1):
-        passed_on = held[(peers.rank - step) % peers.size]
-        arriving = held[(peers.rank - step - 1) % peers.size]
-        peers.exchange(passed_on, following, arriving, previous)
-    flat.copy_(held[0])
-    for other in held[1:]:
+        outgoing = tensors[(peers.rank - step) % peers.size]
+        received = tensors[(peers.rank - step - 1) % peers.size]
+        peers.exchange(outgoing, next_rank, received, previous_rank)
+    flat.copy_(tensors[0])
+    for other in tensors[1:]:
         peers.combine(flat, other, flat)

@@ -4,7 +4,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from phalanx.parallel.algorithms.peers import Peers, all_reduce_by
+from phalanx.parallel.algorithms.peers import Peers, run_all_reduce
 
 __all__ = ["tree_all_reduce", "tree_steps"]
 
@@ -41,7 +41,7 @@ def tree_all_reduce(
 
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`.
     """
-    all_reduce_by(tree_steps, "tree_all_reduce", tensor, op, group, tag)
+    run_all_reduce(tree_steps, "tree_all_reduce", tensor, op, group, tag)
 
 
 def tree_steps(peers: Peers, flat: Tensor) -> None:
@@ -61,16 +61,16 @@ def _reduce(peers: Peers, flat: Tensor) -> int:
     Returns:
         The distance to the parent; on rank 0, the first power of two that is at least the size.
     """
-    spare = flat.new_empty(0)
+    buffer = flat.new_empty(0)
     distance = 1
     while distance < peers.size:
         if peers.rank & distance:
             peers.send(flat, peers.rank - distance)
             break
         if peers.rank + distance < peers.size:
-            if not spare.numel():
-                spare = flat.new_empty(flat.numel())
-            peers.receive(spare, peers.rank + distance)
-            peers.combine(flat, spare, flat)
+            if not buffer.numel():
+                buffer = flat.new_empty(flat.numel())
+            peers.receive(buffer, peers.rank + distance)
+            peers.combine(flat, buffer, flat)
         distance *= 2
     return distance

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-__all__ = ["Passes"]
+__all__ = ["BackwardTracker"]
 
 
-class Passes:
+class BackwardTracker:
     """A tracker of the wrapper's forward passes, which decides if a backward pass averages.
 
     Hooks on the graph of a forward pass's outputs identify its backward pass, whatever runs in
@@ -25,40 +25,40 @@ class Passes:
     def __init__(self) -> None:
         self._expected = False
         # Set by the outputs through which the current backward pass went.
-        self._told: bool | None = None
-        self._tellers = {answer: self._teller(answer) for answer in (False, True)}
+        self._current: bool | None = None
+        self._hooks = {synchronize: self._make_hook(synchronize) for synchronize in (False, True)}
 
     def begin(self, synchronize: bool) -> None:
         """Record the start of a forward pass whose backward pass averages if `synchronize`."""
         self._expected = synchronize
-        self._told = None  # left by a backward pass that an exception interrupted
+        self._current = None  # left by a backward pass that an exception interrupted
 
-    def follow(self, outputs: object, synchronize: bool) -> None:
+    def register_hooks(self, outputs: object, synchronize: bool) -> None:
         """Register hooks on the outputs of the forward pass."""
         if torch.compiler.is_compiling():
             return
         for tensor in _tensors(outputs):
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._tellers[synchronize])
+                tensor.grad_fn.register_prehook(self._hooks[synchronize])
 
     def synchronizes(self) -> bool:
         """Return whether the current backward pass averages."""
-        return self._expected if self._told is None else self._told
+        return self._expected if self._current is None else self._current
 
-    def averaged(self) -> None:
+    def mark_averaged(self) -> None:
         """Record that a backward pass has averaged."""
         self._expected = False
 
-    def _teller(self, answer: bool) -> Callable[..., None]:
-        def tell(*_: object) -> None:
-            if self._told is None:
-                Variable._execution_engine.queue_callback(self._ended)
-            self._told = answer or bool(self._told)
+    def _make_hook(self, synchronize: bool) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if self._current is None:
+                Variable._execution_engine.queue_callback(self._reset)
+            self._current = synchronize or bool(self._current)
 
-        return tell
+        return hook
 
-    def _ended(self) -> None:
-        self._told = None
+    def _reset(self) -> None:
+        self._current = None
 
 
 def _tensors(outputs: object) -> Iterator[Tensor]:

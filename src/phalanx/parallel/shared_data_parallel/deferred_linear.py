@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Product", "StraightLinear", "accumulator", "by_rows"]
+__all__ = ["DeferredLinearGrad", "Product", "accumulation_node", "is_row_major_matrix"]
 
 
 class Product(NamedTuple):
@@ -24,55 +24,57 @@ class Product(NamedTuple):
     output: Tensor
     input: Tensor
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         """Compute the gradient."""
         return self.output.t() @ self.input
 
-    def write(self, room: Tensor) -> None:
+    def write(self, buffer: Tensor) -> None:
         """Compute the gradient in flat memory."""
-        torch.mm(self.output.t(), self.input, out=room.view(self.output.shape[1], -1))
+        torch.mm(self.output.t(), self.input, out=buffer.view(self.output.shape[1], -1))
 
 
-def by_rows(parameter: Tensor) -> bool:
+def is_row_major_matrix(parameter: Tensor) -> bool:
     """Return whether a parameter may be the weight of a linear layer, in row-major order."""
     return parameter.dim() == 2 and parameter.numel() > 0 and parameter.is_contiguous()
 
 
-class StraightLinear(TorchFunctionMode):
+class DeferredLinearGrad(TorchFunctionMode):
     """A mode in which the gradients of known weights of linear layers are deferred.
 
     Args:
         weights: The weights, each with its number, whose gradients are in row-major order.
-        put_off: A function that gets the number of a weight and a product that is part of its
+        defer: A function that gets the number of a weight and a product that is part of its
             gradient.
     """
 
     def __init__(
-        self, weights: Sequence[tuple[int, nn.Parameter]], put_off: Callable[[int, Product], None]
+        self, weights: Sequence[tuple[int, nn.Parameter]], defer: Callable[[int, Product], None]
     ) -> None:
         super().__init__()
         # Hold the nodes: a leaf's accumulation node, with its hooks, lives only while referenced.
-        self._known = {id(weight): (number, accumulator(weight)) for number, weight in weights}
-        self._put_off = put_off
+        self._weights = {
+            id(weight): (number, accumulation_node(weight)) for number, weight in weights
+        }
+        self._defer = defer
 
     def __torch_function__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         """Replace `linear` for a known weight if deferring its gradient is safe."""
-        simple = function is nn.functional.linear and not torch.compiler.is_compiling()
-        if simple and not keywords and 2 <= len(arguments) <= 3:
+        is_linear = function is nn.functional.linear and not torch.compiler.is_compiling()
+        if is_linear and not keywords and 2 <= len(arguments) <= 3:
             input, weight, *bias = arguments
-            known = self._known.get(id(weight))
-            if known is not None and _simple(input, weight):
+            entry = self._weights.get(id(weight))
+            if entry is not None and _can_defer(input, weight):
                 call: Any = _Linear.apply
-                return call(input, weight, bias[0] if bias else None, *known, self._put_off)
+                return call(input, weight, bias[0] if bias else None, *entry, self._defer)
         return function(*arguments, **(keywords or {}))
 
 
-def _simple(input: Any, weight: nn.Parameter) -> bool:
+def _can_defer(input: Any, weight: nn.Parameter) -> bool:
     """Return whether nothing changes the product or observes the gradient."""
     # Activation checkpointing, which runs the forward pass again, saves tensors by hooks.
-    saving: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    saved_tensor_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return (
         type(input) is Tensor
         and weight.requires_grad
@@ -80,8 +82,8 @@ def _simple(input: Any, weight: nn.Parameter) -> bool:
         and input.dim() >= 2
         and input.numel() > 0
         and not weight.is_complex()
-        and not _hooked(weight)
-        and saving is None
+        and not _has_hooks(weight)
+        and saved_tensor_hooks is None
         and torch.is_grad_enabled()
         and not torch.is_autocast_enabled("cpu")
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -98,40 +100,40 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         number: int,
-        accumulator: Any,
-        put_off: Callable[[int, Product], None],
+        accumulation_node: Any,
+        defer: Callable[[int, Product], None],
     ) -> Tensor:
         context.save_for_backward(input, weight)
         context.has_bias = bias is not None
-        context.number, context.accumulator, context.put_off = number, accumulator, put_off
+        context.number, context.accumulation_node, context.defer = number, accumulation_node, defer
         return nn.functional.linear(input, weight, bias)
 
     @staticmethod
     def backward(context: Any, output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = context.saved_tensors
-        wants_input, wants_weight, wants_bias, *_ = context.needs_input_grad
-        by_input = output @ weight if wants_input else None
-        by_weight = by_bias = None
-        if wants_bias or wants_weight:
+        needs_input, needs_weight, needs_bias, *_ = context.needs_input_grad
+        grad_input = output @ weight if needs_input else None
+        grad_weight = grad_bias = None
+        if needs_bias or needs_weight:
             rows = output.reshape(-1, output.shape[-1])
-        if wants_bias and context.has_bias:
-            by_bias = rows.sum(0)
-        if wants_weight:
+        if needs_bias and context.has_bias:
+            grad_bias = rows.sum(0)
+        if needs_weight:
             product = Product(rows, input.reshape(-1, input.shape[-1]))
-            plain = torch.is_grad_enabled() or _hooked(weight)
-            if not plain and _accumulates(context.accumulator):
-                context.put_off(context.number, product)
+            must_compute = torch.is_grad_enabled() or _has_hooks(weight)
+            if not must_compute and _accumulates(context.accumulation_node):
+                context.defer(context.number, product)
             else:
-                by_weight = product.make()
-        return by_input, by_weight, by_bias, None, None, None
+                grad_weight = product.compute()
+        return grad_input, grad_weight, grad_bias, None, None, None
 
 
-def _hooked(weight: Any) -> bool:
+def _has_hooks(weight: Any) -> bool:
     """Return whether a weight has hooks, which observe its gradient."""
     return bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
 
 
-def accumulator(weight: nn.Parameter) -> Any:
+def accumulation_node(weight: nn.Parameter) -> Any:
     """Return the graph node that accumulates into the `grad` of a leaf."""
     with torch.enable_grad():
         return weight.view_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]

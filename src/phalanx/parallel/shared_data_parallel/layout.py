@@ -1,9 +1,9 @@
 """The layout of a model's parameters in memory, and the slices that each rank owns.
 
 Parameters of one dtype lie one after another, in the reverse of the module's order, which is about
-the order in which a backward pass computes their gradients. They are cut into chunks, each of which
-is reduced at once. Each chunk is cut into equal slices, one for each owner. Slices are whole pages,
-so that no page has two owners.
+the order in which a backward pass computes their gradients. They are split into buckets, each of
+which is reduced at once. Each bucket is split into equal slices, one for each owner. Slices are
+whole pages, so that no page has two owners.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from phalanx.parallel.shared_data_parallel.deferred_linear import by_rows
+from phalanx.parallel.shared_data_parallel.deferred_linear import is_row_major_matrix
 
-__all__ = ["PAGE", "Chunk", "Layout", "Piece", "Spot", "lay_out"]
+__all__ = ["PAGE_BYTES", "Bucket", "Layout", "ParameterFragment", "ParameterSlot", "make_layout"]
 
-PAGE = 4096
+PAGE_BYTES = 4096
 # The alignment of parameters in bytes: vector instructions then group elements as in a new tensor.
-_ALIGNED = 64
-# The maximum size of a matrix that is not cut, so that a product can be written there directly.
-WHOLE_BYTES = 32 * 2**20
+_ALIGNMENT = 64
+# The maximum size of a matrix that is not split, so that a product can be written there directly.
+MAX_UNSPLIT_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
-class Spot:
+class ParameterSlot:
     """The position of a parameter, in bytes from the beginning of the memory."""
 
     start: int
@@ -39,7 +39,7 @@ class Spot:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ParameterFragment:
     """A run of a parameter's elements that one rank owns: bytes `start` to `end` of the memory."""
 
     parameter: int
@@ -48,7 +48,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class Bucket:
     """A unit of reduction: bytes `start` to `end` of the memory, of one dtype."""
 
     start: int
@@ -60,105 +60,112 @@ class Layout:
     """The layout of a model's parameters in memory.
 
     Args:
-        spots: The position of each parameter, by number, and then that of the marks, which have an
-            element for each parameter.
-        dtypes: The dtype of each parameter, and that of the marks.
-        order: The numbers of the parameters in the order of memory, and then that of the marks.
-        chunks: The chunks, which cover the memory one after another.
-        owners: The number of ranks among which each chunk is divided.
+        slots: The position of each parameter, by number, and then that of the presence flags, which
+            have an element for each parameter.
+        dtypes: The dtype of each parameter, and that of the flags.
+        order: The numbers of the parameters in the order of memory, and then that of the flags.
+        buckets: The buckets, which cover the memory one after another.
+        owners: The number of ranks among which each bucket is divided.
     """
 
     def __init__(
         self,
-        spots: Sequence[Spot],
+        slots: Sequence[ParameterSlot],
         dtypes: Sequence[torch.dtype],
         order: Sequence[int],
-        chunks: Sequence[Chunk],
+        buckets: Sequence[Bucket],
         owners: int,
     ) -> None:
-        self.spots = tuple(spots)
+        self.slots = tuple(slots)
         self.dtypes = tuple(dtypes)
         self.order = tuple(order)
-        self.chunks = tuple(chunks)
+        self.buckets = tuple(buckets)
         self.owners = owners
 
     @property
     def bytes(self) -> int:
         """The size of the memory."""
-        return self.chunks[-1].end
+        return self.buckets[-1].end
 
-    def slices(self, owner: int) -> Iterator[Chunk]:
-        """Yield an owner's slice of each chunk."""
-        for chunk in self.chunks:
-            size = (chunk.end - chunk.start) // self.owners
-            start = chunk.start + owner * size
-            yield Chunk(start, start + size, chunk.dtype)
+    def slices(self, owner: int) -> Iterator[Bucket]:
+        """Yield an owner's slice of each bucket."""
+        for bucket in self.buckets:
+            size = (bucket.end - bucket.start) // self.owners
+            start = bucket.start + owner * size
+            yield Bucket(start, start + size, bucket.dtype)
 
-    def pieces(self, owner: int) -> list[Piece]:
-        """Return an owner's pieces; a piece never crosses the end of a parameter or a slice."""
+    def fragments(self, owner: int) -> list[ParameterFragment]:
+        """Return an owner's fragments, none of which crosses the end of a parameter or a slice."""
         order = self.order[:-1]
-        made = []
+        fragments = []
         first = 0
-        for cut in self.slices(owner):
-            while first < len(order) and self.spots[order[first]].end <= cut.start:
+        for owned in self.slices(owner):
+            while first < len(order) and self.slots[order[first]].end <= owned.start:
                 first += 1
             for number in order[first:]:
-                spot = self.spots[number]
-                if spot.start >= cut.end:
+                slot = self.slots[number]
+                if slot.start >= owned.end:
                     break
-                piece = Piece(number, max(cut.start, spot.start), min(cut.end, spot.end))
-                if piece.start < piece.end:
-                    made.append(piece)
-        return made
+                fragment = ParameterFragment(
+                    number, max(owned.start, slot.start), min(owned.end, slot.end)
+                )
+                if fragment.start < fragment.end:
+                    fragments.append(fragment)
+        return fragments
 
 
-def lay_out(parameters: Sequence[Tensor], owners: int, chunk_bytes: int) -> Layout:
-    """Lay out parameters of given shapes and dtypes; chunks are about `chunk_bytes` long.
+def make_layout(parameters: Sequence[Tensor], owners: int, bucket_bytes: int) -> Layout:
+    """Lay out parameters of given shapes and dtypes; buckets are about `bucket_bytes` long.
 
-    A matrix of at most `WHOLE_BYTES` is in one chunk; other parameters may be cut. The marks follow
-    the parameters: an element for each parameter, of the first parameter's dtype. The number of the
-    marks in the layout is the number of parameters.
+    A matrix of at most `MAX_UNSPLIT_BYTES` is in one bucket; other parameters may be split. The
+    flags follow the parameters: an element for each parameter, of the first parameter's dtype. The
+    number of the flags in the layout is the number of parameters.
     """
-    unit = owners * PAGE
-    chunk = max(unit, chunk_bytes // unit * unit)
+    unit = owners * PAGE_BYTES
+    bucket = max(unit, bucket_bytes // unit * unit)
     sizes = [parameter.numel() * parameter.dtype.itemsize for parameter in parameters]
     sizes.append(len(parameters) * parameters[0].dtype.itemsize)
-    whole = [by_rows(one) and one.nbytes <= WHOLE_BYTES for one in parameters] + [False]
-    spots = [Spot(0, 0)] * len(sizes)
-    chunks: list[Chunk] = []
-    place = 0
+    unsplit = [
+        is_row_major_matrix(parameter) and parameter.nbytes <= MAX_UNSPLIT_BYTES
+        for parameter in parameters
+    ] + [False]
+    slots = [ParameterSlot(0, 0)] * len(sizes)
+    buckets: list[Bucket] = []
+    offset = 0
     by_dtype = _by_dtype(parameters)
     for dtype, numbers in by_dtype.items():
-        start = place
+        start = offset
         for number in numbers:
-            if whole[number] and start < place and place + sizes[number] > start + chunk:
-                start = place = _close(chunks, start, place, dtype, unit)
-            spots[number] = Spot(place, sizes[number])
-            place = _up(place + sizes[number], _ALIGNED)
-            if whole[number] and place - start >= chunk:
-                start = place = _close(chunks, start, place, dtype, unit)
-            while place - start > chunk:
-                start = _close(chunks, start, start + chunk, dtype, unit)
-        if start < place:
-            place = _close(chunks, start, place, dtype, unit)
+            if unsplit[number] and start < offset and offset + sizes[number] > start + bucket:
+                start = offset = _append_bucket(buckets, start, offset, dtype, unit)
+            slots[number] = ParameterSlot(offset, sizes[number])
+            offset = _round_up(offset + sizes[number], _ALIGNMENT)
+            if unsplit[number] and offset - start >= bucket:
+                start = offset = _append_bucket(buckets, start, offset, dtype, unit)
+            while offset - start > bucket:
+                start = _append_bucket(buckets, start, start + bucket, dtype, unit)
+        if start < offset:
+            offset = _append_bucket(buckets, start, offset, dtype, unit)
     dtypes = [*(parameter.dtype for parameter in parameters), parameters[0].dtype]
     order = [number for numbers in by_dtype.values() for number in numbers]
-    return Layout(spots, dtypes, order, chunks, owners)
+    return Layout(slots, dtypes, order, buckets, owners)
 
 
-def _close(chunks: list[Chunk], start: int, end: int, dtype: torch.dtype, unit: int) -> int:
-    """Add a chunk, rounded up to whole slices; return its end."""
-    chunks.append(Chunk(start, start + _up(end - start, unit), dtype))
-    return chunks[-1].end
+def _append_bucket(
+    buckets: list[Bucket], start: int, end: int, dtype: torch.dtype, unit: int
+) -> int:
+    """Add a bucket, rounded up to whole slices; return its end."""
+    buckets.append(Bucket(start, start + _round_up(end - start, unit), dtype))
+    return buckets[-1].end
 
 
-def _up(place: int, unit: int) -> int:
-    return -(-place // unit) * unit
+def _round_up(offset: int, unit: int) -> int:
+    return -(-offset // unit) * unit
 
 
 def _by_dtype(parameters: Sequence[Tensor]) -> dict[torch.dtype, list[int]]:
     order: dict[torch.dtype, list[int]] = {}
     for number in reversed(range(len(parameters))):
         order.setdefault(parameters[number].dtype, []).append(number)
-    last = order.pop(parameters[0].dtype)
-    return {**order, parameters[0].dtype: [*last, len(parameters)]}
+    numbers_of_last = order.pop(parameters[0].dtype)
+    return {**order, parameters[0].dtype: [*numbers_of_last, len(parameters)]}

@@ -11,8 +11,8 @@ from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError
-from phalanx.parallel.shared_data_parallel.layout import PAGE
-from phalanx.parallel.shared_data_parallel.slice_owners import Places
+from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES
+from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
 
 __all__ = ["HostMemory"]
 
@@ -20,64 +20,64 @@ __all__ = ["HostMemory"]
 class HostMemory:
     """Zeroed memory of a host, of which each rank sees a replica of its own.
 
-    Only the rank itself sees what it writes to a tensor made by `own`: the kernel copies the page
-    (copy on write). All ranks see what it writes to a tensor made by `common`, except in pages of
-    which they have such a copy. Reading makes no copy. All ranks of the host must construct it
+    Only the rank itself sees what it writes to a tensor made by `replica`: the kernel copies the
+    page (copy on write). All ranks see what it writes to a tensor made by `shared`, except in pages
+    of which they have such a copy. Reading makes no copy. All ranks of the host must construct it
     together, and block until all have.
 
     Args:
         size: The size in bytes, which is rounded up to whole pages.
-        places: The ranks of this host.
+        topology: The ranks of this host.
 
     Raises:
         PhalanxError: There is not enough memory (raised on all ranks of the host), or this rank
             cannot map it.
     """
 
-    def __init__(self, size: int, places: Places) -> None:
-        self._size = -(-max(size, 1) // PAGE) * PAGE
-        made, problem = None, ""
-        if places.local_rank == 0:
+    def __init__(self, size: int, topology: RankTopology) -> None:
+        self._size = -(-max(size, 1) // PAGE_BYTES) * PAGE_BYTES
+        memory, problem = None, ""
+        if topology.local_rank == 0:
             try:
-                made = _native.Commons.create(self._size)
+                memory = _native.Commons.create(self._size)
             except OSError as error:
                 problem = os.strerror(error.errno or 0)
-        if places.host is not None:
-            told = [(os.getpid(), made.descriptor if made else -1, problem)]
-            dist.broadcast_object_list(told, group=places.host, group_src=0)
-            pid, descriptor, problem = told[0]
+        if topology.host_group is not None:
+            message = [(os.getpid(), memory.descriptor if memory else -1, problem)]
+            dist.broadcast_object_list(message, group=topology.host_group, group_src=0)
+            pid, descriptor, problem = message[0]
             failure = None
-            if not problem and places.local_rank:
-                made, failure = self._opened(pid, descriptor)
-            places.meet()
+            if not problem and topology.local_rank:
+                memory, failure = self._open(pid, descriptor)
+            topology.barrier()
             if failure is not None:
                 raise failure
-        if made is None:
+        if memory is None:
             raise PhalanxError(
                 f"no shared memory for {self._size} bytes of a model ({problem}): free memory, or "
                 "use DistributedDataParallel"
             )
-        made.close_descriptor()
-        self._commons = made
+        memory.close_descriptor()
+        self._commons = memory
 
-    def _opened(
+    def _open(
         self, pid: int, descriptor: int
     ) -> tuple[_native.Commons | None, PhalanxError | None]:
         try:
             return _native.Commons.open(pid, descriptor, self._size), None
         except OSError as error:
             return None, PhalanxError(
-                f"the memory of a model, which process {pid} of this host has made, can't be "
-                f"mapped: {os.strerror(error.errno or 0)}"
+                f"cannot map the memory of a model, created by process {pid} of this host: "
+                f"{os.strerror(error.errno or 0)}"
             )
 
-    def own(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    def replica(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return this rank's replica of bytes `start` to `end`, a 1-D tensor with own storage."""
         if start == end:
             return torch.empty(0, dtype=dtype)
         return from_dlpack(self._commons.own(start, end - start)).view(dtype)
 
-    def common(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
+    def shared(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return bytes `start` to `end`, common to all ranks of the host, as a 1-D tensor."""
         if start == end:
             return torch.empty(0, dtype=dtype)
@@ -95,6 +95,6 @@ class HostMemory:
         """
         return self._commons.publish(start, end - start)
 
-    def drop(self) -> int:
+    def discard(self) -> int:
         """Drop this rank's writes to its replica; return the number of pages that it had."""
         return self._commons.drop(0, self._size)

@@ -13,23 +13,23 @@ from torch.autograd import Variable
 
 from phalanx.errors import CollectiveMismatch, UsageError
 from phalanx.parallel.shared_data_parallel import clipping, parameters
-from phalanx.parallel.shared_data_parallel.backward_tracking import Passes
+from phalanx.parallel.shared_data_parallel.backward_tracking import BackwardTracker
 from phalanx.parallel.shared_data_parallel.copies import PlainCopy
 from phalanx.parallel.shared_data_parallel.deferred_linear import (
-    StraightLinear,
-    accumulator,
-    by_rows,
+    DeferredLinearGrad,
+    accumulation_node,
+    is_row_major_matrix,
 )
 from phalanx.parallel.shared_data_parallel.gradients import Gradients
-from phalanx.parallel.shared_data_parallel.layout import lay_out
+from phalanx.parallel.shared_data_parallel.layout import make_layout
 from phalanx.parallel.shared_data_parallel.optimizer import ShardedOptimizer
-from phalanx.parallel.shared_data_parallel.slice_owners import find_places
+from phalanx.parallel.shared_data_parallel.slice_owners import find_topology
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
-__all__ = ["CHUNK_BYTES", "SharedDataParallel"]
+__all__ = ["BUCKET_BYTES", "SharedDataParallel"]
 
-#: The default size of a chunk, which is reduced at once, in bytes.
-CHUNK_BYTES = 4 * 2**20
+#: The default size of a bucket, which is reduced at once, in bytes.
+BUCKET_BYTES = 4 * 2**20
 
 # Layers whose backward is a collective.
 _COLLECTIVE = (SyncBatchNorm, nn.SyncBatchNorm)
@@ -72,14 +72,14 @@ class SharedDataParallel(nn.Module):
         group: The group of ranks; the default group if None.
         broadcast_buffers: Whether to broadcast the buffers of rank 0 (such as the running
             statistics of BatchNorm) before every forward pass in training mode.
-        chunk_bytes: The size of the gradients that are averaged at once, in bytes, above 0. A
-            matrix of up to 32 MiB is never split. Each rank keeps one chunk for gradients in
+        bucket_bytes: The size of the gradients that are averaged at once, in bytes, above 0. A
+            matrix of up to 32 MiB is never split. Each rank keeps one bucket for gradients in
             progress, or two if cores are idle.
         collective_backward: Whether the module's own backward communicates, like that of
             SyncBatchNorm. If true, gradients never wait for other ranks during backward, so ranks
             may leave out different parameters. A separate thread then reduces the gradients, and
-            those for which there is no room yet stay in `grad`. None: whether the module has a
-            SyncBatchNorm, PyTorch's or `phalanx.parallel`'s.
+            those for which there is no free buffer yet stay in `grad`. None: whether the module has
+            a SyncBatchNorm, PyTorch's or `phalanx.parallel`'s.
 
     Blocks until all ranks have constructed theirs.
 
@@ -105,7 +105,7 @@ class SharedDataParallel(nn.Module):
         group: dist.ProcessGroup | None = None,
         *,
         broadcast_buffers: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
         collective_backward: bool | None = None,
     ) -> None:
         if not dist.is_initialized():
@@ -113,60 +113,62 @@ class SharedDataParallel(nn.Module):
                 "SharedDataParallel: no process group, expected one: call phalanx.init() or "
                 "torch.distributed.init_process_group() first"
             )
-        if chunk_bytes < 1:
+        if bucket_bytes < 1:
             raise UsageError(
-                f"SharedDataParallel: chunk_bytes {chunk_bytes} given, expected above 0"
+                f"SharedDataParallel: bucket_bytes {bucket_bytes} given, expected above 0"
             )
         parameters.check(module)
         super().__init__()
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
-        self._places = find_places(group)
-        parameters.check_same(module, self._places)
-        every = list(module.parameters())
-        self._trained = [parameter for parameter in every if parameter.requires_grad]
-        self._layout = lay_out(self._trained, self._places.owners, chunk_bytes)
-        self._memory = parameters.move(self._trained, self._layout, self._places)
-        if frozen := [parameter for parameter in every if not parameter.requires_grad]:
-            parameters.move(frozen, lay_out(frozen, 1, chunk_bytes), self._places)
-        self._views = parameters.Views(every)
+        self._topology = find_topology(group)
+        parameters.check_same_model(module, self._topology)
+        all_parameters = list(module.parameters())
+        self._trained = [parameter for parameter in all_parameters if parameter.requires_grad]
+        self._layout = make_layout(self._trained, self._topology.owners_per_host, bucket_bytes)
+        self._memory = parameters.move_to_shared_memory(self._trained, self._layout, self._topology)
+        if frozen := [parameter for parameter in all_parameters if not parameter.requires_grad]:
+            parameters.move_to_shared_memory(
+                frozen, make_layout(frozen, 1, bucket_bytes), self._topology
+            )
+        self._parameter_views = parameters.ParameterViews(all_parameters)
         if collective_backward is None:
             collective_backward = any(isinstance(part, _COLLECTIVE) for part in module.modules())
         self._gradients = Gradients(
-            self._trained, self._layout, self._places, patient=collective_backward
+            self._trained, self._layout, self._topology, nonblocking=collective_backward
         )
-        self._passes = Passes()
-        self._share_buffers()
-        self._linear = StraightLinear(
-            [(n, weight) for n, weight in enumerate(self._trained) if by_rows(weight)],
-            self._gradients.put_off,
+        self._backward_tracker = BackwardTracker()
+        self._broadcast_buffers()
+        self._deferred_linear = DeferredLinearGrad(
+            [(n, weight) for n, weight in enumerate(self._trained) if is_row_major_matrix(weight)],
+            self._gradients.defer,
         )
         # Hooks on the accumulation nodes: post-accumulate-grad hooks are not called if a gradient
         # is deferred.
-        self._nodes = [accumulator(parameter) for parameter in self._trained]
-        for number, node in enumerate(self._nodes):
-            node.register_hook(self._taker(number))
+        self._accumulation_nodes = [accumulation_node(parameter) for parameter in self._trained]
+        for number, node in enumerate(self._accumulation_nodes):
+            node.register_hook(self._make_gradient_hook(number))
 
     def forward(self, *inputs: Any, **keywords: Any) -> Any:
         """Run the module; in training, the next backward pass averages the gradients."""
         if torch.is_grad_enabled():
-            if self._gradients.under_way:
+            if self._gradients.in_progress:
                 raise UsageError(
-                    "SharedDataParallel: the last backward pass was cut short by an exception, so ranks "
-                    "are no longer in step: end the job, and start again from a checkpoint"
+                    "SharedDataParallel: an exception interrupted the last backward pass, so the "
+                    "ranks are no longer synchronized: end the job, and restart from a checkpoint"
                 )
-            self._views.restore()
+            self._parameter_views.restore()
             return self._forward(self.require_backward_grad_sync, *inputs, **keywords)
         return self.module(*inputs, **keywords)
 
     def _forward(self, synchronize: bool, *inputs: Any, **keywords: Any) -> Any:
-        self._passes.begin(synchronize)
+        self._backward_tracker.begin(synchronize)
         if self.training and self.broadcast_buffers and synchronize:
-            self._share_buffers()
-        with self._linear if synchronize else contextlib.nullcontext():
+            self._broadcast_buffers()
+        with self._deferred_linear if synchronize else contextlib.nullcontext():
             outputs = self.module(*inputs, **keywords)
-        self._passes.follow(outputs, synchronize)
+        self._backward_tracker.register_hooks(outputs, synchronize)
         return outputs
 
     @contextlib.contextmanager
@@ -175,15 +177,15 @@ class SharedDataParallel(nn.Module):
 
         The next backward pass whose forward pass is outside averages the accumulated gradients.
         """
-        before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        previous, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
         finally:
-            self.require_backward_grad_sync = before
+            self.require_backward_grad_sync = previous
 
     def optimizer(
         self,
-        kind: Callable[..., torch.optim.Optimizer],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
         params: Iterable[Any] | None = None,
         *,
         elementwise: bool = False,
@@ -192,20 +194,20 @@ class SharedDataParallel(nn.Module):
         """Make an optimizer whose work and state are divided among the ranks of the host.
 
         Args:
-            kind: A class of `torch.optim` that updates each element independently, such as SGD,
-                Adam or AdamW.
+            optimizer_class: A class of `torch.optim` that updates each element independently, such
+                as SGD, Adam or AdamW.
             params: Some of the parameters, or parameter groups, as for any optimizer; all
                 parameters if None.
             elementwise: Whether a class that is not PyTorch's updates each element from its own
                 gradient and state alone, never from a norm or the shape of a parameter.
-            options: For the class: `lr` and the like. With `fused=True`, where the class has it, a
-                step is fastest.
+            options: Arguments for the class, such as `lr`. A step is fastest with `fused=True`, if
+                the class supports it.
 
         Raises:
             UsageError: The class is not known to update each element independently, or a parameter
                 is not part of this model or does not require a gradient.
         """
-        return ShardedOptimizer(self, kind, params, elementwise=elementwise, **options)
+        return ShardedOptimizer(self, optimizer_class, params, elementwise=elementwise, **options)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
@@ -221,46 +223,47 @@ class SharedDataParallel(nn.Module):
         Returns:
             The norm before scaling, a float64 scalar, the same on all ranks.
         """
-        return clipping.clip(self._layout, self._gradients, self._places, max_norm, norm_type)
+        return clipping.clip(self._layout, self._gradients, self._topology, max_norm, norm_type)
 
     def register_comm_hook(self, *_: object) -> None:
-        """Reject DDP's communication hooks, which change how buckets are sent: there are none here.
+        """Reject DDP's communication hooks, which change how buckets are sent: none are sent here.
 
         Raises:
             UsageError: Always.
         """
         raise UsageError(
-            "SharedDataParallel.register_comm_hook: gradients are combined in shared memory, there is no "
-            "bucket to compress: use DistributedDataParallel for such hooks"
+            "SharedDataParallel.register_comm_hook: gradients are reduced in shared memory, "
+            "where there is nothing to compress: use DistributedDataParallel for such hooks"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlainCopy, (self.module, self.training)
 
-    def _taker(self, number: int) -> Callable[..., None]:
-        def take(*_: object) -> None:
-            if not self._gradients.under_way:
-                if not self._passes.synchronizes():
-                    self._gradients.settle(number)
+    def _make_gradient_hook(self, number: int) -> Callable[..., None]:
+        def collect_gradient(*_: object) -> None:
+            if not self._gradients.in_progress:
+                if not self._backward_tracker.synchronizes():
+                    self._gradients.add_deferred(number)
                     return
                 Variable._execution_engine.queue_callback(self._finish)
             try:
-                self._gradients.take(number)
+                self._gradients.collect(number)
             except CollectiveMismatch as error:
                 raise CollectiveMismatch(
-                    f"{error} (SharedDataParallel, averaging gradients: if the module's own backward "
-                    "communicates, and ranks leave out parameters, give collective_backward=True)"
+                    f"{error} (SharedDataParallel, averaging gradients: if the module's own "
+                    "backward communicates, and ranks leave out parameters, give "
+                    "collective_backward=True)"
                 ) from error
 
-        return take
+        return collect_gradient
 
     def _finish(self) -> None:
         with torch.no_grad():
             self._gradients.finish()
-        self._passes.averaged()
+        self._backward_tracker.mark_averaged()
 
     @torch.no_grad()
-    def _share_buffers(self) -> None:
+    def _broadcast_buffers(self) -> None:
         """Broadcast the buffers of rank 0, in one message for each dtype."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in self.module.buffers():
@@ -268,7 +271,7 @@ class SharedDataParallel(nn.Module):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(packed, group=self._places.group, group_src=0)
+            dist.broadcast(packed, group=self._topology.group, group_src=0)
             parts = torch.split(packed, [buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))

@@ -10,9 +10,9 @@ from torch import Tensor, nn, optim
 
 from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel import optimizer_state
-from phalanx.parallel.shared_data_parallel.layout import Piece
-from phalanx.parallel.shared_data_parallel.optimizer_state import NAMING
-from phalanx.parallel.shared_data_parallel.parameters import give_back
+from phalanx.parallel.shared_data_parallel.layout import ParameterFragment
+from phalanx.parallel.shared_data_parallel.optimizer_state import NON_OPTION_KEYS
+from phalanx.parallel.shared_data_parallel.parameters import trim_heap
 from phalanx.parallel.shared_data_parallel.views import flat
 
 if TYPE_CHECKING:
@@ -48,34 +48,41 @@ class ShardedOptimizer(optim.Optimizer):
     def __init__(
         self,
         model: SharedDataParallel,
-        kind: Callable[..., optim.Optimizer],
+        optimizer_class: Callable[..., optim.Optimizer],
         params: Iterable[Any] | None,
         *,
         elementwise: bool,
         **options: Any,
     ) -> None:
-        if not elementwise and kind not in ELEMENTWISE:
+        if not elementwise and optimizer_class not in ELEMENTWISE:
             known = ", ".join(one.__name__ for one in ELEMENTWISE)
             raise UsageError(
-                f"SharedDataParallel.optimizer: {getattr(kind, '__name__', kind)} given, expected one "
-                f"that treats each element by itself ({known}): give elementwise=True if it does, "
-                "else make it yourself, with model.parameters(), as for DDP"
+                "SharedDataParallel.optimizer: "
+                f"{getattr(optimizer_class, '__name__', optimizer_class)} given, expected one that "
+                f"updates each element independently ({known}): give elementwise=True if it does, "
+                "otherwise create it with model.parameters(), as for DDP"
             )
-        self.kind = kind
+        self.optimizer_class = optimizer_class
         """The class of the optimizer that is divided."""
         self._model = model
-        self._numbers = {id(owner): number for number, owner in enumerate(model._trained)}
-        self._sealed = False
+        self._parameter_numbers = {
+            id(parameter): number for number, parameter in enumerate(model._trained)
+        }
+        self._is_constructed = False
         # A trial instance provides the defaults, and checks the options before anything is made.
-        defaults = kind([torch.zeros(1)], **options).defaults
+        defaults = optimizer_class([torch.zeros(1)], **options).defaults
         super().__init__(list(model._trained if params is None else params), defaults)
-        self._sealed = True
-        self._pieces = self._cut()
-        self._inner = self._make(kind, options)
-        self._averages: list[tuple[nn.Parameter, Piece, Tensor]] = [
-            (owner, piece, model._gradients.average(piece.start, piece.end, piece.parameter))
-            for pieces in self._pieces
-            for owner, piece in pieces
+        self._is_constructed = True
+        self._fragments = self._find_fragments()
+        self._inner = self._make_inner(optimizer_class, options)
+        self._averages: list[tuple[nn.Parameter, ParameterFragment, Tensor]] = [
+            (
+                local,
+                fragment,
+                model._gradients.average_fragment(fragment.start, fragment.end, fragment.parameter),
+            )
+            for fragments in self._fragments
+            for local, fragment in fragments
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -85,45 +92,53 @@ class ShardedOptimizer(optim.Optimizer):
             UsageError: The optimizer is constructed already, or a parameter is not one that the
                 model trains.
         """
-        if self._sealed:
+        if self._is_constructed:
             raise UsageError(
-                "add_param_group: the parameters are divided among the ranks already: make a new "
+                "add_param_group: the parameters are already divided among the ranks: create a new "
                 "optimizer with model.optimizer(...)"
             )
         super().add_param_group(param_group)
-        for owner in self.param_groups[-1]["params"]:
-            if id(owner) not in self._numbers:
+        for parameter in self.param_groups[-1]["params"]:
+            if id(parameter) not in self._parameter_numbers:
                 raise UsageError(
-                    f"SharedDataParallel.optimizer: a parameter {list(owner.shape)} given that isn't of "
-                    "this model, or doesn't require a gradient"
+                    f"SharedDataParallel.optimizer: a parameter {list(parameter.shape)} given that "
+                    "is not part of this model or does not require a gradient"
                 )
 
-    def _cut(self) -> list[list[tuple[nn.Parameter, Piece]]]:
-        """Return this rank's pieces of each group's parameters."""
+    def _find_fragments(self) -> list[list[tuple[nn.Parameter, ParameterFragment]]]:
+        """Return this rank's fragments of each group's parameters."""
         model = self._model
         group_of = {
-            self._numbers[id(owner)]: index
+            self._parameter_numbers[id(parameter)]: index
             for index, group in enumerate(self.param_groups)
-            for owner in group["params"]
+            for parameter in group["params"]
         }
-        pieces: list[list[tuple[nn.Parameter, Piece]]] = [[] for _ in self.param_groups]
-        places, layout = model._places, model._layout
-        for piece in layout.pieces(places.local_rank) if places.owns else []:
-            if (index := group_of.get(piece.parameter)) is not None:
-                part = model._memory.common(piece.start, piece.end, layout.dtypes[piece.parameter])
-                pieces[index].append((nn.Parameter(part), piece))
-        return pieces
+        fragments: list[list[tuple[nn.Parameter, ParameterFragment]]] = [
+            [] for _ in self.param_groups
+        ]
+        topology, layout = model._topology, model._layout
+        for fragment in layout.fragments(topology.local_rank) if topology.is_owner else []:
+            if (index := group_of.get(fragment.parameter)) is not None:
+                part = model._memory.shared(
+                    fragment.start, fragment.end, layout.dtypes[fragment.parameter]
+                )
+                fragments[index].append((nn.Parameter(part), fragment))
+        return fragments
 
-    def _make(self, kind: Callable[..., optim.Optimizer], options: dict[str, Any]) -> Any:
-        """Return the optimizer of this rank's pieces, or None if the rank has none."""
+    def _make_inner(
+        self, optimizer_class: Callable[..., optim.Optimizer], options: dict[str, Any]
+    ) -> Any:
+        """Return the optimizer of this rank's fragments, or None if the rank has none."""
         groups = [
             {
-                **{key: value for key, value in group.items() if key not in NAMING},
-                "params": [owner for owner, _ in pieces],
+                **{key: value for key, value in group.items() if key not in NON_OPTION_KEYS},
+                "params": [local for local, _ in fragments],
             }
-            for group, pieces in zip(self.param_groups, self._pieces, strict=True)
+            for group, fragments in zip(self.param_groups, self._fragments, strict=True)
         ]
-        return kind(groups, **options) if any(group["params"] for group in groups) else None
+        return (
+            optimizer_class(groups, **options) if any(group["params"] for group in groups) else None
+        )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update this rank's slices with its gradients; block until all ranks of the host have.
@@ -141,13 +156,13 @@ class ShardedOptimizer(optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         model = self._model
-        model._views.restore()
-        model._places.meet()  # no rank reads the parameters any more
+        model._parameter_views.restore()
+        model._topology.barrier()  # no rank reads the parameters any more
         self._publish()
         if self._inner is not None:
             self._update()
-        model._places.meet()
-        model._memory.drop()
+        model._topology.barrier()
+        model._memory.discard()
         torch.autograd.graph.increment_version(model._trained)
         return loss
 
@@ -156,49 +171,53 @@ class ShardedOptimizer(optim.Optimizer):
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: group[key] for key in inner if key != "params" and key in group})
         trained = self._model._trained
-        for owner, piece, average in self._averages:
-            gradient = trained[piece.parameter].grad
+        for local, fragment, average in self._averages:
+            gradient = trained[fragment.parameter].grad
             if gradient is None:
-                owner.grad = None
-            elif self._model._gradients.is_average(gradient, piece.parameter):
-                owner.grad = average
+                local.grad = None
+            elif self._model._gradients.is_average(gradient, fragment.parameter):
+                local.grad = average
             else:  # the user has assigned another gradient
-                owner.grad = self._part(flat(gradient, trained[piece.parameter]), piece)
-        begun = bool(self._inner.state)
-        self._step_inside()
-        if not begun:  # the new state lies in between memory that gradients have freed
-            give_back()
+                local.grad = self._slice_elements(
+                    flat(gradient, trained[fragment.parameter]), fragment
+                )
+        has_state = bool(self._inner.state)
+        self._step_inner()
+        if not has_state:  # the new state lies in between memory that gradients have freed
+            trim_heap()
 
-    def _step_inside(self) -> None:
+    def _step_inner(self) -> None:
         """Step the inner optimizer without the global step hooks, which run for the outer one."""
         inner, step = self._inner, type(self._inner).step
-        own = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        if own or not getattr(step, "hooked", False):
+        has_hooks = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        if has_hooks or not getattr(step, "hooked", False):
             inner.step()
         else:
             step.__wrapped__(inner)
 
-    def _part(self, elements: Tensor, piece: Piece) -> Tensor:
-        """Return a piece of a parameter's elements."""
+    def _slice_elements(self, elements: Tensor, fragment: ParameterFragment) -> Tensor:
+        """Return a fragment of a parameter's elements."""
         layout = self._model._layout
-        start = layout.spots[piece.parameter].start
-        size = layout.dtypes[piece.parameter].itemsize
-        return elements[(piece.start - start) // size : (piece.end - start) // size]
+        start = layout.slots[fragment.parameter].start
+        size = layout.dtypes[fragment.parameter].itemsize
+        return elements[(fragment.start - start) // size : (fragment.end - start) // size]
 
     def _publish(self) -> None:
         """Publish in-place writes to this rank's slices, so that the step starts from them."""
         model = self._model
-        if model._places.owns:
-            for cut in model._layout.slices(model._places.local_rank):
-                model._memory.publish(cut.start, cut.end)
+        if model._topology.is_owner:
+            for bucket in model._layout.slices(model._topology.local_rank):
+                model._memory.publish(bucket.start, bucket.end)
 
     # The state, in the format of the optimizer that is divided.
 
-    def _states(self) -> list[tuple[Piece, dict[str, Any]]]:
-        """Return the state of each piece of this rank."""
+    def _fragment_states(self) -> list[tuple[ParameterFragment, dict[str, Any]]]:
+        """Return the state of each fragment of this rank."""
         if self._inner is None:
             return []
-        return [(piece, self._inner.state.get(owner, {})) for owner, piece, _ in self._averages]
+        return [
+            (fragment, self._inner.state.get(local, {})) for local, fragment, _ in self._averages
+        ]
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
@@ -209,17 +228,23 @@ class ShardedOptimizer(optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        found = optimizer_state.collect(self._states(), self._model._trained, self._model)
-        index = {number: i for i, number in enumerate(self._order())}
+        states = optimizer_state.collect(self._fragment_states(), self._model._trained, self._model)
+        index = {number: i for i, number in enumerate(self._parameter_order())}
         packed = {
-            "state": {i: found[n] for n, i in index.items() if n in found},
+            "state": {i: states[n] for n, i in index.items() if n in states},
             "param_groups": [
-                {**group, "params": [index[self._numbers[id(owner)]] for owner in group["params"]]}
+                {
+                    **group,
+                    "params": [
+                        index[self._parameter_numbers[id(parameter)]]
+                        for parameter in group["params"]
+                    ],
+                }
                 for group in self.param_groups
             ],
         }
-        for answering in self._optimizer_state_dict_post_hooks.values():
-            packed = answering(self, packed) or packed
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            packed = post_hook(self, packed) or packed
         return packed
 
     @torch.no_grad()
@@ -237,22 +262,25 @@ class ShardedOptimizer(optim.Optimizer):
         optimizer_state.check(state_dict, self.param_groups)
         trained = self._model._trained
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: saved[key] for key in saved if key not in NAMING})
-        index = {number: i for i, number in enumerate(self._order())}
+            group.update({key: saved[key] for key in saved if key not in NON_OPTION_KEYS})
+        index = {number: i for i, number in enumerate(self._parameter_order())}
         states_of = {int(i): state for i, state in state_dict["state"].items()}
-        for owner, piece, _ in self._averages:
-            whole = states_of.get(index[piece.parameter])
-            if whole is None:
-                self._inner.state.pop(owner, None)
+        for local, fragment, _ in self._averages:
+            state = states_of.get(index[fragment.parameter])
+            if state is None:
+                self._inner.state.pop(local, None)
                 continue
-            parameter = trained[piece.parameter]
-            self._inner.state[owner] = {
-                key: self._own_part(key, value, parameter, piece) for key, value in whole.items()
+            parameter = trained[fragment.parameter]
+            self._inner.state[local] = {
+                key: self._slice_state(key, value, parameter, fragment)
+                for key, value in state.items()
             }
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
-    def _own_part(self, key: str, value: Any, parameter: Tensor, piece: Piece) -> Any:
+    def _slice_state(
+        self, key: str, value: Any, parameter: Tensor, fragment: ParameterFragment
+    ) -> Any:
         if not isinstance(value, Tensor):
             return value
         if value.dim() == 0 and key == "step":
@@ -260,10 +288,12 @@ class ShardedOptimizer(optim.Optimizer):
         value = value.to(parameter.dtype) if value.is_floating_point() else value
         if value.dim() == 0 and parameter.dim():
             return value.clone()
-        return self._part(flat(value, parameter), piece).clone()
+        return self._slice_elements(flat(value, parameter), fragment).clone()
 
-    def _order(self) -> list[int]:
+    def _parameter_order(self) -> list[int]:
         """Return the numbers of the parameters, in the order of the groups."""
         return [
-            self._numbers[id(owner)] for group in self.param_groups for owner in group["params"]
+            self._parameter_numbers[id(parameter)]
+            for group in self.param_groups
+            for parameter in group["params"]
         ]

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel.layout import Layout
 from phalanx.parallel.shared_data_parallel.memory import HostMemory
-from phalanx.parallel.shared_data_parallel.slice_owners import Places
+from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
 from phalanx.parallel.shared_data_parallel.views import flat, shaped_like
 
-__all__ = ["Views", "check", "check_same", "give_back", "move"]
+__all__ = ["ParameterViews", "check", "check_same_model", "move_to_shared_memory", "trim_heap"]
 
 #: The dtypes of parameters that can be trained; frozen parameters may have any dtype.
-TRAINED = (
+TRAINABLE_DTYPES = (
     torch.float32,
     torch.float64,
     torch.float16,
@@ -37,8 +37,8 @@ def check(module: nn.Module) -> None:
     parameters = list(module.named_parameters())
     if not any(parameter.requires_grad for _, parameter in parameters):
         raise UsageError(
-            f"SharedDataParallel: {type(module).__name__} has no parameter that requires a gradient: "
-            "use it as it is"
+            f"SharedDataParallel: {type(module).__name__} has no parameter that requires a "
+            "gradient: use it without a wrapper"
         )
     for name, parameter in parameters:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -47,19 +47,20 @@ def check(module: nn.Module) -> None:
             )
         if parameter.device.type != "cpu" or parameter.layout != torch.strided:
             raise UsageError(
-                f"SharedDataParallel: parameter {name} {list(parameter.shape)} is {parameter.layout} on "
-                f"{parameter.device}, expected a dense one on the CPU: use PyTorch's "
-                "DistributedDataParallel for others"
+                f"SharedDataParallel: parameter {name} {list(parameter.shape)} is "
+                f"{parameter.layout} on {parameter.device}, expected a dense one on the CPU: use "
+                "PyTorch's DistributedDataParallel for others"
             )
-        if parameter.requires_grad and parameter.dtype not in TRAINED:
+        if parameter.requires_grad and parameter.dtype not in TRAINABLE_DTYPES:
             raise UsageError(
-                f"SharedDataParallel: parameter {name} {list(parameter.shape)} is {parameter.dtype}, of "
-                f"which gradients can't be averaged, expected one of {', '.join(map(str, TRAINED))}"
-                ": train it in one of those, or freeze it by requires_grad_(False)"
+                f"SharedDataParallel: parameter {name} {list(parameter.shape)} is "
+                f"{parameter.dtype}, whose gradients cannot be averaged, expected one of "
+                f"{', '.join(map(str, TRAINABLE_DTYPES))}: train it in one of those, or freeze it "
+                "by requires_grad_(False)"
             )
 
 
-def check_same(module: nn.Module, places: Places) -> None:
+def check_same_model(module: nn.Module, topology: RankTopology) -> None:
     """Check that all ranks have the same model; block until all have called this.
 
     Raises:
@@ -75,21 +76,22 @@ def check_same(module: nn.Module, places: Places) -> None:
         )
         for name, parameter in module.named_parameters()
     ]
-    all_of: list[list[tuple[object, ...]]] = [[]] * places.world_size
-    dist.all_gather_object(all_of, own, group=places.group)
-    for rank, other in enumerate(all_of):
-        if other == all_of[0]:
+    by_rank: list[list[tuple[object, ...]]] = [[]] * topology.world_size
+    dist.all_gather_object(by_rank, own, group=topology.group)
+    for rank, other in enumerate(by_rank):
+        if other == by_rank[0]:
             continue
-        length = max(len(other), len(all_of[0]))
-        first, second = ([*found, *[None] * (length - len(found))] for found in (all_of[0], other))
+        length = max(len(other), len(by_rank[0]))
+        first, second = ([*found, *[None] * (length - len(found))] for found in (by_rank[0], other))
         index = next(i for i in range(length) if first[i] != second[i])
         raise UsageError(
             f"SharedDataParallel: the ranks have different models: parameter {index} is "
-            f"{_words(first[index])} on rank 0, {_words(second[index])} on rank {rank} of the group"
+            f"{_describe_parameter(first[index])} on rank 0, {_describe_parameter(second[index])} "
+            f"on rank {rank} of the group"
         )
 
 
-def _words(found: Sequence[object] | None) -> str:
+def _describe_parameter(found: Sequence[object] | None) -> str:
     if found is None:
         return "missing"
     name, shape, dtype, strides, trainable = found
@@ -97,38 +99,40 @@ def _words(found: Sequence[object] | None) -> str:
 
 
 @torch.no_grad()
-def move(parameters: Sequence[nn.Parameter], layout: Layout, places: Places) -> HostMemory:
+def move_to_shared_memory(
+    parameters: Sequence[nn.Parameter], layout: Layout, topology: RankTopology
+) -> HostMemory:
     """Move parameters into memory that the host holds once, with the values of the group's rank 0.
 
     Each parameter stays the same object. All ranks must call it; it blocks until this host's memory
     has the values.
     """
-    memory = HostMemory(layout.bytes, places)
+    memory = HostMemory(layout.bytes, topology)
     views: Mapping[int, Tensor] = {
-        number: memory.common(spot.start, spot.end, layout.dtypes[number])
-        for number, spot in enumerate(layout.spots[: len(parameters)])
+        number: memory.shared(slot.start, slot.end, layout.dtypes[number])
+        for number, slot in enumerate(layout.slots[: len(parameters)])
     }
-    if dist.get_rank(places.group) == 0:
+    if dist.get_rank(topology.group) == 0:
         for number, parameter in enumerate(parameters):
             views[number].copy_(flat(parameter.detach(), parameter))
-    if places.rail is not None and places.local_rank == 0:
-        for chunk in layout.chunks:
-            part = memory.common(chunk.start, chunk.end, torch.uint8)  # bytes of any dtype
-            dist.broadcast(part, group=places.rail, group_src=0)
-    places.meet()
+    if topology.rail_group is not None and topology.local_rank == 0:
+        for bucket in layout.buckets:
+            part = memory.shared(bucket.start, bucket.end, torch.uint8)  # bytes of any dtype
+            dist.broadcast(part, group=topology.rail_group, group_src=0)
+    topology.barrier()
     for number, parameter in enumerate(parameters):
-        spot = layout.spots[number]
-        own = memory.own(spot.start, spot.end, parameter.dtype)
+        slot = layout.slots[number]
+        own = memory.replica(slot.start, slot.end, parameter.dtype)
         parameter.data = shaped_like(own, parameter)
-    give_back()
+    trim_heap()
     return memory
 
 
-class Views:
+class ParameterViews:
     """The parameters' views of the memory, restored if `parameter.data` was reassigned.
 
     Args:
-        parameters: The parameters, after `move`.
+        parameters: The parameters, after `move_to_shared_memory`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -147,18 +151,19 @@ class Views:
                 continue
             if data.shape != view.shape or data.dtype != view.dtype or data.device != view.device:
                 raise UsageError(
-                    f"SharedDataParallel: a parameter {list(view.shape)} {view.dtype} was given data of "
-                    f"{list(data.shape)} {data.dtype} on {data.device}: wrap the module afterwards"
+                    f"SharedDataParallel: a parameter {list(view.shape)} {view.dtype} was given "
+                    f"data of {list(data.shape)} {data.dtype} on {data.device}: wrap the module "
+                    "after that assignment"
                 )
             view.copy_(data)
             parameter.data = view
 
 
-def give_back() -> None:
+def trim_heap() -> None:
     """Return freed memory from the allocator to the operating system.
 
     By default glibc keeps memory freed in the middle of its heap, which may be a whole model.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
-    if trim is not None:
-        trim(0)
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if malloc_trim is not None:
+        malloc_trim(0)

@@ -1,7 +1,7 @@
-"""The reduction of chunks of gradients to their averages over all ranks.
+"""The reduction of buckets of gradients to their averages over all ranks.
 
-A rank writes its chunk to `room`, `launch` starts to reduce it, and once `finish` returns the
-average is in the memory of the host. Every rank does this for the same chunks in the same order.
+A rank writes its bucket to `buffer`, `launch` starts to reduce it, and once `finish` returns the
+average is in the memory of the host. Every rank does this for the same buckets in the same order.
 """
 
 from __future__ import annotations
@@ -17,149 +17,166 @@ from torch import Tensor
 import phalanx
 from phalanx.parallel.shared_data_parallel.layout import Layout
 from phalanx.parallel.shared_data_parallel.memory import HostMemory
-from phalanx.parallel.shared_data_parallel.slice_owners import Places
+from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
 from phalanx.torch_versions import reduce_scatter_single
 
-__all__ = ["Reducer", "reducer"]
+__all__ = ["Reducer", "make_reducer"]
 
-# The maximum number of chunks in progress: those that a rank has written and others may still read.
-UNDER_WAY = 2
+# The maximum number of buckets in progress: those that a rank has written and others may still
+# read.
+MAX_IN_FLIGHT = 2
 
 
 class Reducer(Protocol):
-    """The interface of a reducer, which reduces the chunks of a layout one after another."""
+    """The interface of a reducer, which reduces the buckets of a layout one after another."""
 
-    def room(self, chunk: int) -> Tensor:
-        """Return flat memory for this rank's part of a chunk, always the same."""
+    def buffer(self, bucket: int) -> Tensor:
+        """Return flat memory for this rank's part of a bucket, always the same."""
         ...
 
-    def has_room(self, chunk: int, *, wait: bool) -> bool:
+    def acquire_buffer(self, bucket: int, *, wait: bool) -> bool:
         """Return whether that memory may be written again; if `wait`, block until it may."""
         ...
 
-    def launch(self, chunk: int) -> None:
-        """Start to reduce a chunk that has been written."""
+    def launch(self, bucket: int) -> None:
+        """Start to reduce a bucket that has been written."""
         ...
 
     def finish(self) -> None:
-        """Wait until all chunks are reduced on all ranks of this host."""
+        """Wait until all buckets are reduced on all ranks of this host."""
         ...
 
 
-def reducer(layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> Reducer:
+def make_reducer(
+    layout: Layout, memory: HostMemory, topology: RankTopology, *, concurrent: bool
+) -> Reducer:
     """Make a reducer for ranks that share memory, or for a rank that is alone on its host.
 
-    If cores are idle, or if `beside` is true, chunks are reduced concurrently with the rank's own
-    work, so that `launch` never blocks.
+    If cores are idle, or if `concurrent` is true, buckets are reduced concurrently with the rank's
+    own work, so that `launch` never blocks.
     """
-    if places.host is None:
-        return _Alone(layout, memory, places)
+    if topology.host_group is None:
+        return _SingleRankReducer(layout, memory, topology)
     # If no core is idle, another thread would only take turns with this one.
-    idle = len(os.sched_getaffinity(0)) > places.local_size
-    return _Together(layout, memory, places, beside=beside or idle)
+    idle = len(os.sched_getaffinity(0)) > topology.local_size
+    return _SharedMemoryReducer(layout, memory, topology, concurrent=concurrent or idle)
 
 
-class _Alone:
-    """A reducer for a rank that is alone on its host, whose room is the memory of the averages."""
+class _SingleRankReducer:
+    """A reducer for a rank that is alone on its host; its buffer is the memory of averages."""
 
-    def __init__(self, layout: Layout, memory: HostMemory, places: Places) -> None:
-        self._chunks = [memory.common(cut.start, cut.end, cut.dtype) for cut in layout.chunks]
-        self._places = places
+    def __init__(self, layout: Layout, memory: HostMemory, topology: RankTopology) -> None:
+        self._buckets = [
+            memory.shared(bucket.start, bucket.end, bucket.dtype) for bucket in layout.buckets
+        ]
+        self._topology = topology
         self._works: list[Any] = []
 
-    def room(self, chunk: int) -> Tensor:
-        return self._chunks[chunk]
+    def buffer(self, bucket: int) -> Tensor:
+        return self._buckets[bucket]
 
-    def has_room(self, chunk: int, *, wait: bool) -> bool:  # noqa: ARG002 - the room is not reused
+    def acquire_buffer(self, bucket: int, *, wait: bool) -> bool:  # noqa: ARG002 - never reused
         return True
 
-    def launch(self, chunk: int) -> None:
-        if self._places.rail is not None:
-            rail = self._places.rail
-            self._works.append(dist.all_reduce(self._chunks[chunk], group=rail, async_op=True))
+    def launch(self, bucket: int) -> None:
+        if self._topology.rail_group is not None:
+            rail = self._topology.rail_group
+            self._works.append(dist.all_reduce(self._buckets[bucket], group=rail, async_op=True))
 
     def finish(self) -> None:
-        for work, chunk in zip(self._works, self._chunks, strict=False):
+        for work, bucket in zip(self._works, self._buckets, strict=False):
             work.wait()
-            chunk.div_(self._places.world_size)
+            bucket.div_(self._topology.world_size)
         self._works.clear()
 
 
-class _Together:
+class _SharedMemoryReducer:
     """A reducer for ranks that share memory, in which each owner reduces its slice of all parts.
 
     The parts are summed in the order of local ranks. With several hosts, the backend's all-reduce
     between the owners of the same slices follows.
     """
 
-    def __init__(self, layout: Layout, memory: HostMemory, places: Places, *, beside: bool) -> None:
+    def __init__(
+        self, layout: Layout, memory: HostMemory, topology: RankTopology, *, concurrent: bool
+    ) -> None:
         self._layout = layout
-        self._places = places
-        self._beside = beside
-        longest = max(chunk.end - chunk.start for chunk in layout.chunks)
-        slots = [
-            phalanx.empty_shared(longest, dtype=torch.uint8)
-            for _ in range(min(UNDER_WAY if self._beside else 1, len(layout.chunks)))
+        self._topology = topology
+        self._concurrent = concurrent
+        largest = max(bucket.end - bucket.start for bucket in layout.buckets)
+        memories = [
+            phalanx.empty_shared(largest, dtype=torch.uint8)
+            for _ in range(min(MAX_IN_FLIGHT if self._concurrent else 1, len(layout.buckets)))
         ]
-        self._rooms = [
-            slots[number % len(slots)][: chunk.end - chunk.start].view(chunk.dtype)
-            for number, chunk in enumerate(layout.chunks)
+        self._buffers = [
+            memories[number % len(memories)][: bucket.end - bucket.start].view(bucket.dtype)
+            for number, bucket in enumerate(layout.buckets)
         ]
-        self._slots = len(slots)
-        self._mine: list[Tensor] = []
-        if places.owns:
-            self._mine = [
-                memory.common(cut.start, cut.end, cut.dtype)
-                for cut in layout.slices(places.local_rank)
+        self._buffer_count = len(memories)
+        self._own_slices: list[Tensor] = []
+        if topology.is_owner:
+            self._own_slices = [
+                memory.shared(bucket.start, bucket.end, bucket.dtype)
+                for bucket in layout.slices(topology.local_rank)
             ]
-        self._local: deque[tuple[int, list[Any]]] = deque()
-        self._rails: deque[tuple[int, Any]] = deque()
+        self._local_works: deque[tuple[int, list[Any]]] = deque()
+        self._rail_works: deque[tuple[int, Any]] = deque()
 
-    def room(self, chunk: int) -> Tensor:
-        return self._rooms[chunk]
+    def buffer(self, bucket: int) -> Tensor:
+        return self._buffers[bucket]
 
-    def has_room(self, chunk: int, *, wait: bool) -> bool:
-        while self._local and self._local[0][0] <= chunk - self._slots:
-            if not wait and not all(work.is_completed() for work in self._local[0][1]):
+    def acquire_buffer(self, bucket: int, *, wait: bool) -> bool:
+        while self._local_works and self._local_works[0][0] <= bucket - self._buffer_count:
+            if not wait and not all(work.is_completed() for work in self._local_works[0][1]):
                 return False
-            self._pass_on()
+            self._complete_local()
         return True
 
-    def launch(self, chunk: int) -> None:
-        places, room = self._places, self._rooms[chunk]
-        if places.local_size > places.owners:
+    def launch(self, bucket: int) -> None:
+        topology, buffer = self._topology, self._buffers[bucket]
+        if topology.local_size > topology.owners_per_host:
             works = [
-                dist.reduce(part, group=places.host, group_dst=owner, async_op=self._beside)
-                for owner, part in enumerate(room.chunk(places.owners))
+                dist.reduce(
+                    part, group=topology.host_group, group_dst=owner, async_op=self._concurrent
+                )
+                for owner, part in enumerate(buffer.chunk(topology.owners_per_host))
             ]
         else:
-            op = dist.ReduceOp.AVG if places.hosts == 1 else dist.ReduceOp.SUM
+            op = dist.ReduceOp.AVG if topology.host_count == 1 else dist.ReduceOp.SUM
             works = [
                 reduce_scatter_single(
-                    self._mine[chunk], room, op=op, group=places.host, async_op=self._beside
+                    self._own_slices[bucket],
+                    buffer,
+                    op=op,
+                    group=topology.host_group,
+                    async_op=self._concurrent,
                 )
             ]
-        self._local.append((chunk, [work for work in works if work is not None]))
-        if not self._beside:
-            self._pass_on()
+        self._local_works.append((bucket, [work for work in works if work is not None]))
+        if not self._concurrent:
+            self._complete_local()
 
     def finish(self) -> None:
-        while self._local:
-            self._pass_on()
-        while self._rails:
-            chunk, work = self._rails.popleft()
+        while self._local_works:
+            self._complete_local()
+        while self._rail_works:
+            bucket, work = self._rail_works.popleft()
             work.wait()
-            self._mine[chunk].div_(self._places.world_size)
-        self._places.meet()
+            self._own_slices[bucket].div_(self._topology.world_size)
+        self._topology.barrier()
 
-    def _pass_on(self) -> None:
-        """Wait for the oldest chunk of this host, and start its all-reduce over the hosts."""
-        places = self._places
-        chunk, works = self._local.popleft()
+    def _complete_local(self) -> None:
+        """Wait for the oldest bucket of this host, and start its all-reduce over the hosts."""
+        topology = self._topology
+        bucket, works = self._local_works.popleft()
         for work in works:
             work.wait()
-        if places.local_size > places.owners and places.owns:
-            self._mine[chunk].copy_(self._rooms[chunk].chunk(places.owners)[places.local_rank])
-        if places.rail is not None:
-            work = dist.all_reduce(self._mine[chunk], group=places.rail, async_op=True)
-            self._rails.append((chunk, work))
+        if topology.local_size > topology.owners_per_host and topology.is_owner:
+            self._own_slices[bucket].copy_(
+                self._buffers[bucket].chunk(topology.owners_per_host)[topology.local_rank]
+            )
+        if topology.rail_group is not None:
+            work = dist.all_reduce(
+                self._own_slices[bucket], group=topology.rail_group, async_op=True
+            )
+            self._rail_works.append((bucket, work))

@@ -11,31 +11,32 @@ import torch.distributed as dist
 import phalanx
 from phalanx.torch_versions import form_local_group
 
-__all__ = ["Places", "find_places"]
+__all__ = ["RankTopology", "find_topology"]
 
 
 @dataclass(frozen=True)
-class Places:
+class RankTopology:
     """This rank's position among the ranks and hosts of a group.
 
     Attributes:
         group: The group of all ranks.
-        host: The group of the ranks of this host; None if this rank is alone there.
-        rail: The group of the ranks with this local rank on all hosts, which own the same slices;
-            None if there is one host, or this rank owns nothing.
+        host_group: The group of the ranks of this host; None if this rank is alone there.
+        rail_group: The group of the ranks with this local rank on all hosts, which own the same
+            slices; None if there is one host, or this rank owns nothing.
         local_rank: This rank's index on its host.
         local_size: The number of ranks on this host.
-        owners: The number of ranks of each host that own slices: the size of the smallest host.
-        hosts: The number of hosts.
+        owners_per_host: The number of ranks of each host that own slices: the size of the smallest
+            host.
+        host_count: The number of hosts.
     """
 
     group: dist.ProcessGroup
-    host: dist.ProcessGroup | None
-    rail: dist.ProcessGroup | None
+    host_group: dist.ProcessGroup | None
+    rail_group: dist.ProcessGroup | None
     local_rank: int
     local_size: int
-    owners: int
-    hosts: int
+    owners_per_host: int
+    host_count: int
 
     @property
     def world_size(self) -> int:
@@ -43,18 +44,18 @@ class Places:
         return dist.get_world_size(self.group)
 
     @property
-    def owns(self) -> bool:
-        """True if this rank owns a slice of each chunk."""
-        return self.local_rank < self.owners
+    def is_owner(self) -> bool:
+        """True if this rank owns a slice of each bucket."""
+        return self.local_rank < self.owners_per_host
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks of this host have called this."""
-        if self.host is not None:
-            dist.barrier(self.host)
+        if self.host_group is not None:
+            dist.barrier(self.host_group)
 
 
-def find_places(group: dist.ProcessGroup | None) -> Places:
-    """Find this rank's position and form its groups; all ranks of the group must call it."""
+def find_topology(group: dist.ProcessGroup | None) -> RankTopology:
+    """Find this rank's position and create its groups; all ranks of the group must call it."""
     whole = group or dist.group.WORLD
     hosts = phalanx.host_ranks(whole)
     own = next(ranks for ranks in hosts if dist.get_rank() in ranks)
@@ -63,50 +64,51 @@ def find_places(group: dist.ProcessGroup | None) -> Places:
     assert whole is not None  # there is a default group: host_ranks has checked
     rails = [[ranks[number] for ranks in hosts] for number in range(owners)]
     if whole is not dist.group.WORLD:
-        _even_out(whole)
-    host = _form(whole, hosts, own)
-    between = _form(whole, rails, rail)
-    return Places(whole, host, between, local_rank, len(own), owners, len(hosts))
+        _equalize_group_counts(whole)
+    host_group = _create_group(whole, hosts, own)
+    rail_group = _create_group(whole, rails, rail)
+    return RankTopology(whole, host_group, rail_group, local_rank, len(own), owners, len(hosts))
 
 
-def _form(
-    whole: dist.ProcessGroup, every: list[list[int]], own: list[int]
+def _create_group(
+    whole: dist.ProcessGroup, rank_lists: list[list[int]], own: list[int]
 ) -> dist.ProcessGroup | None:
-    """Form the groups of these ranks; return that of `own`, or None if this rank is alone in it."""
+    """Create the groups of these ranks; return that of `own`, or None if it has no other rank."""
     if whole is not dist.group.WORLD:
-        formed = _form_locally(whole, own)  # even alone, so that all ranks form equally many groups
-        return formed if len(own) > 1 else None
-    mine = None
-    for ranks in every:
+        # Even for this rank alone, so that all ranks create equally many groups.
+        group = _create_local_group(whole, own)
+        return group if len(own) > 1 else None
+    own_group = None
+    for ranks in rank_lists:
         if len(ranks) > 1:
             group = dist.new_group(ranks, **_options(whole))
-            mine = group if ranks == own else mine
-    return mine
+            own_group = group if ranks == own else own_group
+    return own_group
 
 
-def _form_locally(whole: dist.ProcessGroup, own: list[int]) -> dist.ProcessGroup:
-    """Form a group by a collective call of its members only."""
+def _create_local_group(whole: dist.ProcessGroup, own: list[int]) -> dist.ProcessGroup:
+    """Create a group by a collective call of its members only."""
     return form_local_group(own, **_options(whole))
 
 
-def _even_out(whole: dist.ProcessGroup) -> None:
+def _equalize_group_counts(whole: dist.ProcessGroup) -> None:
     """Make each rank of a group a member of equally many groups.
 
-    PyTorch names a group that only its members form by the number of groups in which each member
+    PyTorch names a group that only its members create by the number of groups in which each member
     is. If groups overlap, these numbers differ, and the members would not find each other. So
-    ranks with fewer groups form groups of themselves alone.
+    ranks with fewer groups create groups of themselves alone.
     """
-    known = len(dist.distributed_c10d._world.pg_names)
-    every = [0] * dist.get_world_size(whole)
-    dist.all_gather_object(every, known, group=whole)
-    for _ in range(max(every) - known):
-        _form_locally(whole, [dist.get_rank()])
+    count = len(dist.distributed_c10d._world.pg_names)
+    counts = [0] * dist.get_world_size(whole)
+    dist.all_gather_object(counts, count, group=whole)
+    for _ in range(max(counts) - count):
+        _create_local_group(whole, [dist.get_rank()])
 
 
 def _options(whole: dist.ProcessGroup) -> dict[str, Any]:
     """Return the options for a new group with the backend and the timeout of this one."""
     options: dict[str, Any] = {"backend": dist.get_backend(whole)}
-    seconds = getattr(whole, "_timeout", None)  # PyTorch has no public API for it
-    if isinstance(seconds, float):
-        options["timeout"] = timedelta(seconds=seconds)
+    timeout = getattr(whole, "_timeout", None)  # PyTorch has no public API for it
+    if isinstance(timeout, float):
+        options["timeout"] = timedelta(seconds=timeout)
     return options

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CheckpointError, UsageError
-from phalanx.train.checkpoints.collective_action import Peers
-from phalanx.train.checkpoints.directory import Directory
+from phalanx.train.checkpoints.collective_action import RankGroup
+from phalanx.train.checkpoints.directory import CheckpointDirectory
 from phalanx.train.checkpoints.loading import Checkpoint, load
 from phalanx.train.checkpoints.saving import save
 
@@ -55,9 +55,9 @@ class Checkpointer:
     ) -> None:
         _check_keep(keep)
         self._group = group
-        self._peers = Peers(group)
+        self._rank_group = RankGroup(group)
         self._sharded = sharded
-        self._directory = Directory(Path(directory).absolute(), keep)
+        self._directory = CheckpointDirectory(Path(directory).absolute(), keep)
         self._prepare()
 
     @property
@@ -68,10 +68,10 @@ class Checkpointer:
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Save a state, and return the directory of its checkpoint. Collective.
 
-        Blocks on all ranks until the checkpoint is on disk, which takes as long as the disk needs for
-        the bytes. Tensors on the CPU are written from their own memory if contiguous, and hashed
-        on another thread at the same time. No rank may change the tensors before this call returns.
-        The timeout of the group limits how long the other ranks wait.
+        Blocks on all ranks until the checkpoint is on disk, which takes as long as the disk needs
+        for the bytes. Tensors on the CPU are written from their own memory if contiguous, and
+        hashed on another thread at the same time. No rank may change the tensors before this call
+        returns. The timeout of the group limits how long the other ranks wait.
 
         The call removes the remains of killed saves, and then the oldest checkpoints beyond `keep`.
         If it fails, no partial checkpoint remains, and the older checkpoints are kept.
@@ -95,7 +95,7 @@ class Checkpointer:
                 unless all ranks have the same error.
             torch.distributed.DistBackendError: A rank died or did not join the collective.
         """
-        return save(self._ranks(), self._directory, step, state, self._sharded)
+        return save(self._current_ranks(), self._directory, step, state, self._sharded)
 
     def load(
         self,
@@ -104,69 +104,70 @@ class Checkpointer:
     ) -> Checkpoint | None:
         """Return the latest usable checkpoint, or None if there is no checkpoint. Collective.
 
-        All ranks get the same checkpoint. Each file is read once, verified against its checksum, and
-        broadcast to the other ranks. A checkpoint that is damaged, incomplete or of another format is
-        skipped in favour of the previous one. A warning of the logger "phalanx" names the file and
-        the reason.
+        All ranks get the same checkpoint. Each file is read once, verified against its checksum,
+        and broadcast to the other ranks. A checkpoint that is damaged, incomplete or of another
+        format is skipped in favour of the previous one. A warning of the logger "phalanx" names the
+        file and the reason.
 
         Tensors of the state are views of the buffer that was read, unless `map_location` or `like`
         places them elsewhere. A reference to such a tensor keeps the whole buffer in memory.
 
         Args:
-            like: A state that the checkpoint must fit. The checkpoint must have all its top-level keys,
-                and may have more. Below the top level non-empty dicts must have the same keys,
-                lists the same length, and tensors the same shape and dtype. None in it fits
+            like: A state that the checkpoint must fit. The checkpoint must have all its top-level
+                keys, and may have more. Below the top level non-empty dicts must have the same
+                keys, lists the same length, and tensors the same shape and dtype. None in it fits
                 anything. Other values, empty dicts and empty lists fit anything except a tensor. A
                 DTensor is loaded as a DTensor of the same mesh and placements, whatever the world
-                size that saved it. If `like` is None, any checkpoint fits, and DTensors are loaded as
-                whole tensors.
+                size that saved it. If `like` is None, any checkpoint fits, and DTensors are loaded
+                as whole tensors.
             map_location: The device of the tensors for which `like` has no DTensor.
 
         Raises:
             UsageError: The checkpoint does not fit `like`; the message lists the first ten
                 differences.
-            CheckpointError: There are checkpoints, and none is usable. The message gives the reason for
-                each.
+            CheckpointError: There are checkpoints, and none is usable. The message gives the reason
+                for each.
             torch.distributed.DistBackendError: A rank died or did not join the collective.
         """
-        return load(self._ranks(), self._directory, like, map_location)
+        return load(self._current_ranks(), self._directory, like, map_location)
 
-    def _ranks(self) -> Peers:
+    def _current_ranks(self) -> RankGroup:
         """Return the current ranks, as the group may have been created after this object."""
-        before, self._peers = self._peers, Peers(self._group)
-        if (self._peers.rank, self._peers.size) == (before.rank, before.size):
-            return self._peers
-        if self._peers.size == 1:
-            self._peers = before
+        previous, self._rank_group = self._rank_group, RankGroup(self._group)
+        if (self._rank_group.rank, self._rank_group.size) == (previous.rank, previous.size):
+            return self._rank_group
+        if self._rank_group.size == 1:
+            self._rank_group = previous
             raise UsageError(
-                f"{self._directory.path}: rank {before.rank} of {before.size} made this Checkpointer, "
-                "and their process group is gone: save and load before destroy_process_group()"
+                f"{self._directory.path}: this Checkpointer was created by rank {previous.rank} of "
+                f"{previous.size}, whose process group no longer exists: save and load before "
+                "destroy_process_group()"
             )
         self._prepare()
-        return self._peers
+        return self._rank_group
 
     def _prepare(self) -> None:
-        peers, directory = self._peers, self._directory
-        peers.on_first(directory.prepare)
-        if not self._sharded or peers.size == 1:
+        ranks, directory = self._rank_group, self._directory
+        ranks.run_on_first(directory.prepare)
+        if not self._sharded or ranks.size == 1:
             return
-        probe = directory.path / peers.on_first(directory.leave_probe)
+        probe = directory.path / ranks.run_on_first(directory.write_probe)
         try:
-            peers.together(lambda: _see(probe, directory))
+            ranks.run_on_all(lambda: _check_probe(probe, directory))
         finally:
-            if peers.rank == 0:
+            if ranks.rank == 0:
                 probe.unlink(missing_ok=True)
 
 
 def _check_keep(keep: object) -> None:
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise UsageError(f"keep {keep!r} given, expected an integer from 1 on")
+        raise UsageError(f"keep {keep!r} given, expected an integer of at least 1")
 
 
-def _see(probe: Path, directory: Directory) -> None:
+def _check_probe(probe: Path, directory: CheckpointDirectory) -> None:
     if not probe.exists():
         raise CheckpointError(
-            f"{probe.parent} isn't the directory that rank 0 sees: sharded checkpoints need one that "
-            "all ranks share"
+            f"{probe.parent} is not the directory that rank 0 sees: sharded checkpoints need a "
+            "directory that all ranks share"
         )
     directory.prepare()

@@ -10,38 +10,38 @@ from torch import Tensor
 
 from phalanx.errors import CheckpointError, UsageError
 
-__all__ = ["BadCheckpoint", "Peers"]
+__all__ = ["RankGroup", "UnusableCheckpoint"]
 
 Value = TypeVar("Value")
 # Bytes per broadcast.
-_CHUNK = 64 * 2**20
+_BROADCAST_BYTES = 64 * 2**20
 
 
-class BadCheckpoint(CheckpointError):  # noqa: N818 - the name describes the checkpoint
+class UnusableCheckpoint(CheckpointError):  # noqa: N818 - the name describes the checkpoint
     """Raised if a checkpoint is unusable; an older one may be usable."""
 
 
 @dataclass(frozen=True)
 class _Failure:
     kind: type[Exception]
-    words: str
+    message: str
 
 
-class Peers:
+class RankGroup:
     """The ranks of a group, or this process alone if there is no group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        alone = group is None and not dist.is_initialized()
-        self.rank = 0 if alone else dist.get_rank(group)
-        self.size = 1 if alone else dist.get_world_size(group)
+        is_single = group is None and not dist.is_initialized()
+        self.rank = 0 if is_single else dist.get_rank(group)
+        self.size = 1 if is_single else dist.get_world_size(group)
         if self.rank < 0:
             raise UsageError(
-                f"rank {dist.get_rank()} isn't in the group given, expected one of its ranks: "
-                "call this on the ranks of the group alone"
+                f"rank {dist.get_rank()} is not a member of the group given: call this only on the "
+                "ranks of the group"
             )
 
-    def gather(self, action: Callable[[], Value]) -> list[Value]:
+    def run_and_gather(self, action: Callable[[], Value]) -> list[Value]:
         """Run an action on every rank, and return the results of all ranks, by rank. Collective.
 
         Raises:
@@ -51,86 +51,92 @@ class Peers:
         """
         return self._run(action, lambda value: value)[1]
 
-    def together(self, action: Callable[[], Value]) -> Value:
+    def run_on_all(self, action: Callable[[], Value]) -> Value:
         """Run an action on every rank, and return the result of this rank. Collective.
 
         Raises:
-            CheckpointError, UsageError: As `gather`.
+            CheckpointError, UsageError: As `run_and_gather`.
         """
         return self._run(action, lambda _: None)[0]
 
-    def on_first(self, action: Callable[[], Value]) -> Value:
+    def run_on_first(self, action: Callable[[], Value]) -> Value:
         """Run an action on rank 0 alone, and return its result on all ranks. Collective.
 
         Raises:
-            CheckpointError, UsageError: As `gather`.
+            CheckpointError, UsageError: As `run_and_gather`.
         """
-        answers: list[Any] = self.gather(lambda: action() if self.rank == 0 else None)
-        first: Value = answers[0]
+        results: list[Any] = self.run_and_gather(lambda: action() if self.rank == 0 else None)
+        first: Value = results[0]
         return first
 
-    def share(self, content: Tensor | None, length: int, source: int) -> Tensor:
+    def broadcast(self, content: Tensor | None, length: int, source: int) -> Tensor:
         """Broadcast a uint8[length] from rank `source`, and return it on all ranks. Collective."""
         if content is None:
             content = torch.empty(length, dtype=torch.uint8)
         if self.size == 1:
             return content
         device = self._device()
-        for start in range(0, length, _CHUNK):
-            chunk = content[start : start + _CHUNK]
-            travelling = chunk.to(device)
-            dist.broadcast(travelling, group=self._group, group_src=source)
-            if travelling is not chunk:
-                chunk.copy_(travelling)
+        for start in range(0, length, _BROADCAST_BYTES):
+            chunk = content[start : start + _BROADCAST_BYTES]
+            on_device = chunk.to(device)
+            dist.broadcast(on_device, group=self._group, group_src=source)
+            if on_device is not chunk:
+                chunk.copy_(on_device)
         return content
 
     def _run(
-        self, action: Callable[[], Value], words: Callable[[Value], Any]
+        self, action: Callable[[], Value], summarize: Callable[[Value], Any]
     ) -> tuple[Value, list[Any]]:
-        """Run an action, and exchange `words(value)` of its value between the ranks."""
+        """Run an action, and exchange `summarize(value)` of its value between the ranks."""
         cause: Exception | None = None
         try:
             value = action()
-            answer = words(value)
+            result = summarize(value)
         except Exception as error:  # noqa: BLE001 - raised below, after the exchange
-            cause, answer = error, _failure(error)
-        answers = self._exchange(answer)
-        failures = {rank: it for rank, it in enumerate(answers) if isinstance(it, _Failure)}
+            cause, result = error, _describe_failure(error)
+        results = self._exchange(result)
+        failures = {
+            rank: failure for rank, failure in enumerate(results) if isinstance(failure, _Failure)
+        }
         if failures:
             # The messages of known errors are in the raised one; only a bug needs its traceback.
-            known = isinstance(cause, (CheckpointError, UsageError))
-            raise self._error(failures) from (cause.__cause__ if cause and known else cause)
-        return value, answers
+            is_known = isinstance(cause, (CheckpointError, UsageError))
+            raise self._merge_failures(failures) from (
+                cause.__cause__ if cause and is_known else cause
+            )
+        return value, results
 
     def _device(self) -> torch.device:
         if dist.get_backend(self._group) == "nccl":
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def _exchange(self, answer: Any) -> list[Any]:
+    def _exchange(self, result: Any) -> list[Any]:
         if self.size == 1:
-            return [answer]
-        answers: list[Any] = [None] * self.size
-        dist.all_gather_object(answers, answer, group=self._group)
-        return answers
+            return [result]
+        results: list[Any] = [None] * self.size
+        dist.all_gather_object(results, result, group=self._group)
+        return results
 
-    def _error(self, failures: dict[int, _Failure]) -> Exception:
+    def _merge_failures(self, failures: dict[int, _Failure]) -> Exception:
         kinds = {failure.kind for failure in failures.values()}
-        # An older checkpoint helps only if every failure is a BadCheckpoint.
+        # An older checkpoint helps only if every failure is an UnusableCheckpoint.
         kind = kinds.pop() if len(kinds) == 1 else CheckpointError
-        words: dict[str, list[str]] = {}
+        messages: dict[str, list[str]] = {}
         for rank, failure in failures.items():
-            words.setdefault(failure.words, []).append(str(rank))
-        if len(failures) == self.size and len(words) == 1:
-            return kind(*words)
-        return kind("; ".join(f"rank {', '.join(ranks)}: {it}" for it, ranks in words.items()))
+            messages.setdefault(failure.message, []).append(str(rank))
+        if len(failures) == self.size and len(messages) == 1:
+            return kind(*messages)
+        return kind(
+            "; ".join(f"rank {', '.join(ranks)}: {text}" for text, ranks in messages.items())
+        )
 
 
-def _failure(error: Exception) -> _Failure:
-    for kind in (BadCheckpoint, CheckpointError, UsageError):
+def _describe_failure(error: Exception) -> _Failure:
+    for kind in (UnusableCheckpoint, CheckpointError, UsageError):
         if isinstance(error, kind):
             return _Failure(kind, str(error))
     if isinstance(error, OSError):
-        place = f": {error.filename}" if error.filename else ""
-        return _Failure(CheckpointError, f"{error.strerror or error}{place}")
+        file = f": {error.filename}" if error.filename else ""
+        return _Failure(CheckpointError, f"{error.strerror or error}{file}")
     return _Failure(CheckpointError, f"{type(error).__name__}: {error}")

@@ -1,7 +1,7 @@
 """The directory of checkpoints: the creation, commit and removal of checkpoints.
 
-The name of a checkpoint, such as `000007-step-1200`, contains its position in the order of saving and
-its step. Names that begin with `.saving-` or `.removing-` belong to operations in progress, or
+The name of a checkpoint, such as `000007-step-1200`, contains its position in the order of saving
+and its step. Names that begin with `.saving-` or `.removing-` belong to operations in progress, or
 remain from a killed process. Entries other than these and checkpoints are never modified.
 """
 
@@ -20,25 +20,25 @@ from pathlib import Path
 from phalanx.errors import CheckpointError
 from phalanx.train.checkpoints.files import sync_directory
 
-__all__ = ["Directory", "step_in"]
+__all__ = ["CheckpointDirectory", "parse_step"]
 
 _log = logging.getLogger("phalanx")
 
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _FILE = re.compile(r"manifest\.json|SHA256SUMS|state-\d+\.safetensors")
-_LEFT = re.compile(r"\.(saving-probe|(saving|removing)-\d{6,}-step-\d+)-[0-9a-f]{8}")
+_LEFTOVER = re.compile(r"\.(saving-probe|(saving|removing)-\d{6,}-step-\d+)-[0-9a-f]{8}")
 # Seconds to wait for another process to release the lock. A process that is being killed may still
 # be in fsync.
-_PATIENCE = 30.0
+_LOCK_TIMEOUT_SECONDS = 30.0
 
 
-def step_in(name: str) -> int | None:
-    """Return the step in the name of a checkpoint, or None if the name is not that of a checkpoint."""
+def parse_step(name: str) -> int | None:
+    """Return the step in a checkpoint's name, or None if the name is not one of a checkpoint."""
     match = _NAME.fullmatch(name)
     return int(match[2]) if match else None
 
 
-class Directory:
+class CheckpointDirectory:
     """A directory of checkpoints. Only rank 0 begins, commits and removes checkpoints.
 
     Args:
@@ -49,8 +49,8 @@ class Directory:
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self.keep = keep
-        #: Names of checkpoints found to be unusable; they are removed first.
-        self.bad: set[str] = set()
+        #: The names of unusable checkpoints, which are removed first.
+        self.unusable_names: set[str] = set()
         self._lock: int | None = None
         self._temporary: Path | None = None
         self._remover: threading.Thread | None = None
@@ -63,21 +63,21 @@ class Directory:
             CheckpointError: The directory cannot be created or written.
         """
         try:
-            self._make()
+            self._create()
         except OSError as error:
             raise CheckpointError(
-                f"{self.path} can't hold checkpoints: {error.strerror or error}: give a "
+                f"cannot write checkpoints to {self.path}: {error.strerror or error}: give a "
                 f"directory that this rank can write"
             ) from error
 
-    def _make(self) -> None:
-        above = [path for path in (self.path, *self.path.parents) if not path.exists()]
+    def _create(self) -> None:
+        missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
-        for path in above:
+        for path in missing:
             sync_directory(path.parent)
-        (self.path / self.leave_probe()).unlink()
+        (self.path / self.write_probe()).unlink()
 
-    def leave_probe(self) -> str:
+    def write_probe(self) -> str:
         """Write a small probe file, and return its name.
 
         Raises:
@@ -93,8 +93,8 @@ class Directory:
 
     def names(self) -> list[str]:
         """Return the names of all checkpoints, the most recently saved first."""
-        found = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
-        return sorted(found, key=_number, reverse=True)
+        names = [name for name in os.listdir(self.path) if _NAME.fullmatch(name)]
+        return sorted(names, key=_sequence_number, reverse=True)
 
     def begin(self, step: int) -> Path:
         """Create a temporary directory for the files of a checkpoint, and lock out other processes.
@@ -110,9 +110,9 @@ class Directory:
             CheckpointError: Another process is still saving there.
         """
         self._acquire()
-        self.settle()
-        self._clean()
-        last = max((_number(name) for name in self.names()), default=0)
+        self.wait_for_removals()
+        self._remove_leftovers()
+        last = max((_sequence_number(name) for name in self.names()), default=0)
         self._name = f"{last + 1:06d}-step-{step}"
         temporary = self.path / f".saving-{self._name}-{secrets.token_hex(4)}"
         self._temporary = temporary
@@ -140,7 +140,7 @@ class Directory:
         try:
             self._prune()
         except OSError as error:
-            _log.warning("%s: an old checkpoint can't be removed: %s", self.path, error)
+            _log.warning("%s: cannot remove an old checkpoint: %s", self.path, error)
         return final
 
     def end(self) -> None:
@@ -153,52 +153,52 @@ class Directory:
             with contextlib.suppress(OSError):  # nothing was written, and it is closed even so
                 os.close(lock)
 
-    def settle(self) -> None:
+    def wait_for_removals(self) -> None:
         """Wait until the removal of old checkpoints has ended."""
         if self._remover is not None:
             self._remover.join()
             self._remover = None
 
     def _prune(self) -> None:
-        names = [name for name in self.names() if _is_ours(self.path / name)]
-        ranked = [name for name in names if name not in self.bad]
-        ranked += [name for name in names if name in self.bad]
+        names = [name for name in self.names() if _has_only_checkpoint_files(self.path / name)]
+        ranked = [name for name in names if name not in self.unusable_names]
+        ranked += [name for name in names if name in self.unusable_names]
         removed: list[Path] = []
         for name in reversed(ranked[self.keep :]):
             # Rename it first, so that a killed process leaves no half-removed checkpoint.
-            away = self.path / f".removing-{name}-{secrets.token_hex(4)}"
-            os.rename(self.path / name, away)
-            self.bad.discard(name)
-            removed.append(away)
+            renamed = self.path / f".removing-{name}-{secrets.token_hex(4)}"
+            os.rename(self.path / name, renamed)
+            self.unusable_names.discard(name)
+            removed.append(renamed)
         if removed:
             sync_directory(self.path)
             # Removing a large file takes half as long as writing it, so do not wait for it.
             self._remover = threading.Thread(target=_remove_all, args=(removed,))
             self._remover.start()
 
-    def _clean(self) -> None:
+    def _remove_leftovers(self) -> None:
         for name in os.listdir(self.path):
-            if _LEFT.fullmatch(name):
+            if _LEFTOVER.fullmatch(name):
                 _remove(self.path / name)
 
     def _acquire(self) -> None:
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        deadline = time.monotonic() + _PATIENCE
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 if time.monotonic() > deadline:
                     raise CheckpointError(
-                        f"{self.path}: another process has been saving there for {_PATIENCE:g} s: "
-                        "give each job a directory of its own"
+                        f"{self.path}: another process has been saving there for "
+                        f"{_LOCK_TIMEOUT_SECONDS:g} s: use a separate directory for each job"
                     ) from None
                 time.sleep(0.02)
             except OSError as error:
                 if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                     raise
                 _log.warning(
-                    "%s can't be locked there (%s): make sure that only one job saves in it",
+                    "cannot lock %s (%s): make sure that only one job saves in it",
                     self.path,
                     error.strerror,
                 )
@@ -207,11 +207,11 @@ class Directory:
                 return
 
 
-def _number(name: str) -> int:
+def _sequence_number(name: str) -> int:
     return int(name.partition("-")[0])
 
 
-def _is_ours(path: Path) -> bool:
+def _has_only_checkpoint_files(path: Path) -> bool:
     """Return whether a path is a directory that contains only files of checkpoints."""
     if path.is_symlink() or not path.is_dir():
         return False
@@ -233,4 +233,4 @@ def _remove(path: Path) -> None:
     except FileNotFoundError:
         return  # another process has removed it
     except OSError as error:
-        _log.warning("%s can't be removed: %s", path, error)
+        _log.warning("cannot remove %s: %s", path, error)

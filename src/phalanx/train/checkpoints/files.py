@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ContentError", "memory", "read_checked", "read_small", "sync_directory", "write_file"]
+__all__ = [
+    "ContentError",
+    "byte_view",
+    "read_small",
+    "read_verified",
+    "sync_directory",
+    "write_file",
+]
 
 # Bytes written, read and hashed at a time. It is large because each handover between threads may
 # wait, on a busy machine for long.
@@ -56,13 +63,13 @@ class _Hash:
     def update(self, batch: Sequence[memoryview]) -> None:
         """Add buffers, which must not change until `hexdigest` returns."""
         if not self._pending and sum(map(len, batch)) <= SMALL:
-            self._take(batch)
+            self._hash_batch(batch)
             return
         if len(self._pending) >= BACKLOG:
             self._pending.popleft().result()
-        self._pending.append(self._thread.submit(self._take, batch))
+        self._pending.append(self._thread.submit(self._hash_batch, batch))
 
-    def _take(self, batch: Sequence[memoryview]) -> None:
+    def _hash_batch(self, batch: Sequence[memoryview]) -> None:
         for buffer in batch:
             self._hash.update(buffer)
 
@@ -72,7 +79,7 @@ class _Hash:
         return self._hash.hexdigest()
 
 
-def memory(buffer: Tensor) -> memoryview:
+def byte_view(buffer: Tensor) -> memoryview:
     """Return a view of the memory of a uint8[n] tensor."""
     array: Any = buffer.numpy()
     return memoryview(array)
@@ -93,8 +100,8 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> tuple[int, st
             length = 0
             for batch in _batches(parts):
                 sha.update(batch)
-                begun, length = length, length + _write(descriptor, batch)
-                _start_writing(descriptor, begun, length - begun)
+                start, length = length, length + _write(descriptor, batch)
+                _start_writing(descriptor, start, length - start)
             os.fsync(descriptor)
             return length, sha.hexdigest()
     finally:
@@ -117,19 +124,19 @@ def _batches(parts: Iterable[bytes | memoryview]) -> Iterator[list[memoryview]]:
 
 def _buffers(parts: Iterable[bytes | memoryview]) -> Iterator[memoryview]:
     """Yield small parts joined, and large parts in slices of at most `BATCH` bytes."""
-    together = bytearray()
+    joined = bytearray()
     for part in parts:
         if len(part) <= SMALL:
-            together += part
-        if together and (len(part) > SMALL or len(together) > SMALL):
-            yield memoryview(bytes(together))
-            together.clear()
+            joined += part
+        if joined and (len(part) > SMALL or len(joined) > SMALL):
+            yield memoryview(bytes(joined))
+            joined.clear()
         if len(part) > SMALL:
-            whole = memoryview(part)
-            for start in range(0, len(whole), BATCH):
-                yield whole[start : start + BATCH]
-    if together:
-        yield memoryview(bytes(together))
+            view = memoryview(part)
+            for start in range(0, len(view), BATCH):
+                yield view[start : start + BATCH]
+    if joined:
+        yield memoryview(bytes(joined))
 
 
 def _start_writing(descriptor: int, start: int, length: int) -> None:
@@ -139,11 +146,11 @@ def _start_writing(descriptor: int, start: int, length: int) -> None:
 
 def _write(descriptor: int, batch: Sequence[memoryview]) -> int:
     """Write all bytes of some buffers, and return their number."""
-    total = left = sum(map(len, batch))
+    total = remaining = sum(map(len, batch))
     buffers = list(batch)
-    while left:
+    while remaining:
         count = os.writev(descriptor, buffers)
-        left -= count
+        remaining -= count
         while buffers and count >= len(buffers[0]):
             count -= len(buffers.pop(0))
         if count:
@@ -160,7 +167,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def read_checked(path: Path, length: int, digest: str) -> Tensor:
+def read_verified(path: Path, length: int, digest: str) -> Tensor:
     """Return the content of a file as a uint8[length], after checking its length and SHA-256.
 
     Raises:
@@ -168,18 +175,18 @@ def read_checked(path: Path, length: int, digest: str) -> Tensor:
         ContentError: The length or the SHA-256 differs.
     """
     with _open(path) as file:
-        found = os.fstat(file.fileno()).st_size
-        if found != length:
-            raise ContentError(f"{path.name} has {found} bytes, {length} were written")
+        actual = os.fstat(file.fileno()).st_size
+        if actual != length:
+            raise ContentError(f"{path.name} has {actual} bytes, expected {length}")
         buffer = torch.empty(length, dtype=torch.uint8)
-        content = memory(buffer)
+        content = byte_view(buffer)
         with _Hash() as sha:
             for start in range(0, length, BATCH):
                 block = content[start : start + BATCH]
                 _read(file, block, path)
                 sha.update([block])
             if sha.hexdigest() != digest:
-                raise ContentError(f"{path.name} isn't what was written: its SHA-256 differs")
+                raise ContentError(f"{path.name} is damaged: its SHA-256 differs")
     return buffer
 
 
@@ -218,5 +225,5 @@ def _read(file: Any, block: memoryview, path: Path) -> None:
     while block:
         count = file.readinto(block)
         if not count:
-            raise ContentError(f"{path.name} ends early")
+            raise ContentError(f"{path.name} is truncated")
         block = block[count:]

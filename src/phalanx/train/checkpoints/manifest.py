@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from phalanx.train.checkpoints.directory import step_in
+from phalanx.train.checkpoints.directory import parse_step
 from phalanx.train.checkpoints.files import ContentError, read_small, write_file
-from phalanx.train.checkpoints.sharding import Box, Held, Piece
+from phalanx.train.checkpoints.sharding import Box, Shard, TensorDescription
 from phalanx.train.checkpoints.state_tree import unflatten
 
 __all__ = ["File", "Manifest", "read_manifest", "write_manifest"]
 
 FORMAT, VERSION = "phalanx-checkpoint", 1
-MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
-_SUMS = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+")
+MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
+_CHECKSUM_LINES = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+")
 # Size limit in bytes, far above any real manifest, so that a foreign file is not read forever.
-_LIMIT = 2**30
+_MAX_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -39,19 +39,19 @@ class Manifest:
     sharded: bool
     versions: dict[str, str]
     files: list[File]
-    tensors: dict[str, Held]
-    pieces: list[list[Piece]]
-    """The pieces in each file."""
+    tensors: dict[str, TensorDescription]
+    shards: list[list[Shard]]
+    """The shards in each file."""
     tree: Any
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Write a manifest and the checksums of all files into the directory of a checkpoint."""
-    text = _text(_said(manifest)).encode()
+    text = _format_json(_to_json(manifest)).encode()
     _, digest = write_file(path / MANIFEST, [text])
     lines = [f"{digest}  {MANIFEST}\n"]
     lines += [f"{file.digest}  {file.name}\n" for file in manifest.files]
-    write_file(path / SUMS, ["".join(lines).encode()])
+    write_file(path / CHECKSUMS, ["".join(lines).encode()])
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -61,61 +61,63 @@ def read_manifest(path: Path) -> Manifest:
         OSError: The manifest cannot be read.
         ContentError: The manifest is damaged, or in another format.
     """
-    digests = _read_sums(path / SUMS)
-    text = read_small(path / MANIFEST, _LIMIT)
+    digests = _read_checksums(path / CHECKSUMS)
+    text = read_small(path / MANIFEST, _MAX_BYTES)
     if MANIFEST not in digests:
-        raise ContentError(f"{SUMS} has no line for {MANIFEST}")
+        raise ContentError(f"{CHECKSUMS} has no line for {MANIFEST}")
     if hashlib.sha256(text).hexdigest() != digests.pop(MANIFEST):
-        raise ContentError(f"{MANIFEST} isn't what was written: its SHA-256 differs")
+        raise ContentError(f"{MANIFEST} is damaged: its SHA-256 differs")
     try:
-        said = json.loads(text)
-        if (said["format"], said["version"]) != (FORMAT, VERSION):
+        content = json.loads(text)
+        if (content["format"], content["version"]) != (FORMAT, VERSION):
             raise ContentError(
-                f"{MANIFEST} is of format {said['format']} version {said['version']}, expected "
-                f"{FORMAT} version {VERSION}"
+                f"{MANIFEST} is of format {content['format']} version {content['version']}, "
+                f"expected {FORMAT} version {VERSION}"
             )
-        manifest = _parsed(said, digests)
+        manifest = _from_json(content, digests)
         unflatten(manifest.tree, manifest.tensors.__getitem__)  # fails if a tensor is not described
     except ContentError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ContentError(f"{MANIFEST} isn't a manifest of this format: {error!r}") from error
-    if manifest.step != step_in(path.name):
-        raise ContentError(f"{MANIFEST} is of step {manifest.step}, the name says another")
+        raise ContentError(f"{MANIFEST} is not a manifest of this format: {error!r}") from error
+    if manifest.step != parse_step(path.name):
+        raise ContentError(
+            f"{MANIFEST} is of step {manifest.step}, which is not the step in the directory's name"
+        )
     return manifest
 
 
-def _read_sums(path: Path) -> dict[str, str]:
-    text = read_small(path, _LIMIT)
-    if not _SUMS.fullmatch(text):
-        raise ContentError(f"{SUMS} isn't what was written: not a list of checksums")
+def _read_checksums(path: Path) -> dict[str, str]:
+    text = read_small(path, _MAX_BYTES)
+    if not _CHECKSUM_LINES.fullmatch(text):
+        raise ContentError(f"{CHECKSUMS} is damaged: not a list of checksums")
     pairs = [line.split("  ") for line in text.decode().splitlines()]
     return {name: digest for digest, name in pairs}
 
 
-def _text(said: dict[str, Any]) -> str:
+def _format_json(content: dict[str, Any]) -> str:
     """Return readable JSON, with one line for each value and each tensor."""
 
     def lines(value: dict[str, Any], margin: str) -> str:
         return ",\n".join(
-            f"{margin}{json.dumps(key)}: {json.dumps(it, allow_nan=False)}"
-            for key, it in value.items()
+            f"{margin}{json.dumps(key)}: {json.dumps(item, allow_nan=False)}"
+            for key, item in value.items()
         )
 
-    nested = {key: said[key] for key in ("tensors", "state") if said[key]}
+    nested = {key: content[key] for key in ("tensors", "state") if content[key]}
     inner = [f" {json.dumps(key)}: {{\n{lines(value, '  ')}\n }}" for key, value in nested.items()]
-    outer = lines({key: value for key, value in said.items() if key not in nested}, " ")
+    outer = lines({key: value for key, value in content.items() if key not in nested}, " ")
     return "{\n" + ",\n".join([outer, *inner]) + "\n}\n"
 
 
-def _said(manifest: Manifest) -> dict[str, Any]:
-    pieces: dict[str, list[dict[str, Any]]] = {name: [] for name in manifest.tensors}
-    for index, share in enumerate(manifest.pieces):
-        for piece in share:
-            said = {"file": index, "key": piece.key}
-            if piece.box != manifest.tensors[piece.name].whole:
-                said |= {"offset": piece.box.offset, "shape": piece.box.shape}
-            pieces[piece.name].append(said)
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    shards: dict[str, list[dict[str, Any]]] = {name: [] for name in manifest.tensors}
+    for index, file_shards in enumerate(manifest.shards):
+        for shard in file_shards:
+            entry = {"file": index, "key": shard.key}
+            if shard.box != manifest.tensors[shard.name].whole:
+                entry |= {"offset": shard.box.offset, "shape": shard.box.shape}
+            shards[shard.name].append(entry)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -125,37 +127,38 @@ def _said(manifest: Manifest) -> dict[str, Any]:
         "versions": manifest.versions,
         "files": [{"name": file.name, "bytes": file.length} for file in manifest.files],
         "tensors": {
-            name: {"dtype": held.dtype, "shape": held.shape, "pieces": pieces[name]}
-            for name, held in manifest.tensors.items()
+            name: {"dtype": description.dtype, "shape": description.shape, "shards": shards[name]}
+            for name, description in manifest.tensors.items()
         },
         "state": manifest.tree,
     }
 
 
-def _parsed(said: dict[str, Any], digests: dict[str, str]) -> Manifest:
-    names = [file["name"] for file in said["files"]]
+def _from_json(content: dict[str, Any], digests: dict[str, str]) -> Manifest:
+    names = [file["name"] for file in content["files"]]
     if sorted(names) != sorted(digests):
-        raise ContentError(f"{SUMS} and {MANIFEST} name different files")
+        raise ContentError(f"{CHECKSUMS} and {MANIFEST} list different files")
     files = [
-        File(file["name"], int(file["bytes"]), digests[file["name"]]) for file in said["files"]
+        File(file["name"], int(file["bytes"]), digests[file["name"]]) for file in content["files"]
     ]
     tensors = {
-        name: Held(it["dtype"], tuple(it["shape"]), None) for name, it in said["tensors"].items()
+        name: TensorDescription(tensor["dtype"], tuple(tensor["shape"]), None)
+        for name, tensor in content["tensors"].items()
     }
-    pieces: list[list[Piece]] = [[] for _ in files]
-    for name, it in said["tensors"].items():
+    shards: list[list[Shard]] = [[] for _ in files]
+    for name, tensor in content["tensors"].items():
         whole = tensors[name].whole
-        for piece in it["pieces"]:
-            offset, shape = piece.get("offset", whole.offset), piece.get("shape", whole.shape)
+        for shard in tensor["shards"]:
+            offset, shape = shard.get("offset", whole.offset), shard.get("shape", whole.shape)
             box = Box(tuple(offset), tuple(shape))
-            pieces[piece["file"]].append(Piece(name, piece["key"], box))
+            shards[shard["file"]].append(Shard(name, shard["key"], box))
     return Manifest(
-        int(said["step"]),
-        int(said["world_size"]),
-        bool(said["sharded"]),
-        dict(said["versions"]),
+        int(content["step"]),
+        int(content["world_size"]),
+        bool(content["sharded"]),
+        dict(content["versions"]),
         files,
         tensors,
-        pieces,
-        said["state"],
+        shards,
+        content["state"],
     )

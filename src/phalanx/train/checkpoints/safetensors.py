@@ -16,11 +16,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.train.checkpoints.files import memory
+from phalanx.train.checkpoints.files import byte_view
 
-__all__ = ["DTYPES", "Entry", "FormatError", "bytes_of", "itemsize", "layout", "parse", "tensor_in"]
+__all__ = [
+    "DTYPES",
+    "Entry",
+    "FormatError",
+    "build_header",
+    "itemsize",
+    "parse",
+    "read_tensor",
+    "tensor_bytes",
+]
 
-_NAMES = {
+_TORCH_NAMES = {
     "BOOL": "bool",
     "U8": "uint8",
     "I8": "int8",
@@ -42,7 +51,7 @@ _NAMES = {
     "C64": "complex64",
 }
 #: The format's name of each torch dtype that it supports.
-DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for key, name in _NAMES.items()}
+DTYPES: dict[torch.dtype, str] = {getattr(torch, name): key for key, name in _TORCH_NAMES.items()}
 _DTYPES = {key: dtype for dtype, key in DTYPES.items()}
 # A cache line in bytes. torch aligns its own tensors to it, and some of its code relies on that.
 _ALIGNMENT = 64
@@ -67,7 +76,7 @@ class Entry:
     stop: int
 
 
-def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
+def build_header(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     """Return the header of a file with these tensors, and the order of their data.
 
     The format allows no gaps. Tensors that fill whole cache lines come first, so that they and the
@@ -75,12 +84,12 @@ def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     aligned to the size of its elements.
     """
 
-    def rank(name: str) -> tuple[bool, int, str]:
+    def sort_key(name: str) -> tuple[bool, int, str]:
         tensor = tensors[name]
-        ragged = tensor.numel() * tensor.element_size() % _ALIGNMENT != 0
-        return ragged, -tensor.element_size(), name
+        is_ragged = tensor.numel() * tensor.element_size() % _ALIGNMENT != 0
+        return is_ragged, -tensor.element_size(), name
 
-    order = sorted(tensors, key=rank)
+    order = sorted(tensors, key=sort_key)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name in order:
@@ -97,10 +106,10 @@ def layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, list[str]]:
     return struct.pack("<Q", len(text)) + text, order
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def tensor_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor, without a copy if it is contiguous on the CPU."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return memory(plain.reshape(-1).view(torch.uint8))
+    contiguous = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return byte_view(contiguous.reshape(-1).view(torch.uint8))
 
 
 def parse(buffer: Tensor) -> dict[str, Entry]:
@@ -112,7 +121,7 @@ def parse(buffer: Tensor) -> dict[str, Entry]:
     Raises:
         FormatError: The content is not in the safetensors format.
     """
-    content = memory(buffer)
+    content = byte_view(buffer)
     if len(content) < 8:
         raise FormatError(f"{len(content)} bytes, too few for a safetensors header")
     (size,) = struct.unpack("<Q", content[:8])
@@ -127,12 +136,12 @@ def parse(buffer: Tensor) -> dict[str, Entry]:
         raise FormatError(f"not a safetensors header: {error}") from error
 
 
-def tensor_in(buffer: Tensor, entry: Entry) -> Tensor:
+def read_tensor(buffer: Tensor, entry: Entry) -> Tensor:
     """Return a tensor of a file as a view of the buffer, or as a copy if it is not aligned."""
     if entry.start == entry.stop:
         return torch.empty(entry.shape, dtype=entry.dtype)
     # A separate storage: `torch.set_rng_state`, for example, reads a storage from its beginning.
-    content = torch.frombuffer(memory(buffer)[entry.start : entry.stop], dtype=torch.uint8)
+    content = torch.frombuffer(byte_view(buffer)[entry.start : entry.stop], dtype=torch.uint8)
     if entry.start % _ALIGNMENT:
         content = content.clone()
     return content.view(entry.dtype).view(entry.shape)
@@ -141,10 +150,12 @@ def tensor_in(buffer: Tensor, entry: Entry) -> Tensor:
 def _entries(
     items: Iterable[tuple[str, dict[str, Any]]], data: int, end: int
 ) -> Iterable[tuple[str, Entry]]:
-    for name, said in items:
-        dtype, shape = _DTYPES[said["dtype"]], tuple(said["shape"])
-        start, stop = (data + int(offset) for offset in said["data_offsets"])
+    for name, description in items:
+        dtype, shape = _DTYPES[description["dtype"]], tuple(description["shape"])
+        start, stop = (data + int(offset) for offset in description["data_offsets"])
         length = math.prod(shape) * dtype.itemsize
         if not data <= start <= stop <= end or stop - start != length or min(shape, default=0) < 0:
-            raise FormatError(f"{name}: bytes {start} to {stop} for {said['dtype']}{list(shape)}")
+            raise FormatError(
+                f"{name}: bytes {start} to {stop} for {description['dtype']}{list(shape)}"
+            )
         yield name, Entry(dtype, shape, start, stop)

@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import CheckpointError, UsageError
-from phalanx.train.checkpoints.collective_action import Peers
-from phalanx.train.checkpoints.directory import Directory
+from phalanx.train.checkpoints.collective_action import RankGroup
+from phalanx.train.checkpoints.directory import CheckpointDirectory
 from phalanx.train.checkpoints.files import write_file
 from phalanx.train.checkpoints.manifest import File, Manifest, write_manifest
-from phalanx.train.checkpoints.safetensors import bytes_of, layout
+from phalanx.train.checkpoints.safetensors import build_header, tensor_bytes
 from phalanx.train.checkpoints.sharding import (
-    Held,
-    Piece,
-    bytes_in,
-    cut,
-    hold,
+    Shard,
+    TensorDescription,
+    assign_shards,
+    describe_tensors,
+    extract_shard,
     is_distributed,
-    share_out,
+    total_bytes,
 )
 from phalanx.train.checkpoints.state_tree import flatten
 
@@ -40,95 +40,117 @@ MAX_FILES = 4
 
 
 @dataclass(frozen=True)
-class _Begun:
-    """The message of a rank to the others before anything is written."""
+class _LocalPlan:
+    """The part of a rank in a save, which it announces to the others before anything is written."""
 
-    place: str
-    held: dict[str, Held]
+    directory_name: str
+    descriptions: dict[str, TensorDescription]
 
 
 @torch.no_grad()
 def save(
-    peers: Peers, directory: Directory, step: int, state: Mapping[str, Any], sharded: bool
+    ranks: RankGroup,
+    directory: CheckpointDirectory,
+    step: int,
+    state: Mapping[str, Any],
+    sharded: bool,
 ) -> Path:
     """Save a state; see `Checkpointer.save`. Collective."""
     content: tuple[Any, dict[str, Tensor]] = (None, {})
 
-    def begin() -> _Begun:
+    def plan() -> _LocalPlan:
         nonlocal content
         _check_step(step)
         content = flatten(state)
         if not sharded:
-            _check_whole(content[1])
-        place = told(lambda: directory.begin(step).name) if peers.rank == 0 else ""
-        return _Begun(place, hold(content[1]) if sharded or peers.rank == 0 else {})
+            _check_not_distributed(content[1])
+        directory_name = (
+            convert_errors(lambda: directory.begin(step).name) if ranks.rank == 0 else ""
+        )
+        return _LocalPlan(
+            directory_name, describe_tensors(content[1]) if sharded or ranks.rank == 0 else {}
+        )
 
-    def told(action: Callable[[], Value]) -> Value:
-        return _told(f"the checkpoint of step {step} isn't saved", directory.path, action)
+    def convert_errors(action: Callable[[], Value]) -> Value:
+        return _convert_errors(
+            f"the checkpoint of step {step} was not saved", directory.path, action
+        )
 
     try:
-        begun = peers.gather(begin)
-        held = [it.held for it in begun]
-        temporary = directory.path / begun[0].place
+        plans = ranks.run_and_gather(plan)
+        descriptions = [each.descriptions for each in plans]
+        temporary = directory.path / plans[0].directory_name
         # Every rank computes the same result or raises the same error.
-        shares = share_out(held) if sharded else share_out(held[:1], _files(held[0]))
-        mine = [peers.rank] if sharded else list(range(len(shares))) if peers.rank == 0 else []
+        shares = (
+            assign_shards(descriptions)
+            if sharded
+            else assign_shards(descriptions[:1], _file_count(descriptions[0]))
+        )
+        own_files = [ranks.rank] if sharded else list(range(len(shares))) if ranks.rank == 0 else []
         tree, tensors = content
-        files = peers.gather(lambda: told(lambda: _write_all(temporary, mine, shares, tensors)))
+        files = ranks.run_and_gather(
+            lambda: convert_errors(lambda: _write_files(temporary, own_files, shares, tensors))
+        )
 
         def finish() -> str:
-            written = [file for some in files for file in some]
-            whole = Manifest(step, peers.size, sharded, _versions(), written, held[0], shares, tree)
-            write_manifest(temporary, whole)
+            written = [file for rank_files in files for file in rank_files]
+            manifest = Manifest(
+                step, ranks.size, sharded, _versions(), written, descriptions[0], shares, tree
+            )
+            write_manifest(temporary, manifest)
             return directory.commit().name
 
-        return directory.path / peers.on_first(lambda: told(finish))
+        return directory.path / ranks.run_on_first(lambda: convert_errors(finish))
     finally:
         directory.end()
 
 
-def _told(what: str, path: Path, action: Callable[[], Value]) -> Value:
+def _convert_errors(message: str, path: Path, action: Callable[[], Value]) -> Value:
     """Run an action that writes; turn an OSError into a CheckpointError with context and advice."""
     try:
         return action()
     except OSError as error:
-        advice = ": older ones are as they were"
+        advice = ": older checkpoints are unchanged"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = f"; make room there, or keep fewer{advice}"
-        raise CheckpointError(f"{what}: {error.strerror or error} in {path}{advice}") from error
+            advice = f"; free disk space, or keep fewer checkpoints{advice}"
+        raise CheckpointError(f"{message}: {error.strerror or error} in {path}{advice}") from error
 
 
-def _files(held: Mapping[str, Held]) -> int:
+def _file_count(descriptions: Mapping[str, TensorDescription]) -> int:
     """Return the number of files that rank 0 writes in parallel, each on its own core."""
-    return max(1, min(MAX_FILES, len(os.sched_getaffinity(0)), bytes_in(held) // FILE_BYTES))
+    return max(
+        1, min(MAX_FILES, len(os.sched_getaffinity(0)), total_bytes(descriptions) // FILE_BYTES)
+    )
 
 
-def _write_all(
-    temporary: Path, mine: list[int], shares: list[list[Piece]], tensors: Mapping[str, Tensor]
+def _write_files(
+    temporary: Path, own_files: list[int], shares: list[list[Shard]], tensors: Mapping[str, Tensor]
 ) -> list[File]:
-    """Write the files in `mine` in parallel."""
+    """Write the files in `own_files` in parallel."""
 
     def write(index: int) -> File:
         return _write(temporary, index, shares[index], tensors)
 
-    if len(mine) < 2:
-        return [write(index) for index in mine]
-    with ThreadPoolExecutor(len(mine), "phalanx-checkpoint") as threads:
-        return list(threads.map(write, mine))
+    if len(own_files) < 2:
+        return [write(index) for index in own_files]
+    with ThreadPoolExecutor(len(own_files), "phalanx-checkpoint") as threads:
+        return list(threads.map(write, own_files))
 
 
 @torch.no_grad()  # the setting is per thread
-def _write(temporary: Path, index: int, share: list[Piece], tensors: Mapping[str, Tensor]) -> File:
-    mine = {piece.key: cut(tensors[piece.name], piece) for piece in share}
+def _write(
+    temporary: Path, index: int, file_shards: list[Shard], tensors: Mapping[str, Tensor]
+) -> File:
+    shards = {shard.key: extract_shard(tensors[shard.name], shard) for shard in file_shards}
     name = f"state-{index:05d}.safetensors"
-    return File(name, *write_file(temporary / name, _parts(mine)))
+    return File(name, *write_file(temporary / name, _file_parts(shards)))
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
-    head, order = layout(tensors)
-    yield head
+def _file_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    header, order = build_header(tensors)
+    yield header
     for key in order:
-        yield bytes_of(tensors[key])
+        yield tensor_bytes(tensors[key])
 
 
 @functools.cache
@@ -138,13 +160,13 @@ def _versions() -> dict[str, str]:
 
 def _check_step(step: object) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise UsageError(f"step {step!r} given, expected an integer from 0 on")
+        raise UsageError(f"step {step!r} given, expected an integer of at least 0")
 
 
-def _check_whole(tensors: Mapping[str, Tensor]) -> None:
+def _check_not_distributed(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if is_distributed(tensor):
             raise UsageError(
-                f"{name} is a DTensor, of which one rank has only a part: save it with "
+                f"{name} is a DTensor, of which a rank has only a shard: save it with "
                 "Checkpointer(..., sharded=True)"
             )

@@ -1,8 +1,8 @@
-"""The division of tensors into pieces that ranks write, and their reassembly.
+"""The division of tensors into shards that ranks write, and their reassembly.
 
 One rank writes a tensor that every rank has. If such a tensor is larger than an equal share of the
 state, it is divided by rows among the ranks. Each shard of a DTensor is written by one of the ranks
-that hold it. A piece is described by a box: its offset in the whole tensor, and its shape. Boxes do
+that hold it. A shard is described by a box: its offset in the whole tensor, and its shape. Boxes do
 not refer to ranks, so any world size can read them.
 """
 
@@ -19,15 +19,15 @@ from phalanx.train.checkpoints.safetensors import DTYPES, itemsize
 
 __all__ = [
     "Box",
-    "Held",
-    "Piece",
-    "box_of",
-    "bytes_in",
-    "cut",
-    "hold",
+    "Shard",
+    "TensorDescription",
+    "assign_shards",
+    "copy_overlap",
+    "describe_tensors",
+    "extract_shard",
     "is_distributed",
-    "overlap",
-    "share_out",
+    "local_box",
+    "total_bytes",
 ]
 
 
@@ -45,7 +45,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorDescription:
     """A rank's description of a tensor.
 
     It has the dtype and shape of the whole tensor and, for a DTensor, the local shard.
@@ -53,7 +53,7 @@ class Held:
 
     dtype: str
     shape: tuple[int, ...]
-    own: Box | None
+    local: Box | None
 
     @property
     def whole(self) -> Box:
@@ -62,7 +62,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A part of a tensor that one rank writes, and its key in that rank's file."""
 
     name: str
@@ -75,19 +75,19 @@ def is_distributed(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def hold(tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorDescription]:
     """Return the description of each tensor on this rank."""
     return {
-        name: Held(
+        name: TensorDescription(
             DTYPES[tensor.dtype],
             tuple(tensor.shape),
-            box_of(tensor, name) if is_distributed(tensor) else None,
+            local_box(tensor, name) if is_distributed(tensor) else None,
         )
         for name, tensor in tensors.items()
     }
 
 
-def box_of(tensor: Any, name: str) -> Box:
+def local_box(tensor: Any, name: str) -> Box:
     """Return the box of this rank's shard of a DTensor.
 
     Raises:
@@ -95,130 +95,146 @@ def box_of(tensor: Any, name: str) -> Box:
     """
     if any(placement.is_partial() for placement in tensor.placements):
         raise UsageError(
-            f"{name} is a DTensor with placements {tensor.placements}, expected none partial: "
-            "redistribute it first"
+            f"{name} is a DTensor with placements {tensor.placements}, expected none that is "
+            "partial: redistribute it first"
         )
     chunks = tensor.__create_chunk_list__()  # torch.distributed.checkpoint uses it too
     if len(chunks) != 1:
-        raise UsageError(f"{name} is a DTensor of {len(chunks)} parts on a rank, expected one")
+        raise UsageError(
+            f"{name} is a DTensor with {len(chunks)} shards on this rank, expected one"
+        )
     return Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))
 
 
-def share_out(held: Sequence[Mapping[str, Held]], files: int = 0) -> list[list[Piece]]:
-    """Return the pieces that each rank writes. The result is the same on every rank.
+def assign_shards(
+    descriptions: Sequence[Mapping[str, TensorDescription]], files: int = 0
+) -> list[list[Shard]]:
+    """Return the shards that each rank writes. The result is the same on every rank.
 
     Args:
-        held: The tensors of each rank.
-        files: Number of files if a single rank writes all tensors. The result then has the pieces
+        descriptions: The tensors of each rank.
+        files: Number of files if a single rank writes all tensors. The result then has the shards
             of each file, and no tensor is divided.
 
     Raises:
         UsageError: The tensors differ between ranks, or the ranks lack shards of a DTensor.
     """
-    _check_alike(held)
-    writers = files or len(held)
-    share = math.inf if files else bytes_in(held[0]) / writers
-    parts = [part for name in held[0] for part in _parts(name, held, share, writers)]
+    _check_same_tensors(descriptions)
+    writers = files or len(descriptions)
+    max_bytes = math.inf if files else total_bytes(descriptions[0]) / writers
+    parts = [
+        part
+        for name in descriptions[0]
+        for part in _split_tensor(name, descriptions, max_bytes, writers)
+    ]
     parts.sort(key=lambda part: (-part[1], part[0].key))
-    loads = [0] * writers
-    shares: list[list[Piece]] = [[] for _ in loads]
-    for piece, length, ranks in parts:
-        writer = min(ranks, key=lambda rank: (loads[rank], rank))
-        shares[writer].append(piece)
-        loads[writer] += length
-    return shares
+    bytes_by_rank = [0] * writers
+    shards_by_rank: list[list[Shard]] = [[] for _ in bytes_by_rank]
+    for shard, length, ranks in parts:
+        writer = min(ranks, key=lambda rank: (bytes_by_rank[rank], rank))
+        shards_by_rank[writer].append(shard)
+        bytes_by_rank[writer] += length
+    return shards_by_rank
 
 
-def bytes_in(held: Mapping[str, Held]) -> int:
+def total_bytes(descriptions: Mapping[str, TensorDescription]) -> int:
     """Return the total size of all tensors in bytes."""
-    return sum(_bytes(it, it.whole) for it in held.values())
+    return sum(_box_bytes(description, description.whole) for description in descriptions.values())
 
 
-def cut(tensor: Any, piece: Piece) -> Tensor:
-    """Return a piece of a tensor as a view; this rank must hold the piece."""
+def extract_shard(tensor: Any, shard: Shard) -> Tensor:
+    """Return a shard of a tensor as a view; this rank must hold it."""
     if is_distributed(tensor):
         local: Tensor = tensor.to_local()
         return local
     part: Tensor = tensor.detach()
     for dimension, (start, length) in enumerate(
-        zip(piece.box.offset, piece.box.shape, strict=True)
+        zip(shard.box.offset, shard.box.shape, strict=True)
     ):
         part = part.narrow(dimension, start, length)
     return part
 
 
-def overlap(target: Tensor, place: Box, source: Tensor, box: Box) -> int:
+def copy_overlap(target: Tensor, target_box: Box, source: Tensor, box: Box) -> int:
     """Copy the intersection of two boxes from one tensor to another.
 
     Args:
         target: The tensor to copy to.
-        place: The box of `target`.
+        target_box: The box of `target`.
         source: The tensor to copy from.
         box: The box of `source`.
 
     Returns:
         The number of elements copied.
     """
-    starts = [max(a, b) for a, b in zip(place.offset, box.offset, strict=True)]
+    starts = [max(a, b) for a, b in zip(target_box.offset, box.offset, strict=True)]
     stops = [
         min(a + n, b + m)
-        for a, n, b, m in zip(place.offset, place.shape, box.offset, box.shape, strict=True)
+        for a, n, b, m in zip(
+            target_box.offset, target_box.shape, box.offset, box.shape, strict=True
+        )
     ]
     if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
         return 0
     for dimension, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        target = target.narrow(dimension, start - place.offset[dimension], stop - start)
+        target = target.narrow(dimension, start - target_box.offset[dimension], stop - start)
         source = source.narrow(dimension, start - box.offset[dimension], stop - start)
     target.copy_(source)
     return target.numel()
 
 
-def _check_alike(held: Sequence[Mapping[str, Held]]) -> None:
-    first = held[0]
-    for rank, other in enumerate(held):
+def _check_same_tensors(descriptions: Sequence[Mapping[str, TensorDescription]]) -> None:
+    first = descriptions[0]
+    for rank, other in enumerate(descriptions):
         for name in sorted({*first, *other}):
-            here, there = (_words(side.get(name)) for side in (first, other))
-            if here != there:
+            expected, actual = (_format_description(side.get(name)) for side in (first, other))
+            if expected != actual:
                 raise UsageError(
-                    f"state: {name} is {here} on rank 0 and {there} on rank {rank}, expected the "
-                    "same tensors on all ranks of a sharded checkpoint"
+                    f"state: {name} is {expected} on rank 0 and {actual} on rank {rank}, expected "
+                    "the same tensors on all ranks of a sharded checkpoint"
                 )
 
 
-def _words(held: Held | None) -> str:
-    if held is None:
+def _format_description(description: TensorDescription | None) -> str:
+    if description is None:
         return "missing"
-    return f"{'whole' if held.own is None else 'distributed'} {held.dtype}{list(held.shape)}"
+    return (
+        f"{'whole' if description.local is None else 'distributed'} "
+        f"{description.dtype}{list(description.shape)}"
+    )
 
 
-def _parts(
-    name: str, held: Sequence[Mapping[str, Held]], share: float, writers: int
-) -> list[tuple[Piece, int, list[int]]]:
-    """Return the pieces of a tensor, each with its size in bytes and the ranks that hold it."""
-    first = held[0][name]
-    holders: dict[Box, list[int]] = {}
-    if first.own is None:
-        everybody = list(range(writers))
-        large = _bytes(first, first.whole) > share
-        rows = _rows(first.whole, writers) if large else [first.whole]
-        holders = dict.fromkeys(rows, everybody)
+def _split_tensor(
+    name: str,
+    descriptions: Sequence[Mapping[str, TensorDescription]],
+    max_bytes: float,
+    writers: int,
+) -> list[tuple[Shard, int, list[int]]]:
+    """Return the shards of a tensor, each with its size in bytes and the ranks that hold it."""
+    first = descriptions[0][name]
+    ranks_by_box: dict[Box, list[int]] = {}
+    if first.local is None:
+        all_ranks = list(range(writers))
+        large = _box_bytes(first, first.whole) > max_bytes
+        rows = _split_rows(first.whole, writers) if large else [first.whole]
+        ranks_by_box = dict.fromkeys(rows, all_ranks)
     else:
-        for rank, other in enumerate(held):
-            own = other[name].own
-            if own is not None and (own.size or not first.whole.size):
-                holders.setdefault(own, []).append(rank)
-        if sum(box.size for box in holders) != first.whole.size:
+        for rank, other in enumerate(descriptions):
+            local = other[name].local
+            if local is not None and (local.size or not first.whole.size):
+                ranks_by_box.setdefault(local, []).append(rank)
+        if sum(box.size for box in ranks_by_box) != first.whole.size:
             raise UsageError(
-                f"state: {name} is a DTensor of shape {list(first.shape)}, of which this group's "
-                "ranks have only a part: give Checkpointer the group of its whole device mesh"
+                f"state: {name} is a DTensor of shape {list(first.shape)}, of which the ranks of "
+                "this group have only a part: give Checkpointer the group of the whole device mesh"
             )
     return [
-        (Piece(name, _key(name, box, first.whole), box), _bytes(first, box), ranks)
-        for box, ranks in holders.items()
+        (Shard(name, _key(name, box, first.whole), box), _box_bytes(first, box), ranks)
+        for box, ranks in ranks_by_box.items()
     ]
 
 
-def _rows(box: Box, count: int) -> list[Box]:
+def _split_rows(box: Box, count: int) -> list[Box]:
     """Divide a tensor along its first dimension into `count` boxes of about equal length."""
     if not box.shape or not box.size:
         return [box]
@@ -232,9 +248,9 @@ def _rows(box: Box, count: int) -> list[Box]:
 
 
 def _key(name: str, box: Box, whole: Box) -> str:
-    """Return a key that is unique among the pieces of all tensors.
+    """Return a key that is unique among the shards of all tensors.
 
-    The key of a piece ends with the offset in brackets. The key of a whole tensor is its name, with
+    The key of a part ends with the offset in brackets. The key of a whole tensor is its name, with
     empty brackets appended if the name itself ends with a bracket.
     """
     if box != whole:
@@ -242,5 +258,5 @@ def _key(name: str, box: Box, whole: Box) -> str:
     return f"{name}[]" if name.endswith("]") else name
 
 
-def _bytes(held: Held, box: Box) -> int:
-    return box.size * itemsize(held.dtype)
+def _box_bytes(description: TensorDescription, box: Box) -> int:
+    return box.size * itemsize(description.dtype)
