@@ -44,12 +44,12 @@ def _register_meeting(scheme: str, meet: Callable[..., Iterator[tuple[Any, int, 
 
 
 def _meet_by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launcher.mpi import meet
+    from phalanx.launcher.mpi import rendezvous_handler
 
-    return meet(url, **options)
+    return rendezvous_handler(url, **options)
 
 
 def _meet_by_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launcher.slurm import meet
+    from phalanx.launcher.slurm import rendezvous_handler
 
-    return meet(url, **options)
+    return rendezvous_handler(url, **options)

@@ -242,11 +242,11 @@ def test_a_host_that_disappears(ranks: RankServer, network: Network) -> None:
     run = start(ranks, network, "abc", mourn, 2, 25.0)
     wait_for(lambda: everybody_waits(run))
     (Path(run.folder) / "gone").write_text(repr(time.time()))
-    network.cut(2)
+    network.disconnect(2)
     try:
         assert not run.wait(40, (0, 1))
     finally:
-        network.mend(2)
+        network.reconnect(2)
         run.signal(2, signal.SIGKILL)
     for end in mourners(run):
         assert end.value
