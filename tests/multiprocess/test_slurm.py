@@ -92,10 +92,10 @@ def test_a_name_that_resolves_to_loopback(interface: str, monkeypatch: pytest.Mo
 
 def test_ranks_of_a_task() -> None:
     environ = slurm_variables(5, (2, 2, 2, 1), "n[1-4]", "2(x3),1")
-    assert SlurmStep.from_environment(environ).place == env.Place(5, 7, 1, 2)
+    assert SlurmStep.from_environment(environ).assignment == env.Place(5, 7, 1, 2)
     assert SlurmStep.from_environment(
         slurm_variables(6, (2, 2, 2, 1), "n[1-4]")
-    ).place == env.Place(6, 7, 0, 1)
+    ).assignment == env.Place(6, 7, 0, 1)
     assert SlurmStep.from_environment(slurm_variables(1, (3,), "n1")).host == "127.0.0.1"
     overrides = {"MASTER_ADDR": "n1.cluster", "MASTER_PORT": "4711"}
     step = SlurmStep.from_environment({**environ, **overrides})

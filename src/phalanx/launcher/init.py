@@ -127,18 +127,18 @@ def init(
         transports.check_name(transport)
     is_joined = dist.is_initialized()
     duration = _parse_timeout(timeout)
-    own_place = _existing_place() if is_joined else _find_place(duration)
-    chosen = _select_device(device, own_place.local_rank if own_place else 0)
+    assignment = _existing_assignment() if is_joined else _find_assignment(duration)
+    chosen = _select_device(device, assignment.local_rank if assignment else 0)
     if not is_joined:
-        _form_group(backend, duration, own_place, transport)
+        _form_group(backend, duration, assignment, transport)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    own_place = own_place or Place(0, 1, 0, 1)
+    assignment = assignment or Place(0, 1, 0, 1)
     return Session(
-        own_place.rank,
-        own_place.world_size,
-        own_place.local_rank,
-        own_place.local_world_size,
+        assignment.rank,
+        assignment.world_size,
+        assignment.local_rank,
+        assignment.local_world_size,
         chosen,
         dist.get_backend(),
         owner=not is_joined,
@@ -150,19 +150,19 @@ def _is_phalanx_group(group: dist.ProcessGroup) -> bool:
     return type(group).__module__.startswith("phalanx.")
 
 
-def _find_place(timeout: timedelta | None) -> Place | None:
+def _find_assignment(timeout: timedelta | None) -> Place | None:
     try:
         launcher = _launcher()
         if launcher == "mpi":
             from phalanx.launcher import mpi
 
-            return mpi.find_place((timeout or default_pg_timeout).total_seconds())
+            return mpi.assigned_ranks((timeout or default_pg_timeout).total_seconds())
         if launcher == "slurm":
             from phalanx.launcher.slurm import SlurmStep
 
-            own_place = SlurmStep.from_environment().place
+            assignment = SlurmStep.from_environment().assignment
             return (
-                own_place if own_place.world_size > 1 else None
+                assignment if assignment.world_size > 1 else None
             )  # one task, e.g. a shell, needs no network
         return place()
     except ValueError as error:
@@ -174,11 +174,11 @@ def _launcher() -> str:
     return "" if os.environ.get("RANK", "").strip() else env.launcher()
 
 
-def _existing_place() -> Place:
+def _existing_assignment() -> Place:
     """Return the ranks in the existing group, with local ranks from the environment if valid."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Do not initialize MPI for this, because the group may have been formed without it.
-    given = _find_place(None) if "RANK" in os.environ or _launcher() == "slurm" else None
+    given = _find_assignment(None) if "RANK" in os.environ or _launcher() == "slurm" else None
     if given is not None and (given.rank, given.world_size) == (rank, world_size):
         return given
     if _launcher() == "mpi":
@@ -189,7 +189,7 @@ def _existing_place() -> Place:
 
 
 def _form_group(
-    backend: str, timeout: timedelta | None, own_place: Place | None, transport: str
+    backend: str, timeout: timedelta | None, assignment: Place | None, transport: str
 ) -> None:
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     for name in names:
@@ -203,7 +203,7 @@ def _form_group(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if transport:
         options["pg_options"] = phalanx.Options(transport)
-    if own_place is None:
+    if assignment is None:
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
         return
@@ -211,7 +211,7 @@ def _form_group(
     if method != "env://":
         dist.init_process_group(backend, init_method=method, **options)
         return
-    with report_slow_store(own_place.rank):
+    with report_slow_store(assignment.rank):
         dist.init_process_group(backend, init_method=method, **options)
 
 

@@ -29,7 +29,7 @@ from phalanx.transports.mpi import MOST_TEXT, World, the_world
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["find_place", "local_rank_and_size", "rendezvous_handler"]
+__all__ = ["assigned_ranks", "local_rank_and_size", "rendezvous_handler"]
 
 _FAILED = "-"
 _LOCAL_VARIABLES = (
@@ -76,8 +76,8 @@ def rendezvous_handler(
     return rendezvous_result(store, world.rank, world.size)
 
 
-def find_place(seconds: float) -> env.Place:
-    """Return the place of this process according to MPI; block as `rendezvous_handler` does.
+def assigned_ranks(seconds: float) -> env.Place:
+    """Return the rank and size of this process according to MPI; block like `rendezvous_handler`.
 
     Args:
         seconds: The limit of the wait, in seconds.

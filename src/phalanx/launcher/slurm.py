@@ -47,12 +47,12 @@ class SlurmStep:
     """The rank of this task in its step, and the address of rank 0.
 
     Attributes:
-        place: The rank, the world size and the local numbers of this task.
+        assignment: The rank, the world size and the local numbers of this task.
         host: The address or name of the host of the store.
         port: The port of the store.
     """
 
-    place: env.Place
+    assignment: env.Place
     host: str
     port: int
     node: int
@@ -112,13 +112,17 @@ def rendezvous_handler(
         step = SlurmStep.from_environment()
     except ValueError as error:
         raise UsageError(f"slurm://: {error}") from None
-    place = step.place
-    check_rank_and_size(url, place.rank, place.world_size)
+    assignment = step.assignment
+    check_rank_and_size(url, assignment.rank, assignment.world_size)
     # On the first node itself, its name may resolve to the loopback interface, where the store does
     # not listen.
     host = step.host if step.node else _listen_address(step)
-    store = join_store(host, step.port, timeout) if place.rank else _host_store(step, host, timeout)
-    return rendezvous_result(store, place.rank, place.world_size)
+    store = (
+        join_store(host, step.port, timeout)
+        if assignment.rank
+        else _host_store(step, host, timeout)
+    )
+    return rendezvous_result(store, assignment.rank, assignment.world_size)
 
 
 def _host_store(step: SlurmStep, address: str, timeout: timedelta) -> Any:
