@@ -249,15 +249,15 @@ def _run_on_hosts(context: typer.Context, hosts: str, options: list[str]) -> NoR
     from phalanx.launcher.ssh.job import run_on_hosts
     from phalanx.launcher.ssh.plan import make_plan
 
-    given = context.params
+    params = context.params
     plan = make_plan(
         hosts,
-        given,
+        params,
         options,
         context.args,
-        export=given["export"] or (),
-        ssh=given["ssh"],
-        python=given["remote_python"],
+        export=params["export"] or (),
+        ssh=params["ssh"],
+        python=params["remote_python"],
     )
     outcome = run_on_hosts(plan)
     if outcome.report:

@@ -344,8 +344,10 @@ class _Agent(LocalElasticAgent):
     def _is_optional(self) -> bool:
         """Return whether the other hosts can continue without this one."""
         group: Any = self._worker_group
-        enough: bool = group.group_world_size > self._min_hosts
-        return enough and not self._host_rendezvous.has_store and group.spec.max_restarts > 0
+        has_enough_hosts: bool = group.group_world_size > self._min_hosts
+        return (
+            has_enough_hosts and not self._host_rendezvous.has_store and group.spec.max_restarts > 0
+        )
 
     @property
     def remote_failure(self) -> RemoteFailure | None:

@@ -125,9 +125,7 @@ def is_store_host(config: LaunchConfig, host: str) -> tuple[bool, bool]:
 
 
 def _read_integer(config: LaunchConfig, name: str, default: int) -> int:
-    given = str(config.rdzv_configs.get(name, default))
-    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:20]) <= _MAX_INTEGER):
-        raise UsageError(
-            f"--rdzv-conf {name}={given}: expected an integer from 1 to {_MAX_INTEGER}"
-        )
-    return int(given)
+    text = str(config.rdzv_configs.get(name, default))
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:20]) <= _MAX_INTEGER):
+        raise UsageError(f"--rdzv-conf {name}={text}: expected an integer from 1 to {_MAX_INTEGER}")
+    return int(text)

@@ -206,9 +206,9 @@ def _rank_environment(
     launcher_log: LauncherLogWriter,
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    given = {**os.environ, **env}
+    environ = {**os.environ, **env}
     variables = _rank_variables(rank, nprocs, port, run_id)
-    return {**given, **rank_defaults(nprocs, given), **variables, **launcher_log.environment()}
+    return {**environ, **rank_defaults(nprocs, environ), **variables, **launcher_log.environment()}
 
 
 def _start_rank(ranks: RankProcesses, environ: Mapping[str, str]) -> None:

@@ -178,9 +178,9 @@ def _existing_assignment() -> Place:
     """Return the ranks in the existing group, with local ranks from the environment if valid."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Do not initialize MPI for this, because the group may have been formed without it.
-    given = _find_assignment(None) if "RANK" in os.environ or _launcher() == "slurm" else None
-    if given is not None and (given.rank, given.world_size) == (rank, world_size):
-        return given
+    assignment = _find_assignment(None) if "RANK" in os.environ or _launcher() == "slurm" else None
+    if assignment is not None and (assignment.rank, assignment.world_size) == (rank, world_size):
+        return assignment
     if _launcher() == "mpi":
         from phalanx.launcher import mpi
 
@@ -194,8 +194,8 @@ def _form_group(
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     for name in names:
         if not dist.is_backend_available(name):
-            known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
-            raise UsageError(f"backend is {backend!r}: expected one that is available of {known}")
+            available = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+            raise UsageError(f"backend is {backend!r}: expected an available one of {available}")
     # Default arguments in this module capture the group that exists when it is first imported (for
     # example by the first optimizer). They would keep the group and its threads alive after
     # destroy_process_group().

@@ -145,8 +145,8 @@ def _rank_0_address(size: int) -> str:
 
     This is the address of the loopback interface if all ranks are on this host.
     """
-    if given := env_hosts.interface():
-        return topology.interface_address(given)
+    if interface := env_hosts.interface():
+        return topology.interface_address(interface)
     if local_rank_and_size(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST
     name = socket.gethostname()

@@ -209,9 +209,9 @@ def _node(environ: Mapping[str, str], index: int, pattern: re.Pattern[str]) -> s
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    given = env.integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
-    if given is not None:
-        return given
+    port = env.integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
+    if port is not None:
+        return port
     job = _require_integer(environ, "SLURM_JOB_ID", 0)
     step = _require_integer(environ, "SLURM_STEP_ID", 0)
     return _FIRST_PORT + (job + _STEPS_APART * step) % _PORTS

@@ -108,12 +108,12 @@ def check_rank_and_size(url: str, rank: int, size: int) -> None:
     Raises:
         UsageError: The script gave another rank or world size.
     """
-    given = parse_qs(urlparse(url).query)
+    values = parse_qs(urlparse(url).query)
     for name, value in (("rank", rank), ("world_size", size)):
-        if given.get(name, [str(value)]) != [str(value)]:
+        if values.get(name, [str(value)]) != [str(value)]:
             scheme = urlparse(url).scheme
             raise UsageError(
-                f"{name} is {given[name][0]}, but {scheme}:// sets it to {value}: omit it in "
+                f"{name} is {values[name][0]}, but {scheme}:// sets it to {value}: omit it in "
                 "init_process_group"
             )
 

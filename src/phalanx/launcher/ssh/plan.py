@@ -61,7 +61,7 @@ class Plan:
 
 def make_plan(
     hosts: str,
-    given: Mapping[str, str | None],
+    all_options: Mapping[str, str | None],
     options: Sequence[str],
     command: Sequence[str],
     *,
@@ -73,7 +73,7 @@ def make_plan(
 
     Args:
         hosts: The value of `--hosts`.
-        given: All options of `phalanx run` by name; None for an option that is not given.
+        all_options: All options of `phalanx run` by name; None for an option that is not given.
         options: The given options that are not in `HOST_OPTIONS`, as a command line.
         command: The rest of the command line.
         export: Variables for the ranks, each as `NAME` or `NAME=VALUE`.
@@ -84,7 +84,7 @@ def make_plan(
         UsageError: An option is invalid, or this machine has no ssh.
     """
     for name in ("nnodes", "node_rank", "rdzv_endpoint"):
-        if given.get(name) is not None:
+        if all_options.get(name) is not None:
             option = name.replace("_", "-")
             raise UsageError(f"--hosts determines the hosts of the job: omit --{option}")
     return Plan(
@@ -94,10 +94,10 @@ def make_plan(
         _environment(export, os.environ),
         parse_ssh_command(ssh or "ssh"),
         python or sys.executable,
-        given.get("master_addr") or "",
-        given.get("master_port") or "",
-        _parse_seconds(given.get("shutdown_timeout")),
-        _read_key(given),
+        all_options.get("master_addr") or "",
+        all_options.get("master_port") or "",
+        _parse_seconds(all_options.get("shutdown_timeout")),
+        _read_key(all_options),
     )
 
 
@@ -121,14 +121,14 @@ def _environment(export: Sequence[str], environ: Mapping[str, str]) -> dict[str,
     if _is_address(variables.get("PHALANX_INTERFACE", "")):  # an address of this machine only
         del variables["PHALANX_INTERFACE"]
     for text in export:
-        name, given, value = text.partition("=")
+        name, separator, value = text.partition("=")
         if not name or any(letter.isspace() for letter in name):
             raise UsageError(f"--export is {text!r}: expected NAME or NAME=VALUE")
-        if not given and name not in environ:
+        if not separator and name not in environ:
             raise UsageError(
                 f"--export is {text!r}, which is not set here: set it, or give NAME=VALUE"
             )
-        variables[name] = value if given else environ[name]
+        variables[name] = value if separator else environ[name]
     return variables
 
 
@@ -163,10 +163,10 @@ def parse_ssh_command(text: str, option: str = "--hosts") -> list[str]:
     return words
 
 
-def _read_key(given: Mapping[str, str | None]) -> bytes:
-    if given.get("key_fd") is not None:
+def _read_key(all_options: Mapping[str, str | None]) -> bytes:
+    if all_options.get("key_fd") is not None:
         raise UsageError("--hosts sends the job's key to the hosts by itself: omit --key-fd")
-    path = given.get("key_file")
+    path = all_options.get("key_file")
     return secrets.token_bytes(keys.SIZE) if path is None else keys.from_file(path)
 
 
