@@ -1,7 +1,7 @@
-"""Hosts behind NATs: each has a router of its own, and all have the same private address.
+"""Hosts behind NATs: each has its own router, and all have the same private address.
 
-What the routers have in common is a network in the middle, the switch of `tests.networks`. Routers
-let connections out; that of host 0 also lets in those to one port. Needs root, iproute2, nftables.
+The routers are connected by a network, the switch of `tests.networks`. They permit outgoing
+connections; the router of host 0 also forwards one port. Needs root, iproute2 and nftables.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import subprocess
 
 from tests.networks import Network, run
 
-__all__ = ["Nats"]
+__all__ = ["NatNetwork"]
 
-PRIVATE, INSIDE = "192.168.1.2", "192.168.1.1"
+PRIVATE, GATEWAY = "192.168.1.2", "192.168.1.1"
 _RULES = """
 table ip nat {{
   chain out {{
@@ -36,12 +36,12 @@ table ip filter {{
 """
 
 
-class Nats(Network):
-    """Hosts, each behind a NAT; `addresses` are those of the routers.
+class NatNetwork(Network):
+    """Hosts, each behind a NAT; `addresses` holds those of the routers.
 
     Args:
-        hosts: How many.
-        port: The one that the router of host 0 forwards to it.
+        hosts: The number of hosts.
+        port: The port that the router of host 0 forwards to it.
     """
 
     def __init__(self, hosts: int, port: int) -> None:
@@ -59,19 +59,19 @@ class Nats(Network):
                 *("ip", "-n", router, "link", "add", "inside", "type", "veth"),
                 *("peer", "name", "eth0", "netns", home),
             )
-            for name, device, address in ((router, "inside", INSIDE), (home, "eth0", PRIVATE)):
+            for name, device, address in ((router, "inside", GATEWAY), (home, "eth0", PRIVATE)):
                 run("ip", "-n", name, "address", "add", f"{address}/24", "dev", device)
                 run("ip", "-n", name, "link", "set", device, "up")
             run("ip", "-n", home, "link", "set", "lo", "up")
-            run("ip", "-n", home, "route", "add", "default", "via", INSIDE)
+            run("ip", "-n", home, "route", "add", "default", "via", GATEWAY)
             forward = "echo 1 > /proc/sys/net/ipv4/ip_forward"
             run("ip", "netns", "exec", router, "sh", "-c", forward)
             opened = f'iifname "eth0" tcp dport {self._port} dnat to {PRIVATE}'
             rules = _RULES.format(open="" if number else opened)
             nft = ["ip", "netns", "exec", router, "nft", "--file", "-"]
-            ended = subprocess.run(nft, input=rules, capture_output=True, text=True, timeout=30)
-            if ended.returncode != 0:
-                raise OSError(f"nft: {ended.stderr.strip()}")
+            result = subprocess.run(nft, input=rules, capture_output=True, text=True, timeout=30)
+            if result.returncode != 0:
+                raise OSError(f"nft: {result.stderr.strip()}")
 
     def _remove(self) -> None:
         homes = self.names if self.names is not self._routers else []

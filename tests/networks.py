@@ -1,7 +1,7 @@
-"""Hosts of one machine: network and pid namespaces joined by a switch, with links of a given speed.
+"""Hosts on one machine: network and pid namespaces joined by a switch, with links of a given speed.
 
-What runs in one of them shares no memory with the others that it could prove, and reaches them by
-its link alone. Needs root, and iproute2.
+A process on one of these hosts cannot share memory with the others, and reaches them through its
+link only. Needs root and iproute2.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _networks = itertools.count()
 
 
 class Network:
-    """Some hosts behind a switch; a context manager that takes them down again.
+    """Hosts behind a switch; a context manager that removes them on exit.
 
     Args:
-        hosts: How many.
-        rate: Of each link in each direction, as `tc` has it ("1gbit"); None for no limit.
+        hosts: The number of hosts.
+        rate: The rate of each link in each direction, in `tc` syntax ("1gbit"); None for no limit.
     """
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
@@ -61,14 +61,14 @@ class Network:
         output: IO[Any] | int | None = None,
         errors: IO[Any] | int = subprocess.STDOUT,
     ) -> subprocess.Popen[str]:
-        """Start a command on a host, in pid, IPC, mount and host name namespaces of its own.
+        """Start a command on a host, in new pid, IPC, mount and host name namespaces.
 
-        When it ends, or is killed, all that it started is killed with it.
+        When it ends or is killed, all processes that it has started are killed.
         """
-        inside = f'hostname {self.names[host]} && exec "$@"'
-        apart = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "--uts"]
+        script = f'hostname {self.names[host]} && exec "$@"'
+        unshare = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc", "--uts"]
         return subprocess.Popen(
-            ["ip", "netns", "exec", self.names[host], *apart, "sh", "-c", inside, "sh", *command],
+            ["ip", "netns", "exec", self.names[host], *unshare, "sh", "-c", script, "sh", *command],
             env={**os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -76,21 +76,21 @@ class Network:
             text=True,
         )
 
-    def cut(self, host: int) -> None:
-        """Take a host's link down, at the switch: nobody is told."""
+    def disconnect(self, host: int) -> None:
+        """Take a host's link down at the switch; the host gets no notification."""
         run("ip", "-n", self._switch, "link", "set", f"port{host}", "down")
 
-    def mend(self, host: int) -> None:
-        """Take a host's link up again."""
+    def reconnect(self, host: int) -> None:
+        """Bring a host's link up again."""
         run("ip", "-n", self._switch, "link", "set", f"port{host}", "up")
 
     def shape(self, host: int, rate: str, burst: str = "128kb") -> None:
-        """Give a host's link another rate, in both directions; larger packets than `burst` drop."""
+        """Limit the rate of a host's link in both directions; packets above `burst` are dropped."""
         self._shape(self.names[host], "eth0", rate, burst)
         self._shape(self._switch, f"port{host}", rate, burst)
 
     def block(self, host: int, other: int) -> None:
-        """Have a host drop what it sends to another one; who waits for it is told nothing."""
+        """Make a host drop its packets to another host; the receiver gets no notification."""
         run("ip", "-n", self.names[host], "route", "add", "blackhole", self.addresses[other])
 
     def _build(self) -> None:
@@ -108,12 +108,12 @@ class Network:
             run("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0")
             run("ip", "-n", name, "link", "set", "lo", "up")
             run("ip", "-n", name, "link", "set", "eth0", "up")
-            for where, device in ((name, "eth0"), (self._switch, port)):
+            for namespace, device in ((name, "eth0"), (self._switch, port)):
                 if self._rate is not None:
-                    self._shape(where, device, self._rate)
+                    self._shape(namespace, device, self._rate)
 
     def _shape(self, namespace: str, device: str, rate: str, burst: str = "128kb") -> None:
-        # A burst is what may pass at once: one packet of the kernel's own size, or two.
+        # The default burst admits one or two packets of the kernel's largest size.
         run(
             *("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf"),
             *("rate", rate, "burst", burst, "latency", "20ms"),
@@ -127,14 +127,14 @@ class Network:
 
 
 def run(*command: str) -> None:
-    """Run a command to its end; an `OSError` with its words if it fails."""
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
-    if ended.returncode != 0:
-        raise OSError(f"{' '.join(command)}: {ended.stderr.strip()}")
+    """Run a command; raise OSError with its stderr if it fails."""
+    result = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT)
+    if result.returncode != 0:
+        raise OSError(f"{' '.join(command)}: {result.stderr.strip()}")
 
 
 def enter(name: str) -> None:
-    """Have this thread, and what it starts from now on, be on a host, as the network sees it."""
+    """Move this thread, and the processes that it starts from now on, to a host's network."""
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}", encoding="ascii") as namespace:
         if libc.setns(namespace.fileno(), 0) != 0:  # `os.setns` came with Python 3.12

@@ -1,7 +1,7 @@
-"""Build the wheel, install it and run the self-check on every Python that this machine has.
+"""Build and install the wheel and run the self-check on every Python of this machine.
 
-`make pythons` runs it. Each Python gets an environment of its own in build/pythons, which stays for
-the next run; the output of all steps goes to a log beside it.
+`make pythons` runs it. Each Python has its own environment in build/pythons, which is kept for the
+next run; the output of all steps goes to a log beside it.
 """
 
 from __future__ import annotations
@@ -20,42 +20,47 @@ FOLDER = ROOT / "build" / "pythons"
 SUPPORTED = range(10, 15)  # minor versions of Python 3
 STEP_LIMIT = 1800
 # Where pyenv and uv install interpreters.
-INSTALLED = (
+INTERPRETER_FOLDERS = (
     Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions",
     Path.home() / ".local" / "share" / "uv" / "python",
 )
 
 
-def options() -> argparse.Namespace:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser("make pythons", description=__doc__)
     parser.add_argument("--torch", required=True, help="the version of PyTorch to install")
-    parser.add_argument("--only", metavar="3.N", help="leave the other versions of Python out")
+    parser.add_argument("--only", metavar="3.N", help="the only version of Python to use")
     return parser.parse_args()
 
 
 def main() -> int:
-    chosen, failed = options(), False
-    print(f"| Python | torch {chosen.torch} | seconds |", "| --- | --- | ---: |", sep="\n")
+    arguments, failed = parse_options(), False
+    print(f"| Python | torch {arguments.torch} | seconds |", "| --- | --- | ---: |", sep="\n")
     for minor in SUPPORTED:
         name = f"3.{minor}"
-        if chosen.only in (None, name):
+        if arguments.only in (None, name):
             python = next(interpreters(minor), None)
-            begun = time.monotonic()
-            version, outcome = check(python, name, chosen.torch) if python else (name, "not found")
+            start = time.monotonic()
+            version, outcome = (
+                check(python, name, arguments.torch) if python else (name, "not found")
+            )
             failed |= python is not None and outcome != "passed"
-            print(f"| {version} | {outcome} | {time.monotonic() - begun:.0f} |", flush=True)
+            print(f"| {version} | {outcome} | {time.monotonic() - start:.0f} |", flush=True)
     return failed
 
 
 def interpreters(minor: int) -> Iterator[str]:
-    """Paths of a version of Python that can make an environment: on the PATH, of pyenv, of uv."""
+    """Yield the interpreters of a version of Python, on the PATH, of pyenv and of uv.
+
+    Interpreters that cannot create an environment are skipped.
+    """
     name = f"python3.{minor}"
     candidates = [shutil.which(name)]
-    for folder in INSTALLED:
+    for folder in INTERPRETER_FOLDERS:
         candidates += map(str, sorted(folder.glob(f"*/bin/{name}"), reverse=True))
     for candidate in filter(None, candidates):
-        # pyenv puts a launcher on the PATH for versions that aren't active either, and Debian's
-        # Python has no ensurepip unless python3-venv is installed.
+        # pyenv puts a launcher on the PATH even for inactive versions, and Debian's Python has no
+        # ensurepip unless python3-venv is installed.
         works = subprocess.run([candidate, "-c", "import ensurepip"], capture_output=True)
         if works.returncode == 0:
             yield candidate
@@ -66,10 +71,10 @@ def check(python: str, name: str, torch: str) -> tuple[str, str]:
     command = [python, "-c", "import platform; print(platform.python_version())"]
     version = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     environment, wheels = FOLDER / name, FOLDER / f"{name}-wheel"
-    inside, log = environment / "bin", FOLDER / f"{name}.log"
+    bin_folder, log = environment / "bin", FOLDER / f"{name}.log"
     shutil.rmtree(wheels, ignore_errors=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    pip = [str(inside / "python"), "-m", "pip", "--disable-pip-version-check"]
+    pip = [str(bin_folder / "python"), "-m", "pip", "--disable-pip-version-check"]
     pinned = f"torch=={torch}"
     steps = {
         "make an environment": [python, "-m", "venv", str(environment)],
@@ -77,7 +82,7 @@ def check(python: str, name: str, torch: str) -> tuple[str, str]:
         "install torch": [*pip, "install", pinned],
         "install the wheel": [*pip, "install", "--force-reinstall", "--no-deps"],
         "install what it requires": [*pip, "install", "phalanx", pinned],
-        "phalanx test": [str(inside / "phalanx"), "test"],
+        "phalanx test": [str(bin_folder / "phalanx"), "test"],
     }
     with log.open("w") as output:
         for step, command in steps.items():
@@ -88,7 +93,7 @@ def check(python: str, name: str, torch: str) -> tuple[str, str]:
             try:
                 subprocess.run(
                     command,
-                    cwd=FOLDER,  # not where the sources are
+                    cwd=FOLDER,  # not the folder of the sources
                     stdout=output,
                     stderr=subprocess.STDOUT,
                     timeout=STEP_LIMIT,

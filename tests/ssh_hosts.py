@@ -1,4 +1,4 @@
-"""Hosts that can be reached by ssh: a real sshd in each of some network namespaces.
+"""Hosts that can be reached by ssh: a real sshd in each of several network namespaces.
 
 Needs root, iproute2, and OpenSSH's server and client.
 """
@@ -19,9 +19,9 @@ from tests.networks import Network
 __all__ = ["MISSING", "SshHosts"]
 
 MISSING = [
-    what
-    for what in ("ip", "unshare", "ssh", "ssh-keygen", "sshd")
-    if shutil.which(what, path=f"{os.environ['PATH']}:/usr/sbin") is None
+    program
+    for program in ("ip", "unshare", "ssh", "ssh-keygen", "sshd")
+    if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin") is None
 ]
 _PORT = 2222
 _LIMIT = 30
@@ -50,17 +50,17 @@ Host node-* !node-locked
 
 
 class SshHosts:
-    """Starts an sshd on each host of a network; a context manager that ends them.
+    """The ssh servers on the hosts of a network; a context manager that stops them on exit.
 
-    The hosts are `node-0`, `node-1`, ... to `config`, which is for `ssh -F`, and have a few nodes
-    that go wrong beside them: `node-locked` lets nobody in without a password, `node-stranger` has
-    a host key that isn't known, `node-closed` has no sshd, `node-gone` isn't there.
+    The file `config`, for `ssh -F`, names the hosts `node-0`, `node-1`, ... and some unusable ones:
+    `node-locked` requires a password, `node-stranger` has an unknown host key, `node-closed` has no
+    sshd, and `node-gone` does not exist.
 
     Args:
-        network: whose hosts.
-        folder: for keys and configurations.
-        count: how many of its hosts have an sshd.
-        hidden: a directory that is empty on the last of them.
+        network: The network.
+        folder: A folder for keys and configurations.
+        count: The number of hosts that have an sshd.
+        hidden: A directory that is empty on the last of these hosts.
     """
 
     def __init__(self, network: Network, folder: Path, count: int, hidden: Path) -> None:
@@ -84,16 +84,20 @@ class SshHosts:
 
     @property
     def ssh(self) -> str:
-        """For `phalanx run --ssh`."""
+        """The value for `phalanx run --ssh`."""
         return f"ssh -F {self.config}"
 
     def processes(self, words: str) -> list[psutil.Process]:
-        """What runs on the hosts with these words in its command line."""
-        spaces = {_space(child.pid) for server in self._servers for child in _children(server)}
+        """Return the processes on the hosts whose command lines contain `words`."""
+        namespaces = {
+            _pid_namespace(child.pid) for server in self._servers for child in _children(server)
+        }
         found = []
         for process in psutil.process_iter():
             try:
-                if _space(process.pid) in spaces and words in " ".join(process.cmdline()):
+                if _pid_namespace(process.pid) in namespaces and words in " ".join(
+                    process.cmdline()
+                ):
                     found.append(process)
             except (psutil.Error, OSError):  # it has just ended
                 continue
@@ -110,7 +114,7 @@ class SshHosts:
         nodes |= dict.fromkeys(("node-locked", "node-stranger", "node-closed"), addresses[0])
         nodes["node-gone"] = "10.93.0.99"
         lines += [f"Host {name}\n    HostName {address}\n" for name, address in nodes.items()]
-        # The first value of an option counts, so what differs comes before.
+        # The first value of an option applies, so the exceptions come first.
         lines.insert(0, f"Host node-stranger\n    UserKnownHostsFile {self.folder}/nobody\n")
         lines.insert(0, f"Host node-locked\n    IdentityFile {self.folder}/other\n")
         lines.insert(0, f"Host node-closed\n    Port {_PORT + 1}\n")
@@ -144,8 +148,8 @@ class SshHosts:
             "-Hltn",
             f"sport = {_PORT}",
         )
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True)
-        return str(_PORT) in ended.stdout
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT, check=True)
+        return str(_PORT) in result.stdout
 
     def _end(self) -> None:
         for server in self._servers:
@@ -157,5 +161,5 @@ def _children(server: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(server.pid).children(recursive=True)
 
 
-def _space(pid: int) -> str:
+def _pid_namespace(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/pid")

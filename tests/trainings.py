@@ -1,4 +1,4 @@
-"""Small trainings for the tests of the trainer: data, models, losses, what steps them."""
+"""Small trainings for the tests of the trainer: data, models, losses and optimizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, TensorDataset
 from phalanx.parallel import SharedDataParallel
 from phalanx.train import Trainer
 
-# 11 steps of 12 samples in an epoch, and a last one with 5, which leaves some ranks without any.
+# An epoch has 11 steps of 12 samples, and a last one of 5, in which some ranks have no sample.
 SAMPLES, GLOBAL_BATCH, EPOCHS = 137, 12, 2
 STEPS = 12 * EPOCHS
 
@@ -44,7 +44,7 @@ def halving(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
 
 
-# One that needs no ranks: a line, and a trainer of which any option can be another.
+# A training without ranks: a linear model, and a trainer whose options can be overridden.
 DATA = TensorDataset(torch.randn(50, 4), torch.randn(50, 1))
 
 

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process brings about: looking, with a bound."""
+"""Waiting for a condition that another thread or process fulfils, by polling with a limit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["wait_for"]
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait until a condition holds; a test that waits longer than this fails."""
+    """Wait until a condition holds; fail the test after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"still waiting after {seconds:g} s"

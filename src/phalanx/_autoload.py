@@ -46,12 +46,12 @@ def _register_rendezvous(
 
 
 def _rendezvous_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launcher.mpi import meet
+    from phalanx.launcher.mpi import rendezvous_handler
 
-    return meet(url, **options)
+    return rendezvous_handler(url, **options)
 
 
 def _rendezvous_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
-    from phalanx.launcher.slurm import meet
+    from phalanx.launcher.slurm import rendezvous_handler
 
-    return meet(url, **options)
+    return rendezvous_handler(url, **options)

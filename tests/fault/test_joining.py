@@ -249,9 +249,9 @@ def test_every_rank_reports_a_port_in_use(ranks: RankServer) -> None:
         wait_for(lambda: stderr.exists() and "Check that all ranks" in stderr.read_text())
         run.wait(20, [0])
         first, second = run.collect()
-    assert f"rank 0 can't listen on port {port}, where the ranks are to meet: it is" in first.value
+    assert f"rank 0 can't listen on port {port}, the port of the rendezvous: it is" in first.value
     assert (
-        f"rank 1 has waited 0.1 s for the other ranks, which are to meet at 127.0.0.1:{port}: s"
+        f"rank 1 has waited 0.1 s for the rendezvous of the ranks at 127.0.0.1:{port}: a program"
         in (second.stderr)
     )
 

@@ -1,4 +1,4 @@
-"""A rendezvous that is guarded by the job's key, between hosts that share a network with others."""
+"""A rendezvous protected by the job's key, on a network shared with other hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.networks import Network
 PORT = 29541
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
-MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
 SCRIPT = """
 import pathlib, sys, time
 import torch, torch.distributed as dist
@@ -41,12 +41,12 @@ for garbage in (b"", b"GET / HTTP/1.1" + bytes(200), bytes(range(256)) * 20):
         try:
             connection.sendall(garbage)
             connection.shutdown(socket.SHUT_WR)
-            heard = b""
+            reply = b""
             while part := connection.recv(4096):
-                heard += part
+                reply += part
         except ConnectionError:
             pass
-        print(len(heard))
+        print(len(reply))
 """
 
 
@@ -55,12 +55,12 @@ def network() -> Iterator[Network]:
     if MISSING or os.geteuid() != 0:
         reason = f"needs root, iproute2 and util-linux (missing: {MISSING})"
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
-    with Network(2) as made:
-        yield made
+    with Network(2) as network:
+        yield network
 
 
 class Host:
-    """`phalanx run` on one host; its output as it comes."""
+    """`phalanx run` on one host, with its output so far."""
 
     def __init__(self, network: Network, number: int, folder: Path, key_file: Path) -> None:
         self.output = folder / f"host-{number}-{key_file.name}"
@@ -78,10 +78,10 @@ class Host:
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait_for(self, words: str) -> None:
+    def wait_for(self, text: str) -> None:
         end = time.monotonic() + LIMIT
-        while words not in self.text:
-            assert time.monotonic() < end, f"{words!r} didn't come:\n{self.text}"
+        while text not in self.text:
+            assert time.monotonic() < end, f"no {text!r} in:\n{self.text}"
             time.sleep(0.02)
 
     def end(self) -> int:
@@ -92,26 +92,28 @@ class Host:
             self.process.wait()
 
 
-def test_strangers_and_wrong_keys(network: Network, tmp_path: Path) -> None:
-    """They are turned away, before the job and while it runs, and the job does what it would."""
-    right, wrong = tmp_path / "right", tmp_path / "wrong"
-    for path in (right, wrong):
+def test_connections_without_the_key_are_rejected(network: Network, tmp_path: Path) -> None:
+    """They are rejected before and during the job, and the job is not affected."""
+    right_key, wrong_key = tmp_path / "right", tmp_path / "wrong"
+    for path in (right_key, wrong_key):
         key.create_file(str(path))
-    first = Host(network, 0, tmp_path, right)
+    first = Host(network, 0, tmp_path, right_key)
     try:
-        second = Host(network, 1, tmp_path, wrong)
+        second = Host(network, 1, tmp_path, wrong_key)
         assert second.end() == 1
         *_, last = second.text.splitlines()
-        gate = f"{network.addresses[0]}:{PORT}"
-        assert last.startswith(f"phalanx: error: {gate} doesn't let this host in: it has another")
-        first.wait_for(f"turned {network.addresses[1]} away: it has another key")
-        second = Host(network, 1, tmp_path, right)
+        endpoint = f"{network.addresses[0]}:{PORT}"
+        assert last.startswith(
+            f"phalanx: error: can't join the job at {endpoint}: the two hosts have different keys"
+        )
+        first.wait_for(f"rejected {network.addresses[1]}: it has a different key")
+        second = Host(network, 1, tmp_path, right_key)
         second.wait_for("ready")
         command = [sys.executable, "-c", STRANGER, network.addresses[0], str(PORT)]
         stranger = network.start(1, command, output=subprocess.PIPE)
-        heard = [int(size) for size in stranger.communicate(timeout=LIMIT)[0].split()]
-        assert len(heard) == 3
-        assert max(heard) <= 48  # a challenge and "no"
+        reply_sizes = [int(size) for size in stranger.communicate(timeout=LIMIT)[0].split()]
+        assert len(reply_sizes) == 3
+        assert max(reply_sizes) <= 50  # a challenge and a rejection
         (tmp_path / "go on").touch()
         assert (first.end(), second.end()) == (0, 0), first.text + second.text
         for host in (first, second):

@@ -366,7 +366,7 @@ WORLD = "from phalanx.transports.mpi import the_world; the_world(10)"
 @pytest.mark.parametrize(
     ("script", "environment", "words"),
     [
-        (PLAIN, {}, "this process was not started by mpirun, so there is no MPI to meet by"),
+        (PLAIN, {}, "this process was not started by mpirun, so MPI can't provide the rendezvous"),
         (
             WORLD,
             {"MPI4PY_LIBMPI": "/no/libmpi.so"},

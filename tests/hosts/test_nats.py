@@ -1,4 +1,4 @@
-"""Two hosts behind two NATs, with the same private address; one port of one of them is open."""
+"""Two hosts behind separate NATs, with the same private address and one open port."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from phalanx import key
-from tests.nats import Nats
+from tests.nats import NatNetwork
 
 PORT = 29540
 LIMIT = 200
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
-MISSING = [what for what in ("ip", "nft", "unshare") if shutil.which(what) is None]
+MISSING = [program for program in ("ip", "nft", "unshare") if shutil.which(program) is None]
 CONNECT = """
 import socket, sys
 for port in sys.argv[2:]:
@@ -37,17 +37,17 @@ time.sleep(60)
 
 
 @pytest.fixture(scope="module")
-def nats() -> Iterator[Nats]:
+def nats() -> Iterator[NatNetwork]:
     if MISSING or os.geteuid() != 0:
         reason = f"needs root, iproute2, nftables, util-linux (missing: {MISSING})"
-        # CI has them: there they must not be left out.
+        # CI has them and must run these tests.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
-    with Nats(2, PORT) as made:
-        yield made
+    with NatNetwork(2, PORT) as nats:
+        yield nats
 
 
-def run_on_both(nats: Nats, folder: Path, *script: str) -> str:
-    """Run a script on both hosts, two ranks each, over the relay; what both have written."""
+def run_on_both(nats: NatNetwork, folder: Path, *script: str) -> str:
+    """Run a script on both hosts, two ranks each, over the relay; return the output of both."""
     key.create_file(str(folder / "key"))
     root = Path(__file__).parents[2]
     outputs, processes = [folder / "host-0", folder / "host-1"], []
@@ -76,8 +76,8 @@ def run_on_both(nats: Nats, folder: Path, *script: str) -> str:
     return text
 
 
-def reached(nats: Nats, *ports: int) -> list[bool]:
-    """Which ports of host 0 somebody on host 1 can connect to, while host 0 listens on all."""
+def reachable_ports(nats: NatNetwork, *ports: int) -> list[bool]:
+    """Return which ports of host 0 can be reached from host 1 while host 0 listens on all."""
     numbers = [str(port) for port in ports]
     listening = nats.start(0, [sys.executable, "-c", LISTEN, *numbers], output=subprocess.PIPE)
     assert listening.stdout is not None
@@ -91,8 +91,8 @@ def reached(nats: Nats, *ports: int) -> list[bool]:
 
 
 @pytest.mark.timeout(LIMIT + 40)
-def test_the_conformance_suite(nats: Nats, tmp_path: Path) -> None:
-    assert reached(nats, PORT, PORT + 1) == [True, False]
+def test_the_conformance_suite(nats: NatNetwork, tmp_path: Path) -> None:
+    assert reachable_ports(nats, PORT, PORT + 1) == [True, False]
     suite = Path(__file__).with_name("transport_suite.py")
     text = run_on_both(nats, tmp_path, str(suite), "relay")
     # Seven cases for a rank of each host, one for all four.
@@ -101,14 +101,14 @@ def test_the_conformance_suite(nats: Nats, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(2 * LIMIT)
-def test_the_example_trains(nats: Nats, repository: Path, tmp_path: Path) -> None:
-    """The losses are those of one host."""
+def test_the_example_trains(nats: NatNetwork, repository: Path, tmp_path: Path) -> None:
+    """The losses equal those of one host."""
     script = str(repository / "examples" / "train_digits.py")
     options = ["--no-dropout", "--epochs", "1"]
-    apart, together = tmp_path / "apart.json", tmp_path / "together.json"
-    text = run_on_both(nats, tmp_path, script, *options, "--losses", str(apart))
+    behind_nats, on_one_host = tmp_path / "apart.json", tmp_path / "together.json"
+    text = run_on_both(nats, tmp_path, script, *options, "--losses", str(behind_nats))
     assert "4 ranks on phalanx" in text
     command = [PHALANX, "run", "--nproc-per-node", "2", script, *options]
-    subprocess.run([*command, "--losses", str(together)], check=True, timeout=LIMIT)
-    losses = [json.loads(path.read_text())["losses"] for path in (apart, together)]
+    subprocess.run([*command, "--losses", str(on_one_host)], check=True, timeout=LIMIT)
+    losses = [json.loads(path.read_text())["losses"] for path in (behind_nats, on_one_host)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.networks import Network
 
-MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
 REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
@@ -25,10 +25,10 @@ PHALANX = str(Path(sys.executable).with_name("phalanx"))
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
     if MISSING or os.geteuid() != 0:
-        # CI has them: there they must not be left out.
+        # CI has them and must run these tests.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
-    with Network(2) as made:
-        yield made
+    with Network(2) as network:
+        yield network
 
 
 SCRIPT = """
@@ -36,8 +36,8 @@ import os, signal, sys, time
 import psutil, torch, torch.distributed as dist
 import phalanx
 
-what = sys.argv[1]
-with phalanx.init(timeout=8 if what in ("cut", "slow") else 30) as session:
+scenario = sys.argv[1]
+with phalanx.init(timeout=8 if scenario in ("cut", "slow") else 30) as session:
     tensor = torch.full((300_000,), float(session.rank + 1))
     dist.all_reduce(tensor)
     total = sum(range(1, session.world_size + 1))
@@ -48,7 +48,7 @@ with phalanx.init(timeout=8 if what in ("cut", "slow") else 30) as session:
     ]
     kind = type(dist.group.WORLD._native).__name__
     print("sum", total, "group", kind, "listens", *listens, sep="|", flush=True)
-    if what == "fine":
+    if scenario == "fine":
         sys.exit()
     try:
         print("ready", flush=True)
@@ -59,7 +59,7 @@ with phalanx.init(timeout=8 if what in ("cut", "slow") else 30) as session:
     except phalanx.PhalanxError as error:
         late = f"after {time.monotonic() - start:.1f} s"
         print("caught", type(error).__name__, error, late, flush=True)
-        # The first that ends would have the launcher end the others of its host.
+        # When the first rank ends, the launcher stops the other ranks of its host.
         while not os.path.exists(os.path.join(os.path.dirname(__file__), "over")):
             time.sleep(0.01)
         os._exit(3)
@@ -74,15 +74,15 @@ def script(tmp_path: Path) -> Path:
 
 
 class Job:
-    """`phalanx run` on both hosts; its output as it comes."""
+    """`phalanx run` on both hosts, with its output so far."""
 
-    def __init__(self, network: Network, script: Path, what: str, port: int) -> None:
-        self.outputs = [script.with_name(f"{what}-{host}") for host in range(2)]
+    def __init__(self, network: Network, script: Path, scenario: str, port: int) -> None:
+        self.outputs = [script.with_name(f"{scenario}-{host}") for host in range(2)]
         self.processes = []
         for host, path in enumerate(self.outputs):
             options = ["--nnodes", "2", "--node-rank", str(host), "--nproc-per-node", "2"]
             options += ["--master-addr", network.addresses[0], "--master-port", str(port)]
-            command = [PHALANX, "run", *options, str(script), what]
+            command = [PHALANX, "run", *options, str(script), scenario]
             environment = {"PHALANX_JOBS_DIR": str(script.parent / f"jobs-{host}")}
             with path.open("w") as file:
                 self.processes.append(network.start(host, command, environment, file))
@@ -90,10 +90,10 @@ class Job:
     def text(self, host: int) -> str:
         return self.outputs[host].read_text()
 
-    def wait_for(self, words: str, times: int) -> None:
+    def wait_for(self, text: str, times: int) -> None:
         end = time.monotonic() + LIMIT
-        while sum(self.text(host).count(words) for host in range(2)) < times:
-            assert time.monotonic() < end, f"{words!r} didn't come:\n{self.text(0)}{self.text(1)}"
+        while sum(self.text(host).count(text) for host in range(2)) < times:
+            assert time.monotonic() < end, f"no {text!r} in:\n{self.text(0)}{self.text(1)}"
             time.sleep(0.02)
 
     def end(self, *hosts: int) -> list[int]:
@@ -109,7 +109,7 @@ class Job:
 
 
 def test_two_hosts(network: Network, script: Path) -> None:
-    """Who shares a host is found out; only the address that the others reach is listened on."""
+    """Ranks detect who shares a host, and listen only on the address that faces the other host."""
     job = Job(network, script, "fine", 29511)
     assert job.end(0, 1) == [0, 0], job.text(0) + job.text(1)
     for host, address in enumerate(network.addresses):
@@ -117,12 +117,12 @@ def test_two_hosts(network: Network, script: Path) -> None:
         assert len(found) == 2
         for rank, launcher in found:
             assert rank == address
-            # What the hosts meet at is host 0's gate.
-            gate = {address} if host == 0 else set()
-            assert set(launcher.split()) == {"127.0.0.1"} | gate
+            # Host 0 hosts the rendezvous.
+            rendezvous_address = {address} if host == 0 else set()
+            assert set(launcher.split()) == {"127.0.0.1"} | rendezvous_address
 
 
-def test_a_host_that_dies(network: Network, script: Path) -> None:
+def test_a_killed_host(network: Network, script: Path) -> None:
     job = Job(network, script, "dies", 29512)
     job.wait_for("ready", 4)
     job.processes[1].send_signal(signal.SIGKILL)
@@ -136,14 +136,14 @@ def test_a_host_that_dies(network: Network, script: Path) -> None:
     assert len(caught) == 2, job.text(0)
 
 
-def test_a_cut_link(script: Path) -> None:
-    """Nobody hears anything: by the deadline all ranks know whom they wait for."""
+def test_a_severed_link(script: Path) -> None:
+    """There is no notification; at the deadline, all ranks name the ranks that they wait for."""
     if MISSING or os.geteuid() != 0:
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
     with Network(2) as network:
         job = Job(network, script, "cut", 29513)
         job.wait_for("ready", 4)
-        network.cut(1)
+        network.disconnect(1)
         job.wait_for("caught", 4)
         job.end(0, 1)
         for host in range(2):
@@ -152,7 +152,7 @@ def test_a_cut_link(script: Path) -> None:
 
 
 def test_a_link_that_is_too_slow(script: Path) -> None:
-    """Bytes still come, but not in time: by the deadline all ranks know whom they wait for."""
+    """Data arrives too slowly; at the deadline, all ranks name the ranks that they wait for."""
     if MISSING or os.geteuid() != 0:
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
     with Network(2) as network:

@@ -248,11 +248,11 @@ def test_vanished_host(ranks: RankServer, network: Network) -> None:
     run = start(ranks, network, "abc", check_loss, 2, 25.0)
     wait_for(lambda: all_ready(run))
     (Path(run.folder) / "gone").write_text(repr(time.time()))
-    network.cut(2)
+    network.disconnect(2)
     try:
         assert not run.wait(40, (0, 1))
     finally:
-        network.mend(2)
+        network.reconnect(2)
         run.signal(2, signal.SIGKILL)
     for each in survivor_exits(run):
         assert each.value

@@ -1,4 +1,4 @@
-"""Hosts from the command line, and transports that are chosen."""
+"""Simulated hosts, and the selection of transports."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_simulated_hosts(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    ended = run("--nproc-per-node", "3", "--simulate-hosts", "2", str(script))
-    assert ended.returncode == 0, ended.stderr
-    lines = sorted(ended.stdout.splitlines())
+    result = run("--nproc-per-node", "3", "--simulate-hosts", "2", str(script))
+    assert result.returncode == 0, result.stderr
+    lines = sorted(result.stdout.splitlines())
     hosts = ("simulated-0", "simulated-0", "simulated-1")
     assert lines == [
         f"[rank {rank}] {host} HostsGroup [3.0, 3.0, 3.0, 3.0]" for rank, host in enumerate(hosts)
@@ -41,22 +41,27 @@ def test_simulated_hosts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         (("--simulate-hosts", "3"), "--simulate-hosts is 3: expected an integer from 1 to 2"),
         (("--simulate-hosts", "two"), "--simulate-hosts is 'two': expected an integer"),
-        (("--simulate-hosts", "2", "--nnodes", "2"), "makes hosts of one machine"),
+        (
+            ("--simulate-hosts", "2", "--nnodes", "2"),
+            "simulates hosts on one machine: omit --nnodes",
+        ),
     ],
 )
-def test_what_cannot_be_simulated(tmp_path: Path, options: tuple[str, ...], words: str) -> None:
+def test_invalid_numbers_of_simulated_hosts(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
-    ended = run("--nproc-per-node", "2", *options, str(script))
-    assert ended.returncode == 2
-    assert words in " ".join(ended.stderr.split())
+    result = run("--nproc-per-node", "2", *options, str(script))
+    assert result.returncode == 2
+    assert message in " ".join(result.stderr.split())
 
 
-def wrong_transport() -> str:
+def init_with_unknown_transport() -> str:
     os.environ["PHALANX_TRANSPORT"] = "pigeons"
     with pytest.raises(phalanx.UsageError) as caught:
         dist.init_process_group("phalanx", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
@@ -69,13 +74,13 @@ def wrong_transport() -> str:
     return str(caught.value)
 
 
-def test_no_such_transport(ranks: RankServer) -> None:
-    text = ranks.run(1, wrong_transport, timeout=None)[0]
-    words = "PHALANX_TRANSPORT in the environment: transport is 'pigeons': expected one of gloo, "
-    assert text.startswith(words)
+def test_an_unknown_transport(ranks: RankServer) -> None:
+    text = ranks.run(1, init_with_unknown_transport, timeout=None)[0]
+    message = "PHALANX_TRANSPORT in the environment: transport is 'pigeons': expected one of gloo, "
+    assert text.startswith(message)
 
 
-def different() -> str:
+def init_with_different_versions() -> str:
     rank = int(os.environ["RANK"])
     with pytest.raises(phalanx.PhalanxError) as caught:
         dist.init_process_group(
@@ -89,14 +94,14 @@ def different() -> str:
 
 
 def test_ranks_of_different_versions(ranks: RankServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them says that its torch is another one: there is only one here."""
+    """One rank pretends to have another version of torch, because only one is installed here."""
 
-    def pretends() -> str:
+    def init_with_another_version() -> str:
         if os.environ["RANK"] == "1":
             torch.__version__ = "2.99.0"
-        return different()
+        return init_with_different_versions()
 
-    first, second = ranks.run(2, pretends, timeout=None, hosts="ab")
+    first, second = ranks.run(2, init_with_another_version, timeout=None, hosts="ab")
     assert "this rank (pid" in second
     assert "2.99.0: install the same version everywhere" in second
     assert "rank 1 could not join: rank 0 (pid" in first

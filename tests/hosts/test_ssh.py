@@ -24,14 +24,14 @@ BARE_PYTHON = getattr(sys, "_base_executable", sys.executable)
 """The interpreter below the virtual environment: it has no Phalanx."""
 
 
-GONE = (
-    "phalanx run: the connection to node-1, or the launcher there, is gone "
+LOST = (
+    "phalanx run: lost the launcher on node-1, or the connection to it "
     "stopped because of it: node-0$"
 )
 
 
 class Shell:
-    """Where a user sits: a machine beside the hosts, with a script in its directory."""
+    """The user's shell: a machine beside the hosts, with a script in its directory."""
 
     def __init__(self, hosts: SshHosts, directory: Path) -> None:
         self.hosts, self.directory = hosts, directory
@@ -56,30 +56,34 @@ class Shell:
         return process
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        return ended(self.start(*arguments))
+        return wait_for_result(self.start(*arguments))
 
-    def nothing_left(self) -> None:
-        """Every launcher and rank ends on all hosts, while their ssh servers go on."""
+    def check_no_process_left(self) -> None:
+        """Check that every launcher and rank ends on all hosts; the ssh servers continue."""
         end = time.monotonic() + 20
-        while left := self.hosts.processes("phalanx.cli.remote_launcher") + self.hosts.processes(
-            "script.py"
-        ):
-            assert time.monotonic() < end, [process.cmdline() for process in left]
-            psutil.wait_procs(left, timeout=1)
+        while remaining := self.hosts.processes(
+            "phalanx.cli.remote_launcher"
+        ) + self.hosts.processes("script.py"):
+            assert time.monotonic() < end, [process.cmdline() for process in remaining]
+            psutil.wait_procs(remaining, timeout=1)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+def wait_for_result(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=LIMIT)
     return process.returncode, out, err
 
 
-def own(err: str) -> str:
-    """What the shell's command says itself, in one line: not the ranks, nor what explains it.
+def launcher_line(err: str) -> str:
+    """Return the lines of the local launcher as one, without those of ranks and the explanation.
 
-    Whom it waits for isn't in it either: it says so where a host takes its time.
+    The lines about hosts that it waits for are omitted: they appear only if a host is slow.
     """
-    others = ("[", "phalanx run: waiting for ")
-    lines = [line for line in err.partition("\n\n")[0].splitlines() if not line.startswith(others)]
+    other_prefixes = ("[", "phalanx run: waiting for ")
+    lines = [
+        line
+        for line in err.partition("\n\n")[0].splitlines()
+        if not line.startswith(other_prefixes)
+    ]
     return " ".join(line.strip() for line in lines)
 
 
@@ -87,27 +91,27 @@ def own(err: str) -> str:
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     if MISSING or os.geteuid() != 0:
         reason = f"needs root, iproute2 and OpenSSH (missing: {MISSING}, user {os.geteuid()})"
-        # CI has them: there they must not be left out.
+        # CI has them and must run these tests.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
     folder = tmp_path_factory.mktemp("ssh")
     hidden = folder / "hidden"
     hidden.mkdir()
-    with Network(3) as network, SshHosts(network, folder, 2, hidden) as made:
-        yield made
+    with Network(3) as network, SshHosts(network, folder, 2, hidden) as hosts:
+        yield hosts
 
 
 @pytest.fixture
 def shell(hosts: SshHosts, tmp_path: Path) -> Iterator[Shell]:
-    made = Shell(hosts, tmp_path)
-    yield made
-    for process in made.started:
+    shell = Shell(hosts, tmp_path)
+    yield shell
+    for process in shell.started:
         process.kill()
         process.communicate()
-    made.nothing_left()
+    shell.check_no_process_left()
 
 
 def test_two_hosts_from_one_shell(shell: Shell) -> None:
-    """Ranks are numbered host after host and find each other; arguments arrive as they were."""
+    """Ranks are numbered by host and form a group; arguments arrive unchanged."""
     name = shell.script(
         """
 import torch, torch.distributed as dist, phalanx
@@ -128,16 +132,16 @@ with phalanx.init() as session:
     assert code == 0, err
     for rank in range(4):
         lines = re.findall(rf"^\[rank {rank}\] (.*)$", out, re.MULTILINE)
-        where = shell.hosts.network.names[rank // 2]
-        assert lines[0] == f"sum 10.0 HostsGroup {where} {shell.directory}"
+        hostname = shell.hosts.network.names[rank // 2]
+        assert lines[0] == f"sum 10.0 HostsGroup {hostname} {shell.directory}"
         assert lines[1] == f"""{arguments} a "secret" x=y z None"""
         assert lines[2:] == [f"line {number}" for number in range(300)]
         assert f"[rank {rank}] to stderr\n" in err
     assert len(out.splitlines()) == 4 * 302
 
 
-def test_a_rank_that_is_killed(shell: Shell) -> None:
-    """The host that knows most is believed, the exit code is that rank's, the others end."""
+def test_a_killed_rank(shell: Shell) -> None:
+    """The report is that of the rank's host, the exit code that rank's, and the others end."""
     name = shell.script(
         """
 import torch, torch.distributed as dist, phalanx
@@ -151,15 +155,15 @@ with phalanx.init() as session:
     )
     code, _, err = shell.run("--hosts", "node-0:1,node-1:2", name)
     assert code == 128 + signal.SIGKILL
-    story = own(err)
-    assert re.match(r"phalanx run: on node-1: rank 2 \(pid \d+\) was killed by SIGKILL", story), err
-    assert story.endswith(" stopped because of it: node-0"), err
+    line = launcher_line(err)
+    assert re.match(r"phalanx run: on node-1: rank 2 \(pid \d+\) was killed by SIGKILL", line), err
+    assert line.endswith(" stopped because of it: node-0"), err
     assert re.search(r"^To see this again, on node-1: phalanx explain \S+$", err, re.MULTILINE), err
-    shell.nothing_left()
+    shell.check_no_process_left()
 
 
-def waiting(shell: Shell) -> subprocess.Popen[str]:
-    """A job whose three ranks only wait, as soon as they do."""
+def start_waiting_job(shell: Shell) -> subprocess.Popen[str]:
+    """Start a job of three ranks that sleep, and return when all have started."""
     name = shell.script("print('ready', flush=True)\ntime.sleep(100)\n")
     process = shell.start("--hosts", "node-0:1,node-1:2", name)
     assert process.stdout is not None
@@ -169,14 +173,14 @@ def waiting(shell: Shell) -> subprocess.Popen[str]:
 
 
 def check_key(shell: Shell) -> None:
-    """All ranks have the job's key, and nobody sees it in a list of processes."""
+    """Check that all ranks have the job's key, and that no list of processes shows it."""
     ranks = 0
     for process in shell.hosts.processes(""):
         with contextlib.suppress(psutil.NoSuchProcess):
             environment = process.environ()
             ranks += "PHALANX_KEY_FD" in environment
-            seen = " ".join((*process.cmdline(), *environment.values()))
-            assert not re.search("[0-9a-f]{64}", seen), seen
+            visible = " ".join((*process.cmdline(), *environment.values()))
+            assert not re.search("[0-9a-f]{64}", visible), visible
     assert ranks == 3
 
 
@@ -191,35 +195,37 @@ def break_connection(shell: Shell, process: subprocess.Popen[str]) -> tuple[int,
         child for child in psutil.Process(process.pid).children() if "node-1" in child.cmdline()
     ]
     ssh.kill()
-    return 1, GONE
+    return 1, LOST
 
 
-def kill_the_shell(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, str]:
+def kill_the_local_launcher(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, str]:
     process.kill()
     return -signal.SIGKILL, ""
 
 
-def kill_a_launcher(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, str]:
+def kill_a_remote_launcher(shell: Shell, process: subprocess.Popen[str]) -> tuple[int, str]:
     for launcher in shell.hosts.processes("phalanx.cli.remote_launcher"):
         if len(launcher.children()) == 2:
             launcher.kill()
-    return 1, GONE
+    return 1, LOST
 
 
-@pytest.mark.parametrize("end", (interrupt, break_connection, kill_the_shell, kill_a_launcher))
-def test_nothing_is_left(
+@pytest.mark.parametrize(
+    "end", (interrupt, break_connection, kill_the_local_launcher, kill_a_remote_launcher)
+)
+def test_no_process_is_left(
     shell: Shell, end: Callable[[Shell, subprocess.Popen[str]], tuple[int, str]]
 ) -> None:
-    process = waiting(shell)
-    code, words = end(shell, process)
-    got, _, err = ended(process)
+    process = start_waiting_job(shell)
+    code, message = end(shell, process)
+    got, _, err = wait_for_result(process)
     assert got == code, err
-    assert re.match(words, own(err)), err
-    shell.nothing_left()
+    assert re.match(message, launcher_line(err)), err
+    shell.check_no_process_left()
 
 
-def test_nobody_reads_any_more(shell: Shell) -> None:
-    """As in `phalanx run ... | head`: that is no signal that would end a launcher."""
+def test_a_closed_output(shell: Shell) -> None:
+    """As in `phalanx run ... | head`; a launcher would not end because of SIGPIPE."""
     name = shell.script("while True:\n    print('more', flush=True)\n    time.sleep(0.05)\n")
     process = shell.start("--hosts", "node-0:1,node-1:1", name)
     assert process.stdout is not None
@@ -227,89 +233,95 @@ def test_nobody_reads_any_more(shell: Shell) -> None:
     process.stdout.close()
     start = time.monotonic()
     assert process.wait(60) == 128 + signal.SIGPIPE
-    assert time.monotonic() - start < 20, "the hosts had to be let go"
+    assert time.monotonic() - start < 20, "the hosts did not stop in time"
     process.stdout = None
-    shell.nothing_left()
+    shell.check_no_process_left()
 
 
-WRONG = {
-    "node-locked": "node-locked doesn't let ssh in without a password: `ssh-copy-id node-locked`",
-    "node-stranger": "ssh doesn't know the host key of node-stranger: connect once by hand",
+UNUSABLE_HOSTS = {
+    "node-locked": "ssh to node-locked requires a password: install your key with "
+    "`ssh-copy-id node-locked`",
+    "node-stranger": "ssh does not know the host key of node-stranger: connect once by hand",
     "node-closed": "can't reach node-closed by ssh: .*[Cc]onnection refused",
     "node-gone": "can't reach node-gone by ssh: .*(No route to host|timed out)",
     "no such python": "node-1 can't run /no/python: install Python",
-    "bare python": "on node-1 has no Phalanx, or one without --hosts: install",
+    "bare python": "on node-1 lacks Phalanx, or has a version without --hosts: install",
 }
 
 
-def test_hosts_that_cannot_be_had(shell: Shell) -> None:
-    """One line for each, within the time that ssh may take; at once, since each waits."""
+def test_unusable_hosts(shell: Shell) -> None:
+    """One line for each, within the time limit of ssh; all at once, because each waits."""
     name = shell.script("print('never')\n")
     start = time.monotonic()
     processes = {}
-    for what in WRONG:
-        host = what if what.startswith("node") else "node-1"
-        python = {"no such python": "/no/python", "bare python": BARE_PYTHON}.get(what)
+    for case in UNUSABLE_HOSTS:
+        host = case if case.startswith("node") else "node-1"
+        python = {"no such python": "/no/python", "bare python": BARE_PYTHON}.get(case)
         options = ["--remote-python", python] if python else []
         hosts = host if python else f"node-0,{host}"
-        processes[what] = shell.start("--hosts", hosts, *options, name)
-    for what, words in WRONG.items():
-        code, out, err = ended(processes[what])
-        assert (code, out, len(err.splitlines())) == (1, "", 1), (what, err)
-        assert re.match(f"phalanx: error: .*{words}", err), err
+        processes[case] = shell.start("--hosts", hosts, *options, name)
+    for case, message in UNUSABLE_HOSTS.items():
+        code, out, err = wait_for_result(processes[case])
+        assert (code, out, len(err.splitlines())) == (1, "", 1), (case, err)
+        assert re.match(f"phalanx: error: .*{message}", err), err
     assert time.monotonic() - start < 60
 
 
-PRETENDER = """#!/bin/sh
+PYTHON_WRAPPER = """#!/bin/sh
 test "$(hostname)" = {host} && export PYTHONPATH={folder}
 exec {python} "$@"
 """
 
 
-def pretending(shell: Shell, what: str) -> str:
-    """A Python that has another version of something on the second host, and this one elsewhere."""
-    folder = shell.directory / what
-    if what == "torch":
+def make_python_with_version(shell: Shell, package: str) -> str:
+    """Return a Python with another version of a package on the second host only."""
+    folder = shell.directory / package
+    if package == "torch":
         info = folder / "torch-2.99.0.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text("Name: torch\nVersion: 2.99.0")
     else:
         folder.mkdir()
         (folder / "sitecustomize.py").write_text("import phalanx\nphalanx.__version__ = '0.0.9'")
-    python = shell.directory / f"python-{what}"
+    python = shell.directory / f"python-{package}"
     host = shell.hosts.network.names[1]
-    python.write_text(PRETENDER.format(host=host, folder=folder, python=sys.executable))
+    python.write_text(PYTHON_WRAPPER.format(host=host, folder=folder, python=sys.executable))
     python.chmod(0o755)
     return str(python)
 
 
 def test_different_versions(shell: Shell) -> None:
-    """One host pretends to have another version: there is only one here."""
+    """One host pretends to have another version, because only one is installed here."""
     name = shell.script("print('never')\n")
     hosts = ("--hosts", "node-0,node-1", "--remote-python")
     versions = {"phalanx": "Phalanx 0.0.9", "torch": "torch 2.99.0"}
-    started = {what: shell.start(*hosts, pretending(shell, what), name) for what in versions}
-    for what, version in versions.items():
-        code, out, err = ended(started[what])
+    started = {
+        package: shell.start(*hosts, make_python_with_version(shell, package), name)
+        for package in versions
+    }
+    for package, version in versions.items():
+        code, out, err = wait_for_result(started[package])
         assert (code, out, len(err.splitlines())) == (1, "", 1), err
         assert err.startswith(f"phalanx: error: node-1 has {version}, "), err
         assert "install the same version everywhere" in err
 
 
-def test_what_a_host_lacks(shell: Shell) -> None:
-    """A directory, a script: the host that lacks it is named, and the other one doesn't wait."""
+def test_a_missing_directory_or_script(shell: Shell) -> None:
+    """The host without the directory or script is named, and the other one does not wait."""
     name = shell.script("print('never')\n")
     hidden = shell.hosts.folder / "hidden" / "deep"
     hidden.mkdir(exist_ok=True)
     (hidden / name).touch()
-    lacking = {
+    processes = {
         "directory": shell.start("--hosts", "node-0:1,node-1:1", name, cwd=hidden),
         "script": shell.start("--hosts", "node-0:1,node-1:1", "nothing.py"),
     }
-    code, out, err = ended(lacking["directory"])
+    code, out, err = wait_for_result(processes["directory"])
     assert (code, out) == (2, "")
-    words = f"phalanx run: on node-1: can't work in {hidden}: No such file or directory"
-    assert own(err).startswith(words), err
-    code, out, err = ended(lacking["script"])
+    message = f"phalanx run: on node-1: can't use directory {hidden}: No such file or directory"
+    assert launcher_line(err).startswith(message), err
+    code, out, err = wait_for_result(processes["script"])
     assert (code, out) == (2, "")
-    assert re.match(r"phalanx run: on node-[01]: there is no script 'nothing.py'", own(err)), err
+    assert re.match(
+        r"phalanx run: on node-[01]: there is no script 'nothing.py'", launcher_line(err)
+    ), err

@@ -121,7 +121,7 @@ def test_gpu_of_the_local_rank(alone):
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr(torch.cuda, "device_count", lambda: 2)
     alone.setattr(torch.cuda, "set_device", chosen.append)
-    alone.setattr("phalanx.launcher.init._form", lambda *args: None)
+    alone.setattr("phalanx.launcher.init._form_group", lambda *args: None)
     alone.setattr(dist, "get_backend", lambda: "nccl")
     place = dict(zip(PLACE, ("5", "8", "3", "4", "localhost", "1234"), strict=True))
     for name, value in place.items():

@@ -1,4 +1,4 @@
-"""The life of a job's directory where nobody has started the ranks but the user."""
+"""The lifetime of a job's directory if the user starts the ranks without a launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIMIT = 60.0
 
 
 def init(base: Path, store: str = "store", rank: int | None = None, size: int | None = None) -> int:
-    """Form a group in a job of this directory; this process's rank."""
+    """Form a group in a job in this directory; return the rank of this process."""
     os.environ["PHALANX_JOBS_DIR"] = str(base)
     rank = int(os.environ["RANK"]) if rank is None else rank
     dist.init_process_group(
@@ -38,7 +38,7 @@ def init(base: Path, store: str = "store", rank: int | None = None, size: int | 
     return rank
 
 
-def clean(base: Path, leave: bool) -> str:
+def run_cleanly(base: Path, leave: bool) -> str:
     rank = init(base)
     dist.all_reduce(torch.ones(3))
     phalanx.report(step=rank)
@@ -51,18 +51,18 @@ def clean(base: Path, leave: bool) -> str:
     return job.name
 
 
-@pytest.mark.parametrize("leave", (True, False), ids=("leave", "just end"))
+@pytest.mark.parametrize("leave", (True, False), ids=("leave", "exit"))
 @pytest.mark.parametrize("size", (1, 2, 4))
-def test_nothing_is_left_of_a_clean_end(
+def test_a_clean_exit_removes_the_job(
     ranks: RankServer, tmp_path: Path, size: int, leave: bool
 ) -> None:
     base = tmp_path / "jobs"
-    names = ranks.run(size, clean, base, leave, timeout=None)
+    names = ranks.run(size, run_cleanly, base, leave, timeout=None)
     assert len(set(names)) == 1
     assert list(base.iterdir()) == []
 
 
-def until_signal(base: Path) -> None:
+def run_until_killed(base: Path) -> None:
     rank = init(base)
     phalanx.report(step=17, loss=0.25, note=f"rank {rank}")
     dist.all_reduce(torch.ones(3))
@@ -74,8 +74,8 @@ def until_signal(base: Path) -> None:
             time.sleep(1)
 
 
-def test_what_is_left_when_all_are_killed(ranks: RankServer, jobs: Path) -> None:
-    run = ranks.start(3, until_signal, jobs, timeout=None)
+def test_records_of_killed_ranks(ranks: RankServer, jobs: Path) -> None:
+    run = ranks.start(3, run_until_killed, jobs, timeout=None)
     wait_for(lambda: all((run.folder / f"ready{rank}").exists() for rank in range(3)))
     live = job_reader.read_job()
     assert live.running
@@ -100,14 +100,14 @@ def test_what_is_left_when_all_are_killed(ranks: RankServer, jobs: Path) -> None
         assert job_reader.read_summary(found).world_size == 3
 
 
-def one_raises(base: Path) -> None:
+def rank_1_raises(base: Path) -> None:
     if init(base) == 1:
         raise ValueError("for a\x1b reason")
     dist.barrier()
 
 
-def test_what_is_left_of_a_failure(ranks: RankServer, jobs: Path) -> None:
-    ended = ranks.start(2, one_raises, jobs, timeout=None).join()
+def test_records_of_a_failure(ranks: RankServer, jobs: Path) -> None:
+    ended = ranks.start(2, rank_1_raises, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [1, 1]
     job = job_reader.read_job()
     assert [rank.ending for rank in job.ranks] == ["failed", "failed"]
@@ -115,9 +115,9 @@ def test_what_is_left_of_a_failure(ranks: RankServer, jobs: Path) -> None:
     assert "PeerLost" in job.ranks[0].exception
 
 
-def one_ends_after_a_failed_operation(base: Path) -> None:
+def rank_0_exits_after_a_failed_operation(base: Path) -> None:
     if init(base) == 1:
-        os._exit(0)  # nobody can tell that this was meant
+        os._exit(0)  # looks like a failure to the peers
     try:
         dist.barrier()
     except phalanx.PeerLost:
@@ -125,114 +125,112 @@ def one_ends_after_a_failed_operation(base: Path) -> None:
 
 
 def test_an_exit_code_after_a_failed_operation(ranks: RankServer, jobs: Path) -> None:
-    ended = ranks.start(2, one_ends_after_a_failed_operation, jobs, timeout=None).join()
+    ended = ranks.start(2, rank_0_exits_after_a_failed_operation, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [3, 0]
     assert [rank.ending for rank in job_reader.read_job().ranks] == ["exited", ""]
 
 
-def one_calls_when_the_others_have_failed(base: Path) -> None:
+def call_mismatched_operations(base: Path) -> None:
     rank = init(base)
     dist.barrier()
     folder = Path(os.environ["FOLDER"])
     if rank == 2:
-        wait_for(lambda: len(list(folder.glob("told*"))) == 2)
+        wait_for(lambda: len(list(folder.glob("failed*"))) == 2)
     for number in (2, 3, 4):
         with pytest.raises(phalanx.CollectiveMismatch, match=rf"\] all_reduce #{number} "):
             dist.all_reduce(torch.ones(4 if rank == 0 else 5))
-    (folder / f"told{rank}").touch()
+    (folder / f"failed{rank}").touch()
     raise SystemExit(1)  # so that the job is kept
 
 
-def test_what_a_broken_group_refuses(ranks: RankServer, jobs: Path) -> None:
-    ended = ranks.start(3, one_calls_when_the_others_have_failed, jobs, timeout=None).join()
+def test_records_of_a_broken_group(ranks: RankServer, jobs: Path) -> None:
+    ended = ranks.start(3, call_mismatched_operations, jobs, timeout=None).join()
     assert [rank.code for rank in ended] == [1, 1, 1], ended[0].report()
     job = job_reader.read_job()
-    here = os.path.basename(__file__)
+    own_file = os.path.basename(__file__)
     for rank in job.ranks:
         failed = [operation for operation in rank.history if operation.outcome != "ok"]
-        # The first that is refused, and not what is tried again.
+        # The first rejected operation is recorded, later attempts are not.
         assert len(failed) == (1 if rank.rank == 2 else 2)
         for operation in failed:
             assert (operation.kind, operation.outcome) == ("all_reduce", "mismatch")
-            assert here in operation.site
+            assert own_file in operation.site
         assert failed[0].sequence == 2
     diagnosis = diagnose(job)
     assert (diagnosis.kind, diagnosis.ranks) == ("branch", (0,))
 
 
-def ends_without_pythons_end(base: Path) -> None:
+def exit_without_cleanup(base: Path) -> None:
     init(base)
     dist.destroy_process_group()
     os._exit(0)
 
 
-def test_ranks_that_left_and_ended_without_clean_up(ranks: RankServer, jobs: Path) -> None:
-    ranks.start(2, ends_without_pythons_end, jobs, timeout=None).join()
+def test_ranks_that_left_and_exited_without_cleanup(ranks: RankServer, jobs: Path) -> None:
+    ranks.start(2, exit_without_cleanup, jobs, timeout=None).join()
     with job_lookup.find_job() as job:
         assert job_reader.read_summary(job).state == "finished"
 
 
-def again_and_again(base: Path) -> tuple[str, int]:
-    """Groups one after another: the survivors' is a new one, with one process that is new too."""
+def form_groups_repeatedly(base: Path) -> tuple[str, int]:
+    """Form one group after another; the second has the survivors and one new process."""
     rank = int(os.environ["RANK"])
     if rank < 3:
         init(base, "first", size=3)
         (job,) = base.iterdir()
-        boxes = {int(path.stem) for path in job.glob("*.box")}
+        recorders = {int(path.stem) for path in job.glob("*.box")}
         dist.barrier()
         dist.destroy_process_group()
-        assert os.getpid() in boxes
+        assert os.getpid() in recorders
     if rank != 1:
-        place = {0: 0, 2: 1, 3: 2}[rank]
-        if rank == 3:  # a new process that comes first doesn't know of the others' job
+        new_rank = {0: 0, 2: 1, 3: 2}[rank]
+        if rank == 3:  # a new process that arrives first does not know the job of the others
             store = Path(os.environ["FOLDER"], "second")
             wait_for(lambda: store.exists() and b"phalanx/job" in store.read_bytes())
-        init(base, "second", rank=place, size=3)
+        init(base, "second", rank=new_rank, size=3)
         dist.all_reduce(torch.ones(1))
         dist.barrier()
     (job,) = base.iterdir()
-    (box,) = [path for path in job.glob("*.box") if path.stem == str(os.getpid())]
-    return job.name, _native.read_flight_recorder(box.read_bytes(), 100)["operations"]
+    (recorder,) = [path for path in job.glob("*.box") if path.stem == str(os.getpid())]
+    return job.name, _native.read_flight_recorder(recorder.read_bytes(), 100)["operations"]
 
 
-def test_a_process_has_one_box_and_one_job_while_it_lives(
-    ranks: RankServer, tmp_path: Path
-) -> None:
-    found = ranks.run(4, again_and_again, tmp_path / "jobs", timeout=None)
+def test_a_process_has_one_recorder_and_one_job(ranks: RankServer, tmp_path: Path) -> None:
+    found = ranks.run(4, form_groups_repeatedly, tmp_path / "jobs", timeout=None)
     assert len({name for name, _ in found}) == 1
     # joined, barrier; joined, all_reduce, barrier
     assert [operations for _, operations in found] == [5, 2, 5, 3]
 
 
-def some_ranks_of_another_backend(base: Path) -> tuple[int, int, str]:
+def form_subgroups_of_a_gloo_job(base: Path) -> tuple[int, int, str]:
     os.environ["PHALANX_JOBS_DIR"] = str(base)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     url = f"file://{os.environ['FOLDER']}/store"
     dist.init_process_group("gloo", init_method=url, rank=rank, world_size=size)
     parts = [[0, 1], [2], [3]]
     groups = [dist.new_group(part, backend="phalanx") for part in parts]
-    mine = next(g for g, part in zip(groups, parts, strict=True) if rank in part)
-    dist.all_reduce(torch.ones(1), group=mine)
+    own_group = next(g for g, part in zip(groups, parts, strict=True) if rank in part)
+    dist.all_reduce(torch.ones(1), group=own_group)
     dist.barrier()
     with job_lookup.find_job() as job:
-        box = job.list_recorders()[os.getpid()]
-        read = _native.read_flight_recorder(job.read(box, 2**30), 0)
+        recorder = job.list_recorders()[os.getpid()]
+        read = _native.read_flight_recorder(job.read(recorder, 2**30), 0)
     dist.barrier()
     return read["rank"], read["world_size"], read["job"]
 
 
 def test_groups_in_a_job_of_another_backend(ranks: RankServer, tmp_path: Path) -> None:
     base = tmp_path / "jobs"
-    found = ranks.run(4, some_ranks_of_another_backend, base, timeout=None)
+    found = ranks.run(4, form_subgroups_of_a_gloo_job, base, timeout=None)
     assert [(rank, size) for rank, size, _ in found] == [(rank, 4) for rank in range(4)]
     assert len({job for _, _, job in found}) == 1
     assert list(base.iterdir()) == []
 
 
-def forked_child_forms_a_group(base: Path) -> None:
+def form_a_group_in_a_forked_child(base: Path) -> None:
     init(base)
     (job,) = base.iterdir()
-    dist.barrier()  # a child makes another job
+    dist.barrier()  # the child creates another job
     pid = os.fork()
     if pid == 0:
         dist.destroy_process_group()
@@ -242,12 +240,16 @@ def forked_child_forms_a_group(base: Path) -> None:
         os._exit(10 + len(own) if own and own[0].parent != job else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
     dist.all_reduce(torch.ones(1))
-    box = _native.read_flight_recorder((job / f"{os.getpid()}.box").read_bytes(), 100)
-    assert [operation["kind"] for operation in box["done"]] == ["join", "barrier", "all_reduce"]
+    recorder = _native.read_flight_recorder((job / f"{os.getpid()}.box").read_bytes(), 100)
+    assert [operation["kind"] for operation in recorder["done"]] == [
+        "join",
+        "barrier",
+        "all_reduce",
+    ]
 
 
-def test_a_forked_child_has_a_box_of_its_own(ranks: RankServer, tmp_path: Path) -> None:
-    ranks.run(2, forked_child_forms_a_group, tmp_path / "jobs", timeout=None)
+def test_a_forked_child_has_its_own_recorder(ranks: RankServer, tmp_path: Path) -> None:
+    ranks.run(2, form_a_group_in_a_forked_child, tmp_path / "jobs", timeout=None)
 
 
 SPAWN = """
@@ -268,7 +270,9 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("method", ("spawn", "fork"))
 @pytest.mark.parametrize("fail", ("fail", "end"))
-def test_processes_of_multiprocessing(jobs: Path, tmp_path: Path, method: str, fail: str) -> None:
+def test_processes_started_by_multiprocessing(
+    jobs: Path, tmp_path: Path, method: str, fail: str
+) -> None:
     (tmp_path / "script.py").write_text(SPAWN)
     done = subprocess.run(
         [sys.executable, "script.py", str(tmp_path), method, fail],
@@ -317,14 +321,14 @@ def test_torchrun(jobs: Path, tmp_path: Path, victim: str) -> None:
     else:
         job = job_reader.read_job()
         assert job.command == ("script.py", "1")
-        assert job.ranks[1].ending == ""  # rank 0 is told so, or stopped before it is
+        assert job.ranks[1].ending == ""  # rank 0 may be stopped before it notices
 
 
-def test_torchrun_starts_again(jobs: Path, tmp_path: Path) -> None:
-    """All attempts have one store; the second must not find what the first left there."""
+def test_torchrun_restarts(jobs: Path, tmp_path: Path) -> None:
+    """All attempts share a store; the second must not use entries of the first."""
     (tmp_path / "script.py").write_text(
         TORCHRUN.replace('os.environ["RANK"]', 'os.environ["TORCHELASTIC_RESTART_COUNT"]')
-        + 'os.write(1, b"well in %s\\n" % os.environ["TORCHELASTIC_RESTART_COUNT"].encode())\n'
+        + 'os.write(1, b"finished %s\\n" % os.environ["TORCHELASTIC_RESTART_COUNT"].encode())\n'
     )
     done = subprocess.run(
         [
@@ -337,4 +341,4 @@ def test_torchrun_starts_again(jobs: Path, tmp_path: Path) -> None:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("well in 1\n") == 2
+    assert done.stdout.count("finished 1\n") == 2

@@ -1,4 +1,4 @@
-"""`phalanx.launch`, with real processes that are really killed."""
+"""`phalanx.launch`, with real processes and real signals."""
 
 import contextlib
 import importlib
@@ -18,13 +18,13 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.root_cause import Failure, excerpt, first_cause
+from phalanx.launcher.root_cause import Failure, excerpt, find_root_cause
 
 BACKEND = "phalanx"
 LIMIT = 60
-"""Seconds that a launch of these tests may take, at most."""
+"""The maximum duration of a launch, in seconds."""
 
-# Functions that ranks run are nested: those are shipped by value, as from a notebook.
+# The functions of ranks are nested, so that they are pickled by value, as from a notebook.
 
 
 def python(*args, **options):
@@ -38,8 +38,8 @@ def python(*args, **options):
     )
 
 
-def is_gone(pid):
-    """Whether a process ends within 10 seconds; an orphan may stay a zombie in a container."""
+def has_ended(pid):
+    """Return whether a process ends within 10 s; in a container an orphan may remain a zombie."""
     try:
         process = psutil.Process(pid)
         _, alive = psutil.wait_procs([process], timeout=10)
@@ -96,16 +96,16 @@ print("results", phalanx.launch(rank, 2, (1,), timeout=50))
 """
 
 
-@pytest.mark.parametrize("way", ["script", "command", "stdin", "repl"])
-def test_needs_no_main_guard_and_no_file(way, tmp_path):
-    if way == "script":
+@pytest.mark.parametrize("source", ["script", "command", "stdin", "repl"])
+def test_launch_needs_no_main_guard_and_no_file(source, tmp_path):
+    if source == "script":
         (tmp_path / "script.py").write_text(SNIPPET)
-        # A module of this name beside the script must not get in the way of the ranks' start.
+        # A module of this name beside the script must not shadow the standard library in ranks.
         (tmp_path / "tempfile.py").write_text("raise ImportError('shadowed')")
         done = python("-P" if sys.version_info >= (3, 11) else "-I", str(tmp_path / "script.py"))
-    elif way == "command":
+    elif source == "command":
         done = python("-c", SNIPPET)
-    elif way == "stdin":
+    elif source == "stdin":
         done = python("-", input=SNIPPET)
     else:
         done = python("-i", "-q", input=SNIPPET)
@@ -113,8 +113,8 @@ def test_needs_no_main_guard_and_no_file(way, tmp_path):
     assert done.stdout.count("results [1, 22]") == 1
 
 
-class Cell(io.TextIOBase):
-    """What a notebook puts in the place of `sys.stdout`: no descriptor, no buffer."""
+class NotebookStream(io.TextIOBase):
+    """A replacement of `sys.stdout` as in a notebook, without a descriptor or a buffer."""
 
     def __init__(self):
         self.text = ""
@@ -130,7 +130,7 @@ def test_output_and_source_lines_of_a_notebook_cell(monkeypatch):
     monkeypatch.setitem(linecache.cache, name, (len(source), None, source.splitlines(True), name))
     scope = {"__name__": "__main__"}
     exec(compile(source, name, "exec"), scope)
-    cell = Cell()
+    cell = NotebookStream()
     monkeypatch.setattr(sys, "stdout", cell)
     with pytest.raises(LaunchError, match=r"raise KeyError\('from a cell'\)") as caught:
         phalanx.launch(scope["rank"], 1, timeout=LIMIT)
@@ -150,10 +150,10 @@ def test_output_of_all_ranks(capfd):
     out, err = capfd.readouterr()
     for name, text in (("out", out), ("err", err)):
         for number in range(2):
-            mine = [
+            own_lines = [
                 line for line in text.splitlines() if line.startswith(f"[rank {number}] {name}")
             ]
-            assert mine == [f"[rank {number}] {name} {number} {i}" for i in range(300)]
+            assert own_lines == [f"[rank {number}] {name} {number} {i}" for i in range(300)]
     assert len(err.splitlines()) == 600
     assert sorted(line for line in out.splitlines() if "no end" in line) == [
         "[rank 0] no end of line",
@@ -173,8 +173,8 @@ def test_big_output_argument_and_result(capfd):
     assert (out.count("x"), err.count("y")) == (6_000_000, 6_000_000)
 
 
-def stopped_by(action):
-    """Run three ranks; rank 1 does `action` while the others are in a collective."""
+def launch_with_failing_rank(action):
+    """Run three ranks; rank 1 calls `action` while the others are in a collective."""
     backend = BACKEND
 
     def rank():
@@ -199,31 +199,31 @@ def test_the_first_real_error_is_raised():
     def action():
         raise WrongError("this is the cause")
 
-    error = stopped_by(action)
+    error = launch_with_failing_rank(action)
     message = str(error)
     assert re.match(r"rank 1 \(pid \d+\) raised .*WrongError: this is the cause\n", message)
     assert 'raise WrongError("this is the cause")' in message
     assert "gloo" not in message
-    assert isinstance(error.__cause__, WrongError)  # the very class that the caller knows
+    assert isinstance(error.__cause__, WrongError)  # the same class as in the caller
 
 
 def test_a_killed_rank_is_reported():
-    error = stopped_by(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    error = launch_with_failing_rank(lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert re.match(r"rank 1 \(pid \d+\) was killed by SIGKILL", str(error))
     assert error.__cause__ is None
 
 
-def test_a_consequence_that_comes_first_does_not_mask_the_cause(tmp_path):
-    sign = tmp_path / "sign"
+def test_an_earlier_consequence_does_not_mask_the_cause(tmp_path):
+    marker = tmp_path / "sign"
 
     def rank():
         if os.environ["RANK"] == "0":
-            sign.with_suffix(".new").write_text(str(os.getpid()))
-            sign.with_suffix(".new").rename(sign)
+            marker.with_suffix(".new").write_text(str(os.getpid()))
+            marker.with_suffix(".new").rename(marker)
             raise ConnectionResetError("Connection reset by peer")
-        while not sign.exists():
+        while not marker.exists():
             time.sleep(0.01)
-        status = sign.__class__("/proc", sign.read_text(), "stat")
+        status = marker.__class__("/proc", marker.read_text(), "stat")
         while ") Z " not in status.read_text():  # until rank 0 is dead
             time.sleep(0.01)
         raise ZeroDivisionError("the cause")
@@ -244,7 +244,7 @@ def test_a_consequence_that_comes_first_does_not_mask_the_cause(tmp_path):
         ("os.kill(os.getpid(), 15)", "was killed by SIGTERM"),
     ],
 )
-def test_other_ends(code, message):
+def test_other_exits(code, message):
     def rank():
         exec(code, {"os": os, "sys": sys})
 
@@ -252,7 +252,7 @@ def test_other_ends(code, message):
         phalanx.launch(rank, 1, timeout=LIMIT)
 
 
-def test_sys_exit_0_is_a_good_end():
+def test_sys_exit_0_is_a_success():
     assert phalanx.launch(sys.exit, 2, timeout=LIMIT) == [None, None]
 
 
@@ -285,7 +285,7 @@ def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
             raise RuntimeError("over")
         time.sleep(LIMIT)
 
-    # Other modules' fixtures may have processes of their own.
+    # Fixtures of other modules may have child processes.
     before = set(psutil.Process().children(recursive=True))
     with pytest.raises(LaunchError, match=r"rank 0 .*over"):
         phalanx.launch(rank, 2, timeout=LIMIT)
@@ -297,17 +297,17 @@ def test_timeout():
         time.sleep(0 if os.environ["RANK"] == "0" else LIMIT)
 
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"timeout: after 1.5 s .*: rank 1$"):
+    with pytest.raises(LaunchError, match=r"timeout: .* running after 1.5 s .*: rank 1$"):
         phalanx.launch(rank, 2, timeout=1.5)
     assert time.monotonic() - start < LIMIT / 2
 
 
-def test_what_a_rank_started_ends_with_the_launch():
+def test_children_of_a_rank_end_with_the_launch():
     def rank():
         return subprocess.Popen(["sleep", str(LIMIT)]).pid
 
     (pid,) = phalanx.launch(rank, 1, timeout=LIMIT)
-    assert is_gone(pid)
+    assert has_ended(pid)
 
 
 SLEEPER = """
@@ -331,15 +331,15 @@ def test_no_rank_outlives_the_caller(number):
         watchdog.start()
         ranks = [int(caller.stdout.readline().split()[1]) for _ in range(2)]
         caller.send_signal(number)
-        gone = [is_gone(pid) for pid in ranks]
+        ended = [has_ended(pid) for pid in ranks]
         _, err = caller.communicate(timeout=LIMIT)
         watchdog.cancel()
-    assert all(gone)
+    assert all(ended)
     assert caller.returncode == -number
     assert ("KeyboardInterrupt" in err) == (number == signal.SIGINT)
 
 
-def test_leaves_no_descriptor_thread_or_handler():
+def test_launch_leaves_no_descriptor_thread_or_handler():
     def state():
         handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
         return len(os.listdir("/proc/self/fd")), handlers, dict(os.environ)
@@ -353,7 +353,7 @@ def test_leaves_no_descriptor_thread_or_handler():
     assert state() == before
 
 
-def test_works_in_a_thread_and_within_a_rank():
+def test_launch_in_a_thread_and_within_a_rank():
     results = []
 
     def inner():
@@ -390,7 +390,7 @@ def test_works_in_a_thread_and_within_a_rank():
         (lambda: phalanx.launch(threading.Lock().acquire, 2), "fn can't be pickled"),
     ],
 )
-def test_wrong_arguments_start_nothing(call, message, monkeypatch):
+def test_invalid_arguments_start_no_process(call, message, monkeypatch):
     def start(*args):
         pytest.fail("a process was started")
 
@@ -407,10 +407,10 @@ def test_package_and_function_share_a_name():
     assert callable(phalanx.launch)
 
 
-def test_order_of_failures():
+def test_root_cause_among_failures():
     reset = "RuntimeError: Connection closed by peer [127.0.0.1]:1"
     lost = "Traceback ...\nphalanx.errors.PeerLost: rank 2 (pid 9) was killed by SIGKILL"
-    first = first_cause(
+    first = find_root_cause(
         [
             Failure(0, 10, 1, 1.0, lost),
             Failure(1, 11, 1, 2.0, reset),
@@ -420,8 +420,8 @@ def test_order_of_failures():
         ]
     )
     assert first.rank == 2
-    assert first_cause([Failure(0, 1, 1, 1.0, lost), Failure(1, 2, 1, 2.0, reset)]).rank == 1
-    assert first_cause([Failure(3, 1, 1, 2.0, "A"), Failure(1, 2, 1, 2.0, "A")]).rank == 1
+    assert find_root_cause([Failure(0, 1, 1, 1.0, lost), Failure(1, 2, 1, 2.0, reset)]).rank == 1
+    assert find_root_cause([Failure(3, 1, 1, 2.0, "A"), Failure(1, 2, 1, 2.0, "A")]).rank == 1
 
 
 def test_excerpt_is_the_last_chain_of_tracebacks():
@@ -430,11 +430,11 @@ def test_excerpt_is_the_last_chain_of_tracebacks():
         f"{trace}old\nKeyError: 1\nlog\nlog\nlog\n{trace}a\nOSError: 1\n\nDuring handling of the "
         f"above exception, another exception occurred:\n\n[rank0]: {trace}[rank0]: b\nValueError: 2"
     )
-    found = excerpt(text)
-    assert found.startswith(f"{trace}a")
-    assert found.endswith("b\nValueError: 2")
-    assert "[rank0]" not in found
+    result = excerpt(text)
+    assert result.startswith(f"{trace}a")
+    assert result.endswith("b\nValueError: 2")
+    assert "[rank0]" not in result
     assert excerpt("\n".join(map(str, range(30)))).splitlines() == [str(i) for i in range(20, 30)]
-    long = excerpt(trace + "\n".join(map(str, range(100)))).splitlines()
-    assert len(long) == 41
-    assert (long[0], long[-1]) == (trace.strip(), "99")
+    long_excerpt = excerpt(trace + "\n".join(map(str, range(100)))).splitlines()
+    assert len(long_excerpt) == 41
+    assert (long_excerpt[0], long_excerpt[-1]) == (trace.strip(), "99")

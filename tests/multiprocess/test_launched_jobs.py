@@ -1,4 +1,4 @@
-"""Jobs of `phalanx run` and `phalanx.launch`: noted by the launcher, removed or kept by it."""
+"""Jobs of `phalanx run` and `phalanx.launch`, which the launcher records and removes or keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.waiting import wait_for
 
 LIMIT = 60
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
-JOINED = """
+JOIN_GROUP = """
 import os, pathlib, sys, time
 import torch, torch.distributed as dist, phalanx
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -36,11 +36,11 @@ def wait_for(name):
     while not pathlib.Path(name).exists():
         time.sleep(0.005)
 """
-WAITING = JOINED + "pathlib.Path(f'ready{rank}').touch()\nwait_for('go')\n"
+WAIT_FOR_GO = JOIN_GROUP + "pathlib.Path(f'ready{rank}').touch()\nwait_for('go')\n"
 
 
 class Command:
-    """Runs `phalanx` in a directory of the test's own."""
+    """Runs `phalanx` in the directory of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -82,12 +82,12 @@ class Command:
 def command(tmp_path: Path, jobs: Path) -> Iterator[Command]:
     folder = tmp_path / "work"
     folder.mkdir()
-    made = Command(folder)
-    yield made
-    made.close()
+    command = Command(folder)
+    yield command
+    command.close()
 
 
-def listed(command: Command) -> list[dict[str, Any]]:
+def list_jobs(command: Command) -> list[dict[str, Any]]:
     code, out, err = command.run("jobs", "--json")
     assert (code, err) == (0, "")
     found: list[dict[str, Any]] = json.loads(out)
@@ -95,9 +95,9 @@ def listed(command: Command) -> list[dict[str, Any]]:
 
 
 def test_a_clean_run_leaves_nothing(command: Command, jobs: Path) -> None:
-    run = command.start("run", "--nproc-per-node", 2, command.script(WAITING), "an argument")
+    run = command.start("run", "--nproc-per-node", 2, command.script(WAIT_FOR_GO), "an argument")
     command.wait_for("ready0", "ready1")
-    (job,) = listed(command)
+    (job,) = list_jobs(command)
     assert (job["state"], job["world_size"]) == ("running", 2)
     assert job["command"][-1] == "an argument"
     assert abs(job["started"] - time.time()) < LIMIT
@@ -122,10 +122,10 @@ def test_a_clean_run_leaves_nothing(command: Command, jobs: Path) -> None:
 
 
 def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> None:
-    text = JOINED + "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n"
+    text = JOIN_GROUP + "if rank == 1: os.kill(os.getpid(), 9)\ndist.barrier()\n"
     code, _, err = command.run("run", "--nproc-per-node", 2, command.script(text))
     assert code == 137
-    (job,) = listed(command)
+    (job,) = list_jobs(command)
     assert job["state"] == "failed"
     assert err.splitlines()[-1] == f"To see this again: phalanx explain {job['name']}"
     read = job_reader.read_job()
@@ -145,8 +145,8 @@ def test_a_failed_run_is_kept_and_explained(command: Command, jobs: Path) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_stopped_is_kept(command: Command, number: signal.Signals) -> None:
-    run = command.start("run", "--nproc-per-node", 2, command.script(WAITING))
+def test_a_stopped_run_is_kept(command: Command, number: signal.Signals) -> None:
+    run = command.start("run", "--nproc-per-node", 2, command.script(WAIT_FOR_GO))
     command.wait_for("ready0", "ready1")
     run.send_signal(number)
     _, err = run.communicate(timeout=LIMIT)
@@ -158,8 +158,8 @@ def test_a_run_that_is_stopped_is_kept(command: Command, number: signal.Signals)
     assert all(rank.start.ended for rank in read.ranks if rank.start)
 
 
-def test_the_launcher_and_all_ranks_are_killed(command: Command) -> None:
-    run = command.start("run", "--nproc-per-node", 3, command.script(WAITING))
+def test_a_killed_launcher_and_its_ranks(command: Command) -> None:
+    run = command.start("run", "--nproc-per-node", 3, command.script(WAIT_FOR_GO))
     command.wait_for("ready0", "ready1", "ready2")
     live = job_reader.read_job()
     run.kill()  # the kernel kills the ranks
@@ -169,12 +169,12 @@ def test_the_launcher_and_all_ranks_are_killed(command: Command) -> None:
     assert (read.name, read.code, read.problems) == (live.name, None, ())
     assert [rank.pid for rank in read.ranks] == [rank.pid for rank in live.ranks]
     assert [rank.last.kind for rank in read.ranks if rank.last] == ["all_reduce"] * 3
-    (job,) = listed(command)
+    (job,) = list_jobs(command)
     assert job["state"] == "failed"
 
 
 def test_restarts_are_one_job(command: Command, jobs: Path) -> None:
-    text = JOINED + (
+    text = JOIN_GROUP + (
         "if attempt == 0:\n    rank == 1 and os._exit(5)\n    dist.barrier()\n"
         "pathlib.Path(f'ready{rank}').touch()\nwait_for('go')\n"
     )
@@ -200,11 +200,11 @@ def test_a_job_without_a_group_is_not_explained(command: Command) -> None:
     code, _, err = command.run("run", "--nproc-per-node", 2, command.script("raise SystemExit(3)"))
     assert code == 3
     assert "explain" not in err
-    (job,) = listed(command)
+    (job,) = list_jobs(command)
     assert job["state"] == "failed"
 
 
-def test_a_script_that_can_not_be_started_leaves_no_job(command: Command, jobs: Path) -> None:
+def test_a_missing_script_leaves_no_job(command: Command, jobs: Path) -> None:
     assert command.run("run", "nothing.py")[0] == 2
     assert not jobs.exists()
 
@@ -213,7 +213,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     command: Command, jobs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHALANX_JOBS_KEPT", "2")
-    run = command.start("run", "--nproc-per-node", 1, command.script(WAITING))
+    run = command.start("run", "--nproc-per-node", 1, command.script(WAIT_FOR_GO))
     command.wait_for("ready0")
     running = job_lookup.list_jobs()[0]
     old = [make_job_name() for _ in range(4)]
@@ -222,7 +222,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
             job.write_description(describe_job(name, 1))
         os.utime(jobs / name, (1000 + number,) * 2)
     assert command.run("run", "--nproc-per-node", 1, command.script("raise SystemExit(3)"))[0] == 3
-    states = {job["name"]: job["state"] for job in listed(command)}
+    states = {job["name"]: job["state"] for job in list_jobs(command)}
     assert sorted(states.values()) == ["failed"] * 3 + ["running"]
     assert states[running] == "running"
     assert {*old[2:], running} < set(states)
@@ -241,14 +241,14 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
 )
 def test_malformed_variables_are_one_line(command: Command, monkeypatch, variable, value) -> None:
     monkeypatch.setenv(variable, value)
-    code, out, err = command.run("run", "--nproc-per-node", 1, command.script(JOINED))
+    code, out, err = command.run("run", "--nproc-per-node", 1, command.script(JOIN_GROUP))
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(f"phalanx: error: {variable}='{value}' in the environment: expected ")
     with pytest.raises(UsageError, match=variable):
         phalanx.launch(os.getpid, 1)
 
 
-def test_help_of_jobs_teaches_and_does_not_import_torch() -> None:
+def test_help_of_jobs_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom phalanx.cli import main\ntry:\n    main()\n"
         "finally:\n    print('torch' in sys.modules)"
@@ -268,9 +268,9 @@ def test_help_of_jobs_teaches_and_does_not_import_torch() -> None:
         assert all(word in done.stdout for word in words)
 
 
-def test_what_jobs_prints_is_escaped(command: Command, jobs: Path) -> None:
-    evil = "\x1b[2J\u202e\n[bold]x"
-    code, _, _ = command.run("run", "--nproc-per-node", 1, command.script("sys"), evil)
+def test_output_of_jobs_is_escaped(command: Command, jobs: Path) -> None:
+    malicious = "\x1b[2J\u202e\n[bold]x"
+    code, _, _ = command.run("run", "--nproc-per-node", 1, command.script("sys"), malicious)
     assert code == 1
     (name,) = job_lookup.list_jobs()
     (jobs / name / "launcher.jsonl").unlink()
@@ -305,7 +305,9 @@ def test_phalanx_launch(jobs: Path) -> None:
     with pytest.raises(LaunchError, match="the cause") as caught:
         phalanx.launch(rank, 2, (True,), timeout=LIMIT)
     job = job_reader.read_job()
-    assert str(caught.value).endswith(f"What the ranks were doing: phalanx explain {job.name}")
+    assert str(caught.value).endswith(
+        f"To see what the ranks were doing: phalanx explain {job.name}"
+    )
     assert (job.code, job.world_size) == (1, 2)
     assert job.ranks[1].exception == "ValueError: the cause"
     assert [rank.start.code for rank in job.ranks if rank.start][1] == 1
@@ -313,7 +315,7 @@ def test_phalanx_launch(jobs: Path) -> None:
     assert not job.running
 
 
-def test_phalanx_launch_that_is_interrupted(jobs: Path, tmp_path: Path) -> None:
+def test_interrupted_phalanx_launch(jobs: Path, tmp_path: Path) -> None:
     code = (
         "import phalanx, sys, time, pathlib\n"
         "def rank():\n"
@@ -346,7 +348,7 @@ def test_phalanx_launch_sets_the_job_itself(name: str) -> None:
         phalanx.launch(os.getpid, 1, env={name: "x"})
 
 
-def test_a_launch_within_a_rank_is_a_job_of_its_own(jobs: Path) -> None:
+def test_a_launch_within_a_rank_is_a_separate_job(jobs: Path) -> None:
     def inner() -> str:
         import phalanx
 
@@ -358,14 +360,14 @@ def test_a_launch_within_a_rank_is_a_job_of_its_own(jobs: Path) -> None:
 
         return os.environ["PHALANX_JOB"], phalanx.launch(inner, 2, timeout=30)
 
-    ((outside, inside),) = phalanx.launch(outer, 1, timeout=LIMIT)
-    assert len(set(inside)) == 1
-    assert outside not in inside
+    ((outer_job, inner_jobs),) = phalanx.launch(outer, 1, timeout=LIMIT)
+    assert len(set(inner_jobs)) == 1
+    assert outer_job not in inner_jobs
     assert list(jobs.iterdir()) == []
 
 
 DDP = (
-    JOINED
+    JOIN_GROUP
     + """
 import atexit
 from torch.nn.parallel import DistributedDataParallel
@@ -387,8 +389,8 @@ model(torch.ones(8)).sum().backward()
 )
 
 
-def test_what_ddp_raises_is_known_as_a_consequence(command: Command) -> None:
-    """Its C++ makes a RuntimeError of PeerLost; here it is reported before the cause is."""
+def test_an_error_wrapped_by_ddp_is_a_consequence(command: Command) -> None:
+    """DDP's C++ wraps PeerLost in a RuntimeError, which here is reported before the cause."""
     code, _, err = command.run("run", "--nproc-per-node", 2, command.script(DDP))
     assert code == 1
     headline = next(line for line in err.splitlines() if line.startswith("phalanx run: "))

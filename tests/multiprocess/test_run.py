@@ -1,4 +1,4 @@
-"""`phalanx run`, with real processes that are really killed."""
+"""`phalanx run`, with real processes and real signals."""
 
 import os
 import re
@@ -12,13 +12,13 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launcher.endpoint import patience
+from phalanx.launcher.endpoint import rendezvous_timeout
 from phalanx.launcher.options import parse
-from phalanx.launcher.rendezvous import meeting
+from phalanx.launcher.rendezvous import open_rendezvous
 
 BACKEND = "phalanx"
 LIMIT = 60
-"""Seconds that a command of these tests may take, at most."""
+"""The maximum duration of a command, in seconds."""
 
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 C10D = "--rdzv-backend c10d --rdzv-id x --rdzv-endpoint"
@@ -27,7 +27,7 @@ VARIABLES = ("OMP_NUM_THREADS", "PYTHONUNBUFFERED", "PYTHONFAULTHANDLER", "PET_N
 
 @pytest.fixture
 def phalanx(tmp_path):
-    """Runs the command in a directory of its own, with a temporary directory of its own."""
+    """Return a function that runs the command in its own directory and temporary directory."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
@@ -63,7 +63,7 @@ def phalanx(tmp_path):
 
 @pytest.fixture
 def script(tmp_path):
-    """Writes a script."""
+    """Return a function that writes a script."""
 
     def write(text, name="script.py"):
         (tmp_path / name).write_text(f"import os, sys\nrank = int(os.environ['RANK'])\n{text}")
@@ -72,8 +72,8 @@ def script(tmp_path):
     return write
 
 
-def is_gone(pid):
-    """Whether a process ends within 10 seconds; an orphan may stay a zombie in a container."""
+def has_ended(pid):
+    """Return whether a process ends within 10 s; in a container an orphan may remain a zombie."""
     try:
         process = psutil.Process(pid)
         _, alive = psutil.wait_procs([process], timeout=10)
@@ -82,8 +82,8 @@ def is_gone(pid):
         return True
 
 
-def report(err):
-    """The launcher's own lines: those that no rank wrote, up to the explanation of the job."""
+def launcher_lines(err):
+    """Return the launcher's own lines, up to the explanation of the job."""
     lines = [line for line in err.splitlines() if not line.startswith("[rank ")]
     return lines[: lines.index("")] if "" in lines else lines
 
@@ -108,10 +108,10 @@ print("threads", os.environ["OMP_NUM_THREADS"], file=sys.stderr)
     found = re.findall(r"^\[rank (\d)\] threads (\d+)$", err, re.MULTILINE)
     assert sorted(int(rank) for rank, _ in found) == list(range(nprocs))
     assert {int(count) <= threads for _, count in found} == {True}
-    assert report(err) == []
+    assert launcher_lines(err) == []
 
 
-def test_output_is_live_and_has_its_rank(phalanx, script):
+def test_output_is_live_and_prefixed_with_the_rank(phalanx, script):
     name = script(
         """
 import pathlib, time
@@ -150,11 +150,11 @@ dist.barrier()
         ("os._exit(7)", 7, "exited with code 7", None),
     ],
 )
-def test_report_of_the_rank_that_failed_first(phalanx, script, action, code, headline, detail):
+def test_report_names_the_rank_that_failed_first(phalanx, script, action, code, headline, detail):
     name = script(COLLECTIVE.format(action=action))
     got, _, err = phalanx("run", "--nproc-per-node", "3", name)
     assert got == code
-    first, *rest = report(err)
+    first, *rest = launcher_lines(err)
     assert re.match(rf"phalanx run: rank 1 \(pid \d+\) {headline}", first)
     assert detail is None or f"    | {detail}" in rest
     assert "gloo" not in "".join(line for line in rest if line.startswith("    |"))
@@ -162,7 +162,7 @@ def test_report_of_the_rank_that_failed_first(phalanx, script, action, code, hea
     assert len(rest) < 20
 
 
-def test_a_consequence_that_comes_first_does_not_mask_the_cause(phalanx, script):
+def test_an_earlier_consequence_does_not_mask_the_cause(phalanx, script):
     name = script(
         """
 import pathlib, time
@@ -180,7 +180,7 @@ sys.exit(5)
     )
     code, _, err = phalanx("run", "--nproc-per-node", "2", name)
     assert code == 5
-    lines = report(err)
+    lines = launcher_lines(err)
     assert re.match(r"phalanx run: rank 1 \(pid \d+\) exited with code 5", lines[0])
     assert re.match(r"  after it, rank 0 .*ConnectionResetError", lines[-1])
 
@@ -200,7 +200,7 @@ time.sleep(50)
     )
     code, _, err = phalanx("run", "--nproc-per-node", "2", "--shutdown-timeout", "1", name)
     assert code == 3
-    assert report(err)[-1] == "  stopped because of it: rank 1"
+    assert launcher_lines(err)[-1] == "  stopped because of it: rank 1"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
@@ -209,25 +209,25 @@ def test_no_rank_outlives_the_agent(phalanx, script, number):
     process = phalanx.start("run", "--nproc-per-node", "3", name)
     pids = [int(process.stdout.readline().split()[-1]) for _ in range(3)]
     process.send_signal(number)
-    gone = [is_gone(pid) for pid in pids]
+    ended = [has_ended(pid) for pid in pids]
     _, err = process.communicate(timeout=LIMIT)
-    assert all(gone)
+    assert all(ended)
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
         assert process.returncode == 128 + number
-        assert report(err) == [f"phalanx run: stopped by {number.name}"]
+        assert launcher_lines(err) == [f"phalanx run: stopped by {number.name}"]
 
 
-def test_starts_again_after_a_failure(phalanx, script):
+def test_restart_after_a_failure(phalanx, script):
     action = "os.environ['TORCHELASTIC_RESTART_COUNT'] == '0' and os._exit(5)"
     name = script(COLLECTIVE.format(action=action) + "print('done')\n")
     code, out, err = phalanx("run", "--nproc-per-node", "2", "--max-restarts", "1", name)
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[rank 0] done", "[rank 1] done"]
-    lines = report(err)
+    lines = launcher_lines(err)
     assert re.match(r"phalanx run: rank 1 .* exited with code 5", lines[0])
-    assert lines[-1] == "  starting all ranks again"
+    assert lines[-1] == "  restarting all ranks"
 
 
 def test_modules_programs_and_log_files(phalanx, script):
@@ -244,7 +244,7 @@ def test_modules_programs_and_log_files(phalanx, script):
     assert logs == ["module []\n"] * 2
 
 
-def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
+def test_a_closed_output_ends_the_ranks(phalanx, script):
     name = script("while True: print('more')\n")
     process = phalanx.start("run", "--nproc-per-node", "1", name)
     process.stdout.readline()
@@ -283,7 +283,7 @@ def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
         (f"--nnodes 2 {C10D} a --rdzv-conf join_timeout=0 x.py", "join_timeout=0: expected"),
         (f"--nnodes 2 {C10D} a --rdzv-conf is_host=maybe x.py", "is_host=maybe: expected true"),
         (f"--nnodes 2 {C10D} node-a:99999 x.py", "'node-a:99999'.*expected HOST:PORT.*65535"),
-        (f"--nnodes 2 {C10D} node-a:abc x.py", "'node-a:abc', by --rdzv-endpoint"),
+        (f"--nnodes 2 {C10D} node-a:abc x.py", "'node-a:abc' in --rdzv-endpoint"),
         (f"--nnodes 2 {C10D} node-a:0 x.py", "a port from 1 to 65535"),
         ("--nnodes 2 --master-addr fe80::1%eth0 x.py", "or --master-addr: expected"),
         ("--nnodes 2 --master-addr a..b x.py", "'a..b:29500'.*expected HOST:PORT"),
@@ -291,18 +291,18 @@ def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
         ("", "training_script"),
     ],
 )
-def test_wrong_arguments(arguments, message, tmp_path, monkeypatch):
+def test_invalid_arguments(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=message):
         parse(arguments.split())
 
 
-def test_a_signal_while_the_job_ends(script, tmp_path):
-    """At a moment when no rank is left to be stopped."""
+def test_a_signal_at_the_end_of_the_job(script, tmp_path):
+    """The signal arrives when all ranks have exited."""
     code = (
-        "import os, signal; from phalanx.launcher.output_forwarder import Relay; "
-        "Relay.settle = lambda *_: os.kill(os.getpid(), signal.SIGTERM); "
+        "import os, signal; from phalanx.launcher.output_forwarder import OutputForwarder; "
+        "OutputForwarder.wait_for_exits = lambda *_: os.kill(os.getpid(), signal.SIGTERM); "
     )
     command = [sys.executable, "-c", code + PHALANX[-1], "run", "--nproc-per-node", "1"]
     command.append(script("sys.exit(3)"))
@@ -312,7 +312,7 @@ def test_a_signal_while_the_job_ends(script, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_place_with_a_blank(tmp_path, monkeypatch):
+def test_a_master_address_with_a_blank(tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"'node a:29500'.*without blanks"):
@@ -320,32 +320,32 @@ def test_a_place_with_a_blank(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("number", ("0", "1"))
-def test_an_interface_that_is_not_there(number, tmp_path, monkeypatch):
+def test_a_missing_interface(number, tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PHALANX_INTERFACE", "eth77")
-    own = ["--nnodes", "2", "--node-rank", number, "--master-addr", "127.0.0.1"]
-    job = parse([*own, "--rdzv-conf", "timeout=1", "x.py"])
+    options = ["--nnodes", "2", "--node-rank", number, "--master-addr", "127.0.0.1"]
+    job = parse([*options, "--rdzv-conf", "timeout=1", "x.py"])
     expected = pytest.raises(UsageError, match="PHALANX_INTERFACE='eth77' in the environment: this")
-    with expected, meeting(job, print):
+    with expected, open_rendezvous(job, print):
         pass
 
 
 @pytest.mark.parametrize(
     ("options", "seconds"), [("", 600), ("--rdzv-conf timeout=7", 7), (f"{C10D} a", 600)]
 )
-def test_how_long_hosts_wait(options, seconds, tmp_path, monkeypatch):
+def test_rendezvous_timeout(options, seconds, tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert patience(parse(f"--nnodes 2 {options} x.py".split()).config) == seconds
+    assert rendezvous_timeout(parse(f"--nnodes 2 {options} x.py".split()).config) == seconds
 
 
-def test_a_rendezvous_that_is_not_there(tmp_path, monkeypatch):
+def test_an_unknown_rendezvous_backend(tmp_path, monkeypatch):
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     job = parse(["--rdzv-backend", "nosuch", "x.py"])
     expected = pytest.raises(UsageError, match=r"--rdzv-backend nosuch .* expected static, c10d")
-    with expected, meeting(job, print):
+    with expected, open_rendezvous(job, print):
         pass
 
 
@@ -356,7 +356,7 @@ def test_a_rendezvous_that_is_not_there(tmp_path, monkeypatch):
         ([], "phalanx: error: no script"),
     ],
 )
-def test_a_wrong_argument_is_one_line(phalanx, arguments, message):
+def test_an_invalid_argument_is_one_line(phalanx, arguments, message):
     code, out, err = phalanx("run", *arguments)
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert err.startswith(message)
@@ -371,7 +371,7 @@ def test_a_port_in_use_is_one_line(phalanx, script):
     assert f"127.0.0.1:{port} is in use" in err
 
 
-def test_help_teaches_and_does_not_import_torch():
+def test_help_does_not_import_torch():
     code = (
         "import sys\nfrom phalanx.cli import main\ntry:\n    main()\n"
         "finally:\n    print('torch' in sys.modules)"

@@ -1,4 +1,4 @@
-"""Ranks that find their place in what `srun` sets; nothing here is Slurm's but its variables."""
+"""Ranks started as by `srun`, simulated by its environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.launcher.options import parse
-from phalanx.launcher.slurm import Step, _bound
+from phalanx.launcher.slurm import SlurmStep, _listen_address
 
 SCRIPT = """
 import sys
@@ -36,8 +36,10 @@ with phalanx.init() as session:
 LIMIT = 100
 
 
-def variables(rank: int, per_node: tuple[int, ...], nodes: str, text: str = "") -> dict[str, str]:
-    """What srun sets, as far as it is about a task's place; and a batch script's, which stay."""
+def slurm_variables(
+    rank: int, per_node: tuple[int, ...], nodes: str, text: str = ""
+) -> dict[str, str]:
+    """Return the variables that srun sets for a task, with those of the batch script."""
     node = next(node for node in range(len(per_node)) if rank < sum(per_node[: node + 1]))
     return {
         "SLURM_JOB_ID": "41712",
@@ -68,36 +70,44 @@ def variables(rank: int, per_node: tuple[int, ...], nodes: str, text: str = "") 
     ],
 )
 def test_the_first_and_the_last_node(nodes: str, first: str, last: str) -> None:
-    step = Step.of(variables(0, (2, 1), nodes))
-    assert (step.host, step.other) == (first, last)
+    step = SlurmStep.from_environment(slurm_variables(0, (2, 1), nodes))
+    assert (step.host, step.last_node) == (first, last)
 
 
 @pytest.mark.parametrize("interface", ("", "127.0.0.1"))
-def test_a_name_that_leads_to_loopback(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many systems' /etc/hosts has it: others come elsewhere, and not to all interfaces."""
+def test_a_name_that_resolves_to_loopback(interface: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in /etc/hosts of many systems: rank 0 listens on a reachable address, and only there."""
     monkeypatch.setenv("PHALANX_INTERFACE", interface)
-    step = Step.of({**variables(0, (1, 1), "localhost,x"), "MASTER_ADDR": "localhost"})
-    assert _bound(replace(step, other="127.0.0.9")) == "127.0.0.1"
+    step = SlurmStep.from_environment(
+        {**slurm_variables(0, (1, 1), "localhost,x"), "MASTER_ADDR": "localhost"}
+    )
+    assert _listen_address(replace(step, last_node="127.0.0.9")) == "127.0.0.1"
     if not interface:
-        with pytest.raises(UsageError, match="the name localhost leads to no address that other"):
-            _bound(replace(step, other="no-such-node.invalid"))
-    assert _bound(replace(step, host="192.0.2.7")) == "192.0.2.7"
+        with pytest.raises(
+            UsageError, match="the name localhost does not resolve to an address that other"
+        ):
+            _listen_address(replace(step, last_node="no-such-node.invalid"))
+    assert _listen_address(replace(step, host="192.0.2.7")) == "192.0.2.7"
 
 
-def test_a_place() -> None:
-    given = variables(5, (2, 2, 2, 1), "n[1-4]", "2(x3),1")
-    assert Step.of(given).place == env.RankAssignment(5, 7, 1, 2)
-    assert Step.of(variables(6, (2, 2, 2, 1), "n[1-4]")).place == env.RankAssignment(6, 7, 0, 1)
-    assert Step.of(variables(1, (3,), "n1")).host == "127.0.0.1"
-    chosen = {"MASTER_ADDR": "n1.cluster", "MASTER_PORT": "4711"}
-    step = Step.of({**given, **chosen})
+def test_ranks_of_a_task() -> None:
+    environ = slurm_variables(5, (2, 2, 2, 1), "n[1-4]", "2(x3),1")
+    assert SlurmStep.from_environment(environ).assignment == env.RankAssignment(5, 7, 1, 2)
+    assert SlurmStep.from_environment(
+        slurm_variables(6, (2, 2, 2, 1), "n[1-4]")
+    ).assignment == env.RankAssignment(6, 7, 0, 1)
+    assert SlurmStep.from_environment(slurm_variables(1, (3,), "n1")).host == "127.0.0.1"
+    overrides = {"MASTER_ADDR": "n1.cluster", "MASTER_PORT": "4711"}
+    step = SlurmStep.from_environment({**environ, **overrides})
     assert (step.host, step.port) == ("n1.cluster", 4711)
 
 
-def test_ports_of_neighbours_differ() -> None:
-    given = variables(0, (2,), "n1")
+def test_ports_of_steps_differ() -> None:
+    environ = slurm_variables(0, (2,), "n1")
     ports = {
-        Step.of({**given, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+        SlurmStep.from_environment(
+            {**environ, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+        ).port
         for job in range(41700, 41750)
         for step in range(10)
     }
@@ -107,19 +117,22 @@ def test_ports_of_neighbours_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "words"),
+    ("changed", "message"),
     [
         ({"SLURM_PROCID": "x"}, "SLURM_PROCID='x' in the environment: expected an integer"),
         ({"SLURM_PROCID": "3"}, "SLURM_PROCID=3 in the environment: .* from 0 to 2"),
         ({"SLURM_LOCALID": ""}, "SLURM_LOCALID is missing in the environment: srun sets it"),
-        ({"SLURM_STEP_TASKS_PER_NODE": "2,2"}, "PER_NODE='2,2' .*, 3 together, as SLURM_STEP_NUM"),
+        (
+            {"SLURM_STEP_TASKS_PER_NODE": "2,2"},
+            "PER_NODE='2,2' .* with the sum 3, the value of SLURM_STEP_NUM",
+        ),
         ({"SLURM_STEP_TASKS_PER_NODE": "2x1"}, "PER_NODE='2x1' in the environment: expected"),
         ({"SLURM_STEP_NODELIST": "[1-2"}, r"SLURM_STEP_NODELIST='\[1-2' in the environment"),
     ],
 )
-def test_malformed(changed: dict[str, str], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Step.of({**variables(1, (2, 1), "n[1-2]"), **changed})
+def test_malformed_variables(changed: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SlurmStep.from_environment({**slurm_variables(1, (2, 1), "n[1-2]"), **changed})
 
 
 @pytest.mark.parametrize(
@@ -129,18 +142,18 @@ def test_malformed(changed: dict[str, str], words: str) -> None:
         (("SLURM_JOB_ID", "SLURM_PROCID"), ""),  # a batch script
         (("SLURM_STEP_ID", "SLURM_PROCID"), "slurm"),
         (("SLURM_STEP_ID", "SLURM_PROCID", "PMI_SIZE", "PMIX_RANK"), "slurm"),
-        # mpirun has had srun start its own processes.
+        # mpirun has started its processes with srun.
         (("SLURM_STEP_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK"), "mpi"),
         (("SLURM_STEP_ID", "SLURM_PROCID", "MPI_LOCALNRANKS", "PMI_SIZE"), "mpi"),
         (("PMIX_RANK",), "mpi"),
     ],
 )
-def test_who_has_started_it(names: tuple[str, ...], launcher: str) -> None:
+def test_detection_of_the_launcher(names: tuple[str, ...], launcher: str) -> None:
     assert env.launcher(dict.fromkeys(names, "1")) == launcher
 
 
 def run(script: Path, environments: list[dict[str, str]]) -> list[tuple[int, str, str]]:
-    # The tests may themselves run in a job.
+    # The tests may run in a Slurm job.
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     processes = [
         subprocess.Popen(
@@ -160,65 +173,69 @@ def run(script: Path, environments: list[dict[str, str]]) -> list[tuple[int, str
             process.wait()
 
 
-def test_meeting(tmp_path: Path) -> None:
-    """Two nodes: both this one, by addresses in the place of names."""
+def test_rendezvous(tmp_path: Path) -> None:
+    """Two nodes, both of them this machine, with addresses instead of names."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    given = [variables(rank, (2, 1), "127.0.0.[1-2]") for rank in range(3)]
-    ended = run(script, given)
-    assert [code for code, _, _ in ended] == [0, 0, 0], ended
-    places = [out.strip() for _, out, _ in ended]
-    assert places == ["place 0 3 0 2", "place 1 3 1 2", "place 2 3 0 1"]
+    environ = [slurm_variables(rank, (2, 1), "127.0.0.[1-2]") for rank in range(3)]
+    results = run(script, environ)
+    assert [code for code, _, _ in results] == [0, 0, 0], results
+    lines = [out.strip() for _, out, _ in results]
+    assert lines == ["place 0 3 0 2", "place 1 3 1 2", "place 2 3 0 1"]
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_a_port_in_use(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        given = {**variables(0, (2,), "n1"), "MASTER_PORT": str(port)}
-        ((code, _, err),) = run(script, [given])
+        environ = {**slurm_variables(0, (2,), "n1"), "MASTER_PORT": str(port)}
+        ((code, _, err),) = run(script, [environ])
     assert code == 1
-    words = f"rank 0 can't listen on port {port} of 127.0.0.1 (Address already in use): set MASTER"
-    assert words in err.splitlines()[-1]
+    message = (
+        f"rank 0 can't listen on port {port} of 127.0.0.1 (Address already in use): set MASTER"
+    )
+    assert message in err.splitlines()[-1]
 
 
 def test_a_step_of_one_task_needs_no_network(tmp_path: Path) -> None:
-    """As in the shell of an allocation, where a script may be run twice at once."""
+    """As in the shell of an allocation, in which a script may run twice at the same time."""
     script = tmp_path / "script.py"
     script.write_text(
         "import phalanx\nwith phalanx.init() as session: print(session.rank, session.world_size)"
     )
     with socket.create_server(("127.0.0.1", 0)) as other:
-        given = {**variables(0, (1,), "n1"), "MASTER_PORT": str(other.getsockname()[1])}
-        ((code, out, err),) = run(script, [given])
+        environ = {**slurm_variables(0, (1,), "n1"), "MASTER_PORT": str(other.getsockname()[1])}
+        ((code, out, err),) = run(script, [environ])
     assert (code, out) == (0, "0 1\n"), err
 
 
-def test_no_step(tmp_path: Path) -> None:
+def test_processes_outside_a_step(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    alone, batch = run(script, [{}, {"SLURM_JOB_ID": "41712", "SLURM_PROCID": "0"}])
-    assert "slurm://: this process was not started by srun: start" in alone[2].splitlines()[-1]
-    assert "by srun (a batch script is no step): start" in batch[2].splitlines()[-1]
+    no_step, batch_script = run(script, [{}, {"SLURM_JOB_ID": "41712", "SLURM_PROCID": "0"}])
+    assert "slurm://: this process was not started by srun: start" in no_step[2].splitlines()[-1]
+    assert "by srun (a batch script is not a step): start" in batch_script[2].splitlines()[-1]
 
 
 @pytest.mark.parametrize(
-    ("given", "other"),
+    ("environ", "other"),
     [
         ({"OMPI_COMM_WORLD_SIZE": "4"}, "mpirun"),
         ({"MPI_LOCALNRANKS": "2", "PMI_SIZE": "4"}, "mpirun"),
-        (variables(0, (2, 2), "n[1-2]"), "srun"),
+        (slurm_variables(0, (2, 2), "n[1-2]"), "srun"),
     ],
 )
 def test_phalanx_run_under_another_launcher(
-    given: dict[str, str], other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    environ: dict[str, str], other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "script.py"
     script.write_text("")
-    for name, value in given.items():
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    words = f"^{other} has started several of `phalanx run`.*`{other} ... python SCRIPT`"
-    with pytest.raises(UsageError, match=words):
+    message = (
+        f"^{other} has started several instances of `phalanx run`.*`{other} ... python SCRIPT`"
+    )
+    with pytest.raises(UsageError, match=message):
         parse([str(script)])
     assert parse(["--nnodes", "2", "--master-addr", "n1", str(script)])

@@ -1,4 +1,4 @@
-"""The gate between hosts, by real sockets: who has the key comes in, and nobody else."""
+"""The tunnel between hosts, over real sockets: it admits only connections with the key."""
 
 from __future__ import annotations
 
@@ -16,62 +16,62 @@ import torch.distributed as dist
 from phalanx.errors import LaunchError
 from phalanx.launcher import handshake, tunnel_server
 from phalanx.launcher.store import HOST, host_store
-from phalanx.launcher.tunnel_client import Way
-from phalanx.launcher.tunnel_server import Gate
+from phalanx.launcher.tunnel_client import TunnelClient
+from phalanx.launcher.tunnel_server import TunnelServer
 
 KEY = b"k" * 32
 LIMIT = 20.0
 
 
-class Guarded:
-    """A store behind a gate, and what the gate's user was told."""
+class GuardedStore:
+    """A store behind a tunnel server, and the notices that the server shows to the user."""
 
     def __init__(self, key: bytes) -> None:
-        self.told: list[str] = []
-        self.wrong = ""
+        self.notices: list[str] = []
+        self.rejection = ""
         self.store = host_store()
         with socket.create_server((HOST, 0)) as free:
             self.port = int(free.getsockname()[1])
-        self.gate = Gate(
-            HOST, self.port, key, self.store.port, lambda _: self.wrong, self.told.append
+        self.server = TunnelServer(
+            HOST, self.port, key, self.store.port, lambda _: self.rejection, self.notices.append
         )
 
     def connect(self) -> socket.socket:
-        """As a stranger does."""
+        """Connect without authentication."""
         return socket.create_connection((HOST, self.port), timeout=LIMIT)
 
 
 @pytest.fixture
-def guarded() -> Iterator[Guarded]:
-    made = Guarded(KEY)
-    yield made
-    made.gate.close()
+def guarded_store() -> Iterator[GuardedStore]:
+    store = GuardedStore(KEY)
+    yield store
+    store.server.close()
 
 
 @pytest.fixture
-def way() -> Iterator[Callable[..., Way]]:
+def make_client() -> Iterator[Callable[..., TunnelClient]]:
     with contextlib.ExitStack() as stack:
 
-        def make(port: int, key: bytes = KEY, number: int = 1, **hello: Any) -> Way:
-            made = Way(HOST, port, key, {"number": number, **hello}, lambda _: None)
-            stack.callback(made.close)
-            return made
+        def make(port: int, key: bytes = KEY, number: int = 1, **hello: Any) -> TunnelClient:
+            client = TunnelClient(HOST, port, key, {"number": number, **hello}, lambda _: None)
+            stack.callback(client.close)
+            return client
 
         yield make
 
 
-def use(way: Way) -> None:
-    """Enter, and use the store from this host."""
-    way.enter(LIMIT)
+def join_and_use_store(client: TunnelClient) -> None:
+    """Join the job, and use the store from this host."""
+    client.connect(LIMIT)
     limit = timedelta(seconds=LIMIT)
-    store = dist.TCPStore(HOST, way.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+    store = dist.TCPStore(HOST, client.store_port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     big = "x" * 3_000_000
     store.set("big", big)
     assert store.get("big").decode() == big
 
 
-def until_closed(connection: socket.socket) -> bytes:
-    """All that comes there."""
+def read_until_closed(connection: socket.socket) -> bytes:
+    """Return all data up to the end of the connection."""
     text = b""
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(4096):
@@ -79,155 +79,173 @@ def until_closed(connection: socket.socket) -> bytes:
     return text
 
 
-def test_who_has_the_key_reaches_the_store(guarded: Guarded, way: Callable[..., Way]) -> None:
-    use(way(guarded.port))
-    assert guarded.store.get("big")[:3] == b"xxx"
-    assert guarded.told == []
+def test_clients_with_the_key_reach_the_store(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
+    join_and_use_store(make_client(guarded_store.port))
+    assert guarded_store.store.get("big")[:3] == b"xxx"
+    assert guarded_store.notices == []
 
 
-def test_another_key(guarded: Guarded, way: Callable[..., Way]) -> None:
+def test_clients_with_a_different_key_are_rejected(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
     start = time.monotonic()
     for key in (b"another key, also of 32 bytes ...", b""):
-        with pytest.raises(LaunchError, match="doesn't let this host in: it has another key"):
-            way(guarded.port, key).enter(LIMIT)
+        with pytest.raises(
+            LaunchError, match=r"can't join the job at .*: the two hosts have different keys"
+        ):
+            make_client(guarded_store.port, key).connect(LIMIT)
     assert time.monotonic() - start < LIMIT
-    assert guarded.told == [f"turned {HOST} away: it has another key, or none"]
-    use(way(guarded.port))
+    assert guarded_store.notices == [f"rejected {HOST}: it has a different key or none"]
+    join_and_use_store(make_client(guarded_store.port))
 
 
-def test_strangers_change_nothing(
-    guarded: Guarded, way: Callable[..., Way], monkeypatch: pytest.MonkeyPatch
+def test_unauthenticated_connections_have_no_effect(
+    guarded_store: GuardedStore,
+    make_client: Callable[..., TunnelClient],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those who say nothing, too: more of them than may be in their handshake at once."""
+    """This includes idle ones, of which there are more than the limit of pending handshakes."""
     monkeypatch.setattr(tunnel_server, "_MOST_PENDING", 64)
-    guarded.store.set("own", "value")
-    keys = guarded.store.num_keys()
+    guarded_store.store.set("own", "value")
+    keys = guarded_store.store.num_keys()
     with contextlib.ExitStack() as stack:
-        silent = [stack.enter_context(guarded.connect()) for _ in range(80)]
+        idle = [stack.enter_context(guarded_store.connect()) for _ in range(80)]
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1000, bytes(range(256)) * 40):
-            stranger = stack.enter_context(guarded.connect())
+            stranger = stack.enter_context(guarded_store.connect())
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(garbage)
                 stranger.shutdown(socket.SHUT_WR)
-            # A challenge and "no" are all that it hears.
-            assert len(until_closed(stranger)) <= len("phalanx gate 1\n") + 32 + 1
+            # It receives only a challenge and a rejection.
+            assert len(read_until_closed(stranger)) <= len(handshake._GREETING) + 32 + 1
         start = time.monotonic()
-        use(way(guarded.port))
+        join_and_use_store(make_client(guarded_store.port))
         assert time.monotonic() - start < 5
-        assert guarded.store.num_keys() == keys + 1  # what `use` has set
-        # The first of the silent ones had to go for those who came after them.
-        assert len(until_closed(silent[0])) <= len("phalanx gate 1\n") + 32
+        assert guarded_store.store.num_keys() == keys + 1  # the entry of `join_and_use_store`
+        # The first idle connection was dropped in favour of later ones.
+        assert len(read_until_closed(idle[0])) <= len(handshake._GREETING) + 32
 
 
-def test_many_strangers_leave_others_their_time(
-    guarded: Guarded, monkeypatch: pytest.MonkeyPatch
+def test_a_flood_from_one_address_spares_other_addresses(
+    guarded_store: GuardedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tunnel_server, "_MOST_PENDING", 8)
     with contextlib.ExitStack() as stack:
-        slow = socket.create_connection((HOST, guarded.port), LIMIT, ("127.0.0.2", 0))
+        slow = socket.create_connection((HOST, guarded_store.port), LIMIT, ("127.0.0.2", 0))
         stack.enter_context(slow)
-        slow.recv(15 + 32, socket.MSG_WAITALL)
-        silent = [stack.enter_context(guarded.connect()) for _ in range(12)]
-        for each in silent[:4]:
-            until_closed(each)
+        slow.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL)
+        idle = [stack.enter_context(guarded_store.connect()) for _ in range(12)]
+        for connection in idle[:4]:
+            read_until_closed(connection)
         slow.sendall(bytes(64))
-        assert until_closed(slow) == b"\0", "it was heard"
+        assert read_until_closed(slow) == b"\0", "the handshake was dropped"
 
 
 @pytest.mark.parametrize("hello", (b"[" * 4000, b"[]", b"{", bytes(9)))
-def test_a_hello_that_makes_no_sense(guarded: Guarded, hello: bytes) -> None:
-    with guarded.connect() as guest:
-        theirs = guest.recv(15 + 32, socket.MSG_WAITALL)[15:]
-        own = bytes(32)
-        guest.sendall(own + handshake._proof(KEY, "guest", theirs, own))
-        guest.sendall(len(hello).to_bytes(4, "big") + hello)
-        assert len(until_closed(guest)) == 1 + 32
-    assert guarded.told
-    assert "its hello" in guarded.told[0]
+def test_a_malformed_hello(guarded_store: GuardedStore, hello: bytes) -> None:
+    with guarded_store.connect() as client_socket:
+        server_nonce = client_socket.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL)[-32:]
+        client_nonce = bytes(32)
+        client_socket.sendall(
+            client_nonce + handshake._proof(KEY, "client", server_nonce, client_nonce)
+        )
+        client_socket.sendall(len(hello).to_bytes(4, "big") + hello)
+        assert len(read_until_closed(client_socket)) == 1 + 32
+    assert guarded_store.notices
+    assert "its hello" in guarded_store.notices[0]
 
 
-def test_silence_has_a_limit_but_for_the_relay(guarded: Guarded, way: Callable[..., Way]) -> None:
+def test_user_timeout_of_all_services_but_the_relay(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
     with socket.socket(socket.AF_UNIX) as relay:
-        relay.bind(guarded.gate.relay.replace("@", "\0"))
+        relay.bind(guarded_store.server.relay_socket.replace("@", "\0"))
         relay.listen()
-        entered = way(guarded.port)
-        entered.enter(LIMIT)
+        client = make_client(guarded_store.port)
+        client.connect(LIMIT)
         limits = {}
         for service in ("join", "store", "relay"):
-            entered._hello["number"] = 7  # another host's, as far as the gate knows
-            _, writer = entered._connections.call(entered._through(service))
+            client._hello["number"] = 7  # as if it were another host
+            _, writer = client._connections.call(client._open_service(service))
             connection = writer.get_extra_info("socket")
             limits[service] = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            entered._connections.call(entered._leave(writer))
+            client._connections.call(client._close_membership(writer))
     assert limits == {"join": 30_000, "store": 30_000, "relay": 0}
 
 
-def test_an_answer_cannot_be_used_again(guarded: Guarded, way: Callable[..., Way]) -> None:
-    """Who has listened to a handshake can't do it once more."""
-    with socket.create_server((HOST, 0)) as listener:
-        between = way(listener.getsockname()[1])
-        with contextlib.ExitStack() as stack:
-            entering = threading.Thread(target=lambda: _suppressed(between))
-            entering.start()
-            guest = stack.enter_context(listener.accept()[0])
-            first = stack.enter_context(guarded.connect())
-            greeting = first.recv(15 + 32, socket.MSG_WAITALL)
-            guest.sendall(greeting)
-            answer = guest.recv(64, socket.MSG_WAITALL)
-            again = stack.enter_context(guarded.connect())
-            assert again.recv(15 + 32, socket.MSG_WAITALL) != greeting
-            again.sendall(answer)
-            assert until_closed(again) == b"\0"
-            guest.sendall(b"\0")
-            entering.join(LIMIT)
-            assert not entering.is_alive()
-
-
-def _suppressed(way: Way) -> None:
-    with contextlib.suppress(LaunchError):
-        way.enter(1)
-
-
-def test_what_is_wrong_with_a_host_is_told_on_both(
-    guarded: Guarded, way: Callable[..., Way]
+def test_a_proof_cannot_be_replayed(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
 ) -> None:
-    guarded.wrong = "node-b has torch 2.9, node-a 2.13"
-    with pytest.raises(LaunchError, match=r"in: node-b has torch 2\.9, node-a 2\.13"):
-        way(guarded.port).enter(LIMIT)
-    assert guarded.told == [f"turned {HOST} away: node-b has torch 2.9, node-a 2.13"]
+    """An eavesdropper cannot repeat a handshake."""
+    with socket.create_server((HOST, 0)) as listener:
+        client = make_client(listener.getsockname()[1])
+        with contextlib.ExitStack() as stack:
+            joining = threading.Thread(target=lambda: _connect_ignoring_errors(client))
+            joining.start()
+            client_socket = stack.enter_context(listener.accept()[0])
+            first = stack.enter_context(guarded_store.connect())
+            greeting = first.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL)
+            client_socket.sendall(greeting)
+            proof = client_socket.recv(64, socket.MSG_WAITALL)
+            replay = stack.enter_context(guarded_store.connect())
+            assert replay.recv(len(handshake._GREETING) + 32, socket.MSG_WAITALL) != greeting
+            replay.sendall(proof)
+            assert read_until_closed(replay) == b"\0"
+            client_socket.sendall(b"\0")
+            joining.join(LIMIT)
+            assert not joining.is_alive()
 
 
-def test_a_number_that_is_taken(guarded: Guarded, way: Callable[..., Way]) -> None:
-    first = way(guarded.port, number=1)
-    use(first)
-    for number, whose in ((1, HOST), (0, "the one with the rendezvous")):
-        with pytest.raises(LaunchError, match=f"host {number} is {whose} already"):
-            way(guarded.port, number=number).enter(LIMIT)
-    use(way(guarded.port, number=2))
+def _connect_ignoring_errors(client: TunnelClient) -> None:
+    with contextlib.suppress(LaunchError):
+        client.connect(1)
 
 
-def test_nobody_there(guarded: Guarded, way: Callable[..., Way]) -> None:
+def test_a_rejection_is_reported_on_both_hosts(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
+    guarded_store.rejection = "node-b has torch 2.9, node-a 2.13"
+    with pytest.raises(LaunchError, match=r"the job at .*: node-b has torch 2\.9, node-a 2\.13"):
+        make_client(guarded_store.port).connect(LIMIT)
+    assert guarded_store.notices == [f"rejected {HOST}: node-b has torch 2.9, node-a 2.13"]
+
+
+def test_a_duplicate_node_rank(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
+    first = make_client(guarded_store.port, number=1)
+    join_and_use_store(first)
+    for number, holder in ((1, HOST), (0, "the host of the rendezvous")):
+        with pytest.raises(LaunchError, match=f"host number {number} is taken by {holder}: give"):
+            make_client(guarded_store.port, number=number).connect(LIMIT)
+    join_and_use_store(make_client(guarded_store.port, number=2))
+
+
+def test_an_unreachable_server(
+    guarded_store: GuardedStore, make_client: Callable[..., TunnelClient]
+) -> None:
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(LaunchError, match=rf"{HOST}:{port} can't be reached for 1 s \(.*refused"):
-        way(port).enter(1)
-    with pytest.raises(LaunchError, match="can't be reached for 1 s"):
-        Way("no-such-host.invalid", port, KEY, {}, lambda _: None).enter(1)
-    with pytest.raises(LaunchError, match=r"'a..b' is no name"):
-        Way("a..b", port, KEY, {}, lambda _: None).enter(1)
+    with pytest.raises(LaunchError, match=rf"{HOST}:{port} was not reachable for 1 s \(.*refused"):
+        make_client(port).connect(1)
+    with pytest.raises(LaunchError, match="was not reachable for 1 s"):
+        TunnelClient("no-such-host.invalid", port, KEY, {}, lambda _: None).connect(1)
+    with pytest.raises(LaunchError, match=r"invalid endpoint a\.\.b:\d+: bad host name 'a\.\.b'"):
+        TunnelClient("a..b", port, KEY, {}, lambda _: None).connect(1)
 
 
-def test_somebody_else_there(way: Callable[..., Way]) -> None:
+def test_another_program_on_the_port(make_client: Callable[..., TunnelClient]) -> None:
     with socket.create_server((HOST, 0)) as listener:
 
-        def answers() -> None:
+        def answer_as_ssh() -> None:
             with listener.accept()[0] as other:
                 other.sendall(b"SSH-2.0-OpenSSH_9.2 and much more than that, to be read\r\n")
-                until_closed(other)
+                read_until_closed(other)
 
-        thread = threading.Thread(target=answers)
+        thread = threading.Thread(target=answer_as_ssh)
         thread.start()
-        with pytest.raises(LaunchError, match="what answers there isn't `phalanx run`"):
-            way(listener.getsockname()[1]).enter(LIMIT)
+        with pytest.raises(LaunchError, match="the program there is not `phalanx run`"):
+            make_client(listener.getsockname()[1]).connect(LIMIT)
         thread.join(LIMIT)
         assert not thread.is_alive()

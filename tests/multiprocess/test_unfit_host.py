@@ -1,4 +1,4 @@
-"""Hosts on which no rank can be started: one error of the launcher, and nothing left behind."""
+"""Hosts that cannot start ranks: the launcher reports one error and leaves no job behind."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ COMMANDS = {
     "phalanx run": "from phalanx.cli import main; main()",
     "phalanx.launch": "import phalanx; phalanx.launch(print, 2)",
 }
-NO_PROC = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
-HIDDEN = 'mount -t tmpfs none /proc && exec "$@"'
-UNFIT = {
+UNSHARE = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
+HIDE_PROC = 'mount -t tmpfs none /proc && exec "$@"'
+UNFIT_HOSTS = {
     "few files": (
         ["sh", "-c", 'ulimit -n 30; exec "$@"', "sh"],
         "this process may have 30 files open and has ",
         " to start 2 ranks: raise the limit, for example with `ulimit -n 1024`\n",
     ),
     "no /proc": (
-        [*NO_PROC, HIDDEN, "sh"],
+        [*UNSHARE, HIDE_PROC, "sh"],
         "can't read /proc/self/fd (No such file or directory): Phalanx needs /proc to ",
         "; mount it, for example with `mount -t proc proc /proc`\n",
     ),
@@ -35,27 +35,27 @@ UNFIT = {
 def can_hide_proc() -> bool:
     return (
         shutil.which("unshare") is not None
-        and subprocess.run([*NO_PROC, HIDDEN, "sh", "true"], timeout=LIMIT).returncode == 0
+        and subprocess.run([*UNSHARE, HIDE_PROC, "sh", "true"], timeout=LIMIT).returncode == 0
     )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("unfit", UNFIT)
-def test_one_clear_error(command: str, unfit: str, tmp_path: Path, jobs: Path) -> None:
-    if unfit == "no /proc" and not can_hide_proc():
-        pytest.skip("this machine lets nobody mount over /proc")
-    before, begin, end = UNFIT[unfit]
+@pytest.mark.parametrize("reason", UNFIT_HOSTS)
+def test_an_unfit_host_is_one_error(command: str, reason: str, tmp_path: Path, jobs: Path) -> None:
+    if reason == "no /proc" and not can_hide_proc():
+        pytest.skip("this machine does not permit a mount over /proc")
+    prefix, start, end = UNFIT_HOSTS[reason]
     script = tmp_path / "script.py"
     script.touch()
-    words = [*before, sys.executable, "-c", COMMANDS[command]]
+    arguments = [*prefix, sys.executable, "-c", COMMANDS[command]]
     if command == "phalanx run":
-        words += ["run", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False)
+        arguments += ["run", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 1
     if command == "phalanx run":
-        assert done.stderr.startswith(f"phalanx: error: {begin}"), done.stderr
+        assert done.stderr.startswith(f"phalanx: error: {start}"), done.stderr
     else:
-        assert f"\nphalanx.errors.LaunchError: {begin}" in done.stderr, done.stderr
+        assert f"\nphalanx.errors.LaunchError: {start}" in done.stderr, done.stderr
         assert done.stderr.count("Traceback") == 1
     assert done.stderr.endswith(end)
     assert not jobs.exists()

@@ -26,9 +26,9 @@ from phalanx.doctor.peers.round_robin import rounds
 from phalanx.doctor.peers.ssh import _SshAgent, peer_names
 from phalanx.doctor.peers.tcp_probe import Answering, Unreached, measure
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.cores import limits
+from phalanx.launcher.cores import cgroup_limits
 from phalanx.launcher.ssh import connection
-from phalanx.launcher.ssh.host_list import HostPlace
+from phalanx.launcher.ssh.host_list import HostSpec
 
 
 @given(st.integers(0, 40))
@@ -136,7 +136,7 @@ def test_memory_of_the_control_group(
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert min(limits("memory", _version2, _version1, tmp_path), default=None) == expected
+    assert min(cgroup_limits("memory", _version2, _version1, tmp_path), default=None) == expected
 
 
 def named(findings: list[Finding]) -> dict[str, Finding]:
@@ -289,6 +289,6 @@ def test_a_configuration_of_ssh_that_takes_for_ever(
 ) -> None:
     monkeypatch.setattr(connection, "CONFIGURATION_LIMIT", 0.2)
     with pytest.raises(LaunchError, match=r"-G -- node-a` didn't end within 0.2 s: see what ssh's"):
-        connection.address_of(
-            HostPlace("node-a", None), ssh_of(tmp_path, "import time; time.sleep(60)")
+        connection.resolve_address(
+            HostSpec("node-a", None), ssh_of(tmp_path, "import time; time.sleep(60)")
         )

@@ -1,4 +1,4 @@
-"""What launchers tell each other, over a real store."""
+"""Coordination of launchers over a real store."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from phalanx.errors import LaunchError
 from phalanx.launcher.job_coordinator import (
     AbsentHostError,
-    Agreed,
-    News,
+    Agreement,
+    JobCoordinator,
     agree,
-    first_attempt,
-    is_over,
-    meet,
+    end_reason,
+    next_attempt,
+    wait_for_hosts,
 )
 from phalanx.launcher.store import host_store
 
@@ -31,50 +31,55 @@ def store() -> Any:
 
 
 @pytest.fixture
-def news(store: Any) -> Iterator[list[News]]:
-    made = [News(store, HOSTS[number], has_store=number == 0) for number in range(3)]
-    for each in made:
-        each.begin(0, HOSTS)
-    yield made
-    for each in made:
+def coordinators(store: Any) -> Iterator[list[JobCoordinator]]:
+    coordinators = [
+        JobCoordinator(store, HOSTS[number], has_store=number == 0) for number in range(3)
+    ]
+    for each in coordinators:
+        each.begin_attempt(0, HOSTS)
+    yield coordinators
+    for each in coordinators:
         each.close()
 
 
-def wait_until_heard(news: News) -> tuple[str, int]:
+def wait_for_remote_failure(coordinator: JobCoordinator) -> tuple[str, int]:
     end = time.monotonic() + LIMIT
-    while (heard := news.heard) is None:
+    while (failure := coordinator.remote_failure) is None:
         assert time.monotonic() < end
         time.sleep(0.01)
-    return heard.text, heard.code
+    return failure.text, failure.code
 
 
-def test_a_failure_is_heard_by_all_others(news: list[News]) -> None:
-    news[1].tell("rank 2 has had enough", 7)
-    for other in (news[0], news[2]):
-        text, code = wait_until_heard(other)
+def test_a_failure_reaches_all_other_hosts(coordinators: list[JobCoordinator]) -> None:
+    coordinators[1].report("rank 2 has failed", 7)
+    for other in (coordinators[0], coordinators[2]):
+        text, code = wait_for_remote_failure(other)
         assert text.startswith("on ")
-        assert text.endswith(": rank 2 has had enough")
+        assert text.endswith(": rank 2 has failed")
         assert code == 7
-    assert news[1].heard is None
+    assert coordinators[1].remote_failure is None
 
 
-def test_only_one_is_first(news: list[News]) -> None:
-    threads = [threading.Thread(target=each.tell, args=("x", 3 + i)) for i, each in enumerate(news)]
+def test_only_one_report_wins(coordinators: list[JobCoordinator]) -> None:
+    threads = [
+        threading.Thread(target=each.report, args=("x", 3 + i))
+        for i, each in enumerate(coordinators)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
     end = time.monotonic() + LIMIT
-    while sum(each.heard is not None for each in news) < 2:
+    while sum(each.remote_failure is not None for each in coordinators) < 2:
         assert time.monotonic() < end
         time.sleep(0.01)
-    heard = {each.heard for each in news}
-    assert None in heard
-    assert len(heard) == 2, heard
+    failures = {each.remote_failure for each in coordinators}
+    assert None in failures
+    assert len(failures) == 2, failures
 
 
-def test_all_leave_together(news: list[News]) -> None:
-    threads = [threading.Thread(target=each.leave, args=(LIMIT,)) for each in news]
+def test_all_hosts_finish_together(coordinators: list[JobCoordinator]) -> None:
+    threads = [threading.Thread(target=each.finish, args=(LIMIT,)) for each in coordinators]
     start = time.monotonic()
     for thread in threads[:2]:
         thread.start()
@@ -85,103 +90,113 @@ def test_all_leave_together(news: list[News]) -> None:
     for thread in threads:
         thread.join(LIMIT)
     assert time.monotonic() - start < LIMIT
-    assert [each.heard for each in news] == [None] * 3
+    assert [each.remote_failure for each in coordinators] == [None] * 3
 
 
-def test_host_0_leaves_first(news: list[News]) -> None:
-    """That isn't a failure of the others, which need not wait for each other then."""
-    news[0].leave(0.2)
+def test_host_0_finishes_first(coordinators: list[JobCoordinator]) -> None:
+    """This is no failure of the others, which then need not wait for each other."""
+    coordinators[0].finish(0.2)
     start = time.monotonic()
-    news[1].leave(LIMIT)
+    coordinators[1].finish(LIMIT)
     assert time.monotonic() - start < LIMIT
-    assert news[1].heard is None
+    assert coordinators[1].remote_failure is None
 
 
 def test_the_host_with_the_store_may_have_any_number(store: Any) -> None:
-    with_it, other = News(store, "a", has_store=True), News(store, "b", has_store=False)
+    with_store, other = (
+        JobCoordinator(store, "a", has_store=True),
+        JobCoordinator(store, "b", has_store=False),
+    )
     try:
-        with_it.begin(0, ("a", "b"))
-        other.begin(0, ("a", "b"))
-        with_it.leave(0.2)
+        with_store.begin_attempt(0, ("a", "b"))
+        other.begin_attempt(0, ("a", "b"))
+        with_store.finish(0.2)
         start = time.monotonic()
-        other.leave(LIMIT)
+        other.finish(LIMIT)
         assert time.monotonic() - start < LIMIT
-        assert other.heard is None
+        assert other.remote_failure is None
     finally:
-        with_it.close()
+        with_store.close()
         other.close()
 
 
-def test_who_leaves_hears_of_a_failure(news: list[News]) -> None:
-    thread = threading.Thread(target=news[0].leave, args=(LIMIT,))
+def test_a_finishing_host_receives_a_failure(coordinators: list[JobCoordinator]) -> None:
+    thread = threading.Thread(target=coordinators[0].finish, args=(LIMIT,))
     thread.start()
-    news[2].tell("no", 5)
+    coordinators[2].report("no", 5)
     thread.join(LIMIT)
-    assert wait_until_heard(news[0])[1] == 5
+    assert wait_for_remote_failure(coordinators[0])[1] == 5
 
 
-def test_what_is_past_is_not_heard_again(store: Any, news: list[News]) -> None:
-    """All start again; then some fail again, on a host that hadn't been first."""
-    assert first_attempt(store) == 0
-    news[1].tell("rank 2 has had enough", 7)
-    for other in (news[0], news[2]):
-        wait_until_heard(other)
-    assert first_attempt(store) == 1
-    for each in news:
-        each.begin(1, HOSTS)
-        assert each.catch_up() is None
-    news[0].tell("rank 0 too", 8)
-    for other in news[1:]:
-        assert wait_until_heard(other)[1] == 8
-    assert [each.heard is None for each in news] == [True, False, False]
-    assert first_attempt(store) == 2
+def test_a_new_attempt_discards_reports(store: Any, coordinators: list[JobCoordinator]) -> None:
+    """All hosts restart; then another host is the first to report a failure."""
+    assert next_attempt(store) == 0
+    coordinators[1].report("rank 2 has failed", 7)
+    for other in (coordinators[0], coordinators[2]):
+        wait_for_remote_failure(other)
+    assert next_attempt(store) == 1
+    for each in coordinators:
+        each.begin_attempt(1, HOSTS)
+        assert each.refresh() is None
+    coordinators[0].report("rank 0 too", 8)
+    for other in coordinators[1:]:
+        assert wait_for_remote_failure(other)[1] == 8
+    assert [each.remote_failure is None for each in coordinators] == [True, False, False]
+    assert next_attempt(store) == 2
 
 
-def test_a_host_that_has_gone_is_missed(news: list[News], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By all, that which has seen it among them; but not if it has nothing more to do."""
+def test_a_lost_host_is_reported(
+    coordinators: list[JobCoordinator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All hosts get the report, even the one that made it, unless the lost host had finished."""
     monkeypatch.setattr("phalanx.launcher.job_coordinator._MISS_SECONDS", 0.1)
-    news[0].miss("x", "a stranger")
-    news[0].miss("c", "node-c")
-    for each in news[:2]:
-        assert wait_until_heard(each) == ("the launcher on node-c, or the way to it, is gone", 1)
-    for each in news:
-        each.begin(1, HOSTS)
-    news[2].leave(0.5)
-    news[0].miss("c", "node-c")
-    while news[0]._now.gone:
-        news[0].catch_up()
-    assert [each.catch_up() for each in news] == [None] * 3
+    coordinators[0].report_lost_host("x", "a stranger")
+    coordinators[0].report_lost_host("c", "node-c")
+    for each in coordinators[:2]:
+        assert wait_for_remote_failure(each) == (
+            "lost the launcher on node-c, or the connection to it",
+            1,
+        )
+    for each in coordinators:
+        each.begin_attempt(1, HOSTS)
+    coordinators[2].finish(0.5)
+    coordinators[0].report_lost_host("c", "node-c")
+    while coordinators[0]._attempt.lost_hosts:
+        coordinators[0].refresh()
+    assert [each.refresh() for each in coordinators] == [None] * 3
 
 
-def test_who_leaves_may_be_missed_or_not(news: list[News]) -> None:
-    news[1].tell("stopped", 130, left=True)
-    heard = news[0].catch_up()
-    assert heard is not None
-    assert (heard.code, heard.final, heard.left) == (130, False, True)
+def test_a_host_that_has_left(coordinators: list[JobCoordinator]) -> None:
+    coordinators[1].report("stopped", 130, has_left=True)
+    failure = coordinators[0].refresh()
+    assert failure is not None
+    assert (failure.code, failure.is_final, failure.has_left) == (130, False, True)
 
 
-def test_what_ends_the_job_is_heard_between_attempts(store: Any, news: list[News]) -> None:
-    """Also by those that wait for the others, and after a failure that was told first."""
-    news[2].tell("rank 4 has had enough", 7)
-    assert is_over(store) == ""
-    news[1].tell("stopped", 130, final=True)
-    assert is_over(store).endswith(": stopped")
-    for other in (news[0], news[2]):
-        heard = other.catch_up()
-        assert heard is not None
-        assert (heard.code, heard.final) == (130, True)
-        other.begin(1, HOSTS)
-        assert other.heard == heard
-    assert news[1].catch_up() is not None  # what was told first
+def test_a_final_failure_reaches_hosts_between_attempts(
+    store: Any, coordinators: list[JobCoordinator]
+) -> None:
+    """Even hosts that wait for others get it, and after an earlier failure."""
+    coordinators[2].report("rank 4 has failed", 7)
+    assert end_reason(store) == ""
+    coordinators[1].report("stopped", 130, is_final=True)
+    assert end_reason(store).endswith(": stopped")
+    for other in (coordinators[0], coordinators[2]):
+        failure = other.refresh()
+        assert failure is not None
+        assert (failure.code, failure.is_final) == (130, True)
+        other.begin_attempt(1, HOSTS)
+        assert other.remote_failure == failure
+    assert coordinators[1].refresh() is not None  # the earlier failure
     with pytest.raises(LaunchError, match=r"^on .*: stopped$"):
-        meeting(store, 0, 2, LIMIT, attempt=1)
+        wait_for_others(store, 0, 2, LIMIT, attempt=1)
 
 
-def test_hosts_agree_on_the_most_that_one_has_counted(store: Any) -> None:
-    agreed: dict[int, Agreed] = {}
+def test_hosts_agree_on_the_highest_counts(store: Any) -> None:
+    agreements: dict[int, Agreement] = {}
 
-    def count(number: int, own: tuple[int, int]) -> None:
-        agreed[number] = agree(store.clone(), number, 3, own, HOSTS[number], LIMIT)
+    def count(number: int, own_counts: tuple[int, int]) -> None:
+        agreements[number] = agree(store.clone(), number, 3, own_counts, HOSTS[number], LIMIT)
 
     counts = [(4, 0), (2, 3), (0, 0)]
     threads = [threading.Thread(target=count, args=each) for each in enumerate(counts)]
@@ -189,78 +204,85 @@ def test_hosts_agree_on_the_most_that_one_has_counted(store: Any) -> None:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert agreed == dict.fromkeys(range(3), Agreed(4, 3, HOSTS))
+    assert agreements == dict.fromkeys(range(3), Agreement(4, 3, HOSTS))
 
 
 @pytest.mark.parametrize("absent", range(3))
-def test_a_counted_host_that_is_not_there(store: Any, absent: int) -> None:
-    """All others learn the same, and none is left with another opinion."""
-    words: list[str] = []
+def test_a_counted_host_that_is_absent(store: Any, absent: int) -> None:
+    """All other hosts raise the same error."""
+    messages: list[str] = []
 
     def count(number: int) -> None:
         with pytest.raises(AbsentHostError) as caught:
             agree(store.clone(), number, 3, (0, 0), HOSTS[number], 0.3)
-        words.append(str(caught.value))
+        messages.append(str(caught.value))
 
     threads = [threading.Thread(target=count, args=(each,)) for each in {0, 1, 2} - {absent}]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(LIMIT)
-    assert words == [f"host {absent} of 3 didn't come, though counted"] * 2
+    assert messages == [f"host {absent} of 3 did not take part, although counted"] * 2
     with pytest.raises(AbsentHostError):  # too late
         agree(store, absent, 3, (0, 0), HOSTS[absent], LIMIT)
 
 
 @pytest.mark.parametrize("number", range(3))
-def test_who_was_to_decide_has_gone(
+def test_the_deciding_host_is_lost(
     store: Any, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though all have come, nobody waits for its word without a bound."""
+    """Even if all hosts are present, the wait for its decision is limited."""
     monkeypatch.setattr("phalanx.launcher.job_coordinator._NOTICE_SECONDS", 0.2)
     for other in range(3):
         store.set(f"phalanx/proposed/{other}", '[0, 0, "x"]')
     store.add("phalanx/decided", 1)
-    with pytest.raises(AbsentHostError, match=r"^a host has gone while the hosts met$"):
+    with pytest.raises(AbsentHostError, match=r"^a host was lost during the rendezvous$"):
         agree(store, number, 3, (0, 0), HOSTS[number], 0.1)
 
 
-def test_a_host_that_goes_while_the_hosts_meet_is_missed(
-    news: list[News], monkeypatch: pytest.MonkeyPatch
+def test_a_host_lost_during_the_rendezvous_is_reported(
+    coordinators: list[JobCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.launcher.job_coordinator._MISS_SECONDS", 0.1)
-    news[0].begin(0, ())
-    news[0].miss("c", "node-c")
-    news[0].begin(1, HOSTS)
-    news[1].begin(1, HOSTS)
-    assert wait_until_heard(news[1]) == ("the launcher on node-c, or the way to it, is gone", 1)
+    coordinators[0].begin_attempt(0, ())
+    coordinators[0].report_lost_host("c", "node-c")
+    coordinators[0].begin_attempt(1, HOSTS)
+    coordinators[1].begin_attempt(1, HOSTS)
+    assert wait_for_remote_failure(coordinators[1]) == (
+        "lost the launcher on node-c, or the connection to it",
+        1,
+    )
 
 
-def meeting(
-    store: Any, number: int, count: int, seconds: float, wrong: str = "", attempt: int = 0
+def wait_for_others(
+    store: Any, number: int, count: int, seconds: float, error: str = "", attempt: int = 0
 ) -> list[str]:
-    told: list[str] = []
-    meet(store, attempt, number, count, seconds, told.append, lambda: wrong)
-    return told
+    notices: list[str] = []
+    wait_for_hosts(store, attempt, number, count, seconds, notices.append, lambda: error)
+    return notices
 
 
-def test_hosts_meet(store: Any) -> None:
-    threads = [threading.Thread(target=meeting, args=(store.clone(), n, 3, LIMIT)) for n in (1, 2)]
+def test_all_hosts_join(store: Any) -> None:
+    threads = [
+        threading.Thread(target=wait_for_others, args=(store.clone(), n, 3, LIMIT)) for n in (1, 2)
+    ]
     for thread in threads:
         thread.start()
-    assert meeting(store, 0, 3, LIMIT) == []
+    assert wait_for_others(store, 0, 3, LIMIT) == []
     for thread in threads:
         thread.join(LIMIT)
         assert not thread.is_alive()
 
 
-def test_hosts_that_do_not_come(store: Any) -> None:
+def test_hosts_that_do_not_join(store: Any) -> None:
     store.set("phalanx/0/launcher/2", "node-c")
     store.set("phalanx/1/launcher/1", "node-b")
-    with pytest.raises(LaunchError, match=r"^hosts 1, 3 of 4 didn't come within 0.3 s: is `phalan"):
-        meeting(store, 0, 4, 0.3)
+    with pytest.raises(
+        LaunchError, match=r"^hosts 1, 3 of 4 did not join within 0.3 s: check that `phalan"
+    ):
+        wait_for_others(store, 0, 4, 0.3)
 
 
-def test_a_host_that_does_not_fit(store: Any) -> None:
+def test_a_rejected_host(store: Any) -> None:
     with pytest.raises(LaunchError, match=r"^it has another version$"):
-        meeting(store, 0, 2, LIMIT, "it has another version")
+        wait_for_others(store, 0, 2, LIMIT, "it has another version")

@@ -1,4 +1,4 @@
-"""`phalanx.report`: what it takes, and what it says where nobody listens."""
+"""`phalanx.report`: its arguments, and its message without a group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.observe import recorder
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("arguments", "message"),
     [
         ({}, "nothing was given, expected step, loss or note"),
         ({"step": -1}, "step is -1, expected an integer from 0 up"),
@@ -40,17 +40,17 @@ from phalanx.observe import recorder
         ({"note": "\ud800"}, r"note is '\\ud800', which has half of a surrogate pair"),
     ],
 )
-def test_what_can_not_be_shown(given: dict[str, object], message: str) -> None:
+def test_invalid_arguments(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=f"^report: {message}"):
-        phalanx.report(**given)  # type: ignore[arg-type]
+        phalanx.report(**arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.filterwarnings("error")
-def test_what_can_be_shown(monkeypatch) -> None:
-    told = []
+def test_valid_arguments(monkeypatch) -> None:
+    reports = []
     monkeypatch.setattr(recorder, "_recorder", object())
     monkeypatch.setattr(recorder, "_note", "")
-    monkeypatch.setattr(recorder._native, "report", lambda *given: told.append(given))
+    monkeypatch.setattr(recorder._native, "report", lambda *arguments: reports.append(arguments))
     phalanx.report(step=0)
     phalanx.report(step=np.int64(7), loss=np.float32(0.5))
     phalanx.report(step=torch.tensor(8), loss=torch.tensor([[0.25]], requires_grad=True))
@@ -58,16 +58,16 @@ def test_what_can_be_shown(monkeypatch) -> None:
     phalanx.report(loss=math.inf, note="evaluating\x1b[2J \u202e")
     phalanx.report(step=2**63 - 1)  # with the last note
     phalanx.report(note="")
-    assert [step for step, _, _ in told] == [0, 7, 8, -1, -1, 2**63 - 1, -1]
-    losses = [loss for _, loss, _ in told]
+    assert [step for step, _, _ in reports] == [0, 7, 8, -1, -1, 2**63 - 1, -1]
+    losses = [loss for _, loss, _ in reports]
     assert losses[1:5] == [0.5, 0.25, 0.25, math.inf]
     assert (losses[0], *losses[5:]) == (None, None, None)
     phalanx.report(loss=math.nan)
-    assert math.isnan(told.pop()[1])
-    assert [note for _, _, note in told] == [*[""] * 4, *["evaluating\x1b[2J \u202e"] * 2, ""]
+    assert math.isnan(reports.pop()[1])
+    assert [note for _, _, note in reports] == [*[""] * 4, *["evaluating\x1b[2J \u202e"] * 2, ""]
 
 
-SILENT = """
+WITHOUT_GROUP = """
 import logging, phalanx
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 for step in range(3):
@@ -75,18 +75,22 @@ for step in range(3):
 """
 
 
-def test_without_a_group_it_says_so_once() -> None:
+def test_report_without_a_group_logs_once() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", WITHOUT_GROUP],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=True,
     )
-    said = [line for line in done.stderr.splitlines() if "report()" in line]
-    assert said == [
+    lines = [line for line in done.stderr.splitlines() if "report()" in line]
+    assert lines == [
         "phalanx: report() does nothing in this process, which has no group of the backend "
         '"phalanx" yet'
     ]
 
 
-ALONE = """
+SINGLE_RANK = """
 import os
 import torch, phalanx
 from phalanx.observe.job_reader import read_job
@@ -105,9 +109,9 @@ assert rank.last.kind == "join", rank.last
 """
 
 
-def test_a_reader_sees_it(jobs) -> None:
+def test_a_reader_sees_the_reports(jobs) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ALONE], capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", SINGLE_RANK], capture_output=True, text=True, timeout=100
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert list(jobs.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Which hosts, options and variables `phalanx run --hosts` reads from its command line."""
+"""The hosts, options and variables that `phalanx run --hosts` reads from its command line."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.options import parse
-from phalanx.launcher.ssh.host_list import HostPlace, parse_hosts
+from phalanx.launcher.ssh.host_list import HostSpec, parse_hosts
 from phalanx.launcher.ssh.plan import Plan, make_plan
-from phalanx.launcher.ssh.protocol import Lines, pack, unpack
+from phalanx.launcher.ssh.protocol import LineSplitter, pack, unpack
 
 
 @pytest.mark.parametrize(
@@ -27,43 +27,43 @@ from phalanx.launcher.ssh.protocol import Lines, pack, unpack
     ],
 )
 def test_hosts(text: str, expected: list[tuple[str, int | None]]) -> None:
-    assert parse_hosts(text) == [HostPlace(*each) for each in expected]
+    assert parse_hosts(text) == [HostSpec(*each) for each in expected]
 
 
 def test_a_file_of_hosts(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("# ours\nnode-a:2\n\nme@node-b slots=4  # the big one\n node-c\n")
     assert parse_hosts(f"@{path}") == [
-        HostPlace("node-a", 2),
-        HostPlace("me@node-b", 4),
-        HostPlace("node-c", None),
+        HostSpec("node-a", 2),
+        HostSpec("me@node-b", 4),
+        HostSpec("node-c", None),
     ]
     assert parse_hosts(f"@{path}")[1].name == "node-b"
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
-        ("", "'' is no host; expected HOST or HOST:RANKS"),
-        ("a,,b", "'' is no host"),
-        ("a b", "'a b' is no host"),
-        ("-oProxyCommand=x", "is no host"),
-        ("me@-x", "is no host"),
-        ("fd00::1", "'fd00::1' is no host"),
-        ("a:0", "'a:0' has '0' for its ranks; expected an integer, at least 1"),
-        ("a:two", "'a:two' has 'two' for its ranks"),
-        ("a:", "'a:' has '' for its ranks"),
-        ("a:1,a:2", "a comes twice; give it once, with all its ranks"),
-        ("@/no/file", "--hosts is '@/no/file': can't read that file: No such file"),
-        ("@/dev/null", "there is no host in that file"),
+        ("", "'' is not a host; expected HOST or HOST:RANKS"),
+        ("a,,b", "'' is not a host"),
+        ("a b", "'a b' is not a host"),
+        ("-oProxyCommand=x", "is not a host"),
+        ("me@-x", "is not a host"),
+        ("fd00::1", "'fd00::1' is not a host"),
+        ("a:0", "'a:0' has '0' as its number of ranks; expected an integer, at least 1"),
+        ("a:two", "'a:two' has 'two' as its number of ranks"),
+        ("a:", "'a:' has '' as its number of ranks"),
+        ("a:1,a:2", "a is given twice; give it once, with all ranks"),
+        ("@/no/file", "--hosts is '@/no/file': can't read the file: No such file"),
+        ("@/dev/null", "the file lists no host"),
     ],
 )
-def test_what_is_no_host(text: str, words: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(words)):
+def test_invalid_hosts(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
         parse_hosts(text)
 
 
-def plan(hosts: str = "a:1,b:1", options: tuple[str, ...] = (), **given: object) -> Plan:
+def make_test_plan(hosts: str = "a:1,b:1", options: tuple[str, ...] = (), **given: object) -> Plan:
     extra = {name: given.pop(name) for name in ("export", "ssh", "python") if name in given}
     return make_plan(hosts, given, options, ["script.py"], **extra)  # type: ignore[arg-type]
 
@@ -74,72 +74,78 @@ def test_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NAME", "a value")
     options = ("--master-addr", "x", "--tee", "3", "--master-port", "29500")
     given = {"master_addr": "x", "master_port": "29500", "shutdown_timeout": "3"}
-    made = plan(options=options, export=["NAME", "OTHER=a=b", "EMPTY="], **given)
-    assert made.options == ["--tee", "3"]
-    assert (made.master_addr, made.master_port, made.stop_limit) == ("x", "29500", 3.0)
-    assert made.python == sys.executable
-    assert made.environment.items() >= {"PHALANX_TRANSPORT": "gloo", "NAME": "a value"}.items()
-    assert made.environment.items() >= {"OTHER": "a=b", "EMPTY": ""}.items()
-    assert not {"PHALANX_HOST_ID", "PATH", "HOME"} & made.environment.keys()
-    assert len(made.key) == keys.SIZE
-    assert made.key.hex() not in repr(made)
+    plan = make_test_plan(options=options, export=["NAME", "OTHER=a=b", "EMPTY="], **given)
+    assert plan.options == ["--tee", "3"]
+    assert (plan.master_addr, plan.master_port, plan.stop_timeout) == ("x", "29500", 3.0)
+    assert plan.python == sys.executable
+    assert plan.environment.items() >= {"PHALANX_TRANSPORT": "gloo", "NAME": "a value"}.items()
+    assert plan.environment.items() >= {"OTHER": "a=b", "EMPTY": ""}.items()
+    assert not {"PHALANX_HOST_ID", "PATH", "HOME"} & plan.environment.keys()
+    assert len(plan.key) == keys.SIZE
+    assert plan.key.hex() not in repr(plan)
 
 
 @pytest.mark.parametrize(
     ("given", "forwarded"), [("eth1", True), ("192.0.2.1", False), ("fd00::1", False)]
 )
-def test_an_interface_has_the_same_name_elsewhere_but_another_address(
+def test_interface_names_are_forwarded_but_not_addresses(
     given: str, forwarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
-    assert ("PHALANX_INTERFACE" in plan().environment) is forwarded
+    assert ("PHALANX_INTERFACE" in make_test_plan().environment) is forwarded
 
 
-def test_a_key_that_is_given(tmp_path: Path) -> None:
+def test_a_given_key(tmp_path: Path) -> None:
     path = str(tmp_path / "key")
     keys.create_file(path)
-    made = plan(options=("--key-file", path), key_file=path)
-    assert made.key == keys.from_file(path)
-    assert made.options == []
+    plan = make_test_plan(options=("--key-file", path), key_file=path)
+    assert plan.key == keys.from_file(path)
+    assert plan.options == []
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [
-        ({"nnodes": "2"}, "--hosts says which hosts there are: leave --nnodes out"),
-        ({"node_rank": "0"}, "leave --node-rank out"),
-        ({"key_fd": "3"}, "leave --key-fd out"),
-        ({"export": ["NO_SUCH_NAME"]}, "'NO_SUCH_NAME', which isn't set here"),
+        ({"nnodes": "2"}, "--hosts determines the hosts of the job: omit --nnodes"),
+        ({"node_rank": "0"}, "omit --node-rank"),
+        ({"key_fd": "3"}, "omit --key-fd"),
+        ({"export": ["NO_SUCH_NAME"]}, "'NO_SUCH_NAME', which is not set here"),
         ({"export": ["=x"]}, "--export is '=x': expected NAME or NAME=VALUE"),
         ({"ssh": "no-such-ssh -p 22"}, "there is no program 'no-such-ssh': --hosts needs OpenSSH"),
         ({"ssh": "ssh 'x"}, "No closing quotation"),
         ({"shutdown_timeout": "soon"}, "--shutdown-timeout is 'soon': expected seconds"),
     ],
 )
-def test_what_cannot_be_planned(given: dict[str, object], words: str) -> None:
-    with pytest.raises(UsageError, match=re.escape(words)):
-        plan(**given)  # type: ignore[arg-type]
+def test_invalid_options(given: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        make_test_plan(**given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
-        ("--monitor-interval 1 --hosts a:1 x.py", "--hosts comes too late: give it first"),
-        ("--remote-python python3 x.py", "--remote-python says how to start hosts: give --hosts"),
+        (
+            "--monitor-interval 1 --hosts a:1 x.py",
+            "--hosts must come first, before torchrun's other options",
+        ),
+        (
+            "--remote-python python3 x.py",
+            "--remote-python is for starting hosts over ssh: give --hosts",
+        ),
     ],
 )
-def test_options_in_the_wrong_place(arguments: str, words: str) -> None:
-    with pytest.raises(UsageError, match=words):
+def test_options_in_the_wrong_place(arguments: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         parse(arguments.split())
 
 
-def test_messages_among_what_a_shell_prints() -> None:
+def test_messages_among_shell_output() -> None:
     content = {"text": "é\n\udcff", "number": 1}
     data = b"Welcome!\nno end" + pack("hello", **content) + b"\x1ephalanx [1]\nrest"
-    lines = Lines()
+    lines = LineSplitter()
     found = [
         line for start in range(0, len(data), 7) for line in lines.feed(data[start : start + 7])
     ]
     assert [unpack(line) for line in found] == [None, None, {"kind": "hello", **content}, None]
-    assert lines.rest() == [b"rest"]
-    assert lines.rest() == []
+    assert lines.flush() == [b"rest"]
+    assert lines.flush() == []

@@ -85,7 +85,7 @@ def command(
     from phalanx.doctor.peers import ranks
     from phalanx.doctor.peers.ssh import answer_on_stdin, over_ssh, peer_names
     from phalanx.errors import UsageError
-    from phalanx.launcher.ssh.plan import ssh_command
+    from phalanx.launcher.ssh.plan import parse_ssh_command
 
     if answer:
         answer_on_stdin()
@@ -103,7 +103,7 @@ def command(
     if rank == 0:
         ask = partial(ranks.through_the_job, timeout)
     elif names:
-        ask = partial(over_ssh, names, ssh_command(ssh, "--peers"), remote_python)
+        ask = partial(over_ssh, names, parse_ssh_command(ssh, "--peers"), remote_python)
     _examine(ask, as_json, save)
 
 

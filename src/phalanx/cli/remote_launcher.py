@@ -1,7 +1,7 @@
-"""One host of `phalanx run --hosts`, started there by ssh; no command for people.
+"""The launcher on one host of `phalanx run --hosts`, started there by ssh; not for users.
 
-It is `phalanx run` for the ranks of this host, with everything that it would print sent through the
-pipe to the shell instead. It ends its ranks when the shell says so, and when the shell is gone.
+It is `phalanx run` for the ranks of this host, but sends its output through a pipe to the local
+launcher. It stops its ranks on request and when the connection to the local launcher is lost.
 """
 
 import contextlib
@@ -18,126 +18,138 @@ from typing import Any
 
 from phalanx import __version__
 from phalanx.launcher.root_cause import STOPPED
-from phalanx.launcher.ssh.protocol import SILENCE, Lines, pack, unpack
+from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, LineSplitter, pack, unpack
 from phalanx.launcher.torch_import import load_torch_quietly
 
 __all__ = ["main"]
 
 
-class _Wire:
-    """The two pipes to the shell, taken from what ssh has given as stdin and stdout."""
+class _MessageChannel:
+    """The two pipes to the local launcher, which ssh has opened as stdin and stdout."""
 
     def __init__(self) -> None:
-        self._from, self._to = os.dup(0), os.dup(1)
-        # Ranks, and prints that nobody expects, must not get at the messages.
+        self._read_fd, self._write_fd = os.dup(0), os.dup(1)
+        # Ranks and unexpected prints must not reach the pipes.
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
         os.dup2(2, 1)
         self._lock = threading.Lock()
-        self._lines = Lines()
+        self._lines = LineSplitter()
 
     def send(self, kind: str, **content: Any) -> None:
-        """Send a message; blocks while the shell doesn't read.
+        """Send a message; block until the local launcher reads it.
 
         Raises:
-            BrokenPipeError: the shell is gone.
+            BrokenPipeError: The connection is lost.
         """
         data = pack(kind, **content)
         with self._lock:
             while data:
-                data = data[os.write(self._to, data) :]
+                data = data[os.write(self._write_fd, data) :]
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """The messages that come next, perhaps none; None if the shell is gone."""
-        if not select.select([self._from], [], [], SILENCE)[0]:
+        """Return the next messages, possibly none; None if the connection is lost."""
+        if not select.select([self._read_fd], [], [], HEARTBEAT_TIMEOUT)[0]:
             return None
-        data = os.read(self._from, 1 << 16)
+        data = os.read(self._read_fd, 1 << 16)
         if not data:
             return None
         return [message for line in self._lines.feed(data) if (message := unpack(line))]
 
 
 class _Output(io.RawIOBase):
-    """A stream of this process whose bytes go to the shell."""
+    """A stream of this process that sends its bytes to the local launcher."""
 
-    def __init__(self, wire: _Wire, stream: str) -> None:
+    def __init__(self, channel: _MessageChannel, stream: str) -> None:
         super().__init__()
-        self._wire, self._stream = wire, stream
+        self._channel, self._stream = channel, stream
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def write(self, data: Any) -> int:
-        """Send it; blocks while the shell doesn't read."""
+        """Send the data; block until the local launcher reads it."""
         text = bytes(data).decode(errors="surrogateescape")
-        self._wire.send("output", stream=self._stream, text=text)
+        self._channel.send("output", stream=self._stream, text=text)
         return len(data)
 
 
 def main() -> None:
-    """Run this host's part of a job; returns when it has ended."""
-    wire = _Wire()
-    wire.send("hello", phalanx=__version__, torch=_torch(), python=sys.executable, port=_port())
-    start = _start(wire)
-    if start is None:  # another host can't go on, and the shell has said why
+    """Run this host's part of a job until it has ended."""
+    channel = _MessageChannel()
+    channel.send(
+        "hello",
+        phalanx=__version__,
+        torch=_torch_version(),
+        python=sys.executable,
+        port=_find_free_port(),
+    )
+    start = _receive_start(channel)
+    if start is None:  # another host failed, and the local launcher has reported it
         return
-    ended = threading.Event()
-    threading.Thread(target=_obey, args=(wire, start["patience"], ended), daemon=True).start()
+    finished = threading.Event()
+    threading.Thread(
+        target=_watch_channel, args=(channel, start["stop_timeout"], finished), daemon=True
+    ).start()
     for stream in ("stdout", "stderr"):
-        output: Any = _Output(wire, stream)
+        output: Any = _Output(channel, stream)
         setattr(
             sys, stream, io.TextIOWrapper(output, errors="backslashreplace", write_through=True)
         )
-    end = _run(start, ended)
-    with contextlib.suppress(BrokenPipeError):  # then nobody wants to know
-        wire.send("end", **end)
+    end = _run(start, finished)
+    with contextlib.suppress(BrokenPipeError):  # the local launcher has ended
+        channel.send("end", **end)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
-def _torch() -> str | None:
+def _torch_version() -> str | None:
     try:
         return metadata.version("torch")
     except metadata.PackageNotFoundError:
         return None
 
 
-def _port() -> int:
-    """A port that is free now; asked for once per job, on the host where ranks meet."""
+def _find_free_port() -> int:
+    """Return a port that is free now; used on the host of the rendezvous only."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
-def _start(wire: _Wire) -> dict[str, Any] | None:
-    while (messages := wire.receive()) is not None:
+def _receive_start(channel: _MessageChannel) -> dict[str, Any] | None:
+    while (messages := channel.receive()) is not None:
         for message in messages:
             if message["kind"] == "start":
                 return message
     return None
 
 
-def _obey(wire: _Wire, patience: float, ended: threading.Event) -> None:
-    """Stop the ranks when the shell says so or is gone; the launcher's main thread does it."""
-    while (messages := wire.receive()) is not None:
+def _watch_channel(
+    channel: _MessageChannel, stop_timeout: float, finished: threading.Event
+) -> None:
+    """Stop the ranks on request or when the connection is lost, by signals to the main thread."""
+    while (messages := channel.receive()) is not None:
         for message in messages:
-            if message["kind"] == "stop" and not ended.is_set():
+            if message["kind"] == "stop" and not finished.is_set():
                 os.kill(os.getpid(), message["signal"])
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(patience)
-    # It hangs where no signal reaches it. The kernel ends the ranks with this process.
+    time.sleep(stop_timeout)
+    # The main thread hangs and handles no signal. The kernel ends the ranks with this process.
     os._exit(1)
 
 
-def _run(start: dict[str, Any], over: threading.Event) -> dict[str, Any]:
-    """`phalanx run` as it was asked for; what the shell is told of its end."""
+def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
+    """Run `phalanx run` with the requested options; return the content of the `end` message."""
     try:
         os.chdir(start["directory"])
     except OSError as error:
-        return _end(2, f"can't work in {start['directory']}: {error.strerror}; make it there too")
+        return _make_end_message(
+            2, f"can't use directory {start['directory']}: {error.strerror}; create it there"
+        )
     os.environ.update(start["environment"])
-    sys.argv = ["phalanx", "run", *start["arguments"]]  # as the job is called in lists
+    sys.argv = ["phalanx", "run", *start["arguments"]]  # the command in the lists of jobs
     load_torch_quietly()
     from phalanx import key as keys
     from phalanx.cli.run import explanation
@@ -147,22 +159,22 @@ def _run(start: dict[str, Any], over: threading.Event) -> dict[str, Any]:
     key = keys.to_sealed_memory(bytes.fromhex(start["key"]))
     os.lseek(key, 0, os.SEEK_SET)
     try:
-        ended = run(["--key-fd", str(key), *start["arguments"]])
+        outcome = run(["--key-fd", str(key), *start["arguments"]])
     except UsageError as error:
-        return _end(2, str(error))
-    except PhalanxError as error:  # hosts that didn't meet: another one may know why
-        return _end(1, str(error), distance=1)
+        return _make_end_message(2, str(error))
+    except PhalanxError as error:  # a failed rendezvous: another host may know the cause
+        return _make_end_message(1, str(error), distance=1)
     except KeyboardInterrupt:
-        return _end(128 + signal.SIGINT, "stopped by SIGINT", distance=STOPPED)
+        return _make_end_message(128 + signal.SIGINT, "stopped by SIGINT", distance=STOPPED)
     finally:
-        over.set()  # from here on there is nothing to stop
-    if ended.elsewhere:
-        return _end(ended.code, ended.report, distance=STOPPED)
-    text = explanation(ended.job, "utf-8", start["name"]) if ended.job else ""
-    return _end(ended.code, ended.report, ended.distance, text)
+        finished.set()  # from now on there are no ranks to stop
+    if outcome.is_remote:
+        return _make_end_message(outcome.code, outcome.report, distance=STOPPED)
+    text = explanation(outcome.job, "utf-8", start["name"]) if outcome.job else ""
+    return _make_end_message(outcome.code, outcome.report, outcome.distance, text)
 
 
-def _end(code: int, report: str, distance: int = 0, text: str = "") -> dict[str, Any]:
+def _make_end_message(code: int, report: str, distance: int = 0, text: str = "") -> dict[str, Any]:
     return {"code": code, "report": report, "distance": distance, "explanation": text}
 
 

@@ -1,5 +1,5 @@
-"""`phalanx run`: a script on many ranks."""
-# ruff: noqa: ARG001 - the options are handed on to torchrun's parser, from the context
+"""`phalanx run`: run a script on several ranks."""
+# ruff: noqa: ARG001 - the options are passed to torchrun's parser, from the context
 
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 # Line ends are kept as they are, so a paragraph is one line.
 _HELP = "\n\n".join(
     (
-        "Run a Python script on several ranks of this machine, or of many.",
-        "Each rank is a process of its own that finds its place by phalanx.init() or "
+        "Run a Python script on several ranks of one machine or of many.",
+        "Each rank is a separate process that finds its rank with phalanx.init() or "
         "torch.distributed.init_process_group(). Its lines of output begin with \\[rank N]. When a "
-        "rank fails the others are stopped, one report on stderr says which failed first and why, "
-        "and the exit code is that rank's (128 + N for signal N). No process is left. "
-        "What every rank was doing is explained below that report and kept: `phalanx explain` says "
-        "it again, and `phalanx jobs` lists the jobs. "
+        "rank fails, the others are stopped, a report on stderr names the rank that failed first "
+        "and the reason, and the exit code is that rank's (128 + N for signal N). No process is "
+        "left. Below the report, the last operations of every rank are explained. They are also "
+        "kept: `phalanx explain` prints them again, and `phalanx jobs` lists the jobs. "
         "OMP_NUM_THREADS is set so that ranks share the cores, unless you set it.",
         "[bold]phalanx run train.py --epochs 3[/]\n"
         "  one rank per GPU or core; --epochs is the script's\n"
@@ -27,24 +27,24 @@ _HELP = "\n\n".join(
         "[bold]phalanx run --nproc-per-node 2 -m package.main[/]\n"
         "  a module\n"
         "[bold]phalanx run --replace gloo script.py[/]\n"
-        '  a script that says init_process_group("gloo"), on Phalanx\n'
+        '  a script that calls init_process_group("gloo"), on Phalanx\n'
         "[bold]phalanx run --hosts node-a:2,node-b:2 train.py[/]\n"
         "  two ranks on each of two hosts, started from here over ssh\n"
         "[bold]phalanx run --nnodes 2 --node-rank 0 --master-addr node-a train.py[/]\n"
-        "  two hosts, each from a shell of its own; --node-rank 1 on the other",
+        "  two hosts, each from its own shell; --node-rank 1 on the other",
     )
 )
 
 SETTINGS: dict[str, Any] = {
     "help": _HELP,
     "context_settings": {
-        # What isn't listed is torchrun's or the script's own.
+        # Options that are not listed belong to torchrun or to the script.
         "ignore_unknown_options": True,
         "allow_extra_args": True,
         "allow_interspersed_args": False,
     },
     "options_metavar": "[OPTIONS] SCRIPT [ARGS]...",
-    "epilog": "All other options of torchrun are taken too, as torchrun takes them.",
+    "epilog": "All other options of torchrun are accepted too.",
 }
 
 _HOSTS = "Several hosts"
@@ -73,23 +73,23 @@ def command(
         str | None,
         typer.Option(
             metavar="gloo,mpi,tcp",
-            help="Run Phalanx in place of these backends, where SCRIPT names one of them (or none, "
-            "on CPU), without a change to it. Rank 0 says what was replaced.",
+            help="Run Phalanx in place of these backends if SCRIPT names one of them (or none, on "
+            "CPU), without changes to SCRIPT. Rank 0 reports the replacement.",
         ),
     ] = None,
     simulate_hosts: Annotated[
         str | None,
         typer.Option(
             metavar="N",
-            help="Rehearse on this machine: its ranks take themselves for those of N hosts, in "
-            "order, and talk between these through a transport.",
+            help="Simulate N hosts on this machine: its ranks are distributed over them in order, "
+            "and the hosts communicate through a transport.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
     nnodes: Annotated[
         str | None,
         typer.Option(
-            metavar="N|MIN:MAX", help="Hosts of the job; 1 if not given.", rich_help_panel=_HOSTS
+            metavar="N|MIN:MAX", help="Hosts of the job; 1 by default.", rich_help_panel=_HOSTS
         ),
     ] = None,
     node_rank: Annotated[
@@ -101,14 +101,16 @@ def command(
     master_addr: Annotated[
         str | None,
         typer.Option(
-            metavar="HOST", help="Address of host 0, where the ranks meet.", rich_help_panel=_HOSTS
+            metavar="HOST",
+            help="Address of host 0, the host of the rendezvous.",
+            rich_help_panel=_HOSTS,
         ),
     ] = None,
     master_port: Annotated[
         str | None,
         typer.Option(
             metavar="PORT",
-            help="Port on host 0. On one host it needn't be given: a free one is found.",
+            help="Port on host 0. Default on one host: a free port.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -116,7 +118,7 @@ def command(
         str | None,
         typer.Option(
             metavar="HOST:PORT",
-            help="Where hosts that may come and go meet, with --rdzv-backend c10d --rdzv-id ID.",
+            help="Rendezvous of an elastic job, with --rdzv-backend c10d --rdzv-id ID.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -124,8 +126,8 @@ def command(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="The job's key, the same on all hosts: `phalanx key PATH` makes one. Without it "
-            "whoever reaches the rendezvous can join the job.",
+            help="The job's key, the same on all hosts: `phalanx key PATH` creates one. Without a "
+            "key, anyone who can reach the rendezvous can join the job.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -133,7 +135,7 @@ def command(
         str | None,
         typer.Option(
             metavar="N",
-            help="An open descriptor to read the job's key from, one line.",
+            help="An open descriptor from which to read the job's key, one line.",
             rich_help_panel=_HOSTS,
         ),
     ] = None,
@@ -141,9 +143,9 @@ def command(
         str | None,
         typer.Option(
             metavar="HOST[:N],...|@FILE",
-            help="Start N ranks on each of these hosts, in the directory of the same name as this "
-            "one, and show what they write here. ssh must get there without a password. The first "
-            "must be reachable for the others; by which address: --master-addr.",
+            help="Start N ranks on each of these hosts, in the directory with the same path as "
+            "this one, and show their output here. ssh must work without a password. The other "
+            "hosts must be able to reach the first one; --master-addr overrides its address.",
             rich_help_panel=_SSH,
         ),
     ] = None,
@@ -151,8 +153,8 @@ def command(
         list[str] | None,
         typer.Option(
             metavar="NAME[=VALUE]",
-            help="Give this environment variable to the ranks, beside those whose names begin with "
-            "PHALANX_. May be repeated.",
+            help="Pass this environment variable to the ranks, in addition to those whose names "
+            "begin with PHALANX_. Can be repeated.",
             rich_help_panel=_SSH,
         ),
     ] = None,
@@ -160,7 +162,7 @@ def command(
         str | None,
         typer.Option(
             metavar="PATH",
-            help="Python on the hosts; the path of this one if not given.",
+            help="Python on the hosts; by default the path of this one.",
             rich_help_panel=_SSH,
         ),
     ] = None,
@@ -168,7 +170,7 @@ def command(
         str | None,
         typer.Option(
             metavar="COMMAND",
-            help="In place of `ssh`, as in --ssh 'ssh -p 2222 -i key'.",
+            help="Command to use instead of `ssh`, for example 'ssh -p 2222 -i key'.",
             rich_help_panel=_SSH,
         ),
     ] = None,
@@ -176,7 +178,7 @@ def command(
         str | None,
         typer.Option(
             metavar="N",
-            help="Start all ranks again, up to N times; 0 if not given.",
+            help="Restart all ranks after a failure, up to N times; 0 by default.",
             rich_help_panel=_FAILURE,
         ),
     ] = None,
@@ -184,7 +186,7 @@ def command(
         str | None,
         typer.Option(
             metavar="SECONDS",
-            help="Time for ranks that are stopped, from SIGTERM to SIGKILL; 10 if not given.",
+            help="Time between SIGTERM and SIGKILL for ranks that are stopped; 10 by default.",
             rich_help_panel=_FAILURE,
         ),
     ] = None,
@@ -192,14 +194,14 @@ def command(
         str | None,
         typer.Option(
             metavar="N,N,...",
-            help="Show the output of these ranks of this host only.",
+            help="Show only the output of these local ranks.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
     log_dir: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Where log files go, with --tee.", rich_help_panel=_OUTPUT
+            metavar="DIR", help="Directory of the log files, with --tee.", rich_help_panel=_OUTPUT
         ),
     ] = None,
     tee: Annotated[
@@ -208,7 +210,7 @@ def command(
             "--tee",
             "-t",
             metavar="0|1|2|3",
-            help="Write log files too: 1 of stdout, 2 of stderr, 3 of both.",
+            help="Also write log files: 1 for stdout, 2 for stderr, 3 for both.",
             rich_help_panel=_OUTPUT,
         ),
     ] = None,
@@ -223,9 +225,9 @@ def command(
     for name, value in context.params.items():
         if hosts is not None and name in ("hosts", "export", "ssh", "remote_python"):
             continue
-        for one in value if isinstance(value, list | tuple) else [value]:
-            if one not in (None, False):
-                options += [f"--{name.replace('_', '-')}", *([] if one is True else [one])]
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item not in (None, False):
+                options += [f"--{name.replace('_', '-')}", *([] if item is True else [item])]
     if not context.args:
         raise UsageError("no script: expected `phalanx run [OPTIONS] SCRIPT [ARGS]...`")
     if hosts is not None:
@@ -233,29 +235,29 @@ def command(
 
     from phalanx.launcher.elastic_agent import run
 
-    ended = run([*options, *context.args])
-    if ended.report:
-        sys.stderr.write(f"phalanx run: {ended.report}\n")
-    if ended.elsewhere and ended.job:
-        sys.stderr.write(f"What the ranks of this host did: phalanx explain {ended.job}\n")
-    elif ended.job:
-        _explain(ended.job)
-    raise typer.Exit(ended.code)
+    outcome = run([*options, *context.args])
+    if outcome.report:
+        sys.stderr.write(f"phalanx run: {outcome.report}\n")
+    if outcome.is_remote and outcome.job:
+        sys.stderr.write(f"To see what the ranks of this host did: phalanx explain {outcome.job}\n")
+    elif outcome.job:
+        _explain(outcome.job)
+    raise typer.Exit(outcome.code)
 
 
 def _run_on_hosts(context: typer.Context, hosts: str, options: list[str]) -> NoReturn:
     from phalanx.launcher.ssh.job import run_on_hosts
     from phalanx.launcher.ssh.plan import make_plan
 
-    given = context.params
+    params = context.params
     plan = make_plan(
         hosts,
-        given,
+        params,
         options,
         context.args,
-        export=given["export"] or (),
-        ssh=given["ssh"],
-        python=given["remote_python"],
+        export=params["export"] or (),
+        ssh=params["ssh"],
+        python=params["remote_python"],
     )
     outcome = run_on_hosts(plan)
     if outcome.report:
@@ -264,13 +266,13 @@ def _run_on_hosts(context: typer.Context, hosts: str, options: list[str]) -> NoR
 
 
 def explanation(job: str, encoding: str, host: str = "", console: "Console | None" = None) -> str:
-    """Why a job failed, as `phalanx explain` says it, and how to see that again.
+    """Return the output of `phalanx explain` for a failed job, and the command that repeats it.
 
     Args:
-        job: its name.
-        encoding: what the text must fit into.
-        host: where it can be seen again, if that isn't here.
-        console: where it will be shown in colours, if it will.
+        job: The name of the job.
+        encoding: The encoding of the output stream; the text contains no other characters.
+        host: The host on which the command works; empty for this one.
+        console: The console on which the text is shown in colours; None for plain text.
     """
     from phalanx.errors import UsageError
     from phalanx.observe.escape import escape
@@ -278,18 +280,18 @@ def explanation(job: str, encoding: str, host: str = "", console: "Console | Non
     from phalanx.observe.job_reader import read_job
 
     try:
-        found = read_job(job)
+        recorded_job = read_job(job)
         if console is None:
-            text = as_text(found, encoding)
+            text = as_text(recorded_job, encoding)
         else:
             with console.capture() as captured:
-                console.print(explain(found))
+                console.print(explain(recorded_job))
             text = captured.get()
     except Exception as error:  # noqa: BLE001 - the job's own exit code matters more
         kind = "" if isinstance(error, OSError | UsageError) else f"{type(error).__name__}: "
         return f"\nphalanx run: can't explain it: {kind}{escape(str(error), 300)}\n"
-    where = f", on {host}" if host else ""
-    return f"\n{text}To see this again{where}: phalanx explain {job}\n"
+    location = f", on {host}" if host else ""
+    return f"\n{text}To see this again{location}: phalanx explain {job}\n"
 
 
 def _explain(job: str) -> None:

@@ -12,7 +12,7 @@ import psutil
 from phalanx import env
 from phalanx.bench.machine import machine
 from phalanx.doctor.finding import Finding, Says
-from phalanx.launcher.cores import limits, usable_cores
+from phalanx.launcher.cores import cgroup_limits, usable_cores
 from phalanx.observe.job_directory import list_job_names
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _cores() -> Finding:
 
 def _memory() -> Finding:
     found = psutil.virtual_memory()
-    limit = min(limits("memory", _version2, _version1), default=None)
+    limit = min(cgroup_limits("memory", _version2, _version1), default=None)
     limit = None if limit is None or limit >= found.total else int(limit)
     free = found.available if limit is None else min(found.available, limit)
     values = {"total": found.total, "available": found.available, "limit": limit}

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["limits", "threads_per_rank", "usable_cores"]
+__all__ = ["cgroup_limits", "threads_per_rank", "usable_cores"]
 
 
 def usable_cores(root: str | Path = "/") -> int:
@@ -17,7 +17,7 @@ def usable_cores(root: str | Path = "/") -> int:
         root: The directory that contains `proc` and `sys`; for tests.
     """
     cores = len(os.sched_getaffinity(0))
-    quota = min(limits("cpu", _version2, _version1, root), default=cores)
+    quota = min(cgroup_limits("cpu", _read_v2, _read_v1, root), default=cores)
     return max(1, min(cores, int(quota)))
 
 
@@ -26,19 +26,19 @@ def threads_per_rank(nprocs: int) -> int:
     return max(1, usable_cores() // nprocs)
 
 
-def limits(
+def cgroup_limits(
     controller: str,
-    version2: Callable[[Path], float | None],
-    version1: Callable[[Path], float | None],
+    read_v2: Callable[[Path], float | None],
+    read_v1: Callable[[Path], float | None],
     root: str | Path = "/",
 ) -> list[float]:
     """Return the limits set by the control groups of this process and their ancestors.
 
     Args:
         controller: The name of the controller, "cpu" or "memory".
-        version2: A function that reads the limit from the folder of a version 2 control group and
+        read_v2: A function that reads the limit from the folder of a version 2 control group and
             returns None if it sets none.
-        version1: The same for version 1.
+        read_v1: The same for version 1.
         root: The directory that contains `proc` and `sys`; for tests.
     """
     root = Path(root)
@@ -46,37 +46,37 @@ def limits(
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:  # no control groups on this machine
         return []
-    found = []
+    limits = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            found += _climb(root / "sys/fs/cgroup", path, version2)
+            limits += _ancestor_limits(root / "sys/fs/cgroup", path, read_v2)
         elif controller in controllers.split(","):
             for mount in {controllers, controller}:
-                found += _climb(root / "sys/fs/cgroup" / mount, path, version1)
-    return found
+                limits += _ancestor_limits(root / "sys/fs/cgroup" / mount, path, read_v1)
+    return limits
 
 
-def _climb(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:
+def _ancestor_limits(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:
     group = mount / path.lstrip("/")
-    found = []
+    limits = []
     for folder in (group, *group.parents):
         try:
             limit = read(folder)
         except (OSError, ValueError):  # inside a container, the path can be that of the host
             limit = None
         if limit is not None:
-            found.append(limit)
+            limits.append(limit)
         if folder == mount:
             break
-    return found
+    return limits
 
 
-def _version2(folder: Path) -> float | None:
+def _read_v2(folder: Path) -> float | None:
     quota, period = (folder / "cpu.max").read_text().split()
     return None if quota == "max" else int(quota) / int(period)
 
 
-def _version1(folder: Path) -> float | None:
+def _read_v1(folder: Path) -> float | None:
     quota = int((folder / "cpu.cfs_quota_us").read_text())
     return None if quota <= 0 else quota / int((folder / "cpu.cfs_period_us").read_text())

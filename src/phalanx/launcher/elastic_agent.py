@@ -2,7 +2,7 @@
 
 The agent handles rendezvous, ranks, restarts and several hosts. This module adds the rank to every
 line of output, the sharing of the cores among the ranks, the exit of the ranks with the agent
-(`child`), and a failure report that begins with the cause of the other failures.
+(`rank_bootstrap`), and a failure report that begins with the cause of the other failures.
 """
 
 import contextlib
@@ -30,26 +30,39 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from phalanx import key as keys
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher import endpoint, rank_bootstrap
-from phalanx.launcher.failure_report import is_elsewhere, told
-from phalanx.launcher.job_coordinator import AbsentHostError, Agreed, Heard, News, agree
+from phalanx.launcher.failure_report import format_report, is_remote_cause
+from phalanx.launcher.job_coordinator import (
+    AbsentHostError,
+    Agreement,
+    JobCoordinator,
+    RemoteFailure,
+    agree,
+)
 from phalanx.launcher.options import Job, parse
-from phalanx.launcher.output_forwarder import Exit, Relay
+from phalanx.launcher.output_forwarder import Exit, OutputForwarder
 from phalanx.launcher.output_pipes import RankOutput
 from phalanx.launcher.rank_environment import rank_defaults
-from phalanx.launcher.rendezvous import Meeting, meeting
+from phalanx.launcher.rendezvous import HostRendezvous, open_rendezvous
 from phalanx.launcher.requirements import check_host
-from phalanx.launcher.root_cause import CONSEQUENCE, GRACE, STOPPED, Failure, excerpt, first_cause
+from phalanx.launcher.root_cause import (
+    CONSEQUENCE,
+    GRACE,
+    STOPPED,
+    Failure,
+    excerpt,
+    find_root_cause,
+)
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 from phalanx.torch_versions import shutdown_timeout
 
-__all__ = ["Ended", "run"]
+__all__ = ["HostOutcome", "run"]
 
-_TICK = 0.1
-# Time for the relay to see the exits of ranks that the agent has stopped.
-_SETTLE_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+# Time for the forwarder to see the exits of ranks that the agent has stopped.
+_EXIT_SECONDS = 1.0
 
 
-class Ended(NamedTuple):
+class HostOutcome(NamedTuple):
     """The outcome of a job on this host.
 
     Attributes:
@@ -61,17 +74,17 @@ class Ended(NamedTuple):
             failed.
         distance: The distance of the failure from the cause, as in `Failure.distance`; other hosts
             may know more.
-        elsewhere: True if the report is about another host, which has explained it there.
+        is_remote: True if the report is about another host, which has explained it there.
     """
 
     code: int
     job: str
     report: str = ""
     distance: int = 0
-    elsewhere: bool = False
+    is_remote: bool = False
 
 
-def run(argv: Sequence[str]) -> Ended:
+def run(argv: Sequence[str]) -> HostOutcome:
     """Run a script on many ranks, as `phalanx run ARGV` does, and block until all have ended.
 
     Must be called in the main thread, because it handles SIGINT, SIGTERM, SIGHUP and SIGQUIT: each
@@ -82,34 +95,38 @@ def run(argv: Sequence[str]) -> Ended:
 
     Raises:
         UsageError: An argument is invalid, or a port is in use.
-        LaunchError: The hosts of the job did not meet, or this host cannot start ranks.
+        LaunchError: The rendezvous of the hosts failed, or this host cannot start ranks.
     """
-    _quieten()
+    _silence_agent_log()
     job = parse(argv)
-    with _own_handlers(job.config.signals_to_handle):
+    with _restore_signal_handlers(job.config.signals_to_handle):
         try:
             return _run(job)
         except SignalException as caught:  # a second signal, while the job was ending
-            return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+            return HostOutcome(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
 
 
-def _run(job: Job) -> Ended:
+def _run(job: Job) -> HostOutcome:
     check_host(job.config.nproc_per_node)
     os.environ.update(rank_defaults(job.config.nproc_per_node, os.environ))
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = job.config.signals_to_handle
     hosts = job.config.max_nodes
     with LauncherLogWriter(job.config.nproc_per_node * hosts, hosts=hosts) as launcher_log:
         os.environ.update(launcher_log.environment())
-        relay = Relay()
-        with _forwarding(relay), _readable(job.key) as key, _met(job) as met:
-            os.environ.update(met.environment)
-            ended = _supervise(job, met, relay, launcher_log, key)
-            relay.settle(_SETTLE_SECONDS)
-        kept = launcher_log.finish(ended.code)
-    return ended._replace(job=launcher_log.name if kept else "")
+        forwarder = OutputForwarder()
+        with (
+            _run_forwarder(forwarder),
+            _open_key(job.key) as key,
+            _join_rendezvous(job) as rendezvous,
+        ):
+            os.environ.update(rendezvous.environment)
+            outcome = _run_agent(job, rendezvous, forwarder, launcher_log, key)
+            forwarder.wait_for_exits(_EXIT_SECONDS)
+        is_kept = launcher_log.finish(outcome.code)
+    return outcome._replace(job=launcher_log.name if is_kept else "")
 
 
-def _quieten() -> None:
+def _silence_agent_log() -> None:
     """Suppress the console log of the agent, unless the user has set a log level."""
     if "LOGLEVEL" in os.environ:
         return
@@ -120,7 +137,7 @@ def _quieten() -> None:
 
 
 @contextlib.contextmanager
-def _own_handlers(names: str) -> Iterator[None]:
+def _restore_signal_handlers(names: str) -> Iterator[None]:
     """Restore the signal handlers at the end, because the agent leaves its own installed."""
     before = {
         number: signal.getsignal(number)
@@ -136,25 +153,25 @@ def _own_handlers(names: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forwarding(relay: Relay) -> Iterator[None]:
+def _run_forwarder(forwarder: OutputForwarder) -> Iterator[None]:
     done = threading.Event()
 
     def forward() -> None:
         while not done.is_set():
-            relay.step(_TICK)
+            forwarder.step(_POLL_SECONDS)
 
-    thread = threading.Thread(target=forward, name="phalanx-relay", daemon=True)
+    thread = threading.Thread(target=forward, name="phalanx-output", daemon=True)
     thread.start()
     try:
         yield
     finally:
         done.set()
         thread.join()
-        relay.close()
+        forwarder.close()
 
 
 @contextlib.contextmanager
-def _readable(key: bytes | None) -> Iterator[int]:
+def _open_key(key: bytes | None) -> Iterator[int]:
     """Yield a descriptor from which ranks read the job's key; -1 if there is none."""
     descriptor = -1 if key is None else keys.to_sealed_memory(key)
     try:
@@ -164,40 +181,47 @@ def _readable(key: bytes | None) -> Iterator[int]:
             os.close(descriptor)
 
 
-def _met(job: Job) -> contextlib.AbstractContextManager[Meeting]:
-    return meeting(job, lambda text: _say(f"phalanx run: {text}"))
+def _join_rendezvous(job: Job) -> contextlib.AbstractContextManager[HostRendezvous]:
+    return open_rendezvous(job, lambda text: _print(f"phalanx run: {text}"))
 
 
 class _Agent(LocalElasticAgent):
     """PyTorch's agent for one host, which distinguishes causes of failures from consequences."""
 
     def __init__(
-        self, job: Job, met: Meeting, relay: Relay, launcher_log: LauncherLogWriter, key: int
+        self,
+        job: Job,
+        rendezvous: HostRendezvous,
+        forwarder: OutputForwarder,
+        launcher_log: LauncherLogWriter,
+        key: int,
     ) -> None:
         self.failures: list[Failure] = []
-        self._relay = relay
-        self._relay.on_exit = self._note_end
+        self._forwarder = forwarder
+        self._forwarder.on_exit = self._record_exit
         self._launcher_log = launcher_log
-        self._started: dict[int, tuple[int, int]] = {}
-        self._output = RankOutput(relay, job.files, job.shown)
+        self._processes: dict[int, tuple[int, int]] = {}
+        self._output = RankOutput(forwarder, job.log_files, job.shown_ranks)
         self._stop_time = float("inf")
-        self._meeting = met
+        self._host_rendezvous = rendezvous
         self._attempt = -1
-        self._agreed = Agreed(0, 0, ())
-        self._presence = endpoint.presence(job.config)
-        self._least_hosts = job.config.min_nodes
-        self.news: News | None = None
-        if met.store is not None:
-            self.news = News(met.store, met.name, has_store=met.has_store)
-            met.watch(self.news.miss)
-        limit: Any = shutdown_timeout(job.config)
-        self._limit: dict[str, Any] = {} if limit is None else {"timeout": limit}
+        self._agreement = Agreement(0, 0, ())
+        self._presence_timeout = endpoint.presence_timeout(job.config)
+        self._min_hosts = job.config.min_nodes
+        self.coordinator: JobCoordinator | None = None
+        if rendezvous.store is not None:
+            self.coordinator = JobCoordinator(
+                rendezvous.store, rendezvous.name, has_store=rendezvous.has_store
+            )
+            rendezvous.watch_hosts(self.coordinator.report_lost_host)
+        timeout: Any = shutdown_timeout(job.config)
+        self._shutdown_options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
         super().__init__(
-            _spec(job, met, key),
+            _spec(job, rendezvous, key),
             self._output,
             job.config.start_method,
             log_line_prefix_template=job.config.log_line_prefix_template,
-            **({"shutdown_timeout": limit} if limit is not None else {}),
+            **({"shutdown_timeout": timeout} if timeout is not None else {}),
         )
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
@@ -205,27 +229,29 @@ class _Agent(LocalElasticAgent):
             try:
                 super()._rendezvous(worker_group)
                 break
-            except (AbsentHostError, dist.DistStoreError) as error:  # a counted host is gone
+            except (AbsentHostError, dist.DistStoreError) as error:  # a counted host is lost
                 if self._remaining_restarts <= 0:
                     raise
                 self._remaining_restarts -= 1
-                _say(f"phalanx run: {error}\n  meeting again")
+                _print(f"phalanx run: {error}\n  repeating the rendezvous")
         group: Any = worker_group
-        self._attempt = self._agreed.attempt
-        self._remaining_restarts = max(group.spec.max_restarts - self._agreed.failures, 0)
-        if (place := self._meeting.place(self._attempt)) is not None:
-            group.master_addr, group.master_port = place
-        if self.news is not None:
-            self.news.begin(self._attempt, self._agreed.hosts)
+        self._attempt = self._agreement.attempt
+        self._remaining_restarts = max(group.spec.max_restarts - self._agreement.failures, 0)
+        if (address := self._host_rendezvous.rank_store_address(self._attempt)) is not None:
+            group.master_addr, group.master_port = address
+        if self.coordinator is not None:
+            self.coordinator.begin_attempt(self._attempt, self._agreement.hosts)
 
     def _assign_worker_ranks(
         self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> Any:
-        own = self._attempt + 1, spec.max_restarts - self._remaining_restarts
-        name = self._meeting.name
-        self._agreed = agree(store, group_rank, group_world_size, own, name, self._presence)
+        own_counts = self._attempt + 1, spec.max_restarts - self._remaining_restarts
+        name = self._host_rendezvous.name
+        self._agreement = agree(
+            store, group_rank, group_world_size, own_counts, name, self._presence_timeout
+        )
         before = store.timeout
-        store.set_timeout(timedelta(seconds=self._presence))
+        store.set_timeout(timedelta(seconds=self._presence_timeout))
         try:
             return super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
         finally:
@@ -233,131 +259,138 @@ class _Agent(LocalElasticAgent):
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         if worker_group.state is WorkerState.HEALTHY:  # another host waits to join
-            if self.news is not None and self.news.catch_up():
+            if self.coordinator is not None and self.coordinator.refresh():
                 return  # ranks have failed there: handled, and counted, next
-            _say("phalanx run: another host has come\n  starting all ranks again")
+            _print("phalanx run: another host has joined\n  restarting all ranks")
         super()._restart_workers(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._relay.reset()
+        self._forwarder.reset()
         self._stop_time = float("inf")
         self._output.attempt = self._attempt
         try:
             pids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
-            self._output.release()
+            self._output.close_write_ends()
         for local_rank, pid in pids.items():
             worker = worker_group.workers[local_rank]
             self._launcher_log.start(worker.global_rank, pid, self._attempt, worker.world_size)
-            self._started[local_rank] = worker.global_rank, pid
-            self._relay.add_process(local_rank, pid)
+            self._processes[local_rank] = worker.global_rank, pid
+            self._forwarder.add_process(local_rank, pid)
         return pids
 
-    def _note_end(self, local_rank: int, end: Exit) -> None:
-        rank, pid = self._started[local_rank]
+    def _record_exit(self, local_rank: int, end: Exit) -> None:
+        rank, pid = self._processes[local_rank]
         self._launcher_log.end(rank, pid, end.code, stopped=end.time > self._stop_time)
 
     def _shutdown(self, *args: Any, **options: Any) -> None:
         self._stop_time = min(self._stop_time, time.monotonic())
-        if args and self.news is not None and self._attempt >= 0:
-            # A signal: the ranks on other hosts will lose those on this one.
-            final = not self._is_spare()
-            words = f"stopped by {args[0].name}"
-            self.news.tell(words, 128 + args[0], final=final, left=not final)
+        if args and self.coordinator is not None and self._attempt >= 0:
+            # A signal: the ranks on other hosts are about to lose those on this one.
+            is_final = not self._is_optional()
+            text = f"stopped by {args[0].name}"
+            self.coordinator.report(text, 128 + args[0], is_final=is_final, has_left=not is_final)
         super()._shutdown(*args, **options)
-        self._note_codes()
+        self._record_exit_codes()
 
-    def _note_codes(self) -> None:
-        """Record the exit codes of ranks that the agent has reaped before the relay saw them."""
+    def _record_exit_codes(self) -> None:
+        """Record the exit codes of ranks that the agent reaped before the forwarder saw them."""
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         for local_rank, handler in handlers.items():
-            end, code = self._relay.exits().get(local_rank), handler.proc.returncode
+            end, code = self._forwarder.exits().get(local_rank), handler.proc.returncode
             if code is not None and (end is None or end.code is None):
-                rank, pid = self._started[local_rank]
+                rank, pid = self._processes[local_rank]
                 stopped = end is None or end.time > self._stop_time
                 self._launcher_log.end(rank, pid, code, stopped=stopped)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # Before the agent looks: it would stop the other ranks without finding the first failure.
-        self._relay.step(0)
+        self._forwarder.step(0)
         failures = self._failures_so_far(worker_group)
-        if failures or self.heard:
-            if not self.heard and self._may_have_a_cause(worker_group, failures):
+        if failures or self.remote_failure:
+            if not self.remote_failure and self._may_have_unknown_cause(worker_group, failures):
                 return RunResult(state=WorkerState.HEALTHY)
             self._stop(failures)
         before = time.monotonic()
         result: RunResult = super()._monitor_workers(worker_group)
-        if result.state is WorkerState.SUCCEEDED and self.news is not None:
-            self.news.leave(self._exit_barrier_timeout)
+        if result.state is WorkerState.SUCCEEDED and self.coordinator is not None:
+            self.coordinator.finish(self._exit_barrier_timeout)
         failed = result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY)
-        if not failed and not (self.heard and result.state is WorkerState.SUCCEEDED):
+        if not failed and not (self.remote_failure and result.state is WorkerState.SUCCEEDED):
             return result
         self._stop_time = min(self._stop_time, before)
         self.failures = self._all_failures(worker_group, result)
-        if self.news is not None and self.failures:
-            cause = first_cause(self.failures)
-            self.news.tell(cause.headline, cause.exit_code)
-        if not (self.failures or self.heard) or not self._starts_again():
+        if self.coordinator is not None and self.failures:
+            cause = find_root_cause(self.failures)
+            self.coordinator.report(cause.headline, cause.exit_code)
+        if not (self.failures or self.remote_failure) or not self._should_restart():
             return result
-        _say(f"phalanx run: {told(self.failures, self.heard)}\n  starting all ranks again")
+        _print(
+            f"phalanx run: {format_report(self.failures, self.remote_failure)}\n"
+            "  restarting all ranks"
+        )
         self.failures = []
         return RunResult(state=WorkerState.UNHEALTHY)
 
-    def _starts_again(self) -> bool:
+    def _should_restart(self) -> bool:
         """Return whether to start all ranks again; adapt the remaining restarts to other hosts."""
-        if (heard := self.heard) is not None:
-            if heard.final:
+        if (remote_failure := self.remote_failure) is not None:
+            if remote_failure.is_final:
                 self._remaining_restarts = 0
-            elif heard.left:
+            elif remote_failure.has_left:
                 self._remaining_restarts += 1  # the agent will count it, but it is no failure
         return self._remaining_restarts > 0
 
-    def _is_spare(self) -> bool:
+    def _is_optional(self) -> bool:
         """Return whether the other hosts can continue without this one."""
         group: Any = self._worker_group
-        enough: bool = group.group_world_size > self._least_hosts
-        return enough and not self._meeting.has_store and group.spec.max_restarts > 0
+        has_enough_hosts: bool = group.group_world_size > self._min_hosts
+        return (
+            has_enough_hosts and not self._host_rendezvous.has_store and group.spec.max_restarts > 0
+        )
 
     @property
-    def heard(self) -> Heard | None:
+    def remote_failure(self) -> RemoteFailure | None:
         """The failure of the job on another host; None if none is known."""
-        return None if self.news is None else self.news.heard
+        return None if self.coordinator is None else self.coordinator.remote_failure
 
     def _exit_barrier(self) -> None:
-        if self.news is None:  # otherwise the ranks of all hosts have already ended
+        if self.coordinator is None:  # otherwise the ranks of all hosts have already ended
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 
-    def _may_have_a_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
+    def _may_have_unknown_cause(self, group: WorkerGroup, failures: Sequence[Failure]) -> bool:
         """Return whether the failures here may have a cause, on any host, that is not known yet."""
-        cause = first_cause(failures)
-        others = self.news or len(self._relay.exits()) < group.spec.local_world_size
+        cause = find_root_cause(failures)
+        others = self.coordinator or len(self._forwarder.exits()) < group.spec.local_world_size
         return bool(cause.distance and others and time.monotonic() < cause.time + GRACE)
 
     def _failures_so_far(self, worker_group: WorkerGroup) -> list[Failure]:
         return [
             self._failure(worker_group, local_rank, worker_group.workers[local_rank].id, end.code)
-            for local_rank, end in self._relay.exits().items()
+            for local_rank, end in self._forwarder.exits().items()
             if end.code
         ]
 
     def _all_failures(self, worker_group: WorkerGroup, result: RunResult) -> list[Failure]:
-        limit = time.monotonic() + 1
-        while len(self._relay.exits()) < len(worker_group.workers) and time.monotonic() < limit:
-            self._relay.step(_TICK)
+        deadline = time.monotonic() + 1
+        while (
+            len(self._forwarder.exits()) < len(worker_group.workers) and time.monotonic() < deadline
+        ):
+            self._forwarder.step(_POLL_SECONDS)
         return [
-            self._failure(worker_group, found.local_rank, found.pid, found.exitcode)
-            for found in result.failures.values()
+            self._failure(worker_group, failure.local_rank, failure.pid, failure.exitcode)
+            for failure in result.failures.values()
         ]
 
     def _failure(self, worker_group: WorkerGroup, local_rank: int, pid: int, code: int) -> Failure:
-        end = self._relay.exits().get(local_rank)
-        when = end.time if end else time.monotonic()
+        end = self._forwarder.exits().get(local_rank)
+        ended_at = end.time if end else time.monotonic()
         rank = worker_group.workers[local_rank].global_rank
         text = excerpt(self._output.tail(local_rank))
-        stopped = when > self._stop_time
+        stopped = ended_at > self._stop_time
         if end is None or end.code is None:  # the agent reaped the rank first and has its code
             self._launcher_log.end(rank, pid, code, stopped=stopped)
-        return Failure(rank, pid, code, when, text, stopped=stopped)
+        return Failure(rank, pid, code, ended_at, text, stopped=stopped)
 
     def _stop(self, failures: Sequence[Failure]) -> None:
         self._stop_time = time.monotonic()
@@ -366,18 +399,18 @@ class _Agent(LocalElasticAgent):
             # its pid has not been reused.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(failure.pid, signal.SIGKILL)
-        self._shutdown(**self._limit)
+        self._shutdown(**self._shutdown_options)
 
 
-def _spec(job: Job, met: Meeting, key: int) -> WorkerSpec:
+def _spec(job: Job, rendezvous: HostRendezvous, key: int) -> WorkerSpec:
     config = job.config
-    ours = (str(os.getpid()), str(job.hosts), str(key))
+    arguments = (str(os.getpid()), str(job.simulated_hosts), str(key))
     return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=sys.executable,
-        args=("-I", "-S", rank_bootstrap.__file__, *ours, *job.command),
-        rdzv_handler=met.handler,
+        args=("-I", "-S", rank_bootstrap.__file__, *arguments, *job.command),
+        rdzv_handler=rendezvous.handler,
         max_restarts=config.max_restarts,
         monitor_interval=config.monitor_interval,
         local_addr=config.local_addr,
@@ -389,39 +422,53 @@ def _spec(job: Job, met: Meeting, key: int) -> WorkerSpec:
     )
 
 
-def _supervise(
-    job: Job, met: Meeting, relay: Relay, launcher_log: LauncherLogWriter, key: int
-) -> Ended:
+def _run_agent(
+    job: Job,
+    rendezvous: HostRendezvous,
+    forwarder: OutputForwarder,
+    launcher_log: LauncherLogWriter,
+    key: int,
+) -> HostOutcome:
     """Run the job until it ends and return its outcome."""
-    agent = _Agent(job, met, relay, launcher_log, key)
+    agent = _Agent(job, rendezvous, forwarder, launcher_log, key)
     try:
         result = agent.run()
     except SignalException as caught:
-        return Ended(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
+        return HostOutcome(128 + caught.sigval, "", f"stopped by {caught.sigval.name}", STOPPED)
     except UsageError:
         raise
     except (LaunchError, RendezvousError, dist.DistError, RuntimeError) as error:
-        heard = None if agent.news is None else agent.news.catch_up()
-        if heard is not None and heard.final:
-            return _ended([], heard, 1)
-        where = job.config.rdzv_endpoint
-        raise LaunchError(f"the hosts of the job didn't meet at {where}: {error}") from error
+        remote_failure = None if agent.coordinator is None else agent.coordinator.refresh()
+        if remote_failure is not None and remote_failure.is_final:
+            return _make_outcome([], remote_failure, 1)
+        address = job.config.rdzv_endpoint
+        raise LaunchError(f"the rendezvous of the hosts at {address} failed: {error}") from error
     finally:
-        if agent.news is not None:
-            agent.news.close()
+        if agent.coordinator is not None:
+            agent.coordinator.close()
     agent.get_worker_group().spec.rdzv_handler.shutdown()
-    return _ended(agent.failures, agent.heard, int(result is not None and result.is_failed()))
+    return _make_outcome(
+        agent.failures, agent.remote_failure, int(result is not None and result.is_failed())
+    )
 
 
-def _ended(failures: Sequence[Failure], heard: Heard | None, code: int) -> Ended:
-    if heard is not None and is_elsewhere(failures, heard):
-        return Ended(heard.code, "", told(failures, heard), CONSEQUENCE, elsewhere=True)
+def _make_outcome(
+    failures: Sequence[Failure], remote_failure: RemoteFailure | None, code: int
+) -> HostOutcome:
+    if remote_failure is not None and is_remote_cause(failures, remote_failure):
+        return HostOutcome(
+            remote_failure.code,
+            "",
+            format_report(failures, remote_failure),
+            CONSEQUENCE,
+            is_remote=True,
+        )
     if not failures:  # failed without a failed rank: one is stuck in the kernel
-        return Ended(code, "")
-    cause = first_cause(failures)
-    return Ended(cause.exit_code, "", told(failures), cause.distance)
+        return HostOutcome(code, "")
+    cause = find_root_cause(failures)
+    return HostOutcome(cause.exit_code, "", format_report(failures), cause.distance)
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

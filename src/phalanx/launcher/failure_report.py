@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.launcher.root_cause import Failure, first_cause
+from phalanx.launcher.root_cause import Failure, find_root_cause
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.launcher.job_coordinator import Heard
+    from phalanx.launcher.job_coordinator import RemoteFailure
 
-__all__ = ["is_elsewhere", "told"]
+__all__ = ["format_report", "is_remote_cause"]
 
 
-def is_elsewhere(failures: Sequence[Failure], heard: Heard | None) -> bool:
+def is_remote_cause(failures: Sequence[Failure], remote_failure: RemoteFailure | None) -> bool:
     """Return whether the report from another host explains the failures on this host."""
-    return heard is not None and (not failures or bool(first_cause(failures).distance))
+    return remote_failure is not None and (not failures or bool(find_root_cause(failures).distance))
 
 
-def told(failures: Sequence[Failure], heard: Heard | None = None) -> str:
+def format_report(failures: Sequence[Failure], remote_failure: RemoteFailure | None = None) -> str:
     """Return a report for people that names the failing rank or host and the reason.
 
     Args:
-        failures: The failures of ranks of this host; not empty if `heard` is None.
-        heard: The failure of another host; None if none is known.
+        failures: The failures of ranks of this host; not empty if `remote_failure` is None.
+        remote_failure: The failure of another host; None if none is known.
     """
-    cause = None if is_elsewhere(failures, heard) else first_cause(failures)
+    cause = None if is_remote_cause(failures, remote_failure) else find_root_cause(failures)
     others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
-    lines = [cause.headline if cause else heard.text if heard else ""]
+    lines = [cause.headline if cause else remote_failure.text if remote_failure else ""]
     if cause and cause.text:
         lines[0] += "; the end of its stderr:"
         lines += [f"    | {line}" for line in cause.text.splitlines()]

@@ -14,11 +14,11 @@ import cloudpickle
 
 from phalanx.errors import LaunchError, UsageError
 from phalanx.launcher.rank_environment import rank_defaults
-from phalanx.launcher.rank_processes import Ranks
+from phalanx.launcher.rank_processes import RankProcesses
 from phalanx.launcher.requirements import check_host
-from phalanx.launcher.root_cause import Failure, first_cause
+from phalanx.launcher.root_cause import Failure, find_root_cause
 from phalanx.launcher.store import HOST, host_store
-from phalanx.launcher.worker import Outcome, Setting
+from phalanx.launcher.worker import InterpreterState, RankOutcome
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
 
 __all__ = ["launch"]
@@ -80,28 +80,30 @@ def launch(
         >>> phalanx.launch(area, 2, (21,))
         [0, 21]
     """
-    nprocs = _check(fn, nprocs, args, kwargs, timeout, env)
+    nprocs = _check_arguments(fn, nprocs, args, kwargs, timeout, env)
     check_host(nprocs)
     deadline = None if timeout is None else time.monotonic() + timeout
     with LauncherLogWriter(nprocs) as launcher_log:
-        payload = _payload(fn, tuple(args), dict(kwargs or {}))
-        with Ranks(payload, launcher_log, prefix=prefix) as ranks:
+        payload = _write_payload(fn, tuple(args), dict(kwargs or {}))
+        with RankProcesses(payload, launcher_log, prefix=prefix) as ranks:
             store, run_id = host_store(), uuid.uuid4().hex
             for rank in range(nprocs):
-                environ = _environment(rank, nprocs, store.port, run_id, launcher_log, env or {})
-                _start(ranks, environ)
-            ended = ranks.wait(deadline)
+                environ = _rank_environment(
+                    rank, nprocs, store.port, run_id, launcher_log, env or {}
+                )
+                _start_rank(ranks, environ)
+            has_finished = ranks.wait(deadline)
         if failures := [failure for failure in ranks.failures if not failure.stopped]:
-            _raise(first_cause(failures), ranks, launcher_log)
-        if not ended:
+            _raise_failure(find_root_cause(failures), ranks, launcher_log)
+        if not has_finished:
             raise LaunchError(
-                f"timeout: after {timeout} s these still ran and were stopped: "
-                f"{_names(ranks.stopped)}{_explained(launcher_log, 1)}"
+                f"timeout: these ranks were still running after {timeout} s and were stopped: "
+                f"{_format_ranks(ranks.stopped)}{_explain_hint(launcher_log, 1)}"
             )
-    return [_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
+    return [_load_result(rank, outcome) for rank, outcome in enumerate(ranks.outcomes)]
 
 
-def _check(
+def _check_arguments(
     fn: object, nprocs: object, args: object, kwargs: object, timeout: object, env: object
 ) -> int:
     if not callable(fn):
@@ -131,41 +133,43 @@ def _check_env(env: object) -> None:
         return
     if not isinstance(env, Mapping):
         raise UsageError(f"env is {env!r}: expected a dictionary of environment variables")
-    ours = {*_places(0, 1, 1, ""), "PHALANX_JOB", "PHALANX_JOBS_DIR"}
+    reserved = {*_rank_variables(0, 1, 1, ""), "PHALANX_JOB", "PHALANX_JOBS_DIR"}
     for name, value in env.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise UsageError(f"env has {name!r}: {value!r}; expected strings for both")
-        if name in ours:
+        if name in reserved:
             raise UsageError(f"env sets {name}, which phalanx.launch sets for each rank: remove it")
 
 
-def _payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Write the setting and the pickled call into a memory file; return its descriptor."""
+def _write_payload(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Write the interpreter state and the call into a memory file; return its descriptor."""
     try:
         call = cloudpickle.dumps((fn, args, kwargs))
     except Exception as error:
-        raise UsageError(_unpicklable(fn, args, kwargs, error)) from error
+        raise UsageError(_describe_unpicklable(fn, args, kwargs, error)) from error
     fd = os.memfd_create("phalanx-launch", os.MFD_CLOEXEC)
     with os.fdopen(fd, "wb", closefd=False) as file:
-        pickle.dump(Setting(list(sys.argv), _sources(fn)), file)
+        pickle.dump(InterpreterState(list(sys.argv), _interactive_sources(fn)), file)
         file.write(call)
     return fd
 
 
-def _unpicklable(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], error: object) -> str:
-    named = {"fn": fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
-    for name, value in named.items():
+def _describe_unpicklable(
+    fn: object, args: tuple[Any, ...], kwargs: dict[str, Any], error: object
+) -> str:
+    values = {"fn": fn, **{f"args[{i}]": arg for i, arg in enumerate(args)}, **kwargs}
+    for name, value in values.items():
         try:
             cloudpickle.dumps(value)
         except Exception as reason:  # noqa: BLE001 - the object's own code can raise anything
             return (
-                f"{name} can't be pickled and so can't be sent to the ranks ({reason}): make what "
-                "it needs (locks, files, sockets, groups) inside of the function"
+                f"{name} can't be pickled and so can't be sent to the ranks ({reason}): create the "
+                "objects that it needs (locks, files, sockets, groups) inside the function"
             )
     return f"the call can't be pickled and so can't be sent to the ranks ({error})"
 
 
-def _sources(fn: object) -> dict[str, list[str]]:
+def _interactive_sources(fn: object) -> dict[str, list[str]]:
     name = getattr(getattr(fn, "__code__", None), "co_filename", None)
     if name is None or os.path.exists(name):
         return {}
@@ -173,7 +177,7 @@ def _sources(fn: object) -> dict[str, list[str]]:
     return {name: lines} if lines else {}
 
 
-def _places(rank: int, nprocs: int, port: int, run_id: str) -> dict[str, str]:
+def _rank_variables(rank: int, nprocs: int, port: int, run_id: str) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(nprocs),
@@ -194,7 +198,7 @@ def _places(rank: int, nprocs: int, port: int, run_id: str) -> dict[str, str]:
     }
 
 
-def _environment(
+def _rank_environment(
     rank: int,
     nprocs: int,
     port: int,
@@ -202,19 +206,21 @@ def _environment(
     launcher_log: LauncherLogWriter,
     env: Mapping[str, str],
 ) -> dict[str, str]:
-    given = {**os.environ, **env}
-    places = _places(rank, nprocs, port, run_id)
-    return {**given, **rank_defaults(nprocs, given), **places, **launcher_log.environment()}
+    environ = {**os.environ, **env}
+    variables = _rank_variables(rank, nprocs, port, run_id)
+    return {**environ, **rank_defaults(nprocs, environ), **variables, **launcher_log.environment()}
 
 
-def _start(ranks: Ranks, environ: Mapping[str, str]) -> None:
+def _start_rank(ranks: RankProcesses, environ: Mapping[str, str]) -> None:
     try:
         ranks.start(environ)
     except OSError as error:
         raise LaunchError(f"can't start rank {environ['RANK']}: {error}") from error
 
 
-def _raise(cause: Failure, ranks: Ranks, launcher_log: LauncherLogWriter) -> NoReturn:
+def _raise_failure(
+    cause: Failure, ranks: RankProcesses, launcher_log: LauncherLogWriter
+) -> NoReturn:
     outcome = ranks.outcomes[cause.rank]
     if outcome is not None and outcome.value is None:
         parts = [f"rank {cause.rank} (pid {cause.pid}) raised {outcome.summary}"]
@@ -224,19 +230,23 @@ def _raise(cause: Failure, ranks: Ranks, launcher_log: LauncherLogWriter) -> NoR
         parts = [cause.headline + (" after it had returned its result" if outcome else "")]
         if cause.text:
             parts.append(f"The end of its stderr:\n{cause.text}")
-    followed = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
-    parts += [f"Failed after it: {_names(followed)}."] if followed else []
-    parts += [f"Stopped by the launcher: {_names(ranks.stopped)}."] if ranks.stopped else []
-    message = "\n\n".join(parts) + _explained(launcher_log, cause.exit_code)
+    later = [f.rank for f in ranks.failures if not f.stopped and f is not cause]
+    parts += [f"Failed after it: {_format_ranks(later)}."] if later else []
+    parts += [f"Stopped by the launcher: {_format_ranks(ranks.stopped)}."] if ranks.stopped else []
+    message = "\n\n".join(parts) + _explain_hint(launcher_log, cause.exit_code)
     raise LaunchError(message) from _load_error(outcome)
 
 
-def _explained(launcher_log: LauncherLogWriter, code: int) -> str:
-    kept = launcher_log.finish(code)
-    return f"\n\nWhat the ranks were doing: phalanx explain {launcher_log.name}" if kept else ""
+def _explain_hint(launcher_log: LauncherLogWriter, code: int) -> str:
+    is_kept = launcher_log.finish(code)
+    return (
+        f"\n\nTo see what the ranks were doing: phalanx explain {launcher_log.name}"
+        if is_kept
+        else ""
+    )
 
 
-def _load_error(outcome: Outcome | None) -> BaseException | None:
+def _load_error(outcome: RankOutcome | None) -> BaseException | None:
     if outcome is None or outcome.error is None:
         return None
     try:
@@ -246,11 +256,11 @@ def _load_error(outcome: Outcome | None) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _result(rank: int, outcome: Outcome | None) -> Any:
+def _load_result(rank: int, outcome: RankOutcome | None) -> Any:
     if outcome is None or outcome.value is None:
         raise LaunchError(f"rank {rank} ended without a result")
     try:

@@ -1,10 +1,10 @@
 """Mutual authentication of two hosts of a job by its key.
 
-The gate sends a challenge; the guest answers it and challenges the gate. The key itself is never
-sent. Then the guest sends a hello with its description and the service it requests, and the gate
-answers with an error or an empty text. After that the connection belongs to the requested service.
-It is not encrypted: the handshake rejects connections from strangers, but does not protect against
-attackers who can change packets in transit.
+The tunnel server sends a challenge; the client answers it and challenges the server. The key itself
+is never sent. Then the client sends a hello with its description and the service it requests, and
+the server replies with an error or an empty text. After that the connection belongs to the
+requested service. It is not encrypted: the handshake rejects connections without the key, but does
+not protect against attackers who can change packets in transit.
 """
 
 from __future__ import annotations
@@ -18,98 +18,105 @@ from typing import Any
 
 from phalanx.key import derive
 
-__all__ = ["Refused", "Stranger", "answer", "as_gate", "as_guest"]
+__all__ = [
+    "HandshakeError",
+    "RejectedError",
+    "authenticate_client",
+    "authenticate_to_server",
+    "send_reply",
+]
 
-_GREETING = b"phalanx gate 1\n"
-_NONCE = 32
-_PROOF = hashlib.sha256().digest_size
-_KNOWN, _UNKNOWN = b"\1", b"\0"
-_MOST = 4096
+_GREETING = b"phalanx tunnel 1\n"
+_NONCE_SIZE = 32
+_PROOF_SIZE = hashlib.sha256().digest_size
+_ACCEPTED, _REJECTED = b"\1", b"\0"
+_MAX_HELLO_BYTES = 4096
 """The maximum size of a hello, in bytes."""
 
 
-class Refused(Exception):  # noqa: N818 - the caller words the message
-    """The peer is not the gate of this job, or rejects this host; the message says why."""
+class RejectedError(Exception):
+    """The peer is not the tunnel server of this job, or rejects this host; the message says why."""
 
 
-class Stranger(Exception):  # noqa: N818
+class HandshakeError(Exception):
     """The peer does not have the key, or does not follow the protocol."""
 
 
-async def as_gate(
+async def authenticate_client(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes
 ) -> dict[str, Any]:
-    """Authenticate a guest and return its hello.
+    """Authenticate a client and return its hello.
 
     Has no timeout; the caller sets one.
 
     Raises:
-        Stranger: The guest does not have the key, or its hello is invalid.
-        EOFError: The guest has closed the connection.
+        HandshakeError: The client does not have the key, or its hello is invalid.
+        EOFError: The client has closed the connection.
         OSError: The connection is broken.
     """
-    own = secrets.token_bytes(_NONCE)
-    writer.write(_GREETING + own)
-    theirs = await reader.readexactly(_NONCE)
-    proof = await reader.readexactly(_PROOF)
-    if not hmac.compare_digest(proof, _proof(key, "guest", own, theirs)):
-        writer.write(_UNKNOWN)
-        raise Stranger("it has another key, or none")
-    writer.write(_KNOWN + _proof(key, "gate", own, theirs))
-    return await _message(reader)
+    own_nonce = secrets.token_bytes(_NONCE_SIZE)
+    writer.write(_GREETING + own_nonce)
+    peer_nonce = await reader.readexactly(_NONCE_SIZE)
+    proof = await reader.readexactly(_PROOF_SIZE)
+    if not hmac.compare_digest(proof, _proof(key, "client", own_nonce, peer_nonce)):
+        writer.write(_REJECTED)
+        raise HandshakeError("it has a different key or none")
+    writer.write(_ACCEPTED + _proof(key, "server", own_nonce, peer_nonce))
+    return await _receive(reader)
 
 
-def answer(writer: asyncio.StreamWriter, wrong: str) -> None:
-    """Answer a guest's hello with an error; empty if the hello is accepted."""
-    _say(writer, {"wrong": wrong})
+def send_reply(writer: asyncio.StreamWriter, error: str) -> None:
+    """Reply to a client's hello with an error; empty if the hello is accepted."""
+    _send(writer, {"error": error})
 
 
-async def as_guest(
+async def authenticate_to_server(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, hello: dict[str, Any]
 ) -> None:
-    """Authenticate this host to the gate and the gate to this host, and send a hello.
+    """Authenticate this host and the tunnel server to each other, and send a hello.
 
     Raises:
-        Refused: The gate rejects this host, or is not the gate of this job.
-        EOFError: The gate has closed the connection.
+        RejectedError: The server rejects this host, or is not the one of this job.
+        EOFError: The server has closed the connection.
         OSError: The connection is broken.
     """
     greeting = await reader.readexactly(len(_GREETING))
     if greeting != _GREETING:
-        raise Refused("what answers there isn't `phalanx run`, or one of another version")
-    theirs, own = await reader.readexactly(_NONCE), secrets.token_bytes(_NONCE)
-    writer.write(own + _proof(key, "guest", theirs, own))
-    if await reader.readexactly(1) != _KNOWN:
-        raise Refused("it has another key than this host, or only one of the two has any")
-    proof = await reader.readexactly(_PROOF)
-    if not hmac.compare_digest(proof, _proof(key, "gate", theirs, own)):
-        raise Refused("what answers there doesn't have the key of this job")
-    _say(writer, hello)
+        raise RejectedError("the program there is not `phalanx run`, or is a different version")
+    peer_nonce, own_nonce = await reader.readexactly(_NONCE_SIZE), secrets.token_bytes(_NONCE_SIZE)
+    writer.write(own_nonce + _proof(key, "client", peer_nonce, own_nonce))
+    if await reader.readexactly(1) != _ACCEPTED:
+        raise RejectedError("the two hosts have different keys, or only one of them has a key")
+    proof = await reader.readexactly(_PROOF_SIZE)
+    if not hmac.compare_digest(proof, _proof(key, "server", peer_nonce, own_nonce)):
+        raise RejectedError("the server there does not have this job's key")
+    _send(writer, hello)
     try:
-        told = await _message(reader)
-    except Stranger as wrong:
-        raise Refused(f"{wrong}") from None
-    if told.get("wrong"):
-        raise Refused(str(told["wrong"]))
+        reply = await _receive(reader)
+    except HandshakeError as error:
+        raise RejectedError(f"{error}") from None
+    if reply.get("error"):
+        raise RejectedError(str(reply["error"]))
 
 
-def _proof(key: bytes, who: str, gate: bytes, guest: bytes) -> bytes:
-    return hmac.digest(derive(key, "gate"), who.encode() + gate + guest, hashlib.sha256)
+def _proof(key: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    return hmac.digest(derive(key, "tunnel"), role.encode() + server_nonce + client_nonce, hashlib.sha256
+    )
 
 
-def _say(writer: asyncio.StreamWriter, what: dict[str, Any]) -> None:
-    text = json.dumps(what).encode()
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    text = json.dumps(message).encode()
     writer.write(len(text).to_bytes(4, "big") + text)
 
 
-async def _message(reader: asyncio.StreamReader) -> dict[str, Any]:
+async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
     size = int.from_bytes(await reader.readexactly(4), "big")
-    if size > _MOST:
-        raise Stranger(f"its hello has {size} bytes")
+    if size > _MAX_HELLO_BYTES:
+        raise HandshakeError(f"its hello has {size} bytes")
     try:
-        said = json.loads(await reader.readexactly(size))
+        message = json.loads(await reader.readexactly(size))
     except (ValueError, RecursionError):  # RecursionError: deeply nested JSON
-        raise Stranger("its hello can't be read") from None
-    if not isinstance(said, dict):
-        raise Stranger("its hello says nothing")
-    return said
+        raise HandshakeError("its hello can't be parsed") from None
+    if not isinstance(message, dict):
+        raise HandshakeError("its hello is not a JSON object")
+    return message

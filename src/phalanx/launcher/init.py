@@ -1,4 +1,4 @@
-"""`phalanx.init`: find the place of this process, select its device and form the group."""
+"""`phalanx.init`: find the rank of this process, select its device and form the group."""
 
 import importlib
 import os
@@ -15,14 +15,14 @@ import phalanx
 from phalanx import env, transports
 from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
-from phalanx.launcher.store_wait import reporting_the_store
+from phalanx.launcher.store_wait import report_slow_store
 
 __all__ = ["Session", "init"]
 
 
 @dataclass(frozen=True)
 class Session:
-    """The place of this process in its group, and a context manager that leaves the group.
+    """The rank of this process in its group, and a context manager that leaves the group.
 
     If its body raises an exception, peers in Phalanx groups get `PeerLost` with the text of the
     exception at once, even if an outer caller handles the exception. A `KeyboardInterrupt` aborts
@@ -69,8 +69,8 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         world: Any = dist.group.WORLD
-        well = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
-        if not well and self.owner and world is not None and _is_ours(world):
+        is_success = error is None or (isinstance(error, SystemExit) and error.code in (None, 0))
+        if not is_success and self.owner and world is not None and _is_phalanx_group(world):
             # Tell the peers that wait for this rank at once that it failed, and why.
             if isinstance(error, KeyboardInterrupt):
                 world.abort("its session ended with KeyboardInterrupt")
@@ -88,7 +88,7 @@ def init(
 ) -> Session:
     """Form the group of this job, independently of the launcher.
 
-    The place of this process comes from the environment that `phalanx run`, `phalanx.launch` and
+    The rank of this process comes from the environment that `phalanx run`, `phalanx.launch` and
     torchrun set (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`; `LOCAL_RANK` and
     `LOCAL_WORLD_SIZE` if given). Without `RANK`, it comes from MPI if `mpirun` has started this
     process, or from Slurm if `srun` has. Without any of them this process is alone: rank 0 of 1,
@@ -107,8 +107,8 @@ def init(
             `local_rank` modulo the number of GPUs, or the CPU if there is no GPU. A GPU becomes
             the current device.
         transport: The transport between hosts for the backend "phalanx": "gloo", "mpi" or "relay";
-            empty for the value of `PHALANX_TRANSPORT`, or "gloo" if it is unset. It must be the same
-            on all ranks.
+            empty for the value of `PHALANX_TRANSPORT`, or "gloo" if it is unset. It must
+            be the same on all ranks.
 
     Returns:
         A Session. Use it as a context manager, or call `close()` at the end.
@@ -125,43 +125,45 @@ def init(
     """
     if transport:
         transports.check_name(transport)
-    joined = dist.is_initialized()
-    span = _timeout(timeout)
-    where = _existing_place() if joined else _place(span)
-    chosen = _device(device, where.local_rank if where else 0)
-    if not joined:
-        _form(backend, span, where, transport)
+    is_joined = dist.is_initialized()
+    duration = _parse_timeout(timeout)
+    assignment = _existing_assignment() if is_joined else _find_assignment(duration)
+    chosen = _select_device(device, assignment.local_rank if assignment else 0)
+    if not is_joined:
+        _form_group(backend, duration, assignment, transport)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    where = where or RankAssignment(0, 1, 0, 1)
+    assignment = assignment or RankAssignment(0, 1, 0, 1)
     return Session(
-        where.rank,
-        where.world_size,
-        where.local_rank,
-        where.local_world_size,
+        assignment.rank,
+        assignment.world_size,
+        assignment.local_rank,
+        assignment.local_world_size,
         chosen,
         dist.get_backend(),
-        owner=not joined,
+        owner=not is_joined,
     )
 
 
-def _is_ours(group: dist.ProcessGroup) -> bool:
+def _is_phalanx_group(group: dist.ProcessGroup) -> bool:
     # Check the type: a group that replaces another backend has that backend's name.
     return type(group).__module__.startswith("phalanx.")
 
 
-def _place(timeout: timedelta | None) -> RankAssignment | None:
+def _find_assignment(timeout: timedelta | None) -> RankAssignment | None:
     try:
         launcher = _launcher()
         if launcher == "mpi":
             from phalanx.launcher import mpi
 
-            return mpi.place((timeout or default_pg_timeout).total_seconds())
+            return mpi.assigned_ranks((timeout or default_pg_timeout).total_seconds())
         if launcher == "slurm":
-            from phalanx.launcher.slurm import Step
+            from phalanx.launcher.slurm import SlurmStep
 
-            here = Step.of().place
-            return here if here.world_size > 1 else None  # one task, e.g. a shell, needs no network
+            assignment = SlurmStep.from_environment().assignment
+            return (
+                assignment if assignment.world_size > 1 else None
+            )  # one task, e.g. a shell, needs no network
         return assigned_ranks()
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -172,28 +174,28 @@ def _launcher() -> str:
     return "" if os.environ.get("RANK", "").strip() else env.launcher()
 
 
-def _existing_place() -> RankAssignment:
-    """Return the place in the existing group, with local numbers from the environment if valid."""
+def _existing_assignment() -> RankAssignment:
+    """Return the ranks in the existing group, with local ranks from the environment if valid."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Do not initialize MPI for this, because the group may have been formed without it.
-    given = _place(None) if "RANK" in os.environ or _launcher() == "slurm" else None
-    if given is not None and (given.rank, given.world_size) == (rank, world_size):
-        return given
+    assignment = _find_assignment(None) if "RANK" in os.environ or _launcher() == "slurm" else None
+    if assignment is not None and (assignment.rank, assignment.world_size) == (rank, world_size):
+        return assignment
     if _launcher() == "mpi":
         from phalanx.launcher import mpi
 
-        return RankAssignment(rank, world_size, *mpi.local_place(rank, world_size))
+        return RankAssignment(rank, world_size, *mpi.local_rank_and_size(rank, world_size))
     return RankAssignment(rank, world_size, rank, world_size)
 
 
-def _form(
-    backend: str, timeout: timedelta | None, where: RankAssignment | None, transport: str
+def _form_group(
+    backend: str, timeout: timedelta | None, assignment: RankAssignment | None, transport: str
 ) -> None:
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     for name in names:
         if not dist.is_backend_available(name):
-            known = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
-            raise UsageError(f"backend is {backend!r}: expected one that is available of {known}")
+            available = ", ".join(name for name in dist.Backend.backend_list if name != "undefined")
+            raise UsageError(f"backend is {backend!r}: expected an available one of {available}")
     # Default arguments in this module capture the group that exists when it is first imported (for
     # example by the first optimizer). They would keep the group and its threads alive after
     # destroy_process_group().
@@ -201,7 +203,7 @@ def _form(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     if transport:
         options["pg_options"] = phalanx.Options(transport)
-    if where is None:
+    if assignment is None:
         store = dist.HashStore()  # type: ignore[attr-defined] # exported at run time
         dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
         return
@@ -209,22 +211,22 @@ def _form(
     if method != "env://":
         dist.init_process_group(backend, init_method=method, **options)
         return
-    with reporting_the_store(where.rank):
+    with report_slow_store(assignment.rank):
         dist.init_process_group(backend, init_method=method, **options)
 
 
-def _timeout(timeout: object) -> timedelta | None:
+def _parse_timeout(timeout: object) -> timedelta | None:
     if timeout is None:
         return None
-    span = timeout
+    duration = timeout
     if isinstance(timeout, int | float) and not isinstance(timeout, bool) and 0 < timeout < 1e9:
-        span = timedelta(seconds=timeout)
-    if isinstance(span, timedelta) and span > timedelta(0):
-        return span
+        duration = timedelta(seconds=timeout)
+    if isinstance(duration, timedelta) and duration > timedelta(0):
+        return duration
     raise UsageError(f"timeout is {timeout!r}: expected seconds, or a timedelta, greater than 0")
 
 
-def _device(device: str | int | torch.device | None, local_rank: int) -> torch.device:
+def _select_device(device: str | int | torch.device | None, local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return torch.device("cuda", local_rank % count) if count else torch.device("cpu")

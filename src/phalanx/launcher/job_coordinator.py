@@ -1,7 +1,7 @@
 """Coordination of the launchers of a job on several hosts through its store.
 
 Each launcher announces that it is present, before any of them starts its ranks. When ranks fail on
-one host, all launchers stop theirs, and either start again or end with the same report. Finally
+one host, all launchers stop theirs, and either restart them or end with the same report. Finally
 each launcher announces that its ranks have ended.
 """
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AbsentHostError",
-    "Agreed",
-    "Heard",
-    "News",
+    "Agreement",
+    "JobCoordinator",
+    "RemoteFailure",
     "agree",
-    "first_attempt",
-    "is_over",
-    "meet",
+    "end_reason",
+    "next_attempt",
+    "wait_for_hosts",
 ]
 
-_OVER = "phalanx/over"
+_END = "phalanx/end"
 _PROPOSED, _DECIDED, _AGREED = "phalanx/proposed/", "phalanx/decided", "phalanx/agreed"
 _POLL_SECONDS = 0.1
-_AGREE_SECONDS = 0.02
+_AGREE_POLL_SECONDS = 0.02
 _NOTICE_SECONDS = 5.0
-_WATCH_SECONDS = 0.5
-_TELL_SECONDS = 2.0
-_CATCH_UP_SECONDS = 0.01
-_MISS_SECONDS = 5.0
-_NAMED = 8
+_IDLE_POLL_SECONDS = 0.5
+_REPORT_SECONDS = 2.0
+_REFRESH_POLL_SECONDS = 0.01
+_LOSS_DELAY_SECONDS = 5.0
+_MAX_NAMED = 8
 
 
-class Heard(NamedTuple):
+class RemoteFailure(NamedTuple):
     """A failure of the job on another host.
 
     Attributes:
@@ -54,13 +54,13 @@ class Heard(NamedTuple):
 
     text: str
     code: int
-    final: bool = False
+    is_final: bool = False
     """True if the job cannot continue, even if restarts are left."""
-    left: bool = False
+    has_left: bool = False
     """True if the host has left on purpose, which is no failure."""
 
 
-def first_attempt(store: Any) -> int:
+def next_attempt(store: Any) -> int:
     """Return the number of the first start of all ranks that has not failed yet.
 
     Args:
@@ -72,12 +72,12 @@ def first_attempt(store: Any) -> int:
     return attempt
 
 
-def is_over(store: Any) -> str:
+def end_reason(store: Any) -> str:
     """Return why the job cannot continue, with or without restarts; empty if it can."""
-    return str(json.loads(store.get(_OVER))["text"]) if store.check([_OVER]) else ""
+    return str(json.loads(store.get(_END))["text"]) if store.check([_END]) else ""
 
 
-class Agreed(NamedTuple):
+class Agreement(NamedTuple):
     """The values on which all hosts agree for one start of all ranks."""
 
     attempt: int
@@ -93,8 +93,8 @@ class AbsentHostError(LaunchError):
 
 
 def agree(
-    store: Any, number: int, count: int, own: tuple[int, int], name: str, seconds: float
-) -> Agreed:
+    store: Any, number: int, count: int, own_counts: tuple[int, int], name: str, seconds: float
+) -> Agreement:
     """Agree with all hosts on the numbers of starts and of failures; wait for all of them.
 
     Each host counts for itself and may have missed some: a host may be new, or may have been told
@@ -105,7 +105,7 @@ def agree(
         store: The store of this start of all ranks, without an agreement yet.
         number: The number of this host.
         count: The number of hosts.
-        own: The numbers of starts and of failures that this host has counted.
+        own_counts: The numbers of starts and of failures that this host has counted.
         name: The name of this host, unique among the hosts.
         seconds: The limit of the wait, in seconds.
 
@@ -114,53 +114,58 @@ def agree(
 
     Raises:
         AbsentHostError: A host is absent; all hosts raise this error.
-        torch.distributed.DistError: The store is gone.
+        torch.distributed.DistError: The store is lost.
     """
     proposals = [f"{_PROPOSED}{each}" for each in range(count)]
-    store.set(proposals[number], json.dumps((*own, name)))
+    store.set(proposals[number], json.dumps((*own_counts, name)))
     end = time.monotonic() + seconds
     while not store.check([_AGREED]):
         if time.monotonic() > end + _NOTICE_SECONDS:  # the host that decides is absent
-            raise AbsentHostError("a host has gone while the hosts met")
+            raise AbsentHostError("a host was lost during the rendezvous")
         if number == 0 and store.check(proposals):
             starts, failures, names = zip(*map(json.loads, store.multi_get(proposals)), strict=True)
             _decide(store, json.dumps([max(starts), max(failures), names]))
         elif time.monotonic() > end:
             missing = [each for each, key in enumerate(proposals) if not store.check([key])]
-            _decide(store, json.dumps(f"{_hosts(missing)} of {count} didn't come, though counted"))
-        time.sleep(_AGREE_SECONDS)
-    agreed = json.loads(store.get(_AGREED))
-    if isinstance(agreed, str):
-        raise AbsentHostError(agreed)
-    attempt, most, hosts = agreed
-    return Agreed(attempt, most, tuple(hosts))
+            _decide(
+                store,
+                json.dumps(
+                    f"{_format_hosts(missing)} of {count} did not take part, although counted"
+                ),
+            )
+        time.sleep(_AGREE_POLL_SECONDS)
+    agreement = json.loads(store.get(_AGREED))
+    if isinstance(agreement, str):
+        raise AbsentHostError(agreement)
+    attempt, most_failures, hosts = agreement
+    return Agreement(attempt, most_failures, tuple(hosts))
 
 
-def _decide(store: Any, words: str) -> None:
+def _decide(store: Any, decision: str) -> None:
     """Write a decision for all hosts, unless another host was first."""
     if store.add(_DECIDED, 1) == 1:
-        store.set(_AGREED, words)
+        store.set(_AGREED, decision)
 
 
-def meet(
+def wait_for_hosts(
     store: Any,
     attempt: int,
     number: int,
     count: int,
     seconds: float,
-    tell: Callable[[str], None],
-    wrong: Callable[[], str],
+    notify: Callable[[str], None],
+    find_error: Callable[[], str],
 ) -> None:
     """Wait until all hosts of a job are present; Ctrl-C ends the wait.
 
     Args:
         store: The store of the job.
-        attempt: The number of the start of all ranks for which the hosts meet.
+        attempt: The number of the start of all ranks for which the hosts wait.
         number: The number of this host.
         count: The number of hosts.
         seconds: The limit of the wait, in seconds.
-        tell: A function that shows a sentence to the user if the wait takes long.
-        wrong: A function that returns why the job cannot start, as far as known; empty otherwise.
+        notify: A function that shows a sentence to the user if the wait takes long.
+        find_error: A function that returns why the job cannot start; empty if no reason is known.
 
     Raises:
         LaunchError: Hosts did not arrive in time, a host does not fit, or the job is over.
@@ -169,49 +174,55 @@ def meet(
     notice = start + _NOTICE_SECONDS
     store.set(_key(attempt, f"launcher/{number}"), socket.gethostname())
     missing = list(range(1, count))
-    while not _are_all_there(store, attempt, number, missing):
-        if why := wrong() or is_over(store):
-            raise LaunchError(why)
+    while not _are_hosts_present(store, attempt, number, missing):
+        if reason := find_error() or end_reason(store):
+            raise LaunchError(reason)
         if time.monotonic() > start + seconds:
             raise LaunchError(
-                f"{_hosts(missing)} of {count} didn't come within {seconds:g} s: is `phalanx run "
-                "--node-rank N` running there?"
+                f"{_format_hosts(missing)} of {count} did not join within {seconds:g} s: check "
+                "that `phalanx run --node-rank N` is running there"
             )
         if time.monotonic() > notice:
             notice = float("inf")
-            tell(f"waiting for {_hosts(missing)} of {count}, up to {seconds:g} s")
+            notify(f"waiting for {_format_hosts(missing)} of {count}, up to {seconds:g} s")
         time.sleep(_POLL_SECONDS)
 
 
-def _are_all_there(store: Any, attempt: int, number: int, missing: list[int]) -> bool:
+def _are_hosts_present(store: Any, attempt: int, number: int, missing: list[int]) -> bool:
     """Return whether all hosts are present, and update `missing` on host 0.
 
     Only host 0 checks every host, and the others wait for its signal, because there may be many.
     """
-    all_here = _key(attempt, "launchers")
+    all_present = _key(attempt, "launchers")
     try:
         if number:
-            return bool(store.check([all_here]))
+            return bool(store.check([all_present]))
         missing[:] = [
             other for other in missing if not store.check([_key(attempt, f"launcher/{other}")])
         ]
         if not missing:
-            store.set(all_here, "")
+            store.set(all_present, "")
     except dist.DistError as error:
-        raise LaunchError(f"host 0 has given up while this one waited: {error}") from None
+        raise LaunchError(f"host 0 ended while this host waited for it: {error}") from None
     return not missing
 
 
-def _story(name: str, text: str, code: int, *, final: bool = False, left: bool = False) -> str:
-    return json.dumps({"name": name, "text": text, "code": code, "final": final, "left": left})
+def _encode_failure(
+    name: str, text: str, code: int, *, is_final: bool = False, has_left: bool = False
+) -> str:
+    return json.dumps(
+        {"name": name, "text": text, "code": code, "is_final": is_final, "has_left": has_left}
+    )
 
 
 def _key(attempt: int, name: str) -> str:
     return f"phalanx/{attempt}/{name}"
 
 
-def _hosts(missing: list[int]) -> str:
-    names = ", ".join(map(str, missing[:_NAMED])) + (", ..." if len(missing) > _NAMED else "")
+def _format_hosts(missing: list[int]) -> str:
+    names = ", ".join(map(str, missing[:_MAX_NAMED])) + (
+        ", ..." if len(missing) > _MAX_NAMED else ""
+    )
     return f"host{'s' if len(missing) > 1 else ''} {names}"
 
 
@@ -221,31 +232,31 @@ class _Attempt:
 
     number: int
     hosts: tuple[str, ...]
-    gone: list[tuple[float, str, str]] = field(default_factory=list)
-    """The hosts that are lost: the time in seconds at which to report it, the name and place."""
-    story: str = ""
-    """The report of a failure on this host, or of the loss of a host; empty if there is none."""
-    heard: Heard | None = None
-    leaving: bool = False
+    lost_hosts: list[tuple[float, str, str]] = field(default_factory=list)
+    """The lost hosts: the time in seconds at which to report it, the name and the host name."""
+    report: str = ""
+    """The failure of this host, or the loss of a host, to be published; empty if there is none."""
+    remote_failure: RemoteFailure | None = None
+    is_finishing: bool = False
     has_ended: bool = False
-    settled: threading.Event = field(default_factory=threading.Event)
-    """Set once all hosts know the failure, or can know it."""
+    published: threading.Event = field(default_factory=threading.Event)
+    """Set once a failure is in the store for all hosts, or the store is lost."""
     all_ended: threading.Event = field(default_factory=threading.Event)
 
     def key(self, name: str) -> str:
         return _key(self.number, name)
 
 
-class News:
+class JobCoordinator:
     """The exchange of failures with the other launchers, in a thread of its own.
 
     It has a thread because a store behind a severed link can block for long. It lasts as long as
-    the job. All reports are about one start of all ranks, until `begin` announces a new one, except
-    reports that end the job.
+    the job. All reports are about one start of all ranks, until `begin_attempt` announces a new
+    one, except reports that end the job.
     """
 
     def __init__(self, store: Any, name: str, *, has_store: bool) -> None:
-        """Start to listen.
+        """Start to poll the store.
 
         Args:
             store: The store of the job.
@@ -255,54 +266,58 @@ class News:
         self._store = store.clone()
         self._has_store = has_store
         self._name = name
-        self._now = _Attempt(0, ())
-        self._last_words = ""
-        self._over: Heard | None = None
+        self._attempt = _Attempt(0, ())
+        self._final_report = ""
+        self._final_failure: RemoteFailure | None = None
         self._is_closed = False
-        self._looks = 0
-        self._gone: dict[str, str] = {}
-        """The places of the lost hosts, by their names."""
-        self._wake, self._is_told = threading.Event(), threading.Event()
-        threading.Thread(target=self._listen, name="phalanx-news", daemon=True).start()
+        self._polls = 0
+        self._lost_hosts: dict[str, str] = {}
+        """The host names of the lost hosts, by their unique names."""
+        self._wake, self._final_published = threading.Event(), threading.Event()
+        threading.Thread(target=self._poll_store, name="phalanx-coordinator", daemon=True).start()
 
     @property
-    def heard(self) -> Heard | None:
+    def remote_failure(self) -> RemoteFailure | None:
         """The failure on another host; None if none is known."""
-        return self._over or self._now.heard
+        return self._final_failure or self._attempt.remote_failure
 
-    def begin(self, attempt: int, hosts: tuple[str, ...]) -> None:
+    def begin_attempt(self, number: int, hosts: tuple[str, ...]) -> None:
         """Begin a new start of all ranks and discard the reports about the previous one.
 
         Args:
-            attempt: The number of this start, from 0.
+            number: The number of this start, from 0.
             hosts: The names of the participating hosts.
         """
-        now = self._now = _Attempt(attempt, hosts)
-        for name, place in list(self._gone.items()):  # lost while the hosts met
-            self._await_words(now, name, place)
+        attempt = self._attempt = _Attempt(number, hosts)
+        for name, hostname in list(self._lost_hosts.items()):  # lost during the rendezvous
+            self._schedule_loss(attempt, name, hostname)
 
-    def tell(self, text: str, code: int, *, final: bool = False, left: bool = False) -> None:
+    def report(
+        self, text: str, code: int, *, is_final: bool = False, has_left: bool = False
+    ) -> None:
         """Report a failure on this host to the others, unless another host was first.
 
-        Waits at most `_TELL_SECONDS` seconds until the report is in the store.
+        Waits at most `_REPORT_SECONDS` seconds until the report is in the store.
 
         Args:
             text: The description of the failure.
             code: The exit code of a job that ends with it.
-            final: True if the job cannot continue without this host.
-            left: True if this host leaves on purpose, which is no failure.
+            is_final: True if the job cannot continue without this host.
+            has_left: True if this host leaves on purpose, which is no failure.
         """
-        words = f"on {socket.gethostname()}: {text}"
-        story = _story(self._name, words, code, final=final, left=left)
-        now = self._now
-        if final:
-            self._last_words = story
+        description = f"on {socket.gethostname()}: {text}"
+        report = _encode_failure(
+            self._name, description, code, is_final=is_final, has_left=has_left
+        )
+        attempt = self._attempt
+        if is_final:
+            self._final_report = report
         else:
-            now.story = story
+            attempt.report = report
         self._wake.set()
-        (self._is_told if final else now.settled).wait(_TELL_SECONDS)
+        (self._final_published if is_final else attempt.published).wait(_REPORT_SECONDS)
 
-    def miss(self, name: str, place: str) -> None:
+    def report_lost_host(self, name: str, hostname: str) -> None:
         """Report the loss of a host to all hosts, unless its ranks have ended.
 
         The report is delayed by some seconds, because the ranks of the other hosts have lost a peer
@@ -310,104 +325,106 @@ class News:
 
         Args:
             name: The unique name of the host.
-            place: The name of the host, for people.
+            hostname: The name of the host, for people.
         """
-        self._gone[name] = place
-        self._await_words(self._now, name, place)
+        self._lost_hosts[name] = hostname
+        self._schedule_loss(self._attempt, name, hostname)
 
-    def leave(self, seconds: float) -> None:
+    def finish(self, seconds: float) -> None:
         """Wait until the ranks of all hosts have ended, or some have failed.
 
         Args:
             seconds: The limit of the wait, in seconds. Then the host with the store reports its
                 own end to the others, because they are about to lose the store.
         """
-        now = self._now
-        now.leaving = True
+        attempt = self._attempt
+        attempt.is_finishing = True
         self._wake.set()
         end = time.monotonic() + seconds
-        while self.heard is None and time.monotonic() < end:
-            if now.all_ended.wait(_POLL_SECONDS):
+        while self.remote_failure is None and time.monotonic() < end:
+            if attempt.all_ended.wait(_POLL_SECONDS):
                 return
-        if self.heard is None and self._has_store:
-            self.tell("ended well", 0)
+        if self.remote_failure is None and self._has_store:
+            self.report("the ranks of this host have ended", 0)
 
-    def catch_up(self) -> Heard | None:
-        """Return `heard` after reading the store again; wait `_TELL_SECONDS` seconds at most."""
-        end = time.monotonic() + _TELL_SECONDS
-        wanted = self._looks + 2  # one look may be in progress
-        while self._looks < wanted and self._over is None and time.monotonic() < end:
+    def refresh(self) -> RemoteFailure | None:
+        """Return `remote_failure` after polling the store, within `_REPORT_SECONDS` seconds."""
+        end = time.monotonic() + _REPORT_SECONDS
+        wanted = self._polls + 2  # one poll may be in progress
+        while self._polls < wanted and self._final_failure is None and time.monotonic() < end:
             self._wake.set()
-            time.sleep(_CATCH_UP_SECONDS)
-        return self.heard
+            time.sleep(_REFRESH_POLL_SECONDS)
+        return self.remote_failure
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop polling the store."""
         self._is_closed = True
         self._wake.set()
 
-    def _await_words(self, now: _Attempt, name: str, place: str) -> None:
-        if name in now.hosts and all(name != other for _, other, _ in now.gone):
-            now.gone.append((time.monotonic() + _MISS_SECONDS, name, place))
+    def _schedule_loss(self, attempt: _Attempt, name: str, hostname: str) -> None:
+        if name in attempt.hosts and all(name != other for _, other, _ in attempt.lost_hosts):
+            attempt.lost_hosts.append((time.monotonic() + _LOSS_DELAY_SECONDS, name, hostname))
 
-    def _listen(self) -> None:
+    def _poll_store(self) -> None:
         while not self._is_closed:
-            now = self._now
+            attempt = self._attempt
             try:
-                self._look(now)
+                self._poll(attempt)
             except dist.DistError:
-                self._lose(now)
+                self._handle_lost_store(attempt)
                 return
-            self._looks += 1
-            self._wake.wait(_POLL_SECONDS if now.leaving else _WATCH_SECONDS)
+            self._polls += 1
+            self._wake.wait(_POLL_SECONDS if attempt.is_finishing else _IDLE_POLL_SECONDS)
             self._wake.clear()
 
-    def _look(self, now: _Attempt) -> None:
-        if self._last_words and not self._is_told.is_set():
-            self._store.compare_set(_OVER, "", self._last_words)
-            self._is_told.set()
-        if self._over is None and self._store.check([_OVER]):
-            self._over = self._heard(_OVER)
-        if now.settled.is_set():
+    def _poll(self, attempt: _Attempt) -> None:
+        if self._final_report and not self._final_published.is_set():
+            self._store.compare_set(_END, "", self._final_report)
+            self._final_published.set()
+        if self._final_failure is None and self._store.check([_END]):
+            self._final_failure = self._read_failure(_END)
+        if attempt.published.is_set():
             return
-        self._miss(now)
-        if now.story:
-            self._store.compare_set(now.key("failed"), "", now.story)
-        if self._store.check([now.key("failed")]):
-            now.heard = self._heard(now.key("failed"))
-            if now.heard is not None and now.heard.code == 0:
-                now.heard = None
-                now.all_ended.set()
-            now.settled.set()
-        elif now.leaving:
-            if not now.has_ended:
-                self._store.set(now.key(f"ended/{self._name}"), "")
-                self._store.add(now.key("ended"), 1)
-                now.has_ended = True
-            if self._store.add(now.key("ended"), 0) >= len(now.hosts):
-                now.all_ended.set()
+        self._report_due_losses(attempt)
+        if attempt.report:
+            self._store.compare_set(attempt.key("failed"), "", attempt.report)
+        if self._store.check([attempt.key("failed")]):
+            attempt.remote_failure = self._read_failure(attempt.key("failed"))
+            if attempt.remote_failure is not None and attempt.remote_failure.code == 0:
+                attempt.remote_failure = None
+                attempt.all_ended.set()
+            attempt.published.set()
+        elif attempt.is_finishing:
+            if not attempt.has_ended:
+                self._store.set(attempt.key(f"ended/{self._name}"), "")
+                self._store.add(attempt.key("ended"), 1)
+                attempt.has_ended = True
+            if self._store.add(attempt.key("ended"), 0) >= len(attempt.hosts):
+                attempt.all_ended.set()
 
-    def _miss(self, now: _Attempt) -> None:
-        due = [each for each in now.gone if time.monotonic() > each[0]]
+    def _report_due_losses(self, attempt: _Attempt) -> None:
+        due = [each for each in attempt.lost_hosts if time.monotonic() > each[0]]
         for each in due:
-            now.gone.remove(each)
-            _, name, place = each
-            if not now.story and not self._store.check([now.key(f"ended/{name}")]):
-                now.story = _story(name, f"the launcher on {place}, or the way to it, is gone", 1)
+            attempt.lost_hosts.remove(each)
+            _, name, hostname = each
+            if not attempt.report and not self._store.check([attempt.key(f"ended/{name}")]):
+                attempt.report = _encode_failure(
+                    name, f"lost the launcher on {hostname}, or the connection to it", 1
+                )
 
-    def _heard(self, key: str) -> Heard | None:
+    def _read_failure(self, key: str) -> RemoteFailure | None:
         """Return the report stored at `key`; None if it is this host's own."""
-        news = json.loads(self._store.get(key))
-        if news["name"] == self._name:
+        report = json.loads(self._store.get(key))
+        if report["name"] == self._name:
             return None
-        return Heard(news["text"], news["code"], news["final"], news["left"])
+        return RemoteFailure(report["text"], report["code"], report["is_final"], report["has_left"])
 
-    def _lose(self, now: _Attempt) -> None:
+    def _handle_lost_store(self, attempt: _Attempt) -> None:
         """Handle the loss of the store: its host keeps it until all ranks have ended."""
-        if now.leaving:
-            now.all_ended.set()
+        if attempt.is_finishing:
+            attempt.all_ended.set()
         else:
-            words = "the launcher of host 0, or the way to it, is gone"
-            self._over = Heard(words, 1, final=True)
-        now.settled.set()
-        self._is_told.set()
+            description = "lost the launcher of host 0, or the connection to it"
+            self._final_failure = RemoteFailure(description, 1, is_final=True)
+        attempt.published.set()
+        self._final_published.set()

@@ -16,26 +16,32 @@ from torch.distributed import default_pg_timeout
 
 from phalanx import env, env_hosts, topology
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.launcher.store import HOST, check_given, host_store, join_store, met
+from phalanx.launcher.store import (
+    HOST,
+    check_rank_and_size,
+    host_store,
+    join_store,
+    rendezvous_result,
+)
 from phalanx.transports import TransportError
 from phalanx.transports.mpi import MOST_TEXT, World, the_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["local_place", "meet", "place"]
+__all__ = ["assigned_ranks", "local_rank_and_size", "rendezvous_handler"]
 
-_REFUSED = "-"
-_LOCAL = (
+_FAILED = "-"
+_LOCAL_VARIABLES = (
     ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
 
-def meet(
+def rendezvous_handler(
     url: str, timeout: timedelta = default_pg_timeout, **_options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Meet the other processes started by `mpirun`; PyTorch calls this function for `mpi://`.
+    """Return the rendezvous of the ranks of `mpirun`; PyTorch calls this function for `mpi://`.
 
     Blocks until rank 0 has arrived and, the first time, until all others have.
 
@@ -49,13 +55,13 @@ def meet(
         PhalanxError: A process did not arrive in time.
     """
     world = _world(timeout)
-    check_given(url, world.rank, world.size)
+    check_rank_and_size(url, world.rank, world.size)
     text = None
     if world.rank == 0:
         try:
-            store = _hosted(world.size, timeout)
+            store = _host_store(world.size, timeout)
         except UsageError as error:
-            world.share(f"{_REFUSED} {error}".encode()[:MOST_TEXT], 0)
+            world.share(f"{_FAILED} {error}".encode()[:MOST_TEXT], 0)
             raise
         text = f"{store.host} {store.port}".encode()
     try:
@@ -63,15 +69,15 @@ def meet(
     except TransportError as error:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] mpi://: {error}") from None
     host, _, port = shared.partition(" ")
-    if host == _REFUSED:
+    if host == _FAILED:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] rank 0 can't host the store: {port}")
     if world.rank:
         store = join_store(host, int(port), timeout)
-    return met(store, world.rank, world.size)
+    return rendezvous_result(store, world.rank, world.size)
 
 
-def place(seconds: float) -> env.RankAssignment:
-    """Return the place of this process according to MPI; block as `meet` does.
+def assigned_ranks(seconds: float) -> env.RankAssignment:
+    """Return the rank and size of this process according to MPI; block like `rendezvous_handler`.
 
     Args:
         seconds: The limit of the wait, in seconds.
@@ -82,10 +88,10 @@ def place(seconds: float) -> env.RankAssignment:
         ValueError: A variable of `mpirun` is not an integer or is out of range.
     """
     world = _world(timedelta(seconds=seconds))
-    return env.RankAssignment(world.rank, world.size, *local_place(world.rank, world.size))
+    return env.RankAssignment(world.rank, world.size, *local_rank_and_size(world.rank, world.size))
 
 
-def local_place(
+def local_rank_and_size(
     rank: int, world_size: int, environ: Mapping[str, str] | None = None
 ) -> tuple[int, int]:
     """Return the local rank and the number of ranks on this host.
@@ -101,10 +107,10 @@ def local_place(
     Raises:
         ValueError: A variable is not an integer or is out of range.
     """
-    for of_rank, of_size in _LOCAL:
-        size = env.integer(of_size, minimum=1, maximum=world_size, environ=environ)
+    for rank_variable, size_variable in _LOCAL_VARIABLES:
+        size = env.integer(size_variable, minimum=1, maximum=world_size, environ=environ)
         if size is not None:
-            local = env.integer(of_rank, minimum=0, maximum=size - 1, environ=environ)
+            local = env.integer(rank_variable, minimum=0, maximum=size - 1, environ=environ)
             if local is not None:
                 return local, size
     return rank, world_size
@@ -113,8 +119,9 @@ def local_place(
 def _world(timeout: timedelta) -> World:
     if not env.mpi_launcher():
         raise UsageError(
-            "this process was not started by mpirun, so there is no MPI to meet by: start the "
-            "script with `mpirun -n 4 python script.py`, or with `phalanx run` and without mpi://"
+            "this process was not started by mpirun, so MPI can't provide the rendezvous: start "
+            "the script with `mpirun -n 4 python script.py`, or with `phalanx run` and without "
+            "mpi://"
         )
     try:
         return the_world(timeout.total_seconds())
@@ -122,8 +129,8 @@ def _world(timeout: timedelta) -> World:
         raise PhalanxError(f"mpi://: {error}") from None
 
 
-def _hosted(size: int, timeout: timedelta) -> Any:
-    address = _address_of_rank_0(size)
+def _host_store(size: int, timeout: timedelta) -> Any:
+    address = _rank_0_address(size)
     try:
         return host_store(host=address, timeout=timeout)
     except OSError as error:
@@ -133,24 +140,24 @@ def _hosted(size: int, timeout: timedelta) -> Any:
         ) from None
 
 
-def _address_of_rank_0(size: int) -> str:
+def _rank_0_address(size: int) -> str:
     """Return the address at which the other ranks reach this process.
 
     This is the address of the loopback interface if all ranks are on this host.
     """
-    if given := env_hosts.interface():
-        return topology.interface_address(given)
-    if local_place(0, size)[1] == size and env.mpi_launcher() != "MPI":
+    if interface := env_hosts.interface():
+        return topology.interface_address(interface)
+    if local_rank_and_size(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST
     name = socket.gethostname()
     try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
-        found = []
-    for _, _, _, _, where in found:
-        if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
-            return str(where[0])
+        addresses = []
+    for _, _, _, _, sockaddr in addresses:
+        if not ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback:
+            return str(sockaddr[0])
     raise UsageError(
-        f"the name of this machine, {name}, leads to no address that other machines reach: set "
-        "PHALANX_INTERFACE to an interface or address of it"
+        f"the name of this machine, {name}, does not resolve to an address that other machines can "
+        "reach: set PHALANX_INTERFACE to one of its interfaces or addresses"
     )

@@ -22,7 +22,7 @@ from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher import endpoint
 from phalanx.launcher.cores import usable_cores
-from phalanx.launcher.ssh.plan import OPTIONS as HOST_OPTIONS
+from phalanx.launcher.ssh.plan import HOST_OPTIONS
 from phalanx.torch_versions import shutdown_timeout
 
 __all__ = ["Job", "parse"]
@@ -38,15 +38,15 @@ class Job:
     Attributes:
         config: The configuration of PyTorch's agent.
         command: The program of each rank and its arguments.
-        files: The specification of the log files; None if there are none.
-        shown: The local ranks whose output is shown; None for all.
+        log_files: The specification of the log files; None if there are none.
+        shown_ranks: The local ranks whose output is shown; None for all.
     """
 
     config: LaunchConfig
     command: list[str]
-    files: LogsSpecs | None
-    shown: set[int] | None
-    hosts: int
+    log_files: LogsSpecs | None
+    shown_ranks: set[int] | None
+    simulated_hosts: int
     """The number of hosts that this machine simulates; 0 for none."""
     key: bytes | None
     """The job's key; None if there are several hosts and no key was given."""
@@ -74,33 +74,37 @@ def parse(argv: Sequence[str]) -> Job:
         parser.add_argument(f"--{name.replace('_', '-')}")
     args = parser.parse_args(list(argv))
     _check_host_options(args)
-    args.nproc_per_node = str(_nproc(args.nproc_per_node))
+    args.nproc_per_node = str(_parse_nproc(args.nproc_per_node))
     _check_script(args)
     _check_port(args)
     _replace_backends(args.replace)
-    nnodes = _nnodes(args.nnodes)
+    nnodes = _parse_nnodes(args.nnodes)
     if nnodes == 1 and (other := _other_launcher()):
-        _run_as_its_rank(args, other)
+        _exec_as_rank(args, other)
     if args.rdzv_backend == "static" and not 0 <= args.node_rank < nnodes:
         raise UsageError(f"--node-rank is {args.node_rank}: expected 0 to {nnodes - 1}")
-    args.simulate_hosts = _simulated(args.simulate_hosts, int(args.nproc_per_node), nnodes)
-    if args.standalone or (_unplaced(args) and nnodes == 1):
+    args.simulate_hosts = _parse_simulated_hosts(
+        args.simulate_hosts, int(args.nproc_per_node), nnodes
+    )
+    if args.standalone or (_lacks_endpoint(args) and nnodes == 1):
         args.rdzv_backend, args.rdzv_endpoint = "c10d", "localhost:0"
         args.rdzv_id = uuid.uuid4().hex
         args.local_addr = args.local_addr or "127.0.0.1"
     elif args.master_port is None:
         args.master_port = 29500
     # A torchrun without this option (torch 2.11) gives its agent 30 seconds.
-    given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
-    if not given and shutdown_timeout(args, STOP_TIMEOUT) is None:
+    is_given = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
+    if not is_given and shutdown_timeout(args, STOP_TIMEOUT) is None:
         args.shutdown_timeout = STOP_TIMEOUT
-    return _job(args, _key(args, nnodes))
+    return _make_job(args, _read_key(args, nnodes))
 
 
-def _job(args: Namespace, key: bytes | None) -> Job:
+def _make_job(args: Namespace, key: bytes | None) -> Job:
     # torchrun always makes a log directory in /tmp. Avoid it unless the user asked for log files.
     if not re.search(r"(^|,)\s*timeout\s*=", args.rdzv_conf):
-        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"timeout={endpoint.PATIENCE}")))
+        args.rdzv_conf = ",".join(
+            filter(None, (args.rdzv_conf, f"timeout={endpoint.DEFAULT_TIMEOUT}"))
+        )
     wants_files = args.log_dir is not None or (args.redirects, args.tee) != ("0", "0")
     directory = args.log_dir
     if args.logs_specs is None:
@@ -110,18 +114,18 @@ def _job(args: Namespace, key: bytes | None) -> Job:
     ranks = args.local_ranks_filter
     try:
         config, program, arguments = torchrun.config_from_args(args)
-        shown = set(map(int, ranks.split(","))) if ranks else None
-        files: LogsSpecs | None = config.logs_specs if args.logs_specs else None
-        if wants_files and files is None:
+        shown_ranks = set(map(int, ranks.split(","))) if ranks else None
+        log_files: LogsSpecs | None = config.logs_specs if args.logs_specs else None
+        if wants_files and log_files is None:
             redirects, tee = Std.from_str(args.redirects), Std.from_str(args.tee)
-            files = DefaultLogsSpecs(directory, redirects, tee, shown)
-    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # what torchrun raises
+            log_files = DefaultLogsSpecs(directory, redirects, tee, shown_ranks)
+    except (AssertionError, OSError, RuntimeError, ValueError) as error:  # raised by torchrun
         raise UsageError(str(error)) from error
     endpoint.check(config)
-    return Job(config, [str(program), *arguments], files, shown, args.simulate_hosts, key)
+    return Job(config, [str(program), *arguments], log_files, shown_ranks, args.simulate_hosts, key)
 
 
-def _nproc(text: str) -> int:
+def _parse_nproc(text: str) -> int:
     expected = "expected an integer, at least 1, or auto, cpu, gpu"
     if text == "auto":
         if torch.accelerator.is_available():
@@ -139,21 +143,21 @@ def _nproc(text: str) -> int:
     return int(count)
 
 
-def _nnodes(text: str) -> int:
+def _parse_nnodes(text: str) -> int:
     try:
-        least, most = torchrun.parse_min_max_nnodes(text)
+        minimum, maximum = torchrun.parse_min_max_nnodes(text)
     except (RuntimeError, ValueError):
         raise UsageError(f"--nnodes is {text!r}: expected an integer, or MIN:MAX") from None
-    if not 1 <= least <= most:
+    if not 1 <= minimum <= maximum:
         raise UsageError(f"--nnodes is {text!r}: expected 1 <= MIN <= MAX")
-    return int(most)
+    return int(maximum)
 
 
-def _key(args: Namespace, nodes: int) -> bytes | None:
+def _read_key(args: Namespace, nodes: int) -> bytes | None:
     """Return the job's key: the given key or, on one host, a new one; None if there is none."""
     if args.key_fd is not None:
         if args.key_file is not None:
-            raise UsageError("--key-file and --key-fd are both given: leave one out")
+            raise UsageError("--key-file and --key-fd are both given: omit one")
         if not args.key_fd.isdecimal():
             raise UsageError(f"--key-fd is {args.key_fd!r}: expected the number of an open file")
         return keys.from_descriptor(int(args.key_fd))
@@ -162,19 +166,19 @@ def _key(args: Namespace, nodes: int) -> bytes | None:
     return keys.from_environment() if nodes > 1 else secrets.token_bytes(keys.SIZE)
 
 
-def _simulated(text: str | None, ranks: int, nodes: int) -> int:
+def _parse_simulated_hosts(text: str | None, ranks: int, nodes: int) -> int:
     if text is None:
         return 0
-    expected = f"expected an integer from 1 to {ranks}, the ranks that there are"
+    expected = f"expected an integer from 1 to {ranks}, the number of ranks"
     try:
-        hosts = int(text)
+        count = int(text)
     except ValueError:
         raise UsageError(f"--simulate-hosts is {text!r}: {expected}") from None
-    if not 1 <= hosts <= ranks:
+    if not 1 <= count <= ranks:
         raise UsageError(f"--simulate-hosts is {text}: {expected}")
     if nodes > 1:
-        raise UsageError("--simulate-hosts makes hosts of one machine: leave --nnodes out")
-    return hosts
+        raise UsageError("--simulate-hosts simulates hosts on one machine: omit --nnodes")
+    return count
 
 
 def _replace_backends(text: str | None) -> None:
@@ -185,8 +189,8 @@ def _replace_backends(text: str | None) -> None:
         raise UsageError(str(error)) from None
     if names and os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         raise UsageError(
-            "TORCH_DEVICE_BACKEND_AUTOLOAD in the environment keeps Phalanx out of `import "
-            "torch`, so it can't run in place of other backends: unset it"
+            "TORCH_DEVICE_BACKEND_AUTOLOAD in the environment keeps `import torch` from loading "
+            "Phalanx, so it can't replace other backends: unset it"
         )
     if text is not None:
         os.environ["PHALANX_REPLACE"] = ",".join(names)
@@ -195,11 +199,11 @@ def _replace_backends(text: str | None) -> None:
 def _check_host_options(args: Namespace) -> None:
     """Reject the options for `--hosts`, which the command line handles before this parser."""
     if args.hosts is not None:
-        raise UsageError("--hosts comes too late: give it first, before torchrun's other options")
+        raise UsageError("--hosts must come first, before torchrun's other options")
     for name in HOST_OPTIONS:
         if getattr(args, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} says how to start hosts: give --hosts too"
+                f"--{name.replace('_', '-')} is for starting hosts over ssh: give --hosts too"
             )
 
 
@@ -211,7 +215,7 @@ def _other_launcher() -> str:
     return other if count != "1" else ""
 
 
-def _run_as_its_rank(args: Namespace, other: str) -> NoReturn:
+def _exec_as_rank(args: Namespace, other: str) -> NoReturn:
     """Replace this process by the script, as a rank of another launcher, if `--replace` is given.
 
     Otherwise each `phalanx run` would start all ranks.
@@ -221,16 +225,16 @@ def _run_as_its_rank(args: Namespace, other: str) -> NoReturn:
     """
     if args.replace is None or args.simulate_hosts is not None:
         raise UsageError(
-            f"{other} has started several of `phalanx run`, which starts ranks itself: start the "
-            f"script with `{other} ... python SCRIPT`; or give --nnodes, for one `phalanx run` per "
-            "host"
+            f"{other} has started several instances of `phalanx run`, which starts ranks itself: "
+            f"start the script with `{other} ... python SCRIPT`; or give --nnodes, for one "
+            "`phalanx run` per host"
         )
     program = [] if args.no_python else [sys.executable, *(["-m"] if args.module else [])]
     program += [args.training_script, *args.training_script_args]
     os.execvp(program[0], program)
 
 
-def _unplaced(args: Namespace) -> bool:
+def _lacks_endpoint(args: Namespace) -> bool:
     return args.rdzv_backend == "static" and not args.rdzv_endpoint and args.master_port is None
 
 
@@ -243,9 +247,9 @@ def _check_script(args: Namespace) -> None:
     script = args.training_script
     if args.module:
         top = script.partition(".")[0]
-        where = [os.getcwd(), *sys.path]
+        search_path = [os.getcwd(), *sys.path]
         if top not in sys.builtin_module_names and not (
-            importlib.machinery.PathFinder.find_spec(top, where)
+            importlib.machinery.PathFinder.find_spec(top, search_path)
         ):
             raise UsageError(f"there is no module {top!r}, in {os.getcwd()} or installed")
     elif args.no_python:

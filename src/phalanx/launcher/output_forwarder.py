@@ -1,8 +1,8 @@
 """Forwarding of the ranks' output and exits to the process that started them.
 
-One `Relay` watches the pipes and the pidfds of all ranks with one selector. `phalanx.launch` steps
-it in the caller's thread, so that a notebook shows the output in the cell; `phalanx run` steps it
-in a thread beside the elastic agent.
+One `OutputForwarder` watches the pipes and the pidfds of all ranks with one selector.
+`phalanx.launch` steps it in the caller's thread, so that a notebook shows the output in the cell;
+`phalanx run` steps it in a thread beside the elastic agent.
 """
 
 import os
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Exit", "Relay", "Sink"]
+__all__ = ["Exit", "OutputForwarder", "Sink"]
 
-_PATIENCE = 0.2
+_FLUSH_SECONDS = 0.2
 """Seconds after which an unfinished line (a prompt, a row of dots) is shown."""
 
 
@@ -40,7 +40,7 @@ class Sink:
     def __init__(self, name: str) -> None:
         """Use the current `sys.stdout` or `sys.stderr`, which may be a notebook's or redirected."""
         self._stream: Any = getattr(sys, name)
-        self._open: object = None
+        self._line_owner: object = None
         """The owner of the unfinished line at the cursor; None if there is none."""
 
     def write(self, owner: object, prefix: bytes, text: bytes) -> None:
@@ -51,14 +51,14 @@ class Sink:
         """
         lines = text.splitlines(keepends=True)
         pieces = [prefix + line for line in lines]
-        if self._open is owner:
+        if self._line_owner is owner:
             pieces[0] = lines[0]
-        elif self._open is not None:
+        elif self._line_owner is not None:
             pieces.insert(0, b"\n")
-        self._open = None if text.endswith((b"\n", b"\r")) else owner
-        self._put(b"".join(pieces))
+        self._line_owner = None if text.endswith((b"\n", b"\r")) else owner
+        self._write_bytes(b"".join(pieces))
 
-    def _put(self, data: bytes) -> None:
+    def _write_bytes(self, data: bytes) -> None:
         if self._stream is None:
             return
         if hasattr(self._stream, "buffer"):
@@ -77,10 +77,10 @@ class _Stream:
     prefix: bytes
     tail: deque[bytes] | None
     pending: bytes = b""
-    since: float = field(default_factory=time.monotonic)
+    pending_since: float = field(default_factory=time.monotonic)
 
 
-class Relay:
+class OutputForwarder:
     """A forwarder of the output of ranks that also records their exits; thread-safe.
 
     Attributes:
@@ -93,12 +93,12 @@ class Relay:
         self._selector = selectors.DefaultSelector()
         self._lock = threading.RLock()
         self._streams: dict[int, _Stream] = {}
-        self._watched: dict[int, int] = {}
+        self._pidfds: dict[int, int] = {}
         self._tails: dict[int, deque[bytes]] = {}
         self._exits: dict[int, Exit] = {}
 
     def add_stream(self, rank: int, fd: int, sink: Sink | None, prefix: str, *, keep: bool) -> None:
-        """Forward the lines from the read end of a pipe, which the relay takes over and closes.
+        """Forward the lines from the read end of a pipe, which this object takes over and closes.
 
         Args:
             rank: The rank that writes to the pipe.
@@ -117,7 +117,7 @@ class Relay:
         """Record the exit of a child of this process, without reaping it: its starter does."""
         with self._lock:
             fd = os.pidfd_open(pid)
-            self._watched[fd] = rank
+            self._pidfds[fd] = rank
             self._selector.register(fd, selectors.EVENT_READ)
 
     def exits(self) -> dict[int, Exit]:
@@ -138,17 +138,17 @@ class Relay:
                 if key.fd in self._streams:
                     self._read(self._streams[key.fd])
             for key, _ in events:
-                if key.fd in self._watched:
-                    self._bury(key.fd)
+                if key.fd in self._pidfds:
+                    self._record_exit(key.fd)
             now = time.monotonic()
             for stream in list(self._streams.values()):
-                if stream.pending and now - stream.since > _PATIENCE:
+                if stream.pending and now - stream.pending_since > _FLUSH_SECONDS:
                     self._emit(stream, len(stream.pending))
 
-    def settle(self, timeout: float) -> None:
+    def wait_for_exits(self, timeout: float) -> None:
         """Step until all ranks have exited, or for `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        while self._watched and time.monotonic() < deadline:
+        while self._pidfds and time.monotonic() < deadline:
             self.step(0.01)
 
     def reset(self) -> None:
@@ -156,9 +156,9 @@ class Relay:
         with self._lock:
             for stream in list(self._streams.values()):
                 self._drain(stream)
-                self._end(stream)
-            for fd in list(self._watched):
-                self._unwatch(fd)
+                self._close_stream(stream)
+            for fd in list(self._pidfds):
+                self._close_pidfd(fd)
             self._tails.clear()
             self._exits.clear()
 
@@ -167,8 +167,8 @@ class Relay:
         self.reset()
         self._selector.close()
 
-    def _bury(self, fd: int) -> None:
-        rank = self._watched[fd]
+    def _record_exit(self, fd: int) -> None:
+        rank = self._pidfds[fd]
         try:
             info = os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOWAIT | os.WNOHANG)
             if info is None:
@@ -176,7 +176,7 @@ class Relay:
             code = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
         except ChildProcessError:  # its starter has already reaped it
             code = None
-        self._unwatch(fd)
+        self._close_pidfd(fd)
         for stream in list(self._streams.values()):
             if stream.rank == rank:
                 self._drain(stream)
@@ -184,9 +184,9 @@ class Relay:
         if self.on_exit is not None:
             self.on_exit(rank, end)
 
-    def _unwatch(self, fd: int) -> None:
+    def _close_pidfd(self, fd: int) -> None:
         self._selector.unregister(fd)
-        del self._watched[fd]
+        del self._pidfds[fd]
         os.close(fd)
 
     def _drain(self, stream: _Stream) -> None:
@@ -202,17 +202,17 @@ class Relay:
         except BlockingIOError:
             return False
         if not data:
-            self._end(stream)
+            self._close_stream(stream)
             return False
         if not stream.pending:
-            stream.since = time.monotonic()
+            stream.pending_since = time.monotonic()
         stream.pending += data
         self._emit(stream, max(stream.pending.rfind(b"\n"), stream.pending.rfind(b"\r")) + 1)
         return True
 
     def _emit(self, stream: _Stream, size: int) -> None:
         text, stream.pending = stream.pending[:size], stream.pending[size:]
-        stream.since = time.monotonic()
+        stream.pending_since = time.monotonic()
         if not text:
             return
         if stream.tail is not None:
@@ -225,9 +225,9 @@ class Relay:
             # The reader is gone (`phalanx run ... | head`): closing the pipe gives the rank the
             # usual broken pipe at its next write.
             stream.pending = b""
-            self._end(stream)
+            self._close_stream(stream)
 
-    def _end(self, stream: _Stream) -> None:
+    def _close_stream(self, stream: _Stream) -> None:
         self._emit(stream, len(stream.pending))
         if stream.fd in self._streams:
             self._selector.unregister(stream.fd)

@@ -1,8 +1,9 @@
 """Tie a process's lifetime to its parent's, then replace it by the requested program.
 
-`phalanx run` starts each rank as `python -I -S child.py PARENT HOSTS KEY PROGRAM ARG...`. The file
-is run by its path and imports only the standard library, so it takes only some milliseconds. Its
-settings survive exec, so the script runs in a process without any code of Phalanx's launcher.
+`phalanx run` starts each rank as `python -I -S rank_bootstrap.py PARENT HOSTS KEY PROGRAM ARG...`.
+The file is run by its path and imports only the standard library, so it takes only some
+milliseconds. Its settings survive exec, so the script runs in a process without any code of
+Phalanx's launcher.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ def die_with_parent(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def take_place(hosts: int) -> None:
+def set_simulated_host(hosts: int) -> None:
     """Assign this rank to a simulated host; the ranks are distributed evenly, in order.
 
     Args:
@@ -44,7 +45,7 @@ def take_place(hosts: int) -> None:
         os.environ["PHALANX_HOST_ID"] = f"simulated-{rank * hosts // ranks}"
 
 
-def take_key(parent: int, descriptor: int) -> None:
+def inherit_key(parent: int, descriptor: int) -> None:
     """Open the job's key, which the parent has in memory, so that the program inherits it.
 
     Args:
@@ -56,17 +57,17 @@ def take_key(parent: int, descriptor: int) -> None:
     """
     os.environ.pop("PHALANX_KEY_FD", None)
     if descriptor >= 0:
-        own = os.open(f"/proc/{parent}/fd/{descriptor}", os.O_RDONLY)
-        os.set_inheritable(own, True)
-        os.environ["PHALANX_KEY_FD"] = str(own)
+        inherited = os.open(f"/proc/{parent}/fd/{descriptor}", os.O_RDONLY)
+        os.set_inheritable(inherited, True)
+        os.environ["PHALANX_KEY_FD"] = str(inherited)
 
 
 def main() -> None:
     """Apply all settings to this process, then replace it by the program on the command line."""
     parent, hosts, key, *command = sys.argv[1:]
     die_with_parent(int(parent))
-    take_place(int(hosts))
-    take_key(int(parent), int(key))
+    set_simulated_host(int(hosts))
+    inherit_key(int(parent), int(key))
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -16,8 +16,8 @@ _ALLOCATOR = {
 }
 
 
-def rank_defaults(nprocs: int, given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables to add to the environment `given` of each of `nprocs` ranks.
+def rank_defaults(nprocs: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables to add to the environment `environ` of each of `nprocs` ranks.
 
     Ranks share the cores of this host, write their output unbuffered and print a traceback when
     they crash. Their memory allocator keeps the memory that a training step frees. If the kernel
@@ -32,6 +32,6 @@ def rank_defaults(nprocs: int, given: Mapping[str, str]) -> dict[str, str]:
     if not torch.accelerator.is_available():
         # Otherwise Accelerate treats a rank of a launcher as a process that trains alone.
         defaults["ACCELERATE_USE_CPU"] = "true"
-    if not _ALLOCATOR.keys() & given.keys():
+    if not _ALLOCATOR.keys() & environ.keys():
         defaults |= _ALLOCATOR
-    return {name: value for name, value in defaults.items() if name not in given}
+    return {name: value for name, value in defaults.items() if name not in environ}

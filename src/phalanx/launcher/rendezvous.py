@@ -3,9 +3,9 @@
 PyTorch's rendezvous assigns the ranks to the hosts. This module decides the location of its store
 and of the ranks' store, which is a new one for each start of all ranks. On one host, the agent's
 store is in its own memory and the ranks' store is on the loopback interface. On several hosts,
-both stores are on the loopback interface of one of them. That host has a gate (`gate`) and the
-others have a way through it (`way`), so that PyTorch finds a store at 127.0.0.1 on every host.
-Rendezvous of other kinds, such as etcd, are left to PyTorch.
+both stores are on the loopback interface of one of them. That host has a tunnel server
+(`tunnel_server`) and the others connect through it (`tunnel_client`), so that PyTorch finds a store
+at 127.0.0.1 on every host. Rendezvous of other kinds, such as etcd, are left to PyTorch.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from phalanx import topology
 from phalanx.errors import UsageError
 from phalanx.launcher import endpoint
-from phalanx.launcher.job_coordinator import first_attempt, is_over, meet
+from phalanx.launcher.job_coordinator import end_reason, next_attempt, wait_for_hosts
 from phalanx.launcher.store import HOST, AttemptStores, host_store
-from phalanx.launcher.tunnel_client import Way
-from phalanx.launcher.tunnel_server import Gate
+from phalanx.launcher.tunnel_client import TunnelClient
+from phalanx.launcher.tunnel_server import TunnelServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -51,15 +51,15 @@ if TYPE_CHECKING:
 
     from phalanx.launcher.options import Job
 
-__all__ = ["Meeting", "meeting"]
+__all__ = ["HostRendezvous", "open_rendezvous"]
 
 # Overrides the variables of an outer job: a rank of another job may have started this one.
-_NO_GATE = {"PHALANX_TUNNEL_HOST": "", "PHALANX_RELAY": ""}
+_NO_TUNNEL = {"PHALANX_TUNNEL_HOST": "", "PHALANX_RELAY": ""}
 _NOTICE_SECONDS = 5.0
 _NAME = uuid.uuid4().hex
 
 
-class Meeting:
+class HostRendezvous:
     """The rendezvous of this host's agent and ranks with the other hosts.
 
     Attributes:
@@ -74,151 +74,176 @@ class Meeting:
         self,
         handler: RendezvousHandler,
         environment: dict[str, str],
-        port: Callable[[int], int] | None = None,
-        end: _End | None = None,
+        rank_store_port: Callable[[int], int] | None = None,
+        access: _StoreAccess | None = None,
     ) -> None:
         self.handler = handler
         self.environment = environment
         self.name = _NAME
-        self.store = end.store if end else None
-        self.has_store = end is not None and end.gate is not None
-        self._gate = end.gate if end else None
-        self._port = port
+        self.store = access.store if access else None
+        self.has_store = access is not None and access.tunnel_server is not None
+        self._tunnel_server = access.tunnel_server if access else None
+        self._rank_store_port = rank_store_port
 
-    def place(self, attempt: int) -> tuple[str, int] | None:
+    def rank_store_address(self, attempt: int) -> tuple[str, int] | None:
         """Return the host and port of the ranks' store of an attempt; None if PyTorch sets them."""
-        return None if self._port is None else (HOST, self._port(attempt))
+        return None if self._rank_store_port is None else (HOST, self._rank_store_port(attempt))
 
-    def watch(self, gone: Callable[[str, str], None]) -> None:
+    def watch_hosts(self, on_host_lost: Callable[[str, str], None]) -> None:
         """Call a function for each host that leaves, if this host has the store.
 
         Args:
-            gone: The function, called with the unique name of the host and its name for people.
-                It must not block.
+            on_host_lost: The function, called with the unique name of the host and its name for
+                people. It must not block.
         """
-        if self._gate is not None:
-            self._gate.on_gone = gone
+        if self._tunnel_server is not None:
+            self._tunnel_server.on_host_lost = on_host_lost
 
 
 @contextlib.contextmanager
-def meeting(job: Job, tell: Callable[[str], None]) -> Iterator[Meeting]:
-    """Open the rendezvous of this host; block until the host with the gate is reachable.
+def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRendezvous]:
+    """Open the rendezvous of this host; block until the host with the store is reachable.
 
     Args:
         job: The job to run.
-        tell: A function that shows a sentence to the user, for example which host was rejected or
+        notify: A function that shows a sentence to the user, for example which host was rejected or
             is being waited for.
 
     Raises:
         UsageError: A port is in use, or an interface does not exist.
-        LaunchError: The gate rejects this host, or does not answer.
+        LaunchError: The host with the store rejects this host, or does not answer.
     """
     config = job.config
-    if not endpoint.is_ours(config):
-        yield Meeting(_others_handler(config), _NO_GATE)
+    if not endpoint.uses_phalanx_store(config):
+        yield HostRendezvous(_make_torch_handler(config), _NO_TUNNEL)
     elif config.max_nodes == 1:
-        port = endpoint.endpoint(config)[1]
-        place = partial(_local_port, AttemptStores(port), port)
-        yield Meeting(_Known(config, dist.HashStore()), _NO_GATE, place)  # type: ignore[attr-defined]
+        port = endpoint.rendezvous_address(config)[1]
+        rank_store_port = partial(_local_port, AttemptStores(port), port)
+        yield HostRendezvous(
+            _StaticRendezvous(config, dist.HashStore()),  # type: ignore[attr-defined]
+            _NO_TUNNEL,
+            rank_store_port,
+        )
     else:
         if job.key is None:
-            tell(
-                "this job has no key: whoever reaches its rendezvous can join it. `phalanx key "
-                "PATH` makes one, to be given to all hosts by --key-file"
+            notify(
+                "this job has no key, so anyone who can reach its rendezvous can join it; "
+                "`phalanx key PATH` creates one for --key-file on all hosts"
             )
-        end = _gate(job, tell) or _way(job, tell)
+        access = _open_tunnel_server(job, notify) or _open_tunnel_client(job, notify)
         try:
-            handler = _handler(config, end, tell)
-            yield Meeting(handler, end.environment, end.ranks_port, end)
+            handler = _make_handler(config, access, notify)
+            yield HostRendezvous(handler, access.environment, access.rank_store_port, access)
         finally:
-            end.close()
+            access.close()
 
 
-class _End(NamedTuple):
-    """This host's end of the connection to the store of several hosts."""
+class _StoreAccess(NamedTuple):
+    """This host's access to the store of several hosts."""
 
     store: Any
     """The store of the launchers."""
-    ranks_port: Callable[[int], int]
+    rank_store_port: Callable[[int], int]
     """A function that returns the port of the ranks' store of an attempt."""
     environment: dict[str, str]
     close: Callable[[], None]
-    wrong: Callable[[], str]
+    get_rejection: Callable[[], str]
     """A function that returns why a host that tried to join was rejected; empty if none was."""
-    gate: Gate | None
-    """The gate, on the host that has the store; None on the others."""
+    tunnel_server: TunnelServer | None
+    """The tunnel server, on the host that has the store; None on the others."""
 
 
-def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
-    """Open the gate and return this end if this host has the store; otherwise return None."""
+def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> _StoreAccess | None:
+    """Open the tunnel server if this host has the store; otherwise return None."""
     config = job.config
-    host, port = endpoint.endpoint(config)
-    here, sure = endpoint.has_gate(config, host)
-    if not here:
+    host, port = endpoint.rendezvous_address(config)
+    is_host, is_certain = endpoint.is_store_host(config, host)
+    if not is_host:
         return None
     address = topology.local_address(host)
     if not address:
-        raise UsageError(
-            f"there is no way from this machine to {host}, where the hosts are to meet"
-        )
-    own = _hello(config)
+        raise UsageError(f"this machine has no route to {host}, the address of the rendezvous")
+    own = _make_hello(config)
     store = host_store()
     try:
-        gate = Gate(address, port, job.key or b"", store.port, partial(_differs, own), tell)
+        tunnel_server = TunnelServer(
+            address, port, job.key or b"", store.port, partial(_find_mismatch, own), notify
+        )
     except OSError as error:
-        if error.errno == errno.EADDRINUSE and not sure:
-            return None  # another agent on this machine has the gate
+        if error.errno == errno.EADDRINUSE and not is_certain:
+            return None  # another agent on this machine has the store
         raise UsageError(
-            f"{address}:{port} {_why(error)}: give another port on all hosts, with --master-port "
-            "or --rdzv-endpoint"
+            f"{address}:{port} {_describe_listen_error(error)}: choose another port on all hosts, "
+            "with --master-port or --rdzv-endpoint"
         ) from None
     if ipaddress.ip_address(address).is_loopback:
-        tell(f"the hosts are to meet at {host} ({address}), which only this machine reaches")
-    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
-    ranks = gate.stores.port
-    return _End(store, ranks, environment, gate.close, lambda: gate.wrong, gate)
+        notify(f"only this machine can reach the rendezvous at {host} ({address})")
+    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"listen:{tunnel_server.relay_socket}"}
+    rank_store_port = tunnel_server.rank_stores.port
+    return _StoreAccess(
+        store,
+        rank_store_port,
+        environment,
+        tunnel_server.close,
+        lambda: tunnel_server.rejection,
+        tunnel_server,
+    )
 
 
-def _way(job: Job, tell: Callable[[str], None]) -> _End:
-    """Open the way through the gate of another host and return this end."""
+def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> _StoreAccess:
+    """Connect to the tunnel server on the host that has the store."""
     config = job.config
-    host, port = endpoint.endpoint(config)
+    host, port = endpoint.rendezvous_address(config)
     topology.local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
-    way = Way(host, port, job.key or b"", _hello(config), tell)
+    tunnel_client = TunnelClient(host, port, job.key or b"", _make_hello(config), notify)
     try:
-        way.enter(endpoint.patience(config))
-        limit = timedelta(seconds=endpoint.read_limit(config))
-        store = dist.TCPStore(HOST, way.port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
+        tunnel_client.connect(endpoint.rendezvous_timeout(config))
+        limit = timedelta(seconds=endpoint.read_timeout(config))
+        store = dist.TCPStore(HOST, tunnel_client.store_port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     except BaseException:
-        way.close()
+        tunnel_client.close()
         raise
-    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"connect:{way.relay}"}
+    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"connect:{tunnel_client.relay_socket}"}
 
-    def ranks_port(attempt: int) -> int:
-        way.attempt = attempt
-        return way.ranks_port
+    def rank_store_port(attempt: int) -> int:
+        tunnel_client.attempt = attempt
+        return tunnel_client.rank_store_port
 
-    return _End(store, ranks_port, environment, way.close, str, None)
+    return _StoreAccess(store, rank_store_port, environment, tunnel_client.close, str, None)
 
 
-def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> RendezvousHandler:
+def _make_handler(
+    config: LaunchConfig, access: _StoreAccess, notify: Callable[[str], None]
+) -> RendezvousHandler:
     if config.rdzv_backend == "static":
-        number, seconds = int(config.rdzv_configs["rank"]), endpoint.patience(config)
+        number, seconds = int(config.rdzv_configs["rank"]), endpoint.rendezvous_timeout(config)
 
-        def meet_others(attempt: int) -> None:
-            meet(end.store, attempt, number, config.max_nodes, seconds, tell, end.wrong)
+        def wait_for_others(attempt: int) -> None:
+            wait_for_hosts(
+                access.store,
+                attempt,
+                number,
+                config.max_nodes,
+                seconds,
+                notify,
+                access.get_rejection,
+            )
 
-        return _Known(config, end.store, meet_others)
-    handler = create_handler(end.store, _Backend(end.store, config.run_id), _parameters(config))
+        return _StaticRendezvous(config, access.store, wait_for_others)
+    handler = create_handler(
+        access.store, _Backend(access.store, config.run_id), _parameters(config)
+    )
     # PyTorch would otherwise open another store for the ranks, to which every host can connect.
-    handler._create_tcp_store_server = lambda *_: end.store  # type: ignore[method-assign]
+    handler._create_tcp_store_server = lambda *_: access.store  # type: ignore[method-assign]
     join = handler.next_rendezvous
 
     def next_rendezvous() -> RendezvousInfo:
         # PyTorch does not publish the information that it has kept from an earlier round, and new
         # hosts wait for it in this round.
         handler._bootstrap_store_info = None
-        notice = threading.Timer(_NOTICE_SECONDS, tell, [f"waiting for hosts at {_place(config)}"])
+        notice = threading.Timer(
+            _NOTICE_SECONDS, notify, [f"waiting for hosts at {_describe_endpoint(config)}"]
+        )
         notice.daemon = True
         notice.start()
         try:
@@ -231,7 +256,7 @@ def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> Re
     def num_nodes_waiting() -> int:
         try:
             return count()
-        except RendezvousClosedError:  # while ranks run, `News` handles it
+        except RendezvousClosedError:  # while ranks run, `JobCoordinator` handles it
             return 0
 
     handler.next_rendezvous = next_rendezvous  # type: ignore[method-assign]
@@ -239,11 +264,11 @@ def _handler(config: LaunchConfig, end: _End, tell: Callable[[str], None]) -> Re
     return handler
 
 
-def _place(config: LaunchConfig) -> str:
-    host, port = endpoint.endpoint(config)
-    least, most = config.min_nodes, config.max_nodes
-    wanted = str(least) if least == most else f"{least} to {most}"
-    return f"{host}:{port}, where {wanted} are to meet"
+def _describe_endpoint(config: LaunchConfig) -> str:
+    host, port = endpoint.rendezvous_address(config)
+    minimum, maximum = config.min_nodes, config.max_nodes
+    count = str(minimum) if minimum == maximum else f"{minimum} to {maximum}"
+    return f"{host}:{port} ({count} expected)"
 
 
 class _Backend(C10dRendezvousBackend):
@@ -257,24 +282,24 @@ class _Backend(C10dRendezvousBackend):
         self._job_store = store
 
     def get_state(self) -> tuple[bytes, Any] | None:
-        if words := is_over(self._job_store):
-            raise RendezvousClosedError(words)
+        if reason := end_reason(self._job_store):
+            raise RendezvousClosedError(reason)
         state: tuple[bytes, Any] | None = super().get_state()
         return state
 
 
-def _others_handler(config: LaunchConfig) -> RendezvousHandler:
+def _make_torch_handler(config: LaunchConfig) -> RendezvousHandler:
     try:
         return get_rendezvous_handler(_parameters(config))
     except (ImportError, KeyError, RendezvousError, ValueError) as error:
         raise UsageError(
-            f"--rdzv-backend {config.rdzv_backend} at {config.rdzv_endpoint!r} can't be had: "
-            f"{error}; expected static, c10d, or one that is installed and runs"
+            f"--rdzv-backend {config.rdzv_backend} at {config.rdzv_endpoint!r} is not available: "
+            f"{error}; expected static, c10d or another backend that is installed and running"
         ) from error
 
 
-def _hello(config: LaunchConfig) -> dict[str, Any]:
-    """Return the description of this host that the gate's host compares with its own."""
+def _make_hello(config: LaunchConfig) -> dict[str, Any]:
+    """Return the description of this host that the host with the store compares with its own."""
     return {
         "name": socket.gethostname(),
         "id": _NAME,
@@ -287,29 +312,29 @@ def _hello(config: LaunchConfig) -> dict[str, Any]:
     }
 
 
-def _differs(own: dict[str, Any], theirs: dict[str, Any]) -> str:
+def _find_mismatch(own: dict[str, Any], other: dict[str, Any]) -> str:
     """Return why another host cannot join, in words that suit both hosts; empty if it can."""
-    name, here = theirs.get("name"), own["name"]
-    for what in ("Phalanx", "torch"):
-        if theirs.get(what) != own[what]:
+    name, own_name = other.get("name"), own["name"]
+    for field in ("Phalanx", "torch"):
+        if other.get(field) != own[field]:
             return (
-                f"{name} has {what} {theirs.get(what)}, {here} {own[what]}: install the same "
-                "version on all hosts"
+                f"{name} has {field} {other.get(field)}, but {own_name} has {own[field]}: install "
+                "the same version on all hosts"
             )
-    for what in ("nnodes", "rdzv-id", "max-restarts"):
-        if theirs.get(what) != own[what]:
+    for field in ("nnodes", "rdzv-id", "max-restarts"):
+        if other.get(field) != own[field]:
             return (
-                f"{name} was given --{what} {theirs.get(what)}, {here} {own[what]}: give all hosts "
-                "the same"
+                f"{name} was given --{field} {other.get(field)}, but {own_name} was given "
+                f"{own[field]}: pass the same value on all hosts"
             )
     return ""
 
 
-def _why(error: OSError) -> str:
+def _describe_listen_error(error: OSError) -> str:
     """Return the reason for which listening on an address failed, as the end of a sentence."""
     if error.errno == errno.EADDRINUSE:
         return "is in use on this machine"
-    return f"can't be listened on ({os.strerror(error.errno or 0)})"
+    return f"can't be bound ({os.strerror(error.errno or 0)})"
 
 
 def _parameters(config: LaunchConfig) -> RendezvousParameters:
@@ -324,25 +349,25 @@ def _parameters(config: LaunchConfig) -> RendezvousParameters:
     )
 
 
-def _local_port(stores: AttemptStores, wanted: int, attempt: int) -> int:
+def _local_port(stores: AttemptStores, requested_port: int, attempt: int) -> int:
     try:
         return stores.port(attempt)
     except OSError as error:
         raise UsageError(
-            f"{HOST}:{wanted} {_why(error)}: give another port with --master-port, or, on one "
-            "host, none: then a free one is found"
+            f"{HOST}:{requested_port} {_describe_listen_error(error)}: choose another port with "
+            "--master-port, or omit it on one host to use a free port"
         ) from None
 
 
-class _Known(RendezvousHandler):
+class _StaticRendezvous(RendezvousHandler):
     """The rendezvous of hosts whose numbers are given."""
 
     def __init__(
-        self, config: LaunchConfig, store: Any, meet_others: Callable[[int], None] | None = None
+        self, config: LaunchConfig, store: Any, wait_for_others: Callable[[int], None] | None = None
     ) -> None:
         self._config = config
         self._store = store
-        self._meet_others = meet_others
+        self._wait_for_others = wait_for_others
         self._attempt = -1
 
     def get_backend(self) -> str:
@@ -354,10 +379,10 @@ class _Known(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._attempt += 1
-        if self._meet_others is not None:
+        if self._wait_for_others is not None:
             # A launcher that was restarted joins a job that has made more attempts.
-            self._attempt = max(self._attempt, first_attempt(self._store))
-            self._meet_others(self._attempt)
+            self._attempt = max(self._attempt, next_attempt(self._store))
+            self._wait_for_others(self._attempt)
         prefix = f"{self.get_run_id()}/{self._attempt}"
         store = dist.PrefixStore(prefix, self._store)  # type: ignore[attr-defined]
         rank = int(self._config.rdzv_configs.get("rank", 0)) if self._config.max_nodes > 1 else 0

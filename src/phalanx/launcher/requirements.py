@@ -19,17 +19,19 @@ def check_host(nprocs: int) -> None:
         LaunchError: `/proc` is not mounted, or this process may not open enough files.
     """
     try:
-        taken = len(os.listdir(_OPEN_FILES)) - 1  # without the descriptor of the listing itself
+        open_files = (
+            len(os.listdir(_OPEN_FILES)) - 1
+        )  # without the descriptor of the listing itself
     except OSError as error:
         raise LaunchError(
             f"can't read {_OPEN_FILES} ({error.strerror}): Phalanx needs /proc to share memory "
             "between ranks and to watch them; mount it, for example with `mount -t proc proc /proc`"
         ) from None
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = taken + _FILES + _FILES_PER_RANK * nprocs
+    needed = open_files + _FILES + _FILES_PER_RANK * nprocs
     if limit != resource.RLIM_INFINITY and limit < needed:
         raise LaunchError(
-            f"this process may have {limit} files open and has {taken}, but needs {needed} to "
+            f"this process may have {limit} files open and has {open_files}, but needs {needed} to "
             f"start {nprocs} rank{'s' * (nprocs > 1)}: raise the limit, for example with "
             f"`ulimit -n {max(1024, needed)}`"
         )

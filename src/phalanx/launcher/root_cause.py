@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.system.signals import signal_name
 
-__all__ = ["CONSEQUENCE", "GRACE", "STOPPED", "Failure", "excerpt", "first_cause"]
+__all__ = ["CONSEQUENCE", "GRACE", "STOPPED", "Failure", "excerpt", "find_root_cause"]
 
 GRACE = 3.0
 """Seconds for which ranks may continue after a consequence, so that its cause can show."""
@@ -21,13 +21,13 @@ CONSEQUENCE = 2
 STOPPED = 3
 """The distance of a failure that the launcher itself has caused, by stopping the rank."""
 
-_LOST = re.compile(
+_PEER_FAILURE = re.compile(
     r"^(phalanx\.errors\.|RuntimeError: [^:\n]*: )"
     r"(PeerLost|Aborted|CollectiveMismatch: .* has left the group)\b",
     re.MULTILINE,
 )
 """Phalanx's errors about other ranks, as raised or as wrapped in a RuntimeError by DDP (C++)."""
-_CONNECTION = re.compile(
+_CONNECTION_ERROR = re.compile(
     r"Connection (reset|closed) by peer|Broken pipe|Socket closed|BrokenPipeError"
     r"|ConnectionResetError|ConnectionAbortedError|ncclRemoteError|remote process exited"
 )
@@ -67,9 +67,9 @@ class Failure:
             return STOPPED
         if self.code < 0 and self.code != -signal.SIGABRT:
             return 0
-        if _LOST.search(self.text):
+        if _PEER_FAILURE.search(self.text):
             return CONSEQUENCE
-        return 1 if _CONNECTION.search(self.text) else 0
+        return 1 if _CONNECTION_ERROR.search(self.text) else 0
 
     @property
     def exit_code(self) -> int:
@@ -79,10 +79,10 @@ class Failure:
     @property
     def headline(self) -> str:
         """A line with the rank, its pid and the reason of its exit."""
-        return f"rank {self.rank} (pid {self.pid}) {_ending(self.code)}"
+        return f"rank {self.rank} (pid {self.pid}) {_describe_exit(self.code)}"
 
 
-def first_cause(failures: Sequence[Failure]) -> Failure:
+def find_root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure with the least distance, then the earliest time, then the lowest rank."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
 
@@ -107,7 +107,7 @@ def excerpt(text: str, lines: int = 40) -> str:
     return "\n".join(rows)
 
 
-def _ending(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code == 0:
         return "exited with code 0 before it had returned a result"
     if code > 0:

@@ -18,12 +18,18 @@ from torch.distributed import default_pg_timeout
 
 from phalanx import env, topology
 from phalanx.errors import UsageError
-from phalanx.launcher.store import HOST, check_given, host_store, join_store, met
+from phalanx.launcher.store import (
+    HOST,
+    check_rank_and_size,
+    host_store,
+    join_store,
+    rendezvous_result,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Step", "meet"]
+__all__ = ["SlurmStep", "rendezvous_handler"]
 
 # Below the ephemeral ports of the kernel. Neighbouring jobs get consecutive ports; the steps of a
 # job get ports far apart, at multiples of the golden section of the range.
@@ -37,25 +43,25 @@ _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 @dataclass(frozen=True)
-class Step:
-    """The place of this task in its step, and the address of rank 0.
+class SlurmStep:
+    """The rank of this task in its step, and the address of rank 0.
 
     Attributes:
-        place: The rank, the world size and the local numbers of this task.
+        assignment: The rank, the world size and the local numbers of this task.
         host: The address or name of the host of the store.
         port: The port of the store.
     """
 
-    place: env.RankAssignment
+    assignment: env.RankAssignment
     host: str
     port: int
     node: int
     """The index of this task's node in the step."""
-    other: str
+    last_node: str
     """The name of the last node, which the first one can reach; empty if there is one node."""
 
     @classmethod
-    def of(cls, environ: Mapping[str, str] | None = None) -> Step:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> SlurmStep:
         """Read the variables that `srun` has set.
 
         Args:
@@ -65,11 +71,11 @@ class Step:
             ValueError: A variable is missing or malformed.
         """
         environ = os.environ if environ is None else environ
-        tasks = _needed(environ, "SLURM_STEP_NUM_TASKS", 1)
-        rank = _needed(environ, "SLURM_PROCID", 0, tasks - 1)
-        counts = _counts(environ, tasks)
-        node = _needed(environ, "SLURM_NODEID", 0, len(counts) - 1)
-        local = _needed(environ, "SLURM_LOCALID", 0, counts[node] - 1)
+        tasks = _require_integer(environ, "SLURM_STEP_NUM_TASKS", 1)
+        rank = _require_integer(environ, "SLURM_PROCID", 0, tasks - 1)
+        counts = _tasks_per_node(environ, tasks)
+        node = _require_integer(environ, "SLURM_NODEID", 0, len(counts) - 1)
+        local = _require_integer(environ, "SLURM_LOCALID", 0, counts[node] - 1)
         host = HOST if len(counts) == 1 else _first_node(environ)
         return cls(
             env.RankAssignment(rank, tasks, local, counts[node]),
@@ -80,10 +86,10 @@ class Step:
         )
 
 
-def meet(
+def rendezvous_handler(
     url: str, timeout: timedelta = default_pg_timeout, **_options: Any
 ) -> Iterator[tuple[Any, int, int]]:
-    """Meet the other tasks of the step; PyTorch calls this function for `slurm://`.
+    """Return the rendezvous of the tasks of the step; PyTorch calls this function for `slurm://`.
 
     Blocks until rank 0 hosts the store.
 
@@ -97,25 +103,29 @@ def meet(
         torch.distributed.DistError: Rank 0 did not arrive within `timeout`.
     """
     if "SLURM_STEP_ID" not in os.environ:
-        where = " (a batch script is no step)" if "SLURM_JOB_ID" in os.environ else ""
+        hint = " (a batch script is not a step)" if "SLURM_JOB_ID" in os.environ else ""
         raise UsageError(
-            f"slurm://: this process was not started by srun{where}: start the script with "
+            f"slurm://: this process was not started by srun{hint}: start the script with "
             "`srun python script.py`, or with `phalanx run` and without slurm://"
         )
     try:
-        step = Step.of()
+        step = SlurmStep.from_environment()
     except ValueError as error:
         raise UsageError(f"slurm://: {error}") from None
-    place = step.place
-    check_given(url, place.rank, place.world_size)
+    assignment = step.assignment
+    check_rank_and_size(url, assignment.rank, assignment.world_size)
     # On the first node itself, its name may resolve to the loopback interface, where the store does
     # not listen.
-    host = step.host if step.node else _bound(step)
-    store = join_store(host, step.port, timeout) if place.rank else _hosted(step, host, timeout)
-    return met(store, place.rank, place.world_size)
+    host = step.host if step.node else _listen_address(step)
+    store = (
+        join_store(host, step.port, timeout)
+        if assignment.rank
+        else _host_store(step, host, timeout)
+    )
+    return rendezvous_result(store, assignment.rank, assignment.world_size)
 
 
-def _hosted(step: Step, address: str, timeout: timedelta) -> Any:
+def _host_store(step: SlurmStep, address: str, timeout: timedelta) -> Any:
     try:
         return host_store(step.port, host=address, timeout=timeout)
     except OSError as error:
@@ -126,7 +136,7 @@ def _hosted(step: Step, address: str, timeout: timedelta) -> Any:
         ) from None
 
 
-def _bound(step: Step) -> str:
+def _listen_address(step: SlurmStep) -> str:
     """Return the address on which rank 0 listens, never that of all interfaces.
 
     This is the address to which the name of its node resolves, because other nodes connect to it.
@@ -136,42 +146,44 @@ def _bound(step: Step) -> str:
     if step.host == HOST:
         return HOST
     try:
-        found = socket.getaddrinfo(step.host, None, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(step.host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
-        found = []
-    for _, _, _, _, where in found:
-        if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
-            return str(where[0])
-    address = topology.local_address(step.other)
-    if found and not step.other:  # a single node may use its loopback interface
-        return address or str(found[0][4][0])
+        addresses = []
+    for _, _, _, _, sockaddr in addresses:
+        if not ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_loopback:
+            return str(sockaddr[0])
+    address = topology.local_address(step.last_node)
+    if addresses and not step.last_node:  # a single node may use its loopback interface
+        return address or str(addresses[0][4][0])
     if not address:
         raise UsageError(
-            f"slurm://: the name {step.host} leads to no address that other nodes reach, and there "
-            f"is no way to {step.other or 'others'}: set MASTER_ADDR to such an address, for all "
-            "tasks"
+            f"slurm://: the name {step.host} does not resolve to an address that other nodes can "
+            f"reach, and this node has no route to {step.last_node or 'other nodes'}: set "
+            "MASTER_ADDR to a reachable address, for all tasks"
         )
     return address
 
 
-def _needed(environ: Mapping[str, str], name: str, minimum: int, maximum: int | None = None) -> int:
+def _require_integer(
+    environ: Mapping[str, str], name: str, minimum: int, maximum: int | None = None
+) -> int:
     value = env.integer(name, minimum=minimum, maximum=maximum, environ=environ)
     if value is None:
         raise ValueError(f"{name} is missing in the environment: srun sets it")
     return value
 
 
-def _counts(environ: Mapping[str, str], tasks: int) -> list[int]:
+def _tasks_per_node(environ: Mapping[str, str], tasks: int) -> list[int]:
     """Return the number of tasks on each node: 2, 2, 2 and 1 for "2(x3),1"."""
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "").strip()
     parts = [_TASKS.fullmatch(part) for part in text.split(",")]
-    found = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
-    if not all(parts) or sum(found) != tasks:
+    counts = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
+    if not all(parts) or sum(counts) != tasks:
         raise ValueError(
             f"SLURM_STEP_TASKS_PER_NODE={text!r} in the environment: expected numbers of tasks as "
-            f"in '2(x3),1', {tasks} together, as SLURM_STEP_NUM_TASKS says"
+            f"in '2(x3),1' with the sum {tasks}, the value of SLURM_STEP_NUM_TASKS"
         )
-    return found
+    return counts
 
 
 def _first_node(environ: Mapping[str, str]) -> str:
@@ -184,22 +196,22 @@ def _last_node(environ: Mapping[str, str]) -> str:
     return _node(environ, -1, _LAST_NUMBER)
 
 
-def _node(environ: Mapping[str, str], which: int, number: re.Pattern[str]) -> str:
+def _node(environ: Mapping[str, str], index: int, pattern: re.Pattern[str]) -> str:
     text = environ.get("SLURM_STEP_NODELIST", "").strip()
     names = _ONE_NODE.findall(text)
-    name = number.sub(r"\1", names[which]) if names and ",".join(names) == text else ""
+    name = pattern.sub(r"\1", names[index]) if names and ",".join(names) == text else ""
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"SLURM_STEP_NODELIST={text!r} in the environment: expected names of nodes, as in "
+            f"SLURM_STEP_NODELIST={text!r} in the environment: expected node names such as "
             "'node[01-03,7],other'"
         )
     return name
 
 
 def _port(environ: Mapping[str, str]) -> int:
-    given = env.integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
-    if given is not None:
-        return given
-    job = _needed(environ, "SLURM_JOB_ID", 0)
-    step = _needed(environ, "SLURM_STEP_ID", 0)
+    port = env.integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
+    if port is not None:
+        return port
+    job = _require_integer(environ, "SLURM_JOB_ID", 0)
+    step = _require_integer(environ, "SLURM_STEP_ID", 0)
     return _FIRST_PORT + (job + _STEPS_APART * step) % _PORTS

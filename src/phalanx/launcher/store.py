@@ -11,7 +11,14 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 
-__all__ = ["HOST", "AttemptStores", "check_given", "host_store", "join_store", "met"]
+__all__ = [
+    "HOST",
+    "AttemptStores",
+    "check_rank_and_size",
+    "host_store",
+    "join_store",
+    "rendezvous_result",
+]
 
 HOST = "127.0.0.1"
 
@@ -54,7 +61,7 @@ class AttemptStores:
     """
 
     def __init__(self, port: int = 0) -> None:
-        self._wanted = port
+        self._requested_port = port
         self._lock = threading.Lock()
         self._attempt = -1
         self._store: Any = None
@@ -76,7 +83,7 @@ class AttemptStores:
                 raise LookupError(f"attempt {attempt} is over: {self._attempt} has begun")
             if attempt > self._attempt or self._store is None:
                 self._store = None  # frees its port
-                self._store = host_store(self._wanted)
+                self._store = host_store(self._requested_port)
                 self._attempt = attempt
             return int(self._store.port)
 
@@ -90,7 +97,7 @@ def join_store(host: str, port: int, timeout: timedelta) -> Any:
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
-def check_given(url: str, rank: int, size: int) -> None:
+def check_rank_and_size(url: str, rank: int, size: int) -> None:
     """Check that a rank and world size given by the script are those of this process.
 
     Args:
@@ -101,17 +108,17 @@ def check_given(url: str, rank: int, size: int) -> None:
     Raises:
         UsageError: The script gave another rank or world size.
     """
-    given = parse_qs(urlparse(url).query)
+    values = parse_qs(urlparse(url).query)
     for name, value in (("rank", rank), ("world_size", size)):
-        if given.get(name, [str(value)]) != [str(value)]:
+        if values.get(name, [str(value)]) != [str(value)]:
             scheme = urlparse(url).scheme
             raise UsageError(
-                f"{name} is {given[name][0]}, but {value} by {scheme}://, which knows it: leave it "
-                "out of init_process_group"
+                f"{name} is {values[name][0]}, but {scheme}:// sets it to {value}: omit it in "
+                "init_process_group"
             )
 
 
-def met(store: Any, rank: int, size: int) -> Iterator[tuple[Any, int, int]]:
+def rendezvous_result(store: Any, rank: int, size: int) -> Iterator[tuple[Any, int, int]]:
     """Yield the result of a rendezvous once, as PyTorch requires; raise on a second request."""
     yield store, rank, size
-    raise RuntimeError("ranks that have met can't do so again: destroy the process group first")
+    raise RuntimeError("ranks can't repeat their rendezvous: destroy the process group first")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from phalanx.errors import UsageError
 
-__all__ = ["reporting_the_store"]
+__all__ = ["report_slow_store"]
 
 _log = logging.getLogger("phalanx")
 _SECONDS = 20.0
@@ -23,7 +23,7 @@ _CONNECT_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def reporting_the_store(rank: int) -> Iterator[None]:
+def report_slow_store(rank: int) -> Iterator[None]:
     """Log the state of the store once if the body, which forms a group, takes long.
 
     Does nothing if a launcher hosts the store.
@@ -45,8 +45,8 @@ def reporting_the_store(rank: int) -> Iterator[None]:
         if "EADDRINUSE" not in str(error):
             raise
         raise UsageError(
-            f"rank {rank} can't listen on port {port}, where the ranks are to meet: it is in use "
-            "on this machine. Set MASTER_PORT to a free port, on all ranks"
+            f"rank {rank} can't listen on port {port}, the port of the rendezvous: it is in use on "
+            "this machine. Set MASTER_PORT to a free port, on all ranks"
         ) from None
     finally:
         timer.cancel()
@@ -55,17 +55,15 @@ def reporting_the_store(rank: int) -> Iterator[None]:
 def _report(rank: int, host: str, port: str) -> None:
     try:
         socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-        found = (
-            "something listens there; if that is another program, rank 0 has failed with an error"
-        )
+        state = "a program listens there; if it is not rank 0, then rank 0 has failed with an error"
     except (OSError, ValueError) as error:
-        found = f"nothing can be reached there ({error})"
+        state = f"that address is not reachable ({error})"
     _log.warning(
-        "phalanx: rank %d has waited %g s for the other ranks, which are to meet at %s:%s: %s. "
-        "Check that all ranks were started, and the output of rank 0",
+        "phalanx: rank %d has waited %g s for the rendezvous of the ranks at %s:%s: %s. Check "
+        "that all ranks were started, and the output of rank 0",
         rank,
         _SECONDS,
         host,
         port,
-        found,
+        state,
     )

@@ -16,9 +16,9 @@ def load_torch_quietly() -> None:
     `TORCH_CPP_LOG_LEVEL` or `LOGLEVEL` of the user takes precedence, and the logging of the ranks
     is unchanged.
     """
-    ours = _LEVEL not in os.environ and "LOGLEVEL" not in os.environ
-    if ours:
+    is_default = _LEVEL not in os.environ and "LOGLEVEL" not in os.environ
+    if is_default:
         os.environ[_LEVEL] = "ERROR"
     importlib.import_module("torch")
-    if ours:
+    if is_default:
         del os.environ[_LEVEL]

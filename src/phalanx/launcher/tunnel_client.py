@@ -1,7 +1,7 @@
-"""Forwarding of local connections through the gate of another host.
+"""Forwarding of local connections to the tunnel server on another host.
 
 The launcher and the ranks of this host connect to it to reach their stores, and the ranks to reach
-the relay. It forwards each connection to the corresponding service behind the gate.
+the relay. It forwards each connection to the corresponding service behind the server.
 """
 
 from __future__ import annotations
@@ -15,152 +15,157 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import LaunchError
 from phalanx.launcher.connections import (
-    BUFFER,
+    BUFFER_SIZE,
     Connections,
-    drop,
-    keep_alive,
-    limit_silence,
-    relay_name,
+    close_writer,
+    enable_keepalive,
+    make_relay_socket_name,
+    set_user_timeout,
     splice,
 )
-from phalanx.launcher.handshake import Refused, as_guest
+from phalanx.launcher.handshake import RejectedError, authenticate_to_server
 from phalanx.launcher.store import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
-__all__ = ["Way"]
+__all__ = ["TunnelClient"]
 
 _HANDSHAKE_SECONDS = 10.0
-_AGAIN_SECONDS = 0.25
+_RETRY_SECONDS = 0.25
 _NEXT_ADDRESS_SECONDS = 0.25
 """Seconds before the next address of a host name is tried in parallel."""
-_TELL_SECONDS = 5.0
-_SETTLE_SECONDS = 0.3
-_TRIES = 4
+_NOTICE_SECONDS = 5.0
+_CLOSE_TIMEOUT = 0.3
+_MAX_TRIES = 4
 
 
-class Way:
-    """A forwarder of this host's connections through the gate of another host.
+class TunnelClient:
+    """A forwarder of this host's connections to the tunnel server on another host.
 
     Args:
-        host: The name or address of the gate's host.
-        port: The port of the gate.
+        host: The name or address of the server's host.
+        port: The port of the server.
         key: The job's key; empty if it has none.
-        hello: The description of this host, which the gate's host checks.
-        tell: A function that shows a sentence to the user if the gate is unreachable for long.
+        hello: The description of this host, which the server checks.
+        notify: A function that shows a sentence to the user if the server is unreachable for long.
     """
 
     def __init__(
-        self, host: str, port: int, key: bytes, hello: dict[str, Any], tell: Callable[[str], None]
+        self, host: str, port: int, key: bytes, hello: dict[str, Any], notify: Callable[[str], None]
     ) -> None:
         self._host, self._port, self._key, self._hello = host, port, key, hello
-        self._tell = tell
-        self._joined: asyncio.StreamWriter | None = None
-        self.port = 0
+        self._notify = notify
+        self._membership: asyncio.StreamWriter | None = None
+        self.store_port = 0
         """The port on this host's loopback interface that leads to the launchers' store."""
-        self.ranks_port = 0
+        self.rank_store_port = 0
         """The port on this host's loopback interface that leads to the ranks' store."""
         self.attempt = 0
         """The attempt to whose store the ranks are connected."""
-        self._connections = Connections("phalanx-way", _SETTLE_SECONDS)
-        self.relay = relay_name()
+        self._connections = Connections("phalanx-tunnel", _CLOSE_TIMEOUT)
+        self.relay_socket = make_relay_socket_name()
         """The name of the Unix socket that leads to the relay."""
 
-    def enter(self, seconds: float) -> None:
-        """Join the job and start to forward connections; block until the gate is reachable.
+    def connect(self, seconds: float) -> None:
+        """Join the job and start to forward connections; block until the server is reachable.
 
         Args:
             seconds: The limit of the wait, in seconds.
 
         Raises:
-            LaunchError: The gate was not reachable in time, or rejects this host.
+            LaunchError: The server was not reachable in time, or rejects this host.
         """
-        self._connections.call(self._enter(seconds))
+        self._connections.call(self._connect(seconds))
 
     def close(self) -> None:
         """Stop listening and close all connections."""
-        if self._joined is not None:
-            self._connections.call(self._leave(self._joined))
+        if self._membership is not None:
+            self._connections.call(self._close_membership(self._membership))
         self._connections.close()
 
-    async def _leave(self, joined: asyncio.StreamWriter) -> None:
-        drop(joined)
+    async def _close_membership(self, writer: asyncio.StreamWriter) -> None:
+        close_writer(writer)
 
-    async def _enter(self, seconds: float) -> None:
-        end, tell = time.monotonic() + seconds, time.monotonic() + _TELL_SECONDS
+    async def _connect(self, seconds: float) -> None:
+        end, notice_time = time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
         while True:
             try:
-                _, self._joined = await self._through("join")
+                _, self._membership = await self._open_service("join")
                 break
-            except Refused as refused:
-                raise LaunchError(f"{self._place} doesn't let this host in: {refused}") from None
+            except RejectedError as rejection:
+                raise LaunchError(f"can't join the job at {self._server}: {rejection}") from None
             except UnicodeError:
-                raise LaunchError(f"{self._place} is no place: {self._host!r} is no name") from None
+                raise LaunchError(
+                    f"invalid endpoint {self._server}: bad host name {self._host!r}"
+                ) from None
             except (OSError, EOFError, asyncio.TimeoutError) as error:
                 reason = _reason(error)
             if time.monotonic() > end:
                 raise LaunchError(
-                    f"{self._place} can't be reached for {seconds:g} s ({reason}): is `phalanx "
-                    "run` of host 0 running there, and does a firewall let this host in?"
+                    f"{self._server} was not reachable for {seconds:g} s ({reason}): check that "
+                    "`phalanx run` of host 0 is running there and that no firewall blocks this "
+                    "host"
                 )
-            if time.monotonic() > tell:
-                tell = float("inf")
-                self._tell(f"waiting for {self._place} ({reason})")
-            await asyncio.sleep(_AGAIN_SECONDS)
+            if time.monotonic() > notice_time:
+                notice_time = float("inf")
+                self._notify(f"waiting for {self._server} ({reason})")
+            await asyncio.sleep(_RETRY_SECONDS)
         store, ranks = (socket.create_server((HOST, 0), backlog=512) for _ in range(2))
-        self.port, self.ranks_port = store.getsockname()[1], ranks.getsockname()[1]
+        self.store_port, self.rank_store_port = store.getsockname()[1], ranks.getsockname()[1]
         relay = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        relay.bind(self.relay.replace("@", "\0"))
+        relay.bind(self.relay_socket.replace("@", "\0"))
         for listener, service in ((store, "store"), (ranks, "ranks"), (relay, "relay")):
-            await self._connections.serve(listener, self._leading(service))
+            await self._connections.serve(listener, self._make_forwarder(service))
 
     @property
-    def _place(self) -> str:
+    def _server(self) -> str:
         return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
 
-    def _leading(
+    def _make_forwarder(
         self, service: str
     ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
-        async def lead(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(Refused):  # the gate reports it, and this end is closed
-                await splice((reader, writer), await self._through_again(service))
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(RejectedError):  # the server reports it
+                await splice((reader, writer), await self._open_service_with_retries(service))
 
-        return lead
+        return forward
 
-    async def _through_again(
+    async def _open_service_with_retries(
         self, service: str
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Connect to a service behind the gate, with retries.
+        """Connect to a service behind the server, with retries.
 
-        The gate knows this host. If it drops a handshake, it has too many in progress.
+        The server knows this host. If it drops a handshake, it has too many in progress.
         """
-        for _ in range(_TRIES - 1):
+        for _ in range(_MAX_TRIES - 1):
             try:
-                return await self._through(service)
+                return await self._open_service(service)
             except asyncio.TimeoutError:  # the timeout is long enough
                 raise
             except (OSError, EOFError):
-                await asyncio.sleep(_AGAIN_SECONDS)
-        return await self._through(service)
+                await asyncio.sleep(_RETRY_SECONDS)
+        return await self._open_service(service)
 
-    async def _through(self, service: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Open a connection to a service behind the gate."""
+    async def _open_service(
+        self, service: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a connection to a service behind the server."""
         connecting = asyncio.open_connection(
-            self._host, self._port, limit=BUFFER, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
+            self._host, self._port, limit=BUFFER_SIZE, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
         )
         reader, writer = await asyncio.wait_for(connecting, _HANDSHAKE_SECONDS)
         try:
-            keep_alive(writer)
+            enable_keepalive(writer)
             if service != "relay":  # a reader behind the relay may pause
-                limit_silence(writer)
+                set_user_timeout(writer)
             hello = {**self._hello, "service": service}
             if service == "ranks":
                 hello["attempt"] = self.attempt
-            greeting = as_guest(reader, writer, self._key, hello)
-            await asyncio.wait_for(greeting, _HANDSHAKE_SECONDS)
+            handshake = authenticate_to_server(reader, writer, self._key, hello)
+            await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
         except BaseException:
-            drop(writer)
+            close_writer(writer)
             raise
         return reader, writer
 
@@ -170,4 +175,4 @@ def _reason(error: Exception) -> str:
     number = getattr(error, "errno", None) or 0
     if number > 0:
         return os.strerror(number)
-    return getattr(error, "strerror", None) or "it doesn't answer"
+    return getattr(error, "strerror", None) or "no answer"

@@ -1,9 +1,9 @@
 """The program of each rank of `phalanx.launch`: load the function, call it, return the outcome.
 
-`ranks` starts it with the caller's pid and the descriptors of two memory files as its arguments.
-The payload file holds a `Setting` and the pickled call; the worker writes an `Outcome` to the
-result file. This module imports nothing heavy, so that a function that does not need torch does
-not pay for it.
+`rank_processes` starts it with the caller's pid and the descriptors of two memory files as its
+arguments. The payload file holds an `InterpreterState` and the pickled call; the worker writes a
+`RankOutcome` to the result file. This module imports nothing heavy, so that a function that does
+not need torch does not pay for it.
 """
 
 import linecache
@@ -17,11 +17,11 @@ from typing import Any
 
 from phalanx.launcher.rank_bootstrap import die_with_parent
 
-__all__ = ["Outcome", "Setting", "main"]
+__all__ = ["InterpreterState", "RankOutcome", "main"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class InterpreterState:
     """The state of the caller's interpreter that a new interpreter lacks."""
 
     argv: list[str]
@@ -30,7 +30,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The outcome of a rank: a pickled result, or an error as text and, if possible, pickled."""
 
     value: bytes | None = None
@@ -47,13 +47,13 @@ def main() -> None:
     os.set_inheritable(payload, False)
     os.set_inheritable(result, False)
     try:
-        outcome = Outcome(value=_call(payload))
+        outcome = RankOutcome(value=_call(payload))
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-        outcome = Outcome(value=_pickle(None))
+        outcome = RankOutcome(value=_pickle(None))
     except BaseException as error:  # noqa: BLE001 - every error is reported to the caller
-        _tell_peers(error)
+        _announce_failure(error)
         _send(result, _describe(error))
         sys.stdout.flush()
         sys.stderr.flush()
@@ -63,7 +63,7 @@ def main() -> None:
     _leave_group()
 
 
-def _tell_peers(error: BaseException) -> None:
+def _announce_failure(error: BaseException) -> None:
     """Announce the failure to the peers if the function has formed a Phalanx group."""
     exception_hook: Any = sys.modules.get("phalanx.observe.exception_hook")
     if exception_hook is not None:
@@ -73,8 +73,8 @@ def _tell_peers(error: BaseException) -> None:
 def _call(payload: int) -> bytes:
     # Reopened, because the inherited descriptor shares its position with the other ranks.
     with open(f"/proc/self/fd/{payload}", "rb") as file:
-        setting: Setting = pickle.load(file)
-        _adopt(setting)
+        state: InterpreterState = pickle.load(file)
+        _restore_state(state)
         fn, args, kwargs = pickle.load(file)
     os.close(payload)
     result = fn(*args, **kwargs)
@@ -87,9 +87,9 @@ def _call(payload: int) -> bytes:
         ) from None
 
 
-def _adopt(setting: Setting) -> None:
-    sys.argv[:] = setting.argv
-    for name, lines in setting.sources.items():
+def _restore_state(state: InterpreterState) -> None:
+    sys.argv[:] = state.argv
+    for name, lines in state.sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
@@ -100,7 +100,7 @@ def _pickle(value: object) -> bytes:
     return data
 
 
-def _describe(error: BaseException) -> Outcome:
+def _describe(error: BaseException) -> RankOutcome:
     now = time.monotonic()
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
@@ -112,10 +112,10 @@ def _describe(error: BaseException) -> Outcome:
         pickle.loads(pickled or b"")  # an exception with its own __init__ may fail only here
     except Exception:  # noqa: BLE001 - the text is sent anyway
         pickled = None
-    return Outcome(summary=summary, traceback=text, error=pickled, time=now)
+    return RankOutcome(summary=summary, traceback=text, error=pickled, time=now)
 
 
-def _send(result: int, outcome: Outcome) -> None:
+def _send(result: int, outcome: RankOutcome) -> None:
     with os.fdopen(result, "wb") as file:
         pickle.dump(outcome, file, protocol=pickle.HIGHEST_PROTOCOL)
 

@@ -22,9 +22,9 @@ from phalanx.doctor.peers.agents import Agent, LocalAgent
 from phalanx.doctor.peers.round_robin import explore
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import UsageError
-from phalanx.launcher.ssh.connection import OPTIONS, address_of
-from phalanx.launcher.ssh.host_list import HostPlace
-from phalanx.launcher.ssh.protocol import Lines
+from phalanx.launcher.ssh.connection import SSH_OPTIONS, resolve_address
+from phalanx.launcher.ssh.host_list import HostSpec
+from phalanx.launcher.ssh.protocol import LineSplitter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -116,7 +116,7 @@ def over_ssh(
 def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
     """Return this machine's address on the route to the first peer that has a route."""
     for name in peers:
-        if address := listening_address(address_of(HostPlace(name, None), ssh)):
+        if address := listening_address(resolve_address(HostSpec(name, None), ssh)):
             return address
     return listening_address()
 
@@ -131,7 +131,7 @@ def answer_on_stdin() -> None:
     came = connection[2] if len(connection) == 4 else ""
     given = os.environ.get("PHALANX_INTERFACE", "")
     worker = Worker(lambda: came if came and not given else listening_address())
-    lines, stdin = Lines(), sys.stdin.fileno()
+    lines, stdin = LineSplitter(), sys.stdin.fileno()
     while select.select([stdin], [], [], _IDLE_SECONDS)[0] and (data := os.read(stdin, 1 << 16)):
         for line in lines.feed(data):
             command = json.loads(line)
@@ -149,7 +149,7 @@ class _SshAgent(Agent):
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # A session of its own: Ctrl-C reaches only this process, which then closes the agent.
         self._process = subprocess.Popen(
-            [*ssh, *OPTIONS, "--", host, remote],
+            [*ssh, *SSH_OPTIONS, "--", host, remote],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

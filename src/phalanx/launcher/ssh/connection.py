@@ -11,21 +11,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.ssh.host_list import HostPlace
-from phalanx.launcher.ssh.protocol import Lines, pack, unpack
+from phalanx.launcher.ssh.host_list import HostSpec
+from phalanx.launcher.ssh.protocol import LineSplitter, pack, unpack
 
-__all__ = ["OPTIONS", "Connection", "address_of"]
+__all__ = ["SSH_OPTIONS", "Connection", "resolve_address"]
 
-CONNECT_LIMIT = 10
+CONNECT_TIMEOUT = 10
 """Seconds allowed for ssh to reach a host."""
 
-CONFIGURATION_LIMIT = 10
+CONFIGURATION_TIMEOUT = 10
 """Seconds allowed for ssh to read its configuration."""
 
-OPTIONS = (
+SSH_OPTIONS = (
     "-T",  # no terminal: there is no interactive input
     *("-o", "BatchMode=yes"),  # fail instead of prompting
-    *("-o", f"ConnectTimeout={CONNECT_LIMIT}"),
+    *("-o", f"ConnectTimeout={CONNECT_TIMEOUT}"),
     *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6"),
 )
 _KEPT_LINES = 40
@@ -37,7 +37,7 @@ class Connection:
     """A connection to the launcher on one host, through the ssh process that started it.
 
     Attributes:
-        place: The host.
+        host: The host.
         hello: The host's `hello` message, with its versions; None until it arrives.
         end: The host's `end` message, with the outcome of its ranks; None until it arrives.
         ended: The monotonic time in seconds at which `end` arrived or the connection was found
@@ -46,25 +46,25 @@ class Connection:
         stopped: True once the host has been told to stop its ranks.
     """
 
-    def __init__(self, place: HostPlace, ssh: Sequence[str], python: str) -> None:
+    def __init__(self, host: HostSpec, ssh: Sequence[str], python: str) -> None:
         """Start ssh without waiting for it.
 
         Raises:
             UsageError: The ssh program cannot be run.
         """
-        self.place = place
+        self.host = host
         self.hello: dict[str, Any] | None = None
         self.end: dict[str, Any] | None = None
-        self.ended = 0.0
+        self.end_time = 0.0
         self.started = self.stopped = False
         self._python = python
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._text_lines: deque[str] = deque(maxlen=_KEPT_LINES)
         remote = shlex.join([python, "-m", "phalanx.cli.remote_launcher"])
         try:
             # In a separate session, because Ctrl-C at the terminal must reach this process only:
             # it stops the hosts itself.
             self.process = subprocess.Popen(
-                [*ssh, *OPTIONS, "--", place.target, remote],
+                [*ssh, *SSH_OPTIONS, "--", host.target, remote],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -72,14 +72,14 @@ class Connection:
             )
         except OSError as error:
             raise UsageError(
-                f"can't run {ssh[0]!r}: {error.strerror}; --hosts needs OpenSSH's client, or name "
-                "another one with --ssh"
+                f"can't run {ssh[0]!r}: {error.strerror}; --hosts needs OpenSSH's client: install "
+                "it, or name another program with --ssh"
             ) from None
         # Typed as Any: never None, because all three are pipes.
         self._input: Any = self.process.stdin
         self._output: Any = self.process.stdout
         self._errors: Any = self.process.stderr
-        self._lines = {descriptor: Lines() for descriptor in self.descriptors}
+        self._lines = {descriptor: LineSplitter() for descriptor in self.descriptors}
 
     @property
     def descriptors(self) -> tuple[int, int]:
@@ -90,10 +90,10 @@ class Connection:
         """Read from a descriptor and return its complete messages; None at the end of the stream.
 
         Blocks until there is data. A line that is not a message is returned as a message of kind
-        `said`, with the text as its `line`.
+        `text`, with its text as `line`.
         """
         data = os.read(descriptor, 1 << 16)
-        lines = self._lines[descriptor].feed(data) if data else self._lines[descriptor].rest()
+        lines = self._lines[descriptor].feed(data) if data else self._lines[descriptor].flush()
         if not data and not lines:
             return None
         return self._messages(lines, from_launcher=descriptor == self.descriptors[0])
@@ -105,12 +105,12 @@ class Connection:
             message = unpack(line) if from_launcher else None
             if message is None:
                 text = line.decode(errors="replace").rstrip()
-                self._said.append(text)
-                message = {"kind": "said", "line": text}
+                self._text_lines.append(text)
+                message = {"kind": "text", "line": text}
             elif message["kind"] == "hello":
                 self.hello = message
             elif message["kind"] == "end":
-                self.end, self.ended = message, time.monotonic()
+                self.end, self.end_time = message, time.monotonic()
             yield message
 
     def send(self, kind: str = "", **content: Any) -> None:
@@ -132,89 +132,89 @@ class Connection:
         self.stopped = True
         self.send("stop", signal=number)
 
-    def close(self, patience: float) -> None:
+    def close(self, timeout: float) -> None:
         """Close the connection and end ssh; the host then ends the processes that it started.
 
         Args:
-            patience: Seconds to wait for ssh to exit before it is killed.
+            timeout: Seconds to wait for ssh to exit before it is killed.
         """
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(patience)
+            self.process.wait(timeout)
         self.process.kill()
         self.process.wait()
         self._output.close()
         self._errors.close()
 
-    def trouble(self) -> LaunchError:
+    def connection_error(self) -> LaunchError:
         """Return an error that describes why the connection was lost and suggests a fix.
 
         Must be called after ssh has exited. The error includes the last line that ssh or the host
         has printed.
         """
         code = self.process.returncode
-        last = next((line for line in reversed(self._said) if line.strip()), "")
-        name = self.place.name
+        last = next((line for line in reversed(self._text_lines) if line.strip()), "")
+        name = self.host.name
         if self.hello is None:
-            words = _advice(self.place, self._python, code, "\n".join(self._said))
+            message = _suggest_fix(self.host, self._python, code, "\n".join(self._text_lines))
         elif code in (_SSH_FAILED, -signal.SIGKILL):
-            words = f"the connection to {name}, or the launcher there, is gone"
+            message = f"lost the launcher on {name}, or the connection to it"
         else:
-            words = f"the launcher on {name} ended with code {code} before its ranks did"
-        who = "ssh" if code == _SSH_FAILED else "it"
-        return LaunchError(f"{words} ({who} said: {last})" if last else words)
+            message = f"the launcher on {name} ended with code {code} before its ranks did"
+        source = "ssh" if code == _SSH_FAILED else "the host"
+        return LaunchError(f"{message} (last output of {source}: {last})" if last else message)
 
 
-def _advice(place: HostPlace, python: str, code: int, text: str) -> str:
+def _suggest_fix(host: HostSpec, python: str, code: int, text: str) -> str:
     """Suggest a fix for a launcher that could not be started, based on the output of ssh."""
-    name, target = place.name, place.target
+    name, target = host.name, host.target
     by_hand = f"`ssh -o BatchMode=yes {target} true` must work"
     if "Host key verification failed" in text:
         return (
-            f"ssh doesn't know the host key of {name}: connect once by hand, `ssh {target}`, and "
+            f"ssh does not know the host key of {name}: connect once by hand, `ssh {target}`, and "
             "compare the fingerprint"
         )
     if "Permission denied" in text and code == _SSH_FAILED:
         return (
-            f"{name} doesn't let ssh in without a password: `ssh-copy-id {target}` brings your key "
-            f"there, `ssh-add` unlocks one; {by_hand}"
+            f"ssh to {name} requires a password: install your key with `ssh-copy-id {target}`, or "
+            f"unlock one with `ssh-add`; {by_hand}"
         )
     if code == _SSH_FAILED:
         return f"can't reach {name} by ssh: {by_hand}"
     if "No module named" in text and "phalanx" in text:
         return (
-            f"{python} on {name} has no Phalanx, or one without --hosts: install the version that "
-            "is here, or name another Python with --remote-python"
+            f"{python} on {name} lacks Phalanx, or has a version without --hosts: install the "
+            "version of this machine there, or name another Python with --remote-python"
         )
     if code in _NO_PROGRAM:
         return (
-            f"{name} can't run {python}: install Python and Phalanx there at the same place, or "
-            "name the one that it has with --remote-python"
+            f"{name} can't run {python}: install Python and Phalanx there at the same path, or "
+            "name its Python with --remote-python"
         )
-    return f"Phalanx didn't start on {name}: code {code}"
+    return f"Phalanx did not start on {name}: exit code {code}"
 
 
-def address_of(place: HostPlace, ssh: Sequence[str]) -> str:
+def resolve_address(host: HostSpec, ssh: Sequence[str]) -> str:
     """Return the address of a host according to ssh's configuration, which may define aliases.
 
     Runs `ssh -G`, which opens no connection.
 
     Raises:
-        LaunchError: The command did not finish within `CONFIGURATION_LIMIT` seconds.
+        LaunchError: The command did not finish within `CONFIGURATION_TIMEOUT` seconds.
     """
-    command = [*ssh, "-G", "--", place.target]
+    command = [*ssh, "-G", "--", host.target]
     try:
-        found = subprocess.run(
-            command, capture_output=True, text=True, timeout=CONFIGURATION_LIMIT, check=False
+        result = subprocess.run(
+            command, capture_output=True, text=True, timeout=CONFIGURATION_TIMEOUT, check=False
         )
     except subprocess.TimeoutExpired:
         raise LaunchError(
-            f"`{shlex.join(command)}` didn't end within {CONFIGURATION_LIMIT} s: see what ssh's "
-            "configuration has it do (Match exec), or whether its files can be read"
+            f"`{shlex.join(command)}` did not end within {CONFIGURATION_TIMEOUT} s: check for "
+            "commands in ssh's configuration (Match exec), and for files that can't be read"
         ) from None
-    for line in found.stdout.splitlines():
+    for line in result.stdout.splitlines():
         key, _, value = line.partition(" ")
         if key == "hostname":
             return value
-    return place.name
+    return host.name

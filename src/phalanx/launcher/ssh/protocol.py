@@ -9,11 +9,11 @@ therefore appear on no command line and need no shell quoting.
 import json
 from typing import Any
 
-__all__ = ["BEAT", "SILENCE", "Lines", "pack", "unpack"]
+__all__ = ["HEARTBEAT_SECONDS", "HEARTBEAT_TIMEOUT", "LineSplitter", "pack", "unpack"]
 
-BEAT = 5.0
+HEARTBEAT_SECONDS = 5.0
 """Seconds between two heartbeats of the local launcher."""
-SILENCE = 60.0
+HEARTBEAT_TIMEOUT = 60.0
 """Seconds without a heartbeat after which a host considers the local launcher lost."""
 
 _MARK = b"\x1ephalanx "
@@ -41,21 +41,21 @@ def unpack(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) and "kind" in message else None
 
 
-class Lines:
+class LineSplitter:
     """A splitter of the bytes read from a pipe into lines."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._partial = b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Add data and return the lines that are now complete, with their line ends."""
-        *lines, self._rest = (self._rest + data).splitlines(keepends=True) or [b""]
-        if self._rest.endswith(b"\n"):
-            lines.append(self._rest)
-            self._rest = b""
+        *lines, self._partial = (self._partial + data).splitlines(keepends=True) or [b""]
+        if self._partial.endswith(b"\n"):
+            lines.append(self._partial)
+            self._partial = b""
         return lines
 
-    def rest(self) -> list[bytes]:
+    def flush(self) -> list[bytes]:
         """Return the last line if it has no line end; to be called at the end of the stream."""
-        rest, self._rest = self._rest, b""
+        rest, self._partial = self._partial, b""
         return [rest] if rest else []
