@@ -8,17 +8,17 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.topology import Place, address_towards, own_address
-from phalanx.topology.rank_record import Probe
+from phalanx.topology import RankRecord, address_towards, own_address
+from phalanx.topology.rank_record import MemoryProbe
 
 
 @pytest.fixture
-def here() -> Place:
-    with Probe() as probe:
-        return Place.of_this_process(2, "gloo", probe)
+def here() -> RankRecord:
+    with MemoryProbe() as probe:
+        return RankRecord.for_current_process(2, "gloo", probe)
 
 
-def test_the_way_to_the_store(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_way_to_the_store(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     assert own_address(dist.PrefixStore("a", store), [here, here]) == "127.0.0.1"  # type: ignore[attr-defined]
@@ -27,14 +27,14 @@ def test_the_way_to_the_store(here: Place, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("given", ("lo", "127.0.0.1"))
 def test_an_interface_that_was_named(
-    here: Place, given: str, monkeypatch: pytest.MonkeyPatch
+    here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     assert own_address(dist.HashStore(), [here]) == "127.0.0.1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", ("eth77", "192.0.2.1"))
-def test_no_such_interface(here: Place, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_such_interface(here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     with pytest.raises(UsageError, match=f"PHALANX_INTERFACE='{given}'.*it has lo \\(127.0.0.1"):
         own_address(dist.HashStore(), [here])  # type: ignore[attr-defined]
@@ -60,7 +60,7 @@ def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_loopback_is_no_way_to_another_machine(
-    here: Place, monkeypatch: pytest.MonkeyPatch
+    here: RankRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     elsewhere = here._replace(network="another")

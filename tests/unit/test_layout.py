@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hierarchical.failure_detector import counterparts
-from phalanx.topology.layout import Layout, sorted_into_hosts
-from phalanx.topology.rank_record import Place, Probe
+from phalanx.topology.layout import Layout, group_by_host
+from phalanx.topology.rank_record import MemoryProbe, RankRecord
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
@@ -21,7 +21,7 @@ def test_ranks_that_can_open_each_other_share_a_host(hosts: list[int]) -> None:
         rank: {other for other, its in enumerate(hosts) if its == host}
         for rank, host in enumerate(hosts)
     }
-    layouts = [sorted_into_hosts(rank, opened) for rank in opened]
+    layouts = [group_by_host(rank, opened) for rank in opened]
     assert len({layout.hosts for layout in layouts}) == 1
     for layout in layouts:
         assert {hosts[rank] for rank in layout.ranks} == {hosts[layout.rank]}
@@ -35,7 +35,7 @@ def test_ranks_that_can_open_each_other_share_a_host(hosts: list[int]) -> None:
 def test_what_one_can_open_and_the_other_cannot_is_not_shared() -> None:
     """As a rank of root, and one of somebody else."""
     opened = {0: {0, 1, 2}, 1: {1}, 2: {0, 2}}
-    assert sorted_into_hosts(0, opened).hosts == ((0, 2), (1,))
+    assert group_by_host(0, opened).hosts == ((0, 2), (1,))
 
 
 def test_rails() -> None:
@@ -43,7 +43,7 @@ def test_rails() -> None:
     assert (layout.host, layout.local_rank, layout.even) == (1, 1, True)
     assert layout.rail == (2, 3, 5)
     assert layout.leaders == (0, 1, 4)
-    assert not Layout(0, ((0, 1), (2,))).even
+    assert not Layout(0, ((0, 1), (2,))).is_even
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5))
@@ -59,20 +59,20 @@ def test_every_rank_is_watched_from_each_neighbouring_host(sizes: list[int]) -> 
 
 
 def test_a_probe_is_found_by_its_nonce() -> None:
-    with Probe() as probe, Probe() as other:
-        place = Place.of_this_process(2, "gloo", probe)
-        assert Place.parse(place.text) == place
-        assert place.opens()
-        wrong = Place.parse(Place.of_this_process(2, "gloo", other).text)
-        assert not wrong._replace(nonce=probe.nonce).opens()
-        assert not place._replace(pid=2**22 - 1).opens()
-    assert not place.opens()
+    with MemoryProbe() as probe, MemoryProbe() as other:
+        place = RankRecord.for_current_process(2, "gloo", probe)
+        assert RankRecord.parse(place.text) == place
+        assert place.probe_is_accessible()
+        wrong = RankRecord.parse(RankRecord.for_current_process(2, "gloo", other).text)
+        assert not wrong._replace(nonce=probe.nonce).probe_is_accessible()
+        assert not place._replace(pid=2**22 - 1).probe_is_accessible()
+    assert not place.probe_is_accessible()
 
 
 def test_other_processes_can_open_a_probe() -> None:
-    with Probe() as probe:
-        place = Place.of_this_process(2, "gloo", probe)
-        code = f"from phalanx.topology.rank_record import Place; print(Place.parse({place.text!r}).opens())"
+    with MemoryProbe() as probe:
+        place = RankRecord.for_current_process(2, "gloo", probe)
+        code = f"from phalanx.topology.rank_record import RankRecord; print(RankRecord.parse({place.text!r}).probe_is_accessible())"
         ended = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )
@@ -81,7 +81,9 @@ def test_other_processes_can_open_a_probe() -> None:
 
 @pytest.mark.parametrize("variable", ("one", ""))
 def test_the_host_that_a_variable_names(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Probe() as probe:
-        before = Place.of_this_process(2, "gloo", probe).machine
+    with MemoryProbe() as probe:
+        before = RankRecord.for_current_process(2, "gloo", probe).machine
         monkeypatch.setenv("PHALANX_HOST_ID", variable)
-        assert (Place.of_this_process(2, "gloo", probe).machine == before) == (not variable)
+        assert (RankRecord.for_current_process(2, "gloo", probe).machine == before) == (
+            not variable
+        )

@@ -24,7 +24,7 @@ _COUNT, _OPEN = "phalanx/transports", "phalanx/open"
 def spanning(
     local: Any,
     layout: topology.Layout,
-    places: list[topology.Place],
+    places: list[topology.RankRecord],
     store: Any,
     transport: str,
     timeout: timedelta,
@@ -49,7 +49,7 @@ def spanning(
 
 def _opened(
     layout: topology.Layout,
-    places: list[topology.Place],
+    places: list[topology.RankRecord],
     store: Any,
     transport: str,
     timeout: timedelta,
