@@ -167,9 +167,9 @@ class MpiRanks:
 
 def serve(address: str) -> None:
     """What each rank does: functions, until the test's end of the connection is closed."""
-    from phalanx.transports.mpi import the_world
+    from phalanx.transports.mpi import get_progress_thread
 
-    rank = the_world(LIMIT).rank
+    rank = get_progress_thread(LIMIT).rank
     connection = Client(address, "AF_UNIX")
     connection.send(rank)
     while True:

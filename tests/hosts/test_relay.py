@@ -23,9 +23,9 @@ import phalanx
 from phalanx import key, transports
 from phalanx.transports import TransportError
 from phalanx.transports.relay import keys
-from phalanx.transports.relay.connection import Line
-from phalanx.transports.relay.frames import Kind, Word
-from phalanx.transports.relay.server import Server
+from phalanx.transports.relay.connection import RelayConnection
+from phalanx.transports.relay.frames import Kind, Frame
+from phalanx.transports.relay.server import RelayServer
 from tests.ranks import RankServer
 
 LIMIT = 30.0
@@ -37,79 +37,79 @@ class Heard:
     """What was said in a channel."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[Kind, int, bytes]] = []
+        self.frames: list[tuple[Kind, int, bytes]] = []
         self.reason = ""
         self._change = threading.Condition()
 
-    def heard(self, word: Word, data: memoryview) -> None:
+    def handle_frame(self, frame: Frame, data: memoryview) -> None:
         with self._change:
-            self.words.append((word.kind, word.peer, bytes(data)))
+            self.frames.append((frame.kind, frame.peer, bytes(data)))
             self._change.notify()
 
-    def cut(self, reason: str) -> None:
+    def handle_disconnect(self, reason: str) -> None:
         with self._change:
             self.reason = reason
             self._change.notify()
 
     def wait_for(self, count: int) -> list[tuple[Kind, int, bytes]]:
         with self._change:
-            assert self._change.wait_for(lambda: len(self.words) >= count, LIMIT), self.words
-            return self.words
+            assert self._change.wait_for(lambda: len(self.frames) >= count, LIMIT), self.frames
+            return self.frames
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(KEY, "tcp://127.0.0.1:*")
+def server() -> Iterator[RelayServer]:
+    made = RelayServer(KEY, "tcp://127.0.0.1:*")
     yield made
     made.close()
 
 
-def joined(server: Server, rank: int) -> tuple[Line, Heard]:
-    line, heard = Line(server.where, KEY), Heard()
-    line.say(Word(Kind.ENTER, CHANNEL, rank))
-    line.add(CHANNEL, heard)
-    return line, heard
+def joined(server: RelayServer, rank: int) -> tuple[RelayConnection, Heard]:
+    connection, handle_frame = RelayConnection(server.endpoint, KEY), Heard()
+    connection.send(Frame(Kind.JOIN, CHANNEL, rank))
+    connection.add_listener(CHANNEL, handle_frame)
+    return connection, handle_frame
 
 
-def talk(server: Server) -> None:
+def talk(server: RelayServer) -> None:
     """Two ranks find each other and say something."""
     (first, one), (second, two) = joined(server, 0), joined(server, 1)
-    first.say(Word(Kind.SEEK, CHANNEL, 1))
-    assert one.wait_for(1) == [(Kind.THERE, 1, b"")]
-    first.say(Word(Kind.SMALL, CHANNEL, 1), b"text")
-    assert two.wait_for(1) == [(Kind.SMALL, 0, b"text")]
+    first.send(Frame(Kind.SUBSCRIBE, CHANNEL, 1))
+    assert one.wait_for(1) == [(Kind.PRESENT, 1, b"")]
+    first.send(Frame(Kind.EAGER, CHANNEL, 1), b"text")
+    assert two.wait_for(1) == [(Kind.EAGER, 0, b"text")]
     second.close()
     assert one.wait_for(2)[1:] == [(Kind.GONE, 1, b"")]
     first.close()
 
 
-def test_another_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_key(server: RelayServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "phalanx"):
         for _ in range(2):
             with pytest.raises(TransportError, match="do both have the same key of the job"):
-                Line(server.where, b"another" * 4 + b"key.")
+                RelayConnection(server.endpoint, b"another" * 4 + b"key.")
         talk(server)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "somebody without the job's key was refused" in said[0]
 
 
-def test_only_the_public_key_of_the_relay(server: Server) -> None:
+def test_only_the_public_key_of_the_relay(server: RelayServer) -> None:
     """Its public key isn't enough: a client shows that it has its own."""
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(KEY).public)
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(KEY).public)
         stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
         stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
         monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        stranger.connect(server.where)
+        stranger.connect(server.endpoint)
         assert monitor.poll(LIMIT * 1000)
         stranger.disable_monitor()
 
 
-def test_strangers_change_nothing(server: Server) -> None:
-    host, _, port = server.where.removeprefix("tcp://").rpartition(":")
+def test_strangers_change_nothing(server: RelayServer) -> None:
+    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
     silent = [socket.create_connection((host, int(port)), LIMIT) for _ in range(20)]
     garbage = [socket.create_connection((host, int(port)), LIMIT) for _ in range(3)]
     for number, connection in enumerate(garbage):
@@ -125,36 +125,36 @@ def test_strangers_change_nothing(server: Server) -> None:
         [b""],
         [b"text"],
         [bytes(42)],
-        [Word(Kind.SMALL, CHANNEL, 0).pack(), b"a", b"b"],
-        [Word(Kind.GONE, CHANNEL, 0).pack()],
-        [Word(Kind.LEAVE, CHANNEL, 0).pack()],
-        [Word(Kind.SMALL, CHANNEL, -7).pack(), b"data"],
-        [Word(Kind.ENTER, CHANNEL, 5).pack(), b"data"],
+        [Frame(Kind.EAGER, CHANNEL, 0).pack(), b"a", b"b"],
+        [Frame(Kind.GONE, CHANNEL, 0).pack()],
+        [Frame(Kind.LEAVE, CHANNEL, 0).pack()],
+        [Frame(Kind.EAGER, CHANNEL, -7).pack(), b"data"],
+        [Frame(Kind.JOIN, CHANNEL, 5).pack(), b"data"],
     ],
 )
-def test_words_that_nobody_says(server: Server, frames: list[bytes]) -> None:
+def test_words_that_nobody_says(server: RelayServer, frames: list[bytes]) -> None:
     """From a process that has the key."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.setsockopt(zmq.LINGER, 0)
-        pair = keys.of_client(KEY)
-        other.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(KEY).public)
+        pair = keys.client_key_pair(KEY)
+        other.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(KEY).public)
         other.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
         other.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
-        other.connect(server.where)
+        other.connect(server.endpoint)
         for _ in range(3):
             other.send_multipart(frames)
         talk(server)
 
 
-def test_a_relay_that_ends(server: Server) -> None:
-    line, heard = joined(server, 0)
-    line.say(Word(Kind.SEEK, CHANNEL, 0))
-    heard.wait_for(1)
+def test_a_relay_that_ends(server: RelayServer) -> None:
+    connection, handle_frame = joined(server, 0)
+    connection.send(Frame(Kind.SUBSCRIBE, CHANNEL, 0))
+    handle_frame.wait_for(1)
     server.close()
-    with heard._change:
-        assert heard._change.wait_for(lambda: heard.reason, LIMIT)
-    assert heard.reason == "the connection is gone"
-    line.close()
+    with handle_frame._change:
+        assert handle_frame._change.wait_for(lambda: handle_frame.reason, LIMIT)
+    assert handle_frame.reason == "the connection is gone"
+    connection.close()
 
 
 def opened(name: str = "relay") -> tuple[transports.Transport, int]:
@@ -246,23 +246,23 @@ def test_a_receive_of_another_size(ranks: RankServer) -> None:
 def hears_from_the_first_moment() -> bytes:
     """What is said to a rank as soon as it has entered isn't lost, however slow that rank is."""
     folder = Path(os.environ["FOLDER"])
-    add = Line.add
+    add = RelayConnection.add
 
-    def slow(line: Line, channel: bytes, listener: Any) -> None:
+    def slow(connection: RelayConnection, channel: bytes, listener: Any) -> None:
         end = time.monotonic() + 0.5
         while not (folder / "said").exists() and time.monotonic() < end:
             time.sleep(0.001)
-        add(line, channel, listener)
+        add(connection, channel, listener)
 
     if os.environ["RANK"] == "1":
-        Line.add = slow  # type: ignore[method-assign]
+        RelayConnection.add = slow  # type: ignore[method-assign]
     transport, rank = opened()
     place = bytearray(b"hello" if rank == 0 else b".....")
     if rank == 0:
         assert transport.send(memoryview(place), 1, 0).wait(LIMIT)
         peer: Any = transport._peers[1]  # type: ignore[attr-defined]
         end = time.monotonic() + LIMIT
-        while not peer.idle:
+        while not peer.is_idle:
             assert time.monotonic() < end
             time.sleep(0.001)
         (folder / "said").touch()
@@ -295,7 +295,7 @@ def vanishes() -> float:
 
 
 def test_a_peer_that_vanishes_without_a_word(ranks: RankServer) -> None:
-    """Its connection stays open, but nothing comes: as with a link that was cut."""
+    """Its connection stays open, but nothing comes: as with a link that was handle_disconnect."""
     first, second = ranks.start(2, vanishes, timeout=None).join()
     assert 1 < first.value < 25
     assert second.code == -signal.SIGKILL
@@ -317,7 +317,7 @@ def several_groups() -> int:
     process = psutil.Process()
     listening = sum(each.status == "LISTEN" for each in process.net_connections())
     threads = [thread.name for thread in threading.enumerate()]
-    assert threads.count("phalanx-relay-line") == 1
+    assert threads.count("phalanx-relay-connection") == 1
     dist.barrier()
     dist.destroy_process_group()
     assert [t.name for t in threading.enumerate() if t.name.startswith("phalanx-relay-")] == []
@@ -373,19 +373,19 @@ def test_an_address_that_was_given(ranks: RankServer) -> None:
     assert ranks.run(2, advertised, port, timeout=None) == [[port], []]
 
 
-def refused(name: str, variables: dict[str, str], words: str) -> None:
+def refused(name: str, variables: dict[str, str], frames: str) -> None:
     os.environ.update(variables)
     if "PHALANX_KEY_FILE" in variables:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        with pytest.raises(phalanx.UsageError, match=words):
+        with pytest.raises(phalanx.UsageError, match=frames):
             transports.open_transport(name, store, 0, 1, "127.0.0.1")
         return
-    with pytest.raises(phalanx.UsageError, match=words):
+    with pytest.raises(phalanx.UsageError, match=frames):
         opened(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "variables", "words"),
+    ("name", "variables", "frames"),
     [
         ("relay", {"PHALANX_KEY_FILE": ""}, "needs the job's key: .* --key-file"),
         ("relay", {"PHALANX_ADVERTISE_ADDR": "a:b"}, "expected HOST or HOST:PORT"),
@@ -396,6 +396,6 @@ def refused(name: str, variables: dict[str, str], words: str) -> None:
     ],
 )
 def test_what_is_refused(
-    ranks: RankServer, name: str, variables: dict[str, str], words: str
+    ranks: RankServer, name: str, variables: dict[str, str], frames: str
 ) -> None:
-    ranks.run(1, refused, name, variables, words, timeout=None)
+    ranks.run(1, refused, name, variables, frames, timeout=None)

@@ -110,12 +110,12 @@ def told_when_done(name: str, seed: int) -> None:
     place = bytearray(4)
     if rank == 0:
         first = transport.recv(memoryview(place), 1, 1)
-        first.then(events[0].set)
+        first.add_done_callback(events[0].set)
         assert events[0].wait(LIMIT)
         assert first.wait(0)
         assert place == b"text"
         never = transport.recv(memoryview(place), 1, 1)
-        never.then(events[1].set)
+        never.add_done_callback(events[1].set)
         transport.abort()
         assert events[1].wait(LIMIT)
         with pytest.raises(TransportError):

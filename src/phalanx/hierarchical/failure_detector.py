@@ -56,4 +56,4 @@ def _await(peer: int, transport: Transport, failing: Failing) -> None:
     except TransportError as error:
         failing.lost(Gone(peer, error))
     else:
-        transfer.then(ended)
+        transfer.add_done_callback(ended)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch.distributed import DistError
 
-from phalanx.transports.shutdown_hooks import inside_a_library
+from phalanx.transports.shutdown_hooks import delay_shutdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +110,7 @@ class Story:
         answer: list[Any] = []
 
         def ask() -> None:
-            with inside_a_library():
+            with delay_shutdown():
                 try:
                     answer.append(question())
                 except (DistError, RuntimeError):  # the store is gone

@@ -121,7 +121,7 @@ class Expected(Transfer):
             raise self._error
         return self._transfer is None or self._transfer.wait(max(0.0, end - time.monotonic()))
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Raise `NotImplementedError`: callers only wait for messages."""
         raise NotImplementedError
 
@@ -218,7 +218,7 @@ class Inbox:
         """Post a receive for the next envelope of a rank."""
         data = bytearray(Header.SIZE)
         transfer = self._transport.recv(memoryview(data), sender, tags.ENVELOPES)
-        transfer.then(lambda: self._arrived(sender, data, transfer))
+        transfer.add_done_callback(lambda: self._arrived(sender, data, transfer))
 
     def _arrived(self, sender: int, data: bytearray, transfer: Transfer) -> None:
         try:

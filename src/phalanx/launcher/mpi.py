@@ -18,7 +18,7 @@ from phalanx import env, env_hosts, topology
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launcher.store import HOST, check_given, host_store, join_store, met
 from phalanx.transports import TransportError
-from phalanx.transports.mpi import MOST_TEXT, World, the_world
+from phalanx.transports.mpi import MAX_EAGER_BYTES, MpiProgressThread, get_progress_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -55,11 +55,11 @@ def meet(
         try:
             store = _hosted(world.size, timeout)
         except UsageError as error:
-            world.share(f"{_REFUSED} {error}".encode()[:MOST_TEXT], 0)
+            world.broadcast(f"{_REFUSED} {error}".encode()[:MAX_EAGER_BYTES], 0)
             raise
         text = f"{store.host} {store.port}".encode()
     try:
-        shared = world.share(text, timeout.total_seconds()).decode(errors="replace")
+        shared = world.broadcast(text, timeout.total_seconds()).decode(errors="replace")
     except TransportError as error:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] mpi://: {error}") from None
     host, _, port = shared.partition(" ")
@@ -110,14 +110,14 @@ def local_place(
     return rank, world_size
 
 
-def _world(timeout: timedelta) -> World:
+def _world(timeout: timedelta) -> MpiProgressThread:
     if not env.mpi_launcher():
         raise UsageError(
             "this process was not started by mpirun, so there is no MPI to meet by: start the "
             "script with `mpirun -n 4 python script.py`, or with `phalanx run` and without mpi://"
         )
     try:
-        return the_world(timeout.total_seconds())
+        return get_progress_thread(timeout.total_seconds())
     except TransportError as error:
         raise PhalanxError(f"mpi://: {error}") from None
 
