@@ -4,27 +4,28 @@ General layout, from the bottom up (dependencies point downward only):
 
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
   collectives and messages. It does not depend on Python objects or torch.
+- `errors`, `env`, `env_hosts`: all exceptions and all environment variables. They import nothing
+  else of the package.
+- `system`: operating system utilities that every layer may use: host identity, polling, signals.
+- `torch_versions`: the differences between versions of PyTorch.
+- `key`: the job's key, which authenticates its processes.
+- `address`: the address at which other hosts reach this machine.
 - `topology`: the ranks of each host, and the setup of the segment that they share.
 - `transports`: the transports between hosts: Gloo, MPI, the relay.
-- `hosts`: groups that span hosts: shared memory within each host, a transport between them.
+- `hierarchical`: groups that span hosts: shared memory within each host, a transport between them.
 - `observe`: the flight recorder of each rank, in its job's directory, and its readers.
 - `backend`: the `torch.distributed` backend "phalanx": a process group and its works.
-- `data`, `parallel`: samplers and partitions; synchronous SGD, `SharedDataParallel`, all-reduces built on
-  messages. They use `torch.distributed`'s public API, so they run on any backend. `SharedDataParallel`
-  additionally takes memory that ranks share from the core.
+- `launcher`: starts processes and determines the rank of each. It stands beside `backend` and uses
+  `topology`, `transports` and `observe`.
 - `rpc`: calls of functions on other workers, and references to values that live there.
+- `embedding`: embedding tables whose rows are on servers.
+- `data`, `parallel`: samplers and partitions; synchronous SGD, `SharedDataParallel`, all-reduces
+  built on messages. They use `torch.distributed`'s public API, so they run on any backend.
+  `SharedDataParallel` additionally takes memory that ranks share from the core.
 - `train`: the trainer and checkpoints, on any backend too.
 - `bench`, `testing`: measurements; the self-check of `phalanx test`, and fault injection.
 - `doctor`: checks of a machine, and of the network between several.
 - `cli`: the command `phalanx`.
-- `launch`: starts processes and determines the rank of each. It stands beside `backend` and uses
-  `topology`, `transports` and `observe`.
-- `key`: the job's key, which authenticates its processes.
-- `system`: mechanisms of the operating system that every layer may use: signal names, the identity
-  of the host, polling.
-- `torch_versions`: the differences between versions of PyTorch.
-- `errors`, `env`, `env_hosts`: all exceptions and all environment variables. They import nothing
-  else of the package.
 
 The names below are loaded on first use, since `import torch` imports this package through the
 `torch.backends` entry point and must stay cheap.
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from phalanx.launcher.init import init as init
     from phalanx.observe.recorder import report as report
 
-_HOMES = {
+_MODULES = {
     "Aborted": "phalanx.errors",
     "CollectiveMismatch": "phalanx.errors",
     "CollectiveTimeout": "phalanx.errors",
@@ -97,8 +98,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "launch":
         return importlib.import_module("phalanx.launcher")
-    if name in _HOMES:
-        value = getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
         globals()[name] = value
         return value
     raise AttributeError(f"module 'phalanx' has no attribute {name!r}")

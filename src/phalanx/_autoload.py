@@ -21,8 +21,8 @@ def register() -> None:
     from torch.distributed import Backend, is_available
 
     if is_available() and "PHALANX" not in Backend._plugins:
-        _register_meeting("mpi", _meet_by_mpi)
-        _register_meeting("slurm", _meet_by_slurm)
+        _register_rendezvous("mpi", _rendezvous_mpi)
+        _register_rendezvous("slurm", _rendezvous_slurm)
         Backend.register_backend("phalanx", _create, extended_api=True, devices=["cpu", "cuda"])
         if os.environ.get("PHALANX_REPLACE"):
             from phalanx.backend.replace import install
@@ -36,20 +36,22 @@ def _create(options: object, backend_options: object = None) -> object:
     return create(options, backend_options)
 
 
-def _register_meeting(scheme: str, meet: Callable[..., Iterator[tuple[Any, int, int]]]) -> None:
+def _register_rendezvous(
+    scheme: str, handler: Callable[..., Iterator[tuple[Any, int, int]]]
+) -> None:
     from torch.distributed.rendezvous import register_rendezvous_handler
 
     with contextlib.suppress(RuntimeError):  # another package's handler takes precedence
-        register_rendezvous_handler(scheme, meet)  # type: ignore[no-untyped-call]
+        register_rendezvous_handler(scheme, handler)  # type: ignore[no-untyped-call]
 
 
-def _meet_by_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous_mpi(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     from phalanx.launcher.mpi import meet
 
     return meet(url, **options)
 
 
-def _meet_by_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
+def _rendezvous_slurm(url: str, **options: Any) -> Iterator[tuple[Any, int, int]]:
     from phalanx.launcher.slurm import meet
 
     return meet(url, **options)

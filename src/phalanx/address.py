@@ -8,12 +8,12 @@ import socket
 from phalanx import env_hosts
 from phalanx.errors import UsageError
 
-__all__ = ["address_towards", "interface_address"]
+__all__ = ["interface_address", "local_address"]
 
 _DISCARD = 9
 
 
-def address_towards(host: str) -> str:
+def local_address(host: str) -> str:
     """Return the local address from which this machine reaches a host; empty if it cannot.
 
     `PHALANX_INTERFACE` takes precedence if it is set.
@@ -27,7 +27,7 @@ def address_towards(host: str) -> str:
     given = env_hosts.interface()
     if given:
         return interface_address(given)
-    return _towards(host) if host else ""
+    return _source_address(host) if host else ""
 
 
 def interface_address(given: str) -> str:
@@ -55,20 +55,20 @@ def interface_address(given: str) -> str:
     )
 
 
-def _towards(host: str) -> str:
+def _source_address(host: str) -> str:
     """Return the source address of packets to a host; empty if there is no route to it."""
     try:
         found = socket.getaddrinfo(host, _DISCARD, type=socket.SOCK_DGRAM)
-        kind, _, _, _, where = min(found, key=lambda each: _is_near(str(each[4][0])))
+        kind, _, _, _, endpoint = min(found, key=lambda each: _is_local(str(each[4][0])))
         with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # sends nothing
+            probe.connect(endpoint)  # sends nothing
             address: str = probe.getsockname()[0]
             return address
     except (OSError, UnicodeError):  # the latter for a name like "a..b"
         return ""
 
 
-def _is_near(address: str) -> bool:
+def _is_local(address: str) -> bool:
     """Return whether an address is a loopback or link-local one."""
-    known = ipaddress.ip_address(address.partition("%")[0])
-    return known.is_loopback or known.is_link_local
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return parsed.is_loopback or parsed.is_link_local

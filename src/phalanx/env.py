@@ -16,8 +16,9 @@ __all__ = [
     "NO_JOB",
     "REPLACEABLE",
     "VARIABLES",
-    "Place",
+    "RankAssignment",
     "Variable",
+    "assigned_ranks",
     "backend_names",
     "integer",
     "job",
@@ -25,7 +26,6 @@ __all__ = [
     "jobs_kept",
     "launcher",
     "mpi_launcher",
-    "place",
     "replaced_backends",
 ]
 
@@ -51,195 +51,202 @@ VARIABLES = (
         "PHALANX_ISA",
         "Read by the native core when it is loaded: the widest instruction set that the reduction "
         "kernels may use, `baseline`, `avx2` or `avx512`. Unset: the widest that the processor "
-        "has. Results are the same with each; it exists to compare and to test them.",
+        "supports. Results are the same with each. For comparisons and tests.",
     ),
     Variable(
         "PHALANX_REPLACE",
-        "Backends that Phalanx runs in place of, separated by commas: `gloo`, `mpi`, `tcp`. Set "
-        "for every rank by `phalanx run --replace`, read at `import torch`. Scripts that name one "
-        "of them, or name none where Gloo is the default, then run on Phalanx, and are told the "
-        "name that they asked for. For `mpi` the rank and the world size come from `RANK` and "
-        "`WORLD_SIZE`, else from `mpirun` or `srun`. In the place of `cpu:gloo,cuda:nccl` Phalanx "
-        "hands CUDA tensors to NCCL; it leaves that as it is where NCCL is given options of its "
-        "own, and whatever names other backends besides. Unset: nothing is replaced.",
+        "The backends that Phalanx replaces, separated by commas: `gloo`, `mpi`, `tcp`. Set for "
+        "every rank by `phalanx run --replace`, read at `import torch`. A script that names one "
+        "of them, or names none and would get Gloo by default, then runs on Phalanx, and still "
+        "sees the name that it requested. For `mpi`, the rank and the world size come from `RANK` "
+        "and `WORLD_SIZE`, else from `mpirun` or `srun`. If Phalanx replaces "
+        "`cpu:gloo,cuda:nccl`, it passes CUDA tensors to NCCL. A request that gives options to "
+        "NCCL, or that names other backends besides, is not replaced. Unset: nothing is replaced.",
     ),
     Variable(
         "PHALANX_JOB",
-        "The name of the job to which this process belongs, as `phalanx jobs` lists it. Set for "
-        "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first group; "
-        "in its directory it then keeps its flight recorder. Unset: the ranks agree on a name among "
-        "themselves. `none`: flight recorders are kept in memory only, and are gone with their rank.",
+        "The name of the job to which this process belongs, as listed by `phalanx jobs`. Set for "
+        "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first "
+        "group. The rank keeps its flight recorder in the directory of that job. Unset: the ranks "
+        "agree on a name. `none`: flight recorders are kept in memory only, and are lost with "
+        "their rank.",
     ),
     Variable(
         "PHALANX_JOBS_DIR",
-        "The directory in which jobs have theirs, an absolute path. It must belong to you and be "
-        "writable by you alone; it is made if it is missing. Set for every rank by `phalanx run` "
-        "and `phalanx.launch`, read by ranks and by the commands that look at jobs. Unset: "
+        "The parent of the directories of all jobs, an absolute path. It must belong to you and "
+        "be writable by you alone. It is created if it is missing. Set for every rank by `phalanx "
+        "run` and `phalanx.launch`, read by ranks and by the commands that inspect jobs. Unset: "
         "`phalanx-UID` in the directory that `TMPDIR` names, else in `/tmp`.",
     ),
     Variable(
         "PHALANX_JOBS_KEPT",
-        "How many ended jobs are kept for `phalanx explain`, 0 or more. When a job starts, the "
-        "oldest beyond that are removed. Unset: 20.",
+        "The number of ended jobs to keep for `phalanx explain`, 0 or more. When a job starts, "
+        "the oldest jobs in excess are removed. Unset: 20.",
     ),
     Variable(
         "PHALANX_JOBS_KEPT_MIB",
-        "How many MiB ended jobs may take together, 0 or more; half a MiB per rank is usual. The "
-        "oldest go first. Unset: 256.",
+        "The total size of ended jobs to keep, in MiB, 0 or more; half a MiB per rank is usual. "
+        "The oldest jobs are removed first. Unset: 256.",
     ),
     Variable(
         "PHALANX_HOST_ID",
-        "Which host this process is to take itself for, any text: ranks with different ones don't "
-        "share memory and talk through a transport, as if they were on different machines. To "
-        "rehearse many hosts on one; `phalanx run --simulate-hosts` sets it for every rank. Ranks "
-        "with the same one share memory only if they can. Unset: all that can share memory do.",
+        "The host that this process claims to run on, any text. Ranks with different values do "
+        "not share memory and communicate through a transport, as if they were on different "
+        "machines. To simulate many hosts on one; `phalanx run --simulate-hosts` sets it for "
+        "every rank. Ranks with the same value share memory only if they can. Unset: all ranks "
+        "that can share memory do.",
     ),
     Variable(
         "PHALANX_TRANSPORT",
-        "What carries bytes between hosts, unless `phalanx.init(transport=...)` says it: "
-        "`gloo`; `mpi`, for ranks that `mpirun` has started; `relay`, for hosts that can't reach "
-        "each other; `nccl`, with which CUDA tensors must go to NCCL. Set it to the same on all "
-        "ranks. Unset: `gloo`.",
+        "The transport between hosts, unless `phalanx.init(transport=...)` gives it: `gloo`; "
+        "`mpi`, for ranks that `mpirun` has started; `relay`, for hosts that cannot reach each "
+        "other; `nccl`, which requires that CUDA tensors use NCCL. Set it to the same value on "
+        "all ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",
-        "Where this rank listens for ranks of other hosts, and `phalanx run` for other hosts: the "
-        "name of a network interface, or an address of one. Unset: the address from which this "
-        "machine reaches the rendezvous.",
+        "The network interface, by its name or by one of its addresses, on which this rank "
+        "listens for ranks of other hosts, and `phalanx run` for other hosts. Unset: the address "
+        "from which this machine reaches the rendezvous.",
     ),
     Variable(
         "PHALANX_ADVERTISE_ADDR",
-        "Where other hosts reach rank 0, if that isn't where it listens, as behind the NAT of a "
-        "cloud: HOST or HOST:PORT. With a port, rank 0 listens on that one. For the transport "
-        "`relay`; `gloo` can't use it. Not needed in jobs that `phalanx run` has started on their "
-        "hosts: there the relay is where the hosts meet, at `--master-addr`.",
+        "The address at which other hosts reach rank 0 if it differs from the address on which "
+        "rank 0 listens, as behind the NAT of a cloud: HOST or HOST:PORT. With a port, rank 0 "
+        "listens on that port. For the transport `relay`; `gloo` cannot use it. Not needed in "
+        "jobs that `phalanx run` has started on their hosts: there, the relay listens at the "
+        "rendezvous of the hosts, `--master-addr`.",
     ),
     Variable(
-        "PHALANX_GATE",
-        "The host at whose gate the hosts of the job meet, while `MASTER_ADDR` leads there by the "
-        "loopback interface. Set by `phalanx run` for the ranks of a job on several hosts, which "
-        "listen where they face that host.",
+        "PHALANX_TUNNEL_HOST",
+        "The host of the tunnel server, through which the hosts of the job connect; `MASTER_ADDR` "
+        "is then an address of the loopback interface. Set by `phalanx run` for the ranks of a "
+        "job on several hosts, which listen on the interface that faces that host.",
     ),
     Variable(
         "PHALANX_RELAY",
-        "Where this host has the transport `relay`: `listen:SOCKET` on the host of the gate, "
-        "`connect:SOCKET` on others, with the name of a Unix socket. Set by `phalanx run` for the "
-        "ranks of a job on several hosts. Unset: rank 0 listens on an address of its own.",
+        "The endpoint of the transport `relay` on this host: `listen:SOCKET` on the host of the "
+        "tunnel server, `connect:SOCKET` on others, with the name of a Unix socket. Set by "
+        "`phalanx run` for the ranks of a job on several hosts. Unset: rank 0 listens on an "
+        "address of its own.",
     ),
     Variable(
         "PHALANX_KEY_FD",
-        "An open descriptor of memory with the job's key. `phalanx run` makes it and sets this for "
-        "every rank; processes that a rank starts have it only if they inherit open files.",
+        "An open descriptor of memory with the job's key. `phalanx run` creates it and sets this "
+        "for every rank. Processes that a rank starts have it only if they inherit open files.",
     ),
     Variable(
         "PHALANX_KEY_FILE",
         "A file with the job's key, which belongs to you and which nobody else can read (mode "
-        "0600); `phalanx key PATH` makes one. Read by `phalanx run --nnodes` unless it is given "
-        "`--key-file` or `--key-fd`, and by ranks that other launchers have started.",
+        "0600); `phalanx key PATH` creates one. Read by `phalanx run --nnodes` unless "
+        "`--key-file` or `--key-fd` is given, and by ranks that other launchers have started.",
     ),
     Variable(
         "OMPI_COMM_WORLD_SIZE",
         "Set by the `mpirun` of Open MPI, with `OMPI_COMM_WORLD_LOCAL_RANK` and "
-        "`OMPI_COMM_WORLD_LOCAL_SIZE`: `phalanx.init` sees by it that MPI knows the place of this "
-        "process, and asks MPI; the local rank and size it takes from the other two.",
+        "`OMPI_COMM_WORLD_LOCAL_SIZE`. If it is set, `phalanx.init` takes the rank and the world "
+        "size from MPI, and the local rank and size from the other two variables.",
     ),
     Variable(
         "MPI_LOCALNRANKS",
-        "Set by the `mpirun` of MPICH and its relatives, with `MPI_LOCALRANKID`; read as "
-        "`OMPI_COMM_WORLD_SIZE` is. So are `PMI_SIZE` and `PMIX_RANK`, which other launchers of "
-        "MPI set, in a process that Slurm hasn't started.",
+        "Set by the `mpirun` of MPICH and its derivatives, with `MPI_LOCALRANKID`; read like "
+        "`OMPI_COMM_WORLD_SIZE`. So are `PMI_SIZE` and `PMIX_RANK`, which other launchers of MPI "
+        "set, in a process that Slurm has not started.",
     ),
     Variable(
         "SLURM_STEP_ID",
         "Set by `srun`, with `SLURM_JOB_ID`, `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS`, "
-        "`SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE`, `SLURM_NODEID` and `SLURM_LOCALID`, "
-        "which say the place of this process: to `phalanx.init`, and to `slurm://`.",
+        "`SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE`, `SLURM_NODEID` and `SLURM_LOCALID`. "
+        "`phalanx.init` and `slurm://` take the rank and the world size of this process from "
+        "them.",
     ),
     Variable(
         "RANK",
-        "The number of this process among all of the job, from 0 to `WORLD_SIZE` - 1. Set for "
-        "every process by `phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`.",
+        "The rank of this process in the job, from 0 to `WORLD_SIZE` - 1. Set for every process "
+        "by `phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`.",
     ),
     Variable(
         "WORLD_SIZE",
-        "How many processes the job has, on all hosts. Set and read as `RANK` is; one without the "
-        "other is an error.",
+        "The number of processes of the job, on all hosts. Set and read like `RANK`; one without "
+        "the other is an error.",
     ),
     Variable(
         "LOCAL_RANK",
-        "The number of this process among those of the job on this host. Set as `RANK` is. "
-        "`phalanx.init` picks the GPU by it; unset, it is taken to be `RANK`, which is right on "
-        "one host.",
+        "The rank of this process among those of the job on this host. Set like `RANK`. "
+        "`phalanx.init` chooses the GPU by it. Unset: the value of `RANK`, which is right on one "
+        "host.",
     ),
     Variable(
         "LOCAL_WORLD_SIZE",
-        "How many processes of the job this host has. Set as `RANK` is. Unset, `phalanx.init` "
-        "takes it to be `WORLD_SIZE`, which is right on one host.",
+        "The number of processes of the job on this host. Set like `RANK`. Unset: `phalanx.init` "
+        "uses `WORLD_SIZE`, which is right on one host.",
     ),
     Variable(
         "MASTER_ADDR",
-        "The address of the store in which the ranks find each other. Set as `RANK` is; read by "
-        "`torch.distributed`, and checked by `phalanx.init`.",
+        "The address of the store through which the ranks find each other. Set like `RANK`; read "
+        "by `torch.distributed`, and checked by `phalanx.init`.",
     ),
     Variable(
         "MASTER_PORT",
-        "The TCP port of that store, 1 to 65535. Set and read as `MASTER_ADDR` is.",
+        "The TCP port of that store, 1 to 65535. Set and read like `MASTER_ADDR`.",
     ),
     Variable(
         "GROUP_RANK",
-        "The number of this process's host among the hosts of the job; with `GROUP_WORLD_SIZE`, "
-        "`ROLE_NAME`, `ROLE_RANK` and `ROLE_WORLD_SIZE` it is set as torchrun sets it, for "
-        "scripts that read it. Phalanx doesn't.",
+        "The rank of this process's host among the hosts of the job. It is set as by torchrun, "
+        "with `GROUP_WORLD_SIZE`, `ROLE_NAME`, `ROLE_RANK` and `ROLE_WORLD_SIZE`, for scripts "
+        "that read it. Phalanx does not read it.",
     ),
     Variable(
         "TORCHELASTIC_USE_AGENT_STORE",
-        "`True` tells `torch.distributed` that the launcher hosts the store, so that rank 0 "
+        "`True` means for `torch.distributed` that the launcher hosts the store, so that rank 0 "
         "connects to it like every other rank. Set by `phalanx run` and `phalanx.launch`, with "
         "`TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` and `TORCHELASTIC_MAX_RESTARTS`, as "
-        "torchrun sets them; but that the second is the same on all hosts, and new at every start.",
+        "by torchrun; but `TORCHELASTIC_RUN_ID` is the same on all hosts, and new at every start.",
     ),
     Variable(
         "OMP_NUM_THREADS",
-        "Threads per process. Set for every rank to max(1, usable cores // ranks on this host), "
-        "unless it is set already: then your value stands. Usable cores are those of the "
-        "affinity mask, within the CPU quota of the control group.",
+        "The number of threads per process. Set for every rank to max(1, usable cores // ranks on "
+        "this host), unless it is set already. Usable cores are those of the affinity mask, "
+        "within the CPU quota of the control group.",
     ),
     Variable(
         "PYTHONUNBUFFERED",
-        "Set to 1 for every rank unless set already, so that its output is seen as it is written.",
+        "Set to 1 for every rank unless set already, so that its output is visible as soon as it "
+        "is written.",
     ),
     Variable(
         "PYTHONFAULTHANDLER",
-        "Set to 1 for every rank unless set already, so that a crash in native code prints where "
-        "Python was.",
+        "Set to 1 for every rank unless set already, so that a crash in native code prints the "
+        "Python stack.",
     ),
     Variable(
         "MALLOC_MMAP_THRESHOLD_",
-        "With `MALLOC_TRIM_THRESHOLD_`, read by the C library: from which size on memory is got "
-        "from the kernel for each tensor anew, and how much freed memory a process keeps. Set for "
-        "every rank to 32 MiB and 128 MiB unless you set one of them: a training step then reuses "
-        "its memory instead of having the kernel clear it page by page. Others ignore it.",
+        "With `MALLOC_TRIM_THRESHOLD_`, read by the C library: the size from which each tensor "
+        "gets new memory from the kernel, and the amount of freed memory that a process keeps. "
+        "Set for every rank to 32 MiB and 128 MiB unless one of them is set already: a training "
+        "step then reuses its memory, and the kernel need not clear it page by page. Other C "
+        "libraries ignore it.",
     ),
     Variable(
         "ACCELERATE_USE_CPU",
         "Read by Accelerate, and by libraries that use it. Set to `true` for every rank on a host "
         "without an accelerator, unless set already: otherwise each process trains alone, without "
-        "an error. Phalanx doesn't read it.",
+        "an error. Phalanx does not read it.",
     ),
     Variable(
         "PET_NPROC_PER_NODE",
         "The default of `phalanx run --nproc-per-node`; every option of torchrun has such a "
-        "variable, `PET_` and its name. Unset, `phalanx run` uses `auto`.",
+        "variable, `PET_` and its name. Unset: `auto`.",
     ),
     Variable(
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
-        "Seconds between SIGTERM and SIGKILL for ranks that `phalanx run` stops, if "
-        "`--shutdown-timeout` isn't given. Unset: 10.",
+        "The seconds between SIGTERM and SIGKILL for ranks that `phalanx run` stops, if "
+        "`--shutdown-timeout` is not given. Unset: 10.",
     ),
     Variable(
         "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
-        "What the lines begin with that `phalanx run --tee` shows, with `${rank}`, "
-        "`${local_rank}` and `${role_name}`. Set to `[rank ${rank}] ` unless set already.",
+        "The prefix of the lines that `phalanx run --tee` shows, with `${rank}`, `${local_rank}` "
+        "and `${role_name}`. Set to `[rank ${rank}] ` unless set already.",
     ),
     Variable(
         "TORCH_CPP_LOG_LEVEL",
@@ -248,13 +255,13 @@ VARIABLES = (
     ),
     Variable(
         "LOGLEVEL",
-        "Python log level of PyTorch's elastic agent, for example `INFO`. Unset, `phalanx run` "
-        "keeps the agent quiet and prints one report when a rank fails.",
+        "The Python log level of PyTorch's elastic agent, for example `INFO`. Unset: `phalanx "
+        "run` silences the agent and prints one report when a rank fails.",
     ),
 )
 
 
-class Place(NamedTuple):
+class RankAssignment(NamedTuple):
     """The ranks and world sizes that a launcher gave to a process."""
 
     rank: int
@@ -294,7 +301,7 @@ def integer(
     return value
 
 
-def place(environ: Mapping[str, str] | None = None) -> Place | None:
+def assigned_ranks(environ: Mapping[str, str] | None = None) -> RankAssignment | None:
     """Read the ranks and world sizes set by a launcher; None if there is no launcher.
 
     Args:
@@ -309,9 +316,9 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     if len(missing) == len(needed):
         return None
     if missing:
-        found = ", ".join(f"{name}={environ[name]!r}" for name in needed if name not in missing)
+        present = ", ".join(f"{name}={environ[name]!r}" for name in needed if name not in missing)
         raise ValueError(
-            f"the environment has {found} but lacks {', '.join(missing)}: set all four, or start "
+            f"the environment has {present} but lacks {', '.join(missing)}: set all four, or start "
             "the script with `phalanx run`, or unset them to run alone"
         )
     integer("MASTER_PORT", minimum=1, maximum=65535, environ=environ)
@@ -325,7 +332,7 @@ def place(environ: Mapping[str, str] | None = None) -> Place | None:
     local_size = integer("LOCAL_WORLD_SIZE", minimum=1, maximum=world_size, environ=environ)
     local_size = world_size if local_size is None else local_size
     local_rank = integer("LOCAL_RANK", minimum=0, maximum=local_size - 1, environ=environ)
-    return Place(rank, world_size, rank if local_rank is None else local_rank, local_size)
+    return RankAssignment(rank, world_size, rank if local_rank is None else local_rank, local_size)
 
 
 def launcher(environ: Mapping[str, str] | None = None) -> str:
@@ -372,8 +379,8 @@ def job(environ: Mapping[str, str] | None = None) -> str | None:
     if not text or text == NO_JOB or JOB_NAME.fullmatch(text):
         return text or None
     raise ValueError(
-        f"PHALANX_JOB={text!r} in the environment: expected what a launcher of Phalanx sets, like "
-        f"20261121-0901-k3f9x2, or {NO_JOB!r}; unset it, and the ranks agree on a name"
+        f"PHALANX_JOB={text!r} in the environment: expected a name set by a launcher of Phalanx, "
+        f"like 20261121-0901-k3f9x2, or {NO_JOB!r}; or unset it: the ranks then agree on a name"
     )
 
 
@@ -413,12 +420,12 @@ def jobs_kept(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
     return 20 if count is None else count, (256 if mebibytes is None else mebibytes) * 2**20
 
 
-def backend_names(text: str, what: str) -> tuple[str, ...]:
+def backend_names(text: str, source: str) -> tuple[str, ...]:
     """Parse the names of backends to replace, separated by commas, in upper or lower case.
 
     Args:
         text: The names as the user wrote them.
-        what: The option or variable that holds them, for the message.
+        source: The option or variable that holds them, for the message.
 
     Raises:
         ValueError: A name is not in `REPLACEABLE`, or there is no name.
@@ -427,7 +434,7 @@ def backend_names(text: str, what: str) -> tuple[str, ...]:
     if wrong := [name for name in names if name not in REPLACEABLE]:
         known = ", ".join(REPLACEABLE)
         raise ValueError(
-            f"{what} is {text!r}: {wrong[0]!r} can't be replaced; expected some of {known}, "
+            f"{source} is {text!r}: {wrong[0]!r} cannot be replaced; expected some of {known}, "
             "separated by commas"
         )
     return names

@@ -15,20 +15,28 @@ from phalanx.env import integer
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["advertised", "gate", "host_id", "interface", "key", "relay", "transport"]
+__all__ = [
+    "advertised_address",
+    "host_id",
+    "interface",
+    "key",
+    "relay",
+    "transport",
+    "tunnel_host",
+]
 
 _ADDRESS = re.compile(
     r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
 
 
-def gate(environ: Mapping[str, str] | None = None) -> str:
-    """Return the host that `PHALANX_GATE` names; empty if it is unset.
+def tunnel_host(environ: Mapping[str, str] | None = None) -> str:
+    """Return the host that `PHALANX_TUNNEL_HOST` names; empty if it is unset.
 
     Args:
         environ: The environment to read; default `os.environ`.
     """
-    return (os.environ if environ is None else environ).get("PHALANX_GATE", "")
+    return (os.environ if environ is None else environ).get("PHALANX_TUNNEL_HOST", "")
 
 
 def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
@@ -41,16 +49,16 @@ def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
         ValueError: The value has another form.
     """
     text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
-    how, _, path = text.partition(":")
-    if text and (how not in ("listen", "connect") or not path):
+    mode, _, path = text.partition(":")
+    if text and (mode not in ("listen", "connect") or not path):
         raise ValueError(
             f"PHALANX_RELAY={text!r} in the environment: expected listen:SOCKET or connect:SOCKET, "
             "as `phalanx run` sets it for its ranks; unset it"
         )
-    return how, path
+    return mode, path
 
 
-def advertised(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
     """Return host and port of `PHALANX_ADVERTISE_ADDR`; without them, an empty host and port 0.
 
     Args:

@@ -2,9 +2,9 @@
 
 `PhalanxError` and its subclasses mean that a peer, or the group, cannot continue. They are
 `torch.distributed.DistBackendError`, so that code written for other backends catches them.
-`CheckpointError` concerns checkpoints on disk. `UsageError` means that a call was wrong. It is raised
-before any communication with a peer, and the group stays usable. It is both a ValueError and a
-RuntimeError, the exception that PyTorch raises for most wrong calls.
+`CheckpointError` concerns checkpoints on disk. `UsageError` means that a call was wrong. It is
+raised before any communication with a peer, and the group stays usable. It is both a ValueError and
+a RuntimeError, the exception that PyTorch raises for most wrong calls.
 """
 
 from torch.distributed import DistBackendError
@@ -44,7 +44,7 @@ class Aborted(PhalanxError):  # noqa: N818 - the design's name
     """The group was aborted, left or interrupted; the message names the rank and the reason."""
 
 
-class CallTimeout(PhalanxError):  # noqa: N818 - as the one above
+class CallTimeout(PhalanxError):  # noqa: N818 - like the ones above
     """A remote call exceeded its timeout; it may still be executed."""
 
 
@@ -57,7 +57,7 @@ class LaunchError(PhalanxError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or none can be loaded; the message names file and reason."""
+    """A checkpoint could not be written or loaded; the message names the file and the reason."""
 
 
 class UsageError(ValueError, RuntimeError):

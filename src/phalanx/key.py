@@ -20,7 +20,15 @@ import stat
 from phalanx import env_hosts
 from phalanx.errors import UsageError
 
-__all__ = ["SIZE", "derived", "from_descriptor", "from_file", "inherited", "new_file", "sealed"]
+__all__ = [
+    "SIZE",
+    "create_file",
+    "derive",
+    "from_descriptor",
+    "from_environment",
+    "from_file",
+    "to_sealed_memory",
+]
 
 SIZE = 32
 """The size of a key in bytes."""
@@ -31,15 +39,15 @@ _SEALS = (
     fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL  # of a memfd
 )
 _MFD_NOEXEC_SEAL = 8  # some systems require it; Python 3.10 does not define it
-_EXPECTED = "expected 64 hexadecimal digits, as `phalanx key PATH` makes them"
+_EXPECTED = "expected 64 hexadecimal digits, as written by `phalanx key PATH`"
 
 
-def derived(key: bytes, purpose: str) -> bytes:
+def derive(key: bytes, purpose: str) -> bytes:
     """Derive 32 bytes from a key for a purpose; they reveal nothing about the key."""
     return hmac.digest(key, purpose.encode(), hashlib.sha256)
 
 
-def new_file(path: str) -> None:
+def create_file(path: str) -> None:
     """Create a file with a new key that only its owner can read.
 
     Raises:
@@ -49,20 +57,20 @@ def new_file(path: str) -> None:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
         raise UsageError(
-            f"{path} exists already: give another name, or remove it if no job uses it"
+            f"{path} already exists: choose another name, or remove it if no job uses it"
         ) from None
     except OSError as error:
-        raise UsageError(f"{path} can't be made: {error.strerror}") from None
+        raise UsageError(f"{path} cannot be created: {error.strerror}") from None
     with open(descriptor, "wb") as file:
-        file.write(_written(secrets.token_bytes(SIZE)))
+        file.write(_encode(secrets.token_bytes(SIZE)))
 
 
-def from_file(path: str, what: str = "--key-file") -> bytes:
+def from_file(path: str, source: str = "--key-file") -> bytes:
     """Read a key from a file that belongs to this user and that nobody else can access.
 
     Args:
         path: The path of the file.
-        what: The option or variable that gave the path, for the message.
+        source: The option or variable that gave the path, for the message.
 
     Raises:
         UsageError: The file cannot be read, others can access it, or it does not hold a key.
@@ -71,28 +79,28 @@ def from_file(path: str, what: str = "--key-file") -> bytes:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise UsageError(f"{what} is {path}, which is no file: {_EXPECTED}")
+                raise UsageError(f"{source} is {path}, which is not a regular file: {_EXPECTED}")
             text = file.read(_LENGTH + 1)
     except OSError as error:
         raise UsageError(
-            f"{what} is {path}, which can't be read: {error.strerror}; `phalanx key {path}` makes "
-            "a new one, to be copied to each host"
+            f"{source} is {path}, which cannot be read: {error.strerror}; create a new key with "
+            f"`phalanx key {path}`, and copy it to each host"
         ) from None
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UsageError(
-            f"{what} is {path}, of user {status.st_uid} with mode {status.st_mode & 0o777:04o}: "
-            f"expected a file of user {os.geteuid()} alone; chmod 600 it, and if others could read "
-            "it, make a new one"
+            f"{source} is {path}, of user {status.st_uid} with mode {status.st_mode & 0o777:04o}: "
+            f"expected a file of user {os.geteuid()} with mode 0600; run chmod 600, and create a "
+            "new key if others could read this one"
         )
-    return _parsed(text, f"{what} is {path}")
+    return _decode(text, f"{source} is {path}")
 
 
-def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
+def from_descriptor(descriptor: int, source: str = "--key-fd") -> bytes:
     """Read a key from an inherited pipe or file, up to the end of the line; may block.
 
     Args:
         descriptor: The descriptor. It stays open, and data after the key stays unread.
-        what: The option or variable that gave the descriptor, for the message.
+        source: The option or variable that gave the descriptor, for the message.
 
     Raises:
         UsageError: The descriptor is not open, or does not hold a key.
@@ -105,13 +113,17 @@ def from_descriptor(descriptor: int, what: str = "--key-fd") -> bytes:
                 break
             text += part
     except OverflowError:
-        raise UsageError(f"{what} is {descriptor}, which is no number of an open file") from None
+        raise UsageError(
+            f"{source} is {descriptor}, which is not the number of an open file"
+        ) from None
     except OSError as error:
-        raise UsageError(f"{what} is {descriptor}, which can't be read: {error.strerror}") from None
-    return _parsed(text, f"{what} is {descriptor}")
+        raise UsageError(
+            f"{source} is {descriptor}, which cannot be read: {error.strerror}"
+        ) from None
+    return _decode(text, f"{source} is {descriptor}")
 
 
-def sealed(key: bytes) -> int:
+def to_sealed_memory(key: bytes) -> int:
     """Return a descriptor, to be inherited, of sealed memory that holds the key."""
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
@@ -121,12 +133,12 @@ def sealed(key: bytes) -> int:
             raise
         descriptor = os.memfd_create("phalanx-key", flags)
     os.fchmod(descriptor, 0o400)
-    os.write(descriptor, _written(key))
+    os.write(descriptor, _encode(key))
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     return descriptor
 
 
-def inherited() -> bytes | None:
+def from_environment() -> bytes | None:
     """Return the key of this process's job, as its environment gives it; None if it gives none.
 
     Raises:
@@ -137,26 +149,26 @@ def inherited() -> bytes | None:
     except ValueError as error:
         raise UsageError(str(error)) from None
     if descriptor is not None:
-        what = "PHALANX_KEY_FD in the environment"
+        source = "PHALANX_KEY_FD in the environment"
         # In a process that did not inherit the descriptor, this number may be another open file.
         try:
-            known = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+            is_key = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         except (OSError, OverflowError):
-            known = False
-        if not known:
+            is_key = False
+        if not is_key:
             raise UsageError(
-                f"{what} is {descriptor}, which isn't the key that the launcher gave its ranks: "
-                "was this process started by a rank, without its open files? Set PHALANX_KEY_FILE"
+                f"{source} is {descriptor}, which is not the key that the launcher gave its ranks: "
+                "if a rank started this process without its open files, set PHALANX_KEY_FILE"
             )
-        return _parsed(os.pread(descriptor, _LENGTH, 0), f"{what} is {descriptor}")
+        return _decode(os.pread(descriptor, _LENGTH, 0), f"{source} is {descriptor}")
     return from_file(path, "PHALANX_KEY_FILE in the environment") if path else None
 
 
-def _written(key: bytes) -> bytes:
+def _encode(key: bytes) -> bytes:
     return key.hex().encode() + b"\n"
 
 
-def _parsed(text: bytes, what: str) -> bytes:
+def _decode(text: bytes, source: str) -> bytes:
     if not _TEXT.fullmatch(text):
-        raise UsageError(f"{what}, where there is no key: {_EXPECTED}")
+        raise UsageError(f"{source}, which holds no key: {_EXPECTED}")
     return bytes.fromhex(text.decode())

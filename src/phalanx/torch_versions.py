@@ -80,8 +80,8 @@ def group_factory() -> Callable[..., Any]:
     if factory is None or not _FACTORY_PARAMETERS.issubset(inspect.signature(factory).parameters):
         raise ValueError(
             f"PHALANX_REPLACE: torch {torch.__version__} forms groups in a way that this version "
-            "of Phalanx doesn't know, so it can't stand in for another backend: unset the "
-            'variable (or leave out --replace) and name the backend "phalanx" in the script'
+            "of Phalanx does not know, so it cannot replace another backend: unset the "
+            'variable (or omit --replace) and name the backend "phalanx" in the script'
         )
     return factory
 

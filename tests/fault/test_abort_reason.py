@@ -167,7 +167,7 @@ def no_group_of_ours() -> None:
 
 def reason_is_no_text() -> None:
     for wrong in (5, None, b"why"):
-        with pytest.raises(UsageError, match=r"abort: reason is .*, expected a text") as caught:
+        with pytest.raises(UsageError, match=r"abort: reason is .*, expected a str") as caught:
             phalanx.abort(reason=wrong)  # type: ignore[arg-type]
         assert repr(wrong) in str(caught.value)
     dist.barrier()  # nothing has been aborted

@@ -210,7 +210,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "rows that can't be shared equally": (
         lambda: dist.all_to_all_single(zeros(5), zeros(5)),
-        r"all_to_all_single: the input float32\[5\] has 5 rows, which 2 ranks can't share equally",
+        r"all_to_all_single: the input float32\[5\] has 5 rows, which 2 ranks cannot share equally",
     ),
     "splits that don't sum up": (
         lambda: dist.all_to_all_single(zeros(5, 2), zeros(5, 2), [2, 3], [2, 2]),
@@ -234,7 +234,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "splits for oneself": (
         lambda: dist.all_to_all_single(zeros(5), zeros(5), [3, 2], [2, 3]),
-        r"all_to_all_single: rank 1 gives itself 3 elements and takes 2",
+        r"all_to_all_single: rank 1 sends itself 3 elements and receives 2",
     ),
     "dtypes of all_to_all_single": (
         lambda: world().all_to_all_single(zeros(4), zeros(4, dtype=torch.int32), [], []),

@@ -83,7 +83,7 @@ def too_few(world_size: int) -> float:
     waited = time.monotonic() - start
     text = str(caught.value)
     assert "ranks 2, 3 did not arrive within 0.7 s of this rank's arrival" in text
-    assert "; rank 2 has given no sign yet; rank 3 has given no sign yet: are" in text, text
+    assert "; rank 2 has not arrived yet; rank 3 has not arrived yet: are" in text, text
     assert "same world size" in str(caught.value)
     assert not dist.is_initialized()
     return waited
@@ -144,7 +144,7 @@ def stops_on_its_way(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("number", "words"),
-    [("SIGSTOP", "has come, and is stopped by a signal"), ("SIGKILL", "has come, and ended")],
+    [("SIGSTOP", "arrived, and is stopped by a signal"), ("SIGKILL", "arrived, and has ended")],
 )
 def test_a_rank_that_gets_stuck_on_its_way(ranks: RankServer, number: str, words: str) -> None:
     run = ranks.start(2, stops_on_its_way, number, timeout=None)

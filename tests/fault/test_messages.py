@@ -159,7 +159,7 @@ def test_ctrl_c_beside_a_stream(ranks: RankServer) -> None:
 
 def early_memory() -> str:
     """Messages that stand in private memory are told of once, and given back."""
-    messages._MUCH_EARLY = 2**20
+    messages._UNEXPECTED_BYTES_LIMIT = 2**20
     told: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
@@ -177,4 +177,4 @@ def test_memory_of_messages_that_come_early(ranks: RankServer) -> None:
     silent, told = ranks.run(2, early_memory)
     assert silent == ""
     assert told.count("\n") == 0
-    assert "7 MiB of messages came before they were asked for" in told
+    assert "7 MiB of messages arrived before their recv" in told

@@ -58,7 +58,7 @@ def wait_behind_another_thread(seconds: float) -> tuple[str, str, float]:
 def test_a_turn_has_a_deadline(ranks: RankServer) -> None:
     own, other, took = ranks.run(2, wait_behind_another_thread, 0.5)[0]
     assert "rank 0 waited for its own turn until the timeout of 0.5 s" in own
-    assert "another thread of it is in an operation of this group" in own
+    assert "another of its threads is in an operation of this group" in own
     assert "waited for its own turn" in other, "the group is broken for all threads"
     assert 0.5 <= took < 5
 

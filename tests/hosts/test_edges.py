@@ -144,7 +144,7 @@ def test_a_transport_that_cannot_be_had_is_told_to_all(ranks: RankServer) -> Non
     first, second = ranks.run(2, wrong_interface, timeout=None, hosts="ab")
     assert "PHALANX_INTERFACE='nosuch0'" in second
     assert first.startswith(
-        "[rank 0/2] on rank 1 the transport gloo can't be had: PHALANX_INTERFACE"
+        "[rank 0/2] on rank 1 the transport gloo is not available: PHALANX_INTERFACE"
     )
 
 

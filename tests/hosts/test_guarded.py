@@ -96,7 +96,7 @@ def test_strangers_and_wrong_keys(network: Network, tmp_path: Path) -> None:
     """They are turned away, before the job and while it runs, and the job does what it would."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     for path in (right, wrong):
-        key.new_file(str(path))
+        key.create_file(str(path))
     first = Host(network, 0, tmp_path, right)
     try:
         second = Host(network, 1, tmp_path, wrong)

@@ -353,7 +353,9 @@ def alone() -> str:
 
 def test_a_group_that_mpirun_has_not_started(ranks: RankServer) -> None:
     for text in ranks.run(2, alone, timeout=None, hosts="ab"):
-        assert "the transport mpi can't be had: the group has 2 ranks, but MPI knows of 1" in text
+        assert (
+            "the transport mpi is not available: the group has 2 ranks, but MPI knows of 1" in text
+        )
         assert "`mpirun -n 2 python script.py`" in text
 
 

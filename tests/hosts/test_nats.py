@@ -48,7 +48,7 @@ def nats() -> Iterator[Nats]:
 
 def run_on_both(nats: Nats, folder: Path, *script: str) -> str:
     """Run a script on both hosts, two ranks each, over the relay; what both have written."""
-    key.new_file(str(folder / "key"))
+    key.create_file(str(folder / "key"))
     root = Path(__file__).parents[2]
     outputs, processes = [folder / "host-0", folder / "host-1"], []
     for host, output in enumerate(outputs):

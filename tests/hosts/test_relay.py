@@ -159,7 +159,7 @@ def test_a_relay_that_ends(server: RelayServer) -> None:
 
 def opened(name: str = "relay") -> tuple[transports.Transport, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     store = dist.FileStore(f"{os.environ['FOLDER']}/transport", size)  # type: ignore[attr-defined]
     return transports.open_transport(name, store, rank, size, "127.0.0.1"), rank
 
@@ -304,7 +304,7 @@ def test_a_peer_that_vanishes_without_a_word(ranks: RankServer) -> None:
 def several_groups() -> int:
     """All groups share one connection to one port, whoever is in them; how many listen here."""
     rank = int(os.environ["RANK"])
-    os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     url = f"file://{os.environ['FOLDER']}/store"
     options = phalanx.Options("relay")
     dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=4, pg_options=options)
@@ -330,7 +330,7 @@ def test_one_port_for_all_groups(ranks: RankServer) -> None:
 
 def first_dies() -> str:
     rank = int(os.environ["RANK"])
-    os.environ["PHALANX_KEY_FD"] = str(key.sealed(KEY))
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     url = f"file://{os.environ['FOLDER']}/store"
     options = phalanx.Options("relay")
     dist.init_process_group("phalanx", init_method=url, rank=rank, world_size=5, pg_options=options)

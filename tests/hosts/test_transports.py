@@ -27,7 +27,7 @@ LIMIT = 20.0
 def opened(name: str) -> tuple[Transport, int, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['FOLDER']}/transport", size)  # type: ignore[attr-defined]
-    os.environ["PHALANX_KEY_FD"] = str(key.sealed(bytes(key.SIZE)))
+    os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(bytes(key.SIZE)))
     return transports.open_transport(name, store, rank, size, "127.0.0.1"), rank, size
 
 

@@ -16,8 +16,8 @@ import traceback
 import torch.distributed as dist
 
 from phalanx import transports
-from phalanx.env_hosts import gate
-from phalanx.topology import address_towards
+from phalanx.env_hosts import tunnel_host
+from phalanx.topology import local_address
 from tests.hosts import test_transports as suite
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -34,7 +34,7 @@ def in_a_case(transport: str, number: int, rank: int) -> None:
     size, case = CASES[number]
 
     def opened(name: str) -> tuple[transports.Transport, int, int]:
-        address = address_towards(gate())
+        address = local_address(tunnel_host())
         store = job_store(f"case-{number}")
         return transports.open_transport(name, store, rank, size, address), rank, size
 

@@ -40,7 +40,7 @@ def launch(tmp_path: Path) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
 
     Options and script come as arguments, environment variables by their names.
     """
-    key.new_file(str(tmp_path / "key"))
+    key.create_file(str(tmp_path / "key"))
     started = []
 
     def run(*arguments: str, **variables: str) -> "subprocess.Popen[str]":

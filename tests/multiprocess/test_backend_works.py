@@ -116,7 +116,7 @@ def come_last(kind: str) -> None:
         return
     assert (tensor == dist.get_world_size()).all()
     assert work.get_future().wait()[0] is tensor
-    assert native._collectives._thread is None  # which hasn't been needed
+    assert native._collective_thread._thread is None  # which hasn't been needed
     dist.barrier()  # in the box it is the caller's thread again, and its line
     done = {each["kind"]: each for each in native._native.flight_recorder(1, 8)["done"]}
     assert done["barrier"]["thread"] == done["all_reduce"]["thread"] == 0

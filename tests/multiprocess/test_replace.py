@@ -167,7 +167,7 @@ def test_a_wrong_name(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "script.py", DEFAULT, "--replace", "glo")
     assert (code, out) == (2, "")
     assert err.splitlines() == [
-        "phalanx: error: --replace is 'glo': 'glo' can't be replaced; expected some of gloo, mpi, "
+        "phalanx: error: --replace is 'glo': 'glo' cannot be replaced; expected some of gloo, mpi, "
         "tcp, separated by commas"
     ]
 

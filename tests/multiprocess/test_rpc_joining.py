@@ -35,11 +35,11 @@ def not_fit(how: str) -> str:
     if how == "key":
         key_file = f"{folder}/key-{rank == 2}"
         if rank in (0, 2):
-            key.new_file(key_file)
+            key.create_file(key_file)
         wait_for(lambda: os.path.exists(key_file) and os.stat(key_file).st_size)
         os.environ["PHALANX_KEY_FILE"] = key_file
     elif how == "no key" and rank == 1:
-        key.new_file(f"{folder}/one")
+        key.create_file(f"{folder}/one")
         os.environ["PHALANX_KEY_FILE"] = f"{folder}/one"
     elif how == "size":
         size = 4 if rank == 1 else 3

@@ -269,7 +269,7 @@ def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
         ("--nnodes 2 --node-rank 2 x.py", "--node-rank is 2: expected 0 to 1"),
         ("--key-fd x x.py", "--key-fd is 'x': expected the number of an open file"),
         ("--key-fd 0 --key-file k x.py", "--key-file and --key-fd are both given"),
-        ("--key-file none x.py", "--key-file is none, which can't be read"),
+        ("--key-file none x.py", "--key-file is none, which cannot be read"),
         ("--master-port 70000 x.py", "--master-port is 70000"),
         ("--master-port x x.py", "argument --master-port"),
         ("--bogus x.py", "unrecognized arguments: --bogus"),
@@ -287,7 +287,7 @@ def test_a_reader_that_leaves_ends_the_ranks(phalanx, script):
         (f"--nnodes 2 {C10D} node-a:0 x.py", "a port from 1 to 65535"),
         ("--nnodes 2 --master-addr fe80::1%eth0 x.py", "or --master-addr: expected"),
         ("--nnodes 2 --master-addr a..b x.py", "'a..b:29500'.*expected HOST:PORT"),
-        ("--key-fd 99999999999999999999 x.py", "which is no number of an open file"),
+        ("--key-fd 99999999999999999999 x.py", "which is not the number of an open file"),
         ("", "training_script"),
     ],
 )

@@ -86,8 +86,8 @@ def test_a_name_that_leads_to_loopback(interface: str, monkeypatch: pytest.Monke
 
 def test_a_place() -> None:
     given = variables(5, (2, 2, 2, 1), "n[1-4]", "2(x3),1")
-    assert Step.of(given).place == env.Place(5, 7, 1, 2)
-    assert Step.of(variables(6, (2, 2, 2, 1), "n[1-4]")).place == env.Place(6, 7, 0, 1)
+    assert Step.of(given).place == env.RankAssignment(5, 7, 1, 2)
+    assert Step.of(variables(6, (2, 2, 2, 1), "n[1-4]")).place == env.RankAssignment(6, 7, 0, 1)
     assert Step.of(variables(1, (3,), "n1")).host == "127.0.0.1"
     chosen = {"MASTER_ADDR": "n1.cluster", "MASTER_PORT": "4711"}
     step = Step.of({**given, **chosen})

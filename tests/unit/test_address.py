@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.topology import RankRecord, address_towards, own_address
+from phalanx.topology import RankRecord, local_address, own_address
 from phalanx.topology.rank_record import MemoryProbe
 
 
@@ -50,13 +50,13 @@ def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
     connected = []
     monkeypatch.setattr(socket.socket, "connect", lambda _, where: connected.append(where))
-    address_towards("node-a")
+    local_address("node-a")
     assert connected == [("0.0.0.0", 9)]
 
 
 def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
-    assert address_towards("a..b") == ""
+    assert local_address("a..b") == ""
 
 
 def test_loopback_is_no_way_to_another_machine(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx import _native
-from phalanx.backend.call_site import brief, call_site
+from phalanx.backend.call_site import call_site, short_site
 
 
 def oracle() -> str:
@@ -97,7 +97,7 @@ def test_threads() -> None:
 
 @pytest.mark.parametrize(
     ("site", "expected"),
-    [("/a/b/train.py:4", "train.py:4"), ("<stdin>:1", "<stdin>:1"), ("", "an unknown place")],
+    [("/a/b/train.py:4", "train.py:4"), ("<stdin>:1", "<stdin>:1"), ("", "an unknown location")],
 )
 def test_brief(site: str, expected: str) -> None:
-    assert brief(site) == expected
+    assert short_site(site) == expected

@@ -102,9 +102,9 @@ def test_a_recv_from_any_rank_is_refused_where_nccl_would_bring_it(
         cuda.NcclChild(store, rank, 3, timedelta(seconds=5), Made) for rank in range(len(numbers))
     ]
     for child, number in zip(children, numbers, strict=True):
-        child._publish(cuda.identity(torch.device("cuda", number)))
+        child._publish(cuda.device_id(torch.device("cuda", number)))
     if by_nccl:
-        with pytest.raises(UsageError, match=f"what {by_nccl} sends comes by NCCL"):
+        with pytest.raises(UsageError, match=f"messages of {by_nccl} go through NCCL"):
             children[0].check_any_source(torch.device("cuda", numbers[0]))
     else:
         children[0].check_any_source(torch.device("cuda", numbers[0]))
@@ -174,7 +174,7 @@ def test_operations_are_handed_over_by_where_their_tensors_are(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     operations = "allreduce", "recv", "recv_anysource"
-    group = cuda.handing_over(*operations)(type("Handing", (Group,), {}))()
+    group = cuda.delegate_cuda(*operations)(type("Handing", (Group,), {}))()
     on_gpu = torch.ones(2).as_subclass(Tensor)
     group._nccl = Child(None)
     assert group.allreduce([on_gpu]) == "memory"
@@ -189,10 +189,10 @@ def test_operations_are_handed_over_by_where_their_tensors_are(
 
 def test_a_build_without_cuda_wraps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert cuda.handing_over("allreduce")(Group).allreduce is Group.allreduce
+    assert cuda.delegate_cuda("allreduce")(Group).allreduce is Group.allreduce
 
 
 def test_tensors_are_found_in_lists_of_lists() -> None:
     on_gpu = torch.ones(2).as_subclass(Tensor)
-    assert cuda.cuda_tensor([[[torch.ones(1)], [on_gpu]], 3]) is on_gpu
-    assert cuda.cuda_tensor([torch.ones(1), None, [torch.ones(1)]]) is None
+    assert cuda.find_cuda_tensor([[[torch.ones(1)], [on_gpu]], 3]) is on_gpu
+    assert cuda.find_cuda_tensor([torch.ones(1), None, [torch.ones(1)]]) is None

@@ -9,7 +9,7 @@ from tests.made_up import Story
 
 LOST = "phalanx.errors.PeerLost: [rank 0/3 on node-a] all_reduce #4: rank 1 (pid 801) failed"
 WORDS = "ValueError: broken batch"
-LEFT = "it left while an operation of its own was under way"
+LEFT = "it left with an operation in progress"
 SESSION = f"its session ended with {WORDS}"
 
 

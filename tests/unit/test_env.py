@@ -11,21 +11,21 @@ PLACE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 
 
 def test_no_launcher_is_no_place():
-    assert env.place({}) is None
-    assert env.place({"RANK": " ", "LOCAL_RANK": "3"}) is None
+    assert env.assigned_ranks({}) is None
+    assert env.assigned_ranks({"RANK": " ", "LOCAL_RANK": "3"}) is None
 
 
 def test_place_of_a_launcher():
     given = {**PLACE, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
-    assert env.place(given) == env.Place(1, 4, 0, 2)
-    assert env.place(PLACE) == env.Place(1, 4, 1, 4)
+    assert env.assigned_ranks(given) == env.RankAssignment(1, 4, 0, 2)
+    assert env.assigned_ranks(PLACE) == env.RankAssignment(1, 4, 1, 4)
 
 
 @pytest.mark.parametrize("missing", PLACE)
 def test_place_in_part_names_what_is_missing(missing):
     given = {name: value for name, value in PLACE.items() if name != missing}
     with pytest.raises(ValueError, match=f"lacks {missing}:"):
-        env.place(given)
+        env.assigned_ranks(given)
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_place_in_part_names_what_is_missing(missing):
 )
 def test_malformed_place(name, value, message):
     with pytest.raises(ValueError, match=message):
-        env.place({**PLACE, name: value})
+        env.assigned_ranks({**PLACE, name: value})
 
 
 def test_every_variable_of_ours_is_documented(repository):

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from phalanx import _native
-from phalanx.backend.failure import HostsWords, error_for
+from phalanx.backend.failure import FailureFormatter, status_error
 from phalanx.errors import (
     Aborted,
     CollectiveMismatch,
@@ -50,7 +50,7 @@ class Status:
 
 @dataclass
 class Group:
-    """What `error_for` asks a native group for."""
+    """What `status_error` asks a native group for."""
 
     ended: int | None = None
     closed: bool = False
@@ -79,7 +79,7 @@ class Group:
 
 def explain(status: Status, group: Group | None = None) -> tuple[type[PhalanxError], str]:
     ours: Any = status
-    error = error_for(ours, group or Group(), "rank 2/8", "all_reduce #41 at train.py:40", 7.5)  # type: ignore[arg-type]
+    error = status_error(ours, group or Group(), "rank 2/8", "all_reduce #41 at train.py:40", 7.5)  # type: ignore[arg-type]
     prefix = f"[rank 2/8 on {socket.gethostname()}] all_reduce #41 at train.py:40: "
     text = str(error)
     assert text.startswith(prefix)
@@ -305,7 +305,7 @@ def test_of_many_late_ranks_all_are_named_and_some_placed() -> None:
     _, text = explain(status, Group(late=tuple(range(20, 32)), boxes=boxes))
     assert all(f"rank {rank} (pid {800 + rank})" in text for rank in range(20, 32))
     assert text.count(" is in its own code") == 8
-    assert text.endswith("; where 4 more are, phalanx explain tells")
+    assert text.endswith("; 4 more are late: see phalanx explain")
 
 
 def test_a_stopped_process_is_called_so() -> None:
@@ -361,7 +361,7 @@ def test_why_a_group_was_aborted() -> None:
 def test_what_broke_several_hosts_is_of_the_same_kind_for_all_ranks(code: str, kept: str) -> None:
     """Also for those that learn it through their host's group, since the store is behind a cut."""
     group: Any = Group()
-    words = HostsWords(lambda: group)
+    words = FailureFormatter(lambda: group)
     why = words.reason(Told(code, "rank 3 waited for rank 0", 3, 0))
     group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
     assert words.explained(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
@@ -369,7 +369,7 @@ def test_what_broke_several_hosts_is_of_the_same_kind_for_all_ranks(code: str, k
 
 def test_an_abort_of_several_hosts_stays_one() -> None:
     group: Any = Group()
-    words = HostsWords(lambda: group)
+    words = FailureFormatter(lambda: group)
     why = words.reason(Told("aborted", "the group was aborted by rank 0: loss is NaN", 0))
     group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
     code, text = words.explained(Status("aborted", reporter=3), 7.5)

@@ -17,7 +17,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("PHALANX_KEY_FD", "PHALANX_KEY_FILE"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "key"
-    key.new_file(str(path))
+    key.create_file(str(path))
     return path
 
 
@@ -26,20 +26,20 @@ def test_a_new_file_is_for_its_user_alone(path: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
     assert key.from_file(str(path)) == bytes.fromhex(path.read_text())
     other = tmp_path / "other"
-    key.new_file(str(other))
+    key.create_file(str(other))
     assert other.read_text() != path.read_text()
 
 
 def test_a_file_that_exists_stays(path: Path) -> None:
     before = path.read_text()
-    with pytest.raises(UsageError, match="exists already"):
-        key.new_file(str(path))
+    with pytest.raises(UsageError, match="already exists"):
+        key.create_file(str(path))
     assert path.read_text() == before
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="can't be made: No such file"):
-        key.new_file(str(tmp_path / "none" / "key"))
+    with pytest.raises(UsageError, match="cannot be created: No such file"):
+        key.create_file(str(tmp_path / "none" / "key"))
 
 
 @pytest.mark.parametrize("mode", (0o640, 0o604, 0o660))
@@ -82,36 +82,36 @@ def test_a_pipe_that_stays_open() -> None:
         assert os.read(reader, 100) == b"what follows"
         os.close(reader)
         with pytest.raises(
-            UsageError, match=f"--key-fd is {reader}, which can't be read: Bad file"
+            UsageError, match=f"--key-fd is {reader}, which cannot be read: Bad file"
         ):
             key.from_descriptor(reader)
-        with pytest.raises(UsageError, match="no number of an open file"):
+        with pytest.raises(UsageError, match="not the number of an open file"):
             key.from_descriptor(10**20)
     finally:
         os.close(writer)
 
 
 def test_what_a_launcher_hands_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert key.inherited() is None
+    assert key.from_environment() is None
     monkeypatch.setenv("PHALANX_KEY_FILE", str(path))
-    assert key.inherited() == bytes.fromhex(path.read_text())
-    descriptor = key.sealed(b"k" * 32)
+    assert key.from_environment() == bytes.fromhex(path.read_text())
+    descriptor = key.to_sealed_memory(b"k" * 32)
     try:
         monkeypatch.setenv("PHALANX_KEY_FD", str(descriptor))
-        assert key.inherited() == key.inherited() == b"k" * 32
+        assert key.from_environment() == key.from_environment() == b"k" * 32
         with pytest.raises(PermissionError):
             os.pwrite(descriptor, b"x", 0)
         monkeypatch.setenv("PHALANX_KEY_FD", "2")
-        with pytest.raises(UsageError, match=r"PHALANX_KEY_FD .* is 2, which isn't the key"):
-            key.inherited()
+        with pytest.raises(UsageError, match=r"PHALANX_KEY_FD .* is 2, which is not the key"):
+            key.from_environment()
         monkeypatch.setenv("PHALANX_KEY_FD", "two")
         with pytest.raises(UsageError, match="PHALANX_KEY_FD='two'"):
-            key.inherited()
+            key.from_environment()
     finally:
         os.close(descriptor)
 
 
 def test_what_is_derived_differs() -> None:
-    ours = {key.derived(bytes(32), "a"), key.derived(bytes(32), "b"), key.derived(b"k" * 32, "a")}
+    ours = {key.derive(bytes(32), "a"), key.derive(bytes(32), "b"), key.derive(b"k" * 32, "a")}
     assert len(ours) == 3
     assert all(len(each) == key.SIZE for each in ours)

@@ -14,39 +14,39 @@ from phalanx.errors import UsageError
 
 def test_a_contiguous_tensor_is_taken_as_it_is() -> None:
     for tensor in (torch.ones(3, 4), torch.tensor(1), torch.ones(0, 5), torch.ones(8)[2:5]):
-        flat = operands.writable(tensor, "op")
+        flat = operands.prepare_output(tensor, "op")
         assert flat is tensor
-        operands.settle(tensor, flat)
+        operands.copy_back(tensor, flat)
 
 
 def test_another_layout_is_copied_and_settled() -> None:
     base = torch.zeros(4, 6)
     view = base.t()[::2]
     view.copy_(torch.arange(12.0).reshape(3, 4))
-    flat = operands.writable(view, "op")
+    flat = operands.prepare_output(view, "op")
     assert flat.is_contiguous()
     assert torch.equal(flat, view)
     flat += 1
-    operands.settle(view, flat)
+    operands.copy_back(view, flat)
     assert torch.equal(view, torch.arange(12.0).reshape(3, 4) + 1)
     assert (base[:, 1::2] == 0).all()
 
 
 def test_settle_writes_to_leaves_and_to_inference_tensors() -> None:
     leaf = torch.zeros(4, 3).t().requires_grad_()
-    operands.settle(leaf, torch.ones(3, 4))
+    operands.copy_back(leaf, torch.ones(3, 4))
     assert (leaf == 1).all()
     with torch.inference_mode():
         inside = torch.zeros(4, 3).t()
-    operands.settle(inside, torch.ones(3, 4))
+    operands.copy_back(inside, torch.ones(3, 4))
     assert (inside == 1).all()
 
 
 def test_shared_elements_are_refused_only_where_they_are_written() -> None:
     expanded = torch.ones(1, 3).expand(4, 3)
-    assert torch.equal(operands.dense(expanded, "op"), torch.ones(4, 3))
+    assert torch.equal(operands.prepare_input(expanded, "op"), torch.ones(4, 3))
     with pytest.raises(UsageError) as caught:
-        operands.writable(expanded, "op")
+        operands.prepare_output(expanded, "op")
     assert str(caught.value) == (
         "op: elements of the tensor of shape (4, 3) and strides (0, 1) share memory (expand()?): "
         "pass a tensor of its own, as from clone()"
@@ -54,7 +54,7 @@ def test_shared_elements_are_refused_only_where_they_are_written() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize("taken", (operands.dense, operands.writable))
+@pytest.mark.parametrize("taken", (operands.prepare_input, operands.prepare_output))
 def test_sparse_and_foreign_tensors_are_refused(
     taken: Callable[[torch.Tensor, str], torch.Tensor],
 ) -> None:
@@ -67,29 +67,29 @@ def test_sparse_and_foreign_tensors_are_refused(
 
 def test_only() -> None:
     tensor = torch.ones(1)
-    assert operands.only([tensor], "op") is tensor
+    assert operands.single_tensor([tensor], "op") is tensor
     for wrong in ([], [tensor, tensor]):
         with pytest.raises(UsageError, match=f"op: got {len(wrong)} tensors, expected one"):
-            operands.only(wrong, "op")
+            operands.single_tensor(wrong, "op")
 
 
 def test_same_kind() -> None:
     like = torch.ones(2, 3)
-    operands.same_kind([torch.zeros(3, 2), torch.zeros(6), like], like, "op")
+    operands.check_same_kind([torch.zeros(3, 2), torch.zeros(6), like], like, "op")
     for wrong in (torch.zeros(5), torch.zeros(6, dtype=torch.float64)):
         with pytest.raises(UsageError, match=r"op: tensor 1 of the list is .*float32\[2, 3\]"):
-            operands.same_kind([like, wrong], like, "op")
+            operands.check_same_kind([like, wrong], like, "op")
     with pytest.raises(UsageError, match=r"op: tensor 0 of the list is on meta.* on cpu"):
-        operands.same_kind([torch.zeros(6, device="meta")], like, "op")
+        operands.check_same_kind([torch.zeros(6, device="meta")], like, "op")
 
 
 def test_label() -> None:
-    assert operands.label(torch.zeros(3, 4)) == "float32[3, 4]"
-    assert operands.label(torch.tensor(True)) == "bool[]"
+    assert operands.format_tensor(torch.zeros(3, 4)) == "float32[3, 4]"
+    assert operands.format_tensor(torch.tensor(True)) == "bool[]"
 
 
 def test_a_slower_path_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "phalanx"):
-        operands.tell_once("test", "slow")
-        operands.tell_once("test", "slow")
+        operands.warn_once("test", "slow")
+        operands.warn_once("test", "slow")
     assert [record.message for record in caplog.records] == ["slow"]

@@ -58,7 +58,7 @@ def test_a_wrong_name_is_said_when_a_group_is_formed(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PHALANX_REPLACE", "glo")
     replace.install(create)
     for form in (dist.init_process_group, c10d.init_process_group, c10d._new_process_group_helper):
-        with pytest.raises(UsageError, match="'glo' can't be replaced"):
+        with pytest.raises(UsageError, match="'glo' cannot be replaced"):
             form("gloo")
 
 
@@ -87,9 +87,9 @@ def test_mpi_needs_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("backend", "options", "why"),
     [
-        ("cpu:gloo,cuda:nccl", {"backend_options": "its own"}, "for the options of nccl"),
-        ("cpu:gloo,cuda:ucc", {}, "for ucc"),
-        ("cpu:gloo,xpu:xccl", {}, "for xccl"),
+        ("cpu:gloo,cuda:nccl", {"backend_options": "its own"}, "the options of nccl"),
+        ("cpu:gloo,cuda:ucc", {}, "ucc"),
+        ("cpu:gloo,xpu:xccl", {}, "xccl"),
     ],
 )
 @pytest.mark.usefixtures("torch_as_it_was")
@@ -102,7 +102,7 @@ def test_what_phalanx_can_not_keep_is_not_dropped(
 ) -> None:
     asked = []
     monkeypatch.setenv("PHALANX_REPLACE", "gloo")
-    monkeypatch.setattr(replace, "_said", set())
+    monkeypatch.setattr(replace, "_logged", set())
 
     def helper(
         group_size,
@@ -122,7 +122,7 @@ def test_what_phalanx_can_not_keep_is_not_dropped(
     c10d._new_process_group_helper(1, 0, [], backend, None, "name", timeout=None, **options)
     assert asked == [backend]
     said = capsys.readouterr().err
-    assert said == f"phalanx: {backend!r} is left as it is {why}, which would be lost\n"
+    assert said == f"phalanx: {backend!r} is not replaced: {why} would be lost\n"
 
 
 def test_the_option_wins_over_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +137,7 @@ def test_wrong_names_on_the_command_line(
 ) -> None:
     monkeypatch.setenv("PHALANX_REPLACE", variable)
     argv = [] if option is None else ["--replace", option]
-    with pytest.raises(UsageError, match=r"can't be replaced; expected some of gloo, mpi, tcp"):
+    with pytest.raises(UsageError, match=r"cannot be replaced; expected some of gloo, mpi, tcp"):
         parse([*argv, "--nproc-per-node", "1", __file__])
 
 

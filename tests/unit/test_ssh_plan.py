@@ -97,7 +97,7 @@ def test_an_interface_has_the_same_name_elsewhere_but_another_address(
 
 def test_a_key_that_is_given(tmp_path: Path) -> None:
     path = str(tmp_path / "key")
-    keys.new_file(path)
+    keys.create_file(path)
     made = plan(options=("--key-file", path), key_file=path)
     assert made.key == keys.from_file(path)
     assert made.options == []

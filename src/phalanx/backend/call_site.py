@@ -24,9 +24,9 @@ _native.set_foreign_code(
 
 def call_site() -> str:
     """Return the innermost "file:line" of this thread that is neither in torch nor in Phalanx."""
-    return brief(_native.call_site_text(_native.call_site()))
+    return short_site(_native.call_site_text(_native.call_site()))
 
 
-def brief(site: str) -> str:
+def short_site(site: str) -> str:
     """Return a call site without its directories."""
-    return site.rpartition("/")[2] or "an unknown place"
+    return site.rpartition("/")[2] or "an unknown location"

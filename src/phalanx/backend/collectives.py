@@ -1,7 +1,7 @@
 """Collectives on lists of tensors.
 
 Each method checks its arguments, so that a mistake raises before any communication, and passes the
-native call to `_collective`, which runs it.
+native call to `_run_collective`, which runs it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,22 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from phalanx._native import misplaced, overlap
 from phalanx.backend.call_site import call_site
-from phalanx.backend.dtypes import code_of, factor_of, reduction
-from phalanx.backend.execution import NativeCall, Running, Tensors, divided, in_turn
-from phalanx.backend.operands import dense, only, same_kind, settle, writable
-from phalanx.backend.options import options_of
+from phalanx.backend.dtypes import dtype_code, find_reduction, premul_factor
+from phalanx.backend.execution import (
+    CollectiveExecutor,
+    NativeCall,
+    Tensors,
+    divide_after,
+    run_sequentially,
+)
+from phalanx.backend.operands import (
+    check_same_kind,
+    copy_back,
+    prepare_input,
+    prepare_output,
+    single_tensor,
+)
+from phalanx.backend.options import options_factory
 from phalanx.backend.sparse import sparse_sum
 from phalanx.errors import CollectiveTimeout, UsageError
 
@@ -28,18 +40,18 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
 
-_broadcast = options_of(dist.BroadcastOptions, "rootRank")
-_allreduce = options_of(dist.AllreduceOptions, "reduceOp")
-_reduce = options_of(dist.ReduceOptions, "rootRank")
-_allgather = options_of(AllgatherOptions)
-_gather = options_of(dist.GatherOptions, "rootRank")
-_scatter = options_of(dist.ScatterOptions, "rootRank")
-_reduce_scatter = options_of(dist.ReduceScatterOptions, "reduceOp")
-_alltoall = options_of(dist.AllToAllOptions)
-_barrier = options_of(dist.BarrierOptions)
+_broadcast = options_factory(dist.BroadcastOptions, "rootRank")
+_allreduce = options_factory(dist.AllreduceOptions, "reduceOp")
+_reduce = options_factory(dist.ReduceOptions, "rootRank")
+_allgather = options_factory(AllgatherOptions)
+_gather = options_factory(dist.GatherOptions, "rootRank")
+_scatter = options_factory(dist.ScatterOptions, "rootRank")
+_reduce_scatter = options_factory(dist.ReduceScatterOptions, "reduceOp")
+_alltoall = options_factory(dist.AllToAllOptions)
+_barrier = options_factory(dist.BarrierOptions)
 
 
-class Collectives(Running):
+class Collectives(CollectiveExecutor):
     """A group whose ranks call the same operations in the same order.
 
     As in PyTorch's own groups, each method takes an options object, or its main option (root or
@@ -53,35 +65,39 @@ class Collectives(Running):
     ) -> dist.Work:
         """Overwrite the tensor of every rank with the root's."""
         opts = _broadcast(opts, timeout)
-        tensor = only(tensors, "broadcast")
+        tensor = single_tensor(tensors, "broadcast")
         root = self._check_root(opts.rootRank, "broadcast")
-        code = code_of(tensor.dtype, "broadcast")
-        flat = (dense if root == self._rank else writable)(tensor, "broadcast")
+        code = dtype_code(tensor.dtype, "broadcast")
+        flat = (prepare_input if root == self._rank else prepare_output)(tensor, "broadcast")
         call = partial(self._native.broadcast, flat.data_ptr(), flat.numel(), code, root)
         outputs = [] if root == self._rank else [(tensor, flat)]
         operator = "broadcast", [tensor], opts
-        return self._collective("broadcast", call, tensor, opts, outputs, operator, 0, root, flat)
+        return self._run_collective(
+            "broadcast", call, tensor, opts, outputs, operator, 0, root, flat
+        )
 
     def allreduce(
         self, tensors: Tensors, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
         """Combine the tensors of all ranks; every rank gets the result, in place."""
         opts = _allreduce(opts, timeout)
-        tensor = only(tensors, "all_reduce")
+        tensor = single_tensor(tensors, "all_reduce")
         operator = "allreduce", [tensor], opts
         if tensor.is_sparse:
             call: NativeCall = sparse_sum(self._native, tensor, opts.reduceOp, self._size)
-            return self._collective("all_reduce", call, tensor, opts, [], operator)
+            return self._run_collective("all_reduce", call, tensor, opts, [], operator)
         op = opts.reduceOp
-        how = reduction(op, tensor, "all_reduce")
-        flat = writable(tensor, "all_reduce")
-        if how.multiplied:
-            flat = multiplied(flat, op)
-        call = partial(self._native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op)
-        if how.divided:
-            call = divided(call, flat, self._size)
-        return self._collective(
-            "all_reduce", call, tensor, opts, [(tensor, flat)], operator, how.op
+        reduction = find_reduction(op, tensor, "all_reduce")
+        flat = prepare_output(tensor, "all_reduce")
+        if reduction.premultiplies:
+            flat = premultiply(flat, op)
+        call = partial(
+            self._native.all_reduce, flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op
+        )
+        if reduction.divides:
+            call = divide_after(call, flat, self._size)
+        return self._run_collective(
+            "all_reduce", call, tensor, opts, [(tensor, flat)], operator, reduction.op
         )
 
     def reduce(
@@ -89,22 +105,24 @@ class Collectives(Running):
     ) -> dist.Work:
         """Combine the tensors of all ranks; the root gets the result, in place."""
         opts = _reduce(opts, timeout)
-        tensor = only(tensors, "reduce")
+        tensor = single_tensor(tensors, "reduce")
         root = self._check_root(opts.rootRank, "reduce")
         is_root = root == self._rank
         op = opts.reduceOp
-        how = reduction(op, tensor, "reduce")
-        flat = (writable if is_root else dense)(tensor, "reduce")
-        if how.multiplied:
-            flat = multiplied(flat, op)
+        reduction = find_reduction(op, tensor, "reduce")
+        flat = (prepare_output if is_root else prepare_input)(tensor, "reduce")
+        if reduction.premultiplies:
+            flat = premultiply(flat, op)
         call: NativeCall = partial(
-            self._native.reduce, flat.data_ptr(), flat.numel(), how.dtype, how.op, root
+            self._native.reduce, flat.data_ptr(), flat.numel(), reduction.dtype, reduction.op, root
         )
-        if how.divided and is_root:
-            call = divided(call, flat, self._size)
+        if reduction.divides and is_root:
+            call = divide_after(call, flat, self._size)
         outputs = [(tensor, flat)] if is_root else []
         operator = "reduce", [tensor], opts
-        return self._collective("reduce", call, tensor, opts, outputs, operator, how.op, root, flat)
+        return self._run_collective(
+            "reduce", call, tensor, opts, outputs, operator, reduction.op, root, flat
+        )
 
     def allgather(
         self,
@@ -115,13 +133,13 @@ class Collectives(Running):
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on every rank."""
         opts = _allgather(opts, timeout)
-        tensor = only(input_tensors, "all_gather")
-        outputs = self._per_rank(output_tensors, "all_gather", "outputs")
-        same_kind(outputs, tensor, "all_gather", sized=(self._rank,))
-        flat = dense(tensor, "all_gather")
-        pairs = [(output, writable(output, "all_gather")) for output in outputs]
+        tensor = single_tensor(input_tensors, "all_gather")
+        outputs = self._tensors_per_rank(output_tensors, "all_gather", "outputs")
+        check_same_kind(outputs, tensor, "all_gather", sized_indices=(self._rank,))
+        flat = prepare_input(tensor, "all_gather")
+        pairs = [(output, prepare_output(output, "all_gather")) for output in outputs]
         flats = [output for _, output in pairs]
-        code = code_of(tensor.dtype, "all_gather")
+        code = dtype_code(tensor.dtype, "all_gather")
         native = self._native
         if [output.numel() for output in flats] == [flat.numel()] * self._size:
             addresses = [output.data_ptr() for output in flats]
@@ -133,13 +151,13 @@ class Collectives(Running):
         else:
             if _overlaps(flat, [flats[self._rank]], code):
                 flat = flat.clone()
-            settle(flats[self._rank].view(-1), flat.view(-1))
-            call = in_turn(
+            copy_back(flats[self._rank].view(-1), flat.view(-1))
+            call = run_sequentially(
                 partial(native.broadcast, output.data_ptr(), output.numel(), code, root)
                 for root, output in enumerate(flats)
             )
         operator = "allgather", [outputs], [tensor], opts
-        return self._collective("all_gather", call, tensor, opts, pairs, operator, 0, -1, flat)
+        return self._run_collective("all_gather", call, tensor, opts, pairs, operator, 0, -1, flat)
 
     def gather(
         self,
@@ -150,22 +168,22 @@ class Collectives(Running):
     ) -> dist.Work:
         """Collect the tensors of all ranks, in rank order, on the root."""
         opts = _gather(opts, timeout)
-        tensor = only(input_tensors, "gather")
+        tensor = single_tensor(input_tensors, "gather")
         root = self._check_root(opts.rootRank, "gather")
         outputs: Sequence[torch.Tensor] = ()
         if root == self._rank:
-            outputs = self._per_rank(output_tensors, "gather", "outputs")
-            same_kind(outputs, tensor, "gather")
-        flat = dense(tensor, "gather")
-        flats = [writable(output, "gather") for output in outputs]
-        code = code_of(tensor.dtype, "gather")
+            outputs = self._tensors_per_rank(output_tensors, "gather", "outputs")
+            check_same_kind(outputs, tensor, "gather")
+        flat = prepare_input(tensor, "gather")
+        flats = [prepare_output(output, "gather") for output in outputs]
+        code = dtype_code(tensor.dtype, "gather")
         addresses = [output.data_ptr() for output in flats]
         if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
             flat = flat.clone()
         call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
         pairs = list(zip(outputs, flats, strict=True))
         operator = "gather", [outputs] if outputs else [], [tensor], opts
-        return self._collective("gather", call, tensor, opts, pairs, operator, 0, root, flat)
+        return self._run_collective("gather", call, tensor, opts, pairs, operator, 0, root, flat)
 
     def scatter(
         self,
@@ -176,22 +194,22 @@ class Collectives(Running):
     ) -> dist.Work:
         """Send each rank its tensor from the root's list."""
         opts = _scatter(opts, timeout)
-        tensor = only(output_tensors, "scatter")
+        tensor = single_tensor(output_tensors, "scatter")
         root = self._check_root(opts.rootRank, "scatter")
         inputs: Sequence[torch.Tensor] = ()
         if root == self._rank:
-            inputs = self._per_rank(input_tensors, "scatter", "inputs")
-            same_kind(inputs, tensor, "scatter")
-        flat = writable(tensor, "scatter")
-        flats = [dense(item, "scatter") for item in inputs]
-        code = code_of(tensor.dtype, "scatter")
+            inputs = self._tensors_per_rank(input_tensors, "scatter", "inputs")
+            check_same_kind(inputs, tensor, "scatter")
+        flat = prepare_output(tensor, "scatter")
+        flats = [prepare_input(item, "scatter") for item in inputs]
+        code = dtype_code(tensor.dtype, "scatter")
         addresses = [item.data_ptr() for item in flats]
         if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
             flat = torch.empty_like(flat)
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         pairs = [(tensor, flat)]
         operator = "scatter", [tensor], [inputs] if inputs else [], opts
-        return self._collective(
+        return self._run_collective(
             "scatter", call, tensor, opts, pairs, operator, 0, root, flats, inputs
         )
 
@@ -204,42 +222,49 @@ class Collectives(Running):
     ) -> dist.Work:
         """Combine the lists of all ranks; every rank gets the entry at its rank."""
         opts = _reduce_scatter(opts, timeout)
-        tensor = only(output_tensors, "reduce_scatter")
-        inputs = self._per_rank(input_tensors, "reduce_scatter", "inputs")
-        same_kind(inputs, tensor, "reduce_scatter", sized=(self._rank,))
-        flat = writable(tensor, "reduce_scatter")
+        tensor = single_tensor(output_tensors, "reduce_scatter")
+        inputs = self._tensors_per_rank(input_tensors, "reduce_scatter", "inputs")
+        check_same_kind(inputs, tensor, "reduce_scatter", sized_indices=(self._rank,))
+        flat = prepare_output(tensor, "reduce_scatter")
         op = opts.reduceOp
-        how = reduction(op, tensor, "reduce_scatter")
-        sources = [dense(item, "reduce_scatter") for item in inputs]
-        if how.multiplied:
-            sources = [multiplied(source, op) for source in sources]
+        reduction = find_reduction(op, tensor, "reduce_scatter")
+        sources = [prepare_input(item, "reduce_scatter") for item in inputs]
+        if reduction.premultiplies:
+            sources = [premultiply(source, op) for source in sources]
         native = self._native
         if [source.numel() for source in sources] == [flat.numel()] * self._size:
             addresses = [source.data_ptr() for source in sources]
-            if misplaced(flat.data_ptr(), addresses, flat.numel(), how.dtype, self._rank):
+            if misplaced(flat.data_ptr(), addresses, flat.numel(), reduction.dtype, self._rank):
                 flat = torch.empty_like(flat)
             call: NativeCall = partial(
                 native.reduce_scatter,
                 addresses,
                 flat.data_ptr(),
                 flat.numel(),
-                how.dtype,
-                how.op,
+                reduction.dtype,
+                reduction.op,
             )
         else:
-            if _overlaps(flat, sources, how.dtype):
+            if _overlaps(flat, sources, reduction.dtype):
                 flat = torch.empty_like(flat)
-            settle(flat.view(-1), sources[self._rank].view(-1))
+            copy_back(flat.view(-1), sources[self._rank].view(-1))
             sources[self._rank] = flat
-            call = in_turn(
-                partial(native.reduce, source.data_ptr(), source.numel(), how.dtype, how.op, root)
+            call = run_sequentially(
+                partial(
+                    native.reduce,
+                    source.data_ptr(),
+                    source.numel(),
+                    reduction.dtype,
+                    reduction.op,
+                    root,
+                )
                 for root, source in enumerate(sources)
             )
-        if how.divided:
-            call = divided(call, flat, self._size)
+        if reduction.divides:
+            call = divide_after(call, flat, self._size)
         pairs, operator = [(tensor, flat)], ("reduce_scatter", [tensor], [inputs], opts)
-        return self._collective(
-            "reduce_scatter", call, tensor, opts, pairs, operator, how.op, -1, sources
+        return self._run_collective(
+            "reduce_scatter", call, tensor, opts, pairs, operator, reduction.op, -1, sources
         )
 
     def alltoall(
@@ -251,13 +276,13 @@ class Collectives(Running):
     ) -> dist.Work:
         """Send each rank its tensor from the list; sizes may differ between pairs of ranks."""
         opts = _alltoall(opts, timeout)
-        outputs = self._per_rank(output_tensors, "all_to_all", "outputs")
-        inputs = self._per_rank(input_tensors, "all_to_all", "inputs")
-        same_kind(inputs, inputs[0], "all_to_all", sized=())
-        same_kind(outputs, inputs[self._rank], "all_to_all", sized=(self._rank,))
-        sources = [dense(item, "all_to_all") for item in inputs]
-        flats = [writable(output, "all_to_all") for output in outputs]
-        code = code_of(inputs[0].dtype, "all_to_all")
+        outputs = self._tensors_per_rank(output_tensors, "all_to_all", "outputs")
+        inputs = self._tensors_per_rank(input_tensors, "all_to_all", "inputs")
+        check_same_kind(inputs, inputs[0], "all_to_all", sized_indices=())
+        check_same_kind(outputs, inputs[self._rank], "all_to_all", sized_indices=(self._rank,))
+        sources = [prepare_input(item, "all_to_all") for item in inputs]
+        flats = [prepare_output(output, "all_to_all") for output in outputs]
+        code = dtype_code(inputs[0].dtype, "all_to_all")
         counts = [source.numel() for source in sources], [flat.numel() for flat in flats]
         starts = [source.data_ptr() for source in sources], [flat.data_ptr() for flat in flats]
         if overlap(starts[0], counts[0], starts[1], counts[1], code):
@@ -274,14 +299,16 @@ class Collectives(Running):
         )
         pairs = list(zip(outputs, flats, strict=True))
         operator = "alltoall", outputs, inputs, opts
-        return self._collective(
+        return self._run_collective(
             "all_to_all", call, inputs[0], opts, pairs, operator, 0, -1, sources
         )
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         """Block until all ranks have entered the barrier."""
         opts = _barrier(opts, timeout)
-        return self._collective("barrier", self._native.barrier, None, opts, [], ("barrier", opts))
+        return self._run_collective(
+            "barrier", self._native.barrier, None, opts, [], ("barrier", opts)
+        )
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -305,27 +332,28 @@ class Collectives(Running):
             opts.timeout = timeout
             if timeout.total_seconds() <= 0:
                 raise CollectiveTimeout(
-                    f"[{self._place} on {socket.gethostname()}] monitored_barrier at {call_site()}:"
-                    f" Rank {self._rank} timed out in monitoredBarrier, with a timeout of {timeout}"
+                    f"[{self._rank_label} on {socket.gethostname()}] monitored_barrier at "
+                    f"{call_site()}: Rank {self._rank} timed out in monitoredBarrier, with a "
+                    f"timeout of {timeout}"
                 )
         native = self._native
         try:
             operator = "monitored_barrier", opts.timeout, wait_all_ranks
-            self._collective("monitored_barrier", native.barrier, None, opts, [], operator)
+            self._run_collective("monitored_barrier", native.barrier, None, opts, [], operator)
         except CollectiveTimeout as error:
-            late = [] if native.closed else native.behind(0)
-            words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
-            raise CollectiveTimeout(f"{error}. {words}") from None
+            missing = [] if native.closed else native.behind(0)
+            gloo_message = _gloo_message(self._rank, missing if wait_all_ranks else missing[:1])
+            raise CollectiveTimeout(f"{error}. {gloo_message}") from None
 
     # Checks.
 
-    def _per_rank(self, lists: list[Tensors] | Tensors, name: str, what: str) -> Tensors:
-        """Return the list of one tensor per rank, given as it is or in a list of one, checked."""
-        nested = len(lists) == 1 and not isinstance(lists[0], torch.Tensor)
-        tensors: Any = lists[0] if nested else lists
+    def _tensors_per_rank(self, lists: list[Tensors] | Tensors, name: str, role: str) -> Tensors:
+        """Check and return the list of one tensor per rank, possibly nested in a list of one."""
+        is_nested = len(lists) == 1 and not isinstance(lists[0], torch.Tensor)
+        tensors: Any = lists[0] if is_nested else lists
         if len(tensors) != self._size:
             raise UsageError(
-                f"{name}: got {len(tensors)} {what}, expected one per rank, {self._size}"
+                f"{name}: got {len(tensors)} {role}, expected one per rank, {self._size}"
             )
         return list(tensors)
 
@@ -335,9 +363,9 @@ class Collectives(Running):
         return root
 
 
-def multiplied(flat: torch.Tensor, op: Any) -> torch.Tensor:
+def premultiply(flat: torch.Tensor, op: Any) -> torch.Tensor:
     """Return a contiguous tensor multiplied by the factor of an operator."""
-    factor = factor_of(op)
+    factor = premul_factor(op)
     # Never in place, since `flat` may be the user's tensor, which keeps its values if it is not the
     # result.
     return flat * (factor.to("cpu") if isinstance(factor, torch.Tensor) else factor)
@@ -349,7 +377,7 @@ def _overlaps(tensor: torch.Tensor, tensors: Tensors, dtype: int) -> bool:
     return overlap([tensor.data_ptr()], [tensor.numel()], starts, counts, dtype)
 
 
-def _in_torchs_words(rank: int, missing: Sequence[int]) -> str:
+def _gloo_message(rank: int, missing: Sequence[int]) -> str:
     """Return the message of Gloo's monitored_barrier, for programs that search for it."""
     if rank != 0:
         return (

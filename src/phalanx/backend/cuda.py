@@ -3,8 +3,8 @@
 NCCL rejects two ranks on one device. This cannot be checked when the group is formed, since scripts
 choose their device later. Therefore each rank publishes the device of its first CUDA tensor in the
 group's store, and ranks compare devices when they communicate. A build of torch without CUDA has no
-overhead, since the methods are wrapped only in builds with CUDA. If the group's transport is "nccl",
-host memory is never used; its use is an error.
+overhead, since the methods are wrapped only in builds with CUDA. If the group's transport is
+"nccl", host memory is never used; its use is an error.
 
 This module was written against PyTorch's `ProcessGroupNCCL`, and has run only with stand-ins for
 devices and for NCCL, since the tests run without a GPU.
@@ -48,13 +48,13 @@ class NcclChild:
         rank: int,
         size: int,
         timeout: timedelta,
-        make: Callable[[Any, int, int, timedelta], Any] | None = None,
+        make_group: Callable[[Any, int, int, timedelta], Any] | None = None,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout = timeout
-        self._make = make or _make_nccl
+        self._make_group = make_group or _make_nccl
         self._lock = threading.Lock()
         self._published: str | None = None
         self._devices: dict[int, str] = {}
@@ -77,14 +77,14 @@ class NcclChild:
             UsageError: The group's transport is "nccl", and ranks share a device or have no NCCL.
         """
         with self._lock:
-            self._publish(identity(device))
+            self._publish(device_id(device))
             others = range(self._size) if peer is None else (self._rank, peer)
-            if not self._apart(others):
+            if not self._have_own_devices(others):
                 if self.required:
-                    raise UsageError(self._why_not(others))
+                    raise UsageError(self._describe_conflict(others))
                 return None
             if self._group is None:
-                self._group = self._make(self._store, self._rank, self._size, self._timeout)
+                self._group = self._make_group(self._store, self._rank, self._size, self._timeout)
             return self._group
 
     def check_any_source(self, device: torch.device) -> None:
@@ -98,13 +98,13 @@ class NcclChild:
             UsageError: Messages of some rank go through NCCL; the message names that rank.
         """
         with self._lock:
-            self._publish(identity(device))
+            self._publish(device_id(device))
             for peer in range(self._size):
-                if peer != self._rank and self._apart((self._rank, peer)):
+                if peer != self._rank and self._have_own_devices((self._rank, peer)):
                     raise UsageError(
                         f"rank {self._rank}/{self._size}: recv of a CUDA tensor from any rank, but "
-                        f"what rank {peer} sends comes by NCCL, which has no such recv: name the "
-                        "rank (src=...), or receive into a tensor on the CPU"
+                        f"messages of rank {peer} go through NCCL, which has no such recv: name "
+                        "the rank (src=...), or receive into a tensor on the CPU"
                     )
 
     def shutdown(self) -> None:
@@ -117,37 +117,41 @@ class NcclChild:
         if self._group is not None:
             self._group.abort()
 
-    def _publish(self, own: str) -> None:
+    def _publish(self, device: str) -> None:
         if self._published is None:
-            self._published = own
-            self._store.set(f"phalanx/cuda/{self._rank}", own)
+            self._published = device
+            self._store.set(f"phalanx/cuda/{self._rank}", device)
 
-    def _why_not(self, ranks: Iterable[int]) -> str:
+    def _describe_conflict(self, ranks: Iterable[int]) -> str:
         by_device: dict[str, list[int]] = {}
         for rank in ranks:
             by_device.setdefault(self._devices[rank], []).append(rank)
-        if without := by_device.get(""):
-            why = f"rank {without[0]} has no NCCL: install a build of torch for CUDA there"
-        else:
-            device, sharing = max(by_device.items(), key=lambda item: len(item[1]))
-            why = (
-                f"ranks {', '.join(map(str, sharing))} use one GPU ({device}): give each rank one "
-                "of its own, `tensor.to(f'cuda:{local_rank}')`"
+        if ranks_without_nccl := by_device.get(""):
+            conflict = (
+                f"rank {ranks_without_nccl[0]} has no NCCL: install a build of torch for CUDA there"
             )
-        return f"rank {self._rank}/{self._size}: transport is 'nccl', but {why}; or choose 'gloo'"
+        else:
+            device, sharing_ranks = max(by_device.items(), key=lambda item: len(item[1]))
+            conflict = (
+                f"ranks {', '.join(map(str, sharing_ranks))} use one GPU ({device}): give each "
+                "rank one of its own, `tensor.to(f'cuda:{local_rank}')`"
+            )
+        return (
+            f"rank {self._rank}/{self._size}: transport is 'nccl', but {conflict}; or choose 'gloo'"
+        )
 
-    def _apart(self, ranks: Iterable[int]) -> bool:
+    def _have_own_devices(self, ranks: Iterable[int]) -> bool:
         """Return whether these ranks each have a device of their own, and NCCL."""
         for rank in ranks:
             if rank not in self._devices:
                 key = f"phalanx/cuda/{rank}"
                 self._store.wait([key], self._timeout)
                 self._devices[rank] = self._store.get(key).decode()
-        seen = [self._devices[rank] for rank in ranks]
-        return "" not in seen and len(set(seen)) == len(seen)
+        devices = [self._devices[rank] for rank in ranks]
+        return "" not in devices and len(set(devices)) == len(devices)
 
 
-def identity(device: torch.device) -> str:
+def device_id(device: torch.device) -> str:
     """Return an identifier of a device, unique over all hosts; empty if there is no NCCL."""
     if not dist.is_nccl_available():
         return ""
@@ -161,20 +165,20 @@ def _make_nccl(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupNCCL(PrefixStore("phalanx/nccl/", store), rank, size, options)
 
 
-def cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
+def find_cuda_tensor(arguments: Iterable[Any]) -> torch.Tensor | None:
     """Return the first CUDA tensor among an operation's arguments, which may be nested lists."""
     for argument in arguments:
         if isinstance(argument, torch.Tensor):
             if argument.is_cuda:
                 return argument
         elif isinstance(argument, list):
-            found = cuda_tensor(argument)
+            found = find_cuda_tensor(argument)
             if found is not None:
                 return found
     return None
 
 
-def handing_over(*names: str) -> Callable[[type[_T]], type[_T]]:
+def delegate_cuda(*names: str) -> Callable[[type[_T]], type[_T]]:
     """Make a class delegate operations on CUDA tensors to the NCCL group of its `_nccl`, if any.
 
     Args:
@@ -184,20 +188,20 @@ def handing_over(*names: str) -> Callable[[type[_T]], type[_T]]:
     def decorate(cls: type[_T]) -> type[_T]:
         if torch.version.cuda is not None:
             for name in names:
-                setattr(cls, name, _handed_over(name, getattr(cls, name)))
+                setattr(cls, name, _delegate_to_nccl(name, getattr(cls, name)))
         return cls
 
     return decorate
 
 
-def _handed_over(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _delegate_to_nccl(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     if name == "recv_anysource":
-        return _refusing_nccl(method)
+        return _reject_nccl_source(method)
     is_message = name in ("send", "recv")
 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        tensor = cuda_tensor(arguments)
+        tensor = find_cuda_tensor(arguments)
         if tensor is not None:
             peer = arguments[1] if is_message else None
             group = self._nccl.group_for(tensor.device, peer)
@@ -208,10 +212,10 @@ def _handed_over(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _refusing_nccl(method: Callable[..., Any]) -> Callable[..., Any]:
+def _reject_nccl_source(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        tensor = cuda_tensor(arguments)
+        tensor = find_cuda_tensor(arguments)
         if tensor is not None:
             self._nccl.check_any_source(tensor.device)
         return method(self, *arguments, **options)

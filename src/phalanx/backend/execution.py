@@ -12,14 +12,20 @@ import torch.distributed as dist
 
 from phalanx import _native
 from phalanx.backend import lifetime
-from phalanx.backend.call_site import brief, call_site
+from phalanx.backend.call_site import call_site, short_site
 from phalanx.backend.dtypes import OP_NAMES
-from phalanx.backend.failure import error_for, unfinished
+from phalanx.backend.failure import status_error, wait_timeout_error
 from phalanx.backend.messages import Messages
-from phalanx.backend.operands import label, settle
-from phalanx.backend.operators import EVENTS, Operator, active_modes, is_wrapper, through_operator
-from phalanx.backend.profiling import event, profiled, profiling
-from phalanx.backend.work import CollectiveWork, FinishedWork, JointWork, seconds_of
+from phalanx.backend.operands import copy_back, format_tensor
+from phalanx.backend.operators import (
+    EVENT_NAMES,
+    OperatorCall,
+    active_mode_count,
+    is_wrapper,
+    run_through_operator,
+)
+from phalanx.backend.profiling import is_profiling, record_call, record_event
+from phalanx.backend.work import CollectiveWork, CompositeWork, FinishedWork, timeout_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -36,20 +42,20 @@ _PLAIN = (torch.Tensor, type(None))
 _SMALL_BYTES = 256 * 1024
 
 
-class Running(Messages):
+class CollectiveExecutor(Messages):
     """A group whose collectives run one after another, in the order of their calls."""
 
-    def _collective(
+    def _run_collective(
         self,
         name: str,
         call: NativeCall,
         subject: torch.Tensor | None,
         opts: Any,
         outputs: Pairs,
-        operator: Operator | None,
+        operator: OperatorCall | None,
         op: int = 0,
         root: int = -1,
-        keep: object = None,
+        keep_alive: object = None,
         inputs: Sequence[torch.Tensor] | None = None,
     ) -> dist.Work:
         """Run now, or in the group's thread if asynchronous or if others are queued there.
@@ -63,31 +69,35 @@ class Running(Messages):
             operator: The operation as dispatch modes see it; None if they have seen it.
             op: The core's code of the reduction operator; 0 if there is none.
             root: The root; -1 if there is none.
-            keep: An object that must live until the operation has ended.
+            keep_alive: An object that must live until the operation has ended.
             inputs: The tensors whose shapes the profiler records; `subject` if None.
         """
-        if active_modes() or profiling() or (type(subject) not in _PLAIN and is_wrapper(subject)):
+        if (
+            active_mode_count()
+            or is_profiling()
+            or (type(subject) not in _PLAIN and is_wrapper(subject))
+        ):
             if operator is not None:
-                again = partial(self._collective, name, call, subject, opts, outputs, None)
-                run = partial(again, op, root, keep, inputs)
-                if active_modes() or is_wrapper(subject):
-                    return through_operator(self, operator, run)
-                with event(EVENTS[operator[0]], _inputs(subject, inputs)):
+                execute = partial(self._run_collective, name, call, subject, opts, outputs, None)
+                run = partial(execute, op, root, keep_alive, inputs)
+                if active_mode_count() or is_wrapper(subject):
+                    return run_through_operator(self, operator, run)
+                with record_event(EVENT_NAMES[operator[0]], _profiled_tensors(subject, inputs)):
                     return run()
-            if profiling():
-                call = self._profiled(name, call, _inputs(subject, inputs))
-        timeout = seconds_of(opts.timeout, self._timeout)
-        if opts.asyncOp or self._collectives.pending:
-            return self._queued(name, call, subject, opts, outputs, op, root, keep, timeout)
+            if is_profiling():
+                call = self._record_call(name, call, _profiled_tensors(subject, inputs))
+        timeout = timeout_seconds(opts.timeout, self._timeout)
+        if opts.asyncOp or self._collective_thread.pending:
+            return self._enqueue(name, call, subject, opts, outputs, op, root, keep_alive, timeout)
         status = call(timeout)
         if status is not None:
-            raise self._failed(status, name, subject, op, root, timeout, call_site())
+            raise self._collective_error(status, name, subject, op, root, timeout, call_site())
         for tensor, flat in outputs:
             if flat is not tensor:
-                settle(tensor, flat)
+                copy_back(tensor, flat)
         return _DONE
 
-    def _queued(
+    def _enqueue(
         self,
         name: str,
         call: NativeCall,
@@ -96,51 +106,55 @@ class Running(Messages):
         outputs: Pairs,
         op: int,
         root: int,
-        keep: object,
+        keep_alive: object,
         timeout: float,
     ) -> dist.Work:
-        place, called = _native.call_site(), time.monotonic()
-        at_once = self._has_come_last(subject)
+        site_number, call_time = _native.call_site(), time.monotonic()
+        runs_inline = self._can_run_inline(subject)
 
-        def run(_keep: object = keep) -> None:
-            if not at_once:  # the group's thread acts for the caller
-                _native.set_caller(place)
+        def run(_keep_alive: object = keep_alive) -> None:
+            if not runs_inline:  # the group's thread acts for the caller
+                _native.set_caller(site_number)
             status = call(timeout)
             if status is not None:
-                site = brief(_native.call_site_text(place))
-                raise self._failed(status, name, subject, op, root, timeout, site)
+                site = short_site(_native.call_site_text(site_number))
+                raise self._collective_error(status, name, subject, op, root, timeout, site)
             for tensor, flat in outputs:
-                settle(tensor, flat)
+                copy_back(tensor, flat)
 
-        def late(seconds: float, begun: bool) -> PhalanxError:
-            site = brief(_native.call_site_text(place))
-            words = self._words(name if begun else f"queued {name}", subject, op, root, site, begun)
-            return unfinished(self._native, self._rank, self._place, words, seconds, called)
+        def wait_error(seconds: float, has_begun: bool) -> PhalanxError:
+            site = short_site(_native.call_site_text(site_number))
+            operation = self._describe(
+                name if has_begun else f"queued {name}", subject, op, root, site, has_begun
+            )
+            return wait_timeout_error(
+                self._native, self._rank, self._rank_label, operation, seconds, call_time
+            )
 
         results = [tensor for tensor, _ in outputs] or ([] if subject is None else [subject])
-        work = CollectiveWork(run, results, self._native, late)
-        if at_once:
+        work = CollectiveWork(run, results, self._native, wait_error)
+        if runs_inline:
             work.execute()
             if isinstance(error := work.exception(), KeyboardInterrupt):
                 raise error
         else:
-            self._collectives.submit(work.execute)
-        if self._joined is not None:
-            self._joined.append(work)
+            self._collective_thread.submit(work.execute)
+        if self._coalesced_works is not None:
+            self._coalesced_works.append(work)
         if not opts.asyncOp:
             work.wait()
         return work
 
-    def _has_come_last(self, subject: torch.Tensor | None) -> bool:
+    def _can_run_inline(self, subject: torch.Tensor | None) -> bool:
         """Return whether an asynchronous operation may as well run at once in this thread.
 
         If all other ranks already wait for it, there is nothing left to overlap with. For a small
         operation, the switch to another thread and back takes longer than the operation.
         """
-        small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
-        return small and not self._collectives.pending and self._native.awaited()
+        is_small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
+        return is_small and not self._collective_thread.pending and self._native.awaited()
 
-    def _failed(
+    def _collective_error(
         self,
         status: _native.Status,
         name: str,
@@ -150,49 +164,51 @@ class Running(Messages):
         timeout: float,
         site: str,
     ) -> PhalanxError:
-        operation = self._words(name, subject, op, root, site)
-        lifetime.failed(self._native)
-        return error_for(status, self._native, self._place, operation, timeout)
+        operation = self._describe(name, subject, op, root, site)
+        lifetime.propagate_deadlock(self._native)
+        return status_error(status, self._native, self._rank_label, operation, timeout)
 
-    def _words(
+    def _describe(
         self,
         name: str,
         subject: torch.Tensor | None,
         op: int,
         root: int,
         site: str,
-        begun: bool = True,
+        has_begun: bool = True,
     ) -> str:
         """Return text for an operation in progress, or a queued one, which has no number yet."""
         native = self._native
         # Another thread may have left the group in the meantime.
-        words = [f"{name} #{native.sequence}" if begun and not native.closed else name]
+        parts = [f"{name} #{native.sequence}" if has_begun and not native.closed else name]
         if subject is not None:
-            words.append(label(subject))
+            parts.append(format_tensor(subject))
         if op:
-            words.append(OP_NAMES[op])
+            parts.append(OP_NAMES[op])
         if root >= 0:
-            words.append(f"root {root}")
-        return f"{' '.join(words)} at {site}"
+            parts.append(f"root {root}")
+        return f"{' '.join(parts)} at {site}"
 
-    def _profiled(self, name: str, call: NativeCall, inputs: Sequence[torch.Tensor]) -> NativeCall:
+    def _record_call(
+        self, name: str, call: NativeCall, inputs: Sequence[torch.Tensor]
+    ) -> NativeCall:
         # All forms of an operation have one name, as in PyTorch's backends.
         kind = name.removesuffix("_coalesced").removesuffix("_single")
-        return profiled(f"{self.name()}:{kind}", inputs, call)
+        return record_call(f"{self.name()}:{kind}", inputs, call)
 
     def _start_coalescing(self, device: torch.device) -> None:  # noqa: ARG002 - PyTorch's signature
-        self._joined = []
+        self._coalesced_works = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:  # noqa: ARG002
-        works, self._joined = self._joined or [], None
-        return JointWork(works)
+        works, self._coalesced_works = self._coalesced_works or [], None
+        return CompositeWork(works)
 
     # The names that PyTorch's C++ calls from 2.14 on.
     start_coalescing = _start_coalescing
     end_coalescing = _end_coalescing
 
 
-def _inputs(
+def _profiled_tensors(
     subject: torch.Tensor | None, inputs: Sequence[torch.Tensor] | None
 ) -> Sequence[torch.Tensor]:
     """Return the tensors whose shapes the profiler records."""
@@ -201,7 +217,7 @@ def _inputs(
     return [] if subject is None else [subject]
 
 
-def divided(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
+def divide_after(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
     """Return a call that then divides its result by `size`, rounded towards zero."""
 
     def run(timeout: float) -> _native.Status | None:
@@ -214,7 +230,7 @@ def divided(call: NativeCall, result: torch.Tensor, size: int) -> NativeCall:
     return run
 
 
-def in_turn(calls: Iterable[NativeCall]) -> NativeCall:
+def run_sequentially(calls: Iterable[NativeCall]) -> NativeCall:
     """Return a call that makes all calls in order, each with the whole timeout, until one fails."""
     steps = list(calls)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
 from phalanx.backend import peer_state
-from phalanx.backend.call_site import brief
-from phalanx.backend.dtypes import NAMES, OP_NAMES
+from phalanx.backend.call_site import short_site
+from phalanx.backend.dtypes import DTYPE_NAMES, OP_NAMES
 from phalanx.errors import (
     Aborted,
     CollectiveMismatch,
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from phalanx.hierarchical.group_failure import Told
 
 
-_MOST_WHEREABOUTS = 8
+_MAX_DESCRIBED_RANKS = 8
 """The maximum number of late ranks that an error describes; `phalanx explain` describes all."""
 
 
-_ENDED = ("", "Z", "X")
-"""The states of a process that has ended, as `witness.state_of` returns them."""
+_ENDED_STATES = ("", "Z", "X")
+"""The states of a process that has ended, as `peer_state.process_state` returns them."""
 
 
-_KINDS = {
+_ERROR_CLASSES = {
     "peer_lost": PeerLost,
     "mismatch": CollectiveMismatch,
     "ring": CollectiveMismatch,
@@ -46,7 +46,7 @@ _KINDS = {
 }
 
 
-_ECHOED = {
+_FORWARDED_CODES = {
     "PeerLost": "peer_lost",
     "CollectiveMismatch": "mismatch",
     "CollectiveTimeout": "timeout",
@@ -54,8 +54,8 @@ _ECHOED = {
 """Native codes by exception class name, the prefix of an abort reason from another group."""
 
 
-class HostsWords:
-    """The error messages of a group that spans hosts (see `hosts.failing`)."""
+class FailureFormatter:
+    """The error messages of a group that spans hosts (see `hierarchical.failure_propagation`)."""
 
     def __init__(self, group: Callable[[], _native.Group]) -> None:
         self._group = group
@@ -64,29 +64,29 @@ class HostsWords:
         """Return the kind of the failure, as a native code, and the text of its error."""
         group = self._group()
         if status.code == "aborted":
-            name, _, words = peer_state.reason(group, status.reporter).partition(": ")
-            if name in _ECHOED:
-                return _ECHOED[name], words
-        return status.code, _explain(status, group, timeout)[1]
+            name, _, text = peer_state.abort_reason(group, status.reporter).partition(": ")
+            if name in _FORWARDED_CODES:
+                return _FORWARDED_CODES[name], text
+        return status.code, _describe_status(status, group, timeout)[1]
 
     def reason(self, told: Told) -> str:
         """Return the reason with which to abort this host's group, as `explained` interprets it."""
-        kind = _KINDS.get(told.code, PhalanxError)
-        return f"{kind.__name__}: {told.words}" if kind.__name__ in _ECHOED else told.words
+        kind = _ERROR_CLASSES.get(told.code, PhalanxError)
+        return f"{kind.__name__}: {told.words}" if kind.__name__ in _FORWARDED_CODES else told.words
 
     def operation(self, fingerprint: Any, site: str) -> str:
         """Return the text for an operation and its call site."""
-        return _operation(fingerprint) + self.ending(site)
+        return _format_operation(fingerprint) + self.ending(site)
 
     def ending(self, site: str) -> str:
         """Return text such as " at train.py:77", or "" without a call site."""
-        return f" at {escape(brief(site))}" if site else ""
+        return f" at {escape(short_site(site))}" if site else ""
 
 
-def error_for(
+def status_error(
     status: _native.Status | Told,
     group: _native.Group,
-    place: str,
+    rank_label: str,
     operation: str,
     timeout: float,
 ) -> PhalanxError:
@@ -95,127 +95,143 @@ def error_for(
     Args:
         status: The failure that the core, or a group that spans hosts, reports.
         group: The group, which knows the pids of its ranks and how processes ended.
-        place: This rank, as in "rank 2/8".
+        rank_label: This rank, as in "rank 2/8".
         operation: The operation of this rank with its call site, as text.
         timeout: The timeout of this operation in seconds.
     """
-    words = getattr(status, "words", None)
-    if words is None:
-        kind, text = _explain(status, group, timeout)  # type: ignore[arg-type]
+    reported = getattr(status, "words", None)
+    if reported is None:
+        error_class, text = _describe_status(status, group, timeout)  # type: ignore[arg-type]
     else:  # the text comes from a rank of this host or of another one
-        kind, text = _KINDS.get(status.code, PhalanxError), words
-    return kind(f"[{place} on {socket.gethostname()}] {operation}: {text}")
+        error_class, text = _ERROR_CLASSES.get(status.code, PhalanxError), reported
+    return error_class(f"[{rank_label} on {socket.gethostname()}] {operation}: {text}")
 
 
-def unfinished(
-    group: _native.Group, rank: int, place: str, operation: str, seconds: float, called: float
+def wait_timeout_error(
+    group: _native.Group,
+    rank: int,
+    rank_label: str,
+    operation: str,
+    seconds: float,
+    call_time: float,
 ) -> CollectiveTimeout:
     """Return the exception for a wait that timed out while its operation continues.
 
     Args:
         group: The group, which knows the ranks that the operation waits for.
         rank: This rank in the group.
-        place: This rank as text, as in "rank 2/8".
+        rank_label: This rank as text, as in "rank 2/8".
         operation: The operation with its call site, as text.
         seconds: The timeout of the wait, in seconds.
-        called: The time at which the operation was called, in monotonic seconds.
+        call_time: The time at which the operation was called, in monotonic seconds.
     """
     late = [] if group.closed else group.behind(rank)
-    names = ", ".join(peer_state.named(group, other) for other in late) or "its peers"
+    names = ", ".join(peer_state.format_rank(group, other) for other in late) or "its peers"
     return CollectiveTimeout(
-        f"[{place} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} until "
-        f"the timeout of {seconds:g} s of this wait, {time.monotonic() - called:.1f} s after the "
-        f"call{_places(group, late)}; the operation goes on, and can be waited for again"
+        f"[{rank_label} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} "
+        f"until the timeout of {seconds:g} s of this wait, {time.monotonic() - call_time:.1f} s "
+        f"after the call{_describe_late_ranks(group, late)}; the operation continues, and can be "
+        "waited for again"
     )
 
 
-def left_behind(place: str, what: str) -> Aborted:
+def left_group_error(rank_label: str, operation: str) -> Aborted:
     """Return the exception for an operation that was in progress when this rank left the group."""
     return Aborted(
-        f"[{place} on {socket.gethostname()}] {what}: this rank has left the group "
+        f"[{rank_label} on {socket.gethostname()}] {operation}: this rank has left the group "
         "(destroy_process_group) before the operation ended: wait for its work first"
     )
 
 
-def absence(world: Any, member: int, holder: str) -> str:
+def describe_missing_rank(default_group: Any, member: int, claimant: str) -> str:
     """Describe a rank that is missing while a group is formed, in a predicate without a subject.
 
     Args:
-        world: The default group, which the rank is in already; None if it is not one of Phalanx.
+        default_group: The default group, which the rank is in already; None if that is not a group
+            of Phalanx.
         member: The rank's number in the default group.
-        holder: The process that has claimed the rank, as in "pid 812 on node-a", or empty.
+        claimant: The process that has claimed the rank, as in "pid 812 on node-a", or empty.
     """
-    one_host = world is None or isinstance(world, _native.Group)
-    host = "" if one_host else world.host(member)
+    is_single_host = default_group is None or isinstance(default_group, _native.Group)
+    host = "" if is_single_host else default_group.host(member)
     if host:
-        return f"(pid {world.pid(member)} on {host}) has given no sign yet"
-    if world is not None:
-        ended = peer_state.state_of(world.pid(member)) in _ENDED
-        words = _ending(world, member) if ended else peer_state.whereabouts(world, member)
-        return f"(pid {world.pid(member)}) {words}"
-    if not holder:
-        return "has given no sign yet"
-    _, pid, _, host = holder.split(" ", 3)
-    state = peer_state.state_of(int(pid)) if host == socket.gethostname() else "?"
-    if state in _ENDED:
-        return f"({holder}) has come, and ended"
-    stopped = state in ("T", "t")
-    return f"({holder}) has come, and {'is stopped by a signal' if stopped else 'not got in'}"
+        return f"(pid {default_group.pid(member)} on {host}) has not arrived yet"
+    if default_group is not None:
+        ended = peer_state.process_state(default_group.pid(member)) in _ENDED_STATES
+        text = (
+            _describe_exit(default_group, member)
+            if ended
+            else peer_state.describe_activity(default_group, member)
+        )
+        return f"(pid {default_group.pid(member)}) {text}"
+    if not claimant:
+        return "has not arrived yet"
+    _, pid, _, host = claimant.split(" ", 3)
+    state = peer_state.process_state(int(pid)) if host == socket.gethostname() else "?"
+    if state in _ENDED_STATES:
+        return f"({claimant}) arrived, and has ended"
+    is_stopped = state in ("T", "t")
+    return (
+        f"({claimant}) arrived, and {'is stopped by a signal' if is_stopped else 'is not in yet'}"
+    )
 
 
-def other_end(kind: str, peer: int, tag: int) -> str:
+def format_peer(kind: str, peer: int, tag: int) -> str:
     """Return text for the peer and tag of a message; a negative `peer` means any rank."""
     rank = f"rank {peer}" if peer >= 0 else "any rank"
     return f"{'to' if kind == 'send' else 'from'} {rank} tag {tag}"
 
 
-def _explain(
+def _describe_status(
     status: _native.Status, group: _native.Group, timeout: float
 ) -> tuple[type[PhalanxError], str]:
     peer, reporter = status.peer, status.reporter
     match status.code:
         case "peer_lost":
             return PeerLost, (
-                f"{peer_state.named(group, peer)} {_ending(group, peer)}"
-                f"{peer_state.last_deed(group, peer)}"
+                f"{peer_state.format_rank(group, peer)} {_describe_exit(group, peer)}"
+                f"{peer_state.format_last_operation(group, peer)}"
             )
         case "mismatch" if status.mine.kind == "all_to_all" and status.mine.root >= 0:
             return CollectiveMismatch, (
                 f"split sizes disagree in all_to_all #{status.mine.sequence}: rank {peer} gives "
                 f"rank {reporter} {status.theirs.count} elements"
-                f"{peer_state.site_of(group, peer, status.theirs)}, which expects "
-                f"{status.mine.count}{peer_state.site_of(group, reporter, status.mine)}"
+                f"{peer_state.format_call_site(group, peer, status.theirs)}, which expects "
+                f"{status.mine.count}{peer_state.format_call_site(group, reporter, status.mine)}"
             )
         case "mismatch":
             return CollectiveMismatch, (
-                f"ranks disagree: rank {reporter} is in {_placed(status.mine, group, reporter)}, "
-                f"rank {peer} in {_placed(status.theirs, group, peer)}"
+                f"ranks disagree: rank {reporter} is in "
+                f"{_format_operation_and_site(status.mine, group, reporter)}, rank {peer} in "
+                f"{_format_operation_and_site(status.theirs, group, peer)}"
             )
         case "ring":
-            return CollectiveMismatch, peer_state.reason(group, reporter) or (
+            return CollectiveMismatch, peer_state.abort_reason(group, reporter) or (
                 f"rank {reporter} found that ranks wait for each other in several groups"
             )
         case "left":
             return CollectiveMismatch, (
-                f"{peer_state.named(group, peer)} has left the group (destroy_process_group)"
-                f"{peer_state.leaving_site(group, peer)} "
-                f"while rank {reporter} is in {_placed(status.mine, group, reporter)}"
+                f"{peer_state.format_rank(group, peer)} has left the group (destroy_process_group)"
+                f"{peer_state.format_leaving_site(group, peer)} "
+                f"while rank {reporter} is in "
+                f"{_format_operation_and_site(status.mine, group, reporter)}"
             )
         case "timeout":
-            return CollectiveTimeout, _too_late(status, group, timeout)
+            return CollectiveTimeout, _describe_timeout(status, group, timeout)
         case "aborted":
-            where, why = (
-                peer_state.leaving_site(group, reporter),
-                peer_state.reason(group, reporter),
+            site, reason = (
+                peer_state.format_leaving_site(group, reporter),
+                peer_state.abort_reason(group, reporter),
             )
             return Aborted, (
-                f"the group was aborted by rank {reporter}{where}{': ' + why if why else ''}"
+                f"the group was aborted by rank {reporter}{site}{': ' + reason if reason else ''}"
             )
         case "interrupted":
-            words = "" if group.closed else peer_state.last_words(group, reporter)
-            how = f" ({words})" if words else ""
+            error = "" if group.closed else peer_state.exit_exception(group, reporter)
+            cause = f" ({error})" if error else ""
             return Aborted, (
-                f"rank {reporter} was interrupted{how} in {_placed(status.mine, group, reporter)}"
+                f"rank {reporter} was interrupted{cause} in "
+                f"{_format_operation_and_site(status.mine, group, reporter)}"
             )
         case "out_of_memory":
             return PhalanxError, (
@@ -226,34 +242,34 @@ def _explain(
             return PhalanxError, f"system error on rank {reporter}: {os.strerror(status.error)}"
 
 
-def _too_late(status: _native.Status, group: _native.Group, timeout: float) -> str:
+def _describe_timeout(status: _native.Status, group: _native.Group, timeout: float) -> str:
     if status.peer == status.reporter:
         return (
             f"rank {status.reporter} waited for its own turn until the timeout of {timeout:g} s: "
-            "another thread of it is in an operation of this group"
+            "another of its threads is in an operation of this group"
         )
-    late = _late(status, group)
-    names = ", ".join(peer_state.named(group, rank) for rank in late) or "any rank"
-    operation = _placed(status.mine, group, status.reporter)
-    words = (
+    late = _late_ranks(status, group)
+    names = ", ".join(peer_state.format_rank(group, rank) for rank in late) or "any rank"
+    operation = _format_operation_and_site(status.mine, group, status.reporter)
+    text = (
         f"rank {status.reporter} waited for {names} in {operation} until the timeout of "
         f"{timeout:g} s on this rank"
     )
-    return words + _places(group, late)
+    return text + _describe_late_ranks(group, late)
 
 
-def _places(group: _native.Group, late: list[int]) -> str:
-    """Return text about the whereabouts of late ranks."""
-    words = ""
-    for rank in late[:_MOST_WHEREABOUTS]:
+def _describe_late_ranks(group: _native.Group, late: list[int]) -> str:
+    """Return text on the activity of late ranks."""
+    text = ""
+    for rank in late[:_MAX_DESCRIBED_RANKS]:
         if not group.closed:
-            words += f"; rank {rank} {peer_state.whereabouts(group, rank)}"
-    if (others := len(late) - _MOST_WHEREABOUTS) > 0:
-        words += f"; where {others} more are, phalanx explain tells"
-    return words
+            text += f"; rank {rank} {peer_state.describe_activity(group, rank)}"
+    if (others := len(late) - _MAX_DESCRIBED_RANKS) > 0:
+        text += f"; {others} more are late: see phalanx explain"
+    return text
 
 
-def _late(status: _native.Status, group: _native.Group) -> list[int]:
+def _late_ranks(status: _native.Status, group: _native.Group) -> list[int]:
     """Return the ranks that a rank waited for until its deadline: all late ones in a collective."""
     if status.mine.kind not in ("send", "recv") and not group.closed:
         late = group.behind(status.reporter)
@@ -262,40 +278,42 @@ def _late(status: _native.Status, group: _native.Group) -> list[int]:
     return [status.peer] if status.peer >= 0 else []
 
 
-def _ending(group: _native.Group, peer: int) -> str:
+def _describe_exit(group: _native.Group, peer: int) -> str:
     """Describe the end of a process, as far as a process that is not its parent can know it."""
-    words = peer_state.last_words(group, peer)
-    if words:
-        return f"failed with {words}"
+    error = peer_state.exit_exception(group, peer)
+    if error:
+        return f"failed with {error}"
     wait_status = None if group.closed else group.wait_status(peer)
     if wait_status is None:
-        failing = not group.closed and group.failing(peer)
-        return "failed with an exception that nobody caught" if failing else "has died"
+        is_failing = not group.closed and group.failing(peer)
+        return "failed with an uncaught exception" if is_failing else "has died"
     code = os.waitstatus_to_exitcode(wait_status)
     if code < 0:
         return f"was killed by {signal_name(-code)}"
     return f"exited with code {code}"
 
 
-def _placed(fingerprint: _native.Fingerprint, group: _native.Group, rank: int) -> str:
-    return _operation(fingerprint) + peer_state.site_of(group, rank, fingerprint)
+def _format_operation_and_site(
+    fingerprint: _native.Fingerprint, group: _native.Group, rank: int
+) -> str:
+    return _format_operation(fingerprint) + peer_state.format_call_site(group, rank, fingerprint)
 
 
-def _operation(fingerprint: _native.Fingerprint) -> str:
+def _format_operation(fingerprint: _native.Fingerprint) -> str:
     """Format an operation, as in "all_reduce #41 float32[1024] SUM"."""
     kind = fingerprint.kind
     if kind == "none":
         return "no operation"
-    shape = f"{NAMES[fingerprint.dtype]}[{fingerprint.count}]"
+    shape = f"{DTYPE_NAMES[fingerprint.dtype]}[{fingerprint.count}]"
     if kind in ("send", "recv"):
         # For messages, this field is the tag.
-        return f"{kind} {shape} {other_end(kind, fingerprint.root, fingerprint.sequence)}"
+        return f"{kind} {shape} {format_peer(kind, fingerprint.root, fingerprint.sequence)}"
     number = f" #{fingerprint.sequence}" if fingerprint.sequence else ""
     if kind == "barrier":
         return f"barrier{number}"
     if kind == "all_to_all":
-        return f"all_to_all{number} {NAMES[fingerprint.dtype]}"
-    words = f"{kind}{number} {shape}"
+        return f"all_to_all{number} {DTYPE_NAMES[fingerprint.dtype]}"
+    text = f"{kind}{number} {shape}"
     if fingerprint.op:
-        words += f" {OP_NAMES[fingerprint.op]}"
-    return f"{words} root {fingerprint.root}" if fingerprint.root >= 0 else words
+        text += f" {OP_NAMES[fingerprint.op]}"
+    return f"{text} root {fingerprint.root}" if fingerprint.root >= 0 else text

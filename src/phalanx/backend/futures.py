@@ -24,42 +24,42 @@ class WorkFuture(Future[Any]):
     C++ code gets a RuntimeError with the same message.
 
     Args:
-        until_over: Blocks until the operation of the future has ended. Python code observes this
-            wait; PyTorch's own wait in C++ could only be ended by the deadline.
+        wait_until_done: Blocks until the operation of the future has ended. Python code observes
+            this wait; PyTorch's own wait in C++ could only be ended by the deadline.
     """
 
-    def __init__(self, until_over: Callable[[], None] | None = None) -> None:
+    def __init__(self, wait_until_done: Callable[[], None] | None = None) -> None:
         super().__init__()
-        self._until_over = until_over
+        self._wait_until_done = wait_until_done
 
     def wait(self) -> Any:
         """Block until the future has ended; return its value or raise its exception."""
-        until_over = self._until_over
-        if until_over is not None:
-            until_over()
+        wait_until_done = self._wait_until_done
+        if wait_until_done is not None:
+            wait_until_done()
         return super().wait()
 
     def set_result(self, result: Any) -> None:
         """End the future with a value."""
         super().set_result(result)
-        self._until_over = None  # it references the work, and so its tensors and this future
+        self._wait_until_done = None  # it references the work, and so its tensors and this future
 
     def fail(self, error: BaseException) -> None:
         """End the future with a failure: `wait` and `value` raise a copy of `error`."""
         self._set_unwrap_func(_raise)
-        self.set_result(_Failed(_twin(error)))
+        self.set_result(_FailedValue(_copy_exception(error)))
 
     def then(self, callback: Callable[[Future[Any]], T]) -> Future[T]:
         """Return a future of the result or exception of `callback`, called when this one has ended.
 
         The argument of `callback` is this future.
         """
-        child = WorkFuture(self._until_over)
+        child = WorkFuture(self._wait_until_done)
 
-        def run(_ended: object) -> None:
+        def run(_future: object) -> None:
             try:
                 value = callback(self)
-            except Exception as error:  # noqa: BLE001 - raised again where the child is waited for
+            except Exception as error:  # noqa: BLE001 - raised again by the child's wait
                 child.fail(error)
             else:
                 child.set_result(value)
@@ -68,7 +68,7 @@ class WorkFuture(Future[Any]):
         return child
 
 
-class _Failed:
+class _FailedValue:
     """The value of a failed future."""
 
     def __init__(self, error: BaseException) -> None:
@@ -82,18 +82,18 @@ class _Failed:
         return f"{type(self.error).__name__}: {self.error}"
 
 
-def _raise(failed: _Failed) -> NoReturn:
-    raise _twin(failed.error)
+def _raise(failed: _FailedValue) -> NoReturn:
+    raise _copy_exception(failed.error)
 
 
-def _twin(error: BaseException) -> BaseException:
+def _copy_exception(error: BaseException) -> BaseException:
     """Return a copy of an exception without its traceback; the exception itself if it has no copy.
 
     The traceback's frames reference the work and the future. Since C++ holds the future's value,
     the garbage collector could not detect and free this reference cycle.
     """
     try:
-        twin = copy.copy(error)
+        copied = copy.copy(error)
     except Exception:  # noqa: BLE001 - not constructible from its own arguments
         return error
-    return twin if type(twin) is type(error) else error
+    return copied if type(copied) is type(error) else error

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from phalanx.backend.membership import Membership
 
 _groups: weakref.WeakSet[Membership] = weakref.WeakSet()
-_parents_groups: list[_native.Group] = []
+_inherited_groups: list[_native.Group] = []
 
 
 def register(group: Membership) -> None:
@@ -32,7 +32,7 @@ def register(group: Membership) -> None:
     _groups.add(group)
 
 
-class Unusable:
+class UnusableGroup:
     """A substitute for the native part of a group that this process can no longer use."""
 
     closed = True
@@ -44,81 +44,83 @@ class Unusable:
         raise UsageError(self._reason)
 
 
-def left() -> Unusable:
+def left_group() -> UnusableGroup:
     """Return the substitute for a group that this rank has left."""
-    return Unusable(
+    return UnusableGroup(
         "this rank has left the process group (destroy_process_group, shutdown or abort): "
         "form another one with init_process_group or new_group"
     )
 
 
-def _inherited(parent: int) -> Unusable:
-    return Unusable(
+def _inherited_group(parent: int) -> UnusableGroup:
+    return UnusableGroup(
         f"this process group belongs to process {parent}; process {os.getpid()}, forked "
         "from it, can't use it: communicate in the parent, or start ranks with phalanx.launch"
     )
 
 
-def _at_exit() -> None:
+def _stop_at_exit() -> None:
     # After an uncaught exception, peers should learn of this rank's end at once.
-    patience = 0.0 if hasattr(sys, "last_value") else None
+    grace_seconds = 0.0 if hasattr(sys, "last_value") else None
     for group in list(_groups):
         if not group._native.closed:
-            group.quiesce(patience)
+            group.stop_threads(grace_seconds)
             if len(group.hosts) > 1:
                 native: Any = group._native
-                native.disconnect(abrupt=patience is not None)
+                native.disconnect(abrupt=grace_seconds is not None)
     recorder.close()
 
 
-def fail(error: BaseException) -> None:
+def fail_all_groups(error: BaseException) -> None:
     """Report this process as lost to its peers in all its groups, though it may continue."""
-    why = exception_hook.SESSION_ENDED + exception_hook.format_exception(error)
-    _fail(why)
-    for native in _natives():
-        native.abort(why)  # ends operations of its own threads
+    reason = exception_hook.SESSION_ENDED + exception_hook.format_exception(error)
+    _mark_failed(reason)
+    for native in _native_groups():
+        native.abort(reason)  # ends operations of its own threads
 
 
-def _fail(why: str = "") -> None:
+def _mark_failed(reason: str = "") -> None:
     # An exception ends this process, so peers need not wait for its exit. All groups are marked
     # before any peer is woken: a woken peer may leave its other groups at once, and the ranks of
     # those must see this rank as the cause.
-    natives = _natives()
+    natives = _native_groups()
     for wake in (False, True):
         for native in natives:
-            native.fail(wake, why)
+            native.fail(wake, reason)
 
 
-def _natives() -> list[_native.Group]:
+def _native_groups() -> list[_native.Group]:
     return [group._native for group in list(_groups) if not group._native.closed]
 
 
-def busy_elsewhere(native: _native.Group) -> bool:
+def has_collectives_elsewhere(native: _native.Group) -> bool:
     """Return whether the collective thread of a group other than `native` has pending calls."""
-    return any(group._collectives.pending for group in list(_groups) if group._native is not native)
+    return any(
+        group._collective_thread.pending for group in list(_groups) if group._native is not native
+    )
 
 
-def look_for_rings() -> bool:
-    """Call `ring.look` with all groups of this process."""
-    return deadlock_detector.look(_natives())
+def detect_deadlocks() -> bool:
+    """Call `deadlock_detector.detect_deadlock` with all groups of this process."""
+    return deadlock_detector.detect_deadlock(_native_groups())
 
 
-def failed(native: _native.Group) -> None:
+def propagate_deadlock(native: _native.Group) -> None:
     """Pass a deadlock that broke `native` on to other ranks, before this rank raises the error."""
     # Another thread may leave a group in the meantime.
     with contextlib.suppress(ValueError, UsageError):
-        deadlock_detector.pass_on(native, _natives())
+        deadlock_detector.propagate_deadlock(native, _native_groups())
 
 
-def _in_child() -> None:
+def _replace_in_child() -> None:
     parent = os.getppid()
     _native.forget_flight_recorder()
     for group in list(_groups):
-        _parents_groups.append(group._native)
-        group.replace_native(_inherited(parent))
+        _inherited_groups.append(group._native)
+        group.replace_native(_inherited_group(parent))
 
 
-exception_hook.on_failure(_fail)
-_native.set_watcher(look_for_rings)
-atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_in_child)
+exception_hook.on_failure(_mark_failed)
+_native.set_watcher(detect_deadlocks)
+atexit.register(_stop_at_exit)
+os.register_at_fork(after_in_child=_replace_in_child)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from phalanx.backend import lifetime
 from phalanx.backend.cuda import NcclChild
-from phalanx.backend.failure import left_behind
+from phalanx.backend.failure import left_group_error
 from phalanx.backend.progress import CollectiveThread, MessageThread
 from phalanx.errors import UsageError
 from phalanx.observe.escape import encodable
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _STOP_SECONDS = 2.0
 
 _NO_RECONFIGURE = (
-    "a group of Phalanx keeps its ranks: to go on with others, call destroy_process_group() and "
+    "a group of Phalanx keeps its ranks: to continue with others, call destroy_process_group() and "
     "init_process_group() on all of them"
 )
 _NO_WINDOW = "Phalanx has no one-sided operations: exchange tensors with isend() and irecv()"
@@ -35,11 +35,11 @@ _NO_HOOKS = (
 )
 
 
-def _unsupported(method: str, advice: str) -> Any:
+def _unsupported_method(method: str, advice: str) -> Any:
     """Return a method that raises `NotImplementedError` on every call."""
 
     def refuse(self: Any, *_arguments: object, **_options: object) -> NoReturn:
-        raise NotImplementedError(f"[{self._place}] {method} is not supported: {advice}")
+        raise NotImplementedError(f"[{self._rank_label}] {method} is not supported: {advice}")
 
     return refuse
 
@@ -69,21 +69,21 @@ class Membership(dist.ProcessGroup):
         self._store = store
         self._rank = rank
         self._size = size
-        self._place = f"rank {rank}/{size}"
+        self._rank_label = f"rank {rank}/{size}"
         self._name = name
         self._desc = ""
-        self._answers_to = "phalanx"
+        self._backend_name = "phalanx"
         self.hosts: tuple[tuple[int, ...], ...] = (tuple(range(size)),)
         """The ranks of each host."""
         self.transport = ""
         """The name of the transport between hosts, if there are several."""
         self._timeout = timeout.total_seconds()
         self._nccl = NcclChild(store, rank, size, timeout)
-        self._collectives = CollectiveThread(f"phalanx-{name}-collectives")
-        self._messages = MessageThread(f"phalanx-{name}-messages", native)
-        self._kept: set[MessageWork] = set()
-        self._kept_limit = 64
-        self._joined: list[dist.Work] | None = None  # while operations are coalesced
+        self._collective_thread = CollectiveThread(f"phalanx-{name}-collectives")
+        self._message_thread = MessageThread(f"phalanx-{name}-messages", native)
+        self._active_messages: set[MessageWork] = set()
+        self._active_messages_limit = 64
+        self._coalesced_works: list[dist.Work] | None = None  # while operations are coalesced
         lifetime.register(self)
 
     # Methods that PyTorch requires of a group.
@@ -94,11 +94,11 @@ class Membership(dist.ProcessGroup):
 
     def name(self) -> str:
         """Return the backend's name: "phalanx", or that of the backend that the group replaces."""
-        return self._answers_to
+        return self._backend_name
 
-    def stand_in_for(self, name: str) -> None:
+    def set_backend_name(self, name: str) -> None:
         """Set the name of the backend that this group replaces (see `replace`)."""
-        self._answers_to = name
+        self._backend_name = name
 
     def getGroupName(self) -> str:  # noqa: N802
         return self._name
@@ -127,12 +127,12 @@ class Membership(dist.ProcessGroup):
 
     # Methods of PyTorch 2.14 that Phalanx does not support.
 
-    get_reconfigure_handle = _unsupported("get_reconfigure_handle", _NO_RECONFIGURE)
-    reconfigure = _unsupported("reconfigure", _NO_RECONFIGURE)
-    new_window = _unsupported("new_window", _NO_WINDOW)
-    register_abort_hook = _unsupported("register_abort_hook", _NO_HOOKS)
-    register_pre_hook = _unsupported("register_pre_hook", _NO_HOOKS)
-    register_post_hook = _unsupported("register_post_hook", _NO_HOOKS)
+    get_reconfigure_handle = _unsupported_method("get_reconfigure_handle", _NO_RECONFIGURE)
+    reconfigure = _unsupported_method("reconfigure", _NO_RECONFIGURE)
+    new_window = _unsupported_method("new_window", _NO_WINDOW)
+    register_abort_hook = _unsupported_method("register_abort_hook", _NO_HOOKS)
+    register_pre_hook = _unsupported_method("register_pre_hook", _NO_HOOKS)
+    register_post_hook = _unsupported_method("register_post_hook", _NO_HOOKS)
 
     def _has_hooks(self) -> bool:
         return False
@@ -144,7 +144,7 @@ class Membership(dist.ProcessGroup):
         pass  # the core counts from the beginning
 
     def _wait_for_pending_works(self) -> None:
-        self._collectives.drain()
+        self._collective_thread.drain()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time that an operation may wait for its peers, from the next operation on."""
@@ -157,18 +157,18 @@ class Membership(dist.ProcessGroup):
         """
         native = self._native
         if not native.closed:
-            self.quiesce()
+            self.stop_threads()
             self._nccl.shutdown()
             native.close()
-            self.replace_native(lifetime.left())
-            for work in list(self._kept):
-                work.give_up(left_behind(self._place, "a message"))
-            self._kept.clear()
+            self.replace_native(lifetime.left_group())
+            for work in list(self._active_messages):
+                work.abandon(left_group_error(self._rank_label, "a message"))
+            self._active_messages.clear()
 
     def abort(self, reason: str = "") -> None:
         """Make every waiting rank of the group raise `Aborted`, and leave the group."""
         if not isinstance(reason, str):
-            raise UsageError(f"abort: reason is {reason!r}, expected a text that says why")
+            raise UsageError(f"abort: reason is {reason!r}, expected a str that states the reason")
         if not self._native.closed:
             self._native.abort(encodable(reason))
             self._nccl.abort()
@@ -180,20 +180,22 @@ class Membership(dist.ProcessGroup):
         The peers in all other groups of this process do so too; those groups become unusable.
         """
         if not self._native.closed:
-            lifetime.fail(error)
+            lifetime.fail_all_groups(error)
             self._nccl.abort()
             self.shutdown()
 
-    def quiesce(self, patience: float | None = None) -> None:
+    def stop_threads(self, grace_seconds: float | None = None) -> None:
         """End the group's threads; operations that do not end in time abort the group.
 
         Args:
-            patience: The time for operations to end, in seconds; two if None.
+            grace_seconds: The time for operations to end, in seconds; two if None.
         """
-        if not self._collectives.stop(_STOP_SECONDS if patience is None else patience):
-            self._native.abort("it left while an operation of its own was under way")
-            self._collectives.stop(_STOP_SECONDS)
-        self._messages.stop(_STOP_SECONDS)
+        if not self._collective_thread.stop(
+            _STOP_SECONDS if grace_seconds is None else grace_seconds
+        ):
+            self._native.abort("it left with an operation in progress")
+            self._collective_thread.stop(_STOP_SECONDS)
+        self._message_thread.stop(_STOP_SECONDS)
 
     def replace_native(self, native: Any) -> None:
         """Replace the native group by another object (see `lifetime`)."""

@@ -13,13 +13,25 @@ import torch.distributed as dist
 from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
 from phalanx.backend import lifetime
-from phalanx.backend.call_site import brief, call_site
-from phalanx.backend.dtypes import code_of
-from phalanx.backend.failure import error_for, left_behind, other_end
+from phalanx.backend.call_site import call_site, short_site
+from phalanx.backend.dtypes import dtype_code
+from phalanx.backend.failure import format_peer, left_group_error, status_error
 from phalanx.backend.membership import Membership
-from phalanx.backend.operands import dense, label, only, settle, tell_once, writable
-from phalanx.backend.operators import EVENTS, active_modes, is_wrapper, through_operator
-from phalanx.backend.profiling import begin_event, event, profiling
+from phalanx.backend.operands import (
+    copy_back,
+    format_tensor,
+    prepare_input,
+    prepare_output,
+    single_tensor,
+    warn_once,
+)
+from phalanx.backend.operators import (
+    EVENT_NAMES,
+    active_mode_count,
+    is_wrapper,
+    run_through_operator,
+)
+from phalanx.backend.profiling import begin_event, is_profiling, record_event
 from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork
 from phalanx.errors import UsageError
 
@@ -27,19 +39,19 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx import _native
-    from phalanx.backend.operators import Operator
+    from phalanx.backend.operators import OperatorCall
     from phalanx.errors import PhalanxError
 
     Tensors = list[torch.Tensor]
 
 _ANY_SOURCE = -1
-_IS_WRAPPED = torch.version.cuda is not None  # by `cuda.handing_over`, which adds a frame
+_IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame
 # PyTorch's send is isend followed by wait.
-_BLOCKING = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
+_BLOCKING_CODES = frozenset(inspect.unwrap(call).__code__ for call in (dist.send, dist.recv))
 # The result of a blocking call. Only PyTorch sees it, and waits for it.
 _DONE = FinishedWork([])
 # Bytes of private memory for messages that arrive before their recv, above which a warning is due.
-_MUCH_EARLY = 256 * 2**20
+_UNEXPECTED_BYTES_LIMIT = 256 * 2**20
 
 
 class Messages(Membership):
@@ -52,68 +64,72 @@ class Messages(Membership):
     def send(self, tensors: Tensors, dst: int, tag: int) -> dist.Work:
         """Send a tensor to a rank of the group; complete when the tensor is in shared memory."""
         blocking = _is_blocking()
-        if active_modes() or profiling():
+        if active_mode_count() or is_profiling():
             run = partial(self._send, dst, tag, blocking, tensors)
-            return self._observed("send", ("send", tensors, dst, tag), run)
+            return self._run_observed("send", ("send", tensors, dst, tag), run)
         return self._send(dst, tag, blocking, tensors)
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> dist.Work:
         """Receive a tensor of exactly this dtype and element count from a rank of the group."""
         _check_peer(src, self._size, "recv")
         blocking = _is_blocking()
-        if active_modes() or profiling():
+        if active_mode_count() or is_profiling():
             run = partial(self._recv, src, tag, blocking, tensors)
-            return self._observed("recv", ("recv", tensors, src, tag), run)
+            return self._run_observed("recv", ("recv", tensors, src, tag), run)
         return self._recv(src, tag, blocking, tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> dist.Work:
         """Receive from any rank; `Work._source_rank()` returns the rank of the sender."""
         blocking = _is_blocking()
         run = partial(self._recv, _ANY_SOURCE, tag, blocking, tensors)
-        if active_modes() or profiling():
-            return self._observed("recvAnySource", ("recv_anysource", tensors, tag), run)
+        if active_mode_count() or is_profiling():
+            return self._run_observed("recvAnySource", ("recv_anysource", tensors, tag), run)
         return run()
 
     def _send(self, dst: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
-        tensor = only(tensors, "send")
+        tensor = single_tensor(tensors, "send")
         _check_peer(dst, self._size, "send")
         _check_tag(tag, "send")
         if type(tensor) is not torch.Tensor and is_wrapper(tensor):
-            return through_operator(self, ("send", [tensor], dst, tag), lambda: _DONE)
-        flat = dense(tensor, "send")
-        code = code_of(tensor.dtype, "send")
+            return run_through_operator(self, ("send", [tensor], dst, tag), lambda: _DONE)
+        flat = prepare_input(tensor, "send")
+        code = dtype_code(tensor.dtype, "send")
         native = self._native
         if blocking:
             timeout = self._timeout
             status = native.send(flat.data_ptr(), flat.numel(), code, dst, tag, timeout)
             if status is not None:
-                raise self._failure(native, "send", tensor, dst, tag, timeout, call_site(), status)
+                raise self._message_error(
+                    native, "send", tensor, dst, tag, timeout, call_site(), status
+                )
             return _DONE
         message = native.isend(flat.data_ptr(), flat.numel(), code, dst, tag)
-        return self._under_way("send", native, message, tensor, flat, dst, tag)
+        return self._make_message_work("send", native, message, tensor, flat, dst, tag)
 
     def _recv(self, src: int, tag: int, blocking: bool, tensors: Tensors) -> dist.Work:
-        tensor = only(tensors, "recv")
+        tensor = single_tensor(tensors, "recv")
         _check_tag(tag, "recv")
         if type(tensor) is not torch.Tensor and is_wrapper(tensor):
-            operator: Operator = ("recv", [tensor], src, tag)
+            operator: OperatorCall = ("recv", [tensor], src, tag)
             if src == _ANY_SOURCE:
                 operator = ("recv_anysource", [tensor], tag)
-            return through_operator(self, operator, lambda: _DONE)
-        flat = writable(tensor, "recv")
-        code = code_of(tensor.dtype, "recv")
+            return run_through_operator(self, operator, lambda: _DONE)
+        flat = prepare_output(tensor, "recv")
+        code = dtype_code(tensor.dtype, "recv")
         native = self._native
         if not blocking:
             message = native.irecv(flat.data_ptr(), flat.numel(), code, src, tag)
-            return self._under_way("recv", native, message, tensor, flat, src, tag)
+            return self._make_message_work("recv", native, message, tensor, flat, src, tag)
         timeout = self._timeout
         source = native.recv(flat.data_ptr(), flat.numel(), code, src, tag, timeout)
         if not isinstance(source, int):
-            raise self._failure(native, "recv", tensor, src, tag, timeout, call_site(), source)
-        _received(native, tensor, flat)
+            raise self._message_error(
+                native, "recv", tensor, src, tag, timeout, call_site(), source
+            )
+        _finish_recv(native, tensor, flat)
         return _DONE if src >= 0 else FinishedMessage([tensor], source)
 
-    def _under_way(
+    def _make_message_work(
         self,
         name: str,
         native: _native.Group,
@@ -126,39 +142,39 @@ class Messages(Membership):
         """Return the work of a message that was posted and may still be in progress."""
         if message.done and message.status is None:
             if name == "recv":
-                _received(native, tensor, flat)
+                _finish_recv(native, tensor, flat)
             return FinishedMessage([tensor], message.peer)
         timeout = self._timeout
-        place = call_site_number()
+        site_number = call_site_number()
 
-        def end(status: _native.Status | None, seconds: float) -> BaseException | None:
-            self._kept.discard(work)
+        def on_done(status: _native.Status | None, seconds: float) -> BaseException | None:
+            self._active_messages.discard(work)
             if status is not None:
-                site = brief(call_site_text(place))
-                return self._failure(native, name, tensor, peer, tag, seconds, site, status)
+                site = short_site(call_site_text(site_number))
+                return self._message_error(native, name, tensor, peer, tag, seconds, site, status)
             if name == "recv":
-                _received(native, tensor, flat)
+                _finish_recv(native, tensor, flat)
             return None
 
-        work = MessageWork(message, native, end, [tensor], self._messages, timeout)
-        self._keep(work)
-        self._messages.start()
-        if self._joined is not None:
-            self._joined.append(work)
+        work = MessageWork(message, native, on_done, [tensor], self._message_thread, timeout)
+        self._keep_alive(work)
+        self._message_thread.start()
+        if self._coalesced_works is not None:
+            self._coalesced_works.append(work)
         return work
 
-    def _observed(self, kind: str, operator: Operator, run: Callable[[], dist.Work]) -> dist.Work:
+    def _run_observed(
+        self, kind: str, operator: OperatorCall, run: Callable[[], dist.Work]
+    ) -> dist.Work:
         """Run a message operation in view of dispatch modes or the profiler."""
-        if profiling():
-            run = partial(self._profiled_message, kind, operator[1], run)
-        if active_modes():
-            return through_operator(self, operator, run)
-        with event(EVENTS[operator[0]], operator[1]):
+        if is_profiling():
+            run = partial(self._run_profiled, kind, operator[1], run)
+        if active_mode_count():
+            return run_through_operator(self, operator, run)
+        with record_event(EVENT_NAMES[operator[0]], operator[1]):
             return run()
 
-    def _profiled_message(
-        self, kind: str, tensors: Tensors, run: Callable[[], dist.Work]
-    ) -> dist.Work:
+    def _run_profiled(self, kind: str, tensors: Tensors, run: Callable[[], dist.Work]) -> dist.Work:
         end = begin_event(f"{self.name()}:{kind}", list(tensors))
         try:
             work = run()
@@ -171,15 +187,15 @@ class Messages(Membership):
             work.get_future().add_done_callback(lambda _future: end())
         return work
 
-    def _keep(self, work: MessageWork) -> None:
+    def _keep_alive(self, work: MessageWork) -> None:
         """Keep a message alive until it is done, since the core uses its memory."""
-        self._kept.add(work)
-        if len(self._kept) >= self._kept_limit:
-            for kept in list(self._kept):
-                kept.is_completed()  # removes it if so
-            self._kept_limit = max(64, 2 * len(self._kept))
+        self._active_messages.add(work)
+        if len(self._active_messages) >= self._active_messages_limit:
+            for message in list(self._active_messages):
+                message.is_completed()  # removes it if so
+            self._active_messages_limit = max(64, 2 * len(self._active_messages))
 
-    def _failure(
+    def _message_error(
         self,
         native: _native.Group,
         name: str,
@@ -190,11 +206,11 @@ class Messages(Membership):
         site: str,
         status: _native.Status,
     ) -> PhalanxError:
-        what = f"{name} {label(tensor)} {other_end(name, peer, tag)} at {site}"
+        operation = f"{name} {format_tensor(tensor)} {format_peer(name, peer, tag)} at {site}"
         if status.code == "left" and status.peer == self._rank:
-            return left_behind(self._place, what)
-        lifetime.failed(native)
-        return error_for(status, native, self._place, what, timeout)
+            return left_group_error(self._rank_label, operation)
+        lifetime.propagate_deadlock(native)
+        return status_error(status, native, self._rank_label, operation, timeout)
 
 
 def _check_peer(peer: int, size: int, name: str) -> None:
@@ -207,12 +223,12 @@ def _check_tag(tag: int, name: str) -> None:
         raise UsageError(f"{name}: tag {tag}, expected 0 to {2**31 - 1}")
 
 
-def _received(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
-    settle(tensor, flat)
-    if native.early_peak > _MUCH_EARLY:
-        tell_once(
+def _finish_recv(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
+    copy_back(tensor, flat)
+    if native.early_peak > _UNEXPECTED_BYTES_LIMIT:
+        warn_once(
             "early",
-            f"{native.early_peak >> 20} MiB of messages came before they were asked for, and took "
+            f"{native.early_peak >> 20} MiB of messages arrived before their recv, and took "
             "private memory: receive in the order in which the other rank sends",
         )
 
@@ -223,4 +239,4 @@ def _is_blocking() -> bool:
     if _IS_WRAPPED:
         caller = caller and caller.f_back
     caller = caller and caller.f_back
-    return caller is not None and caller.f_code in _BLOCKING
+    return caller is not None and caller.f_code in _BLOCKING_CODES

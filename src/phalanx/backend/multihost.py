@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from phalanx import topology, transports
-from phalanx.backend.failure import HostsWords
+from phalanx.backend.failure import FailureFormatter
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.hierarchical import HostsGroup
 from phalanx.system.polling import attempts
@@ -16,15 +16,15 @@ from phalanx.system.polling import attempts
 if TYPE_CHECKING:
     from datetime import timedelta
 
-__all__ = ["spanning"]
+__all__ = ["form_multihost_group"]
 
 _COUNT, _OPEN = "phalanx/transports", "phalanx/open"
 
 
-def spanning(
+def form_multihost_group(
     local: Any,
     layout: topology.Layout,
-    places: list[topology.RankRecord],
+    rank_records: list[topology.RankRecord],
     store: Any,
     transport: str,
     timeout: timedelta,
@@ -39,43 +39,47 @@ def spanning(
             its transport in time.
     """
     try:
-        opened = _opened(layout, places, store, transport, timeout)
+        opened = _open_transport(layout, rank_records, store, transport, timeout)
     except BaseException:
         local.close()
         raise
-    group: Any = HostsGroup(local, layout, places, store, opened, HostsWords(lambda: group))
+    group: Any = HostsGroup(
+        local, layout, rank_records, store, opened, FailureFormatter(lambda: group)
+    )
     return group
 
 
-def _opened(
+def _open_transport(
     layout: topology.Layout,
-    places: list[topology.RankRecord],
+    rank_records: list[topology.RankRecord],
     store: Any,
     transport: str,
     timeout: timedelta,
 ) -> transports.Transport:
     end = time.monotonic() + timeout.total_seconds()
-    this = f"rank {layout.rank}/{layout.size}"
-    where = dist.PrefixStore("phalanx/transport", store)  # type: ignore[attr-defined]
+    rank_label = f"rank {layout.rank}/{layout.size}"
+    transport_store = dist.PrefixStore("phalanx/transport", store)  # type: ignore[attr-defined]
     try:
-        address = topology.own_address(store, places)
-        made = transports.open_transport(transport, where, layout.rank, layout.size, address)
+        address = topology.own_address(store, rank_records)
+        opened = transports.open_transport(
+            transport, transport_store, layout.rank, layout.size, address
+        )
     except (transports.TransportError, UsageError) as error:
-        words = f"the transport {transport} can't be had: {error}"
-        store.compare_set(_OPEN, "", f"on rank {layout.rank} {words}")
+        reason = f"the transport {transport} is not available: {error}"
+        store.compare_set(_OPEN, "", f"on rank {layout.rank} {reason}")
         if isinstance(error, UsageError):
             raise
-        raise PhalanxError(f"[{this}] {words}") from None
+        raise PhalanxError(f"[{rank_label}] {reason}") from None
     try:
-        _all_open(store, layout.size, this, end)
+        _wait_until_all_open(store, layout.size, rank_label, end)
     except BaseException:
-        made.abort()
-        made.close()
+        opened.abort()
+        opened.close()
         raise
-    return made
+    return opened
 
 
-def _all_open(store: Any, size: int, this: str, end: float) -> None:
+def _wait_until_all_open(store: Any, size: int, rank_label: str, end: float) -> None:
     """Wait until all ranks have opened their transports; raise if one could not."""
     if store.add(_COUNT, 1) == size:
         store.compare_set(_OPEN, "", "all")
@@ -83,7 +87,7 @@ def _all_open(store: Any, size: int, this: str, end: float) -> None:
         if store.check([_OPEN]):
             break
     else:
-        raise PhalanxError(f"[{this}] not all ranks have opened their transports in time")
-    said = store.get(_OPEN).decode()
-    if said != "all":
-        raise PhalanxError(f"[{this}] {said}")
+        raise PhalanxError(f"[{rank_label}] not all ranks have opened their transports in time")
+    outcome = store.get(_OPEN).decode()
+    if outcome != "all":
+        raise PhalanxError(f"[{rank_label}] {outcome}")

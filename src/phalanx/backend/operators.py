@@ -2,9 +2,9 @@
 
 PyTorch's own groups run each operation through an operator, which dispatch modes (such as
 `CommDebugMode`) and the profiler see. A group written in Python is called without the dispatcher,
-which is faster. While a mode is active, `through_operator` does what PyTorch's groups do. A base
-group without a backend calls the operator, and the modes see it in their order. Beneath them, a
-mode of this module runs the operation in place of PyTorch's kernel, which would require a
+which is faster. While a mode is active, `run_through_operator` does what PyTorch's groups do. A
+base group without a backend calls the operator, and the modes see it in their order. Beneath them,
+a mode of this module runs the operation in place of PyTorch's kernel, which would require a
 registered backend. Without a mode, the profiler gets an event with the operator's name (see
 `profiling`).
 
@@ -23,20 +23,20 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from phalanx.backend.work import JointWork
+from phalanx.backend.work import CompositeWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["EVENTS", "Operator", "active_modes", "is_wrapper", "through_operator"]
+__all__ = ["EVENT_NAMES", "OperatorCall", "active_mode_count", "is_wrapper", "run_through_operator"]
 
-Operator = tuple[Any, ...]
+OperatorCall = tuple[Any, ...]
 """The name of a method of PyTorch's `ProcessGroup`, and its arguments."""
 
-active_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+active_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 """Return the number of dispatch modes that are active in the calling thread."""
 
-EVENTS = {
+EVENT_NAMES = {
     method: f"c10d::{name}"
     for method, name in (
         ("all_gather_single", "_allgather_base_"),
@@ -63,7 +63,7 @@ EVENTS = {
 }
 """The names of operators in the profiler, by the method that calls them."""
 
-_bare: dict[tuple[int, int], Any] = {}
+_base_groups: dict[tuple[int, int], Any] = {}
 """Groups without a backend, by rank and size, which call operators as PyTorch's own groups do."""
 
 
@@ -78,8 +78,8 @@ def is_wrapper(tensor: torch.Tensor | None) -> bool:
     )
 
 
-def through_operator(
-    group: dist.ProcessGroup, operator: Operator, run: Callable[[], dist.Work]
+def run_through_operator(
+    group: dist.ProcessGroup, operator: OperatorCall, run: Callable[[], dist.Work]
 ) -> dist.Work:
     """Run an operation through its operator.
 
@@ -93,20 +93,24 @@ def through_operator(
         The work of the operations that have run; the result of the operator if none has.
     """
     method, *arguments = operator
-    place = group.rank(), group.size()
-    if place not in _bare:
-        _bare[place] = dist.ProcessGroup(*place)  # type: ignore[call-arg,arg-type]
-    unwraps = any(map(is_wrapper, tree_leaves(arguments)))
-    execution = _Unwrapping(group, operator) if unwraps else _Execution(lambda _arguments: run())
-    with _around_modes(execution, _Renaming(group)):
-        result: dist.Work = getattr(_bare[place], method)(*arguments)
+    rank_and_size = group.rank(), group.size()
+    if rank_and_size not in _base_groups:
+        _base_groups[rank_and_size] = dist.ProcessGroup(*rank_and_size)  # type: ignore[call-arg,arg-type]
+    has_wrapper = any(map(is_wrapper, tree_leaves(arguments)))
+    execution = (
+        _UnwrappingMode(group, operator)
+        if has_wrapper
+        else _ExecutionMode(lambda _arguments: run())
+    )
+    with _insert_modes(execution, _GroupSubstitutionMode(group)):
+        result: dist.Work = getattr(_base_groups[rank_and_size], method)(*arguments)
     works = execution.works
-    if unwraps and len(works) > 1:
-        return JointWork(works)
+    if has_wrapper and len(works) > 1:
+        return CompositeWork(works)
     return works[-1] if works else result
 
 
-class _Execution(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _ExecutionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The lowest mode: runs the operation when the operator has passed all other modes."""
 
     def __init__(self, run: Callable[[Sequence[Any]], dist.Work]) -> None:
@@ -119,7 +123,7 @@ class _Execution(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         # A mode may call other operators, and modes of the compiler and of fake tensors are beneath
         # this one.
-        if func.namespace != "c10d" or active_modes():
+        if func.namespace != "c10d" or active_mode_count():
             return func(*args, **(kwargs or {}))
         work = self._run(args)
         self.works.append(work)
@@ -129,16 +133,18 @@ class _Execution(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return (None, boxed, (args[0], boxed))[returns]
 
 
-class _Unwrapping(_Execution):  # type: ignore[no-untyped-call]
+class _UnwrappingMode(_ExecutionMode):  # type: ignore[no-untyped-call]
     """The lowest mode for wrappers: runs the operation on the tensors that they hold."""
 
-    def __init__(self, group: dist.ProcessGroup, operator: Operator) -> None:
+    def __init__(self, group: dist.ProcessGroup, operator: OperatorCall) -> None:
         method, *arguments = operator
 
-        def run(called: Sequence[Any]) -> dist.Work:
-            held = (each for each in tree_leaves(called) if isinstance(each, torch.Tensor))
-            own = tree_map_only(torch.Tensor, lambda _wrapper: next(held), arguments)
-            work: dist.Work = getattr(group, method)(*own)
+        def run(call_arguments: Sequence[Any]) -> dist.Work:
+            inner_tensors = (
+                each for each in tree_leaves(call_arguments) if isinstance(each, torch.Tensor)
+            )
+            unwrapped = tree_map_only(torch.Tensor, lambda _wrapper: next(inner_tensors), arguments)
+            work: dist.Work = getattr(group, method)(*unwrapped)
             return work
 
         super().__init__(run)
@@ -152,7 +158,7 @@ class _Unwrapping(_Execution):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-class _Renaming(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _GroupSubstitutionMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The highest mode: replaces the base group that calls the operator by the actual group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -173,29 +179,29 @@ def _is_group(value: Any) -> bool:
 
 
 @contextmanager
-def _around_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iterator[None]:
+def _insert_modes(lowest: TorchDispatchMode, highest: TorchDispatchMode) -> Iterator[None]:
     """Activate one mode beneath all active modes, except those of the compiler, and one above.
 
     Modes of the compiler have a key, and PyTorch keeps them beneath the others.
     """
-    modes = []
-    while active_modes() and not _is_keyed(_top()):
-        modes.append(torch._C._pop_torch_dispatch_stack(None))
-    between = [lowest, *reversed(modes), *([highest] if modes else [])]
+    suspended = []
+    while active_mode_count() and not _is_infra_mode(_top_mode()):
+        suspended.append(torch._C._pop_torch_dispatch_stack(None))
+    activated = [lowest, *reversed(suspended), *([highest] if suspended else [])]
     try:
-        for mode in between:
+        for mode in activated:
             torch._C._push_on_torch_dispatch_stack(mode)
         yield
     finally:
-        for _ in between:
+        for _ in activated:
             torch._C._pop_torch_dispatch_stack(None)
-        for mode in reversed(modes):
+        for mode in reversed(suspended):
             torch._C._push_on_torch_dispatch_stack(mode)
 
 
-def _top() -> Any:
-    return torch._C._get_dispatch_stack_at(active_modes() - 1)
+def _top_mode() -> Any:
+    return torch._C._get_dispatch_stack_at(active_mode_count() - 1)
 
 
-def _is_keyed(mode: Any) -> bool:
+def _is_infra_mode(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is not None

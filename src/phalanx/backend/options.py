@@ -21,14 +21,14 @@ class Options:
     """The options of a group of the backend "phalanx", given as `pg_options`.
 
     Attributes:
-        transport: The transport between hosts, one of `phalanx.transports.NAMES`. If empty, it is taken from
-            `PHALANX_TRANSPORT`, else from the default group, else it is "gloo".
+        transport: The transport between hosts, one of `phalanx.transports.NAMES`. If empty, it is
+            taken from `PHALANX_TRANSPORT`, else from the default group, else it is "gloo".
     """
 
     transport: str = ""
 
 
-def transport_of(options: object, world: object) -> str:
+def select_transport(options: object, world: object) -> str:
     """Return the name of the transport for a new group.
 
     Args:
@@ -45,7 +45,7 @@ def transport_of(options: object, world: object) -> str:
     return name
 
 
-def options_of(
+def options_factory(
     kind: Callable[[], Any], field: str | None = None
 ) -> Callable[[Any, timedelta | None], Any]:
     """Return a function that makes an options object from the arguments of a method.
@@ -58,11 +58,11 @@ def options_of(
     def options(given: Any, timeout: timedelta | None) -> Any:
         if isinstance(given, kind):  # type: ignore[arg-type]
             return given
-        made = kind()
+        options = kind()
         if given is not None:
-            setattr(made, field or "timeout", given)
+            setattr(options, field or "timeout", given)
         if timeout is not None:
-            made.timeout = timeout
-        return made
+            options.timeout = timeout
+        return options
 
     return options

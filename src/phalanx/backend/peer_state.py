@@ -1,8 +1,8 @@
 """Descriptions of the ranks of a group from their flight recorders, for error messages.
 
-A rank that is dead, stopped or busy cannot be queried. Its flight recorder can: the core copies it, and
-this module describes its content. If there is no box (its directory could not be written, or the
-file is gone), the descriptions are shorter.
+A rank that is dead, stopped or busy cannot be queried. Its flight recorder can: the core copies it,
+and this module describes its content. If there is no recorder (its directory could not be written,
+or the file is gone), the descriptions are shorter.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ import time
 from typing import Any
 
 from phalanx import _native
-from phalanx.backend.call_site import brief
-from phalanx.backend.dtypes import NAMES
+from phalanx.backend.call_site import short_site
+from phalanx.backend.dtypes import DTYPE_NAMES
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 
-Box = dict[str, Any]
+Record = dict[str, Any]
 
-_LONG = 640
-"""The maximum length of a rank's own text, in characters; longer than its box can hold."""
-_COPIES = 3
-"""The number of copies of a box to search; one may lack an operation that ends during the copy."""
-_HISTORY = 512
+_MAX_TEXT_LENGTH = 640
+"""The maximum length of a rank's own text, in characters; longer than its recorder can hold."""
+_MAX_COPIES = 3
+"""The number of copies of a recorder to search; one may lack an operation that just ended."""
+_LONG_HISTORY = 512
 """The number of a rank's last operations to search for a fingerprint."""
-_LAST = 8
+_SHORT_HISTORY = 8
 """The number of operations to read if only the newest matters; kept small since ranks wait."""
 
 
-def named(group: Any, rank: int) -> str:
+def format_rank(group: Any, rank: int) -> str:
     """Return text for a rank with its pid, and with its host if it is on another host."""
     if group.closed:  # another thread has left the group, so the pids are unknown
         return f"rank {rank}"
@@ -36,74 +36,90 @@ def named(group: Any, rank: int) -> str:
     return f"rank {rank} (pid {group.pid(rank)}{f' on {host}' if host else ''})"
 
 
-def site_of(group: _native.Group, rank: int, operation: _native.Fingerprint) -> str:
+def format_call_site(group: _native.Group, rank: int, operation: _native.Fingerprint) -> str:
     """Return the call site of a rank's operation, as in " at train.py:40"; empty if unknown."""
-    for _ in range(_COPIES):
-        box = _box(group, rank, _HISTORY)
-        if box is None:
+    for _ in range(_MAX_COPIES):
+        recorder = _read_recorder(group, rank, _LONG_HISTORY)
+        if recorder is None:
             break
-        found = _find(box, group, operation)
+        found = _find_operation(recorder, group, operation)
         if found and found["site"]:
-            return _at(found)
+            return _format_site(found)
     return ""
 
 
-def leaving_site(group: _native.Group, rank: int) -> str:
+def format_leaving_site(group: _native.Group, rank: int) -> str:
     """Return the call site at which a rank left or aborted the group, or "": " at train.py:77"."""
-    note = _note(group, rank)
-    return f" at {escape(brief(note['left_at']))}" if note and note["left_at"] else ""
+    group_record = _group_record(group, rank)
+    return (
+        f" at {escape(short_site(group_record['left_at']))}"
+        if group_record and group_record["left_at"]
+        else ""
+    )
 
 
-def reason(group: _native.Group, rank: int) -> str:
+def abort_reason(group: _native.Group, rank: int) -> str:
     """Return the reason that a rank gave for aborting the group; empty if it gave none."""
-    note = _note(group, rank)
-    return escape(note["why"], _LONG) if note else ""
+    group_record = _group_record(group, rank)
+    return escape(group_record["why"], _MAX_TEXT_LENGTH) if group_record else ""
 
 
-def last_words(group: _native.Group, rank: int) -> str:
+def exit_exception(group: _native.Group, rank: int) -> str:
     """Return the exception that ended a rank's process or session; empty if none did."""
-    note = _note(group, rank)
-    if note and note["why"].startswith(SESSION_ENDED):  # takes precedence over the process's end
-        return escape(note["why"].removeprefix(SESSION_ENDED), _LONG)
-    box = _box(group, rank)
-    return escape(box["last_words"], _LONG) if box and box["ending"] == "failed" else ""
+    group_record = _group_record(group, rank)
+    # The end of the session takes precedence over that of the process.
+    if group_record and group_record["why"].startswith(SESSION_ENDED):
+        return escape(group_record["why"].removeprefix(SESSION_ENDED), _MAX_TEXT_LENGTH)
+    recorder = _read_recorder(group, rank)
+    return (
+        escape(recorder["last_words"], _MAX_TEXT_LENGTH)
+        if recorder and recorder["ending"] == "failed"
+        else ""
+    )
 
 
-def last_deed(group: _native.Group, rank: int) -> str:
-    """Return the last operation of a dead rank; empty if its box cannot be read.
+def format_last_operation(group: _native.Group, rank: int) -> str:
+    """Return the last operation of a dead rank; empty if its recorder cannot be read.
 
     For example ", in all_reduce #41 at train.py:40, after step 17".
     """
-    box = _box(group, rank)
-    if box is None:
+    recorder = _read_recorder(group, rank)
+    if recorder is None:
         return ""
-    words = ""
-    if (current := _under_way(box)) is not None:
-        words = f", in {_words(current)}"
-    elif box["done"]:
-        words = f", after {_words(box['done'][-1])}"
-    return words + _step(box)
+    text = ""
+    if (current := _blocking_operation(recorder)) is not None:
+        text = f", in {_format_operation(current)}"
+    elif recorder["done"]:
+        text = f", after {_format_operation(recorder['done'][-1])}"
+    return text + _format_step(recorder)
 
 
-def whereabouts(group: _native.Group, rank: int) -> str:
+def describe_activity(group: _native.Group, rank: int) -> str:
     """Describe the current activity of a late rank, in a predicate without a subject."""
-    state = state_of(group.pid(rank))
-    box = _box(group, rank)
+    state = process_state(group.pid(rank))
+    recorder = _read_recorder(group, rank)
     if state in ("T", "t"):
-        return "is stopped by a signal (SIGSTOP)" + (_since_last(box) if box else "")
-    if box is None:
+        return "is stopped by a signal (SIGSTOP)" + (
+            _format_idle_time(recorder) if recorder else ""
+        )
+    if recorder is None:
         return "is alive"
-    current = _under_way(box)
+    current = _blocking_operation(recorder)
     if current is None:
-        return "is in its own code" + _since_last(box)
-    words = f"is in {_words(current)}{_group(box, current, group)} for {_ago(current['begin'])}"
+        return "is in its own code" + _format_idle_time(recorder)
+    text = (
+        f"is in {_format_operation(current)}{_format_group(recorder, current, group)} "
+        f"for {_format_elapsed(current['begin'])}"
+    )
     if (other := current["waiting_for"]) >= 0:
-        who = named(group, other) if _is_of(box, current, group) else f"rank {other}"
-        words += f", waiting for {who} there"
-    return words + _step(box)
+        peer = (
+            format_rank(group, other) if _is_in_group(recorder, current, group) else f"rank {other}"
+        )
+        text += f", waiting for {peer} there"
+    return text + _format_step(recorder)
 
 
-def state_of(pid: int) -> str:
+def process_state(pid: int) -> str:
     """Return the kernel's letter for a process's state; empty if there is no such process."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
@@ -112,18 +128,25 @@ def state_of(pid: int) -> str:
         return ""
 
 
-def _box(group: _native.Group, rank: int, history: int = _LAST) -> Box | None:
+def _read_recorder(group: _native.Group, rank: int, history: int = _SHORT_HISTORY) -> Record | None:
     # Another thread may have left the group in the meantime.
     return None if group.closed or rank < 0 else group.flight_recorder(rank, history)
 
 
-def _note(group: _native.Group, rank: int) -> Box | None:
-    box = _box(group, rank)
-    notes = box["groups"] if box else []
-    return next((note for note in notes if note["identity"] == group.identity), None)
+def _group_record(group: _native.Group, rank: int) -> Record | None:
+    recorder = _read_recorder(group, rank)
+    group_records = recorder["groups"] if recorder else []
+    return next(
+        (
+            group_record
+            for group_record in group_records
+            if group_record["identity"] == group.identity
+        ),
+        None,
+    )
 
 
-def _under_way(box: Box) -> Box | None:
+def _blocking_operation(recorder: Record) -> Record | None:
     """Return the operation that blocks a rank; None if the rank is in its own code.
 
     A message that nothing waits for does not count, as in `phalanx explain`: it may be posted long
@@ -131,7 +154,7 @@ def _under_way(box: Box) -> Box | None:
     """
     blocking = [
         operation
-        for operation in box["open"]
+        for operation in recorder["open"]
         if operation["kind"] not in ("send", "recv")
         or operation["waiting_for"] >= 0
         or operation["peer"] < 0
@@ -140,57 +163,61 @@ def _under_way(box: Box) -> Box | None:
     return min(blocking, key=key, default=None)
 
 
-def _find(box: Box, group: _native.Group, wanted: _native.Fingerprint) -> Box | None:
+def _find_operation(
+    recorder: Record, group: _native.Group, wanted: _native.Fingerprint
+) -> Record | None:
     """Return the newest operation of this group with this fingerprint; None if there is none."""
-    for operation in reversed([*box["done"], *box["open"]]):
+    for operation in reversed([*recorder["done"], *recorder["open"]]):
         same = operation["kind"] == wanted.kind and operation["sequence"] == wanted.sequence
-        if same and _is_of(box, operation, group) and _fits(operation, wanted):
+        if same and _is_in_group(recorder, operation, group) and _matches(operation, wanted):
             return operation  # type: ignore[no-any-return]
     return None
 
 
-def _fits(operation: Box, wanted: _native.Fingerprint) -> bool:
+def _matches(operation: Record, wanted: _native.Fingerprint) -> bool:
     if wanted.kind not in ("send", "recv"):
         return True  # the number in the group identifies it
     found = operation["count"], operation["dtype"]
-    return found == (wanted.count, NAMES[wanted.dtype])
+    return found == (wanted.count, DTYPE_NAMES[wanted.dtype])
 
 
-def _is_of(box: Box, operation: Box, group: _native.Group) -> bool:
+def _is_in_group(recorder: Record, operation: Record, group: _native.Group) -> bool:
     index = operation["group"]
-    return bool(index >= 0 and box["groups"][index]["identity"] == group.identity)
+    return bool(index >= 0 and recorder["groups"][index]["identity"] == group.identity)
 
 
-def _words(operation: Box) -> str:
+def _format_operation(operation: Record) -> str:
     kind = operation["kind"]
-    words = [kind if kind in ("send", "recv", "join") else f"{kind} #{operation['sequence']}"]
+    parts = [kind if kind in ("send", "recv", "join") else f"{kind} #{operation['sequence']}"]
     if operation["dtype"]:
-        words.append(f"{operation['dtype']}[{operation['count']}]")
-    return " ".join(words) + _at(operation)
+        parts.append(f"{operation['dtype']}[{operation['count']}]")
+    return " ".join(parts) + _format_site(operation)
 
 
-def _at(operation: Box) -> str:
-    return f" at {escape(brief(operation['site']))}" if operation["site"] else ""
+def _format_site(operation: Record) -> str:
+    return f" at {escape(short_site(operation['site']))}" if operation["site"] else ""
 
 
-def _group(box: Box, operation: Box, group: _native.Group) -> str:
-    if operation["group"] < 0 or _is_of(box, operation, group):
+def _format_group(recorder: Record, operation: Record, group: _native.Group) -> str:
+    if operation["group"] < 0 or _is_in_group(recorder, operation, group):
         return ""
-    return f" of group '{escape(box['groups'][operation['group']]['name'])}'"
+    return f" of group '{escape(recorder['groups'][operation['group']]['name'])}'"
 
 
-def _since_last(box: Box) -> str:
-    if not box["done"]:
-        return ", and has done no operation yet" + _step(box)
-    last = box["done"][-1]
-    return f" since {_words(last)}, {_ago(last['end'])} ago" + _step(box)
+def _format_idle_time(recorder: Record) -> str:
+    if not recorder["done"]:
+        return ", and has done no operation yet" + _format_step(recorder)
+    last = recorder["done"][-1]
+    return f" since {_format_operation(last)}, {_format_elapsed(last['end'])} ago" + _format_step(
+        recorder
+    )
 
 
-def _step(box: Box) -> str:
+def _format_step(recorder: Record) -> str:
     # The step is negative in a report without one.
-    steps = [step for _, step, _ in box["reports"] if step >= 0]
+    steps = [step for _, step, _ in recorder["reports"] if step >= 0]
     return f", after step {steps[-1]}" if steps else ""
 
 
-def _ago(nanoseconds: int) -> str:
+def _format_elapsed(nanoseconds: int) -> str:
     return f"{max(0.0, time.monotonic() - nanoseconds / 1e9):.1f} s"

@@ -18,42 +18,53 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from phalanx import topology
 from phalanx._native import misplaced
 from phalanx.backend import torch_patches
-from phalanx.backend.collectives import Collectives, multiplied
-from phalanx.backend.cuda import handing_over
-from phalanx.backend.dtypes import code_of, reduction
-from phalanx.backend.execution import NativeCall, Pairs, Tensors, divided, in_turn
-from phalanx.backend.failure import absence
+from phalanx.backend.collectives import Collectives, premultiply
+from phalanx.backend.cuda import delegate_cuda
+from phalanx.backend.dtypes import dtype_code, find_reduction
+from phalanx.backend.execution import NativeCall, Pairs, Tensors, divide_after, run_sequentially
+from phalanx.backend.failure import describe_missing_rank
 from phalanx.backend.membership import Membership
-from phalanx.backend.operands import dense, label, same_kind, same_pair, tell_once, writable
-from phalanx.backend.options import transport_of
+from phalanx.backend.operands import (
+    check_pair,
+    check_same_kind,
+    format_tensor,
+    prepare_input,
+    prepare_output,
+    warn_once,
+)
+from phalanx.backend.options import select_transport
 from phalanx.errors import UsageError
 from phalanx.observe import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.backend.operators import Operator
+    from phalanx.backend.operators import OperatorCall
 
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:
     """Create a group; PyTorch calls this for "phalanx" with its `_DistributedBackendOptions`."""
-    transport = transport_of(backend_options, dist.group.WORLD if dist.is_initialized() else None)
+    transport = select_transport(
+        backend_options, dist.group.WORLD if dist.is_initialized() else None
+    )
     rank, size, name = options.group_rank, options.group_size, options.group_id
-    members, store = options.global_ranks_in_group, _own_store(options.store)
+    members, store = options.global_ranks_in_group, _attempt_store(options.store)
     recorder.open_for_group(store, rank, size)
-    where = partial(_known_of, members)
-    store, layout, places, local = topology.join(
-        store, rank, size, options.timeout, name, members, where, transport
+    describe_missing = partial(_describe_missing, members)
+    store, layout, rank_records, local = topology.join(
+        store, rank, size, options.timeout, name, members, describe_missing, transport
     )
     native = local
     if len(layout.hosts) > 1:
-        # Groups of one host, the common case, need neither these modules nor those of `hosts`.
-        from phalanx.backend.multihost import spanning
+        # Groups of one host, the common case, need neither this module nor those of `hierarchical`.
+        from phalanx.backend.multihost import form_multihost_group
 
-        native = spanning(local, layout, places, store, transport, options.timeout)
-    torch_patches.smooth()
+        native = form_multihost_group(
+            local, layout, rank_records, store, transport, options.timeout
+        )
+    torch_patches.apply()
     if os.environ.get("TORCH_DIST_NAN_CHECK") == "1":
-        tell_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
+        warn_once("nan", "TORCH_DIST_NAN_CHECK has no effect: PyTorch checks its own groups only")
     group = ProcessGroup(native, store, rank, size, name, options.timeout)
     group.hosts = layout.hosts
     group.transport = transport
@@ -61,20 +72,24 @@ def create(options: Any, backend_options: object = None) -> ProcessGroup:
     return group
 
 
-def _known_of(members: Sequence[int], rank: int, holder: str) -> str:
-    """Describe a missing rank of a group that is being formed (see `failure.absence`)."""
-    world = dist.group.WORLD if dist.is_initialized() else None
-    native = world._native if isinstance(world, Membership) and not world._native.closed else None
-    return absence(native, members[rank] if members else rank, holder)
+def _describe_missing(members: Sequence[int], rank: int, claimant: str) -> str:
+    """Describe a missing rank of a group that is being formed."""
+    default_group = dist.group.WORLD if dist.is_initialized() else None
+    native = (
+        default_group._native
+        if isinstance(default_group, Membership) and not default_group._native.closed
+        else None
+    )
+    return describe_missing_rank(native, members[rank] if members else rank, claimant)
 
 
-def _own_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]
+def _attempt_store(store: dist.Store) -> dist.Store:  # type: ignore[name-defined]
     """Return a store in which ranks restarted by torchrun do not find keys of the previous ones."""
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return store if attempt == "0" else dist.PrefixStore(f"attempt-{attempt}", store)  # type: ignore[attr-defined]
 
 
-@handing_over(
+@delegate_cuda(
     "broadcast",
     "allreduce",
     "reduce",
@@ -108,10 +123,10 @@ class ProcessGroup(Collectives):
     ) -> dist.Work:
         """Collect the tensors of all ranks, one after another in rank order, in one tensor."""
         opts = opts or AllgatherOptions()
-        call, pair, keep = self._gather_one(output, input, "all_gather_single")
+        call, pair, keep_alive = self._prepare_gather(output, input, "all_gather_single")
         operator = "all_gather_single", output, input, opts
-        return self._collective(
-            "all_gather_single", call, input, opts, [pair], operator, 0, -1, keep
+        return self._run_collective(
+            "all_gather_single", call, input, opts, [pair], operator, 0, -1, keep_alive
         )
 
     def gather_single(
@@ -122,11 +137,11 @@ class ProcessGroup(Collectives):
         outputs = []
         if opts.rootRank == self._rank:
             if output.numel() != self._size * input.numel():
-                raise self._unfit(output, input, "gather_single", "output", "input")
+                raise self._size_error(output, input, "gather_single", "output", "input")
             if not output.is_contiguous():
                 raise UsageError(
-                    f"gather_single: the output {label(output)} has strides {output.stride()}, "
-                    "expected a contiguous tensor"
+                    f"gather_single: the output {format_tensor(output)} has strides "
+                    f"{output.stride()}, expected a contiguous tensor"
                 )
             outputs = [list(output.view(self._size, *input.shape))]
         return self.gather(outputs, [input], opts)
@@ -136,11 +151,11 @@ class ProcessGroup(Collectives):
     ) -> dist.Work:
         """Combine the tensors of all ranks; every rank gets the part at its rank."""
         opts = opts or dist.ReduceScatterOptions()
-        call, pair, op, keep = self._reduce_scatter_one(
+        call, pair, op, keep_alive = self._prepare_reduce_scatter(
             output, input, opts.reduceOp, "reduce_scatter_single"
         )
         name, operator = "reduce_scatter_single", ("reduce_scatter_single", output, input, opts)
-        return self._collective(name, call, input, opts, [pair], operator, op, -1, keep)
+        return self._run_collective(name, call, input, opts, [pair], operator, op, -1, keep_alive)
 
     def all_to_all_single(
         self,
@@ -153,27 +168,32 @@ class ProcessGroup(Collectives):
         """Send each rank its rows of a tensor, by the split sizes or, if empty, equally many."""
         opts = opts or dist.AllToAllOptions()
         name = "all_to_all_single"
-        same_pair(output, input, name)
-        flat_in = dense(input, name)
-        flat_out = writable(output, name)
-        ahead = flat_out.data_ptr() - flat_in.data_ptr()
-        if -flat_out.nbytes < ahead < flat_in.nbytes:
+        check_pair(output, input, name)
+        flat_in = prepare_input(input, name)
+        flat_out = prepare_output(output, name)
+        offset = flat_out.data_ptr() - flat_in.data_ptr()
+        if -flat_out.nbytes < offset < flat_in.nbytes:
             # Incoming data would overwrite parts that other ranks have not read yet.
             flat_in = flat_in.clone()
-        code = code_of(input.dtype, name)
-        count, left = divmod(flat_in.numel(), self._size)
-        even = not (left or input_split_sizes or output_split_sizes)
-        if even and input.dim() and input.shape == output.shape and input.size(0) % self._size == 0:
+        code = dtype_code(input.dtype, name)
+        count, remainder = divmod(flat_in.numel(), self._size)
+        is_even = not (remainder or input_split_sizes or output_split_sizes)
+        if (
+            is_even
+            and input.dim()
+            and input.shape == output.shape
+            and input.size(0) % self._size == 0
+        ):
             addresses = flat_in.data_ptr(), flat_out.data_ptr()
             call: NativeCall = partial(self._native.all_to_all_single, *addresses, count, code)
         else:
-            inputs = self._parts(flat_in, input_split_sizes, name, "input")
-            outputs = self._parts(flat_out, output_split_sizes, name, "output")
+            inputs = self._split_rows(flat_in, input_split_sizes, name, "input")
+            outputs = self._split_rows(flat_out, output_split_sizes, name, "output")
             self._check_own_parts(inputs[1], outputs[1], name)
             call = partial(self._native.all_to_all, *inputs, *outputs, code)
         pairs = [(output, flat_out)]
         operator = name, output, input, output_split_sizes, input_split_sizes, opts
-        return self._collective(name, call, input, opts, pairs, operator, 0, -1, flat_in)
+        return self._run_collective(name, call, input, opts, pairs, operator, 0, -1, flat_in)
 
     # Coalesced collectives: several operations with one work.
 
@@ -183,16 +203,16 @@ class ProcessGroup(Collectives):
         name, native = "all_reduce_coalesced", self._native
         calls, pairs, op = [], [], 0
         for tensor in tensors:
-            how = reduction(opts.reduceOp, tensor, name)
-            flat = writable(tensor, name)
-            if how.multiplied:
-                flat = multiplied(flat, opts.reduceOp)
-            op = how.op
-            call = partial(native.all_reduce, flat.data_ptr(), flat.numel(), how.dtype, op)
-            calls.append(divided(call, flat, self._size) if how.divided else call)
+            reduction = find_reduction(opts.reduceOp, tensor, name)
+            flat = prepare_output(tensor, name)
+            if reduction.premultiplies:
+                flat = premultiply(flat, opts.reduceOp)
+            op = reduction.op
+            call = partial(native.all_reduce, flat.data_ptr(), flat.numel(), reduction.dtype, op)
+            calls.append(divide_after(call, flat, self._size) if reduction.divides else call)
             pairs.append((tensor, flat))
         operator = "allreduce_coalesced", tensors, opts
-        return self._coalesced(name, calls, tensors, opts, pairs, op=op, operator=operator)
+        return self._run_coalesced(name, calls, tensors, opts, pairs, op=op, operator=operator)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -200,12 +220,14 @@ class ProcessGroup(Collectives):
         """Do `all_gather_single` for each pair of an output and an input."""
         opts = opts or AllgatherOptions()
         name = "all_gather_single_coalesced"
-        _same_length(outputs, inputs, name)
-        made = [self._gather_one(*pair, name) for pair in zip(outputs, inputs, strict=True)]
-        calls = [call for call, _, _ in made]
-        pairs = [pair for _, pair, _ in made]
+        _check_same_length(outputs, inputs, name)
+        prepared = [self._prepare_gather(*pair, name) for pair in zip(outputs, inputs, strict=True)]
+        calls = [call for call, _, _ in prepared]
+        pairs = [pair for _, pair, _ in prepared]
         operator = name, outputs, inputs, opts
-        return self._coalesced(name, calls, inputs, opts, pairs, keep=made, operator=operator)
+        return self._run_coalesced(
+            name, calls, inputs, opts, pairs, keep_alive=prepared, operator=operator
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -213,17 +235,17 @@ class ProcessGroup(Collectives):
         """Do `reduce_scatter_single` for each pair of an output and an input."""
         opts = opts or dist.ReduceScatterOptions()
         name = "reduce_scatter_single_coalesced"
-        _same_length(outputs, inputs, name)
-        made = [
-            self._reduce_scatter_one(output, source, opts.reduceOp, name)
+        _check_same_length(outputs, inputs, name)
+        prepared = [
+            self._prepare_reduce_scatter(output, source, opts.reduceOp, name)
             for output, source in zip(outputs, inputs, strict=True)
         ]
-        calls = [call for call, _, _, _ in made]
-        pairs = [pair for _, pair, _, _ in made]
-        op = made[0][2] if made else 0
+        calls = [call for call, _, _, _ in prepared]
+        pairs = [pair for _, pair, _, _ in prepared]
+        op = prepared[0][2] if prepared else 0
         operator = name, outputs, inputs, opts
-        return self._coalesced(
-            name, calls, inputs, opts, pairs, op=op, keep=made, operator=operator
+        return self._run_coalesced(
+            name, calls, inputs, opts, pairs, op=op, keep_alive=prepared, operator=operator
         )
 
     def allgather_coalesced(
@@ -239,23 +261,25 @@ class ProcessGroup(Collectives):
             )
         calls: list[NativeCall] = []
         pairs: Pairs = []
-        flats = [dense(source, name) for source in inputs]
+        flats = [prepare_input(source, name) for source in inputs]
         for outputs in output_lists:
-            _same_length(outputs, inputs, name)
+            _check_same_length(outputs, inputs, name)
         for index, source in enumerate(inputs):
             outputs = [each[index] for each in output_lists]
-            same_kind(outputs, source, name)
-            to = [writable(output, name) for output in outputs]
-            code, addresses = code_of(source.dtype, name), [flat.data_ptr() for flat in to]
+            check_same_kind(outputs, source, name)
+            targets = [prepare_output(output, name) for output in outputs]
+            code, addresses = dtype_code(source.dtype, name), [flat.data_ptr() for flat in targets]
             flat = flats[index]
             if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
                 flat = flats[index] = flat.clone()
             calls.append(
                 partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)
             )
-            pairs.extend(zip(outputs, to, strict=True))
+            pairs.extend(zip(outputs, targets, strict=True))
         operator = "allgather_coalesced", output_lists, inputs, opts
-        return self._coalesced(name, calls, inputs, opts, pairs, keep=flats, operator=operator)
+        return self._run_coalesced(
+            name, calls, inputs, opts, pairs, keep_alive=flats, operator=operator
+        )
 
     # Former names in PyTorch, which libraries may still call.
 
@@ -268,7 +292,7 @@ class ProcessGroup(Collectives):
 
     # Helpers.
 
-    def _coalesced(
+    def _run_coalesced(
         self,
         name: str,
         calls: Sequence[NativeCall],
@@ -277,52 +301,54 @@ class ProcessGroup(Collectives):
         pairs: Pairs,
         *,
         op: int = 0,
-        keep: object = None,
-        operator: Operator,
+        keep_alive: object = None,
+        operator: OperatorCall,
     ) -> dist.Work:
         subject = subjects[0] if subjects else None
-        call = in_turn(calls)
-        return self._collective(name, call, subject, opts, pairs, operator, op, -1, keep, subjects)
+        call = run_sequentially(calls)
+        return self._run_collective(
+            name, call, subject, opts, pairs, operator, op, -1, keep_alive, subjects
+        )
 
-    def _gather_one(
+    def _prepare_gather(
         self, output: torch.Tensor, source: torch.Tensor, name: str
     ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], object]:
-        same_pair(output, source, name)
+        check_pair(output, source, name)
         count = source.numel()
         if output.numel() != self._size * count:
-            raise self._unfit(output, source, name, "output", "input")
-        flat = dense(source, name)
-        to = writable(output, name)
-        addresses = flat.data_ptr(), to.data_ptr()
+            raise self._size_error(output, source, name, "output", "input")
+        flat = prepare_input(source, name)
+        target = prepare_output(output, name)
+        addresses = flat.data_ptr(), target.data_ptr()
         if self._is_misplaced(*addresses, flat.nbytes):
             flat = flat.clone()
             addresses = flat.data_ptr(), addresses[1]
-        code = code_of(source.dtype, name)
+        code = dtype_code(source.dtype, name)
         call = partial(self._native.all_gather_single, *addresses, count, code)
-        return call, (output, to), flat
+        return call, (output, target), flat
 
-    def _reduce_scatter_one(
+    def _prepare_reduce_scatter(
         self, output: torch.Tensor, source: torch.Tensor, reduce_op: Any, name: str
     ) -> tuple[NativeCall, tuple[torch.Tensor, torch.Tensor], int, object]:
-        same_pair(output, source, name)
+        check_pair(output, source, name)
         count = output.numel()
         if source.numel() != self._size * count:
-            raise self._unfit(source, output, name, "input", "output")
-        how = reduction(reduce_op, output, name)
-        flat = dense(source, name)
-        if how.multiplied:
-            flat = multiplied(flat, reduce_op)
-        to = writable(output, name)
-        addresses = flat.data_ptr(), to.data_ptr()
-        if self._is_misplaced(addresses[1], addresses[0], to.nbytes):
-            to = torch.empty_like(to)
-            addresses = addresses[0], to.data_ptr()
+            raise self._size_error(source, output, name, "input", "output")
+        reduction = find_reduction(reduce_op, output, name)
+        flat = prepare_input(source, name)
+        if reduction.premultiplies:
+            flat = premultiply(flat, reduce_op)
+        target = prepare_output(output, name)
+        addresses = flat.data_ptr(), target.data_ptr()
+        if self._is_misplaced(addresses[1], addresses[0], target.nbytes):
+            target = torch.empty_like(target)
+            addresses = addresses[0], target.data_ptr()
         call: NativeCall = partial(
-            self._native.reduce_scatter_single, *addresses, count, how.dtype, how.op
+            self._native.reduce_scatter_single, *addresses, count, reduction.dtype, reduction.op
         )
-        if how.divided:
-            call = divided(call, to, self._size)
-        return call, (output, to), how.op, flat
+        if reduction.divides:
+            call = divide_after(call, target, self._size)
+        return call, (output, target), reduction.op, flat
 
     def _is_misplaced(self, part: int, whole: int, size: int) -> bool:
         """Return whether a part overlaps the whole without being exactly this rank's part of it.
@@ -335,40 +361,41 @@ class ProcessGroup(Collectives):
         offset = part - whole
         return -size < offset < self._size * size and offset != self._rank * size
 
-    def _addresses(self, whole: torch.Tensor) -> list[int]:
+    def _part_addresses(self, whole: torch.Tensor) -> list[int]:
         """Return the addresses of the equally sized parts of a contiguous tensor, one per rank."""
         start = whole.data_ptr()
         step = whole.numel() // self._size * whole.element_size()
         return [start + rank * step for rank in range(self._size)]
 
-    def _unfit(
-        self, whole: torch.Tensor, part: torch.Tensor, name: str, whole_is: str, part_is: str
+    def _size_error(
+        self, whole: torch.Tensor, part: torch.Tensor, name: str, whole_role: str, part_role: str
     ) -> UsageError:
         return UsageError(
-            f"{name}: the {whole_is} {label(whole)} has {whole.numel()} elements, expected "
-            f"{self._size * part.numel()}: {self._size} times those of the {part_is} {label(part)}"
+            f"{name}: the {whole_role} {format_tensor(whole)} has {whole.numel()} elements, "
+            f"expected {self._size * part.numel()}: {self._size} times those of the {part_role} "
+            f"{format_tensor(part)}"
         )
 
-    def _parts(
-        self, flat: torch.Tensor, splits: Sequence[int], name: str, what: str
+    def _split_rows(
+        self, flat: torch.Tensor, splits: Sequence[int], name: str, role: str
     ) -> tuple[list[int], list[int]]:
         """Return the addresses and the element counts of the rows for each rank."""
         rows = flat.size(0) if flat.dim() else 1
         if not splits:
             if rows % self._size:
                 raise UsageError(
-                    f"{name}: the {what} {label(flat)} has {rows} rows, which {self._size} ranks "
-                    f"can't share equally: give {what}_split_sizes"
+                    f"{name}: the {role} {format_tensor(flat)} has {rows} rows, which {self._size} "
+                    f"ranks cannot share equally: give {role}_split_sizes"
                 )
-            return self._addresses(flat), [flat.numel() // self._size] * self._size
+            return self._part_addresses(flat), [flat.numel() // self._size] * self._size
         try:
             sizes = list(map(operator.index, splits))
         except TypeError:
             sizes = []  # fails the check of the length below
         if len(sizes) != self._size or sum(sizes) != rows or min(sizes) < 0:
             raise UsageError(
-                f"{name}: {what}_split_sizes are {list(splits)}, expected {self._size} integers, "
-                f"one per rank, that sum up to the {rows} rows of the {what} {label(flat)}"
+                f"{name}: {role}_split_sizes are {list(splits)}, expected {self._size} integers, "
+                f"one per rank, that sum up to the {rows} rows of the {role} {format_tensor(flat)}"
             )
         row = flat.numel() // rows if rows else 0
         counts = [size * row for size in sizes]
@@ -378,14 +405,17 @@ class ProcessGroup(Collectives):
             start += count * flat.element_size()
         return addresses, counts
 
-    def _check_own_parts(self, given: list[int], taken: list[int], name: str) -> None:
-        if given[self._rank] != taken[self._rank]:
+    def _check_own_parts(
+        self, input_counts: list[int], output_counts: list[int], name: str
+    ) -> None:
+        if input_counts[self._rank] != output_counts[self._rank]:
             raise UsageError(
-                f"{name}: rank {self._rank} gives itself {given[self._rank]} elements and takes "
-                f"{taken[self._rank]}: the split sizes of input and output must agree"
+                f"{name}: rank {self._rank} sends itself {input_counts[self._rank]} elements and "
+                f"receives {output_counts[self._rank]}: the split sizes of input and output must "
+                "agree"
             )
 
 
-def _same_length(outputs: Sequence[object], inputs: Sequence[object], name: str) -> None:
+def _check_same_length(outputs: Sequence[object], inputs: Sequence[object], name: str) -> None:
     if len(outputs) != len(inputs):
         raise UsageError(f"{name}: got {len(outputs)} outputs for {len(inputs)} inputs")

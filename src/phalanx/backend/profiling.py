@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from phalanx import _native
 
-__all__ = ["begin_event", "event", "profiled", "profiling"]
+__all__ = ["begin_event", "is_profiling", "record_call", "record_event"]
 
-profiling: Callable[[], bool] = _autograd._profiler_enabled
+is_profiling: Callable[[], bool] = _autograd._profiler_enabled
 """Return whether a profiler records in the calling thread."""
 
 
 @contextmanager
-def event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+def record_event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     """Record an event in the calling thread alone, such as "c10d::allreduce_"."""
     handle = _autograd._record_function_with_args_enter(name, *tensors)
     try:
@@ -36,7 +36,7 @@ def event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         _autograd._record_function_with_args_exit(handle)
 
 
-def profiled(
+def record_call(
     name: str, tensors: Sequence[torch.Tensor], call: Callable[[float], _native.Status | None]
 ) -> Callable[[float], _native.Status | None]:
     """Begin an event now; return a wrapper of the native `call` that ends the event."""
@@ -60,13 +60,13 @@ def begin_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None
         name: The name of the event, such as "phalanx:all_reduce".
         tensors: The tensors whose shapes the event has, if the profiler records shapes.
     """
-    event = _autograd._record_function_with_args_enter(name, *tensors)
+    handle = _autograd._record_function_with_args_enter(name, *tensors)
     # The future carries the profiler's state, which is per thread, to the thread that ends it.
-    ended: Future[None] = Future()
-    torch.ops.profiler._call_end_callbacks_on_jit_fut(event, ended)
+    done: Future[None] = Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, done)
 
     def end() -> None:
-        thread = threading.Thread(target=ended.set_result, args=(None,))
+        thread = threading.Thread(target=done.set_result, args=(None,))
         thread.start()
         thread.join()
 

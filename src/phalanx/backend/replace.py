@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["install"]
 
-_said: set[str] = set()
+_logged: set[str] = set()
 
 
 def install(create: Callable[..., Any]) -> None:
@@ -36,7 +36,7 @@ def install(create: Callable[..., Any]) -> None:
     private function is missing or changed, forming a group raises `UsageError`.
 
     Args:
-        create: The creator of "phalanx", registered for names that PyTorch does not know anymore.
+        create: The creator of "phalanx", registered for names that PyTorch no longer knows.
     """
     try:
         names = env.replaced_backends()
@@ -44,7 +44,7 @@ def install(create: Callable[..., Any]) -> None:
     except ValueError as error:
         _refuse(str(error))
         return
-    setattr(c10d, torch_versions.FACTORY, _replacing(original, names))
+    setattr(c10d, torch_versions.FACTORY, _wrap_factory(original, names))
     if "mpi" in names:
         c10d._MPI_AVAILABLE = True
     for name in names:
@@ -62,28 +62,28 @@ def _refuse(reason: str) -> None:
     )  # for modules that have already imported init_process_group
 
 
-def _replacing(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
+def _wrap_factory(original: Callable[..., Any], names: tuple[str, ...]) -> Callable[..., Any]:
     signature = inspect.signature(original)
 
     @wraps(original)
     def new_process_group(*args: Any, **options: Any) -> Any:
         call = signature.bind(*args, **options)
-        asked = call.arguments["backend"]
-        config = c10d.BackendConfig(asked)
+        requested = call.arguments["backend"]
+        config = c10d.BackendConfig(requested)
         name = _replaced_name(config.get_device_backend_map(), call.arguments, names)
         if name is None:
             return original(*args, **options)
         if call.arguments["group_size"] < 0:
-            _find_place(call.arguments)
+            _fill_in_ranks(call.arguments)
         call.arguments["backend"] = dist.Backend("phalanx")
         group, store = original(*call.args, **call.kwargs)
         if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            group.stand_in_for(name)
-            c10d._world.pg_map[group] = (asked, store)
+            group.set_backend_name(name)
+            c10d._world.pg_map[group] = (requested, store)
             c10d._world.pg_backend_config[group] = str(config)
             default = dist.group.WORLD or group
             if default.rank() == 0:
-                _say(f"runs in place of {name} (PHALANX_REPLACE)")
+                _log_once(f"runs in place of {name} (PHALANX_REPLACE)")
         return group, store
 
     return new_process_group
@@ -99,25 +99,25 @@ def _replaced_name(
         return None
     # A Python group replaces the backends of all devices, so those of other devices would be lost.
     # A group of Phalanx can contain NCCL, but not with options of its own.
-    own = bool(others) and arguments.get("backend_options") is not None
-    if others not in ({}, {"cuda": "nccl"}) or own:
-        why = f"for {'the options of ' * own}{', '.join(others.values())}, which would be lost"
-        _say(f"{str(arguments['backend'])!r} is left as it is {why}")
+    has_options = bool(others) and arguments.get("backend_options") is not None
+    if others not in ({}, {"cuda": "nccl"}) or has_options:
+        lost = f"{'the options of ' * has_options}{', '.join(others.values())}"
+        _log_once(f"{str(arguments['backend'])!r} is not replaced: {lost} would be lost")
         return None
     return str(replaced[0])
 
 
-def _find_place(arguments: dict[str, Any]) -> None:
+def _fill_in_ranks(arguments: dict[str, Any]) -> None:
     """Fill in the values that come from MPI's runtime: rank, world size, and a store."""
     try:
         launcher = "" if os.environ.get("RANK", "").strip() else env.launcher()
-        place = None if launcher else env.place()
+        ranks = None if launcher else env.assigned_ranks()
     except ValueError as error:
         raise _usage_error(str(error)) from None
-    if place is None and not launcher:
+    if ranks is None and not launcher:
         raise _usage_error(
             'the backend "mpi" is replaced by Phalanx (PHALANX_REPLACE), which takes rank and '
-            "world size from the environment, and it has none: start the script with "
+            "world size from the environment, but the environment has none: start the script with "
             "`phalanx run --replace mpi`, or with `mpirun -n 4 phalanx run --replace mpi`"
         )
     timeout = arguments["timeout"]
@@ -128,14 +128,14 @@ def _find_place(arguments: dict[str, Any]) -> None:
 
 
 def _usage_error(text: str) -> Exception:
-    # Not imported above: if `phalanx.errors` is what imports torch, it is not ready at that point.
+    # Imported late: `phalanx.errors` may be the module that imports torch, and not be ready yet.
     from phalanx.errors import UsageError
 
     return UsageError(text)
 
 
-def _say(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
+def _log_once(text: str) -> None:
+    if text not in _logged:
+        _logged.add(text)
         sys.stderr.write(f"phalanx: {text}\n")
         sys.stderr.flush()

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from phalanx.backend.dtypes import code_of
-from phalanx.backend.operands import label
+from phalanx.backend.dtypes import dtype_code
+from phalanx.backend.operands import format_tensor
 from phalanx.errors import CollectiveMismatch, UsageError
 
 if TYPE_CHECKING:
@@ -34,15 +34,17 @@ def sparse_sum(
     if hash(op) != hash(dist.ReduceOp.SUM):
         raise UsageError(f"all_reduce: sparse tensors can only be summed, got {op}")
     if tensor.device.type != "cpu":
-        raise UsageError(f"all_reduce: got {label(tensor)} on {tensor.device}, expected the CPU")
-    code_of(tensor.dtype, "all_reduce")
+        raise UsageError(
+            f"all_reduce: got {format_tensor(tensor)} on {tensor.device}, expected the CPU"
+        )
+    dtype_code(tensor.dtype, "all_reduce")
 
     def run(timeout: float) -> _native.Status | None:
         own = tensor.coalesce()
         shape = torch.tensor([own.sparse_dim(), *own.shape, own._nnz()])
         shapes = shape.new_empty(size, shape.numel())
         addresses = [row.data_ptr() for row in shapes]
-        code = code_of(shape.dtype, "all_reduce")
+        code = dtype_code(shape.dtype, "all_reduce")
         status = native.all_gather(shape.data_ptr(), addresses, shape.numel(), code, timeout)
         if status is not None:
             return status
@@ -78,7 +80,7 @@ def _gather_rows(
         [rows.numel()] * len(counts),
         [part.data_ptr() for part in parts],
         [part.numel() for part in parts],
-        code_of(rows.dtype, "all_reduce"),
+        dtype_code(rows.dtype, "all_reduce"),
         timeout,
     )
     return whole, status

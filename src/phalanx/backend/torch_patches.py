@@ -26,61 +26,61 @@ from phalanx.backend.membership import Membership
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_done = False
+_is_applied = False
 # The libraries of the registered kernels. A kernel is unregistered when its library is freed.
 _kernels: list[torch.library.Library] = []
 # The work that DDP's next backward waits for, by module.
-_announced: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
+_join_works: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
 
-def smooth() -> None:
+def apply() -> None:
     """Apply the patches; called for every group, has an effect for the first one only."""
-    global _done  # noqa: PLW0603
-    if not _done:
-        _done = True
-        _put("monitored_barrier", _monitored_barrier)
+    global _is_applied  # noqa: PLW0603
+    if not _is_applied:
+        _is_applied = True
+        _patch("monitored_barrier", _monitored_barrier)
         if not torch_versions.GROUPS_SET_TIMEOUT:
-            _put("_set_pg_timeout", _set_pg_timeout)
+            _patch("_set_pg_timeout", _set_pg_timeout)
         _register_kernels()
-        _keep_announcements()
+        _keep_join_works()
 
 
-def _put(name: str, ours: Callable[..., Any]) -> None:
-    theirs = getattr(c10d, name)
+def _patch(name: str, replacement: Callable[..., Any]) -> None:
+    original = getattr(c10d, name)
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def call(*args: Any, **options: Any) -> Any:
-        return ours(theirs, *args, **options)
+        return replacement(original, *args, **options)
 
     for module in (c10d, dist):
-        if getattr(module, name, None) is theirs:
+        if getattr(module, name, None) is original:
             setattr(module, name, call)
 
 
 def _monitored_barrier(
-    theirs: Callable[..., None],
+    original: Callable[..., None],
     group: Any = None,
     timeout: Any = None,
     wait_all_ranks: bool = False,
 ) -> None:
-    ours = _ours(group)
-    if ours is None:
-        theirs(group, timeout, wait_all_ranks)
+    phalanx_group = _phalanx_group(group)
+    if phalanx_group is None:
+        original(group, timeout, wait_all_ranks)
         return
     if isinstance(timeout, int | float):
         timeout = timedelta(seconds=timeout)
-    ours.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
+    phalanx_group.monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
 
-def _set_pg_timeout(theirs: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
-    ours = _ours(group)
-    if ours is None:
-        theirs(timeout, group)
+def _set_pg_timeout(original: Callable[..., None], timeout: timedelta, group: Any = None) -> None:
+    phalanx_group = _phalanx_group(group)
+    if phalanx_group is None:
+        original(timeout, group)
     else:
-        ours.set_timeout(timeout)
+        phalanx_group.set_timeout(timeout)
 
 
-def _ours(group: Any) -> Membership | None:
+def _phalanx_group(group: Any) -> Membership | None:
     """Return the group, or the default group if None, if it is a group of Phalanx; else None."""
     group = dist.group.WORLD if group is None else group
     return group if isinstance(group, Membership) else None
@@ -115,16 +115,16 @@ def _all_gather_into_tensor_out(
     return out
 
 
-def _keep_announcements() -> None:
+def _keep_join_works() -> None:
     from torch.distributed.algorithms.join import Join
 
-    theirs = Join.notify_join_context
+    original = Join.notify_join_context
 
-    @functools.wraps(theirs)
+    @functools.wraps(original)
     def notify(joinable: Any) -> Any:
-        work = theirs(joinable)
+        work = original(joinable)
         if work is not None:
-            _announced[joinable] = work
+            _join_works[joinable] = work
         return work
 
     Join.notify_join_context = staticmethod(notify)  # type: ignore[method-assign]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Tensors = list[torch.Tensor]
 
 
-def seconds_of(timeout: timedelta | None, default: float) -> float:
+def timeout_seconds(timeout: timedelta | None, default: float) -> float:
     """Return an optional timeout in seconds; PyTorch passes zero or less if it is unset."""
     if timeout is None or timeout.days < 0:
         return default
@@ -62,7 +62,7 @@ class FinishedWork(Work):
         return future
 
 
-class JointWork(Work):
+class CompositeWork(Work):
     """Several operations combined into one work."""
 
     def __init__(self, works: list[Work]) -> None:
@@ -93,21 +93,21 @@ class JointWork(Work):
     def get_future(self) -> Future[Tensors]:
         """Return a future of all output tensors."""
         futures = [work.get_future() for work in self._works]
-        together = WorkFuture(lambda: _until_all_over(futures))
+        combined = WorkFuture(lambda: _wait_for_all(futures))
 
-        def end(_all: object) -> None:
+        def on_done(_all: object) -> None:
             try:
                 outputs = [tensor for future in futures for tensor in future.value()]
-            except Exception as error:  # noqa: BLE001 - raised again where it is waited for
-                together.fail(error)
+            except Exception as error:  # noqa: BLE001 - raised again by its wait
+                combined.fail(error)
             else:
-                together.set_result(outputs)
+                combined.set_result(outputs)
 
-        torch.futures.collect_all(futures).add_done_callback(end)
-        return together
+        torch.futures.collect_all(futures).add_done_callback(on_done)
+        return combined
 
 
-def _until_all_over(futures: list[Future[Tensors]]) -> None:
+def _wait_for_all(futures: list[Future[Tensors]]) -> None:
     for future in futures:
         with contextlib.suppress(Exception):  # the combined future raises it
             future.wait()
@@ -133,22 +133,22 @@ class PendingWork(Work):
     A subclass calls `_complete` exactly once, in the first thread that sees the end.
     """
 
-    _ended: threading.Event | None = None
+    _done_event: threading.Event | None = None
     """An event set at the end, in a subclass whose `wait` blocks in Python."""
 
     def __init__(self, outputs: Tensors) -> None:
         super().__init__()
         self._outputs = outputs
         self._error: BaseException | None = None
-        self._over = False
+        self._is_done = False
         self._lock = threading.Lock()
         self._future: WorkFuture | None = None
 
     def is_completed(self) -> bool:
-        return self._over
+        return self._is_done
 
     def is_success(self) -> bool:
-        return self._over and self._error is None
+        return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
         return self._error
@@ -164,20 +164,20 @@ class PendingWork(Work):
         """Return a future of the list of output tensors; callbacks run in the group's thread."""
         with self._lock:
             if self._future is None:
-                self._future = WorkFuture(self._until_over)
-                if self._over:
+                self._future = WorkFuture(self._wait_until_done)
+                if self._is_done:
                     self._resolve(self._future)
             return self._future
 
-    def _until_over(self) -> None:
+    def _wait_until_done(self) -> None:
         """Block before a future's own wait; does nothing unless overridden."""
 
     def _complete(self, error: BaseException | None) -> None:
         with self._lock:
             self._error = error
-            self._over = True
-            if self._ended is not None:
-                self._ended.set()
+            self._is_done = True
+            if self._done_event is not None:
+                self._done_event.set()
             future = self._future
         if future is not None:
             self._resolve(future)
@@ -196,8 +196,8 @@ class CollectiveWork(PendingWork):
         run: Runs the operation to its end in that thread, or raises.
         outputs: The tensors that the operation writes.
         group: The group.
-        late: Returns the error of a wait that timed out before the operation ended. Its arguments
-            are the timeout in seconds, and whether the operation has begun.
+        wait_error: Returns the error of a wait that timed out before the operation ended. Its
+            arguments are the timeout in seconds, and whether the operation has begun.
     """
 
     def __init__(
@@ -205,13 +205,13 @@ class CollectiveWork(PendingWork):
         run: Callable[[], None],
         outputs: Tensors,
         group: _native.Group,
-        late: Callable[[float, bool], PhalanxError],
+        wait_error: Callable[[float, bool], PhalanxError],
     ) -> None:
         super().__init__(outputs)
         self._group = group
-        self._ended: threading.Event = threading.Event()
+        self._done_event: threading.Event = threading.Event()
         self._run: Callable[[], None] | None = run
-        self._late: Callable[[float, bool], PhalanxError] | None = late
+        self._wait_error: Callable[[float, bool], PhalanxError] | None = wait_error
 
     def execute(self) -> None:
         """Run the operation in the current thread, that of the group or of the caller."""
@@ -220,10 +220,10 @@ class CollectiveWork(PendingWork):
         try:
             assert run is not None
             run()
-        except BaseException as caught:  # noqa: BLE001 - raised again where the user waits
+        except BaseException as caught:  # noqa: BLE001 - raised again by the user's wait
             error = caught
         del run
-        self._late = None  # frees the tensors that it references
+        self._wait_error = None  # frees the tensors that it references
         self._complete(error)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -232,21 +232,21 @@ class CollectiveWork(PendingWork):
         The operation's own deadline ends it and breaks the group. As on Gloo, `timeout` only ends
         this wait, with a `CollectiveTimeout` that names the missing ranks; the operation continues.
         """
-        late, seconds = self._late, seconds_of(timeout, 0.0)
-        if not self._ended.wait(seconds or waiting.SHORT):
-            if seconds and late is not None:
-                raise late(seconds, self._run is None)
-            waiting.until(self._ended, self._group)
+        wait_error, seconds = self._wait_error, timeout_seconds(timeout, 0.0)
+        if not self._done_event.wait(seconds or waiting.SHORT_SECONDS):
+            if seconds and wait_error is not None:
+                raise wait_error(seconds, self._run is None)
+            waiting.wait_for_event(self._done_event, self._group)
         if self._error is not None:
-            lifetime.failed(self._group)
+            lifetime.propagate_deadlock(self._group)
             raise self._error
         return True
 
-    def _until_over(self) -> None:
-        if not self._ended.wait(waiting.SHORT):
-            waiting.until(self._ended, self._group)
+    def _wait_until_done(self) -> None:
+        if not self._done_event.wait(waiting.SHORT_SECONDS):
+            waiting.wait_for_event(self._done_event, self._group)
         if self._error is not None:
-            lifetime.failed(self._group)
+            lifetime.propagate_deadlock(self._group)
 
 
 class MessageWork(PendingWork):
@@ -255,8 +255,8 @@ class MessageWork(PendingWork):
     Args:
         message: The core's handle of the message.
         group: The group, which moves the message.
-        end: Called once when the message is done, with the status and the timeout of the wait in
-            seconds. Copies back a staged tensor, or returns the error.
+        on_done: Called once when the message is done, with the status and the timeout of the wait
+            in seconds. Copies back a staged tensor, or returns the error.
         outputs: A list of the tensor.
         thread: The thread that watches the message if a future is requested.
         timeout: The default timeout of a wait and the timeout of a future, in seconds.
@@ -266,7 +266,7 @@ class MessageWork(PendingWork):
         self,
         message: _native.Message,
         group: _native.Group,
-        end: Callable[[_native.Status | None, float], BaseException | None],
+        on_done: Callable[[_native.Status | None, float], BaseException | None],
         outputs: Tensors,
         thread: MessageThread,
         timeout: float,
@@ -274,10 +274,12 @@ class MessageWork(PendingWork):
         super().__init__(outputs)
         self._message = message
         self._group = group
-        self._end: Callable[[_native.Status | None, float], BaseException | None] | None = end
+        self._on_done: Callable[[_native.Status | None, float], BaseException | None] | None = (
+            on_done
+        )
         self._thread = thread
         self._timeout = timeout
-        self._ending = threading.Lock()
+        self._done_lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the message is transferred; raise its error if it failed.
@@ -285,8 +287,8 @@ class MessageWork(PendingWork):
         If the deadline passes, the group's or that of `timeout`, the group is broken: the buffer
         may be partly written, and the channel is in the middle of a message.
         """
-        if not self._over:
-            seconds = seconds_of(timeout, self._timeout)
+        if not self._is_done:
+            seconds = timeout_seconds(timeout, self._timeout)
             self._finish(self._group.wait(self._message, seconds), seconds)
         if self._error is not None:
             raise self._error
@@ -294,16 +296,16 @@ class MessageWork(PendingWork):
 
     def is_completed(self) -> bool:
         """Return whether the message has ended; makes progress, so polling in a loop completes."""
-        if not self._over and (self._message.done or self._test()):
+        if not self._is_done and (self._message.done or self._test()):
             self._finish(self._message.status)
-        return self._over
+        return self._is_done
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
 
     def get_future(self) -> Future[Tensors]:
         future = super().get_future()
-        if not self._over:
+        if not self._is_done:
             self._thread.watch(
                 self._message, self._timeout, lambda: self._finish(self._message.status)
             )
@@ -315,18 +317,18 @@ class MessageWork(PendingWork):
 
     _source_rank = source_rank
 
-    def give_up(self, error: BaseException) -> None:
+    def abandon(self, error: BaseException) -> None:
         """End the work with `error`, unless it has ended; the message no longer makes progress."""
-        with self._ending:
-            end, self._end = self._end, None
-            if end is not None:
+        with self._done_lock:
+            on_done, self._on_done = self._on_done, None
+            if on_done is not None:
                 self._complete(error)
 
     def _test(self) -> bool:
         return not self._group.closed and self._group.test(self._message)
 
     def _finish(self, status: _native.Status | None, seconds: float | None = None) -> None:
-        with self._ending:
-            end, self._end = self._end, None
-            if end is not None:
-                self._complete(end(status, self._timeout if seconds is None else seconds))
+        with self._done_lock:
+            on_done, self._on_done = self._on_done, None
+            if on_done is not None:
+                self._complete(on_done(status, self._timeout if seconds is None else seconds))

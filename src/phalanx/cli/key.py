@@ -23,4 +23,4 @@ def command(
     """Make the file."""
     from phalanx import key
 
-    key.new_file(path)
+    key.create_file(path)

@@ -144,7 +144,7 @@ def _run(start: dict[str, Any], over: threading.Event) -> dict[str, Any]:
     from phalanx.errors import PhalanxError, UsageError
     from phalanx.launcher.elastic_agent import run
 
-    key = keys.sealed(bytes.fromhex(start["key"]))
+    key = keys.to_sealed_memory(bytes.fromhex(start["key"]))
     os.lseek(key, 0, os.SEEK_SET)
     try:
         ended = run(["--key-fd", str(key), *start["arguments"]])

@@ -13,12 +13,12 @@ __all__ = ["check"]
 
 _says = Says("environment")
 _READERS = (
-    env.place,
+    env.assigned_ranks,
     env.job,
     env.jobs_directory,
     env.jobs_kept,
     env.replaced_backends,
-    env_hosts.advertised,
+    env_hosts.advertised_address,
     env_hosts.key,
     env_hosts.relay,
 )

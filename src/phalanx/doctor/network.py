@@ -11,7 +11,7 @@ import psutil
 from phalanx import env_hosts
 from phalanx.doctor.finding import Finding, Says
 from phalanx.errors import UsageError
-from phalanx.topology import address_towards
+from phalanx.topology import local_address
 
 __all__ = ["check", "listening_address"]
 
@@ -34,7 +34,7 @@ def listening_address(towards: str = "") -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
-    return address_towards(towards or _ELSEWHERE)
+    return local_address(towards or _ELSEWHERE)
 
 
 def _interfaces() -> list[Finding]:

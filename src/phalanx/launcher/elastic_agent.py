@@ -156,7 +156,7 @@ def _forwarding(relay: Relay) -> Iterator[None]:
 @contextlib.contextmanager
 def _readable(key: bytes | None) -> Iterator[int]:
     """Yield a descriptor from which ranks read the job's key; -1 if there is none."""
-    descriptor = -1 if key is None else keys.sealed(key)
+    descriptor = -1 if key is None else keys.to_sealed_memory(key)
     try:
         yield descriptor
     finally:

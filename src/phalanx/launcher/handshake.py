@@ -16,7 +16,7 @@ import json
 import secrets
 from typing import Any
 
-from phalanx.key import derived
+from phalanx.key import derive
 
 __all__ = ["Refused", "Stranger", "answer", "as_gate", "as_guest"]
 
@@ -94,7 +94,7 @@ async def as_guest(
 
 
 def _proof(key: bytes, who: str, gate: bytes, guest: bytes) -> bytes:
-    return hmac.digest(derived(key, "gate"), who.encode() + gate + guest, hashlib.sha256)
+    return hmac.digest(derive(key, "gate"), who.encode() + gate + guest, hashlib.sha256)
 
 
 def _say(writer: asyncio.StreamWriter, what: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch.distributed import default_pg_timeout
 
 import phalanx
 from phalanx import env, transports
-from phalanx.env import Place, place
+from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
 from phalanx.launcher.store_wait import reporting_the_store
 
@@ -133,7 +133,7 @@ def init(
         _form(backend, span, where, transport)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    where = where or Place(0, 1, 0, 1)
+    where = where or RankAssignment(0, 1, 0, 1)
     return Session(
         where.rank,
         where.world_size,
@@ -150,7 +150,7 @@ def _is_ours(group: dist.ProcessGroup) -> bool:
     return type(group).__module__.startswith("phalanx.")
 
 
-def _place(timeout: timedelta | None) -> Place | None:
+def _place(timeout: timedelta | None) -> RankAssignment | None:
     try:
         launcher = _launcher()
         if launcher == "mpi":
@@ -162,7 +162,7 @@ def _place(timeout: timedelta | None) -> Place | None:
 
             here = Step.of().place
             return here if here.world_size > 1 else None  # one task, e.g. a shell, needs no network
-        return place()
+        return assigned_ranks()
     except ValueError as error:
         raise UsageError(str(error)) from None
 
@@ -172,7 +172,7 @@ def _launcher() -> str:
     return "" if os.environ.get("RANK", "").strip() else env.launcher()
 
 
-def _existing_place() -> Place:
+def _existing_place() -> RankAssignment:
     """Return the place in the existing group, with local numbers from the environment if valid."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     # Do not initialize MPI for this, because the group may have been formed without it.
@@ -182,11 +182,13 @@ def _existing_place() -> Place:
     if _launcher() == "mpi":
         from phalanx.launcher import mpi
 
-        return Place(rank, world_size, *mpi.local_place(rank, world_size))
-    return Place(rank, world_size, rank, world_size)
+        return RankAssignment(rank, world_size, *mpi.local_place(rank, world_size))
+    return RankAssignment(rank, world_size, rank, world_size)
 
 
-def _form(backend: str, timeout: timedelta | None, where: Place | None, transport: str) -> None:
+def _form(
+    backend: str, timeout: timedelta | None, where: RankAssignment | None, transport: str
+) -> None:
     names = [part.rpartition(":")[2] for part in str(backend).split(",")]
     for name in names:
         if not dist.is_backend_available(name):

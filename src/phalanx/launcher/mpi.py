@@ -70,7 +70,7 @@ def meet(
     return met(store, world.rank, world.size)
 
 
-def place(seconds: float) -> env.Place:
+def place(seconds: float) -> env.RankAssignment:
     """Return the place of this process according to MPI; block as `meet` does.
 
     Args:
@@ -82,7 +82,7 @@ def place(seconds: float) -> env.Place:
         ValueError: A variable of `mpirun` is not an integer or is out of range.
     """
     world = _world(timedelta(seconds=seconds))
-    return env.Place(world.rank, world.size, *local_place(world.rank, world.size))
+    return env.RankAssignment(world.rank, world.size, *local_place(world.rank, world.size))
 
 
 def local_place(

@@ -159,7 +159,7 @@ def _key(args: Namespace, nodes: int) -> bytes | None:
         return keys.from_descriptor(int(args.key_fd))
     if args.key_file is not None:
         return keys.from_file(args.key_file)
-    return keys.inherited() if nodes > 1 else secrets.token_bytes(keys.SIZE)
+    return keys.from_environment() if nodes > 1 else secrets.token_bytes(keys.SIZE)
 
 
 def _simulated(text: str | None, ranks: int, nodes: int) -> int:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Meeting", "meeting"]
 
 # Overrides the variables of an outer job: a rank of another job may have started this one.
-_NO_GATE = {"PHALANX_GATE": "", "PHALANX_RELAY": ""}
+_NO_GATE = {"PHALANX_TUNNEL_HOST": "", "PHALANX_RELAY": ""}
 _NOTICE_SECONDS = 5.0
 _NAME = uuid.uuid4().hex
 
@@ -156,7 +156,7 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
     here, sure = endpoint.has_gate(config, host)
     if not here:
         return None
-    address = topology.address_towards(host)
+    address = topology.local_address(host)
     if not address:
         raise UsageError(
             f"there is no way from this machine to {host}, where the hosts are to meet"
@@ -174,7 +174,7 @@ def _gate(job: Job, tell: Callable[[str], None]) -> _End | None:
         ) from None
     if ipaddress.ip_address(address).is_loopback:
         tell(f"the hosts are to meet at {host} ({address}), which only this machine reaches")
-    environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
+    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"listen:{gate.relay}"}
     ranks = gate.stores.port
     return _End(store, ranks, environment, gate.close, lambda: gate.wrong, gate)
 
@@ -183,7 +183,7 @@ def _way(job: Job, tell: Callable[[str], None]) -> _End:
     """Open the way through the gate of another host and return this end."""
     config = job.config
     host, port = endpoint.endpoint(config)
-    topology.address_towards(host)  # checks PHALANX_INTERFACE once, before each rank does
+    topology.local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
     way = Way(host, port, job.key or b"", _hello(config), tell)
     try:
         way.enter(endpoint.patience(config))
@@ -192,7 +192,7 @@ def _way(job: Job, tell: Callable[[str], None]) -> _End:
     except BaseException:
         way.close()
         raise
-    environment = {"PHALANX_GATE": host, "PHALANX_RELAY": f"connect:{way.relay}"}
+    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"connect:{way.relay}"}
 
     def ranks_port(attempt: int) -> int:
         way.attempt = attempt

@@ -46,7 +46,7 @@ class Step:
         port: The port of the store.
     """
 
-    place: env.Place
+    place: env.RankAssignment
     host: str
     port: int
     node: int
@@ -72,7 +72,7 @@ class Step:
         local = _needed(environ, "SLURM_LOCALID", 0, counts[node] - 1)
         host = HOST if len(counts) == 1 else _first_node(environ)
         return cls(
-            env.Place(rank, tasks, local, counts[node]),
+            env.RankAssignment(rank, tasks, local, counts[node]),
             environ.get("MASTER_ADDR", "").strip() or host,
             _port(environ),
             node,
@@ -142,7 +142,7 @@ def _bound(step: Step) -> str:
     for _, _, _, _, where in found:
         if not ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:
             return str(where[0])
-    address = topology.address_towards(step.other)
+    address = topology.local_address(step.other)
     if found and not step.other:  # a single node may use its loopback interface
         return address or str(found[0][4][0])
     if not address:

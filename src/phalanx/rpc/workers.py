@@ -25,7 +25,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
 )
 
 from phalanx import env_hosts, key
-from phalanx.address import address_towards
+from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.shared_memory import receiver
 from phalanx.rpc.transport import local
@@ -232,7 +232,7 @@ def agree_on_key(store: Store, rank: int, timeout: float) -> bytes:
     Raises:
         UsageError: Some workers have the job's key, others have none or another one.
     """
-    own = key.inherited()
+    own = key.from_environment()
     if rank == 0:
         made = secrets.token_bytes(key.SIZE)
         store.set("key/0", f"inherited {_key_digest(own)}" if own else f"made {made.hex()}")
@@ -257,8 +257,8 @@ def interface_towards(store: Store) -> str:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    towards = env_hosts.gate() or (store.host if isinstance(store, TCPStore) else "")
-    return address_towards(towards) or "127.0.0.1"
+    towards = env_hosts.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    return local_address(towards) or "127.0.0.1"
 
 
 def url_host(address: str) -> str:
@@ -267,7 +267,7 @@ def url_host(address: str) -> str:
 
 
 def _key_digest(own: bytes) -> str:
-    return key.derived(own, "rpc same key").hex()
+    return key.derive(own, "rpc same key").hex()
 
 
 def _has_ended(pid: int) -> bool:

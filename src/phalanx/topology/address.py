@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from phalanx import env_hosts
-from phalanx.address import address_towards, interface_address
+from phalanx.address import interface_address, local_address
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
     from phalanx.topology.rank_record import RankRecord
 
-__all__ = ["address_towards", "interface_address", "own_address"]
+__all__ = ["interface_address", "local_address", "own_address"]
 
 
 def own_address(store: Store, records: Sequence[RankRecord]) -> str:
     """Return the address on which to listen for other hosts.
 
     `PHALANX_INTERFACE` takes precedence. Otherwise, this is the address from which this machine
-    reaches the host of `PHALANX_GATE`, or else the host of the store. If neither is known (a store
+    reaches the host of `PHALANX_TUNNEL_HOST`, or else of the store. If neither is known (a store
     in a file) or reachable, it is the address of the loopback interface.
 
     Args:
@@ -38,8 +38,8 @@ def own_address(store: Store, records: Sequence[RankRecord]) -> str:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    destination = env_hosts.gate() or (store.host if isinstance(store, TCPStore) else "")
-    address = address_towards(destination) or "127.0.0.1"
+    destination = env_hosts.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    address = local_address(destination) or "127.0.0.1"
     if ipaddress.ip_address(address).is_loopback and len({r.network for r in records}) > 1:
         raise UsageError(
             f"ranks on other machines cannot reach this machine at {address}, the local address of "

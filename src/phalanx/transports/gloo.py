@@ -403,7 +403,7 @@ def _check_not_advertised() -> None:
         UsageError: An advertised address is set, or it is malformed.
     """
     try:
-        host, _ = env_hosts.advertised()
+        host, _ = env_hosts.advertised_address()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if host:

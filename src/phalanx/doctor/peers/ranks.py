@@ -43,7 +43,7 @@ def rank_in_a_job() -> int | None:
         UsageError: The variables of the launcher are malformed or contradict each other.
     """
     try:
-        place = env.place()
+        place = env.assigned_ranks()
         if place is None and env.launcher():
             return _number()
     except ValueError as error:

@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING
 
 from phalanx.errors import CallTimeout, PhalanxError
-from phalanx.key import derived
+from phalanx.key import derive
 from phalanx.rpc.transport.local import LocalConnection
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ def _authenticate(address_key: bytes, address: str, timeout: float) -> LocalConn
 
 def _derive_key(key: bytes, address: str) -> bytes:
     """Return the key for proofs at one address, which are useless at another one."""
-    return derived(key, f"rpc on a host: {address}")
+    return derive(key, f"rpc on a host: {address}")
 
 
 def _peer_user(connection: socket.socket) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import zmq
 from zmq.utils import z85
 
-from phalanx.key import derived
+from phalanx.key import derive
 from phalanx.rpc.codec.message import MAX_FRAME_SIZE
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class RemoteContext:
 
     def __init__(self, key: bytes, host: str) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._secret = z85.encode(derived(key, "rpc server"))
+        self._secret = z85.encode(derive(key, "rpc server"))
         self._public = zmq.curve_public(self._secret)
         self._client_public, self._client_secret = zmq.curve_keypair()
         self.router = RemoteRouter(self, f"tcp://{host}:*")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["RelayAccess", "connect", "disconnect"]
 
 _KEY = "relay"
-_TUNNEL = "gate"
+_TUNNEL = "tunnel"
 """The remote endpoint of a relay that other hosts reach through the tunnel of `phalanx run`."""
 _PAUSE = 0.001
 _DRAIN_SECONDS = 2.0
@@ -78,9 +78,9 @@ def connect(store: Store, rank: int, address: str) -> RelayAccess:
         UsageError: The job has no key, or an environment variable is malformed.
         TransportError: The relay cannot be started or reached.
     """
-    secret = key.inherited()
+    secret = key.from_environment()
     try:
-        env_hosts.relay(), env_hosts.advertised()
+        env_hosts.relay(), env_hosts.advertised_address()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if secret is None:
@@ -165,7 +165,7 @@ def _start_server(secret: bytes, address: str) -> RelayServer:
     if mode == "listen":
         server = RelayServer(secret, f"ipc://{path}")
     else:
-        _, port = env_hosts.advertised()
+        _, port = env_hosts.advertised_address()
         server = RelayServer(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
     return server
 
@@ -184,7 +184,7 @@ def _endpoints(server: RelayServer, address: str) -> dict[str, str]:
     """Return the relay's endpoints for other hosts and for this host, and its network."""
     if env_hosts.relay()[0] == "listen":
         return {"remote": _TUNNEL, "local": server.endpoint, "network": ""}
-    host, _ = env_hosts.advertised()
+    host, _ = env_hosts.advertised_address()
     port = server.endpoint.rpartition(":")[2]
     remote = f"tcp://{_bracketed(host or address)}:{port}"
     return {"remote": remote, "local": server.endpoint, "network": _network()}

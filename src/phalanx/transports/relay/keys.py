@@ -7,7 +7,7 @@ from typing import NamedTuple
 import zmq
 from zmq.utils import z85
 
-from phalanx.key import derived
+from phalanx.key import derive
 
 __all__ = ["KeyPair", "client_key_pair", "server_key_pair"]
 
@@ -30,5 +30,5 @@ def client_key_pair(key: bytes) -> KeyPair:
 
 
 def _pair(key: bytes, purpose: str) -> KeyPair:
-    secret = z85.encode(derived(key, purpose))
+    secret = z85.encode(derive(key, purpose))
     return KeyPair(zmq.curve_public(secret), secret)
