@@ -104,11 +104,11 @@ def hosts_of_groups() -> tuple[str, list[str]]:
 
 def test_sub_groups_on_one_host_use_memory_alone(ranks: RankServer) -> None:
     answers = ranks.run(4, hosts_of_groups, hosts="aabb")
-    assert [world for world, _ in answers] == ["HostsGroup"] * 4
+    assert [world for world, _ in answers] == ["HierarchicalGroup"] * 4
     assert [kinds for _, kinds in answers] == [
-        ["Group", "HostsGroup"],
-        ["Group", "HostsGroup", "HostsGroup"],
-        ["Group", "HostsGroup", "HostsGroup"],
+        ["Group", "HierarchicalGroup"],
+        ["Group", "HierarchicalGroup", "HierarchicalGroup"],
+        ["Group", "HierarchicalGroup", "HierarchicalGroup"],
         ["Group", "Group"],
     ]
 

@@ -25,7 +25,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.hierarchical.group_failure import Told
+from phalanx.hierarchical.group_failure import GroupFailure
 
 
 @dataclass
@@ -362,16 +362,18 @@ def test_what_broke_several_hosts_is_of_the_same_kind_for_all_ranks(code: str, k
     """Also for those that learn it through their host's group, since the store is behind a cut."""
     group: Any = Group()
     words = FailureFormatter(lambda: group)
-    why = words.reason(Told(code, "rank 3 waited for rank 0", 3, 0))
+    why = words.abort_reason(GroupFailure(code, "rank 3 waited for rank 0", 3, 0))
     group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
-    assert words.explained(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
+    assert words.explain(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
 
 
 def test_an_abort_of_several_hosts_stays_one() -> None:
     group: Any = Group()
     words = FailureFormatter(lambda: group)
-    why = words.reason(Told("aborted", "the group was aborted by rank 0: loss is NaN", 0))
+    why = words.abort_reason(
+        GroupFailure("aborted", "the group was aborted by rank 0: loss is NaN", 0)
+    )
     group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
-    code, text = words.explained(Status("aborted", reporter=3), 7.5)
+    code, text = words.explain(Status("aborted", reporter=3), 7.5)
     assert code == "aborted"
     assert text.endswith(why)

@@ -29,7 +29,7 @@ def test_ranks_that_can_open_each_other_share_a_host(hosts: list[int]) -> None:
         assert layout.ranks[layout.local_rank] == layout.rank
         assert [ranks[0] for ranks in layout.hosts] == sorted(layout.leaders)
         assert layout.size == len(hosts)
-        assert layout.even == (len({hosts.count(host) for host in hosts}) == 1)
+        assert layout.is_even == (len({hosts.count(host) for host in hosts}) == 1)
 
 
 def test_what_one_can_open_and_the_other_cannot_is_not_shared() -> None:
@@ -40,7 +40,7 @@ def test_what_one_can_open_and_the_other_cannot_is_not_shared() -> None:
 
 def test_rails() -> None:
     layout = Layout(3, ((0, 2), (1, 3), (4, 5)))
-    assert (layout.host, layout.local_rank, layout.even) == (1, 1, True)
+    assert (layout.host, layout.local_rank, layout.is_even) == (1, 1, True)
     assert layout.rail == (2, 3, 5)
     assert layout.leaders == (0, 1, 4)
     assert not Layout(0, ((0, 1), (2,))).is_even

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from phalanx import topology, transports
 from phalanx.backend.failure import FailureFormatter
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.hierarchical import HostsGroup
+from phalanx.hierarchical import HierarchicalGroup
 from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def form_multihost_group(
     except BaseException:
         local.close()
         raise
-    group: Any = HostsGroup(
+    group: Any = HierarchicalGroup(
         local, layout, rank_records, store, opened, FailureFormatter(lambda: group)
     )
     return group

@@ -71,10 +71,10 @@ def join(
         # A group of one rank needs no store. PyTorch gives such groups the same prefix in the
         # store if `new_subgroups` makes them inside of different groups.
         store = HashStore()
-    entry = _native.Joining(name, rank, size, format_rank_ranges(members or range(size)))
+    formation = _native.Joining(name, rank, size, format_rank_ranges(members or range(size)))
     seconds = timeout.total_seconds()
     rendezvous = StoreRendezvous(
-        store, rank, size, time.monotonic(), seconds, entry, describe_missing, members
+        store, rank, size, time.monotonic(), seconds, formation, describe_missing, members
     )
     try:
         with MemoryProbe() as probe:
@@ -83,9 +83,9 @@ def join(
             layout, records = _exchange_records(rendezvous, own_record)
             group = _enter_segment(rendezvous, layout)
     except BaseException as error:
-        entry.end(_outcome(error))
+        formation.end(_outcome(error))
         raise
-    entry.end("ok")
+    formation.end("ok")
     return rendezvous.store, layout, records, group
 
 
@@ -182,7 +182,7 @@ def _enter_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group
 def _create_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group:
     nonce, ranks = secrets.randbits(64), len(layout.ranks)
     try:
-        group = _native.Group.create(ranks, 0, nonce, rendezvous.recorder_entry.note)
+        group = _native.Group.create(ranks, 0, nonce, rendezvous.formation.note)
     except OSError as error:
         raise OSError(f"no shared memory for {ranks} ranks ({error.strerror})") from None
     location = {"pid": os.getpid(), "descriptor": group.descriptor, "nonce": nonce}
@@ -200,7 +200,7 @@ def _open_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group:
             len(layout.ranks),
             layout.local_rank,
             location["nonce"],
-            rendezvous.recorder_entry.note,
+            rendezvous.formation.note,
         )
     except OSError as error:
         raise OSError(
@@ -223,7 +223,7 @@ def _wait_for_all(rendezvous: StoreRendezvous, layout: Layout, group: _native.Gr
         missing = absent()
         if not missing:
             return
-        rendezvous.recorder_entry.waiting_for(missing[0])
+        rendezvous.formation.waiting_for(missing[0])
         try:
             rendezvous.raise_reported_failure()
         except DistError:

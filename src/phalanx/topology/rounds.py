@@ -87,7 +87,7 @@ def _begin_round(rendezvous: StoreRendezvous, own_record: RankRecord) -> StoreRe
 def _claim_rank(rendezvous: StoreRendezvous, own_record: RankRecord) -> StoreRendezvous:
     """Claim this process's rank in the first round that the process has not been in."""
     last_text = b""
-    rendezvous.recorder_entry.waiting_for(0)
+    rendezvous.formation.waiting_for(0)
     for _ in rendezvous.poll(lambda: [0]):
         if (
             not rendezvous.store.check([_ROUND])

@@ -34,7 +34,7 @@ class StoreRendezvous(NamedTuple):
         world_size: World size of the group.
         start: The time at which this rank arrived, in monotonic seconds.
         timeout: The time that this rank waits for the others, in seconds.
-        recorder_entry: The entry in the flight recorder for the formation of the group.
+        formation: The entry in the flight recorder for the formation of the group.
         describe_missing: Returns a description of a missing rank; see `join`.
         members: Ranks in the job by rank in the group; empty for the default group.
     """
@@ -44,7 +44,7 @@ class StoreRendezvous(NamedTuple):
     world_size: int
     start: float
     timeout: float
-    recorder_entry: _native.Joining
+    formation: _native.Joining
     describe_missing: Callable[[int, str], str] | None
     members: Sequence[int] = ()
 
@@ -61,7 +61,7 @@ class StoreRendezvous(NamedTuple):
             first = self._first_missing(keys, first)
             if first == self.world_size:
                 break
-            self.recorder_entry.waiting_for(first)
+            self.formation.waiting_for(first)
             self.raise_reported_failure()
         if self.store.has_extended_api():  # type: ignore[attr-defined]
             return [value.decode() for value in self.store.multi_get(keys)]
@@ -69,7 +69,7 @@ class StoreRendezvous(NamedTuple):
 
     def wait_for_value(self, name: str, rank: int) -> str:
         """Return the value that a rank publishes under a name; see `wait_for_values`."""
-        self.recorder_entry.waiting_for(rank)
+        self.formation.waiting_for(rank)
         for _ in self.poll(lambda: [rank]):
             self.raise_reported_failure()
             if self.store.check([key(name, rank)]):
@@ -95,7 +95,7 @@ class StoreRendezvous(NamedTuple):
     def report_failure(self, reason: str) -> PhalanxError:
         """Report to the other ranks that this rank cannot join; return the error to raise."""
         # Recorded first: of all failures in the recorders, the first is taken for the root cause.
-        self.recorder_entry.end("system")
+        self.formation.end("system")
         message = f"rank {self.rank} could not join: {reason}"
         self.store.set("phalanx/failed", message)
         return PhalanxError(f"[rank {self.rank}/{self.world_size}] {message.partition(' ')[2]}")
