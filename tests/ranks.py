@@ -1,7 +1,7 @@
 """The fixture `ranks`: real processes, each one rank, that run a function of the test's module.
 
-They are forked by the fork server of `phalanx.testing`, so a test pays some hundredths of a second
-for each. A folder of tests takes it into its `conftest.py`.
+They are forked by the fork server of `phalanx.testing`, so each costs a test some hundredths of a
+second. A folder of tests imports the fixture in its `conftest.py`.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ import torch.distributed as dist
 from phalanx.testing import processes
 from phalanx.testing.fork_server import Outcome, Task
 
-# Which host each rank is on, a letter for each, over and over: to run tests of one host on many.
+# The host of each rank, one letter per rank, repeated: runs tests of one host on several hosts.
 HOSTS = os.environ.get("PHALANX_TEST_HOSTS", "")
-# Seconds that the ranks of a test may take, unless it says otherwise: a hang is a failure.
+# The default time limit of the ranks of a test, in seconds: a hang is a failure.
 LIMIT = 60.0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a rank ended; the test fails where it asks for what isn't there."""
+class RankOutcome:
+    """The outcome of a rank; an attribute that it lacks fails the test."""
 
     rank: int
     pid: int
     code: int
-    """The exit code; negative: the signal that killed it."""
+    """The exit code; the negated number of the signal that killed the rank, if one did."""
     outcome: Outcome | None
     stdout: str
     stderr: str
@@ -41,21 +41,21 @@ class Ended:
 
     @property
     def value(self) -> Any:
-        """What the function returned; the test fails here if it didn't."""
+        """The return value of the function; the test fails here if there is none."""
         if self.outcome is None or self.outcome.error is not None or self.code != 0:
             pytest.fail(self.report())
         return self.outcome.value
 
     @property
     def error(self) -> BaseException:
-        """What the function raised; the test fails here if it didn't."""
+        """The exception of the function; the test fails here if there is none."""
         if self.outcome is None or self.outcome.error is None:
             pytest.fail(f"no exception on this rank:\n{self.report()}")
         return self.outcome.error
 
     @property
     def error_time(self) -> float:
-        """When the function raised, in monotonic seconds."""
+        """The time of the exception, in monotonic seconds."""
         assert self.outcome is not None
         return self.outcome.time
 
@@ -63,8 +63,8 @@ class Ended:
         return self.words
 
 
-class Run:
-    """Ranks that have been started and not yet collected."""
+class RunningRanks:
+    """Ranks that were started and have not been collected yet."""
 
     def __init__(self, ranks: processes.Ranks) -> None:
         self._ranks = ranks
@@ -73,8 +73,8 @@ class Run:
         self.signal = ranks.signal
         self.wait = ranks.wait
 
-    def join(self, limit: float = LIMIT) -> list[Ended]:
-        """Wait until all ranks have ended; a rank that hasn't within `limit` fails the test."""
+    def join(self, limit: float = LIMIT) -> list[RankOutcome]:
+        """Wait until all ranks have ended; one that exceeds `limit` fails the test."""
         hung = self.wait(limit)
         self._ranks.end(hung)
         ended = self.collect(hung)
@@ -83,20 +83,20 @@ class Run:
             pytest.fail(f"ranks {hung} still ran after {limit:g} s:\n{reports}")
         return ended
 
-    def collect(self, hung: list[int] | None = None) -> list[Ended]:
-        """Kill the ranks that still run, and tell how all of them ended."""
+    def collect(self, hung: list[int] | None = None) -> list[RankOutcome]:
+        """Kill the ranks that still run, and return the outcomes of all."""
         return [
-            Ended(end.rank, end.pid, end.code, end.outcome, end.stdout, end.stderr, str(end))
+            RankOutcome(end.rank, end.pid, end.code, end.outcome, end.stdout, end.stderr, str(end))
             for end in self._ranks.collect(hung or [])
         ]
 
 
 class RankServer:
-    """Starts ranks; made by the fixture `ranks`."""
+    """A server that starts ranks; the fixture `ranks` creates it."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
-        # Ranks outnumber the cores as it is.
+        # Ranks already outnumber the cores.
         alone = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         self._server = processes.ForkServer(["numpy", "pytest"], alone)
         self.close = self._server.close
@@ -109,28 +109,27 @@ class RankServer:
         *arguments: object,
         timeout: float | None = 20.0,
         hosts: str = "",
-    ) -> Run:
+    ) -> RunningRanks:
         """Start `size` ranks that run `function(*arguments)`.
 
-        Each is in a group of all of them, of the backend "phalanx" with this `timeout`; with None
-        for a timeout there is no group. `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh folder that they
-        share, are in their environment.
+        They form a group of the backend "phalanx" with this `timeout`, or no group if it is None.
+        Their environment has `RANK`, `WORLD_SIZE`, and `FOLDER`, a new folder that they share.
 
-        `hosts` has a letter for the host of each rank: they take themselves for different ones.
+        `hosts` has one letter per rank: ranks with different letters simulate different hosts.
         """
         folder = str(self._folders.mktemp("ranks"))
         if timeout is not None:
-            function, arguments = in_a_group, (timeout, function, *arguments)
+            function, arguments = run_in_group, (timeout, function, *arguments)
         call = cloudpickle.dumps((function, arguments, {}))
         tasks = []
         for rank in range(size):
             place = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
             if hosts := hosts or HOSTS:
                 place["PHALANX_HOST_ID"] = hosts[rank % len(hosts)]
-            # The end of an interpreter costs more than most tests. It is the subject of those that
-            # form their own group.
+            # The finalization of an interpreter takes longer than most tests. Only tests that form
+            # their own group examine it.
             tasks.append(Task(call, folder, rank, place, brief=timeout is not None))
-        return Run(self._server.start(tasks))
+        return RunningRanks(self._server.start(tasks))
 
     def run(
         self,
@@ -141,7 +140,7 @@ class RankServer:
         limit: float = LIMIT,
         hosts: str = "",
     ) -> list[Any]:
-        """Start ranks as `start` does, and return what `function` returned, by rank.
+        """Start ranks as `start` does, and return the results of `function`, by rank.
 
         A rank that raises, dies or hangs fails the test.
         """
@@ -152,7 +151,7 @@ class RankServer:
         return [rank.value for rank in ended]
 
 
-def in_a_group(timeout: float, function: Callable[..., object], *arguments: object) -> object:
+def run_in_group(timeout: float, function: Callable[..., object], *arguments: object) -> object:
     dist.init_process_group(
         "phalanx",
         init_method=f"file://{os.environ['FOLDER']}/store",
@@ -168,12 +167,12 @@ def in_a_group(timeout: float, function: Callable[..., object], *arguments: obje
 
 @contextmanager
 def all_raise(kind: type[Exception], words: str) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """The error that all ranks get, the very same."""
+    """Expect an error of this kind that is identical on all ranks."""
     with pytest.raises(kind, match=words) as raised:
         yield raised
-    said = [""] * dist.get_world_size()
-    dist.all_gather_object(said, str(raised.value))
-    assert len(set(said)) == 1
+    messages = [""] * dist.get_world_size()
+    dist.all_gather_object(messages, str(raised.value))
+    assert len(set(messages)) == 1
 
 
 @pytest.fixture(scope="package")

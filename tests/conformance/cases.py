@@ -1,6 +1,6 @@
-"""What the conformance tests share: dtypes, sizes, fresh data, and numpy as an oracle.
+"""Shared parts of the conformance tests: dtypes, sizes, random data, and numpy as an oracle.
 
-Every rank can make the data of every other from the test's seed, so each checks its results alone.
+Every rank can create the data of all ranks from the test's seed, so each checks its own results.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = {
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
 INTEGERS = tuple(name for name in DTYPES if "int" in name)
-# 4096 float32 are what travels beside the flag; 65,536 are a chunk of the large path.
+# 4096 float32 elements fit beside the flag; 65,536 are a chunk of the large path.
 SIZES = (0, 1, 3, 1000, 4096, 4097, 65_535, 65_536, 65 * 1024)
 LARGE = 2**20 + 7
 
@@ -45,9 +45,9 @@ FOLD: dict[str, Any] = {
 
 
 def operators(dtype: str) -> tuple[str, ...]:
-    """The operators that have a meaning for a dtype, in `torch.distributed`'s own words."""
+    """Return the names in `torch.distributed` of the operators that are defined for a dtype."""
     if dtype in COMPLEX:
-        return ("SUM", "AVG")  # torch.distributed itself refuses the others
+        return ("SUM", "AVG")  # torch.distributed itself rejects the others
     if dtype in FLOATS:
         return ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
     return ("SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
@@ -58,14 +58,14 @@ def reduce_op(name: str) -> Any:
 
 
 def fresh_seed() -> int:
-    """A new seed, printed, so that a failure shows it; PHALANX_TEST_SEED repeats it."""
+    """Return a new seed, printed so that a failure shows it; PHALANX_TEST_SEED overrides it."""
     seed = int(os.environ.get("PHALANX_TEST_SEED") or int.from_bytes(os.urandom(4), "little"))
     print(f"seed {seed}: repeat with PHALANX_TEST_SEED={seed}")
     return seed
 
 
 def data(dtype: str, shape: int | Sequence[int], *seed: int) -> Tensor:
-    """Random values: all bits of an integer, a normal distribution otherwise."""
+    """Return random values: all bits of an integer, a normal distribution otherwise."""
     size = (shape,) if isinstance(shape, int) else tuple(shape)
     random = np.random.default_rng(seed)
     if dtype == "bool":
@@ -73,7 +73,7 @@ def data(dtype: str, shape: int | Sequence[int], *seed: int) -> Tensor:
     elif dtype in INTEGERS:
         info = np.iinfo(dtype)
         values = random.integers(info.min, info.max, size, dtype=dtype, endpoint=True)
-    elif between_hosts():
+    elif has_several_hosts():
         values = random.integers(-2, 3, size).astype(np.float64)
         if dtype in COMPLEX:
             values = values + 1j * random.integers(-2, 3, size)
@@ -84,30 +84,30 @@ def data(dtype: str, shape: int | Sequence[int], *seed: int) -> Tensor:
     return torch.as_tensor(values).to(DTYPES[dtype]).reshape(size)
 
 
-def between_hosts() -> bool:
-    """Whether ranks are on several hosts, simulated ones.
+def has_several_hosts() -> bool:
+    """Return whether ranks are on several simulated hosts.
 
-    Floats are combined in another order there. Data are made of small whole numbers then, with
-    which the order changes nothing.
+    Floats are combined in another order then. The data are small whole numbers in this case, so
+    that the order does not matter.
     """
     return "PHALANX_HOST_ID" in os.environ
 
 
 def poisoned(like: Tensor) -> Tensor:
-    """A tensor of the same shape that no result equals by accident."""
+    """Return a tensor of the same shape that no result equals by accident."""
     flat = torch.full((like.numel() * like.element_size(),), 0xA5, dtype=torch.uint8)
     return flat.view(like.dtype).reshape(like.shape)
 
 
 def wide(tensor: Tensor) -> Any:
-    """A tensor in numpy, in the dtype in which a reduction of it accumulates."""
+    """Return a tensor in numpy, in the dtype in which its reduction accumulates."""
     if tensor.dtype in (torch.float16, torch.bfloat16):
         tensor = tensor.float()
     return tensor.numpy()
 
 
 def folded(op: str, inputs: Iterable[Tensor]) -> Tensor:
-    """The reduction in rank order, x0 op x1 op x2 ..., accumulated as `wide` says."""
+    """Return the reduction in rank order, x0 op x1 op ..., accumulated in the dtype of `wide`."""
     tensors = list(inputs)
     result = functools.reduce(FOLD[op], map(wide, tensors))
     if op == "AVG":
@@ -116,14 +116,14 @@ def folded(op: str, inputs: Iterable[Tensor]) -> Tensor:
 
 
 def divided(values: Any, divisor: int) -> Any:
-    """Values by a real number: numpy would divide complex ones by a complex number."""
+    """Divide values by a real number; numpy would divide complex values by a complex number."""
     if np.iscomplexobj(values):
         return divided(values.real, divisor) + 1j * divided(values.imag, divisor)
     return values / values.dtype.type(divisor)
 
 
 def exact(op: str, inputs: Iterable[Tensor]) -> tuple[Any, Any]:
-    """A reduction of floats in float64, and how far off a result in their dtype may be."""
+    """Return a reduction of floats in float64, and the tolerance for a result in their dtype."""
     tensors = list(inputs)
     kind = torch.complex128 if tensors[0].is_complex() else torch.float64
     values = [tensor.to(kind).numpy() for tensor in tensors]
@@ -134,7 +134,7 @@ def exact(op: str, inputs: Iterable[Tensor]) -> tuple[Any, Any]:
     if op in ("MIN", "MAX"):
         return result, np.zeros_like(magnitude)
     info = torch.finfo(tensors[0].dtype)
-    # One rounding per step; a denormal result is off by its own grain.
+    # One rounding per step; a denormal result is off by its own spacing.
     return result, (len(values) + 1) * info.eps * magnitude + info.tiny
 
 
@@ -145,7 +145,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """What two ranks compare to know that they have the same bits."""
+    """Return a digest of the bits of tensors, for comparisons between ranks."""
     total = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         total.update(bits(tensor))

@@ -1,4 +1,4 @@
-"""Makes the fixture `ranks` known to the tests of this folder."""
+"""The fixture `ranks` for the tests of this folder."""
 
 from tests.ranks import ranks
 

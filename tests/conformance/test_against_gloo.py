@@ -1,7 +1,7 @@
 """The same operations on the same data by Gloo, in the same processes: results must agree.
 
-Integers and what is only moved to the bit; floats as near as their dtype allows, since Gloo adds in
-another order.
+Integers and moved data must agree to the bit; reduced floats as closely as their dtype allows,
+since Gloo adds in another order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def all_reduce(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> lis
 
 def reduce(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[Tensor]:
     dist.reduce(own, root, cases.reduce_op(op), group)
-    # What is left on the other ranks is Gloo's own affair.
+    # On the other ranks, Gloo leaves arbitrary values.
     return [own] if dist.get_rank() == root else []
 
 
@@ -63,7 +63,7 @@ def all_gather_single(own: Tensor, root: int, group: dist.ProcessGroup, op: str)
 
 
 def all_to_all_single(own: Tensor, root: int, group: dist.ProcessGroup, op: str) -> list[Tensor]:
-    """All to the root, but for one element that each rank keeps."""
+    """Send everything to the root, except for one element that each rank keeps."""
     rank, size = dist.get_rank(), dist.get_world_size()
     given, taken = [0] * size, [0] * size
     given[root] += len(own) - 1
@@ -126,14 +126,14 @@ def compare(dtype: str, seed: int) -> int:
     for number, size in enumerate(SIZES):
         root = number % world_size
         own = cases.data(dtype, size, seed, rank, size)
-        # Each at every other size: Gloo takes its time.
+        # Each at every other size, since Gloo is slow.
         for operation, op in operations[number % 2 :: 2]:
             ours = operation(own.clone(), root, dist.group.WORLD, op)
             theirs = operation(own.clone(), root, gloo, op)
             what = f"{operation.__name__} {op} of {dtype}[{size}], {world_size} ranks"
             for one, other in zip(ours, theirs, strict=True):
                 if op and dtype == "bool":
-                    # Gloo adds bytes: its True may be a 2.
+                    # Gloo adds bytes, so its True may be 2.
                     other = other.view(torch.uint8) != 0  # noqa: PLW2901
                 if op and (one.is_floating_point() or one.is_complex()):
                     check_near(one, other, world_size, what)
@@ -143,7 +143,7 @@ def compare(dtype: str, seed: int) -> int:
 
 
 def check_near(ours: Tensor, theirs: Tensor, world_size: int, what: str) -> None:
-    # Gloo rounds to the dtype after every step, sums of normal numbers stay below 8 or so.
+    # Gloo rounds to the dtype after every step; sums of normal numbers stay below about 8.
     bound = 16 * world_size * torch.finfo(ours.dtype).eps
     torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound, msg=lambda m: f"{what}: {m}")
 

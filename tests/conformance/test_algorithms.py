@@ -1,7 +1,7 @@
 """The all-reduces of `phalanx.parallel` on Phalanx and on Gloo, against numpy.
 
-Rank 0 compares with the oracle: every bit of integers, and of sums in the order that the docstrings
-promise; all floats must be near the float64 result. The test compares the ranks with each other.
+Rank 0 compares with the oracle: every bit of integers, and of sums in the documented order; all
+floats must be near the float64 result. The test compares the ranks with each other.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from tests.ranks import RankServer
 
 WORLD_SIZES = (1, 2, 3, 4, 5)
-# Fewer elements than ranks, as many, and more; some of which no number of ranks divides.
+# Fewer elements than ranks, as many, and more; some are not divisible by any number of ranks.
 SIZES = (0, 1, 2, 3, 4, 5, 7, 1009, 70_001)
 ODD = 37
 
 
-# ---- the oracle: what each docstring says of the order ----
+# ---- the oracle: the documented order of each algorithm ----
 
 
 def in_rank_order(op: str, values: Sequence[Any]) -> Any:
@@ -51,7 +51,7 @@ def in_ring_order(op: str, values: Sequence[Any]) -> Any:
 
 
 def in_tree_order(op: str, values: Sequence[Any]) -> Any:
-    """Neighbours first: a binomial tree, balanced for a power of two."""
+    """Combine neighbours first: a binomial tree, balanced for a power of two."""
     while len(values) > 1:
         pairs = [values[start : start + 2] for start in range(0, len(values), 2)]
         values = [in_rank_order(op, pair) for pair in pairs]
@@ -78,18 +78,18 @@ def operators(dtype: str) -> tuple[str, ...]:
 
 
 def check(name: str, result: Tensor, inputs: list[Tensor], op: str, what: str) -> None:
-    if op == "SUM" and result.dtype is not torch.bfloat16:  # which numpy hasn't
+    if op == "SUM" and result.dtype is not torch.bfloat16:  # not in numpy
         expected = ORDERS[name](op, [tensor.numpy() for tensor in inputs])
         cases.check_bits(result, torch.from_numpy(expected), what)
     if result.is_floating_point() or result.is_complex():
         expected, tolerance = cases.exact(op, inputs)
-        # A complex product is four, and the sums of two; AVG is rounded once more.
+        # A complex product is four products and two sums; AVG is rounded once more.
         cases.check_close(result, expected, 4 * tolerance, what)
     else:
         cases.check_bits(result, cases.folded(op, inputs), what)
 
 
-# ---- what the ranks run ----
+# ---- functions that the ranks run ----
 
 
 def groups() -> dict[str, dist.ProcessGroup]:
@@ -117,7 +117,7 @@ def every_case(seed: int) -> list[str]:
 
 
 def sub_groups(seed: int) -> list[str]:
-    """Two groups at work at the same time; the ranks of one count down."""
+    """Reduce in two groups at the same time; the ranks of one are in descending order."""
     rank = dist.get_rank()
     inputs = [cases.data("float32", 1009, seed, r) for r in range(5)]
     results = []
@@ -137,7 +137,7 @@ def sub_groups(seed: int) -> list[str]:
 
 
 def layouts(seed: int) -> None:
-    """Views are written to, and nothing else of their memory is."""
+    """Reduce views; the rest of their memory must not be written."""
     rank, count = dist.get_rank(), dist.get_world_size()
     shape = (4, 3, 6)
     whole = [cases.data("float64", shape, seed, r) for r in range(count)]
@@ -162,7 +162,7 @@ def layouts(seed: int) -> None:
 
 
 def other_tensors(seed: int) -> None:
-    """Parameters, tensors of inference mode and shared ones; NaN; a message that is under way."""
+    """Reduce parameters, inference-mode and shared tensors, and NaN, with a message in progress."""
     import phalanx
 
     rank, count = dist.get_rank(), dist.get_world_size()
@@ -193,31 +193,33 @@ def other_tensors(seed: int) -> None:
         assert parameter.tolist() == [total * count] * 5, name
 
 
-def refused(name: str, message: str, *arguments: Any, **options: Any) -> None:
+def check_rejected(name: str, message: str, *arguments: Any, **options: Any) -> None:
     with pytest.raises(UsageError, match=re.escape(message)) as error:
         ALGORITHMS[name](*arguments, **options)
     assert str(error.value).startswith(f"{name}: ")
 
 
 def wrong_arguments() -> None:
-    """Only rank 0 makes mistakes: had it sent anything, the all-reduces after them would differ."""
+    """Make wrong calls on rank 0 only: if it sent anything, the later all-reduces would differ."""
     operator = dist.ReduceOp
     for name, function in ALGORITHMS.items():
         if dist.get_rank() == 0:
             ones = torch.ones(3)
-            refused(name, "list given, expected a torch.Tensor", [1.0])
-            refused(name, "a tensor of layout torch.sparse_coo given", ones.to_sparse())
-            refused(name, "share memory (expand()?)", torch.ones(1).expand(3))
-            refused(name, "float8_e4m3fn is not supported", ones.to(torch.float8_e4m3fn))
-            refused(name, "BXOR has no meaning for float32 here", ones, operator.BXOR)
-            refused(name, "expected one of: SUM, PRODUCT, AVG", ones.cfloat(), operator.MIN)
-            refused(name, "AVG has no meaning for int64", ones.long(), operator.AVG)
+            check_rejected(name, "list given, expected a torch.Tensor", [1.0])
+            check_rejected(name, "a tensor of layout torch.sparse_coo given", ones.to_sparse())
+            check_rejected(name, "share memory (expand()?)", torch.ones(1).expand(3))
+            check_rejected(name, "float8_e4m3fn is not supported", ones.to(torch.float8_e4m3fn))
+            check_rejected(name, "BXOR has no meaning for float32 here", ones, operator.BXOR)
+            check_rejected(name, "expected one of: SUM, PRODUCT, AVG", ones.cfloat(), operator.MIN)
+            check_rejected(name, "AVG has no meaning for int64", ones.long(), operator.AVG)
             premultiplied = dist._make_nccl_premul_sum(2.0)
-            refused(name, "PREMUL_SUM has no meaning", ones, premultiplied)
-            refused(name, "a group is given as group=...", ones, dist.group.WORLD)
-            refused(name, "op 'sum' given, expected a torch.distributed.ReduceOp", ones, "sum")
-            refused(name, "tag -1 given, expected 0 to 2147483647", ones, tag=-1)
-            refused(name, "tag '1' given", ones, tag="1")
+            check_rejected(name, "PREMUL_SUM has no meaning", ones, premultiplied)
+            check_rejected(name, "a group is given as group=...", ones, dist.group.WORLD)
+            check_rejected(
+                name, "op 'sum' given, expected a torch.distributed.ReduceOp", ones, "sum"
+            )
+            check_rejected(name, "tag -1 given, expected 0 to 2147483647", ones, tag=-1)
+            check_rejected(name, "tag '1' given", ones, tag="1")
         tensor = torch.ones(3)
         function(tensor)
         assert tensor.tolist() == [dist.get_world_size()] * 3, name

@@ -13,12 +13,12 @@ from tests.conformance import cases
 from tests.ranks import RankServer
 
 WORLD_SIZES = (1, 2, 3, 4)
-# Elements of a part: from nothing to several chunks, around what travels inline.
+# Elements of a part: from none to several chunks, around the limit of inline payloads.
 SIZES = (0, 1, 3, 500, 1024, 2000, 4096, 4097, 32_768, 70_001)
 
 
 class Check:
-    """What each rank gives to each other: `counts[source][target]` rows of `width` elements."""
+    """An exchange in which each source sends `counts[source][target]` rows of `width` elements."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ def uneven(seed: int) -> None:
     world_size = dist.get_world_size()
     shape = (world_size, world_size)
     matrices = [
-        random.integers(0, 3, shape),  # few, and many zeros
+        random.integers(0, 3, shape),  # small, with many zeros
         random.integers(0, 3, shape) * random.integers(0, 2000, shape),
         random.integers(0, 2, shape) * random.integers(60_000, 140_000, shape),
-        random.permutation([100_000] + [0] * (world_size**2 - 1)).reshape(shape),  # one gives
+        random.permutation([100_000] + [0] * (world_size**2 - 1)).reshape(shape),  # one rank sends
         cases.np.zeros(shape, int),
     ]
     for number, matrix in enumerate(matrices):
@@ -112,7 +112,7 @@ def layouts(seed: int) -> None:
         dist.all_to_all(outputs, inputs)
         for output, part in zip(outputs, check.expected, strict=True):
             cases.check_bits(output, part, "list, strided")
-    # Rows are those of the first dimension, whatever the others are.
+    # Rows are along the first dimension, for any number of dimensions.
     cube = torch.arange(world_size * 2 * 3 * 5).reshape(world_size * 2, 3, 5) + 1000 * rank
     output = torch.zeros_like(cube)
     dist.all_to_all_single(output, cube)
@@ -124,7 +124,7 @@ def layouts(seed: int) -> None:
 
 
 def in_place(seed: int) -> None:
-    """Output and input are one tensor, its parts in other places before than after."""
+    """Use one tensor as input and output, with different parts before and after."""
     for unit in (1, 100_000):
         check = Check(
             "int64", [[0, 2 * unit, unit], [unit, 0, 2 * unit], [2 * unit, unit, 0]], seed

@@ -69,7 +69,7 @@ def single_layouts(seed: int) -> None:
 
 
 def on_root(seed: int) -> None:
-    """`dist.gather_single` of PyTorch 2.14, and the method that it calls."""
+    """Check `dist.gather_single` of PyTorch 2.14, and the method that it calls."""
     rank, world_size, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     assert group is not None
     options = dist.GatherOptions()
@@ -99,7 +99,7 @@ def on_root(seed: int) -> None:
 
 
 def uneven(seed: int) -> None:
-    """Each rank gives a part of another size, which all know."""
+    """Gather parts of different sizes, which all ranks know."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number, counts in enumerate(([3, 0, 5000, 1], [70_000, 1, 0, 300_000], [0, 0, 0, 2])):
         for dtype in ("int16", "bfloat16", "complex64", "bool"):
@@ -139,28 +139,28 @@ def coalesced(seed: int) -> None:
 
 
 def coalescing_manager(seed: int) -> None:
-    """What FSDP and others use: operations of one kind, recorded and then done together."""
+    """Record operations of one kind and run them as one, like FSDP."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for async_ops in (False, True):
         groups = several(seed, "float32")
         totals = [cases.folded("SUM", inputs) for inputs in groups]
         tensors = [inputs[rank].clone() for inputs in groups]
-        together([partial(dist.all_reduce, tensor) for tensor in tensors], async_ops)
+        mixed_operations([partial(dist.all_reduce, tensor) for tensor in tensors], async_ops)
         check_all(tensors, totals, "all_reduce")
         outputs = [cases.poisoned(torch.cat(inputs)) for inputs in groups]
         tensors = [inputs[rank].clone() for inputs in groups]
         pairs = list(zip(outputs, tensors, strict=True))
-        together([partial(dist.all_gather_into_tensor, *pair) for pair in pairs], async_ops)
+        mixed_operations([partial(dist.all_gather_into_tensor, *pair) for pair in pairs], async_ops)
         check_all(outputs, [torch.cat(inputs) for inputs in groups], "all_gather")
         wholes = [torch.cat([inputs[rank]] * world_size) for inputs in groups]
         outputs = [cases.poisoned(inputs[rank]) for inputs in groups]
         pairs = list(zip(outputs, wholes, strict=True))
-        together([partial(dist.reduce_scatter_tensor, *pair) for pair in pairs], async_ops)
+        mixed_operations([partial(dist.reduce_scatter_tensor, *pair) for pair in pairs], async_ops)
         check_all(outputs, totals, "reduce_scatter")
 
 
-def any_in_a_manager(seed: int) -> None:
-    """With a device: operations of any kind, messages too, and one wait for all of them."""
+def mixed_in_a_manager(seed: int) -> None:
+    """Coalesce operations of any kind, including messages, with one wait, given a device."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs = inputs_of("float32", 5000, seed)
     reduced, broadcast = inputs[rank].clone(), inputs[rank].clone()
@@ -182,7 +182,7 @@ def any_in_a_manager(seed: int) -> None:
         cases.check_bits(received, inputs[rank - 1], "message")
 
 
-def together(calls: list[Callable[[], object]], async_ops: bool) -> None:
+def mixed_operations(calls: list[Callable[[], object]], async_ops: bool) -> None:
     with dist._coalescing_manager(async_ops=async_ops) as manager:
         for call in calls:
             call()
@@ -214,7 +214,7 @@ PROGRAMS = [
     uneven,
     coalesced,
     coalescing_manager,
-    any_in_a_manager,
+    mixed_in_a_manager,
     futures,
 ]
 

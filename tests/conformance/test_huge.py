@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements, which an index of 32 bits would cut off."""
+"""Tensors of more than 2^31 elements, which overflow 32-bit indices."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COUNT = 2**31 + 4099
 
 
 def fill(tensor: torch.Tensor, rank: int) -> torch.Tensor:
-    """Values that differ near the ends and around 2^31, so that shifted data is seen."""
+    """Fill a tensor with values that differ near the ends and around 2^31, to detect shifts."""
     tensor.zero_()
     for start in (0, 2**20, 2**31 - 4096, len(tensor) - 4096):
         tensor[start : start + 4096] = (torch.arange(4096) + 1 + rank) % 100

@@ -1,4 +1,4 @@
-"""Tensors that aren't one plain block: strided, expanded, 0-d, in autograd or inference mode."""
+"""Tensors that are not one contiguous block: strided, expanded, 0-d, autograd or inference mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.ranks import RankServer
 
 View = Callable[[Tensor], Tensor]
 
-# Each takes a part of a base of 4 x 6 x 8 x 10, or another order of it.
+# Each takes a part or a permutation of a base of 4 x 6 x 8 x 10.
 VIEWS: dict[str, View] = {
     "transposed": lambda base: base.transpose(0, 3),
     "strided": lambda base: base[:, ::2, :, 1::3],
@@ -29,7 +29,7 @@ VIEWS: dict[str, View] = {
 
 
 def fill(tensor: Tensor, seed: int, rank: int) -> Tensor:
-    """Fill a view with a rank's data; returns the data."""
+    """Fill a view with a rank's data, and return the data."""
     values = cases.data("float32", list(tensor.shape), seed, rank)
     tensor.copy_(values)
     return values
@@ -92,10 +92,10 @@ def test_views(ranks: RankServer, name: str, world_size: int) -> None:
 
 
 def conjugated_and_negative(seed: int) -> None:
-    """What torch computes only when it is read, in memory that is contiguous."""
+    """Reduce tensors in contiguous memory that torch computes only on reads."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     inputs = [cases.data("complex64", 10, seed, peer) for peer in range(world_size)]
-    # By the group's methods: the functions of torch.distributed refuse conjugated tensors.
+    # Through the group's methods: the functions of torch.distributed reject conjugated tensors.
     group = dist.group.WORLD
     lazy, plain = inputs[0].clone().conj(), torch.zeros(10, dtype=torch.complex64)
     assert lazy.is_conj()
@@ -139,7 +139,7 @@ def overlapping_outputs() -> None:
     if rank != 0:
         rejected(lambda: dist.broadcast(expanded, 0))
         rejected(lambda: dist.recv(expanded, 0))
-    # As an input it is fine.
+    # It is allowed as an input.
     source = torch.tensor([float(rank)]).expand(5)
     outputs = [torch.zeros(5) for _ in range(world_size)]
     dist.all_gather(outputs, source)
@@ -161,7 +161,7 @@ def autograd_and_inference() -> None:
         assert leaf.requires_grad
         assert leaf.is_leaf
         assert leaf.tolist() == torch.full(shape, total).tolist()
-    # A parameter in another memory order goes through a copy.
+    # A parameter in another memory order is copied.
     parameter = torch.nn.Parameter(
         torch.full((2, 3, 4, 5), rank + 1.0).to(memory_format=torch.channels_last)
     )

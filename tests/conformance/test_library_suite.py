@@ -1,6 +1,6 @@
 """The runner of PyTorch's tests of its distributed libraries, on a checkout with one small file.
 
-`make conformance-libraries` runs PyTorch's own files and makes the record.
+`make conformance-libraries` runs PyTorch's own files and writes the record.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tests.conformance.torch_suite.results_file import Results
 
 FILE = "algorithms/test_join.py"
-# One that cannot be imported.
+# A file that cannot be imported.
 BROKEN = "algorithms/ddp_comm_hooks/test_broken.py"
-# Seconds of a test: of the one that hangs, and of those that end.
+# Time limits of the test that hangs and of those that end, in seconds.
 SHORT, LIMIT = 20, 60
 TESTS = """\
 import time
@@ -125,9 +125,9 @@ def test_outcomes_and_groups(results: Results, column: str) -> None:
     assert "no_such_module" in broken.reason
 
 
-def test_only_what_gloo_passes_counts(results: Results) -> None:
+def test_only_tests_that_pass_on_gloo_count(results: Results) -> None:
     expected = f"{FILE}::Ranks.test_passes_on_gloo_alone"
-    assert [test for test, _ in record.behind(results)] == [expected]
+    assert [test for test, _ in record.unexplained_failures(results)] == [expected]
     counted = record.counts(results)[FILE]
     assert counted == record.Counts(
         on_gloo=2, on_phalanx=1, different=0, without_group=2, skipped=1, failed=2

@@ -1,4 +1,4 @@
-"""Messages in numbers: thousands outstanding, any order on all sides, beside all else."""
+"""Many messages: thousands outstanding, in any order on all sides, beside other operations."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.ranks import RankServer
 
-# Mostly small, some around and above what a channel holds (256 KiB).
+# Mostly small, some around and above the capacity of a channel (256 KiB).
 SIZES = (0, 1, 1, 2, 7, 100, 100, 1000, 5000, 65_520, 65_536, 100_000)
 SMALL = SIZES[:-4]
 
 
 @dataclass(frozen=True)
-class Letter:
-    """One message of a plan that all ranks know."""
+class PlannedMessage:
+    """A message of a plan that all ranks know."""
 
     source: int
     target: int
     tag: int
-    number: int  # among those of its source, target and tag
+    number: int  # among messages of this source, target and tag
     size: int
     any_source: bool
 
@@ -38,12 +38,12 @@ class Letter:
         return cases.data("int32", self.size, seed, *names)
 
 
-def plan_of(
+def make_plan(
     seed: int, count: int, world_size: int, sizes: tuple[int, ...], unique: int = 1000
-) -> list[Letter]:
-    """Random messages; only those of a tag that one source alone sends may be of any source.
+) -> list[PlannedMessage]:
+    """Return random messages; a recv from any source needs a tag of one source only.
 
-    Those tags begin at `unique`: plans that are under way at once must not share them.
+    Those tags begin at `unique`; concurrent plans must not share them.
     """
     choice = random.Random(seed)
     numbers: dict[tuple[int, int, int], int] = {}
@@ -52,28 +52,30 @@ def plan_of(
         source, target = choice.randrange(world_size), choice.randrange(world_size)
         any_source = choice.random() < 0.2
         tag = unique + index if any_source else choice.randrange(40)
-        # Of one tag, all have one size: a source may be ahead with any of its own.
+        # All messages of one tag have one size, since a source may be ahead with any of its own.
         size = sizes[tag % len(sizes)]
         number = numbers.get((source, target, tag), 0)
         numbers[source, target, tag] = number + 1
-        letters.append(Letter(source, target, tag, number, size, any_source))
+        letters.append(PlannedMessage(source, target, tag, number, size, any_source))
     return letters
 
 
-def shuffled(letters: list[Letter], choice: random.Random) -> list[Letter]:
-    """A random order in which those of one source, target and tag keep theirs."""
+def shuffled(letters: list[PlannedMessage], choice: random.Random) -> list[PlannedMessage]:
+    """Return a random order that preserves the order within one source, target and tag."""
     order = letters.copy()
     choice.shuffle(order)
-    queues: dict[tuple[int, int, int], list[Letter]] = {}
+    queues: dict[tuple[int, int, int], list[PlannedMessage]] = {}
     for letter in letters:
         queues.setdefault((letter.source, letter.target, letter.tag), []).append(letter)
     return [queues[letter.source, letter.target, letter.tag].pop(0) for letter in order]
 
 
 class Exchange:
-    """The part of one rank in one plan."""
+    """The messages of one rank in one plan."""
 
-    def __init__(self, seed: int, letters: list[Letter], group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, seed: int, letters: list[PlannedMessage], group: dist.ProcessGroup | None
+    ) -> None:
         self.seed = seed
         self.group = group
         rank = dist.get_rank(group)
@@ -85,9 +87,9 @@ class Exchange:
         queues = {True: iter(sends), False: iter(recvs)}
         self.posts = [next(queues[is_send]) for is_send in merged]
         self.works: list[dist.Work] = []
-        self.received: list[tuple[Letter, Tensor, dist.Work]] = []
+        self.received: list[tuple[PlannedMessage, Tensor, dist.Work]] = []
 
-    def post(self, is_send: bool, letter: Letter) -> None:
+    def post(self, is_send: bool, letter: PlannedMessage) -> None:
         if is_send:
             sent = letter.data(self.seed)
             work = dist.isend(sent, group=self.group, group_dst=letter.target, tag=letter.tag)
@@ -117,9 +119,9 @@ class Exchange:
 
 
 def rounds(seed: int, count: int, sizes: tuple[int, ...]) -> int:
-    """Rounds of messages in a group of all and a sub-group, with collectives in between.
+    """Exchange rounds of messages in the default group and a sub-group, between collectives.
 
-    What is waited for in a round is of the round before: all ranks have posted that.
+    A round waits for messages of the previous round, which all ranks have posted.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
     part = dist.new_group([0, world_size - 1])
@@ -128,13 +130,13 @@ def rounds(seed: int, count: int, sizes: tuple[int, ...]) -> int:
     done = 0
     for number in range(3):
         unique = 10_000 * (number + 1)
-        letters = plan_of(seed + number, count, world_size, sizes, unique)
+        letters = make_plan(seed + number, count, world_size, sizes, unique)
         exchanges = [Exchange(seed + number, letters, None)]
         if rank in (0, world_size - 1):
-            letters = plan_of(seed + 50 + number, count // 4, 2, sizes, unique)
+            letters = make_plan(seed + 50 + number, count // 4, 2, sizes, unique)
             exchanges.append(Exchange(seed + 50 + number, letters, part))
         steps = [(exchange, *post) for exchange in exchanges for post in exchange.posts]
-        # Messages of one exchange keep their order; where the collectives come is anyone's choice.
+        # Messages of one exchange keep their order; collectives are placed at random.
         collectives = {choice.randrange(len(steps) + 1): async_op for async_op in (False, True)}
         summed = []
         for index, (exchange, is_send, letter) in enumerate(steps):
@@ -171,7 +173,7 @@ def test_thousands_outstanding(ranks: RankServer) -> None:
 
 
 def from_threads(seed: int) -> None:
-    """Threads in groups of their own and one that they share, all outstanding at once."""
+    """Exchange messages in threads, in separate groups and a shared one, all at once."""
     world_size = dist.get_world_size()
     shared = dist.new_group()
     groups = [dist.new_group(), shared, shared]
@@ -180,10 +182,10 @@ def from_threads(seed: int) -> None:
     def exchange(index: int) -> None:
         try:
             own, choice = seed + 1000 * index, random.Random(seed + index)
-            letters = plan_of(own, 300, world_size, SIZES)
-            # In the group that two threads share, each has tags of its own.
+            letters = make_plan(own, 300, world_size, SIZES)
+            # In the shared group, each thread has its own tags.
             letters = [
-                Letter(each.source, each.target, each.tag + 10_000 * index, *rest(each))
+                PlannedMessage(each.source, each.target, each.tag + 10_000 * index, *rest(each))
                 for each in letters
             ]
             mine = Exchange(own, letters, groups[index])
@@ -193,7 +195,7 @@ def from_threads(seed: int) -> None:
         except BaseException as error:
             errors.append(error)
 
-    def rest(letter: Letter) -> tuple[int, int, bool]:
+    def rest(letter: PlannedMessage) -> tuple[int, int, bool]:
         return letter.number, letter.size, letter.any_source
 
     threads = [threading.Thread(target=exchange, args=(index,)) for index in range(3)]
@@ -232,8 +234,8 @@ def test_hundreds_of_mebibytes(ranks: RankServer) -> None:
     ranks.run(2, hundreds_of_mebibytes, cases.fresh_seed())
 
 
-def one_computes(seed: int) -> None:
-    """A rank that has posted and then computes holds nobody up, who only waits for that."""
+def compute_after_posting(seed: int) -> None:
+    """Compute on a rank that has posted its messages: peers that wait for those are not delayed."""
     folder = Path(os.environ["FOLDER"])
     sent, other = cases.data("int32", 500_000, seed, 0), cases.data("int32", 500_000, seed, 1)
     if dist.get_rank() == 0:
@@ -247,19 +249,19 @@ def one_computes(seed: int) -> None:
         works = [dist.irecv(received, 0), dist.isend(other, 0, tag=1)]
         while not (folder / "done").exists():
             torch.ones(1000).sum()
-        # A transport's own thread tells of the end: between hosts that isn't the same moment.
-        end = time.monotonic() + (5 if cases.between_hosts() else 0)
+        # Between hosts, a thread of the transport reports the end later.
+        end = time.monotonic() + (5 if cases.has_several_hosts() else 0)
         while not all(work.is_completed() for work in works):
             assert time.monotonic() < end
         cases.check_bits(received, sent, "to the rank that computes")
 
 
 def test_a_rank_that_computes(ranks: RankServer) -> None:
-    ranks.run(2, one_computes, cases.fresh_seed())
+    ranks.run(2, compute_after_posting, cases.fresh_seed())
 
 
 def pairs_of_threads(seed: int) -> None:
-    """Two threads of each rank in blocking calls of one group, one with long messages."""
+    """Make blocking calls in two threads of each rank in one group, one with long messages."""
     rank = dist.get_rank()
     errors: list[BaseException] = []
 

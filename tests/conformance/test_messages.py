@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.ranks import RankServer
 
-# Below, at and above what a channel holds (256 KiB), with the envelope or without.
+# Below, at and above the capacity of a channel (256 KiB), with and without the envelope.
 SIZES = (0, 1, 3, 1000, 8192, 65_520, 65_536, 65_537, 200_000)
 
 
@@ -76,7 +76,7 @@ def test_in_a_sub_group(ranks: RankServer) -> None:
 
 
 def tags_out_of_order(seed: int) -> None:
-    """Sent with tags 0, 1, 2, ...; received the other way round; blocking on both sides."""
+    """Send with tags 0, 1, 2, ... and receive in reverse order; both sides block."""
     count = len(SIZES)
     if dist.get_rank() == 0:
         works = [dist.isend(message(seed, 0, number), 1, tag=number) for number in range(count)]
@@ -111,7 +111,7 @@ def same_tag_in_order(seed: int) -> None:
 
 
 def test_messages_of_one_tag_keep_their_order(ranks: RankServer) -> None:
-    """Also those whose isend was dropped: nobody kept the works."""
+    """This includes messages whose isend work was dropped."""
     ranks.run(2, same_tag_in_order, cases.fresh_seed())
 
 
@@ -139,7 +139,7 @@ def test_from_any_source(ranks: RankServer, world_size: int) -> None:
 
 
 def any_source_beside_a_named_one(seed: int) -> int:
-    """A recv from any rank doesn't take what another tag or group is for."""
+    """A recv from any rank does not match a message of another tag or group."""
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
     if rank == 0:
@@ -169,7 +169,7 @@ def test_any_source_beside_a_named_one(ranks: RankServer) -> None:
 
 
 def random_order(seed: int) -> int:
-    """All pairs exchange messages; each rank posts its isends and irecvs in an order of its own."""
+    """Exchange messages between all pairs; each rank posts isends and irecvs in its own order."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     plan = random.Random(seed)
     messages = [

@@ -18,7 +18,7 @@ SIZES = (0, 1, 3, 1000, 1024, 1025, 4096, 4097, 16_384, 16_385, 65_536, 66_560)
 
 
 class Check:
-    """Runs each operation once, with inputs that every rank can make, and looks at all bits."""
+    """A check that runs each operation once, with reproducible inputs, and compares all bits."""
 
     def __init__(self, dtype: str, size: int, seed: int, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -126,7 +126,7 @@ def pass_barriers() -> list[tuple[float, float]]:
     times = []
     for turn in range(6):
         if turn % dist.get_world_size() == dist.get_rank():
-            time.sleep(0.05)  # the one that the others must wait for, not a synchronisation
+            time.sleep(0.05)  # a delay of this rank, not a synchronisation
         came = time.monotonic()
         work = dist.barrier(async_op=bool(turn % 2))
         if work is not None:
@@ -136,14 +136,14 @@ def pass_barriers() -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_nobody_leaves_a_barrier_before_all_have_come(ranks: RankServer, world_size: int) -> None:
+def test_no_rank_leaves_a_barrier_before_all_enter(ranks: RankServer, world_size: int) -> None:
     for turn in zip(*ranks.run(world_size, pass_barriers), strict=True):
         last_came = max(came for came, _ in turn)
         assert all(left >= last_came for _, left in turn)
 
 
 def mixed_operations(seed: int) -> str:
-    """A random program, the same on all ranks, of operations of all kinds in three groups."""
+    """Run a random program of all kinds of operations in three groups, the same on all ranks."""
     random = cases.np.random.default_rng(seed)
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2])]
     results = []

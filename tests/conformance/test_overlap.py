@@ -1,4 +1,4 @@
-"""Inputs and outputs that lie in one buffer and overlap, at random distances.
+"""Inputs and outputs that overlap in one buffer, at random distances.
 
 The oracle is the same operation on tensors that share no memory, computed here from every rank's
 data.
@@ -17,13 +17,13 @@ from torch import Tensor
 from tests.conformance import cases
 from tests.ranks import RankServer
 
-# Elements of a part: small parts are staged as a whole, the large ones take several chunks.
+# Elements of a part: small parts are staged at once, large ones in several chunks.
 SIZES = (5, 300_001)
 ROUNDS = 4
 
 
 class Buffer:
-    """Memory of this rank, with tensors anywhere in it, and the inputs that every rank has there.
+    """Memory of this rank with tensors at any offset, and the inputs of all ranks in theirs.
 
     Args:
         seed: The same on all ranks.
@@ -34,20 +34,20 @@ class Buffer:
     def __init__(self, seed: int, part: int, async_op: bool) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.part, self.async_op, self.seed = part, async_op, seed
-        self.choose = random.Random(seed + self.rank)  # each rank has distances of its own
+        self.choose = random.Random(seed + self.rank)  # each rank has its own distances
         self.memory = torch.full((3 * self.size * part,), -1, dtype=torch.int64)
 
     def at(self, begin: int, parts: int) -> Tensor:
         return self.memory[begin : begin + parts * self.part]
 
-    def near(self, begin: int, parts: int) -> int:
-        """A place for parts that overlap or touch those that begin here, often whole parts away."""
+    def random_offset(self, begin: int, parts: int) -> int:
+        """Return an offset of parts that overlap or touch those at `begin`."""
         shift = self.choose.choice((0, 1, self.part // 2, self.part, 2 * self.part))
         shift = self.choose.choice((-shift, shift))
         return max(0, min(begin + shift, self.memory.numel() - parts * self.part))
 
-    def given(self, rank: int, parts: int) -> Tensor:
-        """The input of a rank."""
+    def input_of(self, rank: int, parts: int) -> Tensor:
+        """Return the input of a rank."""
         made: Tensor = cases.data("int64", parts * self.part, self.seed, rank)
         return made
 
@@ -66,8 +66,8 @@ class Buffer:
 def all_to_all_single(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     source = size * part
-    target = buffer.near(source, size)
-    buffer.at(source, size).copy_(buffer.given(buffer.rank, size))
+    target = buffer.random_offset(source, size)
+    buffer.at(source, size).copy_(buffer.input_of(buffer.rank, size))
     output = buffer.at(target, size)
     splits = [part] * size if buffer.choose.random() < 0.5 else None
     work = dist.all_to_all_single(
@@ -80,8 +80,8 @@ def all_to_all_single(buffer: Buffer) -> None:
 def all_to_all(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     source = size * part
-    target = buffer.near(source, size)
-    buffer.at(source, size).copy_(buffer.given(buffer.rank, size))
+    target = buffer.random_offset(source, size)
+    buffer.at(source, size).copy_(buffer.input_of(buffer.rank, size))
     output = buffer.at(target, size)
     inputs = list(buffer.at(source, size).split(part))
     # In any order of their addresses.
@@ -97,8 +97,8 @@ def all_to_all(buffer: Buffer) -> None:
 def all_gather_single(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     target = size * part
-    source = buffer.near(target + buffer.choose.randrange(size) * part, 1)
-    buffer.at(source, 1).copy_(buffer.given(buffer.rank, 1))
+    source = buffer.random_offset(target + buffer.choose.randrange(size) * part, 1)
+    buffer.at(source, 1).copy_(buffer.input_of(buffer.rank, 1))
     output = buffer.at(target, size)
     work = dist.all_gather_into_tensor(output, buffer.at(source, 1), async_op=buffer.async_op)
     buffer.finish(work)
@@ -108,8 +108,8 @@ def all_gather_single(buffer: Buffer) -> None:
 def all_gather(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     target = size * part
-    source = buffer.near(target + buffer.choose.randrange(size) * part, 1)
-    buffer.at(source, 1).copy_(buffer.given(buffer.rank, 1))
+    source = buffer.random_offset(target + buffer.choose.randrange(size) * part, 1)
+    buffer.at(source, 1).copy_(buffer.input_of(buffer.rank, 1))
     output = buffer.at(target, size)
     outputs = list(output.split(part))
     buffer.finish(dist.all_gather(outputs, buffer.at(source, 1), async_op=buffer.async_op))
@@ -119,8 +119,8 @@ def all_gather(buffer: Buffer) -> None:
 def gather(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     target = size * part
-    source = buffer.near(target + buffer.choose.randrange(size) * part, 1)
-    buffer.at(source, 1).copy_(buffer.given(buffer.rank, 1))
+    source = buffer.random_offset(target + buffer.choose.randrange(size) * part, 1)
+    buffer.at(source, 1).copy_(buffer.input_of(buffer.rank, 1))
     output = buffer.at(target, size)
     outputs = list(output.split(part)) if buffer.rank == 0 else None
     buffer.finish(dist.gather(buffer.at(source, 1), outputs, async_op=buffer.async_op))
@@ -131,20 +131,20 @@ def gather(buffer: Buffer) -> None:
 def scatter(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     source = size * part
-    target = buffer.near(source + buffer.choose.randrange(size) * part, 1)
-    buffer.at(source, size).copy_(buffer.given(0, size))
+    target = buffer.random_offset(source + buffer.choose.randrange(size) * part, 1)
+    buffer.at(source, size).copy_(buffer.input_of(0, size))
     output = buffer.at(target, 1)
     inputs = list(buffer.at(source, size).split(part)) if buffer.rank == 0 else None
     buffer.finish(dist.scatter(output, inputs, async_op=buffer.async_op))
-    expected = buffer.given(0, size).split(part)[buffer.rank]
+    expected = buffer.input_of(0, size).split(part)[buffer.rank]
     buffer.check(output, expected, "scatter", source, target)
 
 
 def reduce_scatter_single(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     source = size * part
-    target = buffer.near(source + buffer.choose.randrange(size) * part, 1)
-    buffer.at(source, size).copy_(buffer.given(buffer.rank, size))
+    target = buffer.random_offset(source + buffer.choose.randrange(size) * part, 1)
+    buffer.at(source, size).copy_(buffer.input_of(buffer.rank, size))
     output = buffer.at(target, 1)
     work = dist.reduce_scatter_tensor(output, buffer.at(source, size), async_op=buffer.async_op)
     buffer.finish(work)
@@ -154,8 +154,8 @@ def reduce_scatter_single(buffer: Buffer) -> None:
 def reduce_scatter(buffer: Buffer) -> None:
     size, part = buffer.size, buffer.part
     source = size * part
-    target = buffer.near(source + buffer.choose.randrange(size) * part, 1)
-    buffer.at(source, size).copy_(buffer.given(buffer.rank, size))
+    target = buffer.random_offset(source + buffer.choose.randrange(size) * part, 1)
+    buffer.at(source, size).copy_(buffer.input_of(buffer.rank, size))
     output = buffer.at(target, 1)
     inputs = list(buffer.at(source, size).split(part))
     buffer.finish(dist.reduce_scatter(output, inputs, async_op=buffer.async_op))
@@ -164,16 +164,16 @@ def reduce_scatter(buffer: Buffer) -> None:
 
 def _exchanged(buffer: Buffer) -> Tensor:
     size, part = buffer.size, buffer.part
-    inputs = [buffer.given(rank, size).split(part) for rank in range(size)]
+    inputs = [buffer.input_of(rank, size).split(part) for rank in range(size)]
     return torch.cat([parts[buffer.rank] for parts in inputs])
 
 
 def _gathered(buffer: Buffer) -> Tensor:
-    return torch.cat([buffer.given(rank, 1) for rank in range(buffer.size)])
+    return torch.cat([buffer.input_of(rank, 1) for rank in range(buffer.size)])
 
 
 def _summed(buffer: Buffer) -> Tensor:
-    inputs = [buffer.given(rank, buffer.size) for rank in range(buffer.size)]
+    inputs = [buffer.input_of(rank, buffer.size) for rank in range(buffer.size)]
     total: Tensor = sum(inputs, torch.zeros_like(inputs[0]))
     return total.split(buffer.part)[buffer.rank]
 

@@ -13,12 +13,12 @@ from tests.conformance import cases
 from tests.ranks import RankServer
 
 WORLD_SIZES = (1, 2, 3, 4)
-# Elements of a part; with 16 KiB in all, and 16 KiB and 256 KiB of one part, and one more.
+# Elements of a part: 16 KiB in all, 16 KiB and 256 KiB of one part, and one element more.
 SIZES = (0, 1, 3, 1000, 1024, 4096, 4097, 32_768, 65_537)
 
 
 class Check:
-    """The inputs of all ranks, and what each must get."""
+    """The inputs of all ranks, and the expected outputs."""
 
     def __init__(self, dtype: str, counts: list[int], op: str, seed: int, group: object = None):
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -46,7 +46,7 @@ class Check:
         cases.check_bits(whole, self.inputs[self.rank], f"input, {self.what}")
 
     def in_place(self) -> None:
-        """The output is this rank's part of the input."""
+        """Use this rank's part of the input as output."""
         whole = self.inputs[self.rank].clone()
         parts = list(whole.split(self.counts))
         dist.reduce_scatter_tensor(parts[self.rank], whole, self.op, self.group)
@@ -77,7 +77,7 @@ def every_dtype_and_operator(seed: int) -> None:
 
 
 def pairs(ops: tuple[str, ...]) -> Iterator[tuple[str, int]]:
-    """Every operator with a few sizes, every size with some operator."""
+    """Pair each operator with a few sizes, and each size with an operator."""
     for number, size in enumerate(SIZES):
         yield ops[number % len(ops)], size
     for op in ops:
@@ -90,17 +90,17 @@ def forms(seed: int) -> None:
         check = Check("float32", [size] * world_size, "SUM", seed)
         check.in_place()
         check.in_place_of_list()
-    # Parts of any size, as long as all ranks agree: also none for a rank.
+    # Parts of any size, even zero, as long as all ranks agree.
     for counts in ([7, 0, 5000, 1][:world_size], [70_000, 3, 0, 9][:world_size]):
         for dtype, op in (("int16", "SUM"), ("bfloat16", "AVG"), ("complex64", "SUM")):
             Check(dtype, counts, op, seed).of_list(async_op=False)
             Check(dtype, counts, op, seed).of_list(async_op=True)
             Check(dtype, counts, op, seed).in_place_of_list()
-    # The shapes needn't be those of the inputs, only the element counts.
+    # Only the element counts must match the inputs, not the shapes.
     output, matrix = torch.zeros(6, 5), torch.full((world_size * 10, 3), rank + 1.0)
     dist.reduce_scatter_tensor(output, matrix)
     assert (output == sum(range(1, world_size + 1))).all()
-    # As many tensors as there are ranks, stacked.
+    # One tensor per rank, stacked.
     stacked = torch.full((world_size, 4), 2.0)
     dist.reduce_scatter_tensor(output[0, :4], stacked, dist.ReduceOp.PRODUCT)
     assert output[0].tolist() == [2.0**world_size] * 4 + [sum(range(1, world_size + 1))]

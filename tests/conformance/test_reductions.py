@@ -33,7 +33,7 @@ def all_reduce_all(dtype: str, seed: int) -> str:
     results = []
     for size in (*cases.SIZES, cases.LARGE):
         own = cases.data(dtype, size, seed, rank, size)
-        # One rank compares with the oracle, the test compares the ranks with each other.
+        # One rank compares with the oracle; the test compares the ranks with each other.
         inputs = inputs_of(dtype, size, seed, world_size) if rank == 0 else []
         for op in cases.operators(dtype) if size < cases.LARGE else ("SUM",):
             what = f"all_reduce {op} of {dtype}[{size}], {world_size} ranks"
@@ -98,11 +98,11 @@ def test_reduce_to_each_root(ranks: RankServer, world_size: int) -> None:
 
 
 def test_the_oracle_covers_what_the_core_supports() -> None:
-    """An operator that the core learns must be tested here, one that it loses must be missed."""
+    """The operators tested here are exactly those that the core supports."""
     for dtype in cases.DTYPES:
         known = set(cases.operators(dtype))
         if dtype in cases.COMPLEX:
-            known.add("PRODUCT")  # reaches the group by its method only, see below
+            known.add("PRODUCT")  # reaches the group only through its method, see below
         core = {op for op in cases.FOLD if cases.supported_by_core(dtype, op)}
         assert core == known, dtype
 
@@ -131,11 +131,11 @@ def test_complex_product_by_the_groups_method(ranks: RankServer, dtype: str) -> 
 def premultiplied(dtype: str, seed: int) -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     kinds = [lambda factor: factor]
-    if dtype != "bfloat16":  # numpy, which makes the factor, has none
+    if dtype != "bfloat16":  # not in numpy, which creates the factor
         kinds.append(lambda factor: torch.tensor([factor], dtype=cases.DTYPES[dtype]))
     for size in (1, 1000, 70_000):
         inputs = inputs_of(dtype, size, seed, world_size)
-        # Powers of two: the products are exact, so the sum must be as well.
+        # Powers of two: the products are exact, so the sum must be exact too.
         scaled = [tensor * 2.0 ** (number - 1) for number, tensor in enumerate(inputs)]
         for kind in kinds:
             op = dist._make_nccl_premul_sum(kind(2.0 ** (rank - 1)))
@@ -157,8 +157,8 @@ def test_premul_sum(ranks: RankServer, dtype: str, world_size: int) -> None:
 
 def special_values() -> None:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    # Each host's sum is rounded, so that of the largest float16 may be infinite there.
-    large = 2.0 if cases.between_hosts() else 65504.0
+    # The sum of each host is rounded, so that of the largest float16 values may be infinite.
+    large = 2.0 if cases.has_several_hosts() else 65504.0
     special = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1.0, large])
     columns = torch.cartesian_prod(*[special] * world_size).reshape(-1, world_size)
     for dtype in cases.FLOATS:
@@ -199,7 +199,7 @@ def test_random_sizes(ranks: RankServer, world_size: int) -> None:
 
 
 def averages_of_integers(dtype: str, seed: int) -> None:
-    """In every form; rounded towards zero, as NCCL does it and Gloo's users do it by hand."""
+    """Average integers in every form; results are rounded towards zero, as on NCCL."""
     rank, size = dist.get_rank(), dist.get_world_size()
     average = dist.ReduceOp.AVG
     generator = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Tensors of `phalanx.empty_shared`: the same results, and memory that comes and goes."""
+"""Tensors of `phalanx.empty_shared`: results are unchanged, and memory is freed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from phalanx.errors import PhalanxError, UsageError
 from tests.conformance import cases
 from tests.ranks import RankServer
 
-# Below and above the limit under which payloads travel inline, and what no slice divides.
+# Below and above the limit of inline payloads, and sizes that no slice divides.
 COUNTS = (1, 5_000, 100_003, 700_001)
 
 
@@ -40,7 +40,7 @@ def filled(make: Callable[..., torch.Tensor], rank: int, count: int) -> torch.Te
 
 
 def whole(make: Callable[..., torch.Tensor], rank: int, size: int, count: int) -> torch.Tensor:
-    """One part for each rank, told apart by a factor."""
+    """Return a tensor with one part per rank, distinguished by a factor."""
     tensor = make(size * count)
     for to, part in enumerate(tensor.view(size, count)):
         part.copy_(value(rank, count) + 7 * to)
@@ -145,11 +145,11 @@ def bitwise_like_staged() -> None:
         assert torch.equal(staged, direct)
 
 
-def test_the_path_changes_no_bit(ranks: RankServer) -> None:
+def test_results_are_bitwise_equal_on_both_paths(ranks: RankServer) -> None:
     ranks.run(3, bitwise_like_staged)
 
 
-def outlives_its_group() -> None:
+def outlive_the_group() -> None:
     tensor = phalanx.empty_shared(200_000).fill_(1.0)
     dist.all_reduce(tensor)
     dist.destroy_process_group()
@@ -164,8 +164,8 @@ def outlives_its_group() -> None:
     assert _native.shared_bytes_in_use() == 0
 
 
-def test_memory_is_given_back_with_the_last_view(ranks: RankServer) -> None:
-    ranks.run(2, outlives_its_group)
+def test_memory_is_freed_with_the_last_view(ranks: RankServer) -> None:
+    ranks.run(2, outlive_the_group)
 
 
 def test_shapes() -> None:

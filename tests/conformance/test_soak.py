@@ -1,6 +1,6 @@
-"""The soak's shorter form: fresh random operations of all kinds, in overlapping groups.
+"""The short soak: random operations of all kinds in overlapping groups.
 
-`make soak` is the longer one. A failure names the operation and the command that repeats it.
+`make soak` is the long one. A failure names the operation and the command that repeats it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.soak.__main__ import app
 from tests.soak.plan import CHAPTER, WEIGHTS, Operation, Plan
 from tests.soak.rank import soak
 
-# World size -> operations: a few seconds each on two cores.
+# Operations by world size: a few seconds each on two cores.
 SHARES = {2: 3000, 3: 2500, 5: 1200, 8: 800}
 
 
@@ -54,7 +54,7 @@ def test_an_operation_depends_on_nothing_before_it() -> None:
 
 
 def soak_with_a_fault(seed: int) -> None:
-    """Rank 1 gets other bits than were broadcast."""
+    """Run the soak with a broadcast that changes a bit on rank 1."""
     sound: Any = dist.broadcast
 
     def faulty(tensor: torch.Tensor, source: int, group: Any, async_op: bool) -> Any:
@@ -68,12 +68,12 @@ def soak_with_a_fault(seed: int) -> None:
         return work
 
     dist.broadcast = faulty
-    # Within a chapter: else rank 0, which sends, could be waiting in the next for rank 1 to join.
+    # Within a chapter; otherwise rank 0, which sends, could wait in the next for rank 1 to join.
     soak(Plan(seed, 2, ("broadcast",)), 0, CHAPTER, 10.0)
 
 
 def test_a_wrong_result_is_found(ranks: RankServer) -> None:
-    """On the rank that has it, with what it was and what repeats it."""
+    """The rank with the wrong result reports the operation and the command that repeats it."""
     seed = cases.fresh_seed()
     message = str(ranks.start(2, soak_with_a_fault, seed, timeout=10).join()[1].error)
     found = re.search(

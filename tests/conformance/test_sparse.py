@@ -14,7 +14,7 @@ SHAPES = (((7,), 1), ((5, 3), 1), ((4, 3, 2), 2), ((3, 2, 2, 5), 3))
 
 
 def sparse(shape: tuple[int, ...], dims: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random entries, some of them at the same place; none on rank 1."""
+    """Return random entries, some with the same indices; none on rank 1."""
     generator = torch.Generator().manual_seed(1000 * rank + len(shape))
     entries = 0 if rank == 1 else 4 + rank
     rows = [torch.randint(0, size, (entries,), generator=generator) for size in shape[:dims]]

@@ -1,6 +1,6 @@
-"""A part of PyTorch's own suite: what Gloo passes, by the record, passes on Phalanx.
+"""A part of PyTorch's own suite: recorded tests that pass on Gloo pass on Phalanx.
 
-`make conformance` runs all of it, at more world sizes, and makes the record.
+`make conformance` runs all of it, at more world sizes, and writes the record.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import pytest
 from tests.conformance.torch_suite import record
 from tests.conformance.torch_suite.runner import SIZES, Outcome, run
 
-# Seconds, on Gloo, beyond which a test is left to `make conformance`.
+# The duration on Gloo, in seconds, beyond which only `make conformance` runs a test.
 SLOW = 2.0
-# Tests of DDP take most of the time, so one column has to do for them.
+# Tests of DDP take most of the time, so they run in one column only.
 COLUMNS = {"replace": (2, ""), "phalanx": (3, "ddp")}
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("column", COLUMNS)
-def test_what_gloo_passes(column: str) -> None:
+def test_tests_that_pass_on_gloo(column: str) -> None:
     size, left_out = COLUMNS[column]
     expected = {
         test
@@ -47,7 +47,7 @@ def test_the_record_has_nothing_behind_gloo() -> None:
         assert not list(record.missing(results, column))
 
 
-def test_what_counts_as_behind() -> None:
+def test_missing_tests() -> None:
     passed, failed, skipped = (Outcome(kind, "", 1.0) for kind in ("pass", "fail", "skip"))
     explained = next(test for column, test in record.EXPLAINED if column == "replace")
     gloo = {"a": passed, "b": passed, "c": skipped, "d": failed, explained: passed}

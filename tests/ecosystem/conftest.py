@@ -1,4 +1,4 @@
-"""What the tests of this folder share: the ranks, a seed, and what each rank finds imported."""
+"""Fixtures of this folder: the ranks, a seed, and preloaded modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.ranks import ranks as ranks  # noqa: PLC0414 - makes the fixture know
 
 @pytest.fixture
 def seed() -> int:
-    """A new one for every test; pytest shows it when the test fails."""
+    """Return a new seed for every test; pytest shows it when the test fails."""
     number = int(torch.randint(2**31, ()))
     print(f"seed {number}")
     return number
@@ -19,6 +19,6 @@ def seed() -> int:
 
 @pytest.fixture(autouse=True, scope="module")
 def preloaded(request: pytest.FixtureRequest, ranks: RankServer) -> None:
-    """Import the modules that the test module names in `PRELOAD` once, and not in each rank."""
+    """Import the modules in the test module's `PRELOAD` once, rather than in each rank."""
     for module in ("torch._dynamo", *getattr(request.module, "PRELOAD", ())):
         ranks.preload(module)

@@ -1,6 +1,6 @@
-"""A model, its data, and what training it in one process makes of it.
+"""A model, its data, and the result of training it in one process.
 
-All that is here depends on a seed alone: every rank has the same, and the tests draw a new one.
+Everything here depends on a seed only, so all ranks get the same; each test draws a new seed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Share = Callable[[Tensor], Tensor]
 
 
 def fresh(seed: int, *shape: int) -> Tensor:
-    """Random numbers of this seed."""
+    """Return a random generator with this seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def new_model(seed: int) -> nn.Sequential:
-    """A model of which the last layer is uneven over ranks.
+    """Return a model whose last layer is uneven over ranks.
 
-    (PyTorch wants layers that are split over ranks, by tensor parallelism, to be even.)
+    (Tensor parallelism in PyTorch requires even layers.)
     """
     model = nn.Sequential(nn.Linear(10, 36), nn.Tanh(), nn.Linear(36, 7)).double()
     with torch.no_grad():
@@ -35,22 +35,22 @@ def new_model(seed: int) -> nn.Sequential:
 
 
 def batch(seed: int, step: int, world_size: int | None = None) -> Tensor:
-    """The global batch of a step, as large as is even for this many ranks."""
+    """Return the global batch of a step, of a size that is even for this number of ranks."""
     return fresh(seed + 100 + step, ROWS * (world_size or dist.get_world_size()), 10)
 
 
 def own(rows: Tensor) -> Tensor:
-    """This rank's rows of a global batch."""
+    """Return this rank's rows of a global batch."""
     return rows[dist.get_rank() :: dist.get_world_size()]
 
 
 def whole(rows: Tensor) -> Tensor:
-    """All rows, as one process has them."""
+    """Return all rows, as in a single process."""
     return rows
 
 
 def loss_of(outputs: Tensor) -> Tensor:
-    """A mean over rows, so that the mean over equal shares of them is the same."""
+    """Return a mean over rows, which equals the mean over equal shares of them."""
     return outputs.pow(2).mean()
 
 
@@ -65,7 +65,7 @@ def train(
     share: Share = own,
     world_size: int | None = None,
 ) -> list[float]:
-    """Train for some steps; returns the losses of this rank's rows."""
+    """Train for some steps; return the losses of this rank's rows."""
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -77,7 +77,7 @@ def train(
 
 
 def trained_alone(seed: int, world_size: int | None = None) -> list[Tensor]:
-    """The parameters after the same training on whole batches, without any communication."""
+    """Return the parameters after the same training on whole batches, without communication."""
     model = new_model(seed)
     train(model, adam(model.parameters()), seed, whole, world_size)
     return [parameter.data for parameter in model.parameters()]
@@ -91,5 +91,5 @@ def check_trained(model: nn.Module, seed: int, world_size: int | None = None) ->
 
 
 def mesh_of(*shape: int, names: tuple[str, ...] | None = None) -> dist.DeviceMesh:
-    """A device mesh over all ranks."""
+    """Return a device mesh over all ranks."""
     return dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)

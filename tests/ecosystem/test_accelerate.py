@@ -1,4 +1,4 @@
-"""Accelerate takes the group that is there, and equals training in one process."""
+"""Accelerate uses the existing group, and equals training in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(seed: int) -> None:
     for one, other in zip(model.parameters(), trained_alone(seed), strict=True):
         torch.testing.assert_close(one.data, other, rtol=1e-9, atol=1e-11)
 
-    # What is gathered for metrics has each row once, though the loader fills up the last batch.
+    # Rows gathered for metrics are unique, although the loader fills up the last batch.
     seen = torch.cat([accelerator.gather_for_metrics(rows) for (rows,) in data])
     assert sorted(seen[:, 0].tolist()) == sorted(fresh(seed + 100, ROWS, 10)[:, 0].tolist())
     total = accelerator.reduce(torch.tensor([rank + 1.0]), reduction="mean")

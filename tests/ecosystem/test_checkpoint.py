@@ -1,4 +1,4 @@
-"""`torch.distributed.checkpoint`: what is saved comes back, on other ranks and in other shards."""
+"""`torch.distributed.checkpoint`: saved state is restored on other ranks and in other shards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(seed: int, folder: Path) -> None:
 
     state = some_state(seed)
     dcp.save(state, checkpoint_id=folder / "saved")
-    # Written by a thread of its own, in a group of its own, while the world goes on.
+    # Written by a separate thread, in a separate group, while the default group is in use.
     saving = dcp.async_save(state, checkpoint_id=folder / "async", process_group=dist.new_group())
     while not agreed(saving.done()):
         ones = torch.ones(5)
@@ -95,7 +95,7 @@ def test_on_another_number_of_ranks(ranks: RankServer, seed: int, tmp_path: Path
         ranks.run(world_size, load, seed, tmp_path)
 
 
-def test_training_goes_on(ranks: RankServer, seed: int, tmp_path: Path) -> None:
+def test_training_resumes(ranks: RankServer, seed: int, tmp_path: Path) -> None:
     """Three steps on 2, 3 and 1 ranks, with the optimizer's state, are those of one process."""
     for first, world_size in enumerate((2, 3, 1)):
         ranks.run(world_size, train_from, seed, tmp_path, first, first + 1)

@@ -1,4 +1,4 @@
-"""`torch.compile` of what communicates equals the same without it."""
+"""Compiled code that communicates gives the same results as eager code."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ PRELOAD = (
     "torch.distributed.tensor.parallel",
 )
 
-# What Dynamo traces and AOTAutograd makes of it, run as it is; and compiled to C++, which takes
-# most of a minute.
+# The graphs of Dynamo and AOTAutograd, run directly; and compiled to C++, which takes most of a
+# minute.
 COMPILERS = ("aot_eager", pytest.param("inductor", marks=pytest.mark.long))
 
 
 class Network(nn.Module):
-    """Layers in a class of our own: Dynamo begins with no code of torch's, as `nn.Sequential`."""
+    """Layers in a separate class, since Dynamo does not start in torch's code (`nn.Sequential`)."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Network(nn.Module):
 
 
 def alone_on_a_core() -> None:
-    """Compile in this process, into a directory of its own."""
+    """Compile in this process, into a separate directory."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
@@ -50,7 +50,7 @@ def alone_on_a_core() -> None:
 
 
 def counted(compiler: str) -> tuple[list[object], Callable[..., object]]:
-    """A compiler, and the list of what it was given."""
+    """Return a compiler, and the list of the graphs that it got."""
     graphs = list[object]()
 
     def compile_part(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
@@ -87,7 +87,7 @@ def functional(compiler: str, seed: int) -> None:
 
 
 def bucketed(compiler: str, seed: int) -> None:
-    """The compiler puts collectives together: its all_gather writes into a tensor of its own."""
+    """Let the compiler bucket collectives: its all_gather writes into its own tensor."""
     import torch._inductor.config as inductor
     import torch.distributed._functional_collectives as collectives
 
@@ -108,7 +108,7 @@ def bucketed(compiler: str, seed: int) -> None:
 
 
 def data_parallel(compiler: str, seed: int) -> None:
-    """The graph is split where buckets end, so that they are sent during backward."""
+    """Split the graph at the ends of buckets, so that they are sent during backward."""
     alone_on_a_core()
     parts, compile_part = counted(compiler)
     wide, plain = (
@@ -124,11 +124,11 @@ def data_parallel(compiler: str, seed: int) -> None:
     plain(rows).pow(2).mean().backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad)
-    assert len(parts) == 4  # one for each bucket, that of a layer of 1.22 MiB
+    assert len(parts) == 4  # one for each bucket, which holds a layer of 1.22 MiB
 
 
 def fully_sharded(compiler: str, seed: int) -> None:
-    """Each block is compiled, what FSDP does between them is not."""
+    """Compile each block, but not the code of FSDP between them."""
     from torch.distributed.fsdp import fully_shard
 
     alone_on_a_core()

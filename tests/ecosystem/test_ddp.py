@@ -39,7 +39,7 @@ def check_options(options: dict[str, object], seed: int) -> None:
     if dist.get_rank() != 0:
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.fill_(dist.get_rank())  # DDP brings rank 0's
+                parameter.fill_(dist.get_rank())  # DDP broadcasts those of rank 0
     wrapped = DistributedDataParallel(model, **options)
     train(wrapped, adam(wrapped.parameters()), seed)
     check_trained(wrapped, seed)
@@ -63,7 +63,7 @@ def test_options(ranks: RankServer, seed: int, world_size: int, options: dict[st
 
 
 class Branches(nn.Module):
-    """One of two branches is used, by turns and by rank; BatchNorm has buffers."""
+    """A model that uses one of two branches, by step and rank; BatchNorm has buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Branches(nn.Module):
 
 
 def check_unused_and_buffers(seed: int) -> None:
-    """Parameters that are used on some ranks only, buffers, and `no_sync`."""
+    """Check parameters that some ranks do not use, buffers, and `no_sync`."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(seed)
     alone = Branches().double()
@@ -88,20 +88,20 @@ def check_unused_and_buffers(seed: int) -> None:
         with model.no_sync():
             model(own(rows), rank % 2).sum().backward()
         model(own(rows), rank % 2).sum().backward()
-        # Alone: each rank's rows by themselves, since BatchNorm looks at them together.
+        # In one process: the rows of each rank separately, since BatchNorm uses batch statistics.
         total = sum(2 * alone(rows[peer::size], peer % 2).sum() / size for peer in range(size))
         gradients = torch.autograd.grad(total, [*alone.parameters()])
         for parameter, gradient in zip(model.parameters(), gradients, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
     check_same_everywhere([parameter.grad for parameter in model.parameters()])
-    model(own(batch(seed, 4)), 0)  # brings rank 0's buffers, then changes them
+    model(own(batch(seed, 4)), 0)  # broadcasts rank 0's buffers, then changes them
     means = [torch.zeros(10).double() for _ in range(size)]
     dist.all_gather(means, model.module.norm.running_mean)
     assert not torch.equal(means[0], means[1])
 
 
 def check_uneven(seed: int) -> None:
-    """`join`: ranks that have run out of data shadow the collectives of those that have not."""
+    """Check `join`: ranks without further data shadow the collectives of the others."""
     rank, size = dist.get_rank(), dist.get_world_size()
     model = DistributedDataParallel(new_model(seed), bucket_cap_mb=0.001)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -123,7 +123,7 @@ def check_uneven(seed: int) -> None:
 
 
 def check_hook(name: str, seed: int) -> None:
-    """Hooks that round stay near the exact gradient, PowerSGD's agrees on all ranks."""
+    """Check that rounding hooks stay near the exact gradient, and PowerSGD agrees on all ranks."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     compressed = powerSGD_hook.PowerSGDState(
@@ -132,7 +132,7 @@ def check_hook(name: str, seed: int) -> None:
     hook, state, tolerance = {
         "allreduce": (default_hooks.allreduce_hook, None, 1e-12),
         "fp16": (default_hooks.fp16_compress_hook, None, 1e-3),
-        # PyTorch refuses its own hook by name, unless there is NCCL.
+        # PyTorch rejects its own hook by name unless NCCL is available.
         "bf16": (lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket), None, 1e-2),
         "fp16_wrapper": (
             default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook),
@@ -141,8 +141,8 @@ def check_hook(name: str, seed: int) -> None:
         ),
         "powerSGD": (powerSGD_hook.powerSGD_hook, compressed, float("inf")),
     }[name]
-    # PowerSGD starts all_reduces in callbacks, whose order with those of another bucket is left to
-    # chance unless the backend is NCCL. (On Gloo it hangs then.)
+    # PowerSGD starts all_reduces in callbacks, whose order relative to another bucket's is
+    # undefined unless the backend is NCCL. (On Gloo, this hangs.)
     options = {} if name == "powerSGD" else {"bucket_cap_mb": 0.001}
     model = DistributedDataParallel(new_model(seed), **options)
     model.register_comm_hook(state, hook)
@@ -152,7 +152,7 @@ def check_hook(name: str, seed: int) -> None:
         loss_of(model(own(batch(seed, step)))).backward()
         loss_of(alone(batch(seed, step))).backward()
         for one, other in zip(model.parameters(), alone.parameters(), strict=True):
-            # Before it compresses, PowerSGD takes plain averages.
+            # Before PowerSGD compresses, it uses plain averages.
             limit = tolerance if step >= 2 else min(tolerance, 1e-2)
             assert (one.grad - other.grad).abs().max() <= limit * (1 + other.grad.abs().max())
     check_same_everywhere([parameter.grad for parameter in model.parameters()])
@@ -164,7 +164,7 @@ def test_hook(ranks: RankServer, seed: int, name: str) -> None:
 
 
 def check_local_sgd(seed: int) -> None:
-    """Local steps, and an average of the models every second one."""
+    """Check local steps with an average of the models every second step."""
     from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook
     from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
     from torch.distributed.optim import PostLocalSGDOptimizer
@@ -190,7 +190,7 @@ def check_local_sgd(seed: int) -> None:
             plain[peer].zero_grad()
             loss_of(copies[peer](rows[peer::size])).backward()
             plain[peer].step()
-        if step % 2 == 0:  # it counts from 0
+        if step % 2 == 0:  # steps are counted from 0
             for parameters in zip(*(copy.parameters() for copy in copies), strict=True):
                 mean = torch.stack([parameter.data for parameter in parameters]).mean(0)
                 for parameter in parameters:
@@ -200,10 +200,10 @@ def check_local_sgd(seed: int) -> None:
 
 
 def check_overlap(seed: int) -> None:
-    """An all-reduce ends while backward goes on: the first layer waits for the last one's."""
+    """Check that an all-reduce ends during backward: the first layer waits for that of the last."""
     reduced = threading.Event()
 
-    def hook(state, bucket):  # DDP refuses annotations that are text, as they are in this file
+    def hook(state, bucket):  # DDP rejects string annotations, as in this file
         def end(future: torch.futures.Future[list[Tensor]]) -> Tensor:
             reduced.set()
             return future.value()[0] / dist.get_world_size()
@@ -223,7 +223,7 @@ def check_overlap(seed: int) -> None:
 
 
 def check_half_precision(seed: int) -> None:
-    """Autocast to bfloat16: gradients of float32, averaged, near those of one process."""
+    """Check autocast to bfloat16: averaged float32 gradients are near those of one process."""
     model = DistributedDataParallel(new_model(seed).float())
     alone = new_model(seed).float()
     for network, rows in ((model, own(batch(seed, 0))), (alone, batch(seed, 0))):
@@ -235,7 +235,7 @@ def check_half_precision(seed: int) -> None:
 
 
 def check_sync_batch_norm(seed: int) -> None:
-    """PyTorch has it for GPUs alone, and says so before anything is sent."""
+    """Check that PyTorch's SyncBatchNorm rejects CPU tensors before any communication."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(nn.BatchNorm1d(10)).double()
     with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on"):
         model(batch(seed, 0))

@@ -53,7 +53,7 @@ def two_dimensions(seed: int) -> None:
 
 
 def tensor_parallel(seed: int) -> None:
-    """Forward, loss and gradients, plain and with the sequence sharded between the layers."""
+    """Check forward, loss and gradients, plain and with the sequence sharded between the layers."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -85,7 +85,7 @@ def tensor_parallel(seed: int) -> None:
 
 
 def parallel_loss(seed: int) -> None:
-    """The cross entropy of logits that no rank has whole."""
+    """Compute the cross entropy of sharded logits."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import loss_parallel
 

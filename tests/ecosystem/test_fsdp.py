@@ -32,7 +32,7 @@ PRELOAD = (
 def sharded(seed: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    for again in (True, False):  # whether parameters are gathered once more for backward
+    for again in (True, False):  # whether parameters are gathered again for backward
         model = new_model(seed)
         for layer in (model[0], model[2], model):
             fully_shard(layer, reshard_after_forward=again)
@@ -50,7 +50,7 @@ def sharded_and_replicated(seed: int) -> None:
 
 
 def sharded_and_tensor_parallel(seed: int) -> None:
-    """Two dimensions: rows of the batch over one, the layers' columns and rows over the other."""
+    """Shard over two dimensions: rows of the batch, and columns and rows of the layers."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
@@ -68,7 +68,7 @@ def sharded_and_tensor_parallel(seed: int) -> None:
 
 
 def accumulated(seed: int) -> None:
-    """Gradients of two halves, exchanged with the second alone; their norm clipped."""
+    """Accumulate gradients of two halves, exchanged after the second; their norm is clipped."""
     from torch.distributed.fsdp import fully_shard
 
     model, alone = fully_shard(new_model(seed)), new_model(seed)
@@ -97,7 +97,7 @@ def in_two_precisions(seed: int) -> None:
 
 
 def full_state(seed: int) -> None:
-    """The whole state on rank 0, of model and optimizer, and back into other shards."""
+    """Gather the state of model and optimizer on rank 0, and load it into other shards."""
     from torch.distributed.checkpoint import state_dict as states
     from torch.distributed.fsdp import fully_shard
 
@@ -114,7 +114,7 @@ def full_state(seed: int) -> None:
         fully_shard(layer)
     optimizer = adam(other.parameters())
     options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    # Not set_state_dict: it leaves the model out on ranks whose part of the state is empty.
+    # Not set_state_dict: it omits the model on ranks whose part of the state is empty.
     states.set_model_state_dict(other, weights, options=options)
     states.set_optimizer_state_dict(other, optimizer, moments, options=options)
     check_trained(other, seed)

@@ -35,7 +35,7 @@ def functional_collectives(seed: int) -> None:
     taken = functional.all_to_all_single(mine, [4 * size if rank == 0 else 0] * size, splits, world)
     assert torch.equal(taken + 0, torch.cat(everyone) if rank == 0 else mine[:0])
     assert torch.equal(functional.broadcast(mine, size - 1, world) + 0, everyone[-1])
-    # It takes one dimension only.
+    # Only one dimension is supported.
     ring = [(peer + 1) % size for peer in range(size)]
     moved = functional.permute_tensor(mine.flatten(), ring, world)
     assert torch.equal(moved + 0, everyone[rank - 1].flatten())
@@ -49,7 +49,7 @@ def functional_collectives(seed: int) -> None:
 
 
 def gather_of_the_compiler(seed: int) -> None:
-    """What its C++ asks of a registered backend works here, and still does on Gloo."""
+    """Call the kernel that requires a registered backend in PyTorch, on Phalanx and on Gloo."""
     operations = torch.ops._c10d_functional
     rank, size = dist.get_rank(), dist.get_world_size()
     everyone = [fresh(seed + peer, 3, 5) for peer in range(size)]
@@ -72,7 +72,7 @@ Ours = Callable[[Tensor, int, int], Tensor]
 
 
 def operations_with_gradients() -> dict[str, tuple[Math, Ours]]:
-    """What each rank gets of everyone's tensor, in arithmetic; and the operation."""
+    """Return pairs of the expected result of each rank, as arithmetic, and the operation."""
     from torch.distributed.nn import functional
 
     def at_root(results: list[Tensor], root: int) -> list[Tensor]:
@@ -121,7 +121,7 @@ def operations_with_gradients() -> dict[str, tuple[Math, Ours]]:
 
 
 def collectives_with_gradients(seed: int) -> None:
-    """The gradient of a sum over ranks, against autograd of the same arithmetic in one process."""
+    """Compare the gradient of a sum over ranks with autograd of the same arithmetic."""
     rank, size = dist.get_rank(), dist.get_world_size()
     for name, (math, operation) in operations_with_gradients().items():
         xs = [fresh(seed + peer, 4 * size, 3).requires_grad_() for peer in range(size)]

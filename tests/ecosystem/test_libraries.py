@@ -1,4 +1,4 @@
-"""Libraries that form the group themselves, in Gloo's place, and equal one process."""
+"""Libraries that form the group themselves, with Gloo replaced, equal one process."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def metrics_over_ranks(seed: int) -> None:
     from torchmetrics.regression import SpearmanCorrCoef
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    rows = fresh(seed, 7 * size + 1, 3)  # unevenly many for each rank
+    rows = fresh(seed, 7 * size + 1, 3)  # a different number on each rank
     targets = rows.sum(1).sign().long() % 3
-    # One metric whose state is a sum, and one that gathers all rows.
+    # A metric whose state is a sum, and one that gathers all rows.
     accuracy: Any = MulticlassAccuracy(3)
     correlation: Any = SpearmanCorrCoef()
     accuracy.update(rows[rank::size], targets[rank::size])

@@ -46,7 +46,7 @@ def rows(seed: int) -> Tensor:
 
 
 def fit(seed: int, folder: Path, port: int) -> float:
-    """Train as under torchrun; returns the mean loss over all rows, as Lightning logs it."""
+    """Train as under torchrun; return the mean loss over all rows, as Lightning logs it."""
     import lightning
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
@@ -63,7 +63,7 @@ def fit(seed: int, folder: Path, port: int) -> float:
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[ModelCheckpoint(folder, filename="last")],
-        use_distributed_sampler=False,  # its own would shuffle
+        use_distributed_sampler=False,  # Lightning's own sampler would shuffle
         strategy=DDPStrategy(process_group_backend="phalanx"),
     )
     dataset = TensorDataset(rows(seed))
@@ -98,7 +98,7 @@ def test_trainer(ranks: RankServer, seed: int, tmp_path: Path) -> None:
     for parameter, value in zip(model.parameters(), trained_alone(seed), strict=True):
         parameter.data.copy_(value)
     assert checked == pytest.approx([float(loss_of(model(rows(seed))).detach())] * 2, rel=1e-6)
-    # What it has saved is the same model.
+    # The checkpoint has the same model.
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     for one, other in zip(saved.values(), trained_alone(seed), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)

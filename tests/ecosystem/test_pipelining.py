@@ -32,7 +32,7 @@ def new_layers(seed: int, count: int) -> nn.Sequential:
 
 
 def train_alone(layers: nn.Module, seed: int, replicas: int) -> tuple[list[float], list[Tensor]]:
-    """Losses and parameters of three steps on whole batches."""
+    """Return the losses and parameters of three steps on whole batches."""
     optimizer = torch.optim.Adam(layers.parameters(), lr=0.01)
     losses = []
     for step in range(3):
@@ -54,8 +54,8 @@ def with_ddp(stage: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
     return nn.parallel.DistributedDataParallel(stage, process_group=mesh.get_group())
 
 
-def averaged(stage: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
-    """The test averages the gradients itself."""
+def without_wrapper(stage: nn.Module, mesh: dist.DeviceMesh) -> nn.Module:
+    """Return the stage as it is; the test averages the gradients itself."""
     return stage
 
 
@@ -72,7 +72,7 @@ def two_stages_two_replicas(kind: str, replicate: Replicate, seed: int) -> None:
     replica, place = mesh.get_local_rank("replica"), mesh.get_local_rank("stage")
     layers = new_layers(seed, 4)
     expected, parameters = train_alone(copy.deepcopy(layers), seed, 2)
-    # Looped: each rank has two stages, of a layer each, and the first follows on the last.
+    # Looped: each rank has two stages of one layer each, and the last stage feeds the first rank.
     looped = kind == "ScheduleInterleaved1F1B"
     numbers = (place, place + 2) if looped else (place,)
     per_stage = 1 if looped else 2
@@ -106,7 +106,7 @@ def two_stages_two_replicas(kind: str, replicate: Replicate, seed: int) -> None:
             mean = torch.stack(losses).mean().detach()
             dist.all_reduce(mean, dist.ReduceOp.AVG, group=mesh["replica"].get_group())
             assert float(mean) == pytest.approx(expected[step], rel=1e-9)
-        if replicate is averaged:
+        if replicate is without_wrapper:
             average_gradients(nn.ModuleList(modules), group=mesh["replica"].get_group())
         optimizer.step()
     alone = iter(parameters)
@@ -125,10 +125,10 @@ def two_stages_two_replicas(kind: str, replicate: Replicate, seed: int) -> None:
 @pytest.mark.parametrize(
     ("kind", "replicate"),
     [
-        # DDP's C++ can't count the backwards of the two others, on any backend.
+        # DDP's C++ cannot count the backward passes of the other two, on any backend.
         ("Schedule1F1B", with_ddp),
-        ("ScheduleGPipe", averaged),
-        ("ScheduleInterleaved1F1B", averaged),
+        ("ScheduleGPipe", without_wrapper),
+        ("ScheduleInterleaved1F1B", without_wrapper),
         ("ScheduleGPipe", with_fsdp),
     ],
 )
@@ -139,7 +139,7 @@ def test_two_stages_two_replicas(
 
 
 def three_stages(seed: int) -> None:
-    """No replicas; the last stage hands back the outputs of all microbatches, in order."""
+    """Train without replicas; the last stage returns the outputs of all microbatches in order."""
     from torch.distributed import pipelining
 
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Ray Train, whose workers form the group in Gloo's place, against one process."""
+"""Ray Train, whose workers form the group with Gloo replaced, against one process."""
 
 from __future__ import annotations
 

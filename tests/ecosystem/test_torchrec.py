@@ -1,4 +1,4 @@
-"""TorchRec's sharded embedding tables in Gloo's place, against whole ones in one process."""
+"""TorchRec's sharded embedding tables, with Gloo replaced, against whole ones in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deadlines, stopped processes, Ctrl-C and abort: the one concerned and all others are told."""
+"""Deadlines, stopped processes, Ctrl-C and abort raise on the rank concerned and on all others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from phalanx.errors import Aborted, CollectiveTimeout, PeerLost, PhalanxError
 from tests.ranks import RankServer
 
 
-def one_for_each(count: int) -> list[torch.Tensor]:
+def run_on_each_rank(count: int) -> list[torch.Tensor]:
     return [torch.zeros(count) for _ in range(dist.get_world_size())]
 
 
@@ -26,10 +26,10 @@ WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(torch.zeros(10)),
     "large all_reduce": lambda: dist.all_reduce(torch.zeros(2**20)),
     "barrier": lambda: dist.barrier(),
-    "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(1), one_for_each(1)),
-    "all_to_all": lambda: dist.all_to_all(one_for_each(2**18), one_for_each(2**18)),
+    "reduce_scatter": lambda: dist.reduce_scatter(torch.zeros(1), run_on_each_rank(1)),
+    "all_to_all": lambda: dist.all_to_all(run_on_each_rank(2**18), run_on_each_rank(2**18)),
     "uneven all_gather": lambda: dist.all_gather(
-        [torch.zeros(1), *one_for_each(2)[1:]], torch.zeros(min(2, dist.get_rank() + 1))
+        [torch.zeros(1), *run_on_each_rank(2)[1:]], torch.zeros(min(2, dist.get_rank() + 1))
     ),
     "coalesced": lambda: dist.all_reduce_coalesced([torch.zeros(3)] * 2),
     "recv": lambda: dist.recv(torch.zeros(10), 0),
@@ -46,7 +46,7 @@ def rank_0_does_not_come(operation: str) -> None:
     if dist.get_rank() == 0:
         while not given_up.exists():
             time.sleep(0.001)
-        # Too late: it hears of that.
+        # Too late: this raises.
         with pytest.raises(CollectiveTimeout, match="rank 1 waited for"):
             dist.all_reduce(torch.zeros(10))
         return
@@ -68,8 +68,8 @@ def test_deadline(ranks: RankServer, operation: str) -> None:
     ranks.run(2, rank_0_does_not_come, operation, timeout=0.5)
 
 
-def of_one_operation(kind: str, async_op: bool) -> None:
-    """The group has 20 s, this operation less; what came before keeps the group's."""
+def operation_timeout(kind: str, async_op: bool) -> None:
+    """The timeout of the group is 20 s; this operation has less, earlier ones keep the group's."""
     given_up, world = Path(os.environ["FOLDER"], "given up"), dist.group.WORLD
     dist.barrier()
     if dist.get_rank() == 0:
@@ -108,7 +108,7 @@ def of_one_operation(kind: str, async_op: bool) -> None:
     ],
 )
 def test_the_deadline_of_one_operation(ranks: RankServer, kind: str, async_op: bool) -> None:
-    ranks.run(2, of_one_operation, kind, async_op)
+    ranks.run(2, operation_timeout, kind, async_op)
 
 
 def stopped(operation: str) -> None:
@@ -137,7 +137,7 @@ def continued() -> float:
     return tensor.mean().item()
 
 
-def test_a_rank_that_is_continued_goes_on(ranks: RankServer) -> None:
+def test_rank_continues_after_sigcont(ranks: RankServer) -> None:
     run = ranks.start(2, continued)
     while True:
         with open(f"/proc/{run.pids[0]}/stat") as stat:
@@ -153,14 +153,14 @@ def wait_for_rank_1() -> None:
 
 
 def ctrl_c(operation: str) -> float:
-    """Rank 1 gets Ctrl-C while it waits for rank 0, which waits for something else of rank 1."""
+    """Interrupt rank 1 while it waits for rank 0, which waits for another operation of rank 1."""
     dist.barrier()
     if dist.get_rank() == 0:
-        # Who waits for a message takes in those that come before it.
+        # A rank that waits for a message receives those that arrive before it.
         other = dist.barrier if operation == "large send" else wait_for_rank_1
         with pytest.raises((Aborted, PeerLost)) as caught:
             other()
-        # The operation of a work runs on in its thread, until the process ends.
+        # The operation of a work continues in its thread until the process ends.
         if operation != "work":
             assert isinstance(caught.value, Aborted), caught.value
             assert "rank 1 was interrupted" in str(caught.value)
@@ -187,7 +187,7 @@ def test_ctrl_c(ranks: RankServer, operation: str) -> None:
 
 
 def handler_that_does_not_raise() -> None:
-    """A signal whose handler returns doesn't disturb the operation."""
+    """A signal whose handler returns does not disturb the operation."""
     hits = []
     signal.signal(signal.SIGUSR1, lambda *_: hits.append(1))
     dist.barrier()

@@ -1,4 +1,4 @@
-"""phalanx.abort, and PyTorch's own: everybody is woken at once, and told who and why."""
+"""phalanx.abort and PyTorch's abort wake all ranks at once, and state the rank and the reason."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wait_for_future(group: Any) -> None:
     dist.all_reduce(torch.zeros(3), group=group, async_op=True).get_future().wait()
 
 
-# What the others are in: rank 0 never comes.
+# The calls of the other ranks, which rank 0 never enters.
 WAITS: dict[str, Callable[[Any], object]] = {
     "blocking": lambda group: dist.all_reduce(torch.zeros(3), group=group),
     "large": lambda group: dist.broadcast(torch.zeros(2**20), 0, group=group),
@@ -37,7 +37,7 @@ WAITS: dict[str, Callable[[Any], object]] = {
     "monitored barrier": lambda group: dist.monitored_barrier(group),
     "object": lambda group: dist.all_gather_object([None] * 3, "x", group=group),
 }
-# How rank 0 aborts, and what the others are told of it.
+# Ways in which rank 0 aborts, and the reason that the others get.
 ABORTS: dict[str, tuple[Callable[[Any], object], str]] = {
     "phalanx.abort": (lambda group: phalanx.abort(group, REASON), f": {REASON}"),
     "without a reason": (lambda group: phalanx.abort(group), ""),
@@ -46,18 +46,18 @@ ABORTS: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-def others_are_waiting() -> None:
-    """Block until they say so, and a little more: they are in the call, or on its last lines."""
+def wait_until_others_block() -> None:
+    """Block until the other ranks announce their call, and for the time to enter it."""
     folder = Path(os.environ["FOLDER"])
     while len(list(folder.glob("waits-*"))) < dist.get_world_size() - 1:
         time.sleep(0.001)
     time.sleep(0.02)
 
 
-def one_aborts(how: str, wait: str, in_sub_group: bool) -> tuple[float, str]:
+def abort_on_rank_0(how: str, wait: str, in_sub_group: bool) -> tuple[float, str]:
     group: Any = dist.new_group() if in_sub_group else dist.group.WORLD
     if dist.get_rank() == 0:
-        others_are_waiting()
+        wait_until_others_block()
         start = time.monotonic()
         ABORTS[how][0](group)
         return start, ""
@@ -65,7 +65,7 @@ def one_aborts(how: str, wait: str, in_sub_group: bool) -> tuple[float, str]:
     with pytest.raises(Aborted) as caught:
         WAITS[wait](group)
     raised = time.monotonic()
-    if in_sub_group:  # the other groups go on
+    if in_sub_group:  # the other groups stay usable
         pair = dist.group.WORLD
         others = dist.get_rank() % 2 + 1
         dist.isend(torch.ones(1), others, pair)
@@ -86,21 +86,21 @@ def check(answers: list[tuple[float, str]], how: str) -> None:
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_whatever_the_others_wait_for(ranks: RankServer, wait: str) -> None:
-    check(ranks.run(3, one_aborts, "phalanx.abort", wait, False), "phalanx.abort")
+def test_every_blocking_call(ranks: RankServer, wait: str) -> None:
+    check(ranks.run(3, abort_on_rank_0, "phalanx.abort", wait, False), "phalanx.abort")
 
 
 @pytest.mark.parametrize("in_sub_group", (False, True))
 @pytest.mark.parametrize("how", ABORTS)
-def test_whoever_aborts(ranks: RankServer, how: str, in_sub_group: bool) -> None:
-    check(ranks.run(3, one_aborts, how, "blocking", in_sub_group), how)
+def test_every_way_to_abort(ranks: RankServer, how: str, in_sub_group: bool) -> None:
+    check(ranks.run(3, abort_on_rank_0, how, "blocking", in_sub_group), how)
 
 
-def all_of_pytorchs_groups() -> None:
-    """`_abort_process_group()` aborts every group of this process, and forgets them."""
+def abort_all_groups() -> None:
+    """`_abort_process_group()` aborts and removes every group of this process."""
     pair = dist.new_group()
     if dist.get_rank() == 0:
-        others_are_waiting()
+        wait_until_others_block()
         _abort_process_group()
         assert not dist.is_initialized()
         return
@@ -110,12 +110,12 @@ def all_of_pytorchs_groups() -> None:
             dist.barrier(group)
 
 
-def test_all_of_pytorchs_groups(ranks: RankServer) -> None:
-    ranks.run(3, all_of_pytorchs_groups)
+def test_abort_of_all_groups(ranks: RankServer) -> None:
+    ranks.run(3, abort_all_groups)
 
 
-def come_later(reason: str) -> str:
-    """Who comes to the group afterwards is told as well; who aborted it has left it."""
+def enter_after_abort(reason: str) -> str:
+    """A rank that enters the group later raises too; the rank that aborted has left the group."""
     dist.barrier()
     folder = Path(os.environ["FOLDER"])
     if dist.get_rank() == 0:
@@ -146,11 +146,11 @@ def come_later(reason: str) -> str:
         ("no file data-\udcff.bin", "no file data-\\udcff.bin"),
     ],
 )
-def test_who_comes_later(ranks: RankServer, reason: str, told: str) -> None:
-    assert ranks.run(2, come_later, reason)[1] == told
+def test_entering_after_abort(ranks: RankServer, reason: str, told: str) -> None:
+    assert ranks.run(2, enter_after_abort, reason)[1] == told
 
 
-def no_group_of_ours() -> None:
+def abort_invalid_groups() -> None:
     with pytest.raises(UsageError, match="there is no default group"):
         phalanx.abort()
     store = dist.HashStore()  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def no_group_of_ours() -> None:
     dist.barrier()
 
 
-def reason_is_no_text() -> None:
+def abort_with_invalid_reason() -> None:
     for wrong in (5, None, b"why"):
         with pytest.raises(UsageError, match=r"abort: reason is .*, expected a str") as caught:
             phalanx.abort(reason=wrong)  # type: ignore[arg-type]
@@ -173,9 +173,9 @@ def reason_is_no_text() -> None:
     dist.barrier()  # nothing has been aborted
 
 
-def test_a_reason_that_is_no_text(ranks: RankServer) -> None:
-    ranks.run(2, reason_is_no_text)
+def test_invalid_reason(ranks: RankServer) -> None:
+    ranks.run(2, abort_with_invalid_reason)
 
 
-def test_no_group_of_ours(ranks: RankServer) -> None:
-    ranks.run(1, no_group_of_ours, timeout=None)
+def test_invalid_groups(ranks: RankServer) -> None:
+    ranks.run(1, abort_invalid_groups, timeout=None)

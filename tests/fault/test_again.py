@@ -1,4 +1,4 @@
-"""After a failure the same processes form groups anew: all of them, or those that are left."""
+"""After a failure, all processes or the survivors form new groups."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def form(name: str, rank: int, size: int, seconds: float = 20.0) -> None:
     )
 
 
-def works(group: Any = None) -> None:
-    """All is well in a group: a collective, an asynchronous one and messages."""
+def check_group(group: Any = None) -> None:
+    """Check a group with a collective, an asynchronous one and messages."""
     group = dist.group.WORLD if group is None else group
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     tensor = torch.full((5000,), float(rank + 1))
@@ -58,7 +58,7 @@ def works(group: Any = None) -> None:
         for message in exchange:
             message.wait()
         assert got.item() == (rank - 1) % size
-    dist.barrier(group)  # who goes on breaks the group
+    dist.barrier(group)  # an operation would break the group
 
 
 def timeout(group: Any) -> None:
@@ -91,8 +91,8 @@ def pytorch_aborted(group: Any) -> None:
             dist.barrier(group, async_op=True).get_future().wait()
 
 
-def half_done(group: Any) -> None:
-    """Works and messages that never end are under way when the group is left."""
+def leave_with_pending_operations(group: Any) -> None:
+    """Leave the group with works and messages in progress that never end."""
     dist.irecv(torch.zeros(3), (dist.get_rank() + 1) % dist.get_world_size(), group, 9)
     if dist.get_rank() == 0:
         phalanx.abort(group)
@@ -105,12 +105,12 @@ FAILURES: dict[str, tuple[Callable[[Any], None], float]] = {
     "mismatch": (mismatch, 20),
     "phalanx.abort": (aborted, 20),
     "PyTorch's abort": (pytorch_aborted, 20),
-    "in the middle": (half_done, 20),
+    "in the middle": (leave_with_pending_operations, 20),
 }
 
 
-def again_and_again(name: str, in_sub_group: bool) -> None:
-    """Twenty groups, of which each works and then fails; nothing of them stays."""
+def fail_and_form_repeatedly(name: str, in_sub_group: bool) -> None:
+    """Form twenty groups, each of which works and then fails; none leaves resources behind."""
     fail, seconds = FAILURES[name]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     first: Holdings | None = None
@@ -122,7 +122,7 @@ def again_and_again(name: str, in_sub_group: bool) -> None:
         else:
             form(f"turn-{turn}", rank, size, 10)
             group = dist.group.WORLD
-        works(group)
+        check_group(group)
         group.set_timeout(timedelta(seconds=seconds))
         fail(group)
         dist.destroy_process_group(group)
@@ -132,14 +132,14 @@ def again_and_again(name: str, in_sub_group: bool) -> None:
             first = now
         assert now.exceeds(first) == [], (turn, first, now)
     if in_sub_group:
-        works()
+        check_group()
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("in_sub_group", (False, True))
 @pytest.mark.parametrize("name", FAILURES)
-def test_again_and_again(ranks: RankServer, name: str, in_sub_group: bool) -> None:
-    ranks.run(3, again_and_again, name, in_sub_group, timeout=None)
+def test_repeated_failures(ranks: RankServer, name: str, in_sub_group: bool) -> None:
+    ranks.run(3, fail_and_form_repeatedly, name, in_sub_group, timeout=None)
 
 
 def reduce_until_death(group: Any, async_op: bool) -> None:
@@ -149,14 +149,14 @@ def reduce_until_death(group: Any, async_op: bool) -> None:
             work.wait()
 
 
-def fewer_and_fewer(how: str) -> list[str]:
-    """In each round the last rank dies in the middle; the others go on without it."""
+def shrink_group(how: str) -> list[str]:
+    """In each round the last rank dies in an operation; the others continue without it."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     told, first = [], None
     while size > 1:
         form(f"of-{size}", rank, size)
         odd = dist.new_group(range(1, size)) if how == "in a sub-group" and size > 2 else None
-        works()
+        check_group()
         if rank == size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost) as caught:
@@ -170,14 +170,14 @@ def fewer_and_fewer(how: str) -> list[str]:
         first = first or now
         assert now.exceeds(first) == [], (size, first, now)
     form("of-1", 0, 1)
-    works()
+    check_group()
     return told
 
 
 @pytest.mark.parametrize("how", ("blocking", "work", "in a sub-group"))
 def test_survivors_form_smaller_groups(ranks: RankServer, how: str) -> None:
     size = 6
-    ended = ranks.start(size, fewer_and_fewer, how, timeout=None).join()
+    ended = ranks.start(size, shrink_group, how, timeout=None).join()
     assert [rank.code for rank in ended] == [0] + [-signal.SIGKILL] * (size - 1), ended[0].report()
     told = ended[0].value
     assert len(told) == size - 1
@@ -185,34 +185,34 @@ def test_survivors_form_smaller_groups(ranks: RankServer, how: str) -> None:
         assert f"rank {victim} (pid {ended[victim].pid})" in text
 
 
-def replaced() -> list[int]:
-    """One rank dies, and another process comes in its place."""
+def replace_dead_rank() -> list[int]:
+    """One rank dies, and another process replaces it."""
     place, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]) - 1
     sums = []
     if place < size:
         form("first", place, size)
-        works()
+        check_group()
         if place == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost):
             reduce_until_death(None, async_op=False)
         dist.destroy_process_group()
     form("second", 1 if place == size else place, size)
-    works()
+    check_group()
     tensor = torch.tensor([place])
     dist.all_reduce(tensor)
     sums.append(int(tensor.item()))
     return sums
 
 
-def test_a_new_process_in_the_place_of_the_dead(ranks: RankServer) -> None:
-    ended = ranks.start(4, replaced, timeout=None).join()
+def test_new_process_replaces_a_dead_rank(ranks: RankServer) -> None:
+    ended = ranks.start(4, replace_dead_rank, timeout=None).join()
     assert ended[1].code == -signal.SIGKILL
     assert [ended[rank].value for rank in (0, 2, 3)] == [[5]] * 3
 
 
-def at_one_address() -> None:
-    """The address of a store stays the same, as under torchrun; a prefix tells the groups apart."""
+def form_at_one_address() -> None:
+    """The address of the store stays the same, as under torchrun; prefixes separate the groups."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['FOLDER']}/store", size)  # type: ignore[attr-defined]
     for turn in range(5):
@@ -222,7 +222,7 @@ def at_one_address() -> None:
             rank=rank,
             world_size=size,
         )
-        works()
+        check_group()
         start = time.monotonic()
         mismatch(dist.group.WORLD)
         dist.destroy_process_group()
@@ -230,4 +230,4 @@ def at_one_address() -> None:
 
 
 def test_at_one_address(ranks: RankServer) -> None:
-    ranks.run(3, at_one_address, timeout=None)
+    ranks.run(3, form_at_one_address, timeout=None)

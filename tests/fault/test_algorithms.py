@@ -1,4 +1,4 @@
-"""An all-reduce by messages in which a rank dies: the others are told, whoever they wait for."""
+"""An all-reduce by messages in which a rank dies: all other ranks raise an error that names it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def without_a_rank(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_death_is_named_on_every_rank(ranks: RankServer, name: str) -> None:
+def test_death_is_reported_on_every_rank(ranks: RankServer, name: str) -> None:
     ended = ranks.start(4, without_a_rank, name).join()
     assert [rank.code for rank in ended] == [0, 0, -signal.SIGKILL, 0], ended[0].report()

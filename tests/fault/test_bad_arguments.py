@@ -1,4 +1,4 @@
-"""Wrong arguments: a UsageError at once on the rank that gave them, and the group goes on."""
+"""Wrong arguments raise UsageError at once on their rank, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def zeros(*shape: int, **kwargs: Any) -> Tensor:
     return torch.zeros(*shape, **kwargs)
 
 
-# What the call is, and what its message must say: what was given, what was expected.
+# Each call, and a pattern of its message: the value that was given and the one that was expected.
 CASES: dict[str, tuple[Callable[[], object], str]] = {
     "root too large": (
         lambda: world().broadcast([zeros(3)], options("Broadcast", rootRank=2)),
@@ -270,7 +270,7 @@ CASES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 def reject(name: str) -> None:
-    """Only one rank is wrong; then both use the group as if nothing had been."""
+    """Make a wrong call on one rank only; afterwards both ranks use the group as usual."""
     call, message = CASES[name]
     if dist.get_rank() == 1:
         with pytest.raises(UsageError, match=message):
@@ -289,8 +289,8 @@ def group_works() -> None:
     assert received.tolist() == [(rank - 1) % world_size] * 2
 
 
-def unpicklable() -> None:
-    """Raised by pickle, on the rank that has the object, before any peer hears of it."""
+def objects_that_cannot_be_pickled() -> None:
+    """Pickle raises on the rank that has the object, before any communication."""
     rank = dist.get_rank()
     calls: list[Callable[[object], object]] = [
         lambda it: dist.all_gather_object([None] * 2, it),
@@ -307,7 +307,7 @@ def unpicklable() -> None:
 
 
 def test_objects_that_cannot_be_pickled(ranks: RankServer) -> None:
-    ranks.run(2, unpicklable, timeout=10)
+    ranks.run(2, objects_that_cannot_be_pickled, timeout=10)
 
 
 def reject_all(names: list[str]) -> None:
@@ -320,7 +320,7 @@ def test_wrong_arguments(ranks: RankServer, name: str) -> None:
     ranks.run(2, reject, name, timeout=10)
 
 
-def test_many_mistakes_in_one_group(ranks: RankServer) -> None:
+def test_many_errors_in_one_group(ranks: RankServer) -> None:
     ranks.run(2, reject_all, list(CASES), timeout=10)
 
 
@@ -328,7 +328,7 @@ def uncaught() -> None:
     dist.broadcast(torch.zeros(3, device="meta"), 0)
 
 
-def test_an_uncaught_mistake_ends_the_process_with_one_message(ranks: RankServer) -> None:
+def test_uncaught_error_exits_with_one_message(ranks: RankServer) -> None:
     for rank in ranks.start(2, uncaught).join():
         assert rank.code == 1
         last = rank.stderr.strip().splitlines()[-1]
@@ -356,7 +356,7 @@ def use_after_destroy() -> str:
     return messages[0]
 
 
-def test_a_group_that_was_left(ranks: RankServer) -> None:
+def test_use_after_leaving(ranks: RankServer) -> None:
     for message in ranks.run(2, use_after_destroy):
         assert "left" in message
         assert "destroy_process_group" in message

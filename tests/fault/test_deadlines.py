@@ -1,4 +1,4 @@
-"""Deadlines hold in every operation and each form of it, and say who is missing and where it is."""
+"""Deadlines hold in every form of every operation, and errors describe the missing ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.drill import calls
 from tests.ranks import RankServer
 
 SECONDS = 0.4
-# Beyond the deadline, on a busy machine.
+# Tolerance beyond the deadline, for a busy machine.
 GRACE = 1.5
 FORMS = [
     (kind, way)
@@ -31,16 +31,16 @@ FORMS = [
 ]
 
 
-def given_up() -> Path:
+def timed_out_ranks() -> Path:
     return Path(os.environ["FOLDER"], "given up")
 
 
 def rank_0_stays_away() -> bool:
-    """Whether this is rank 0, which comes back when the others have given up."""
+    """Return whether this is rank 0, which returns once the others have timed out."""
     dist.barrier()
     if dist.get_rank() != 0:
         return False
-    while len(list(given_up().parent.glob("given up*"))) < dist.get_world_size() - 1:
+    while len(list(timed_out_ranks().parent.glob("given up*"))) < dist.get_world_size() - 1:
         time.sleep(0.001)
     return True
 
@@ -50,7 +50,7 @@ def times_out(call: Callable[[], object], seconds: float, *words: str) -> None:
     with pytest.raises(CollectiveTimeout) as caught:
         call()
     waited = time.monotonic() - start
-    Path(f"{given_up()}-{dist.get_rank()}").touch()
+    Path(f"{timed_out_ranks()}-{dist.get_rank()}").touch()
     assert seconds <= waited < seconds + GRACE, waited
     text = str(caught.value)
     for part in (f"until the timeout of {seconds:g} s on this rank", *words):
@@ -58,13 +58,13 @@ def times_out(call: Callable[[], object], seconds: float, *words: str) -> None:
 
 
 def call_of(kind: str, way: str) -> Callable[[], None]:
-    """A call in which rank 1 waits for rank 0."""
-    # All depend on a root 0; of messages the root receives.
+    """Return a call in which rank 1 waits for rank 0."""
+    # All ranks depend on the root 0; it receives the messages.
     call = calls.Call(kind, count=20_000, root=int(kind == "any_source"), way=way)
     return calls.Prepared(call, dist.group.WORLD).run
 
 
-def one_is_missing(kind: str, way: str) -> None:
+def one_rank_is_missing(kind: str, way: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if rank_0_stays_away():
         return
@@ -76,7 +76,7 @@ def one_is_missing(kind: str, way: str) -> None:
 
 @pytest.mark.parametrize(("kind", "way"), FORMS)
 def test_the_groups_deadline(ranks: RankServer, kind: str, way: str) -> None:
-    ranks.run(2, one_is_missing, kind, way, timeout=SECONDS)
+    ranks.run(2, one_rank_is_missing, kind, way, timeout=SECONDS)
 
 
 def ones(*shape: int) -> Tensor:
@@ -91,7 +91,7 @@ def options(kind: str, seconds: float, async_op: bool, **values: Any) -> Any:
     return made
 
 
-# By PyTorch's methods of groups, for which each operation has a timeout of its own.
+# Calls of PyTorch's group methods, which accept a timeout per operation.
 METHODS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
     "allreduce": ("Allreduce", lambda g, o: g.allreduce([ones(3)], o)),
     "reduce": ("Reduce", lambda g, o: g.reduce([ones(3)], o)),
@@ -133,7 +133,7 @@ METHODS: dict[str, tuple[str, Callable[[Any, Any], Any]]] = {
 }
 
 
-def of_its_own(method: str, async_op: bool) -> None:
+def operation_timeout(method: str, async_op: bool) -> None:
     if rank_0_stays_away():
         return
     kind, call = METHODS[method]
@@ -145,11 +145,11 @@ def of_its_own(method: str, async_op: bool) -> None:
 @pytest.mark.parametrize("async_op", (False, True))
 @pytest.mark.parametrize("method", METHODS)
 def test_the_deadline_of_one_operation(ranks: RankServer, method: str, async_op: bool) -> None:
-    """The group's is 20 s."""
-    ranks.run(2, of_its_own, method, async_op)
+    """The timeout of the group is 20 s."""
+    ranks.run(2, operation_timeout, method, async_op)
 
 
-def of_a_message(how: str) -> None:
+def message_timeout(how: str) -> None:
     if rank_0_stays_away():
         return
     works: dict[str, Callable[[], Any]] = {
@@ -164,11 +164,11 @@ def of_a_message(how: str) -> None:
 
 @pytest.mark.parametrize("how", ("irecv", "isend", "irecv from any"))
 def test_the_deadline_of_one_message(ranks: RankServer, how: str) -> None:
-    ranks.run(2, of_a_message, how)
+    ranks.run(2, message_timeout, how)
 
 
-def behind_another() -> None:
-    """What is queued behind an operation whose deadline passes is told of that one."""
+def queue_behind_another() -> None:
+    """Queue an operation behind one whose deadline passes: both fail for that reason."""
     if rank_0_stays_away():
         return
     first = dist.all_reduce(ones(3), async_op=True)
@@ -180,8 +180,8 @@ def behind_another() -> None:
         assert isinstance(work.exception(), CollectiveTimeout)
 
 
-def test_an_operation_behind_another(ranks: RankServer) -> None:
-    ranks.run(2, behind_another, timeout=SECONDS)
+def test_queued_operation(ranks: RankServer) -> None:
+    ranks.run(2, queue_behind_another, timeout=SECONDS)
 
 
 def stopped(kind: str, way: str) -> None:
@@ -195,7 +195,7 @@ def stopped(kind: str, way: str) -> None:
 @pytest.mark.parametrize("kind", [kind for kind in calls.LINES if kind != "any_source"])
 def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankServer, kind: str) -> None:
     way = "blocking" if kind in calls.BLOCKING else "future"
-    # Of messages, those from rank 0 are for rank 1 alone.
+    # Messages of rank 0 are for rank 1 only.
     size = 2 if kind in calls.MESSAGES else 3
     run = ranks.start(size, stopped, kind, way, timeout=SECONDS)
     assert run.wait(20, range(1, size)) == []
@@ -209,14 +209,14 @@ def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankServer, kind: str) -
 def all_missing_are_named(wait_all_ranks: bool) -> str:
     dist.barrier()
     if dist.get_rank() in (1, 3):
-        while not given_up().exists():
+        while not timed_out_ranks().exists():
             time.sleep(0.001)
         return ""
     with pytest.raises(CollectiveTimeout) as caught:
         dist.monitored_barrier(timeout=timedelta(seconds=SECONDS), wait_all_ranks=wait_all_ranks)
     if dist.get_rank() == 0:
-        given_up().touch()
-    while not given_up().exists():
+        timed_out_ranks().touch()
+    while not timed_out_ranks().exists():
         time.sleep(0.001)
     return str(caught.value)
 

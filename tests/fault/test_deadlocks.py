@@ -1,4 +1,4 @@
-"""Groups used in different orders: found by the waits themselves, long before the deadline."""
+"""Groups used in different orders: the deadlock is detected long before the deadline."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from phalanx.observe.rank_ranges import parse_rank_ranges
 from phalanx.topology.layout import format_rank_ranges
 from tests.ranks import RankServer
 
-# A ring is looked for after a second, and confirmed half a second later.
+# A cycle is searched for after a second, and confirmed half a second later.
 SOON = 10.0
 
 
 def all_reduce(group: object, way: object) -> None:
-    """In the caller's thread, or in the group's and waited for, by the work or by its future."""
+    """Reduce in the caller's thread, or in the group's, waiting for the work or its future."""
     if way == "future":
         dist.all_reduce(torch.zeros(3), group=group, async_op=True).get_future().wait()
         return
@@ -36,7 +36,7 @@ def all_reduce(group: object, way: object) -> None:
 
 
 def opposite_order(pairs: list[tuple[int, int]], is_async: tuple[object, ...] = ()) -> float:
-    """Rank r enters its groups beginning with number r: each waits for the next."""
+    """Enter the groups on rank r from number r on: each rank waits for the next."""
     groups = [dist.new_group(sorted(pair)) for pair in pairs]
     dist.barrier()
     rank, begin = dist.get_rank(), time.monotonic()
@@ -67,8 +67,8 @@ def test_two_groups_of_two_ranks_in_opposite_order(
 
 
 @pytest.mark.parametrize(("size", "is_async"), ((3, False), (4, False), (5, False), (4, True)))
-def test_a_ring_of_pairs(ranks: RankServer, size: int, is_async: bool) -> None:
-    """No group has all ranks, and no rank is in all groups: each tells the next."""
+def test_cycle_of_pairs(ranks: RankServer, size: int, is_async: bool) -> None:
+    """No group has all ranks, and no rank is in all groups: each rank propagates the failure."""
     pairs = [(rank, (rank + 1) % size) for rank in range(size)]
     for ended in ranks.start(size, opposite_order, pairs, (is_async,) * size).join(30):
         assert isinstance(ended.error, CollectiveMismatch), ended.report()
@@ -77,8 +77,8 @@ def test_a_ring_of_pairs(ranks: RankServer, size: int, is_async: bool) -> None:
             assert f"rank {rank} waits in all_reduce #1 of group '{rank + 1}' at" in text
 
 
-def goes_on_after_a_ring() -> list[str]:
-    """Ranks 0 and 1 are a ring; rank 2 has waited for rank 0, rank 3 comes to it afterwards."""
+def continue_after_a_cycle() -> list[str]:
+    """Ranks 0 and 1 form a cycle; rank 2 waits for rank 0, and rank 3 enters later."""
     groups = [dist.new_group(list(ranks)) for ranks in ((0, 1), (0, 1), (0, 2), (1, 3))]
     dist.barrier()
     rank, told = dist.get_rank(), []
@@ -96,9 +96,9 @@ def goes_on_after_a_ring() -> list[str]:
     return told
 
 
-def test_who_waits_for_one_of_a_ring_is_told(ranks: RankServer) -> None:
-    """And a group in which nobody waited in vain goes on."""
-    told = ranks.run(4, goes_on_after_a_ring)
+def test_failure_reaches_ranks_that_wait_for_a_cycle(ranks: RankServer) -> None:
+    """A group in which no rank waits for the cycle stays usable."""
+    told = ranks.run(4, continue_after_a_cycle)
     assert [len(texts) for texts in told] == [2, 2, 1, 0]
     for text in (*told[0], *told[1], *told[2]):
         assert "groups in different orders: rank" in text
@@ -112,7 +112,7 @@ def crossed_but_async() -> bool:
     works = [dist.all_reduce(torch.ones(3), group=order[0], async_op=True)]
     late = time.monotonic() + 2.5
     while dist.get_rank() == 1 and time.monotonic() < late:
-        torch.zeros(1000).sum()  # own code, for longer than rings are looked for
+        torch.zeros(1000).sum()  # busy for longer than a search for cycles takes
     works.append(dist.all_reduce(torch.ones(3), group=order[1], async_op=True))
     for work in works:
         work.wait()
@@ -125,8 +125,8 @@ def busy(seconds: float) -> None:
         torch.zeros(1000).sum()
 
 
-def all_posted_before_any_is_waited_for() -> bool:
-    """The last rank is late; the others wait for it, in opposite orders."""
+def post_all_before_waiting() -> bool:
+    """The last rank is late; the others wait for it in opposite orders."""
     groups = [dist.new_group(), dist.new_group()]
     rank = dist.get_rank()
     order = groups if rank == 0 else groups[::-1]
@@ -138,8 +138,8 @@ def all_posted_before_any_is_waited_for() -> bool:
     return True
 
 
-def a_callback_comes() -> bool:
-    """Rank 1 waits in the second group, and comes to the first by the callback of another work."""
+def enter_from_a_callback() -> bool:
+    """Rank 1 waits in the second group, and enters the first from the callback of another work."""
     first, second, third = (dist.new_group([0, 1]) for _ in range(3))
     if dist.get_rank() == 0:
         works = [dist.all_reduce(torch.ones(3), group=first, async_op=True)]
@@ -154,8 +154,8 @@ def a_callback_comes() -> bool:
     return True
 
 
-def a_wait_that_gives_up() -> bool:
-    """Rank 0 waits in the first group for a while, and then comes to the second."""
+def wait_with_a_timeout() -> bool:
+    """Rank 0 waits in the first group for a while, and then enters the second."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     if dist.get_rank() == 0:
         work = dist.all_reduce(torch.ones(3), group=first, async_op=True)
@@ -179,8 +179,8 @@ def late_in_one_of_two_groups() -> bool:
     return True
 
 
-def stopped_where_it_was_waited_for() -> bool:
-    """Rank 1 is stopped while it waits for rank 0, which then comes, and waits for rank 1."""
+def stop_while_waiting() -> bool:
+    """Rank 1 is stopped while it waits for rank 0, which then arrives and waits for rank 1."""
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     pid = torch.tensor([os.getpid()])
     dist.broadcast(pid, 1)
@@ -200,23 +200,23 @@ def stopped_where_it_was_waited_for() -> bool:
     ("size", "function"),
     (
         (2, crossed_but_async),
-        (2, all_posted_before_any_is_waited_for),
-        (3, all_posted_before_any_is_waited_for),
-        (2, a_callback_comes),
-        (2, a_wait_that_gives_up),
+        (2, post_all_before_waiting),
+        (3, post_all_before_waiting),
+        (2, enter_from_a_callback),
+        (2, wait_with_a_timeout),
         (2, late_in_one_of_two_groups),
-        (2, stopped_where_it_was_waited_for),
+        (2, stop_while_waiting),
     ),
 )
-def test_no_ring(ranks: RankServer, size: int, function: object) -> None:
+def test_no_deadlock(ranks: RankServer, size: int, function: object) -> None:
     assert all(ranks.run(size, function))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", ([0, 1, 2, 3], [6, 0, 1], [5], [3, 2, 1], []))
-def test_ranges_say_which_ranks(ranks: list[int]) -> None:
+def test_parse_rank_ranges(ranks: list[int]) -> None:
     assert parse_rank_ranges(format_rank_ranges(ranks)) == tuple(ranks)
 
 
 @pytest.mark.parametrize("text", ("0-2000000000", "0-40000,0-40000", "a", "1-", "-1", "1,,x", "²"))
-def test_ranges_that_make_no_sense(text: str) -> None:
+def test_parse_invalid_rank_ranges(text: str) -> None:
     assert parse_rank_ranges(text) in ((), (1,))

@@ -1,7 +1,7 @@
-"""A rank dies: PeerLost on all others within a second, saying who, and how it ended.
+"""A rank dies: all others raise PeerLost within a second, with the rank and its exit reason.
 
 The second counts from just before the signal is sent to the moment at which the exception is
-caught; where a process ends by itself, from its end.
+caught; if a process exits by itself, from its exit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import PeerLost
-from tests.ranks import Ended, RankServer
+from tests.ranks import RankOutcome, RankServer
 
 LARGE = 16 * 2**20  # float32: 64 MiB
 VICTIM = 1
@@ -46,7 +46,7 @@ LOOPS: dict[str, Callable[[], object]] = {
     "work": lambda: dist.all_reduce(torch.zeros(10), async_op=True).wait(),
     "future": wait_for_future,
 }
-# These the others do once, and the victim doesn't take part.
+# The others run these once, without the victim.
 WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: dist.all_reduce(torch.zeros(10)),
     "barrier": lambda: dist.barrier(),
@@ -83,19 +83,19 @@ def die_in_a_loop(operation: str, delay: float) -> None:
 def die_while_others_wait(operation: str, ending: str, delay: float) -> None:
     dist.barrier()
     if dist.get_rank() == VICTIM:
-        time.sleep(delay)  # lets the others get further or less far into it
+        time.sleep(delay)  # lets the others progress to different points
         end_now(ending)
     WAITS[operation]()
 
 
-def check(ended: list[Ended], words: str, end: float) -> None:
-    victim = ended[VICTIM]
-    for rank in ended:
+def check(outcomes: list[RankOutcome], words: str, end: float) -> None:
+    victim = outcomes[VICTIM]
+    for rank in outcomes:
         if rank is victim:
             continue
         assert isinstance(rank.error, PeerLost), rank.report()
         assert f"rank {VICTIM} (pid {victim.pid}) {words}" in str(rank.error), rank.report()
-        assert f"[rank {rank.rank}/{len(ended)} on " in str(rank.error)
+        assert f"[rank {rank.rank}/{len(outcomes)} on " in str(rank.error)
         assert "test_death.py:" in str(rank.error)
         assert rank.error_time - end < 1.0
         assert rank.code == 1
@@ -105,7 +105,7 @@ def end_of(folder: Path) -> float:
     return float((folder / "end").read_text())
 
 
-# Delays after which it dies: before the others have come, while they come, and in the middle.
+# Delays before the death: before the others arrive, while they arrive, and in the middle.
 @pytest.mark.parametrize("delay", (0.0, 0.005, 0.05))
 @pytest.mark.parametrize("operation", LOOPS)
 def test_killed_in_the_middle(ranks: RankServer, operation: str, delay: float) -> None:
@@ -115,7 +115,7 @@ def test_killed_in_the_middle(ranks: RankServer, operation: str, delay: float) -
 
 @pytest.mark.parametrize("operation", WAITS)
 def test_killed_while_others_wait(ranks: RankServer, operation: str) -> None:
-    # Everybody but the victim must wait for the victim, so two ranks where others could send.
+    # All other ranks must wait for the victim, so two ranks if others could send.
     size = 2 if operation == "recv from any" else 3
     run = ranks.start(size, die_while_others_wait, operation, "SIGKILL", 0.02)
     check(run.join(30), "was killed by SIGKILL", end_of(run.folder))
@@ -123,12 +123,12 @@ def test_killed_while_others_wait(ranks: RankServer, operation: str) -> None:
 
 @pytest.mark.parametrize("operation", ("all_reduce", "recv"))
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_how_it_ended(ranks: RankServer, ending: str, operation: str) -> None:
+def test_exit_reason(ranks: RankServer, ending: str, operation: str) -> None:
     run = ranks.start(3, die_while_others_wait, operation, ending, 0.01)
     check(run.join(30), ENDINGS[ending][1], end_of(run.folder))
 
 
-def end_as_python_does(how: str, operation: str) -> None:
+def exit_through_python(how: str, operation: str) -> None:
     dist.barrier()
     if dist.get_rank() == VICTIM:
         if how == "exception":
@@ -148,15 +148,15 @@ def end_as_python_does(how: str, operation: str) -> None:
         ("sys.exit", 0, "exited with code 0"),
     ],
 )
-def test_ended_as_python_does(
+def test_exit_through_python(
     ranks: RankServer, how: str, code: int, words: str, operation: str
 ) -> None:
-    run = ranks.start(3, end_as_python_does, how, operation)
+    run = ranks.start(3, exit_through_python, how, operation)
     assert not run.wait(30, [VICTIM])
     end = time.monotonic()
-    ended = run.join(30)
-    assert ended[VICTIM].code == code
-    check(ended, words, end)
+    outcomes = run.join(30)
+    assert outcomes[VICTIM].code == code
+    check(outcomes, words, end)
 
 
 def raises_with_works_in_flight(operation: str) -> None:
@@ -171,7 +171,7 @@ def raises_with_works_in_flight(operation: str) -> None:
 
 @pytest.mark.parametrize("operation", ("recv", "large send"))
 def test_an_exception_with_works_in_flight(ranks: RankServer, operation: str) -> None:
-    """The others don't wait until the failing rank's own operations have come to their end."""
+    """The others do not wait for the end of the failing rank's own operations."""
     run = ranks.start(2, raises_with_works_in_flight, operation)
     first, second = run.join(30)
     assert second.code == 1
@@ -181,8 +181,8 @@ def test_an_exception_with_works_in_flight(ranks: RankServer, operation: str) ->
     assert first.error_time - end_of(run.folder) < 1.0
 
 
-def dead_before() -> None:
-    """The victim dies while nobody is in an operation; the next one tells."""
+def die_between_operations() -> None:
+    """The victim dies between operations; the next operation raises."""
     dist.barrier()
     if dist.get_rank() == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -196,8 +196,8 @@ def dead_before() -> None:
     dist.all_reduce(torch.zeros(10))
 
 
-def test_dead_before_the_operation(ranks: RankServer) -> None:
-    run = ranks.start(3, dead_before)
+def test_death_between_operations(ranks: RankServer) -> None:
+    run = ranks.start(3, die_between_operations)
     assert not run.wait(30, [VICTIM])
     (run.folder / "dead").touch()
     check(run.join(30), "was killed by SIGKILL", end_of(run.folder))
@@ -211,14 +211,14 @@ def all_but_one_die() -> None:
 
 
 def test_several_die(ranks: RankServer) -> None:
-    ended = ranks.start(4, all_but_one_die).join(30)
-    assert isinstance(ended[2].error, PeerLost)
-    assert "was killed by SIGKILL" in str(ended[2].error)
-    assert [rank.code for rank in ended] == [-9, -9, 1, -9]
+    outcomes = ranks.start(4, all_but_one_die).join(30)
+    assert isinstance(outcomes[2].error, PeerLost)
+    assert "was killed by SIGKILL" in str(outcomes[2].error)
+    assert [rank.code for rank in outcomes] == [-9, -9, 1, -9]
 
 
-def a_group_without_the_dead() -> None:
-    """A group that the dead rank is not in goes on, and so does a new one of the living."""
+def use_group_without_the_victim() -> None:
+    """A group without the dead rank stays usable, and the survivors can form a new one."""
     pair = dist.new_group([0, 2])
     dist.barrier()
     if dist.get_rank() == VICTIM:
@@ -230,12 +230,12 @@ def a_group_without_the_dead() -> None:
     assert (tensor == 2).all()
 
 
-def test_groups_without_the_dead_go_on(ranks: RankServer) -> None:
-    ended = ranks.start(3, a_group_without_the_dead).join(30)
-    assert [rank.code for rank in ended] == [0, -9, 0], [rank.report() for rank in ended]
+def test_groups_without_the_victim_stay_usable(ranks: RankServer) -> None:
+    outcomes = ranks.start(3, use_group_without_the_victim).join(30)
+    assert [rank.code for rank in outcomes] == [0, -9, 0], [rank.report() for rank in outcomes]
 
 
-def callbacks_see_it() -> str:
+def read_error_from_futures() -> str:
     dist.barrier()
     if dist.get_rank() == VICTIM:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -255,8 +255,8 @@ def callbacks_see_it() -> str:
     return "seen"
 
 
-def test_works_and_futures_carry_the_error(ranks: RankServer) -> None:
-    run = ranks.start(2, callbacks_see_it)
-    ended = run.join(30)
-    assert ended[0].outcome is not None, ended[0].report()
-    assert ended[0].outcome.value == "seen", ended[0].report()
+def test_works_and_futures_have_the_error(ranks: RankServer) -> None:
+    run = ranks.start(2, read_error_from_futures)
+    outcomes = run.join(30)
+    assert outcomes[0].outcome is not None, outcomes[0].report()
+    assert outcomes[0].outcome.value == "seen", outcomes[0].report()

@@ -1,4 +1,4 @@
-"""What went wrong reaches those who look at futures: callbacks, chains, and C++ code of PyTorch."""
+"""Futures deliver failures to callbacks, to chained futures, and to C++ code of PyTorch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_chain_of_futures(ranks: RankServer) -> None:
     assert first.code == 0, first.report()
 
 
-def works_as_one() -> None:
+def combine_works() -> None:
     die()
     world: Any = dist.group.WORLD
     world._start_coalescing(None)
@@ -63,8 +63,8 @@ def works_as_one() -> None:
         work.wait()
 
 
-def test_works_as_one(ranks: RankServer) -> None:
-    first, _ = ranks.start(2, works_as_one).join(30)
+def test_combined_works(ranks: RankServer) -> None:
+    first, _ = ranks.start(2, combine_works).join(30)
     assert first.code == 0, first.report()
 
 
@@ -75,7 +75,7 @@ def averaged(process_group, bucket):  # type: ignore[no-untyped-def] # DDP reads
 
 
 def in_ddp(hook: Callable[..., Any] | None) -> None:
-    """DDP's reducer waits in C++, which knows exceptions by their words alone."""
+    """Train with DDP, whose reducer waits in C++ and keeps only the message of an exception."""
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
     if hook is not None:
         model.register_comm_hook(dist.group.WORLD, hook)
@@ -93,7 +93,7 @@ def test_a_death_in_ddp(ranks: RankServer, hook: Callable[..., Any] | None) -> N
     assert first.code == 0, first.report()
 
 
-def all_is_well() -> None:
+def chain_without_a_failure() -> None:
     doubled = under_way().then(lambda done: done.value()[0] * 2)
     assert torch.equal(doubled.wait(), torch.zeros(10))
     failing = doubled.then(lambda done: {}["no such key"])
@@ -102,7 +102,7 @@ def all_is_well() -> None:
 
 
 def test_chains_without_a_failure(ranks: RankServer) -> None:
-    ranks.run(2, all_is_well)
+    ranks.run(2, chain_without_a_failure)
 
 
 def failed_and_left() -> None:
@@ -120,19 +120,19 @@ def failed_and_left() -> None:
     assert group() is None
 
 
-def test_a_future_that_failed_lets_its_group_go(ranks: RankServer) -> None:
-    """Its value is held in C++, where no garbage collector follows what an exception refers to."""
+def test_failed_future_does_not_keep_its_group(ranks: RankServer) -> None:
+    """C++ holds its value, so the garbage collector cannot follow the exception's references."""
     ranks.run(2, failed_and_left)
 
 
-class Odd(Exception):
-    """One that can't be made anew from its arguments."""
+class NotCopyable(Exception):
+    """An exception that cannot be constructed from its own arguments."""
 
     def __init__(self, one: int, two: int) -> None:
         super().__init__("odd")
 
 
-@pytest.mark.parametrize("error", (Odd(1, 2), KeyboardInterrupt(), ValueError("a", 5)))
+@pytest.mark.parametrize("error", (NotCopyable(1, 2), KeyboardInterrupt(), ValueError("a", 5)))
 def test_any_exception_can_fail_a_future(error: BaseException) -> None:
     future = WorkFuture()
     future.fail(error)
@@ -142,8 +142,8 @@ def test_any_exception_can_fail_a_future(error: BaseException) -> None:
         assert caught.value.args == error.args
 
 
-def works_that_nobody_holds() -> list[bool]:
-    """Whether works that are over and let go are still there, without the garbage collector."""
+def are_finished_works_alive() -> list[bool]:
+    """Return whether finished works are still alive without the garbage collector."""
     gc.disable()
     left = []
     for chained in (False, True):
@@ -151,7 +151,7 @@ def works_that_nobody_holds() -> list[bool]:
         future = work.get_future()
         kept = future.then(lambda done: 1) if chained else None
         future.wait()
-        dist.all_reduce(torch.ones(3), async_op=True).wait()  # the thread has let go of the first
+        dist.all_reduce(torch.ones(3), async_op=True).wait()  # the thread has released the first
         there = weakref.ref(work)
         del work, future
         left.append(there() is not None)
@@ -160,4 +160,4 @@ def works_that_nobody_holds() -> list[bool]:
 
 
 def test_a_future_does_not_keep_its_work(ranks: RankServer) -> None:
-    assert ranks.run(2, works_that_nobody_holds) == [[False, False]] * 2
+    assert ranks.run(2, are_finished_works_alive) == [[False, False]] * 2

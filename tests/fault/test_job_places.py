@@ -1,4 +1,4 @@
-"""Jobs where their directory can't be had: the job goes on, and says so once."""
+"""Jobs whose directory cannot be created: the job continues with a single warning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import UsageError
 from phalanx.observe.launcher_log_writer import LauncherLogWriter
-from tests.ranks import RankServer, Run
+from tests.ranks import RankServer, RunningRanks
 
 LIMIT = 100
 Start = Callable[..., tuple[int, str, str]]
@@ -59,7 +59,7 @@ RUN = [sys.executable, "-c", "from phalanx.cli import main; main()", "run", "--n
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
-    """Runs two ranks with a launcher or without, on a file system of its own if it is asked for."""
+    """Run two ranks with or without a launcher, optionally on a separate file system."""
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "spawn.py").write_text(SPAWN)
 
@@ -77,7 +77,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 
 def unshared(mount: str, path: Path) -> list[str]:
-    """A file system of these options at `path`, seen by the command that follows alone."""
+    """The prefix of a command that runs with a new file system at `path`, visible only to it."""
     script = 'mount -t tmpfs -o "$1" tmpfs "$2" && shift 2 && exec "$@"'
     return ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh", mount, str(path)]
 
@@ -99,15 +99,21 @@ def check(ended: tuple[int, str, str], reason: str) -> None:
 
 
 FULL = [
-    ("size=256k,mode=0700", "No space left on device"),  # for the directory, but not for a box
-    ("nr_inodes=2,mode=0700", "No space left on device"),  # for the directory, not for its files
+    (
+        "size=256k,mode=0700",
+        "No space left on device",
+    ),  # enough for the directory, but not for a flight recorder
+    (
+        "nr_inodes=2,mode=0700",
+        "No space left on device",
+    ),  # enough for the directory, not for its files
     ("ro,mode=0700", "can't be made (Read-only file system): choose another place"),
 ]
 
 
 @pytest.mark.parametrize("launcher", ("run", "none"))
 @pytest.mark.parametrize(("mount", "reason"), FULL, ids=("full", "no inodes", "read-only"))
-def test_a_disk_that_takes_nothing(
+def test_unwritable_file_system(
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -119,21 +125,21 @@ def test_a_disk_that_takes_nothing(
     base.mkdir(0o700)
     if can_mount(base):
         check(start(launcher, base, mount), reason)
-    else:  # some containers forbid it: the call that finds a full disk is made to fail instead
+    else:  # some containers forbid mounts: simulate the failure of the call instead
         monkeypatch.setenv("FULL", "1")
         check(start(launcher, base), "No space left on device")
     assert list(base.iterdir()) == []
 
 
-def a_link(path: Path) -> Path:
+def symbolic_link(path: Path) -> Path:
     path.with_name("target").mkdir()
     path.symlink_to("target")
     return path
 
 
-def another_users(path: Path) -> Path:
+def directory_of_another_user(path: Path) -> Path:
     if os.geteuid() != 0:
-        return Path("/")  # which is root's
+        return Path("/")  # owned by root
     path.mkdir()
     os.chown(path, 12345, -1)
     return path
@@ -145,20 +151,20 @@ def writable_by_all(path: Path) -> Path:
     return path
 
 
-def below_a_file(path: Path) -> Path:
+def path_below_a_file(path: Path) -> Path:
     path.touch()
     return path / "jobs"
 
 
-PLACES = [
-    (a_link, "is a symbolic link, expected a directory: remove it, or choose another place"),
-    (another_users, "belongs to user"),
+INVALID_PATHS = [
+    (symbolic_link, "is a symbolic link, expected a directory: remove it, or choose another place"),
+    (directory_of_another_user, "belongs to user"),
     (writable_by_all, "can be written by others (its mode is 0777, expected 0700)"),
-    (below_a_file, "can't be made (Not a directory)"),
+    (path_below_a_file, "can't be made (Not a directory)"),
 ]
 
 
-def go_on(base: Path, job: str = "") -> None:
+def run_without_job_directory(base: Path, job: str = "") -> None:
     os.environ.update(PHALANX_JOBS_DIR=str(base), PHALANX_JOB=job)
     url = f"file://{os.environ['FOLDER']}/store"
     size = int(os.environ["WORLD_SIZE"])
@@ -173,32 +179,32 @@ def go_on(base: Path, job: str = "") -> None:
     print("well")
 
 
-def together(run: Run) -> tuple[int, str, str]:
+def combined_output(run: RunningRanks) -> tuple[int, str, str]:
     ended = run.join()
     texts = "".join(rank.stdout for rank in ended), "".join(rank.stderr for rank in ended)
     return max(rank.code for rank in ended), *texts
 
 
-@pytest.mark.parametrize(("place", "reason"), PLACES)
-def test_a_place_that_is_not_ours_alone(
-    ranks: RankServer, tmp_path: Path, place: Callable[[Path], Path], reason: str
+@pytest.mark.parametrize(("make_directory", "reason"), INVALID_PATHS)
+def test_unsafe_jobs_directory(
+    ranks: RankServer, tmp_path: Path, make_directory: Callable[[Path], Path], reason: str
 ) -> None:
-    base = place(tmp_path / "jobs")
-    check(together(ranks.start(2, go_on, base, timeout=None)), reason)
+    base = make_directory(tmp_path / "jobs")
+    check(combined_output(ranks.start(2, run_without_job_directory, base, timeout=None)), reason)
     if base.is_dir() and base != Path("/"):
         assert list(base.iterdir()) == []
 
 
-@pytest.mark.parametrize(("place", "reason"), PLACES)
-def test_a_launcher_in_such_a_place(
+@pytest.mark.parametrize(("make_directory", "reason"), INVALID_PATHS)
+def test_unsafe_jobs_directory_in_launcher(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    place: Callable[[Path], Path],
+    make_directory: Callable[[Path], Path],
     reason: str,
 ) -> None:
-    """The ranks are told not to try."""
-    monkeypatch.setenv("PHALANX_JOBS_DIR", str(place(tmp_path / "jobs")))
+    """The launcher disables flight recorder files for its ranks."""
+    monkeypatch.setenv("PHALANX_JOBS_DIR", str(make_directory(tmp_path / "jobs")))
     with caplog.at_level(logging.WARNING, "phalanx"), LauncherLogWriter(2) as launcher_log:
         assert launcher_log.environment() == {"PHALANX_JOB": "none"}
         launcher_log.start(0, 1)
@@ -208,19 +214,21 @@ def test_a_launcher_in_such_a_place(
     assert reason in record.getMessage()
 
 
-def test_a_run_in_such_a_place(start: Start, tmp_path: Path) -> None:
-    base = a_link(tmp_path / "jobs")
+def test_unsafe_jobs_directory_in_run(start: Start, tmp_path: Path) -> None:
+    base = symbolic_link(tmp_path / "jobs")
     check(start("run", base), "is a symbolic link, expected a directory")
 
 
-def test_boxes_in_memory_only_by_wish(ranks: RankServer, tmp_path: Path) -> None:
+def test_flight_recorders_in_memory_on_request(ranks: RankServer, tmp_path: Path) -> None:
     base = tmp_path / "jobs"
-    code, out, err = together(ranks.start(2, go_on, base, "none", timeout=None))
+    code, out, err = combined_output(
+        ranks.start(2, run_without_job_directory, base, "none", timeout=None)
+    )
     assert (code, out.count("well"), err) == (0, 2, "")
     assert not base.exists()
 
 
-def test_no_job_by_wish_is_for_launchers_too(
+def test_no_job_on_request_with_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: Path
 ) -> None:
     monkeypatch.setenv("PHALANX_JOB", "none")
@@ -228,21 +236,23 @@ def test_no_job_by_wish_is_for_launchers_too(
     assert not jobs.exists()
 
 
-def test_a_job_that_is_gone(ranks: RankServer, tmp_path: Path) -> None:
-    """Ranks with the environment of a job that has ended: started by a server of its, say."""
+def test_job_that_has_been_removed(ranks: RankServer, tmp_path: Path) -> None:
+    """Ranks with the environment of a job that has ended, for example started by its server."""
     base, name = tmp_path / "jobs", "20261121-0901-k3f9x2"
     base.mkdir(0o700)
-    run = ranks.start(2, go_on, base, name, timeout=None)
-    check(together(run), f"there is no job {name} in {base}, which PHALANX_JOB names: unset it")
+    run = ranks.start(2, run_without_job_directory, base, name, timeout=None)
+    check(
+        combined_output(run), f"there is no job {name} in {base}, which PHALANX_JOB names: unset it"
+    )
     assert list(base.iterdir()) == []
 
 
-def test_malformed_variables_are_wrong_arguments_on_every_rank(
-    ranks: RankServer, tmp_path: Path
-) -> None:
-    for rank in ranks.start(2, go_on, "relative", timeout=None).join():
+def test_malformed_variables_raise_on_every_rank(ranks: RankServer, tmp_path: Path) -> None:
+    for rank in ranks.start(2, run_without_job_directory, "relative", timeout=None).join():
         assert isinstance(rank.error, UsageError)
         assert "PHALANX_JOBS_DIR='relative'" in str(rank.error)
-    for rank in ranks.start(2, go_on, tmp_path / "jobs", "../../x", timeout=None).join():
+    for rank in ranks.start(
+        2, run_without_job_directory, tmp_path / "jobs", "../../x", timeout=None
+    ).join():
         assert isinstance(rank.error, UsageError)
     assert not (tmp_path / "jobs").exists()

@@ -1,4 +1,4 @@
-"""Groups that can't be formed: wrong rank, world size, address; ranks that don't come."""
+"""Groups that cannot be formed: wrong rank, world size or address, or missing ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_one_clear_message(ranks: RankServer) -> None:
 
 
 def same_rank() -> str:
-    """Two processes say that they are rank 0; rank 1 comes too."""
+    """Two processes claim rank 0; rank 1 joins too."""
     place = int(os.environ["RANK"])
     try:
         init(min(place, 1) if place < 2 else 0, 2, seconds=2)
@@ -65,7 +65,7 @@ def same_rank() -> str:
 
 
 def test_two_processes_of_one_rank(ranks: RankServer) -> None:
-    """One of them is told which process has the rank; the other one's group is formed."""
+    """One process gets an error that names the other, whose group is formed."""
     run = ranks.start(3, same_rank, timeout=None)
     ended = run.join(20)
     answers = [rank.value for rank in ended]
@@ -76,7 +76,7 @@ def test_two_processes_of_one_rank(ranks: RankServer) -> None:
     assert "a rank of its own" in answers[loser]
 
 
-def too_few(world_size: int) -> float:
+def too_few_ranks(world_size: int) -> float:
     start = time.monotonic()
     with pytest.raises(CollectiveTimeout) as caught:
         init(int(os.environ["RANK"]), world_size, seconds=0.7)
@@ -89,18 +89,18 @@ def too_few(world_size: int) -> float:
     return waited
 
 
-def test_too_few_come(ranks: RankServer) -> None:
-    for waited in ranks.run(2, too_few, 4, timeout=None, limit=20):
+def test_too_few_ranks(ranks: RankServer) -> None:
+    for waited in ranks.run(2, too_few_ranks, 4, timeout=None, limit=20):
         assert 0.7 <= waited < 2
 
 
-def rank_0_missing() -> None:
+def rank_0_is_missing() -> None:
     with pytest.raises(CollectiveTimeout, match=r"rank 0 did not arrive within 0\.5 s"):
         init(1, 2, seconds=0.5)
 
 
-def test_rank_0_does_not_come(ranks: RankServer) -> None:
-    ranks.run(1, rank_0_missing, timeout=None, limit=20)
+def test_missing_rank_0(ranks: RankServer) -> None:
+    ranks.run(1, rank_0_is_missing, timeout=None, limit=20)
 
 
 def different_world_sizes() -> str:
@@ -113,7 +113,7 @@ def different_world_sizes() -> str:
 
 
 def test_different_world_sizes(ranks: RankServer) -> None:
-    """Both processes fail in time, and say what to look at."""
+    """Both processes fail in time, with advice."""
     for message in ranks.run(2, different_world_sizes, timeout=None, limit=20):
         assert message.startswith("PhalanxError: ")
         assert "rank 0 was started with world size 2, this rank with 3" in message, message
@@ -132,8 +132,8 @@ def test_a_rank_that_dies_before_it_joins(ranks: RankServer) -> None:
     assert (first.value, second.code) == ("told", -9)
 
 
-def stops_on_its_way(name: str) -> str:
-    """Rank 1 claims its place, and gets no further."""
+def stops_while_joining(name: str) -> str:
+    """Rank 1 claims its rank, and stops."""
     if os.environ["RANK"] == "1":
         module: Any = importlib.import_module("phalanx.topology.group_formation")
         module._open_segment = lambda *_: os.kill(os.getpid(), getattr(signal, name))
@@ -146,19 +146,19 @@ def stops_on_its_way(name: str) -> str:
     ("number", "words"),
     [("SIGSTOP", "arrived, and is stopped by a signal"), ("SIGKILL", "arrived, and has ended")],
 )
-def test_a_rank_that_gets_stuck_on_its_way(ranks: RankServer, number: str, words: str) -> None:
-    run = ranks.start(2, stops_on_its_way, number, timeout=None)
+def test_rank_that_stops_while_joining(ranks: RankServer, number: str, words: str) -> None:
+    run = ranks.start(2, stops_while_joining, number, timeout=None)
     assert not run.wait(20, [0])
     first, second = run.collect()
     assert f"; rank 1 (pid {second.pid} on {socket.gethostname()}) {words}: are" in first.value
 
 
-def some_do_not_come_to_a_new_group() -> str:
+def some_skip_new_group() -> str:
     dist.barrier()
     rank = dist.get_rank()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank == 2:  # in code of its own
+    if rank == 2:  # not in an operation
         while not Path(os.environ["FOLDER"], "told").exists():
             time.sleep(0.001)
         return ""
@@ -168,8 +168,8 @@ def some_do_not_come_to_a_new_group() -> str:
     return str(caught.value)
 
 
-def test_where_those_are_who_do_not_come_to_a_new_group(ranks: RankServer) -> None:
-    first, second, third = ranks.start(3, some_do_not_come_to_a_new_group).join(30)
+def test_activity_of_ranks_missing_from_a_new_group(ranks: RankServer) -> None:
+    first, second, third = ranks.start(3, some_skip_new_group).join(30)
     text = first.value
     assert "joining the group: ranks 1, 2 did not arrive within 1 s of" in text
     at = r"since barrier #1 at test_joining\.py:\d+, \d\.\d s ago"
@@ -208,17 +208,17 @@ def test_not_all_call_new_group(ranks: RankServer) -> None:
     ), first
 
 
-def nobody_listens(url: str) -> float:
+def no_store(url: str) -> float:
     start = time.monotonic()
     with pytest.raises(dist.DistError):
         init(1, 2, url=url, seconds=1)
     return time.monotonic() - start
 
 
-def test_nobody_listens_at_the_address(ranks: RankServer) -> None:
+def test_no_store_at_the_address(ranks: RankServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    assert ranks.run(1, nobody_listens, f"tcp://127.0.0.1:{port}", timeout=None)[0] < 20
+    assert ranks.run(1, no_store, f"tcp://127.0.0.1:{port}", timeout=None)[0] < 20
 
 
 def port_in_use(url: str) -> None:
@@ -232,7 +232,7 @@ def test_port_in_use(ranks: RankServer) -> None:
         ranks.run(1, port_in_use, f"tcp://127.0.0.1:{port}", timeout=None, limit=20)
 
 
-def meets_at_a_port_in_use(port: int) -> str:
+def joins_at_a_port_in_use(port: int) -> str:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     store_wait._SECONDS = 0.1
     with pytest.raises(UsageError) as caught:
@@ -240,11 +240,11 @@ def meets_at_a_port_in_use(port: int) -> str:
     return str(caught.value)
 
 
-def test_nobody_is_silent_if_the_port_is_in_use(ranks: RankServer) -> None:
+def test_every_rank_reports_a_port_in_use(ranks: RankServer) -> None:
     """Rank 0 raises; rank 1 is connected to a program that never answers, and logs that."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        run = ranks.start(2, meets_at_a_port_in_use, port, timeout=None)
+        run = ranks.start(2, joins_at_a_port_in_use, port, timeout=None)
         stderr = Path(run.folder, "stderr-1")
         wait_for(lambda: stderr.exists() and "Check that all ranks" in stderr.read_text())
         run.wait(20, [0])
@@ -256,7 +256,7 @@ def test_nobody_is_silent_if_the_port_is_in_use(ranks: RankServer) -> None:
     )
 
 
-def no_place() -> None:
+def no_rank() -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         os.environ.pop(name, None)
     with pytest.raises(ValueError, match="environment variable RANK expected"):
@@ -264,11 +264,11 @@ def no_place() -> None:
 
 
 def test_environment_without_a_rank(ranks: RankServer) -> None:
-    ranks.run(1, no_place, timeout=None)
+    ranks.run(1, no_rank, timeout=None)
 
 
 def interrupted_while_joining() -> float:
-    """Ctrl-C ends the wait for ranks that don't come."""
+    """Ctrl-C ends the wait for missing ranks."""
     import threading
 
     sent = []
@@ -288,7 +288,7 @@ def test_ctrl_c_while_joining(ranks: RankServer) -> None:
 
 
 def tries_again() -> None:
-    """After a failure the same process forms a group at another address."""
+    """After a failure, the same process forms a group at another address."""
     with pytest.raises(CollectiveTimeout):
         init(0, 2, seconds=0.2)
     init(0, 1, url=f"file://{os.environ['FOLDER']}/other")
@@ -296,5 +296,5 @@ def tries_again() -> None:
     dist.destroy_process_group()
 
 
-def test_a_process_may_try_again(ranks: RankServer) -> None:
+def test_second_attempt_of_a_process(ranks: RankServer) -> None:
     ranks.run(1, tries_again, timeout=None)

@@ -1,4 +1,4 @@
-"""Messages that don't come: everybody who waits for one is told, and which one it was."""
+"""Messages that are never sent: every rank that waits for one raises an error that names it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ VAIN: dict[str, Callable[[], object]] = {
 }
 
 
-# With the place of the recv, out of the flight recorder.
+# With the call site of the recv, from the flight recorder.
 WAITED = r"tag 5 at test_messages\.py:\d+ until the timeout of"
 
 
-def nobody_sends_it(how: str) -> None:
+def tag_without_a_sender(how: str) -> None:
     group: Any = dist.group.WORLD
     dist.barrier()
     if dist.get_rank() == 0:
@@ -59,8 +59,8 @@ def nobody_sends_it(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", VAIN)
-def test_a_tag_that_nobody_matches(ranks: RankServer, how: str) -> None:
-    ranks.run(2, nobody_sends_it, how, timeout=15)
+def test_tag_without_a_sender(ranks: RankServer, how: str) -> None:
+    ranks.run(2, tag_without_a_sender, how, timeout=15)
 
 
 def dies_with_a_thousand_outstanding() -> None:
@@ -91,8 +91,8 @@ def test_a_death_with_a_thousand_outstanding(ranks: RankServer, world_size: int)
         assert rank.code == (-signal.SIGKILL if rank.rank == 1 else 0), rank.report()
 
 
-def left_by_another_thread(how: str) -> None:
-    """Leaving the group, or aborting it, wakes a thread that waits for a message."""
+def leave_in_another_thread(how: str) -> None:
+    """Leave or abort the group, which wakes a thread that waits for a message."""
     dist.barrier()
     if dist.get_rank() == 1:
         with pytest.raises(Exception, match=r"rank 0"):
@@ -124,11 +124,11 @@ def left_by_another_thread(how: str) -> None:
 
 @pytest.mark.parametrize("how", ("shutdown", "abort"))
 def test_leaving_wakes_other_threads(ranks: RankServer, how: str) -> None:
-    ranks.run(2, left_by_another_thread, how)
+    ranks.run(2, leave_in_another_thread, how)
 
 
-def interrupted_beside_a_stream() -> None:
-    """Ctrl-C ends a recv while another thread moves messages all the time."""
+def interrupt_beside_a_stream() -> None:
+    """Interrupt a recv while another thread continuously moves messages."""
     rank = dist.get_rank()
 
     def stream() -> None:
@@ -154,11 +154,11 @@ def interrupted_beside_a_stream() -> None:
 
 
 def test_ctrl_c_beside_a_stream(ranks: RankServer) -> None:
-    ranks.run(2, interrupted_beside_a_stream)
+    ranks.run(2, interrupt_beside_a_stream)
 
 
-def early_memory() -> str:
-    """Messages that stand in private memory are told of once, and given back."""
+def unexpected_message_memory() -> str:
+    """Messages in private memory cause one warning, and their memory is freed."""
     messages._UNEXPECTED_BYTES_LIMIT = 2**20
     told: list[str] = []
     handler = logging.Handler()
@@ -173,8 +173,8 @@ def early_memory() -> str:
     return "\n".join(told)
 
 
-def test_memory_of_messages_that_come_early(ranks: RankServer) -> None:
-    silent, told = ranks.run(2, early_memory)
+def test_memory_of_unexpected_messages(ranks: RankServer) -> None:
+    silent, told = ranks.run(2, unexpected_message_memory)
     assert silent == ""
     assert told.count("\n") == 0
     assert "7 MiB of messages arrived before their recv" in told

@@ -1,4 +1,4 @@
-"""Ranks that disagree: CollectiveMismatch on every rank, naming both, before data moves."""
+"""Ranks that disagree raise CollectiveMismatch, which names both, before data moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import CollectiveMismatch
-from tests.ranks import Ended, RankServer
+from tests.ranks import RankOutcome, RankServer
 
 Call = Callable[[], object]
 
@@ -18,7 +18,7 @@ def zeros(count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.zeros(count, dtype=dtype)
 
 
-# What rank 0 and what the others do, and how each is named.
+# The call of rank 0, that of the other ranks, and the descriptions of both.
 CASES: dict[str, tuple[Call, Call, str, str]] = {
     "size": (
         lambda: dist.all_reduce(zeros(10)),
@@ -124,14 +124,14 @@ def disagree(name: str) -> None:
     (first if dist.get_rank() == 0 else others)()
 
 
-def check(ended: list[Ended], first: str, other: str) -> None:
-    for rank in ended:
+def check(outcomes: list[RankOutcome], first: str, other: str) -> None:
+    for rank in outcomes:
         assert rank.code == 1
         assert isinstance(rank.error, CollectiveMismatch), rank.report()
         message = str(rank.error)
         assert first in message, message
         assert other in message, message
-        assert f"[rank {rank.rank}/{len(ended)} on " in message
+        assert f"[rank {rank.rank}/{len(outcomes)} on " in message
         assert "test_mismatch.py:" in message, message
 
 
@@ -155,7 +155,7 @@ def exchange(form: str, given: list[int], taken: list[int], async_op: bool) -> N
 
 
 def splits_disagree(form: str, unit: int, async_op: bool) -> None:
-    """Rank 1 gives rank 2 two units, rank 2 expects three from it."""
+    """Rank 1 sends two units to rank 2, which expects three."""
     rank = dist.get_rank()
     given = [unit, unit, (2 if rank == 1 else 1) * unit]
     taken = [unit, (3 if rank == 2 else 1) * unit, unit]
@@ -164,7 +164,7 @@ def splits_disagree(form: str, unit: int, async_op: bool) -> None:
     exchange(form, given, taken, async_op)
 
 
-# One element travels inline, 100,000 are moved in chunks.
+# One element is sent inline, 100,000 elements in chunks.
 @pytest.mark.parametrize(
     ("form", "unit", "async_op"),
     [
@@ -175,14 +175,14 @@ def splits_disagree(form: str, unit: int, async_op: bool) -> None:
     ],
 )
 def test_splits_disagree(ranks: RankServer, form: str, unit: int, async_op: bool) -> None:
-    """Also told to rank 0, between whom and the others all is well."""
-    ended = ranks.start(3, splits_disagree, form, unit, async_op).join(20)
+    """Rank 0 raises too, although its own splits agree with the others'."""
+    outcomes = ranks.start(3, splits_disagree, form, unit, async_op).join(20)
     gives = f"in all_to_all #1: rank 1 gives rank 2 {2 * unit} elements"
-    check(ended, gives, f"which expects {3 * unit}")
+    check(outcomes, gives, f"which expects {3 * unit}")
 
 
-def one_splits_the_other_does_not() -> None:
-    """Rank 0 gives two rows to each; rank 1 one to rank 0, and three to itself."""
+def equal_and_uneven_splits() -> None:
+    """Rank 0 sends two rows to each rank; rank 1 sends one to rank 0 and three to itself."""
     if dist.get_rank() == 0:
         dist.all_to_all_single(zeros(4), zeros(4))
     else:
@@ -190,13 +190,13 @@ def one_splits_the_other_does_not() -> None:
 
 
 def test_equal_and_uneven_splits(ranks: RankServer) -> None:
-    ended = ranks.start(2, one_splits_the_other_does_not).join(20)
-    check(ended, "rank 1 gives rank 0 1 elements at test_mismatch.py:", "split sizes disagree")
-    assert all(", which expects 2 at test_mismatch.py:" in str(rank.error) for rank in ended)
+    outcomes = ranks.start(2, equal_and_uneven_splits).join(20)
+    check(outcomes, "rank 1 gives rank 0 1 elements at test_mismatch.py:", "split sizes disagree")
+    assert all(", which expects 2 at test_mismatch.py:" in str(rank.error) for rank in outcomes)
 
 
 def uneven_parts_disagree() -> None:
-    """The part of rank 1 has five elements, rank 0 expects four."""
+    """The part of rank 1 has five elements; rank 0 expects four."""
     if dist.get_rank() == 0:
         dist.all_gather([zeros(3), zeros(4)], zeros(3))
     else:
@@ -204,11 +204,11 @@ def uneven_parts_disagree() -> None:
 
 
 def test_uneven_parts(ranks: RankServer) -> None:
-    ended = ranks.start(2, uneven_parts_disagree).join(20)
-    check(ended, "broadcast #2 float32[4] root 1", "broadcast #2 float32[5] root 1")
+    outcomes = ranks.start(2, uneven_parts_disagree).join(20)
+    check(outcomes, "broadcast #2 float32[4] root 1", "broadcast #2 float32[5] root 1")
 
 
-def inputs_are_kept() -> None:
+def inputs_are_unchanged() -> None:
     tensor = torch.arange(100_000.0)[dist.get_rank() :]
     with pytest.raises(CollectiveMismatch):
         dist.all_reduce(tensor)
@@ -216,11 +216,11 @@ def inputs_are_kept() -> None:
 
 
 def test_no_data_is_exchanged(ranks: RankServer) -> None:
-    ranks.run(2, inputs_are_kept)
+    ranks.run(2, inputs_are_unchanged)
 
 
 def out_of_step() -> None:
-    """One rank forgot a call: the sequence numbers tell."""
+    """One rank skips a call, which the sequence numbers reveal."""
     for _ in range(3):
         dist.all_reduce(zeros(4))
     if dist.get_rank() == 0:
@@ -228,12 +228,12 @@ def out_of_step() -> None:
     dist.all_reduce(zeros(4))
 
 
-def test_a_forgotten_call(ranks: RankServer) -> None:
-    ended = ranks.start(3, out_of_step).join(20)
-    check(ended, "broadcast #4 float32[4] root 0", "all_reduce #4 float32[4] SUM")
+def test_skipped_call(ranks: RankServer) -> None:
+    outcomes = ranks.start(3, out_of_step).join(20)
+    check(outcomes, "broadcast #4 float32[4] root 0", "all_reduce #4 float32[4] SUM")
 
 
-def one_has_left(operation: str) -> None:
+def one_rank_leaves(operation: str) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         dist.destroy_process_group()
@@ -246,8 +246,8 @@ def one_has_left(operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ("all_reduce", "recv", "recv from any"))
-def test_a_rank_that_has_left(ranks: RankServer, operation: str) -> None:
-    first, second = ranks.start(2, one_has_left, operation).join(20)
+def test_rank_that_left(ranks: RankServer, operation: str) -> None:
+    first, second = ranks.start(2, one_rank_leaves, operation).join(20)
     assert first.code == 0
     assert isinstance(second.error, CollectiveMismatch), second.report()
     assert f"rank 0 (pid {first.pid}) has left the group" in str(second.error)
@@ -280,7 +280,7 @@ def wrong_message(name: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ("blocking", "any source", "asynchronous"))
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_that_does_not_fit(ranks: RankServer, name: str, how: str) -> None:
+def test_message_of_another_size(ranks: RankServer, name: str, how: str) -> None:
     _, _, sent, received = MESSAGES[name]
     for rank in ranks.start(2, wrong_message, name, how).join(20):
         assert isinstance(rank.error, CollectiveMismatch), rank.report()
@@ -289,11 +289,11 @@ def test_a_message_that_does_not_fit(ranks: RankServer, name: str, how: str) -> 
 
 
 def send_and_meet() -> None:
-    dist.send(torch.ones(100_000), 1)  # may be done before the receiver looks
+    dist.send(torch.ones(100_000), 1)  # may be done before the receiver checks
     dist.barrier()
 
 
-def nothing_is_written_beyond_the_buffer() -> None:
+def recv_into_smaller_buffer() -> None:
     if dist.get_rank() == 0:
         with pytest.raises(CollectiveMismatch):
             send_and_meet()
@@ -305,10 +305,10 @@ def nothing_is_written_beyond_the_buffer() -> None:
 
 
 def test_nothing_is_written_beyond_the_buffer(ranks: RankServer) -> None:
-    ranks.run(2, nothing_is_written_beyond_the_buffer)
+    ranks.run(2, recv_into_smaller_buffer)
 
 
-def again() -> list[str]:
+def use_broken_group() -> list[str]:
     messages = []
     for _ in range(3):
         with pytest.raises(CollectiveMismatch) as caught:
@@ -317,6 +317,6 @@ def again() -> list[str]:
     return messages
 
 
-def test_a_broken_group_says_why_again(ranks: RankServer) -> None:
-    for messages in ranks.run(2, again):
+def test_broken_group_repeats_the_reason(ranks: RankServer) -> None:
+    for messages in ranks.run(2, use_broken_group):
         assert len(set(messages)) == 1

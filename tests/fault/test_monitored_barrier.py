@@ -1,4 +1,4 @@
-"""monitored_barrier names who has not come, in the words that programs for Gloo look for."""
+"""monitored_barrier names the missing ranks, in the wording that programs for Gloo search for."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ def barrier(seconds: float, wait_all_ranks: bool = False) -> None:
     dist.group.WORLD.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=wait_all_ranks)
 
 
-def all_come() -> None:
+def all_arrive() -> None:
     barrier(10)
     barrier(10, wait_all_ranks=True)
 
 
 @pytest.mark.parametrize("size", (1, 2, 3))
-def test_all_come(ranks: RankServer, size: int) -> None:
-    ranks.run(size, all_come)
+def test_all_arrive(ranks: RankServer, size: int) -> None:
+    ranks.run(size, all_arrive)
 
 
-def some_come(words: dict[int, str], wait_all_ranks: bool) -> None:
+def some_arrive(words: dict[int, str], wait_all_ranks: bool) -> None:
     rank, folder = dist.get_rank(), Path(os.environ["FOLDER"])
     if rank in words:
         with pytest.raises(CollectiveTimeout, match=words[rank]):
             barrier(0.5, wait_all_ranks)
         (folder / f"gave up {rank}").touch()
-    # Who leaves earlier is not late but gone, which is said at once.
+    # A rank that leaves earlier is not late but gone, which is reported at once.
     while not all((folder / f"gave up {other}").exists() for other in words):
         time.sleep(0.001)
 
@@ -54,15 +54,15 @@ def some_come(words: dict[int, str], wait_all_ranks: bool) -> None:
         ({0: "Ranks 1, 2 failed to pass monitoredBarrier"}, True),
     ],
 )
-def test_some_come(ranks: RankServer, words: dict[int, str], wait_all_ranks: bool) -> None:
-    ranks.run(3, some_come, words, wait_all_ranks)
+def test_some_arrive(ranks: RankServer, words: dict[int, str], wait_all_ranks: bool) -> None:
+    ranks.run(3, some_arrive, words, wait_all_ranks)
 
 
-def no_time() -> None:
+def zero_timeout() -> None:
     with pytest.raises(CollectiveTimeout, match="timed out in monitoredBarrier"):
         barrier(0)
     barrier(10)
 
 
-def test_no_time(ranks: RankServer) -> None:
-    ranks.run(2, no_time)
+def test_zero_timeout(ranks: RankServer) -> None:
+    ranks.run(2, zero_timeout)

@@ -1,4 +1,4 @@
-"""What ends `with phalanx.init()` on one rank, and what the others make of it."""
+"""Ways to end `with phalanx.init()` on one rank, and the errors of the other ranks."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def raises() -> None:
     raise ValueError("no such column")
 
 
-def raises_half_a_character() -> None:
-    raise FileNotFoundError("data-\udcff.bin")  # os.listdir gives such names
+def raises_lone_surrogate() -> None:
+    raise FileNotFoundError("data-\udcff.bin")  # os.listdir returns such names
 
 
 def interrupted() -> None:
     raise KeyboardInterrupt
 
 
-# How the body ends, and what the others are told.
+# The end of the body, and the error of the other ranks.
 ENDS: dict[str, tuple[Callable[[], object], type[PhalanxError], str]] = {
     "exception": (raises, PeerLost, "rank 1 (pid {pid}) failed with ValueError: no such column"),
     "no UTF-8": (
-        raises_half_a_character,
+        raises_lone_surrogate,
         PeerLost,
         "rank 1 (pid {pid}) failed with FileNotFoundError: data-\\udcff.bin",
     ),
@@ -58,8 +58,8 @@ ENDS: dict[str, tuple[Callable[[], object], type[PhalanxError], str]] = {
 }
 
 
-def one_ends(how: str, in_flight: bool = False) -> float:
-    """The victim's body ends; returns when. The others wait for it."""
+def end_on_one_rank(how: str, in_flight: bool = False) -> float:
+    """End the body of the victim, and return the time; the others wait for it."""
     start = 0.0
     try:
         with phalanx.init(timeout=20) as session:
@@ -78,7 +78,7 @@ def one_ends(how: str, in_flight: bool = False) -> float:
     return start
 
 
-def told(rank: Ended, how: str, victim: Ended) -> str:
+def check_error(rank: Ended, how: str, victim: Ended) -> str:
     _, kind, words = ENDS[how]
     assert isinstance(rank.error, kind), rank
     text = str(rank.error)
@@ -89,27 +89,27 @@ def told(rank: Ended, how: str, victim: Ended) -> str:
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_the_others_are_told(drill: Drill, how: str) -> None:
-    result = drill.run(one_ends, 2, (how,))
-    told(result[0], how, result[VICTIM])
+def test_other_ranks_raise(drill: Drill, how: str) -> None:
+    result = drill.run(end_on_one_rank, 2, (how,))
+    check_error(result[0], how, result[VICTIM])
 
 
-def test_at_once_in_all_groups(drill: Drill) -> None:
-    """Also those that wait in another group, and whatever the victim has under way itself."""
-    result = drill.run(one_ends, 3, ("exception", True))
+def test_all_groups_at_once(drill: Drill) -> None:
+    """Ranks that wait in another group raise too, and so do the victim's own operations."""
+    result = drill.run(end_on_one_rank, 3, ("exception", True))
     for rank in (0, 2):
-        text = told(result[rank], "exception", result[VICTIM])
+        text = check_error(result[rank], "exception", result[VICTIM])
         assert result[rank].time - result[VICTIM].value < 1.0, text
 
 
 def test_caught_outside(drill: Drill) -> None:
-    """The process lives on, and its flight recorder doesn't say that it failed."""
-    result = drill.run(caught_and_gone_on, 2)
-    told(result[0], "exception", result[VICTIM])
+    """The process continues, and its flight recorder does not report a failure."""
+    result = drill.run(caught_and_continued, 2)
+    check_error(result[0], "exception", result[VICTIM])
     assert result[VICTIM].value == ("left", 1.0)
 
 
-def caught_and_gone_on() -> tuple[str, float]:
+def caught_and_continued() -> tuple[str, float]:
     try:
         with phalanx.init(timeout=20) as session:
             dist.barrier()

@@ -1,4 +1,4 @@
-"""Several threads of a rank in one group: one at a time, and none waits for its turn for ever."""
+"""Several threads of a rank in one group run one at a time, and none waits forever."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def reduce_within(seconds: float) -> None:
 
 
 def wait_behind_another_thread(seconds: float) -> tuple[str, str, float]:
-    """A thread stands in an operation to which rank 1 doesn't come; this one wants the next."""
+    """Call an operation while another thread is in one that rank 1 does not enter."""
     dist.barrier()
     if dist.get_rank() == 1:
         store = dist.distributed_c10d._get_default_store()
-        store.wait(["seen"], timedelta(seconds=30))
+        store.wait(["checked"], timedelta(seconds=30))
         return "", "", 0.0
     errors: list[BaseException] = []
 
@@ -50,12 +50,12 @@ def wait_behind_another_thread(seconds: float) -> tuple[str, str, float]:
     except CollectiveTimeout as error:
         took = time.monotonic() - begin
         thread.join(20)
-        dist.distributed_c10d._get_default_store().set("seen", "1")
+        dist.distributed_c10d._get_default_store().set("checked", "1")
         return str(error), str(errors[0]), took
-    raise AssertionError("it had its turn")
+    raise AssertionError("the operation did not wait for the other thread")
 
 
-def test_a_turn_has_a_deadline(ranks: RankServer) -> None:
+def test_wait_for_another_thread_has_a_deadline(ranks: RankServer) -> None:
     own, other, took = ranks.run(2, wait_behind_another_thread, 0.5)[0]
     assert "rank 0 waited for its own turn until the timeout of 0.5 s" in own
     assert "another of its threads is in an operation of this group" in own
@@ -63,10 +63,10 @@ def test_a_turn_has_a_deadline(ranks: RankServer) -> None:
     assert 0.5 <= took < 5
 
 
-def interrupted_behind_another_thread() -> str:
+def interrupt_wait_for_another_thread() -> str:
     dist.barrier()
     if dist.get_rank() == 1:
-        dist.distributed_c10d._get_default_store().wait(["seen"], timedelta(seconds=30))
+        dist.distributed_c10d._get_default_store().wait(["checked"], timedelta(seconds=30))
         return ""
 
     def first() -> None:
@@ -84,17 +84,17 @@ def interrupted_behind_another_thread() -> str:
         reduce_within(60)
     except KeyboardInterrupt:
         other.join(20)
-        dist.distributed_c10d._get_default_store().set("seen", "1")
+        dist.distributed_c10d._get_default_store().set("checked", "1")
         return "interrupted" if not other.is_alive() else "the other thread still waits"
     return "not interrupted"
 
 
-def test_ctrl_c_while_waiting_for_a_turn(ranks: RankServer) -> None:
-    assert ranks.run(2, interrupted_behind_another_thread)[0] == "interrupted"
+def test_ctrl_c_while_waiting_for_another_thread(ranks: RankServer) -> None:
+    assert ranks.run(2, interrupt_wait_for_another_thread)[0] == "interrupted"
 
 
-def all_threads_get_their_turn(rounds: int) -> bool:
-    """Threads of all ranks use the group in no order that anybody planned, but for same sizes."""
+def reduce_in_threads(rounds: int) -> bool:
+    """Threads of all ranks use the group in arbitrary order, with tensors of one size."""
     total = torch.zeros(1)
     lock = threading.Lock()
 
@@ -113,5 +113,5 @@ def all_threads_get_their_turn(rounds: int) -> bool:
     return bool(total.item() == 3 * rounds * dist.get_world_size())
 
 
-def test_many_turns(ranks: RankServer) -> None:
-    assert all(ranks.run(2, all_threads_get_their_turn, 300))
+def test_many_threads(ranks: RankServer) -> None:
+    assert all(ranks.run(2, reduce_in_threads, 300))

@@ -1,4 +1,4 @@
-"""What is kept, and said, of groups that can't be formed, of ranks that no launcher has started."""
+"""Diagnosis of groups that cannot be formed, of ranks without a launcher."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def start(folder: Path, rank: int, size: int, seconds: float = LIMIT) -> subproc
     return subprocess.Popen(command, stderr=subprocess.PIPE)
 
 
-def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[str]:
-    """What the processes wrote to stderr; they are killed if they don't end."""
+def outputs_of(processes: Sequence[subprocess.Popen[bytes]]) -> list[str]:
+    """Return the stderr of the processes, which are killed if they do not exit."""
     try:
         return [process.communicate(timeout=LIMIT)[1].decode() for process in processes]
     finally:
@@ -46,8 +46,8 @@ def ended(processes: Sequence[subprocess.Popen[bytes]]) -> list[str]:
             process.communicate()
 
 
-def kept() -> Diagnosis:
-    """What is found out about the one job, which must have been kept as a failed one."""
+def diagnosis_of_kept_job() -> Diagnosis:
+    """Return the diagnosis of the only job, which must have been kept as a failed one."""
     with job_lookup.find_job() as job:
         assert job_reader.read_summary(job).state == "failed"
     return diagnose(job_reader.read_job())
@@ -55,9 +55,9 @@ def kept() -> Diagnosis:
 
 @pytest.mark.usefixtures("jobs")
 def test_different_world_sizes(tmp_path: Path) -> None:
-    stderr = ended([start(tmp_path, 0, 2), start(tmp_path, 1, 3)])
+    stderr = outputs_of([start(tmp_path, 0, 2), start(tmp_path, 1, 3)])
     assert all("this rank with 3" in text for text in stderr), stderr
-    diagnosis = kept()
+    diagnosis = diagnosis_of_kept_job()
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
     assert "rank 0 was started with world size 2, this rank with 3" in diagnosis.reason
     text = as_text(job_reader.read_job())
@@ -68,16 +68,16 @@ def test_different_world_sizes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("jobs")
 def test_a_rank_that_is_taken(tmp_path: Path) -> None:
-    stderr = ended([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
+    stderr = outputs_of([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
     assert sum("is already taken" in text for text in stderr) == 1, stderr
     with job_lookup.find_job() as job:
         assert job_reader.read_summary(job).state == "failed"
 
 
 @pytest.mark.usefixtures("jobs")
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    ended([start(tmp_path, 0, 2, 1.2)])
-    diagnosis = kept()
+def test_missing_rank(tmp_path: Path) -> None:
+    outputs_of([start(tmp_path, 0, 2, 1.2)])
+    diagnosis = diagnosis_of_kept_job()
     assert (diagnosis.kind, diagnosis.ranks) == ("missing", (1,))
     (failed,) = job_reader.read_job().ranks[0].history
     assert (failed.kind, failed.outcome) == ("join", "timeout")
@@ -91,11 +91,11 @@ def test_ctrl_c(jobs: Path, tmp_path: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
-    ended([process])
+    outputs_of([process])
     (failed,) = job_reader.read_job().ranks[0].history
     assert (failed.kind, failed.outcome) == ("join", "interrupted")
     assert job_reader.read_job().ranks[0].exception.startswith("KeyboardInterrupt")
-    kept()
+    diagnosis_of_kept_job()
 
 
 def _joins(jobs: Path) -> bool:

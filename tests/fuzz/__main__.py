@@ -14,7 +14,7 @@ import cloudpickle
 from phalanx.testing import processes
 from phalanx.testing.fork_server import Task
 from tests.fuzz.attack import under_attack
-from tests.ranks import in_a_group
+from tests.ranks import run_in_group
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def run(frames: int, seed: int, hosts: str) -> None:
-    function = partial(in_a_group, 60.0, under_attack, frames, seed)
+    function = partial(run_in_group, 60.0, under_attack, frames, seed)
     call = cloudpickle.dumps((function, (), {}))
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.transports import TransportError
-from tests.ranks import Ended, RankServer, Run
+from tests.ranks import RankOutcome, RankServer, RunningRanks
 
 HERE = os.path.basename(__file__)
 
@@ -71,7 +71,7 @@ def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[st
     return str(caught.value), end - float(told("dead").read_text())
 
 
-def survivors(ended: list[Ended], victim: int) -> list[tuple[str, float]]:
+def survivors(ended: list[RankOutcome], victim: int) -> list[tuple[str, float]]:
     return [rank.value for number, rank in enumerate(ended) if number != victim]
 
 
@@ -239,7 +239,7 @@ def stopped() -> str:
 
 
 def test_a_stopped_rank(ranks: RankServer) -> None:
-    run: Run = ranks.start(4, stopped, timeout=2.0, hosts="aabb")
+    run: RunningRanks = ranks.start(4, stopped, timeout=2.0, hosts="aabb")
     assert not run.wait(30, [0, 1, 2])
     ended = run.collect()
     for rank in range(3):

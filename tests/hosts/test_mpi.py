@@ -24,7 +24,7 @@ from tests import mpi
 from tests.conformance import cases
 from tests.mpi import MpiRanks
 from tests.networks import Network
-from tests.ranks import RankServer, in_a_group
+from tests.ranks import RankServer, run_in_group
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
 
@@ -118,7 +118,7 @@ def test_the_transport(under_mpirun: MpiRanks, function: object) -> None:
 def test_random_operations(under_mpirun: MpiRanks, hosts: str) -> None:
     """All kinds, dtypes and sizes, in overlapping groups, with messages beside them."""
     plan, count = Plan(cases.fresh_seed(), len(hosts)), 120
-    results = under_mpirun.run(4, in_a_group, 30.0, soak, plan, 0, count, 30.0, hosts=hosts)
+    results = under_mpirun.run(4, run_in_group, 30.0, soak, plan, 0, count, 30.0, hosts=hosts)
     assert all(result.operations == count for result in results)
     assert all(result.checked > 0 for result in results)
 
@@ -136,7 +136,7 @@ def sums(seed: int) -> list[str]:
 def test_sums_are_those_of_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> None:
     """Bit for bit: the transport has no part in the order in which floats are added."""
     seed = cases.fresh_seed()
-    over_mpi = under_mpirun.run(4, in_a_group, 30.0, sums, seed, hosts="aabb")
+    over_mpi = under_mpirun.run(4, run_in_group, 30.0, sums, seed, hosts="aabb")
     assert over_mpi == ranks.run(4, sums, seed, hosts="aabb")
 
 
@@ -160,7 +160,7 @@ def ends(how: str) -> tuple[str, float]:
     ("how", "words"), [("abort", "Aborted.*by rank 3.*the test's"), ("leave", "rank 3 .*has left")]
 )
 def test_a_rank_that_ends_its_part(under_mpirun: MpiRanks, how: str, words: str) -> None:
-    for text, seconds in under_mpirun.run(4, in_a_group, 30.0, ends, how, hosts="aabb")[:3]:
+    for text, seconds in under_mpirun.run(4, run_in_group, 30.0, ends, how, hosts="aabb")[:3]:
         assert re.search(words, text), text
         assert seconds < 5
 

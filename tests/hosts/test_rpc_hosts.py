@@ -18,7 +18,7 @@ from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
 from phalanx.rpc.current_agent import agent
 from tests.networks import Network, enter
-from tests.ranks import Ended, RankServer, Run
+from tests.ranks import RankOutcome, RankServer, RunningRanks
 from tests.rpc_training import little_address_space
 from tests.waiting import wait_for
 
@@ -44,7 +44,7 @@ def preloaded(ranks: RankServer) -> None:
     ranks.preload("phalanx.rpc")
 
 
-def start(ranks: RankServer, network: Network, hosts: str, *what: Any) -> Run:
+def start(ranks: RankServer, network: Network, hosts: str, *what: Any) -> RunningRanks:
     """Start workers, each on the host of its letter, which meet at the first one's."""
     places = [ord(letter) - ord("a") for letter in hosts]
     return ranks.start(
@@ -220,11 +220,11 @@ def mourn(victim: int, limit: float) -> str:
     return f"{seconds:.1f}"
 
 
-def everybody_waits(run: Run) -> bool:
+def everybody_waits(run: RunningRanks) -> bool:
     return all((Path(run.folder) / f"ready-{rank}").exists() for rank in (0, 1))
 
 
-def mourners(run: Run) -> list[Ended]:
+def mourners(run: RunningRanks) -> list[RankOutcome]:
     return [end for end in run.join() if end.rank != 2]
 
 

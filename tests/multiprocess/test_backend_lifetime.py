@@ -1,4 +1,4 @@
-"""How processes with groups end, and what forked children may do."""
+"""The exit of processes with groups, and groups in forked children."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def message_not_waited_for() -> None:
     dist.irecv(torch.ones(10), left)
 
 
-def message_that_nobody_takes() -> None:
+def message_without_a_recv() -> None:
     if dist.get_rank() == 0:
         dist.isend(torch.ones(10), 1)
     dist.barrier()
 
 
-def recv_that_nobody_answers() -> None:
+def recv_without_a_send() -> None:
     dist.irecv(torch.ones(10), 1 - dist.get_rank())
     dist.barrier()
 
@@ -79,8 +79,8 @@ PROGRAMS: list[Program] = [
     collectives,
     asynchronous_not_waited_for,
     message_not_waited_for,
-    message_that_nobody_takes,
-    recv_that_nobody_answers,
+    message_without_a_recv,
+    recv_without_a_send,
     futures_with_callbacks,
     groups,
     works_in_globals,
@@ -122,7 +122,7 @@ def test_leaving_twice(ranks: RankServer) -> None:
 
 
 def in_a_forked_child(check: Callable[[], None]) -> str:
-    """Run `check` in a child made by os.fork; what it raised, in words."""
+    """Run `check` in a forked child, and return the text of its exception."""
     reading, writing = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # threads and fork, Python 3.12
@@ -156,7 +156,7 @@ def child_uses_the_group() -> None:
         words = in_a_forked_child(lambda use=use: use())
         assert words.startswith("UsageError: this process group belongs to process"), words
         assert str(os.getpid()) in words
-    # A child that leaves or ends doesn't take its parent's membership with it.
+    # A child that leaves or ends does not affect its parent's membership.
     assert in_a_forked_child(dist.destroy_process_group) == "nothing"
     assert in_a_forked_child(gc.collect) == "nothing"
     tensor = torch.ones(100_000)
@@ -165,7 +165,7 @@ def child_uses_the_group() -> None:
     assert (tensor == 4).all()
 
 
-def test_a_forked_child_has_no_part_in_the_group(ranks: RankServer) -> None:
+def test_forked_child_cannot_use_the_group(ranks: RankServer) -> None:
     for rank in ranks.start(2, child_uses_the_group).join():
         assert rank.code == 0, rank.report()
 
@@ -214,7 +214,7 @@ def test_a_data_loader_with_workers(ranks: RankServer) -> None:
 
 
 def child_outlives_its_rank(pipe: str) -> None:
-    """The death of a rank is seen although a child that it forked still lives."""
+    """Detect the death of a rank although its forked child is still alive."""
     dist.barrier()
     if dist.get_rank() == 1:
         if os.fork() == 0:
@@ -237,7 +237,7 @@ def test_a_child_that_outlives_its_rank(ranks: RankServer, tmp_path: Any) -> Non
 
 
 def pending_when_left() -> None:
-    """What waits for a message of a group that is left is told; nothing hangs."""
+    """Leave a group with pending messages: their waits raise, and nothing hangs."""
     received = dist.irecv(torch.ones(10), 1 - dist.get_rank())
     future = dist.irecv(torch.ones(10), 1 - dist.get_rank(), tag=2).get_future()
     dist.barrier()

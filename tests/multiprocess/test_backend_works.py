@@ -52,7 +52,7 @@ def test_a_work_of_every_operation(ranks: RankServer, world_size: int) -> None:
     ranks.run(world_size, a_work_of_every_operation)
 
 
-def not_completed_before_the_peer_comes() -> None:
+def not_completed_before_the_peer_enters() -> None:
     if dist.get_rank() == 0:
         tensor = torch.ones(1)
         work = dist.all_reduce(tensor, async_op=True)
@@ -62,18 +62,18 @@ def not_completed_before_the_peer_comes() -> None:
             assert not pending.is_completed()
             assert not pending.is_success()
         assert tensor.item() == 1
-        # As on Gloo that wait alone is over; but it is told for whom.
+        # As on Gloo, this ends only the wait; but the error names the missing rank.
         with pytest.raises(CollectiveTimeout) as caught:
             work.wait(timedelta(milliseconds=20))
         text = str(caught.value)
         assert re.search(r"\] all_reduce #1 float32\[1\] SUM at test_backend_works\.py:\d+: ", text)
         assert re.search(r"rank 0 waited for rank 1 \(pid \d+\) until the timeout of 0\.02 s", text)
         assert re.search(r"wait, \d\.\d s after the call; rank 1 is in recv .* for \d", text)
-        # Another one stands behind it.
+        # Another operation is queued behind it.
         second = dist.all_reduce(torch.ones(1), async_op=True)
         with pytest.raises(CollectiveTimeout, match=r"queued all_reduce float32\[1\].* for rank 1"):
             second.wait(timedelta(milliseconds=20))
-        # The other rank comes only now: rank 0 has looked.
+        # The other rank enters only now: rank 0 has checked.
         dist.send(torch.zeros(1), 1, tag=1)
         work.wait()
         second.wait()
@@ -88,12 +88,12 @@ def not_completed_before_the_peer_comes() -> None:
         dist.send(torch.full((1,), 7.0), 0)
 
 
-def test_a_work_is_not_completed_before_the_peer_comes(ranks: RankServer) -> None:
-    ranks.run(2, not_completed_before_the_peer_comes)
+def test_a_work_is_not_completed_before_the_peer_enters(ranks: RankServer) -> None:
+    ranks.run(2, not_completed_before_the_peer_enters)
 
 
-def come_last(kind: str) -> None:
-    """The others wait already: what is small is done at once, and fails where it is waited for."""
+def enter_last(kind: str) -> None:
+    """Enter last: a small operation runs inline, and its wait raises if it fails."""
     native: Any = dist.group.WORLD
     if dist.get_rank() != 1:
         if kind == "other":
@@ -116,8 +116,8 @@ def come_last(kind: str) -> None:
         return
     assert (tensor == dist.get_world_size()).all()
     assert work.get_future().wait()[0] is tensor
-    assert native._collective_thread._thread is None  # which hasn't been needed
-    dist.barrier()  # in the box it is the caller's thread again, and its line
+    assert native._collective_thread._thread is None  # not started, since not needed
+    dist.barrier()  # the recorder has the caller's thread, and its line
     done = {each["kind"]: each for each in native._native.flight_recorder(1, 8)["done"]}
     assert done["barrier"]["thread"] == done["all_reduce"]["thread"] == 0
     assert done["barrier"]["site"] != done["all_reduce"]["site"]
@@ -125,10 +125,8 @@ def come_last(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["same", "other"])
 @pytest.mark.parametrize("world_size", (2, 4))
-def test_who_comes_last_needs_no_other_thread(
-    ranks: RankServer, world_size: int, kind: str
-) -> None:
-    ranks.run(world_size, come_last, kind)
+def test_last_rank_runs_inline(ranks: RankServer, world_size: int, kind: str) -> None:
+    ranks.run(world_size, enter_last, kind)
 
 
 def callbacks() -> None:
@@ -140,11 +138,11 @@ def callbacks() -> None:
     total = sum(range(world_size))
     assert (doubled.wait() == 2 * total).all()
     assert (halved.wait() == total / 2).all()
-    # Asked for after the end.
+    # Requested after the end.
     work = dist.all_reduce(torch.ones(1), async_op=True)
     work.wait()
     assert work.get_future().then(lambda done: done.value()[0].item()).wait() == world_size
-    # Of messages.
+    # Futures of messages.
     seen = threading.Event()
     received = torch.zeros(3)
     message = dist.irecv(received, (rank - 1) % world_size)
@@ -161,8 +159,8 @@ def test_callbacks_of_futures(ranks: RankServer, world_size: int) -> None:
     ranks.run(world_size, callbacks)
 
 
-def order_is_kept() -> None:
-    """Each operation reads what the one before wrote; a blocking one comes after queued ones."""
+def run_in_order() -> None:
+    """Each operation reads the result of the previous one; a blocking one follows queued ones."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for size in (1, 100_000):
         tensor = torch.full((size,), float(rank + 1))
@@ -180,14 +178,12 @@ def order_is_kept() -> None:
 
 
 @pytest.mark.parametrize("world_size", (1, 2, 4))
-def test_a_blocking_operation_comes_after_those_in_flight(
-    ranks: RankServer, world_size: int
-) -> None:
-    ranks.run(world_size, order_is_kept)
+def test_a_blocking_operation_runs_after_queued_ones(ranks: RankServer, world_size: int) -> None:
+    ranks.run(world_size, run_in_order)
 
 
 def dropped_works() -> None:
-    """The tensors of operations whose work nobody keeps live until the operation has ended."""
+    """The tensors of operations whose work is dropped live until the operation has ended."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(200):
         dist.isend(torch.full((5000,), float(number)), (rank + 1) % world_size)
@@ -203,11 +199,11 @@ def dropped_works() -> None:
     dist.barrier()
 
 
-def test_works_that_nobody_keeps(ranks: RankServer) -> None:
+def test_dropped_works(ranks: RankServer) -> None:
     ranks.run(3, dropped_works)
 
 
-def memory_is_given_back() -> None:
+def memory_is_freed() -> None:
     """A finished operation keeps no tensor alive."""
     alive = []
     for async_op in (False, True):
@@ -234,7 +230,7 @@ def memory_is_given_back() -> None:
 
 
 def test_finished_operations_keep_no_memory(ranks: RankServer) -> None:
-    ranks.run(2, memory_is_given_back)
+    ranks.run(2, memory_is_freed)
 
 
 def objects() -> None:
@@ -316,7 +312,7 @@ def threads() -> None:
         dist.barrier()
         assert (tensor == sum(range(world_size))).all()
         steps += 1
-        # All ranks must agree on whether to go on.
+        # All ranks must agree on whether to continue.
         going = torch.tensor([float(any(thread.is_alive() for thread in started))])
         dist.all_reduce(going, dist.ReduceOp.MAX)
         if not going.item() and steps >= 100:
@@ -332,7 +328,7 @@ def test_messages_from_several_threads(ranks: RankServer, world_size: int) -> No
 
 
 def many_groups() -> None:
-    """Groups that come and go leave no descriptor, mapping or thread."""
+    """Groups leave no descriptor, mapping or thread behind."""
     rank = dist.get_rank()
 
     def held() -> tuple[int, int, int]:
@@ -386,7 +382,7 @@ def test_groups_are_independent(ranks: RankServer) -> None:
     ranks.run(2, many_groups_at_once)
 
 
-def what_pytorch_asks_of_a_group() -> None:
+def query_group() -> None:
     group = dist.group.WORLD
     assert dist.get_backend() == "phalanx"
     assert group.name() == "phalanx"
@@ -401,5 +397,5 @@ def what_pytorch_asks_of_a_group() -> None:
         dist.all_gather([torch.zeros(3), torch.zeros(3)], torch.zeros(2))
 
 
-def test_what_pytorch_asks_of_a_group(ranks: RankServer) -> None:
-    ranks.run(2, what_pytorch_asks_of_a_group)
+def test_queries_of_pytorch(ranks: RankServer) -> None:
+    ranks.run(2, query_group)

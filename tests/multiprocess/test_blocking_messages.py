@@ -1,4 +1,4 @@
-"""Blocking messages take the short way in every build of torch."""
+"""Blocking messages take the fast path in every build of torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.ranks import RankServer
 
 
 def messages(as_for_cuda: bool) -> list[str]:
-    """Return the messages that were posted with a work, of blocking ones and of others."""
+    """Return the numbers of messages posted with a work, blocking and not."""
     if as_for_cuda and torch.version.cuda is None:
         messages_module._IS_WRAPPED = True
         for name in ("send", "recv"):

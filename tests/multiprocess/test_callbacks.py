@@ -11,8 +11,8 @@ from tests.ranks import RankServer
 Future = torch.futures.Future[list[torch.Tensor]]
 
 
-def one_after_another(how: str) -> None:
-    """Each callback starts an operation of the same group and waits for it."""
+def chain_callbacks(how: str) -> None:
+    """Start an operation of the same group in each callback, and wait for it."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     def again(future: Future) -> list[torch.Tensor]:
@@ -29,7 +29,7 @@ def one_after_another(how: str) -> None:
         dist.recv(torch.zeros(1), 1)
     future = dist.all_reduce(torch.ones(5), async_op=True).get_future().then(again).then(again)
     if rank == 1:
-        # Rank 0 comes now: here both callbacks were waiting for it.
+        # Rank 0 enters now: both callbacks on this rank were waiting for it.
         dist.send(torch.zeros(1), 0)
     assert future.wait()[0].tolist() == [world_size**3] * 5
     dist.barrier()
@@ -37,4 +37,4 @@ def one_after_another(how: str) -> None:
 
 @pytest.mark.parametrize("how", ("blocking", "work", "future"))
 def test_collectives_in_callbacks(ranks: RankServer, how: str) -> None:
-    ranks.run(2, one_after_another, how, timeout=5, limit=20)
+    ranks.run(2, chain_callbacks, how, timeout=5, limit=20)

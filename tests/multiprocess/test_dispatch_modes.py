@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import RankServer
 
 
-class Recording(TorchDispatchMode):
-    """Keeps the operators of `c10d` with the kinds of their arguments, and the groups."""
+class RecordingMode(TorchDispatchMode):
+    """A mode that records the operators of `c10d`, the kinds of their arguments, and the groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def the_same_operators() -> None:
     results, seen, events = [], [], []
     for group in (ours, gloo):
         with warnings.catch_warnings(action="ignore"):
-            with Recording() as outer, Recording() as inner:
+            with RecordingMode() as outer, RecordingMode() as inner:
                 results.append(every_operation(group))
             with torch.profiler.profile() as recorded:
                 every_operation(group)
@@ -104,7 +104,7 @@ def the_same_operators() -> None:
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
-def test_modes_and_the_profiler_see_what_they_see_of_gloo(ranks: RankServer) -> None:
+def test_modes_and_the_profiler_see_the_same_as_on_gloo(ranks: RankServer) -> None:
     ranks.run(2, the_same_operators)
 
 
@@ -123,7 +123,7 @@ def operations_on(make: Callable[[torch.Tensor], torch.Tensor]) -> list[Any]:
     work.wait()
     dist.reduce(fresh(), 0)
     if rank:
-        results.pop()  # undefined but on the root
+        results.pop()  # undefined except on the root
     dist.all_gather(parts(), fresh())
     dist.all_gather_into_tensor(fresh(2 * size), fresh())
     dist.gather(fresh(), parts() if rank == 0 else None, 0)
@@ -147,12 +147,12 @@ def wrappers_are_unwrapped() -> None:
         torch.testing.assert_close(held, expected, rtol=0, atol=0)
 
     check()
-    with Recording() as mode:
+    with RecordingMode() as mode:
         check()
     assert len(mode.seen) > 11
 
 
-def test_tensors_that_hold_tensors_are_handled_by_their_class(ranks: RankServer) -> None:
+def test_wrapper_tensors_are_handled_by_their_class(ranks: RankServer) -> None:
     ranks.run(2, wrappers_are_unwrapped)
 
 
@@ -197,13 +197,13 @@ def test_comm_debug_mode_counts_as_on_gloo(ranks: RankServer, program: Any) -> N
     ranks.run(2, the_same_counts, program)
 
 
-class Failing(TorchDispatchMode):
+class FailingMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ArithmeticError(str(func))
 
 
-class Swallowing(TorchDispatchMode):
-    """Does not pass on what it sees."""
+class SwallowingMode(TorchDispatchMode):
+    """A mode that does not pass operators on."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return None if func is torch.ops.c10d.monitored_barrier_.default else func(*args)
@@ -211,12 +211,12 @@ class Swallowing(TorchDispatchMode):
 
 def modes_that_interfere() -> None:
     tensor = torch.ones(3)
-    with pytest.raises(ArithmeticError, match="allreduce_"), Failing():
+    with pytest.raises(ArithmeticError, match="allreduce_"), FailingMode():
         dist.all_reduce(tensor)
-    with Recording() as mode:
+    with RecordingMode() as mode:
         if dist.get_rank() == 0:
-            with Swallowing():
-                dist.monitored_barrier()  # which the other rank doesn't call
+            with SwallowingMode():
+                dist.monitored_barrier()  # the other rank does not call it
         with pytest.raises(ValueError, match="expected one per rank"):
             dist.all_gather([torch.ones(3)], tensor)
         dist.all_reduce(tensor)
@@ -224,5 +224,5 @@ def modes_that_interfere() -> None:
     assert tensor.tolist() == [2, 2, 2]
 
 
-def test_modes_that_raise_or_keep_an_operator_to_themselves(ranks: RankServer) -> None:
+def test_modes_that_raise_or_swallow_an_operator(ranks: RankServer) -> None:
     ranks.run(2, modes_that_interfere)

@@ -1,4 +1,4 @@
-"""A group as libraries handle it: called without options, and by what it says of itself."""
+"""Groups as used by libraries: calls without options, and queries of a group's properties."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def called_without_options() -> None:
     group.barrier().wait()
 
 
-def test_methods_take_what_pytorchs_own_take(ranks: RankServer) -> None:
+def test_methods_accept_the_forms_of_pytorch(ranks: RankServer) -> None:
     ranks.run(2, called_without_options)
     ranks.run(3, called_without_options)
 
 
-def what_it_says_of_itself() -> None:
+def query_properties() -> None:
     group = world()
     assert torch.device("cpu") in group._device_types
     assert c10d._get_object_coll_device(group) == "cpu"
@@ -73,12 +73,12 @@ def what_it_says_of_itself() -> None:
     assert group.get_group_store().get("from 0") == b"here"
 
 
-def test_what_a_group_says_of_itself(ranks: RankServer) -> None:
-    ranks.run(2, what_it_says_of_itself)
+def test_properties(ranks: RankServer) -> None:
+    ranks.run(2, query_properties)
 
 
-def refused_to_other_names() -> None:
-    """Functions of PyTorch that know Gloo's name or class; in its own place each does the same."""
+def call_name_dependent_functions() -> None:
+    """Call functions of PyTorch that check for Gloo's name or class: each works as on Gloo."""
     dist.monitored_barrier(timeout=timedelta(seconds=5))
     gloo = dist.new_group(backend="gloo")
     dist.monitored_barrier(gloo)
@@ -92,8 +92,8 @@ def refused_to_other_names() -> None:
     dist.barrier(gloo)
 
 
-def test_functions_that_refuse_other_names(ranks: RankServer) -> None:
-    ranks.run(2, refused_to_other_names)
+def test_functions_that_reject_other_backends(ranks: RankServer) -> None:
+    ranks.run(2, call_name_dependent_functions)
 
 
 def coalesced_messages() -> None:

@@ -35,13 +35,13 @@ def test_alone_is_rank_0_of_1(alone):
     session.close()  # a second time does nothing
 
 
-def test_leaves_after_an_exception(alone):
+def test_leave_after_an_exception(alone):
     with pytest.raises(KeyError), phalanx.init(BACKEND, timeout=timedelta(seconds=30)):
         raise KeyError
     assert not dist.is_initialized()
 
 
-def test_joins_a_group_that_exists_and_leaves_it_alone(alone):
+def test_use_an_existing_group_and_keep_it(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with phalanx.init("phalanx", device="cpu") as session:
         assert session.backend == "gloo"
@@ -50,7 +50,7 @@ def test_joins_a_group_that_exists_and_leaves_it_alone(alone):
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
-def test_finds_its_place_when_launched(nprocs):
+def test_ranks_of_a_launched_job(nprocs):
     seed, backend = np.random.default_rng().integers(1 << 30), BACKEND
 
     def rank_of_many():
@@ -116,7 +116,7 @@ def test_bad_arguments(alone, arguments, message):
     assert not dist.is_initialized()
 
 
-def test_picks_the_gpu_of_its_local_rank(alone):
+def test_gpu_of_the_local_rank(alone):
     chosen = []
     alone.setattr(torch.cuda, "is_available", lambda: True)
     alone.setattr(torch.cuda, "device_count", lambda: 2)
@@ -135,7 +135,7 @@ def test_picks_the_gpu_of_its_local_rank(alone):
         phalanx.init("nccl", device="cuda:2")
 
 
-def test_cuda_that_is_not_there(alone):
+def test_missing_cuda(alone):
     alone.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match="CUDA isn't available here"):
         phalanx.init(BACKEND, device="cuda")

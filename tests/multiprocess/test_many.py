@@ -42,7 +42,7 @@ def test_sixteen_ranks(ranks: RankServer) -> None:
 
 
 def usage() -> tuple[int, int, int]:
-    """Descriptors, threads, and mappings of a segment or an arena."""
+    """Return the counts of descriptors, threads, and mappings of a segment or an arena."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     return (
         len(os.listdir("/proc/self/fd")),
@@ -83,7 +83,7 @@ def make_and_keep(count: int) -> None:
     for group in groups:
         dist.barrier(group)
     descriptors, threads, mappings = usage()
-    # Neither a descriptor nor a thread for a group that is only used in the caller's thread.
+    # A group used only in the caller's thread needs neither a descriptor nor a thread.
     assert descriptors <= before[0] + 2
     assert threads == before[1]
     assert mappings == before[2] + count
@@ -97,7 +97,7 @@ def test_two_hundred_groups_at_once(ranks: RankServer) -> None:
 
 
 def resident() -> int:
-    """Bytes of shared memory that this process has touched."""
+    """Return the bytes of shared memory that this process has touched."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssShmem"):
             return 1024 * int(line.split()[1])
@@ -121,7 +121,7 @@ def memory_of_a_group() -> tuple[int, int]:
     return idle, resident()
 
 
-def test_memory_of_a_group_is_what_the_docs_say(ranks: RankServer) -> None:
+def test_memory_of_a_group_is_as_documented(ranks: RankServer) -> None:
     size = 4
     for idle, used in ranks.run(size, memory_of_a_group):
         # Per rank: control and inline buffers from the start; staging and rings when first used.
@@ -135,7 +135,7 @@ LONGEST = 10.0
 
 
 def waves_of_groups(waves: int, count: int) -> float:
-    """Form groups, use all of them at once and leave them; returns the longest step in seconds."""
+    """Form groups, use all at once and leave them; return the longest step in seconds."""
     rank, size = dist.get_rank(), dist.get_world_size()
     longest = 0.0
 

@@ -33,7 +33,7 @@ def operations() -> None:
             dist.send(tensor, 1)
         else:
             dist.recv(tensor)
-    # Not recorded any more.
+    # No longer recorded.
     dist.all_reduce(tensor)
     found = [event for event in recorded.events() if event.name.startswith("phalanx:")]
     message = "phalanx:recvAnySource" if rank else "phalanx:send"

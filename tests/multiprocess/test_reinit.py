@@ -66,8 +66,8 @@ def test_under_a_launcher(command: str, tmp_path: Path, jobs: Path) -> None:
     assert list(jobs.iterdir()) == []
 
 
-def again(port: int) -> None:
-    """Ranks leave a group and form it again, each as fast as it can, with subgroups and workers."""
+def form_repeatedly(port: int) -> None:
+    """Leave a group and form it again, as fast as each rank can, with subgroups and workers."""
     point_to(port)
     for turn in range(4):
         if turn % 2:
@@ -77,7 +77,7 @@ def again(port: int) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
         tensor = torch.full((turn + 1,), float(rank))
         for _ in range(2):
-            # Its name is made of its ranks, so it has the same keys each time.
+            # Its name is derived from its ranks, so it has the same keys each time.
             group = dist.new_group(list(range(size)), use_local_synchronization=True)
             dist.all_reduce(tensor, group=group)
             dist.destroy_process_group(group)
@@ -93,12 +93,12 @@ def again(port: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", ("", "aab"), ids=("one host", "two hosts"))
-def test_again_and_again(ranks: RankServer, port: int, hosts: str) -> None:
-    ranks.run(3, again, port, timeout=None, hosts=hosts)
+def test_repeated_groups(ranks: RankServer, port: int, hosts: str) -> None:
+    ranks.run(3, form_repeatedly, port, timeout=None, hosts=hosts)
 
 
 def enter(port: int, seconds: float = 20) -> None:
-    """Form a group of two ranks, without PyTorch, which counts the groups that were not formed."""
+    """Form a group of two ranks without PyTorch, which would count the groups that failed."""
     store = join_store(HOST, port, timedelta(seconds=20))
     rank = int(os.environ["RANK"])
     topology.join(store, rank, 2, timedelta(seconds=seconds))[-1].close()

@@ -13,7 +13,7 @@ import phalanx
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 LIMIT = 60
 
-# What a user wrote for other backends. The last line is the test's: it says what really ran.
+# A script for other backends. The last line belongs to the test: it prints the actual backend.
 GLOO = """
 import torch
 import torch.distributed as dist
@@ -48,7 +48,7 @@ direct = dist.ProcessGroupGloo(dist.HashStore(), 0, 1)
 assert direct.name() == "gloo"
 """
 
-# From the tutorial "Writing distributed applications": MPI gives rank and size, so any will do.
+# From the tutorial "Writing distributed applications": MPI provides rank and size, so any will do.
 MPI = """
 import torch
 import torch.distributed as dist
@@ -150,14 +150,14 @@ def test_unchanged_scripts(tmp_path: Path, names: str, script: str, said: str) -
     assert f"[rank 0] phalanx: runs in place of {said} (PHALANX_REPLACE)" in err
 
 
-def test_nothing_is_replaced_unless_asked(tmp_path: Path) -> None:
+def test_nothing_is_replaced_by_default(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "script.py", DEFAULT)
     assert code == 0, err
     assert out.count("ran on torch") == 2
     assert "phalanx:" not in err
 
 
-def test_only_what_is_named_is_replaced(tmp_path: Path) -> None:
+def test_only_named_backends_are_replaced(tmp_path: Path) -> None:
     code, out, err = run(tmp_path / "script.py", DEFAULT, "--replace", "mpi")
     assert code == 0, err
     assert out.count("ran on torch") == 2

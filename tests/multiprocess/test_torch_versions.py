@@ -1,4 +1,4 @@
-"""Groups under each supported PyTorch: they cause no warnings, and answer its newer calls."""
+"""Groups under each supported PyTorch: no warnings, and defined results of newer calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LIMIT = 60
 
 @pytest.fixture(scope="module", autouse=True)
 def preloaded(ranks: RankServer) -> None:
-    """Imported once, not by each rank."""
+    """Import these modules once, rather than in each rank."""
     for module in ("torch._dynamo", "phalanx.rpc", "phalanx.train"):
         ranks.preload(module)
 
@@ -119,7 +119,7 @@ def test_no_warning_of_pytorch(ranks: RankServer, hosts: str, tmp_path: Path) ->
 
 
 def test_no_warning_of_pytorch_in_a_launched_job(tmp_path: Path) -> None:
-    """The launcher and `import torch` included."""
+    """This includes the launcher and `import torch`."""
     script = tmp_path / "script.py"
     script.write_text("import phalanx\nphalanx.init()\n")
     warned = ",".join(f"error::{category.__name__}" for category in WARNINGS)
@@ -134,7 +134,7 @@ def test_no_warning_of_pytorch_in_a_launched_job(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, ""), result.stderr
 
 
-def answers() -> None:
+def call_newer_methods() -> None:
     group: Any = dist.group.WORLD
     assert not group.supports_reconfigure
     assert not group.supports_window
@@ -179,7 +179,7 @@ def check_answer(function: Callable[..., Any], expected: tuple[tuple[Any, ...], 
 
 
 def nan_check() -> None:
-    """PyTorch attaches its check to a new group, which has no way to refuse it."""
+    """Enable PyTorch's check of a new group, which a group cannot refuse."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -194,5 +194,5 @@ def test_the_nan_check_has_no_effect(ranks: RankServer) -> None:
     ranks.run(2, nan_check)
 
 
-def test_answers_to_newer_calls(ranks: RankServer) -> None:
-    ranks.run(2, answers)
+def test_newer_calls(ranks: RankServer) -> None:
+    ranks.run(2, call_newer_methods)

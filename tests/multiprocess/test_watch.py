@@ -24,7 +24,7 @@ import phalanx
 from phalanx.observe.job_reader import read_job
 from phalanx.observe.watch import View, build_view
 from tests import perfetto_reader
-from tests.ranks import RankServer, Run
+from tests.ranks import RankServer, RunningRanks
 
 LIMIT = 60.0
 LATE = 0.1
@@ -71,7 +71,7 @@ def train(jobs: str, stop: str) -> int:
 
 
 @contextmanager
-def training(ranks: RankServer, jobs: Path, size: int) -> Iterator[Run]:
+def training(ranks: RankServer, jobs: Path, size: int) -> Iterator[RunningRanks]:
     """A job that trains, and is ended at the end at the latest."""
     run = ranks.start(size, train, str(jobs), str(jobs) + ".stop", timeout=None)
     try:
@@ -99,7 +99,7 @@ def command(*arguments: str, code: int = 0) -> str:
     return ended.stdout
 
 
-def finish(run: Run, jobs: Path) -> list[int]:
+def finish(run: RunningRanks, jobs: Path) -> list[int]:
     """Tell the ranks to end; how many steps each took."""
     Path(str(jobs) + ".stop").touch()
     return [rank.value for rank in run.join(LIMIT)]

@@ -49,7 +49,7 @@ class Pool:
             return self._pool("float32" if dtype == "complex64" else "float64").view(kind)
         if dtype in cases.FLOATS:
             count = _BYTES // kind.itemsize
-            if cases.between_hosts():
+            if cases.has_several_hosts():
                 whole = torch.randint(1, 3, (count,), generator=random).to(kind)
                 return whole * (torch.randint(0, 2, (count,), generator=random) * 2 - 1).to(kind)
             normal = torch.randn(count, generator=random).to(kind)

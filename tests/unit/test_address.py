@@ -18,7 +18,7 @@ def here() -> RankRecord:
         return RankRecord.for_current_process(2, "gloo", probe)
 
 
-def test_the_way_to_the_store(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_towards_the_store(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     assert own_address(dist.PrefixStore("a", store), [here, here]) == "127.0.0.1"  # type: ignore[attr-defined]
@@ -26,22 +26,20 @@ def test_the_way_to_the_store(here: RankRecord, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("given", ("lo", "127.0.0.1"))
-def test_an_interface_that_was_named(
-    here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_interface(here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     assert own_address(dist.HashStore(), [here]) == "127.0.0.1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", ("eth77", "192.0.2.1"))
-def test_no_such_interface(here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_interface(here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     with pytest.raises(UsageError, match=f"PHALANX_INTERFACE='{given}'.*it has lo \\(127.0.0.1"):
         own_address(dist.HashStore(), [here])  # type: ignore[attr-defined]
 
 
 def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a distribution's /etc/hosts has it: the machine's own name on loopback, too."""
+    """As in the /etc/hosts of some distributions, the machine's own name is also on loopback."""
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     found = [
         (socket.AF_INET, socket.SOCK_DGRAM, 0, "", (address, 9))
@@ -54,15 +52,15 @@ def test_a_name_with_several_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert connected == [("0.0.0.0", 9)]
 
 
-def test_a_name_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     assert local_address("a..b") == ""
 
 
-def test_loopback_is_no_way_to_another_machine(
-    here: RankRecord, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loopback_with_other_machines(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     elsewhere = here._replace(network="another")
-    with pytest.raises(UsageError, match=r"can't reach this one at 127.0.0.1.*PHALANX_INTERFACE"):
+    with pytest.raises(
+        UsageError, match=r"cannot reach this machine at 127.0.0.1.*PHALANX_INTERFACE"
+    ):
         own_address(dist.HashStore(), [here, elsewhere])  # type: ignore[attr-defined]

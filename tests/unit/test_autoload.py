@@ -1,4 +1,4 @@
-"""`import torch` alone makes the backend known, and imports next to nothing for it."""
+"""`import torch` alone registers the backend, at almost no cost."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_script_that_never_imports_phalanx(tmp_path: Path) -> None:
 
 
 def test_modules_that_the_first_group_imports(tmp_path: Path) -> None:
-    """No package of others, and none of ours that a group of one host never uses."""
+    """No third-party package, and no module of Phalanx that a group of one host never uses."""
     script = """
 import sys
 import torch.distributed as dist
@@ -78,8 +78,8 @@ dist.destroy_process_group()
     assert "phalanx.backend.multihost" not in names
 
 
-def test_what_the_entry_point_imports_by_itself() -> None:
-    """The two modules bring nothing along that torch hasn't imported anyway."""
+def test_modules_that_the_entry_point_imports() -> None:
+    """The two modules import nothing that torch does not import anyway."""
     script = """
 import os
 os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
@@ -104,7 +104,7 @@ def test_the_entry_point_is_installed(group: str) -> None:
 
 
 def test_both_entry_points_register_once() -> None:
-    """PyTorch calls the first at `import torch`, the second for a name that it doesn't know."""
+    """PyTorch calls the first at `import torch`, and the second for an unknown name."""
     script = f"""
 import warnings
 warnings.simplefilter("error")
@@ -121,7 +121,7 @@ print(Backend._plugins["PHALANX"] is once, Backend.backend_list.count("phalanx")
 
 
 def test_the_backend_is_found_without_the_first_entry_point(tmp_path: Path) -> None:
-    """As where the user has switched off what other packages do at `import torch`."""
+    """The user has disabled the autoloading of backends at `import torch`."""
     script = """
 import sys
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The place in the user's code: innermost of the frames that are neither torch's nor ours."""
+"""The call site: the innermost frame that belongs neither to torch nor to Phalanx."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from phalanx.backend.call_site import call_site, short_site
 
 
 def oracle() -> str:
-    """The caller's place, as the interpreter says it."""
+    """Return the caller's file and line, as the interpreter reports them."""
     frame = sys._getframe(1)
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
@@ -58,7 +58,7 @@ def test_innermost_frame_of_the_user() -> None:
         assert found == expected
 
 
-def test_frames_of_torch_are_passed_over() -> None:
+def test_frames_of_torch_are_skipped() -> None:
     seen = []
     tensor = torch.ones(1, requires_grad=True)
     tensor.register_hook(lambda _: seen.append((call_site(), oracle())))
@@ -78,8 +78,8 @@ def test_every_line_has_its_own_number() -> None:
     assert _native.call_site_text(0) == _native.call_site_text(2**31) == ""
 
 
-def test_code_that_comes_and_goes() -> None:
-    """Memory of a code object that is gone may be the next one's: places must not mix."""
+def test_freed_code_objects() -> None:
+    """The memory of a freed code object may be reused: their call sites must not mix."""
     for number in range(500):
         space: dict[str, object] = {"call_site": call_site}
         exec(compile("\n" * number + "found = call_site()", f"cell{number}.py", "exec"), space)
@@ -99,5 +99,5 @@ def test_threads() -> None:
     ("site", "expected"),
     [("/a/b/train.py:4", "train.py:4"), ("<stdin>:1", "<stdin>:1"), ("", "an unknown location")],
 )
-def test_brief(site: str, expected: str) -> None:
+def test_short_site(site: str, expected: str) -> None:
     assert short_site(site) == expected

@@ -1,4 +1,4 @@
-"""Where CUDA tensors go. Neither GPUs nor NCCL are at hand here: stand-ins take their place."""
+"""The routing of CUDA tensors, with stand-ins for GPUs and NCCL."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from phalanx.backend import cuda
 from phalanx.errors import UsageError
 
 
-class Made:
-    """Stands for a ProcessGroupNCCL."""
+class FakeNcclGroup:
+    """A stand-in for a ProcessGroupNCCL."""
 
     def __init__(self, _store: Any, rank: int, size: int, _timeout: timedelta) -> None:
         self.place = (rank, size)
@@ -30,18 +30,18 @@ class Made:
 
 @pytest.fixture
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The identity of a device is its number; number 9 has no NCCL."""
+    """Let the identifier of a device be its number; number 9 has no NCCL."""
     monkeypatch.setattr(
-        cuda, "identity", lambda device: "" if device.index == 9 else str(device.index)
+        cuda, "device_id", lambda device: "" if device.index == 9 else str(device.index)
     )
 
 
-def ask(numbers: list[int], peers: dict[int, int] | None = None) -> list[Any]:
-    """Let every rank ask for its group with a tensor on the device of that number."""
+def request_groups(numbers: list[int], peers: dict[int, int] | None = None) -> list[Any]:
+    """Request the group of every rank with a tensor on the device of that number."""
     store, answers = HashStore(), [None] * len(numbers)
 
     def on_rank(rank: int) -> None:
-        child = cuda.NcclChild(store, rank, len(numbers), timedelta(seconds=5), Made)
+        child = cuda.NcclChild(store, rank, len(numbers), timedelta(seconds=5), FakeNcclGroup)
         peer = None if peers is None else peers[rank]
         answers[rank] = child.group_for(torch.device("cuda", numbers[rank]), peer)
 
@@ -55,15 +55,15 @@ def ask(numbers: list[int], peers: dict[int, int] | None = None) -> list[Any]:
 
 
 @pytest.mark.usefixtures("devices")
-def test_a_device_for_each_rank_means_nccl() -> None:
-    answers = ask([0, 1, 2])
+def test_nccl_if_each_rank_has_a_device() -> None:
+    answers = request_groups([0, 1, 2])
     assert [answer.place for answer in answers] == [(0, 3), (1, 3), (2, 3)]
 
 
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize("numbers", [[0, 0], [0, 1, 0], [0, 9], [9, 9]])
-def test_a_shared_device_or_no_nccl_means_memory(numbers: list[int]) -> None:
-    assert ask(numbers) == [None] * len(numbers)
+def test_memory_if_a_device_is_shared_or_nccl_is_missing(numbers: list[int]) -> None:
+    assert request_groups(numbers) == [None] * len(numbers)
 
 
 @pytest.mark.usefixtures("devices")
@@ -74,19 +74,19 @@ def test_a_shared_device_or_no_nccl_means_memory(numbers: list[int]) -> None:
         ([0, 9, 1], "rank 1/3: transport is 'nccl', but rank 1 has no NCCL: install"),
     ],
 )
-def test_whoever_asked_for_nccl_gets_no_memory(numbers: list[int], words: str) -> None:
+def test_required_nccl_never_uses_memory(numbers: list[int], words: str) -> None:
     store = HashStore()
     for rank in (0, 2):
         store.set(f"phalanx/cuda/{rank}", str(numbers[rank]))
-    child = cuda.NcclChild(store, 1, 3, timedelta(seconds=5), Made)
+    child = cuda.NcclChild(store, 1, 3, timedelta(seconds=5), FakeNcclGroup)
     child.required = True
     with pytest.raises(UsageError, match=words):
         child.group_for(torch.device("cuda", numbers[1]))
 
 
 @pytest.mark.usefixtures("devices")
-def test_a_message_asks_its_two_ranks_only() -> None:
-    first, absent, last = ask([0, 0, 1], peers={0: 2, 2: 0})
+def test_message_involves_two_ranks_only() -> None:
+    first, absent, last = request_groups([0, 0, 1], peers={0: 2, 2: 0})
     assert first.place == (0, 3)
     assert last.place == (2, 3)
     assert absent is None
@@ -94,12 +94,11 @@ def test_a_message_asks_its_two_ranks_only() -> None:
 
 @pytest.mark.usefixtures("devices")
 @pytest.mark.parametrize(("numbers", "by_nccl"), [([0, 0, 1], "rank 2"), ([0, 0, 0], "")])
-def test_a_recv_from_any_rank_is_refused_where_nccl_would_bring_it(
-    numbers: list[int], by_nccl: str
-) -> None:
+def test_recv_from_any_rank_is_rejected_with_nccl(numbers: list[int], by_nccl: str) -> None:
     store = HashStore()
     children = [
-        cuda.NcclChild(store, rank, 3, timedelta(seconds=5), Made) for rank in range(len(numbers))
+        cuda.NcclChild(store, rank, 3, timedelta(seconds=5), FakeNcclGroup)
+        for rank in range(len(numbers))
     ]
     for child, number in zip(children, numbers, strict=True):
         child._publish(cuda.device_id(torch.device("cuda", number)))
@@ -112,14 +111,14 @@ def test_a_recv_from_any_rank_is_refused_where_nccl_would_bring_it(
 
 @pytest.mark.usefixtures("devices")
 def test_the_wait_for_a_peer_is_bounded() -> None:
-    child = cuda.NcclChild(HashStore(), 0, 2, timedelta(milliseconds=50), Made)
+    child = cuda.NcclChild(HashStore(), 0, 2, timedelta(milliseconds=50), FakeNcclGroup)
     with pytest.raises(DistError):
         child.group_for(torch.device("cuda", 0))
 
 
 @pytest.mark.usefixtures("devices")
 def test_the_child_ends_with_its_group() -> None:
-    child = cuda.NcclChild(HashStore(), 0, 1, timedelta(seconds=5), Made)
+    child = cuda.NcclChild(HashStore(), 0, 1, timedelta(seconds=5), FakeNcclGroup)
     child.shutdown()
     made = child.group_for(torch.device("cuda", 0))
     assert made is child.group_for(torch.device("cuda", 0))
@@ -129,13 +128,13 @@ def test_the_child_ends_with_its_group() -> None:
 
 
 class Tensor(torch.Tensor):
-    """A tensor that says it is on a GPU."""
+    """A tensor that pretends to be on a GPU."""
 
     is_cuda = True  # type: ignore[assignment]
 
 
 class Group:
-    """Stands for a Phalanx group whose child takes tensors on a GPU."""
+    """A stand-in for a Phalanx group whose NCCL child handles tensors on a GPU."""
 
     _nccl: Any
 
@@ -169,7 +168,7 @@ class Nccl:
     recv = allreduce
 
 
-def test_operations_are_handed_over_by_where_their_tensors_are(
+def test_operations_are_delegated_by_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")

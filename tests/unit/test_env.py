@@ -7,23 +7,23 @@ import pytest
 from phalanx import env
 from phalanx.launcher.cores import threads_per_rank, usable_cores
 
-PLACE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+RANKS = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_no_launcher_is_no_place():
+def test_no_ranks_without_a_launcher():
     assert env.assigned_ranks({}) is None
     assert env.assigned_ranks({"RANK": " ", "LOCAL_RANK": "3"}) is None
 
 
-def test_place_of_a_launcher():
-    given = {**PLACE, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+def test_ranks_of_a_launcher():
+    given = {**RANKS, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     assert env.assigned_ranks(given) == env.RankAssignment(1, 4, 0, 2)
-    assert env.assigned_ranks(PLACE) == env.RankAssignment(1, 4, 1, 4)
+    assert env.assigned_ranks(RANKS) == env.RankAssignment(1, 4, 1, 4)
 
 
-@pytest.mark.parametrize("missing", PLACE)
-def test_place_in_part_names_what_is_missing(missing):
-    given = {name: value for name, value in PLACE.items() if name != missing}
+@pytest.mark.parametrize("missing", RANKS)
+def test_missing_variables_are_named(missing):
+    given = {name: value for name, value in RANKS.items() if name != missing}
     with pytest.raises(ValueError, match=f"lacks {missing}:"):
         env.assigned_ranks(given)
 
@@ -41,12 +41,12 @@ def test_place_in_part_names_what_is_missing(missing):
         ("LOCAL_WORLD_SIZE", "5", "LOCAL_WORLD_SIZE=5.*1 to 4"),
     ],
 )
-def test_malformed_place(name, value, message):
+def test_malformed_ranks(name, value, message):
     with pytest.raises(ValueError, match=message):
-        env.assigned_ranks({**PLACE, name: value})
+        env.assigned_ranks({**RANKS, name: value})
 
 
-def test_every_variable_of_ours_is_documented(repository):
+def test_every_variable_of_phalanx_is_documented(repository):
     documented = {variable.name for variable in env.VARIABLES}
     pattern = re.compile(
         r"(?:environ(?:\.get|\.setdefault|\.pop)?[\[(]|getenv\()\s*[\"'](PHALANX_\w+)"

@@ -1,4 +1,4 @@
-"""`phalanx.backend.failure`: the words of every status that the core can report."""
+"""`phalanx.backend.failure`: the messages of every status that the core can report."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ class Status:
 
 @dataclass
 class Group:
-    """What `status_error` asks a native group for."""
+    """The part of a native group that `status_error` uses."""
 
     ended: int | None = None
     closed: bool = False
     late: tuple[int, ...] = ()
-    boxes: dict[int, dict[str, Any]] = field(default_factory=dict)
+    recorders: dict[int, dict[str, Any]] = field(default_factory=dict)
     identity: int = 77
 
     def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
-        return self.boxes.get(rank)
+        return self.recorders.get(rank)
 
     def failing(self, _rank: int) -> bool:
         return False
@@ -110,7 +110,7 @@ def test_a_real_time_signal_has_no_name_but_a_number() -> None:
     assert explain(status, Group(40)) == (PeerLost, "rank 5 (pid 805) was killed by signal 40")
 
 
-def test_a_group_that_was_left_meanwhile_has_no_pids() -> None:
+def test_group_left_in_the_meantime_has_no_pids() -> None:
     status = Status("peer_lost", peer=5, reporter=2)
     assert explain(status, Group(closed=True)) == (PeerLost, "rank 5 has died")
 
@@ -150,7 +150,7 @@ def test_a_rank_that_left() -> None:
     assert text.startswith("rank 5 (pid 805) has left the group (destroy_process_group) while rank")
 
 
-def test_a_deadline_names_who_is_missing() -> None:
+def test_deadline_names_the_missing_ranks() -> None:
     kind, text = explain(Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE))
     assert kind is CollectiveTimeout
     assert text.startswith("rank 3 waited for rank 5 (pid 805) in all_reduce #41 float32[1024] SUM")
@@ -169,7 +169,7 @@ def test_aborts() -> None:
     assert (kind, text) == (Aborted, "rank 3 was interrupted in all_reduce #41 float32[1024] SUM")
 
 
-def test_the_system_refuses() -> None:
+def test_system_errors() -> None:
     kind, text = explain(Status("out_of_memory", reporter=3, error=errno.ENOMEM))
     assert kind is PhalanxError
     assert "rank 3 could not get memory" in text
@@ -178,7 +178,7 @@ def test_the_system_refuses() -> None:
     assert (kind, text) == (PhalanxError, "system error on rank 3: Too many open files")
 
 
-def test_torchs_handlers_catch_them_all() -> None:
+def test_all_errors_are_dist_backend_errors() -> None:
     for kind in (PeerLost, CollectiveMismatch, CollectiveTimeout, Aborted):
         assert issubclass(kind, PhalanxError)
         assert issubclass(kind, dist.DistBackendError)
@@ -202,31 +202,38 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
     return {**known, **fields}
 
 
-def box(**fields: Any) -> dict[str, Any]:
+def recorder_content(**fields: Any) -> dict[str, Any]:
     note = {"identity": 77, "name": "0", "left_at": "", "why": ""}
     other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "why": ""}
     known = {"ending": "", "last_words": "", "groups": [note, other], "reports": []}
     return {**known, "open": [], "done": [], **fields}
 
 
-def test_call_sites_come_from_both_boxes() -> None:
-    boxes = {
-        3: box(done=[operation(41, site="/a/b/one.py:1"), operation(41, group=1, site="no.py:9")]),
-        5: box(open=[operation(41, kind="broadcast", site="two\n.py:2")]),
+def test_call_sites_of_both_recorders() -> None:
+    recorders = {
+        3: recorder_content(
+            done=[operation(41, site="/a/b/one.py:1"), operation(41, group=1, site="no.py:9")]
+        ),
+        5: recorder_content(open=[operation(41, kind="broadcast", site="two\n.py:2")]),
     }
     theirs = Fingerprint("broadcast", 41, 1024, 0, 0)
     _, text = explain(
-        Status("mismatch", peer=5, reporter=3, mine=ALL_REDUCE, theirs=theirs), Group(boxes=boxes)
+        Status("mismatch", peer=5, reporter=3, mine=ALL_REDUCE, theirs=theirs),
+        Group(recorders=recorders),
     )
     assert "rank 3 is in all_reduce #41 float32[1024] SUM at one.py:1, " in text
     assert text.endswith(" at two\\n.py:2")
 
 
-def test_an_operation_that_ends_while_its_box_is_copied() -> None:
-    """It stands among those under way no more, and not yet among those that have ended."""
+def test_operation_that_ends_while_its_recorder_is_copied() -> None:
+    """The operation is no longer among those in progress, and not yet among those that ended."""
     status = Status("mismatch", peer=1, reporter=0)
     status.mine, status.theirs = Fingerprint("barrier", 4), Fingerprint("all_reduce", 4, 9, op=1)
-    copies = [box(), box(done=[operation(4, site="")]), box(done=[operation(4, site="b.py:7")])]
+    copies = [
+        recorder_content(),
+        recorder_content(done=[operation(4, site="")]),
+        recorder_content(done=[operation(4, site="b.py:7")]),
+    ]
 
     class Copied(Group):
         def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
@@ -235,7 +242,7 @@ def test_an_operation_that_ends_while_its_box_is_copied() -> None:
     assert explain(status, Copied())[1].endswith("#4 float32[9] SUM at b.py:7")
 
 
-def test_messages_are_known_by_all_that_they_are() -> None:
+def test_messages_are_identified_by_all_their_fields() -> None:
     sent = [
         operation(7, kind="send", count=4, site="right.py:1"),
         operation(7, kind="send", count=5, site="wrong.py:2"),
@@ -243,7 +250,7 @@ def test_messages_are_known_by_all_that_they_are() -> None:
     mine, theirs = Fingerprint("recv", 7, 5, 5), Fingerprint("send", 7, 4, 3)
     _, text = explain(
         Status("mismatch", peer=5, reporter=3, mine=mine, theirs=theirs),
-        Group(boxes={5: box(done=sent)}),
+        Group(recorders={5: recorder_content(done=sent)}),
     )
     assert text.endswith("send float32[4] to rank 3 tag 7 at right.py:1")
 
@@ -262,7 +269,7 @@ def test_messages_are_known_by_all_that_they_are() -> None:
             "rank 5 is in all_reduce #2 float32[1024] at train.py:40 of group 'pipe\\x1b[2J' "
             "for N s, waiting for rank 1 there",
         ),
-        (  # what was posted alone isn't where it is
+        (  # a posted message is not the current operation
             {"done": [operation(40)], "open": [operation(7, kind="recv", peer=3)]},
             "rank 5 is in its own code since all_reduce #40 float32[1024] at train.py:40, N s ago",
         ),
@@ -292,23 +299,24 @@ def test_messages_are_known_by_all_that_they_are() -> None:
         ),
     ],
 )
-def test_where_a_late_rank_is(fields: dict[str, Any], words: str) -> None:
+def test_activity_of_a_late_rank(fields: dict[str, Any], words: str) -> None:
     _, text = explain(
-        Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE), Group(boxes={5: box(**fields)})
+        Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE),
+        Group(recorders={5: recorder_content(**fields)}),
     )
     assert re.sub(r"\d+\.\d s\b(?! on)", "N s", text).endswith("; " + words)
 
 
-def test_of_many_late_ranks_all_are_named_and_some_placed() -> None:
+def test_many_late_ranks_are_named_and_some_described() -> None:
     status = Status("timeout", peer=5, reporter=3, mine=ALL_REDUCE)
-    boxes = {rank: box(done=[operation(40)]) for rank in range(20, 32)}
-    _, text = explain(status, Group(late=tuple(range(20, 32)), boxes=boxes))
+    recorders = {rank: recorder_content(done=[operation(40)]) for rank in range(20, 32)}
+    _, text = explain(status, Group(late=tuple(range(20, 32)), recorders=recorders))
     assert all(f"rank {rank} (pid {800 + rank})" in text for rank in range(20, 32))
     assert text.count(" is in its own code") == 8
     assert text.endswith("; 4 more are late: see phalanx explain")
 
 
-def test_a_stopped_process_is_called_so() -> None:
+def test_stopped_process() -> None:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
         process.send_signal(signal.SIGSTOP)
@@ -322,9 +330,11 @@ def test_a_stopped_process_is_called_so() -> None:
         process.communicate(timeout=30)
 
 
-def test_what_a_dead_rank_did_last() -> None:
+def test_last_operation_of_a_dead_rank() -> None:
     def text(**fields: Any) -> str:
-        return explain(Status("peer_lost", peer=5), Group(ended=9, boxes={5: box(**fields)}))[1]
+        return explain(
+            Status("peer_lost", peer=5), Group(ended=9, recorders={5: recorder_content(**fields)})
+        )[1]
 
     assert text() == "rank 5 (pid 805) was killed by SIGKILL"
     assert text(done=[operation(40)]).endswith(
@@ -342,14 +352,19 @@ def test_what_a_dead_rank_did_last() -> None:
     )
 
 
-def test_why_a_group_was_aborted() -> None:
+def test_abort_reason() -> None:
     note = {"identity": 77, "name": "0", "left_at": "/a/train.py:8", "why": "loss is NaN\n!"}
-    _, text = explain(Status("aborted", reporter=3), Group(boxes={3: box(groups=[note])}))
+    _, text = explain(
+        Status("aborted", reporter=3), Group(recorders={3: recorder_content(groups=[note])})
+    )
     assert text == "the group was aborted by rank 3 at train.py:8: loss is NaN\\n!"
-    _, text = explain(Status("ring", peer=5, reporter=3), Group(boxes={3: box(groups=[note])}))
+    _, text = explain(
+        Status("ring", peer=5, reporter=3), Group(recorders={3: recorder_content(groups=[note])})
+    )
     assert text == "loss is NaN\\n!"
     _, text = explain(
-        Status("left", peer=3, reporter=5, mine=ALL_REDUCE), Group(boxes={3: box(groups=[note])})
+        Status("left", peer=3, reporter=5, mine=ALL_REDUCE),
+        Group(recorders={3: recorder_content(groups=[note])}),
     )
     assert "rank 3 (pid 803) has left the group (destroy_process_group) at train.py:8 while" in text
 
@@ -358,22 +373,26 @@ def test_why_a_group_was_aborted() -> None:
     ("code", "kept"),
     [("timeout", "timeout"), ("peer_lost", "peer_lost"), ("left", "mismatch")],
 )
-def test_what_broke_several_hosts_is_of_the_same_kind_for_all_ranks(code: str, kept: str) -> None:
-    """Also for those that learn it through their host's group, since the store is behind a cut."""
+def test_failure_of_several_hosts_has_one_kind_on_all_ranks(code: str, kept: str) -> None:
+    """This includes ranks that cannot reach the store, and learn it from their host's group."""
     group: Any = Group()
     words = FailureFormatter(lambda: group)
     why = words.abort_reason(GroupFailure(code, "rank 3 waited for rank 0", 3, 0))
-    group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
+    group.recorders[3] = recorder_content(
+        groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}]
+    )
     assert words.explain(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
 
 
-def test_an_abort_of_several_hosts_stays_one() -> None:
+def test_abort_of_several_hosts() -> None:
     group: Any = Group()
     words = FailureFormatter(lambda: group)
     why = words.abort_reason(
         GroupFailure("aborted", "the group was aborted by rank 0: loss is NaN", 0)
     )
-    group.boxes[3] = box(groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}])
+    group.recorders[3] = recorder_content(
+        groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}]
+    )
     code, text = words.explain(Status("aborted", reporter=3), 7.5)
     assert code == "aborted"
     assert text.endswith(why)

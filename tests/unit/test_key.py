@@ -1,4 +1,4 @@
-"""The job's key: where it is read from, and what is refused."""
+"""The job's key: its sources, and rejected values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_new_file_is_for_its_user_alone(path: Path, tmp_path: Path) -> None:
+def test_new_file_is_private(path: Path, tmp_path: Path) -> None:
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert re.fullmatch(r"[0-9a-f]{64}\n", path.read_text())
     assert key.from_file(str(path)) == bytes.fromhex(path.read_text())
@@ -30,20 +30,20 @@ def test_a_new_file_is_for_its_user_alone(path: Path, tmp_path: Path) -> None:
     assert other.read_text() != path.read_text()
 
 
-def test_a_file_that_exists_stays(path: Path) -> None:
+def test_existing_file_is_kept(path: Path) -> None:
     before = path.read_text()
     with pytest.raises(UsageError, match="already exists"):
         key.create_file(str(path))
     assert path.read_text() == before
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_folder(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be created: No such file"):
         key.create_file(str(tmp_path / "none" / "key"))
 
 
 @pytest.mark.parametrize("mode", (0o640, 0o604, 0o660))
-def test_a_file_that_others_can_read(path: Path, mode: int) -> None:
+def test_file_readable_by_others(path: Path, mode: int) -> None:
     path.chmod(mode)
     with pytest.raises(UsageError, match=f"mode 0{mode:o}: expected a file of user .* chmod 600"):
         key.from_file(str(path))
@@ -53,7 +53,7 @@ NO_KEYS = ("", "secret\n", "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 32 + "\n\n")
 
 
 @pytest.mark.parametrize("text", NO_KEYS)
-def test_what_is_no_key(path: Path, text: str) -> None:
+def test_invalid_key(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(UsageError, match="no key: expected 64 hexadecimal digits"):
         key.from_file(str(path))
@@ -74,7 +74,7 @@ def test_no_file(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_stays_open() -> None:
-    """The rest of what comes there is left to others."""
+    """The rest of the data stays unread."""
     reader, writer = os.pipe()
     try:
         os.write(writer, b"ab" * 32 + b"\nwhat follows")
@@ -91,7 +91,7 @@ def test_a_pipe_that_stays_open() -> None:
         os.close(writer)
 
 
-def test_what_a_launcher_hands_on(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_from_a_launcher(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert key.from_environment() is None
     monkeypatch.setenv("PHALANX_KEY_FILE", str(path))
     assert key.from_environment() == bytes.fromhex(path.read_text())
@@ -111,7 +111,7 @@ def test_what_a_launcher_hands_on(path: Path, monkeypatch: pytest.MonkeyPatch) -
         os.close(descriptor)
 
 
-def test_what_is_derived_differs() -> None:
+def test_derived_keys_differ() -> None:
     ours = {key.derive(bytes(32), "a"), key.derive(bytes(32), "b"), key.derive(b"k" * 32, "a")}
     assert len(ours) == 3
     assert all(len(each) == key.SIZE for each in ours)

@@ -19,7 +19,9 @@ PASSED = Outcome("pass", "", 1.0, "gloo")
 
 
 def test_the_record_has_no_failure_without_a_documented_reason() -> None:
-    assert not [f"{test}: {outcome.outcome}" for test, outcome in record.behind(record.load())]
+    assert not [
+        f"{test}: {outcome.outcome}" for test, outcome in record.unexplained_failures(record.load())
+    ]
 
 
 def test_both_columns_have_every_test() -> None:
@@ -43,13 +45,15 @@ def test_a_test_must_form_groups_of_phalanx_and_none_of_gloo() -> None:
         "without a group": Outcome("pass", "", 1.0),
         "skipped": Outcome("skip", "", 1.0),
     }
-    found = record.behind({"gloo": dict.fromkeys(ours, PASSED), "phalanx": ours})
+    found = record.unexplained_failures({"gloo": dict.fromkeys(ours, PASSED), "phalanx": ours})
     assert {test for test, _ in found} == ours.keys() - {"passes", "beside a fake group"}
 
 
 def test_a_test_without_a_group_of_gloo_needs_none_of_phalanx() -> None:
     alone = replace(PASSED, groups="fake")
-    assert not list(record.behind({"gloo": {"test": alone}, "phalanx": {"test": alone}}))
+    assert not list(
+        record.unexplained_failures({"gloo": {"test": alone}, "phalanx": {"test": alone}})
+    )
 
 
 def test_a_repeated_test_keeps_its_first_outcome_in_its_reason() -> None:

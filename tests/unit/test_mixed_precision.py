@@ -15,7 +15,7 @@ from tests.trainings import DATA, network, trainer
 
 
 def plain_amp(model: nn.Module, precision: str) -> list[float]:
-    """Two epochs as PyTorch's documentation has them."""
+    """Train two epochs as in PyTorch's documentation."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", enabled=precision == "float16")
     losses = []
@@ -37,7 +37,7 @@ def plain_amp(model: nn.Module, precision: str) -> list[float]:
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_equals_a_plain_loop(precision: str, tmp_path: Path) -> None:
-    """Equals the plain loop; float16 resumes with its scale."""
+    """The trainer equals the plain loop; float16 resumes with its scale."""
     dtypes = set()
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -58,10 +58,10 @@ def test_equals_a_plain_loop(precision: str, tmp_path: Path) -> None:
     assert run(1, checkpoints=tmp_path) + run(2, checkpoints=tmp_path) == losses
 
 
-# --- what the scaler of float16 leaves out ------------------------------------------------------
+# --- steps that the scaler of float16 skips -----------------------------------------------------
 
 STEPS = 15
-# The gradients of the first steps don't fit into float16 with PyTorch's first scale, 65536.
+# The gradients of the first steps overflow float16 with PyTorch's first scale, 65536.
 LARGE = 1000.0
 
 
@@ -74,7 +74,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def lossy(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Infinite for one batch, as if a sum of float16 had overflowed."""
+    """Return a loss that is infinite for one batch, as after a float16 overflow."""
     error = nn.functional.mse_loss(model(batch[0]).float(), batch[1]) * LARGE
     return error * (math.inf if torch.equal(batch[1], batches()[8][1]) else 1)
 
@@ -84,8 +84,8 @@ def scheduled(model: nn.Module) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-def as_users_write_it(model: nn.Module) -> tuple[list[float], int]:
-    """Losses, and how many steps were made."""
+def train_by_hand(model: nn.Module) -> tuple[list[float], int]:
+    """Return the losses, and the number of steps."""
     optimizer, scheduler = scheduled(model)
     scaler = torch.amp.GradScaler("cpu")
     losses = []
@@ -103,8 +103,8 @@ def as_users_write_it(model: nn.Module) -> tuple[list[float], int]:
     return losses, scheduler.last_epoch
 
 
-def test_a_step_that_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The optimizer and the schedule stay where they are; training goes on, and resumes."""
+def test_skipped_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The optimizer and the schedule do not advance; training continues, and resumes."""
 
     def run(steps: int) -> tuple[list[float], int]:
         torch.manual_seed(5)
@@ -125,7 +125,7 @@ def test_a_step_that_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
         return found.losses, scheduler.last_epoch
 
     torch.manual_seed(5)
-    expected, made = as_users_write_it(network())
+    expected, made = train_by_hand(network())
     first, _ = run(9)
     second, last = run(STEPS)
     assert first + second == pytest.approx(expected, rel=1e-6)
@@ -137,7 +137,7 @@ def test_a_step_that_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_scale_that_does_not_help(tmp_path: Path) -> None:
-    """A NaN is no matter of scale: after some 30 steps, whose it is."""
+    """A NaN does not depend on the scale: after about 30 steps, an error names its rank."""
 
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         outputs = model(batch[0]).float()

@@ -1,4 +1,4 @@
-"""`phalanx.backend.operands`: what the core is given for a tensor, and what is refused."""
+"""`phalanx.backend.operands`: the conversion of tensors for the core, and rejected tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from phalanx.backend import operands
 from phalanx.errors import UsageError
 
 
-def test_a_contiguous_tensor_is_taken_as_it_is() -> None:
+def test_contiguous_tensor_is_used_directly() -> None:
     for tensor in (torch.ones(3, 4), torch.tensor(1), torch.ones(0, 5), torch.ones(8)[2:5]):
         flat = operands.prepare_output(tensor, "op")
         assert flat is tensor
         operands.copy_back(tensor, flat)
 
 
-def test_another_layout_is_copied_and_settled() -> None:
+def test_other_layouts_are_copied_and_copied_back() -> None:
     base = torch.zeros(4, 6)
     view = base.t()[::2]
     view.copy_(torch.arange(12.0).reshape(3, 4))
@@ -32,7 +32,7 @@ def test_another_layout_is_copied_and_settled() -> None:
     assert (base[:, 1::2] == 0).all()
 
 
-def test_settle_writes_to_leaves_and_to_inference_tensors() -> None:
+def test_copy_back_writes_to_leaves_and_inference_tensors() -> None:
     leaf = torch.zeros(4, 3).t().requires_grad_()
     operands.copy_back(leaf, torch.ones(3, 4))
     assert (leaf == 1).all()
@@ -42,7 +42,7 @@ def test_settle_writes_to_leaves_and_to_inference_tensors() -> None:
     assert (inside == 1).all()
 
 
-def test_shared_elements_are_refused_only_where_they_are_written() -> None:
+def test_shared_elements_are_rejected_only_in_outputs() -> None:
     expanded = torch.ones(1, 3).expand(4, 3)
     assert torch.equal(operands.prepare_input(expanded, "op"), torch.ones(4, 3))
     with pytest.raises(UsageError) as caught:
@@ -55,7 +55,7 @@ def test_shared_elements_are_refused_only_where_they_are_written() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("taken", (operands.prepare_input, operands.prepare_output))
-def test_sparse_and_foreign_tensors_are_refused(
+def test_sparse_and_foreign_tensors_are_rejected(
     taken: Callable[[torch.Tensor, str], torch.Tensor],
 ) -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
@@ -65,7 +65,7 @@ def test_sparse_and_foreign_tensors_are_refused(
         taken(torch.ones(3, device="meta"), "op")
 
 
-def test_only() -> None:
+def test_single_tensor() -> None:
     tensor = torch.ones(1)
     assert operands.single_tensor([tensor], "op") is tensor
     for wrong in ([], [tensor, tensor]):
@@ -73,7 +73,7 @@ def test_only() -> None:
             operands.single_tensor(wrong, "op")
 
 
-def test_same_kind() -> None:
+def test_check_same_kind() -> None:
     like = torch.ones(2, 3)
     operands.check_same_kind([torch.zeros(3, 2), torch.zeros(6), like], like, "op")
     for wrong in (torch.zeros(5), torch.zeros(6, dtype=torch.float64)):
@@ -83,12 +83,12 @@ def test_same_kind() -> None:
         operands.check_same_kind([torch.zeros(6, device="meta")], like, "op")
 
 
-def test_label() -> None:
+def test_format_tensor() -> None:
     assert operands.format_tensor(torch.zeros(3, 4)) == "float32[3, 4]"
     assert operands.format_tensor(torch.tensor(True)) == "bool[]"
 
 
-def test_a_slower_path_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "phalanx"):
         operands.warn_once("test", "slow")
         operands.warn_once("test", "slow")

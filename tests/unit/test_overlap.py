@@ -1,4 +1,4 @@
-"""Whether buffers share memory, as the core says it, against sets of the bytes that they have."""
+"""The core's check for buffers that share memory, against sets of their bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bytes_of(start: int, count: int) -> set[int]:
 def test_overlap(inputs: list[tuple[int, int]], candidates: list[tuple[int, int]]) -> None:
     outputs: list[tuple[int, int]] = []
     taken: set[int] = set()
-    for start, count in candidates:  # outputs share nothing with each other
+    for start, count in candidates:  # outputs do not overlap each other
         if not taken & bytes_of(start, count):
             outputs.append((start, count))
             taken |= bytes_of(start, count)

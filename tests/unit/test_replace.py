@@ -1,4 +1,4 @@
-"""Phalanx in the place of other backends: names, and what happens when it can't be."""
+"""Replacement of other backends by Phalanx: names, and cases in which it is impossible."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ NAMES = {"gloo": ("gloo",), " Gloo, MPI": ("gloo", "mpi"), "tcp,mpi,tcp": ("tcp"
 
 
 @pytest.fixture
-def torch_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts back what `install` changes."""
+def restored_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore the state that `install` changes."""
     for module, name in (
         (c10d, "_new_process_group_helper"),
         (c10d, "init_process_group"),
@@ -48,13 +48,13 @@ def test_nothing_is_replaced_by_default() -> None:
     ("text", "wrong"), [("glo", "glo"), ("gloo,", ""), ("nccl", "nccl"), ("mpi gloo", "mpi gloo")]
 )
 def test_wrong_names(text: str, wrong: str) -> None:
-    message = rf"PHALANX_REPLACE in the environment is '{text}': '{wrong}' can't .* gloo, mpi, tcp"
+    message = rf"PHALANX_REPLACE in the environment is '{text}': '{wrong}' cannot .* gloo, mpi, tcp"
     with pytest.raises(ValueError, match=message):
         env.replaced_backends({"PHALANX_REPLACE": text})
 
 
-@pytest.mark.usefixtures("torch_as_it_was")
-def test_a_wrong_name_is_said_when_a_group_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("restored_torch")
+def test_wrong_name_raises_when_a_group_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_REPLACE", "glo")
     replace.install(create)
     for form in (dist.init_process_group, c10d.init_process_group, c10d._new_process_group_helper):
@@ -63,7 +63,7 @@ def test_a_wrong_name_is_said_when_a_group_is_formed(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("helper", (None, lambda group_size, backend: None))
-@pytest.mark.usefixtures("torch_as_it_was")
+@pytest.mark.usefixtures("restored_torch")
 def test_another_torch(monkeypatch: pytest.MonkeyPatch, helper: object) -> None:
     monkeypatch.setenv("PHALANX_REPLACE", "gloo")
     monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
@@ -72,8 +72,8 @@ def test_another_torch(monkeypatch: pytest.MonkeyPatch, helper: object) -> None:
         dist.init_process_group("gloo")
 
 
-@pytest.mark.usefixtures("torch_as_it_was")
-def test_mpi_needs_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("restored_torch")
+def test_mpi_needs_ranks_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PHALANX_REPLACE", "mpi")
@@ -92,8 +92,8 @@ def test_mpi_needs_its_place_from_the_environment(monkeypatch: pytest.MonkeyPatc
         ("cpu:gloo,xpu:xccl", {}, "xccl"),
     ],
 )
-@pytest.mark.usefixtures("torch_as_it_was")
-def test_what_phalanx_can_not_keep_is_not_dropped(
+@pytest.mark.usefixtures("restored_torch")
+def test_backends_that_would_be_lost_are_not_replaced(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     backend: str,
@@ -141,7 +141,7 @@ def test_wrong_names_on_the_command_line(
         parse([*argv, "--nproc-per-node", "1", __file__])
 
 
-def test_without_autoload_nothing_could_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacement_needs_autoload(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     with pytest.raises(UsageError, match="TORCH_DEVICE_BACKEND_AUTOLOAD"):
         parse(["--replace", "gloo", "--nproc-per-node", "1", __file__])
@@ -150,7 +150,7 @@ def test_without_autoload_nothing_could_be_replaced(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("value", ("gloo", "glo"))
 @pytest.mark.parametrize("first", ("torch", "phalanx.errors", "phalanx.backend.process_group"))
 def test_importing_torch_never_fails(value: str, first: str) -> None:
-    """Modules of ours that import torch may be half-way when torch loads its backends."""
+    """Modules of Phalanx that import torch may be partly imported when torch loads its backends."""
     result = subprocess.run(
         [sys.executable, "-c", f"import {first}, torch.distributed as d; d.Backend('gloo')"],
         env={**os.environ, "PHALANX_REPLACE": value},

@@ -1,4 +1,4 @@
-"""The foundation: names of signals, the identity of the host, polling."""
+"""`phalanx.system`: names of signals, the identity of the host, polling."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_processes_of_one_host_agree() -> None:
 
 
 class Clock:
-    """Time that passes only in `sleep`."""
+    """A clock that advances only in `sleep`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""Differences between versions of PyTorch stand in one module."""
+"""Differences between versions of PyTorch are confined to one module."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import phalanx
 from phalanx import torch_versions
 from phalanx.doctor import versions
 
-# The names under which our modules import PyTorch's.
+# The names under which modules of Phalanx import PyTorch's.
 TORCH = {"torch", "dist", "c10d", "torchrun"}
 SOURCES = Path(phalanx.__file__).parent
 
@@ -53,7 +53,7 @@ def test_the_shutdown_timeout_of_torchrun() -> None:
 
 
 def version_checks(tree: ast.AST) -> Iterator[int]:
-    """Lines that ask whether PyTorch has a name, or that compare its version."""
+    """Return lines that check whether PyTorch has a name, or compare its version."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"getattr", "hasattr"}:
             root = ast.unparse(node.args[0]).partition(".")[0]
@@ -64,7 +64,7 @@ def version_checks(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
-def test_no_other_module_knows_versions() -> None:
+def test_no_other_module_checks_versions() -> None:
     found = [
         f"{path.relative_to(SOURCES)}:{line}"
         for path in SOURCES.rglob("*.py")

@@ -1,4 +1,4 @@
-"""How a rank looks for what the others say: in few questions."""
+"""A rank polls the store for the others with few requests."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from phalanx import _native
 from phalanx.topology.store_rendezvous import StoreRendezvous, key
 
 
-class Asked:
-    """A store that counts how often it was asked."""
+class CountingStore:
+    """A store that counts requests."""
 
     def __init__(self, there: set[str]) -> None:
         self._there = there
@@ -25,11 +25,11 @@ class Asked:
 
 
 @given(st.data())
-def test_the_first_rank_that_has_not_come(data: st.DataObject) -> None:
+def test_first_missing_rank(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 300))
     absent = data.draw(st.sets(st.integers(0, size - 1), max_size=3))
     known = data.draw(st.integers(0, min(absent, default=size)))
-    store = Asked({key("rank", rank) for rank in range(size) if rank not in absent})
+    store = CountingStore({key("rank", rank) for rank in range(size) if rank not in absent})
     joining = _native.Joining("", 0, size, "")
     rendezvous = StoreRendezvous(store, 0, size, time.monotonic(), 1.0, joining, None)  # type: ignore[arg-type]
     keys = [key("rank", rank) for rank in range(size)]

@@ -116,10 +116,10 @@ class _Armed(_Sound):
 
     plan: _Plan | None = None
 
-    def _collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
+    def _run_collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
         if self.plan is not None and self.plan.strike(name):
             call = _nothing
-        return super()._collective(name, call, *arguments, **options)
+        return super()._run_collective(name, call, *arguments, **options)
 
     def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
         if self.plan is not None and self.plan.strike("send"):

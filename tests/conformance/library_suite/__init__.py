@@ -2,8 +2,8 @@
 
 The tests are those of DTensor, tensor parallelism, FSDP, checkpoints, device meshes, `Join`,
 ZeroRedundancyOptimizer, DDP's hooks, functional collectives and pipelines. PyTorch's wheel has only
-their helpers, so their files come from a checkout of PyTorch's source, which `source` looks at.
-`scope` lists the files, and the differences that have a reason. `server` imports one file and forks
+their helpers, so their files come from a checkout of PyTorch's source, which `source` examines.
+`scope` lists the files, and the differences with their reasons. `server` imports one file and forks
 the ranks of each test, `groups` records which process groups they form, `runner` goes from file to
 file. `record` keeps the outcomes in benchmarks/conformance_libraries.json and writes
 benchmarks/conformance_libraries.md. `__main__` is `make conformance-libraries`.

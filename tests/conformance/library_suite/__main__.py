@@ -48,7 +48,7 @@ def main() -> int:
         console.print(f"no file matches {pattern} in {args.checkout}", markup=False)
     files = [file for suite in source.suites(args.checkout).values() for file in suite]
     files = [file for file in files if args.k in file] or files
-    failing = {test for test, _ in record.behind(results)}
+    failing = {test for test, _ in record.unexplained_failures(results)}
     if args.failing:
         files = [file for file in files if any(test.startswith(f"{file}::") for test in failing)]
 
@@ -67,7 +67,7 @@ def main() -> int:
     _repeat(args, console, results, columns)
     if not args.no_record:
         record.store(results, release)
-    found = [each for each in record.behind(results) if args.k in each[0]]
+    found = [each for each in record.unexplained_failures(results) if args.k in each[0]]
     for test, outcome in found:
         console.print(f"{test}: {outcome.outcome}: {outcome.reason}", markup=False)
     console.print(f"{len(found)} tests behind Gloo; the logs are in {LOGS}")
@@ -97,8 +97,8 @@ def _run(
 def _repeat(
     args: argparse.Namespace, console: Console, results: record.Results, columns: list[str]
 ) -> None:
-    """Run what Phalanx alone has failed again, on both."""
-    again = {test for test, _ in record.behind(results) if args.k in test}
+    """Run the tests that failed on Phalanx alone again, on both."""
+    again = {test for test, _ in record.unexplained_failures(results) if args.k in test}
     if not again or set(columns) != set(COLUMNS):
         return
     files = sorted({test.partition("::")[0] for test in again})

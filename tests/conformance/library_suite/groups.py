@@ -1,4 +1,4 @@
-"""The process groups that the processes of a test form, recorded in a file that they share."""
+"""A record of the process groups that the processes of a test form, in a shared file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-# Before any module of Phalanx that imports it: its import puts Phalanx in Gloo's place.
+# Imported before any module of Phalanx that imports it: its import replaces Gloo by Phalanx.
 import torch  # noqa: F401
 
 from phalanx import torch_versions
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FormedGroups"]
 
-# By the class of a group's backend.
+# Backend names by the class of a group's backend.
 _NAMES = {
     "ProcessGroupGloo": "gloo",
     "FakeProcessGroup": "fake",
@@ -63,7 +63,7 @@ class FormedGroups:
 
 
 def _backends(group: Any) -> set[str]:
-    """Return the backends of a group by their classes, since its name is what was asked for."""
+    """Return the backends of a group by their classes, since its name is the requested one."""
     if type(group).__module__.partition(".")[0] == "phalanx":
         return {"phalanx"}
     names = {type(group._get_backend(device)).__name__ for device in group._device_types}

@@ -28,7 +28,6 @@ __all__ = [
     "DATA",
     "TABLE",
     "TITLES",
-    "behind",
     "counts",
     "load",
     "merge",
@@ -36,13 +35,14 @@ __all__ = [
     "repeated",
     "store",
     "table",
+    "unexplained_failures",
 ]
 
 DATA = ROOT / "benchmarks" / f"{stem('conformance_libraries')}.json"
 TABLE = DATA.with_suffix(".md")
 TITLES = {"gloo": "Gloo", "phalanx": "Phalanx in Gloo's place"}
 
-# What the reason of a test begins with whose outcome was another one the first time.
+# The prefix of the reason of a test whose first outcome was different.
 _FLAKY = "the first time: "
 
 _HEAD = """\
@@ -91,12 +91,12 @@ class Counts:
 
 
 def load() -> Results:
-    """Return what is recorded so far."""
+    """Return the recorded outcomes."""
     return results_file.load(DATA, COLUMNS)
 
 
 def release() -> str:
-    """Return the release of PyTorch that the recorded test files are of; empty if unknown."""
+    """Return the PyTorch release of the recorded test files; empty if unknown."""
     return str(json.loads(DATA.read_text())["facts"]["tests"]) if DATA.exists() else ""
 
 
@@ -107,7 +107,7 @@ def store(results: Results, release: str) -> None:
 
 
 def merge(recorded: dict[str, Outcome], outcomes: dict[str, Outcome]) -> None:
-    """Add outcomes to those recorded; a file that can be imported again is no longer a failure."""
+    """Merge outcomes into the record; a file that can be imported again is no longer a failure."""
     for file in {test.partition("::")[0] for test in outcomes}:
         recorded.pop(f"{file}::{IMPORT}", None)
     recorded.update(outcomes)
@@ -120,8 +120,8 @@ def repeated(first: Outcome, second: Outcome) -> Outcome:
     return replace(second, reason=f"{_FLAKY}{first.outcome}: {cause(first.reason)}")
 
 
-def behind(results: Results) -> Iterator[tuple[str, Outcome]]:
-    """Tests that pass on Gloo, and on Phalanx do not, without a documented reason."""
+def unexplained_failures(results: Results) -> Iterator[tuple[str, Outcome]]:
+    """Return tests that pass on Gloo but not on Phalanx, without a documented reason."""
     for test, outcome in sorted(results["phalanx"].items()):
         gloo = results["gloo"].get(test)
         if gloo and gloo.outcome == "pass" and not _passes(gloo, outcome) and not difference(test):
@@ -157,7 +157,7 @@ def table(results: Results, release: str) -> str:
         chosen = (each for file, each in files.items() if suite_of(file) == suite)
         lines.append(_row(suite, sum(chosen, Counts())))
     lines += [_row("**all**", sum(files.values(), Counts())), ""]
-    found = list(behind(results))
+    found = list(unexplained_failures(results))
     lines += ["## Failures without a documented reason", "", *([] if found else ["None.", ""])]
     lines += [f"- {test}: {outcome.outcome}: {cause(outcome.reason)}" for test, outcome in found]
     lines += ["## Differences", "", *_listed(DIFFERENCES), "## Files left out", ""]

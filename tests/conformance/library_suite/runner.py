@@ -1,4 +1,4 @@
-"""Runs tests from PyTorch's files, file by file, on Gloo or on Phalanx in its place."""
+"""The runner of PyTorch's test files, file by file, on Gloo or with Phalanx replacing it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["COLUMNS", "IMPORT", "LOGS", "run"]
 # The name that stands for all tests of a file that cannot be imported.
 IMPORT = "import"
 
-# What a process needs to run the suite on each of them.
+# The environment that selects each of them.
 COLUMNS: dict[str, dict[str, str]] = {"gloo": {}, "phalanx": {"PHALANX_REPLACE": "gloo"}}
 LOGS = ROOT / "build" / "conformance-libraries"
 
@@ -34,12 +34,12 @@ def run(
     """Run the chosen tests of some files; blocks until all have ended.
 
     Args:
-        column: Of `COLUMNS`.
+        column: A column of `COLUMNS`.
         checkout: The source of PyTorch.
         files: Their paths, relative to test/distributed.
-        chosen: Says whether a test, given as `file::Class.name`, is to be run.
+        chosen: Returns whether to run a test, given as `file::Class.name`.
         jobs: The number of tests that run at a time.
-        limit: Seconds that a test may take.
+        limit: The time limit of a test, in seconds.
         report: Called after each test, from several threads, one at a time.
 
     Returns:

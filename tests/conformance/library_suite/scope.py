@@ -1,4 +1,4 @@
-"""The test files that are run, and the tests that Phalanx does not pass, each with its reason."""
+"""The test files to run, and the tests that Phalanx does not pass, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 __all__ = ["CPU_DEVICES", "DIFFERENCES", "LEFT_OUT", "SUITES", "difference", "suite_of"]
 
-# Patterns of files in PyTorch's test/distributed, by the name of the suite that they make up.
+# Patterns of files in PyTorch's test/distributed, by the name of their suite.
 SUITES: dict[str, tuple[str, ...]] = {
     "Device mesh": ("test_device_mesh.py",),
     "DTensor": (
@@ -32,23 +32,23 @@ SUITES: dict[str, tuple[str, ...]] = {
     "Compiler": ("test_*_reordering.py", "test_dynamo_distributed.py", "test_inductor_*.py"),
 }
 
-# Suites whose tests ask for several accelerators, most of them without a need: for these the CPU
-# counts as four devices.
+# Suites whose tests ask for several accelerators, mostly without need: for these, the CPU counts as
+# four devices.
 CPU_DEVICES: dict[str, int] = {"FSDP2 and replicate": 4, "Checkpoint": 4}
 
-# Files that the patterns match and that are not run.
+# Files that match the patterns but are not run.
 LEFT_OUT: dict[str, str] = {
     "tensor/test_dtensor_ops.py": (
         "thousands of tests of single operators, on a fake process group and on threads"
     ),
 }
 
-# Tests that pass on Gloo, and on Phalanx do not, by pattern.
+# Tests that pass on Gloo but not on Phalanx, by pattern.
 DIFFERENCES: dict[str, str] = {}
 
 
 def suite_of(file: str) -> str:
-    """Return the name of the suite that a file of `SUITES` is in."""
+    """Return the name of the suite of a file."""
     return next(
         suite
         for suite, patterns in SUITES.items()
@@ -57,5 +57,5 @@ def suite_of(file: str) -> str:
 
 
 def difference(test: str) -> str | None:
-    """Return why a test may fail on Phalanx; None if it must pass."""
+    """Return the reason why a test may fail on Phalanx; None if it must pass."""
     return next((why for each, why in DIFFERENCES.items() if fnmatchcase(test, each)), None)

@@ -1,6 +1,6 @@
-"""The process that has one of PyTorch's test files imported, and forks what runs one of its tests.
+"""The process that imports one of PyTorch's test files, and forks a child for each test.
 
-Started by `runner`, which sets `LIBRARY_SUITE_FILE` and `LIBRARY_SUITE_CPU_DEVICES`. See
+`runner` starts it, and sets `LIBRARY_SUITE_FILE` and `LIBRARY_SUITE_CPU_DEVICES`. See
 `torch_suite.server` for the rest. The ranks of a test are forked too, so that none of them pays for
 the imports.
 """
@@ -24,7 +24,7 @@ from tests.conformance.torch_suite import server
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Seconds that the import of a file may take.
+# The time limit of the import of a file, in seconds.
 IMPORT_LIMIT = 120
 
 
@@ -34,7 +34,7 @@ def prepare() -> tuple[Sequence[str], Callable[[str], dict[str, str]]]:
     FormedGroups.watch()
     _fork_ranks()
     if devices := int(os.environ["LIBRARY_SUITE_CPU_DEVICES"]):
-        _count_cpu_as(devices)
+        _count_cpu_as_devices(devices)
     sys.path.insert(0, str(path.parent))
     # Ends this process if the import hangs.
     signal.alarm(IMPORT_LIMIT)
@@ -52,7 +52,7 @@ def prepare() -> tuple[Sequence[str], Callable[[str], dict[str, str]]]:
     def run_test(test: str) -> dict[str, str]:
         groups = folder / f"{test}.groups"
         FormedGroups.record_in(groups)
-        # A suite, not the case alone: it calls the fixtures of classes and modules.
+        # A suite, not only the case: it calls the fixtures of classes and modules.
         outcome = server.run(unittest.TestSuite([cases[test]]))
         outcome["groups"] = FormedGroups.recorded()
         groups.unlink()
@@ -79,8 +79,8 @@ def _fork_ranks() -> None:
     MultiProcessTestCase._run = classmethod(run_rank)
 
 
-def _count_cpu_as(devices: int) -> None:
-    """Run tests that ask for several accelerators on CPU, with a rank for each of the devices."""
+def _count_cpu_as_devices(devices: int) -> None:
+    """Run tests that require several accelerators on CPU, with one rank per device."""
     import torch
     from torch.testing._internal import common_distributed
 

@@ -1,4 +1,4 @@
-"""A checkout of PyTorch's source, of which the release and the test files matter."""
+"""A checkout of PyTorch's source: its release and its test files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def require_release(checkout: Path, *, is_other_allowed: bool) -> str:
     """Return the release of a checkout.
 
     Raises:
-        ValueError: There is no checkout, or it is of another release than PyTorch in use.
+        ValueError: There is no checkout, or its release differs from that of PyTorch in use.
     """
     used = release(str(torch.__version__))
     advice = f"get one with: git clone --depth 1 --branch v{used} {_REPOSITORY}"

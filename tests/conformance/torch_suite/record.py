@@ -1,7 +1,7 @@
 """The recorded outcomes, a file for each release of PyTorch, and the tables made of them.
 
-benchmarks/conformance.json is of the PyTorch that `make` installs by default, conformance_2.14.json
-of PyTorch 2.14.
+benchmarks/conformance.json is for the PyTorch that `make` installs by default,
+conformance_2.14.json for PyTorch 2.14.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _release(version: str) -> str:
 
 
 def stem(name: str) -> str:
-    """Return the name of the files that a record has for the PyTorch in use."""
+    """Return the stem of a record's file names for the PyTorch in use."""
     default = re.search(r"^DEFAULT_TORCH := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert default is not None, "the Makefile sets no DEFAULT_TORCH"
     release = _release(str(torch.__version__))
@@ -40,7 +40,7 @@ DATA = ROOT / "benchmarks" / f"{stem('conformance')}.json"
 TABLE = DATA.with_suffix(".md")
 TITLES = {"gloo": "Gloo", "phalanx": "Phalanx", "replace": "Phalanx in Gloo's place"}
 
-# What can't pass in a column, and why.
+# Tests that cannot pass in a column, and the reasons.
 EXPLAINED = {
     ("replace", "test_ddp_logging_data_cpu"): (
         "it reads Gloo's number of threads from DDP's log, which PyTorch takes from its own "
@@ -64,13 +64,13 @@ _NAMED = ("python", "torch", "phalanx")
 
 
 def facts() -> dict[str, str | int]:
-    """With what the outcomes were had."""
+    """Return the versions and the machine of the outcomes."""
     known = versions()
     return {"cores": machine()["cores"], **{name: known[name] for name in _NAMED}}
 
 
 def load() -> Results:
-    """What is recorded so far."""
+    """Return the recorded outcomes."""
     results: Results = {column: {size: {} for size in SIZES} for column in COLUMNS}
     if DATA.exists():
         for test, columns in json.loads(DATA.read_text())["tests"].items():
@@ -94,10 +94,10 @@ def store(results: Results) -> None:
 
 
 def missing(results: Results, column: str) -> Iterator[tuple[str, int, Outcome]]:
-    """Tests that Gloo passes and this column doesn't, though it could.
+    """Yield the tests that pass on Gloo, and do not pass in this column although they could.
 
-    It couldn't where the suite skips a test because it doesn't know the name, and where `EXPLAINED`
-    says why.
+    Excluded are tests that the suite skips because it does not know the name, and those that
+    `EXPLAINED` excuses.
     """
     for size in SIZES:
         for test, oracle in sorted(results["gloo"][size].items()):
@@ -110,7 +110,7 @@ def missing(results: Results, column: str) -> Iterator[tuple[str, int, Outcome]]
 
 
 def table(results: Results) -> str:
-    """The text of the table."""
+    """Return the text of the table."""
     said = ", ".join(f"{name} {value}" for name, value in facts().items())
     lines = [_HEAD.format(facts=said), *_summary(results), *_unresolved(results)]
     lines += ["## Test by test", "", "Where world sizes differ, the outcome of each is given.", ""]

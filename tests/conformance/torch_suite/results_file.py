@@ -1,4 +1,4 @@
-"""Outcomes by column and test, as a file keeps them, and the cause of one that is not a pass."""
+"""A file of outcomes by column and test, and the cause of an outcome that is not a pass."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Results", "cause", "dumps", "load", "short"]
 # By column and test.
 Results = dict[str, dict[str, Outcome]]
 
-# What the suite's parent process has before the traceback of a worker.
+# The line of the suite's parent process before the traceback of a worker.
 _WORKER = re.compile(r"(?:RuntimeError: )?Process \d+ exited with error code \d+ and exception:\n")
 _EXCEPTION = re.compile(r"^[A-Za-z_][\w.]*: .+", re.MULTILINE)
-# A worker raises these because another one failed.
+# A worker raises these because another worker failed.
 _CONSEQUENCES = ("PeerLost", "Connection closed by peer", "Connection reset by peer")
-# Differ from run to run, or from machine to machine.
+# Texts that differ between runs or machines.
 _FOLDERS = re.compile(r"(?<![\w./:])/(?:[\w.+-]+/)+")
 _ADDRESS = re.compile(r"\b0x[0-9a-f]+")
 
 
 def load(path: Path, columns: Iterable[str]) -> Results:
-    """Return what a file has recorded so far; empty if there is none."""
+    """Return the outcomes of a file; empty if there is none."""
     results: Results = {column: {} for column in columns}
     if path.exists():
         for test, found in json.loads(path.read_text())["tests"].items():
@@ -50,7 +50,7 @@ def dumps(results: Results, facts: Mapping[str, str | int]) -> str:
 
 
 def cause(reason: str) -> str:
-    """Return the exception that a test failed with, fit for a cell of a table."""
+    """Return the exception of a failed test, shortened for a table cell."""
     blocks = _WORKER.split(reason)
     raised = [found[-1] for each in blocks if (found := _EXCEPTION.findall(each))]
     causes = [each for each in raised if not any(words in each for words in _CONSEQUENCES)]
@@ -59,7 +59,7 @@ def cause(reason: str) -> str:
 
 
 def short(reason: str) -> str:
-    """Return the line that says most, fit for a cell of a table."""
+    """Return the most informative line, shortened for a table cell."""
     if not reason:
         return ""
     lines = [line for line in reason.splitlines() if line.strip()] or ["?"]

@@ -20,7 +20,7 @@ LOGS = ROOT / "build" / "conformance"
 # The suite skips some tests below 8 ranks.
 SIZES = (2, 3, 4, 8)
 
-# What a process needs to run the suite on each of them.
+# The environment that selects each of them.
 COLUMNS = {
     "gloo": {"BACKEND": "gloo"},
     "phalanx": {"BACKEND": "phalanx"},
@@ -28,20 +28,20 @@ COLUMNS = {
 }
 _ENVIRONMENT = {
     "MASTER_ADDR": "127.0.0.1",
-    # Says only of which kind it is: a test that forms the group anew wants a file.
+    # Only the kind matters: a test that forms the group again requires a file.
     "INIT_METHOD": "file://",
     "GLOO_SOCKET_IFNAME": "lo",
-    # Ranks outnumber the cores, and a server without threads forks safely.
+    # Ranks outnumber the cores, and a server without threads can fork safely.
     "OMP_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-# Each changes what the suite does by itself, or what Phalanx does.
+# Each changes the behaviour of the suite or of Phalanx.
 _REMOVED = ("CI", "SANDCASTLE", "PHALANX_REPLACE", "RANK", "LOCAL_RANK", "TORCH_DISTRIBUTED_DEBUG")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a test ended: pass, fail, skip or timeout, why, and after how many seconds."""
+    """The outcome of a test: pass, fail, skip or timeout, the reason, and the seconds it took."""
 
     outcome: str
     reason: str
@@ -54,9 +54,9 @@ class Server:
 
     Args:
         module: The module that it runs, which calls `server.serve`.
-        folder: Where it writes a log for each test.
-        environment: What it needs beside what every suite does.
-        limit: Seconds that a test may take.
+        folder: The directory of the logs of tests.
+        environment: Variables besides those of every suite.
+        limit: The time limit of a test, in seconds.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ def run(
     """Run the chosen tests; blocks until all have ended.
 
     Args:
-        column: of `COLUMNS`.
-        size: the world size.
-        chosen: says whether a test, given by its name, is to be run.
-        jobs: how many tests run at a time.
-        limit: seconds that a test may take.
-        begin: called once with the number of tests.
-        report: called after each test, from several threads, one at a time.
+        column: A column of `COLUMNS`.
+        size: The world size.
+        chosen: Returns whether to run the test of a name.
+        jobs: The number of tests to run at a time.
+        limit: The time limit of a test, in seconds.
+        begin: Called once with the number of tests.
+        report: Called after each test, from several threads, one at a time.
 
     Returns:
         The outcome of each test.

@@ -1,9 +1,9 @@
-"""The process that has PyTorch's suite imported, and forks what runs one of its tests.
+"""The process that imports PyTorch's suite, and forks a child for each test.
 
-Started by `runner` with the environment of a column: `BACKEND` and `WORLD_SIZE` are read by the
-suite when it is imported. A line on stdin is the name of a test, a line on stdout its outcome. Each
-test runs in a child of its own, which is its ranks' parent and the head of their process group, so
-that whatever a test leaves behind can be killed.
+`runner` starts it with the environment of a column: the suite reads `BACKEND` and `WORLD_SIZE` on
+import. A line on stdin is the name of a test, a line on stdout its outcome. Each test runs in its
+own child, which is the parent of the ranks and the leader of their process group, so that leftover
+processes can be killed.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from phalanx.launcher.rank_bootstrap import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-# Beyond PyTorch's own limit per test, which ends it with the stacks of all ranks.
+# Longer than PyTorch's own limit, which ends a test with the stacks of all ranks.
 GRACE = 15.0
 
 
 def suite() -> type[Any]:
-    """The suite's test case; the backend under test counts as one that can do what Gloo can."""
+    """Return the suite's test case; the tested backend is declared to have Gloo's capabilities."""
     from torch.testing._internal.common_distributed import DistTestCases
 
     backend = os.environ["BACKEND"]
@@ -50,7 +50,7 @@ def suite() -> type[Any]:
         @classmethod
         def _run(cls, *arguments: Any, **options: Any) -> None:
             die_with_parent(os.getppid())
-            # A file of its own for each test that forms the group anew.
+            # A separate file for each test that forms the group again.
             module.INIT_METHOD = os.environ["INIT_METHOD"]
             super()._run(*arguments, **options)
 
@@ -104,7 +104,7 @@ def serve(prepare: Callable[[], tuple[Sequence[str], Callable[[str], dict[str, s
     """
     folder, limit = Path(sys.argv[1]), float(sys.argv[2])
     answers = os.fdopen(os.dup(1), "w")
-    # What the suite prints must not get between the answers.
+    # Output of the suite must not mix with the answers.
     os.dup2(2, 1)
     tests, run_test = prepare()
     gc.freeze()
