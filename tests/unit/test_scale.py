@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import scale
 
-NO_COSTS = scale.Costs(latency=0.0, rate=1e9, step=0.0, copying=float("inf"))
+NO_COSTS = scale.Costs(latency=0.0, rate=1e9, step=0.0, rank_bandwidth=float("inf"))
 
 
 @pytest.mark.parametrize("hosts", (2, 3, 8))
@@ -20,7 +20,7 @@ def test_one_chunk_without_memory_costs_matches_the_formula(hosts: int) -> None:
     assert simulated == pytest.approx(scale.formula(costs, hosts, scale.CHUNK))
 
 
-@pytest.mark.parametrize("plan", (scale.NOW, scale.Plan("halving")))
+@pytest.mark.parametrize("plan", (scale.CURRENT, scale.Plan("halving")))
 @pytest.mark.parametrize("hosts", (2, 8, 64))
 def test_link_carries_the_minimum_of_bytes(hosts: int, plan: scale.Plan) -> None:
     size = 10.5 * scale.CHUNK
@@ -36,7 +36,7 @@ def test_chunks_hide_latency() -> None:
 
 
 def test_fit_recovers_simulated_costs(tmp_path: Path) -> None:
-    costs = replace(NO_COSTS, rate=scale.MEASURED_RATE, step=4e-4, copying=2e9)
+    costs = replace(NO_COSTS, rate=scale.MEASURED_RATE, step=4e-4, rank_bandwidth=2e9)
     paths = []
     for hosts in (2, 3):
         results = []
@@ -45,6 +45,6 @@ def test_fit_recovers_simulated_costs(tmp_path: Path) -> None:
             results.append({"bytes": size, "seconds": {"phalanx": [seconds]}})
         paths.append(tmp_path / f"{hosts}.json")
         paths[-1].write_text(json.dumps({"hosts": hosts, "results": results}))
-    fitted = scale.fit(scale.read(paths), scale.MEASURED_RATE)
+    fitted = scale.fit(scale.read_measurements(paths), scale.MEASURED_RATE)
     assert fitted.step == pytest.approx(costs.step, rel=0.2)
-    assert fitted.copying == pytest.approx(costs.copying, rel=0.2)
+    assert fitted.rank_bandwidth == pytest.approx(costs.rank_bandwidth, rel=0.2)
