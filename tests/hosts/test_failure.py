@@ -22,13 +22,13 @@ from tests.ranks import RankOutcome, RankServer, RunningRanks
 THIS_FILE = os.path.basename(__file__)
 
 
-def signal_file(name: str) -> Path:
+def marker_file(name: str) -> Path:
     return Path(os.environ["FOLDER"], name)
 
 
 def wait_for_file(name: str, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not signal_file(name).exists():
+    while not marker_file(name).exists():
         assert time.monotonic() < end, f"{name} was not created"
         time.sleep(0.002)
 
@@ -58,7 +58,7 @@ def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[st
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == victim:
-        signal_file("dead").write_text(repr(time.monotonic()))
+        marker_file("dead").write_text(repr(time.monotonic()))
         if how == "exit":
             os._exit(7)
         if how == "raise":
@@ -68,7 +68,7 @@ def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[st
         _ = [operation(rank) for _ in range(2)]
     end = time.monotonic()
     dist.destroy_process_group()
-    return str(caught.value), end - float(signal_file("dead").read_text())
+    return str(caught.value), end - float(marker_file("dead").read_text())
 
 
 def survivors(ended: list[RankOutcome], victim: int) -> list[tuple[str, float]]:
@@ -106,13 +106,13 @@ def test_messages_from_a_dead_rank(ranks: RankServer) -> None:
 def survive_unconnected() -> tuple[str, float]:
     rank = dist.get_rank()
     if rank == 3:
-        signal_file("dead").write_text(repr(time.monotonic()))
+        marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:
         receive_messages(rank)
     end = time.monotonic()
     dist.destroy_process_group()
-    return str(caught.value), end - float(signal_file("dead").read_text())
+    return str(caught.value), end - float(marker_file("dead").read_text())
 
 
 def test_messages_from_a_rank_that_died_unconnected(ranks: RankServer) -> None:
@@ -125,11 +125,11 @@ def test_messages_from_a_rank_that_died_unconnected(ranks: RankServer) -> None:
 def lose_host(victims: tuple[int, ...]) -> tuple[str, float]:
     dist.all_reduce(torch.ones(3))
     if dist.get_rank() in victims:
-        signal_file("dead").write_text(repr(time.monotonic()))
+        marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:
         _ = [dist.all_reduce(torch.ones(5)) for _ in range(3)]
-    return str(caught.value), time.monotonic() - float(signal_file("dead").read_text())
+    return str(caught.value), time.monotonic() - float(marker_file("dead").read_text())
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "aabbcc"))
@@ -153,10 +153,10 @@ def wait_for_busy_rank() -> str:
     if rank == 1:
         wait_for_file("failed", 15)
         return ""
-    signal_file("waiting").touch()
+    marker_file("waiting").touch()
     with pytest.raises(phalanx.PeerLost) as caught:
         dist.all_reduce(torch.ones(5))
-    signal_file("failed").touch()
+    marker_file("failed").touch()
     return str(caught.value)
 
 
@@ -215,7 +215,7 @@ def time_out(limit: float) -> str:
         return ""
     with pytest.raises(phalanx.CollectiveTimeout) as caught:
         dist.all_reduce(torch.ones(5))
-    signal_file("over").touch()
+    marker_file("over").touch()
     return str(caught.value)
 
 
@@ -279,7 +279,7 @@ def interrupt_rank() -> str:
     with pytest.raises(phalanx.Aborted) as caught:
         dist.all_reduce(torch.ones(5))
     if rank == 0:
-        signal_file("failed").touch()
+        marker_file("failed").touch()
     return str(caught.value)
 
 

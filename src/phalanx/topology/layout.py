@@ -68,7 +68,7 @@ def group_by_host(rank: int, opened: Mapping[int, Set[int]]) -> Layout:
     """Return the layout of a group, given the ranks whose memory each rank can open.
 
     Two ranks share a host if each can open the other's memory. A rank belongs to the first host
-    whose lowest rank shares a host with it. All ranks come to the same result.
+    whose lowest rank shares a host with it. All ranks derive the same layout.
 
     Args:
         rank: The rank whose view the layout is.

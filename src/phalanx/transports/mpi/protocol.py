@@ -27,7 +27,7 @@ class Kind(IntEnum):
     """The kind of a message."""
 
     HELLO = 1
-    """The sender knows the receiver from now on, and is to receive CLOSED when it ends."""
+    """The sender has looked up the receiver, and is to receive CLOSED when the receiver ends."""
     EAGER = 2
     """A transfer with all its bytes."""
     OFFER = 3

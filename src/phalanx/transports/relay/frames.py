@@ -16,7 +16,7 @@ __all__ = ["CHANNEL_BYTES", "HIGHEST_TAG", "Frame", "Kind", "LeaveReason"]
 
 CHANNEL_BYTES = 16
 HIGHEST_TAG = 2**31 - 1
-_FORM = struct.Struct(f"!B{CHANNEL_BYTES}siIQQ")
+_LAYOUT = struct.Struct(f"!B{CHANNEL_BYTES}siIQQ")
 
 
 class Kind(enum.IntEnum):
@@ -82,7 +82,7 @@ class Frame(NamedTuple):
 
     def pack(self) -> bytes:
         """Return the frame as bytes."""
-        return _FORM.pack(*self)
+        return _LAYOUT.pack(*self)
 
     @classmethod
     def parse(cls, data: bytes) -> Frame:
@@ -92,7 +92,7 @@ class Frame(NamedTuple):
             ValueError: The bytes are not a frame.
         """
         try:
-            kind, *rest = _FORM.unpack(data)
+            kind, *rest = _LAYOUT.unpack(data)
         except struct.error as error:
             raise ValueError(str(error)) from None
         return cls(Kind(kind), *rest)
