@@ -1,11 +1,11 @@
-"""All-reduce over hosts with links of 1 Gbit/s: Phalanx and flat Gloo in turns, in one run.
+"""All-reduce over hosts with links of 1 Gbit/s: Phalanx and flat Gloo alternate in one run.
 
-    python benchmarks/hosts.py --hosts 2 --order block --json benchmarks/hosts_block.json
+    python benchmarks/hosts.py --hosts 2 --order block --output benchmarks/hosts_block.json
 
-Hosts are network namespaces of this machine with 2 ranks each (so it needs root). `--order block`
-numbers the ranks host after host, `alternate` in turns. Prints per size the median of both, what
-the link allows for the bytes that have to cross it, 2(h-1)/h of the tensor per host, and the bytes
-that each host's interface has sent.
+Hosts are network namespaces of this machine with 2 ranks each, so root is required. `--order block`
+numbers the ranks host by host, `alternate` round robin. For each size, prints the median time of
+both, the share of the link's limit, and the bytes sent by each host's interface relative to the
+minimum, 2(h-1)/h of the tensor.
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ RATE = 1e9 / 8
 RANKS = 2
 
 
-def sent() -> int:
-    """Bytes that this host's interface has sent."""
+def bytes_sent() -> int:
+    """Return the bytes that this host's interface has sent."""
     return psutil.net_io_counters(pernic=True)["eth0"].bytes_sent
 
 
-def rank_of(rounds: int) -> None:
-    """What each rank runs; rank 0 writes what came out."""
+def run_rank(rounds: int) -> None:
+    """Run the benchmark on a rank; rank 0 prints the results."""
     dist.init_process_group("phalanx")
     groups = {"phalanx": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     results = []
     for size in SIZES:
         tensor = torch.empty(size // 4)
         times: dict[str, list[float]] = {name: [] for name in groups}
-        wire: dict[str, list[int]] = {name: [] for name in groups}
+        sent: dict[str, list[int]] = {name: [] for name in groups}
         for number in range(rounds + 1):
             for name, group in groups.items():
                 tensor.fill_(number)
                 dist.barrier()
-                before, start = sent(), time.perf_counter()
+                before, begin = bytes_sent(), time.perf_counter()
                 dist.all_reduce(tensor, group=group)
-                took = time.perf_counter() - start
+                seconds = time.perf_counter() - begin
                 dist.barrier()
-                crossed = torch.tensor([sent() - before])
-                slowest = torch.tensor([took])
+                most_sent = torch.tensor([bytes_sent() - before])
+                slowest = torch.tensor([seconds])
                 dist.all_reduce(slowest, dist.ReduceOp.MAX)
-                dist.all_reduce(crossed, dist.ReduceOp.MAX)
+                dist.all_reduce(most_sent, dist.ReduceOp.MAX)
                 if number:
                     times[name].append(slowest.item())
-                    wire[name].append(int(crossed.item()))
-        results.append({"bytes": size, "seconds": times, "sent": wire})
+                    sent[name].append(int(most_sent.item()))
+        results.append({"bytes": size, "seconds": times, "sent": sent})
     if dist.get_rank() == 0:
         print(json.dumps(results), flush=True)
     dist.destroy_process_group()
 
 
-def start(hosts: int, order: str, rounds: int) -> list[dict[str, object]]:
-    """Run it on so many hosts; what rank 0 wrote."""
+def run_job(hosts: int, order: str, rounds: int) -> list[dict[str, object]]:
+    """Run the benchmark on `hosts` hosts, and return the results that rank 0 printed."""
     size = hosts * RANKS
     processes = []
     with Network(hosts, "1gbit") as network:
-        machines = [Host(network, host) for host in range(hosts)]
+        namespaces = [Host(network, host) for host in range(hosts)]
         for rank in range(size):
             host = rank // RANKS if order == "block" else rank % hosts
-            place = {
+            environment = {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(size),
                 "MASTER_ADDR": network.addresses[0],
@@ -83,17 +83,17 @@ def start(hosts: int, order: str, rounds: int) -> list[dict[str, object]]:
                 "OMP_NUM_THREADS": "1",
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
-            processes.append(machines[host].start(place, rounds))
+            processes.append(namespaces[host].start(environment, rounds))
         outputs = [process.communicate(timeout=1200)[0] for process in processes]
-        for machine in machines:
-            machine.end()
+        for namespace in namespaces:
+            namespace.end()
     if any(process.returncode for process in processes):
         raise SystemExit("\n".join(outputs))
     return json.loads(outputs[0].splitlines()[-1])
 
 
 class Host:
-    """A process in whose namespaces the ranks of a host are, which see each other's so."""
+    """A process whose namespaces the ranks of a host enter, so that they see each other."""
 
     def __init__(self, network: Network, host: int) -> None:
         self._anchor = network.start(host, ["sleep", "infinity"], output=subprocess.DEVNULL)
@@ -105,20 +105,20 @@ class Host:
                 self._pid = named[0].pid
                 return
             time.sleep(0.01)
-        raise SystemExit("a host didn't start")
+        raise SystemExit("a host did not start")
 
     def end(self) -> None:
-        """Kill all that runs on it."""
+        """Kill all processes of the host."""
         self._anchor.kill()
         self._anchor.wait()
 
-    def start(self, place: dict[str, str], rounds: int) -> subprocess.Popen[str]:
+    def start(self, environment: dict[str, str], rounds: int) -> subprocess.Popen[str]:
         """Start a rank."""
         inside = ["nsenter", "--target", str(self._pid), "--net", "--pid", "--mount", "--uts"]
         command = [sys.executable, __file__, "--rank", "--rounds", str(rounds)]
         return subprocess.Popen(
             [*inside, *command],
-            env={**os.environ, **place},
+            env={**os.environ, **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -126,33 +126,33 @@ class Host:
 
 
 def main() -> None:
-    """Read the command line, run, print a table."""
+    """Run the benchmark and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--order", choices=("block", "alternate"), default="block")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the results as JSON")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank_of(options.rounds)
+        run_rank(options.rounds)
         return
-    results = start(options.hosts, options.order, options.rounds)
+    results = run_job(options.hosts, options.order, options.rounds)
     hosts = options.hosts
     print(f"{hosts} hosts x {RANKS} ranks, ranks in {options.order} order, links of 1 Gbit/s")
-    print("     size   phalanx      gloo  gloo/phalanx  of the link  sent / least (phalanx, gloo)")
+    print("     size   phalanx      gloo  gloo/phalanx  of the link  sent/minimum (phalanx, gloo)")
     for result in results:
         size = result["bytes"]
-        least = 2 * (hosts - 1) / hosts * size
-        ours, theirs = (statistics.median(result["seconds"][name]) for name in ("phalanx", "gloo"))
-        wires = [statistics.median(result["sent"][name]) / least for name in ("phalanx", "gloo")]
+        minimum = 2 * (hosts - 1) / hosts * size
+        phalanx, gloo = (statistics.median(result["seconds"][name]) for name in ("phalanx", "gloo"))
+        sent = [statistics.median(result["sent"][name]) / minimum for name in ("phalanx", "gloo")]
         print(
-            f"{size >> 20:5} MiB {ours * 1e3:6.0f} ms {theirs * 1e3:6.0f} ms {theirs / ours:13.2f} "
-            f"{least / RATE / ours:12.0%}  {wires[0]:.3f} {wires[1]:.3f}"
+            f"{size >> 20:5} MiB {phalanx * 1e3:6.0f} ms {gloo * 1e3:6.0f} ms "
+            f"{gloo / phalanx:13.2f} {minimum / RATE / phalanx:12.0%}  {sent[0]:.3f} {sent[1]:.3f}"
         )
-    if options.json:
+    if options.output:
         record = {"command": sys.argv, "hosts": hosts, "order": options.order, "results": results}
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

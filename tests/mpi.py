@@ -1,7 +1,7 @@
-"""Ranks that a real `mpirun` starts: that of the wheel of Open MPI, or of MPICH.
+"""Ranks that are started by a real `mpirun`, from the wheel of Open MPI or of MPICH.
 
-Both wheels are in one environment, and both bring a program `mpirun`, of which the one installed
-last remains; so each library's own launcher is started by its own name.
+Both wheels are in one environment, and both install a program `mpirun`, so that one overwrites the
+other. So each library's launcher is started by its own name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 def mpirun(
     library: str, ranks: int, command: Sequence[str], environment: Mapping[str, str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that starts so many ranks, and its environment."""
+    """Return the command that starts `ranks` ranks, and its environment."""
     folder = Path(sys.executable).parent
     arguments = ["mpiexec.hydra"]
     variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -42,9 +42,9 @@ def mpirun(
         variables |= dict.fromkeys(prefixes, str(folder.parent))
     arguments[0] = str(folder / arguments[0])
     if not Path(arguments[0]).exists():
-        # CI has it: there it must not be left out.
-        away = pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip
-        away(f"needs {arguments[0]}: pip install {library}")
+        # CI has it and must not skip the test.
+        fail_or_skip = pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip
+        fail_or_skip(f"needs {arguments[0]}: pip install {library}")
     env = {**os.environ, **variables, **(environment or {})}
     return [*arguments, "-n", str(ranks), *command], env
 
@@ -56,7 +56,7 @@ def run(
     environment: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command on ranks and wait for it; one that hangs fails the test.
+    """Run a command on ranks and wait for it; fail the test if it hangs.
 
     `options` are for the launcher.
     """
@@ -75,7 +75,7 @@ def run(
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill a launcher and all that it has started."""
+    """Kill a launcher and all processes that it has started."""
     try:
         started = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -91,7 +91,7 @@ def end(process: subprocess.Popen[Any]) -> None:
 class MpiRanks:
     """Ranks under one `mpirun` that run functions of tests, one after another.
 
-    The start of MPI and of torch costs seconds, so it is done once for many tests.
+    MPI and torch take seconds to start, so they are started once for many tests.
     """
 
     def __init__(self, library: str, size: int, folders: pytest.TempPathFactory) -> None:
@@ -110,7 +110,7 @@ class MpiRanks:
         trace: TracebackType | None,
     ) -> None:
         for connection in self._connections.values():
-            connection.close()  # which ends its rank
+            connection.close()  # ends the rank
         if self._process is not None:
             try:
                 self._process.wait(LIMIT)
@@ -120,29 +120,29 @@ class MpiRanks:
     def run(
         self, size: int, function: Callable[..., object], *arguments: object, hosts: str = ""
     ) -> list[Any]:
-        """Run a function on the first ranks, and return what it returned, by rank.
+        """Run a function on the first `size` ranks, and return its results by rank.
 
-        `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh folder that they share, are in their environment.
-        With `hosts`, a letter for the host of each rank, their groups run over the transport.
+        `RANK`, `WORLD_SIZE` and `FOLDER`, a fresh shared folder, are in the ranks' environment.
+        With `hosts`, a letter for the host of each rank, their groups run over the MPI transport.
         """
         if self._process is None:
-            pytest.fail("a test before this one has lost the ranks")
+            pytest.fail("an earlier test has lost the ranks")
         call = cloudpickle.dumps((function, arguments))
         folder = str(self._folders.mktemp("ranks"))
         for rank in range(size):
-            place = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
+            environment = {"RANK": str(rank), "WORLD_SIZE": str(size), "FOLDER": folder}
             if hosts:
-                place |= {"PHALANX_HOST_ID": hosts[rank], "PHALANX_TRANSPORT": "mpi"}
-            self._connections[rank].send((call, place))
+                environment |= {"PHALANX_HOST_ID": hosts[rank], "PHALANX_TRANSPORT": "mpi"}
+            self._connections[rank].send((call, environment))
         values = []
         for rank in range(size):
             connection = self._connections[rank]
             if not connection.poll(LIMIT):
-                self._give_up()
+                self._discard_ranks()
                 pytest.fail(f"rank {rank} has not ended after {LIMIT:g} s")
             value, error = connection.recv()
             if error:
-                self._give_up()
+                self._discard_ranks()
                 pytest.fail(f"rank {rank}: {error}")
             values.append(value)
         return values
@@ -158,34 +158,34 @@ class MpiRanks:
                 connection = listener.accept()
                 self._connections[connection.recv()] = connection
 
-    def _give_up(self) -> None:
-        """What the ranks do now isn't known: no other test can use them."""
+    def _discard_ranks(self) -> None:
+        """Kill the ranks: their state is unknown, so no other test can use them."""
         if self._process is not None:
             end(self._process)
         self._process, self._connections = None, {}
 
 
 def serve(address: str) -> None:
-    """What each rank does: functions, until the test's end of the connection is closed."""
-    from phalanx.transports.mpi import the_world
+    """Run functions on a rank, until the test closes the connection."""
+    from phalanx.transports.mpi import get_progress_thread
 
-    rank = the_world(LIMIT).rank
+    rank = get_progress_thread(LIMIT).rank
     connection = Client(address, "AF_UNIX")
     connection.send(rank)
     while True:
         try:
-            call, place = connection.recv()
+            call, environment = connection.recv()
         except EOFError:
             return
-        os.environ |= place
+        os.environ |= environment
         function, arguments = cloudpickle.loads(call)
         try:
-            answer = function(*arguments), ""
+            reply = function(*arguments), ""
         except BaseException:
-            answer = None, traceback.format_exc()
-        for name in place:
+            reply = None, traceback.format_exc()
+        for name in environment:
             del os.environ[name]
-        connection.send(answer)
+        connection.send(reply)
 
 
 if __name__ == "__main__":

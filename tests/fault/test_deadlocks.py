@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout
 from phalanx.observe.rank_ranges import parse_rank_ranges
-from phalanx.topology.layout import ranges
+from phalanx.topology.layout import format_rank_ranges
 from tests.ranks import RankServer
 
 # A cycle is searched for after a second, and confirmed half a second later.
@@ -214,7 +214,7 @@ def test_no_deadlock(ranks: RankServer, size: int, function: object) -> None:
 
 @pytest.mark.parametrize("ranks", ([0, 1, 2, 3], [6, 0, 1], [5], [3, 2, 1], []))
 def test_parse_rank_ranges(ranks: list[int]) -> None:
-    assert parse_rank_ranges(ranges(ranks)) == tuple(ranks)
+    assert parse_rank_ranges(format_rank_ranges(ranks)) == tuple(ranks)
 
 
 @pytest.mark.parametrize("text", ("0-2000000000", "0-40000,0-40000", "a", "1-", "-1", "1,,x", "²"))

@@ -69,7 +69,7 @@ def test_different_world_sizes(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("jobs")
 def test_a_rank_that_is_taken(tmp_path: Path) -> None:
     stderr = outputs_of([start(tmp_path, 0, 2, 3), start(tmp_path, 0, 2, 3)])
-    assert sum("is taken already" in text for text in stderr) == 1, stderr
+    assert sum("is already taken" in text for text in stderr) == 1, stderr
     with job_lookup.find_job() as job:
         assert job_reader.read_summary(job).state == "failed"
 

@@ -1,4 +1,4 @@
-"""Makes ranks known to the tests of this folder: forked ones, and those that `mpirun` starts."""
+"""Fixtures for the tests of this folder: forked ranks, and ranks that `mpirun` starts."""
 
 from __future__ import annotations
 

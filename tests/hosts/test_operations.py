@@ -1,4 +1,4 @@
-"""Groups that span hosts, simulated on one: the same results as on one host, in every form."""
+"""Groups that span hosts, simulated on one host: the same results as on one host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.ranks import RankServer
 from tests.soak.plan import Plan
 from tests.soak.rank import soak
 
-# Host after host, alternating, uneven, one rank on each.
+# Block order, alternating, uneven, one rank per host.
 LAYOUTS = ("aabb", "abab", "aab", "abcb", "ab", "abc", "aabbcc")
 
 
@@ -27,8 +27,8 @@ def test_random_operations(ranks: RankServer, hosts: str) -> None:
     assert all(result.checked > 0 for result in results)
 
 
-def large(seed: int) -> None:
-    """More than one chunk, of sizes that nothing divides."""
+def large_operations(seed: int) -> None:
+    """Several chunks, of sizes without small divisors."""
     rank, size = dist.get_rank(), dist.get_world_size()
     random = Random(seed)
     for dtype, count in (("float32", 3_000_017), ("bfloat16", 2_500_001), ("int64", 600_011)):
@@ -55,12 +55,12 @@ def large(seed: int) -> None:
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "abcb", "abc"))
-def test_large(ranks: RankServer, hosts: str) -> None:
-    ranks.run(len(hosts), large, cases.fresh_seed(), timeout=60, hosts=hosts)
+def test_large_operations(ranks: RankServer, hosts: str) -> None:
+    ranks.run(len(hosts), large_operations, cases.fresh_seed(), timeout=60, hosts=hosts)
 
 
-def twice(seed: int) -> list[str]:
-    """What floats of any size sum up to, again and again."""
+def repeated_sums(seed: int) -> list[str]:
+    """Return digests of repeated sums of floats."""
     data = torch.randn(700_001, generator=torch.Generator().manual_seed(seed + dist.get_rank()))
     digests = []
     for _ in range(3):
@@ -80,16 +80,16 @@ def twice(seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize("hosts", ("aabb", "aab", "abc"))
-def test_results_are_the_same_at_every_run_and_on_all_ranks(ranks: RankServer, hosts: str) -> None:
+def test_results_are_reproducible_and_equal_on_all_ranks(ranks: RankServer, hosts: str) -> None:
     seed = cases.fresh_seed()
-    first = ranks.run(len(hosts), twice, seed, hosts=hosts)
-    again = ranks.run(len(hosts), twice, seed, hosts=hosts)
+    first = ranks.run(len(hosts), repeated_sums, seed, hosts=hosts)
+    again = ranks.run(len(hosts), repeated_sums, seed, hosts=hosts)
     assert len({tuple(each) for each in (*first, *again)}) == 1
     assert len(set(first[0][:3])) == 1
 
 
-def hosts_of_groups() -> tuple[str, list[str]]:
-    """How a sub-group finds out who shares a host."""
+def group_types() -> tuple[str, list[str]]:
+    """Return the types of the native groups of the default group and of subgroups."""
     world = type(dist.group.WORLD._native).__name__  # type: ignore[union-attr]
     kinds = []
     for members in ([0, 1], [2, 3], [1, 2], [0, 1, 2], [3]):
@@ -102,19 +102,19 @@ def hosts_of_groups() -> tuple[str, list[str]]:
     return world, kinds
 
 
-def test_sub_groups_on_one_host_use_memory_alone(ranks: RankServer) -> None:
-    answers = ranks.run(4, hosts_of_groups, hosts="aabb")
-    assert [world for world, _ in answers] == ["HostsGroup"] * 4
+def test_subgroups_on_one_host_use_memory_only(ranks: RankServer) -> None:
+    answers = ranks.run(4, group_types, hosts="aabb")
+    assert [world for world, _ in answers] == ["HierarchicalGroup"] * 4
     assert [kinds for _, kinds in answers] == [
-        ["Group", "HostsGroup"],
-        ["Group", "HostsGroup", "HostsGroup"],
-        ["Group", "HostsGroup", "HostsGroup"],
+        ["Group", "HierarchicalGroup"],
+        ["Group", "HierarchicalGroup", "HierarchicalGroup"],
+        ["Group", "HierarchicalGroup", "HierarchicalGroup"],
         ["Group", "Group"],
     ]
 
 
-def listening() -> list[int]:
-    """Ports that this process listens on."""
+def listening_ports() -> list[int]:
+    """Return the ports that this process listens on."""
     inodes = set()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -133,6 +133,6 @@ def listening() -> list[int]:
     return ports
 
 
-def test_nothing_listens_on_one_host(ranks: RankServer) -> None:
-    assert ranks.run(2, listening) == [[], []]
-    assert all(ranks.run(2, listening, hosts="ab"))
+def test_no_listening_ports_on_one_host(ranks: RankServer) -> None:
+    assert ranks.run(2, listening_ports) == [[], []]
+    assert all(ranks.run(2, listening_ports, hosts="ab"))

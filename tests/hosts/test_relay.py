@@ -1,4 +1,4 @@
-"""What the relay does besides what every transport does."""
+"""The relay beyond the conformance suite of transports."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ import phalanx
 from phalanx import key, transports
 from phalanx.transports import TransportError
 from phalanx.transports.relay import keys
-from phalanx.transports.relay.connection import Line
-from phalanx.transports.relay.frames import Kind, Word
-from phalanx.transports.relay.server import Server
+from phalanx.transports.relay.connection import RelayConnection
+from phalanx.transports.relay.frames import Frame, Kind
+from phalanx.transports.relay.server import RelayServer
 from tests.ranks import RankServer
 
 LIMIT = 30.0
@@ -33,88 +33,88 @@ KEY = b"k" * key.SIZE
 CHANNEL = b"c" * 16
 
 
-class Heard:
-    """What was said in a channel."""
+class RecordingListener:
+    """A listener that records the frames of a channel."""
 
     def __init__(self) -> None:
-        self.words: list[tuple[Kind, int, bytes]] = []
+        self.frames: list[tuple[Kind, int, bytes]] = []
         self.reason = ""
         self._change = threading.Condition()
 
-    def heard(self, word: Word, data: memoryview) -> None:
+    def handle_frame(self, frame: Frame, data: memoryview) -> None:
         with self._change:
-            self.words.append((word.kind, word.peer, bytes(data)))
+            self.frames.append((frame.kind, frame.peer, bytes(data)))
             self._change.notify()
 
-    def cut(self, reason: str) -> None:
+    def handle_disconnect(self, reason: str) -> None:
         with self._change:
             self.reason = reason
             self._change.notify()
 
     def wait_for(self, count: int) -> list[tuple[Kind, int, bytes]]:
         with self._change:
-            assert self._change.wait_for(lambda: len(self.words) >= count, LIMIT), self.words
-            return self.words
+            assert self._change.wait_for(lambda: len(self.frames) >= count, LIMIT), self.frames
+            return self.frames
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    made = Server(KEY, "tcp://127.0.0.1:*")
-    yield made
-    made.close()
+def server() -> Iterator[RelayServer]:
+    relay = RelayServer(KEY, "tcp://127.0.0.1:*")
+    yield relay
+    relay.close()
 
 
-def joined(server: Server, rank: int) -> tuple[Line, Heard]:
-    line, heard = Line(server.where, KEY), Heard()
-    line.say(Word(Kind.ENTER, CHANNEL, rank))
-    line.add(CHANNEL, heard)
-    return line, heard
+def join_channel(server: RelayServer, rank: int) -> tuple[RelayConnection, RecordingListener]:
+    connection, listener = RelayConnection(server.endpoint, KEY), RecordingListener()
+    connection.send(Frame(Kind.JOIN, CHANNEL, rank))
+    connection.add_listener(CHANNEL, listener)
+    return connection, listener
 
 
-def talk(server: Server) -> None:
-    """Two ranks find each other and say something."""
-    (first, one), (second, two) = joined(server, 0), joined(server, 1)
-    first.say(Word(Kind.SEEK, CHANNEL, 1))
-    assert one.wait_for(1) == [(Kind.THERE, 1, b"")]
-    first.say(Word(Kind.SMALL, CHANNEL, 1), b"text")
-    assert two.wait_for(1) == [(Kind.SMALL, 0, b"text")]
+def exchange(server: RelayServer) -> None:
+    """Check that two ranks can exchange a message."""
+    (first, one), (second, two) = join_channel(server, 0), join_channel(server, 1)
+    first.send(Frame(Kind.SUBSCRIBE, CHANNEL, 1))
+    assert one.wait_for(1) == [(Kind.PRESENT, 1, b"")]
+    first.send(Frame(Kind.EAGER, CHANNEL, 1), b"text")
+    assert two.wait_for(1) == [(Kind.EAGER, 0, b"text")]
     second.close()
     assert one.wait_for(2)[1:] == [(Kind.GONE, 1, b"")]
     first.close()
 
 
-def test_another_key(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_key(server: RelayServer, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "phalanx"):
         for _ in range(2):
-            with pytest.raises(TransportError, match="do both have the same key of the job"):
-                Line(server.where, b"another" * 4 + b"key.")
-        talk(server)
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1
-    assert "somebody without the job's key was refused" in said[0]
+            with pytest.raises(TransportError, match="do both have the same job key"):
+                RelayConnection(server.endpoint, b"another" * 4 + b"key.")
+        exchange(server)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert "rejected a connection without the job's key" in messages[0]
 
 
-def test_only_the_public_key_of_the_relay(server: Server) -> None:
-    """Its public key isn't enough: a client shows that it has its own."""
+def test_client_without_its_own_key(server: RelayServer) -> None:
+    """The public key of the relay is not enough: the relay authenticates each client's key."""
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(KEY).public)
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(KEY).public)
         stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
         stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
         monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        stranger.connect(server.where)
+        stranger.connect(server.endpoint)
         assert monitor.poll(LIMIT * 1000)
         stranger.disable_monitor()
 
 
-def test_strangers_change_nothing(server: Server) -> None:
-    host, _, port = server.where.removeprefix("tcp://").rpartition(":")
+def test_foreign_connections_are_harmless(server: RelayServer) -> None:
+    host, _, port = server.endpoint.removeprefix("tcp://").rpartition(":")
     silent = [socket.create_connection((host, int(port)), LIMIT) for _ in range(20)]
     garbage = [socket.create_connection((host, int(port)), LIMIT) for _ in range(3)]
     for number, connection in enumerate(garbage):
         connection.sendall(Random(number).randbytes(10_000))
-    talk(server)
+    exchange(server)
     for connection in (*silent, *garbage):
         connection.close()
 
@@ -125,103 +125,103 @@ def test_strangers_change_nothing(server: Server) -> None:
         [b""],
         [b"text"],
         [bytes(42)],
-        [Word(Kind.SMALL, CHANNEL, 0).pack(), b"a", b"b"],
-        [Word(Kind.GONE, CHANNEL, 0).pack()],
-        [Word(Kind.LEAVE, CHANNEL, 0).pack()],
-        [Word(Kind.SMALL, CHANNEL, -7).pack(), b"data"],
-        [Word(Kind.ENTER, CHANNEL, 5).pack(), b"data"],
+        [Frame(Kind.EAGER, CHANNEL, 0).pack(), b"a", b"b"],
+        [Frame(Kind.GONE, CHANNEL, 0).pack()],
+        [Frame(Kind.LEAVE, CHANNEL, 0).pack()],
+        [Frame(Kind.EAGER, CHANNEL, -7).pack(), b"data"],
+        [Frame(Kind.JOIN, CHANNEL, 5).pack(), b"data"],
     ],
 )
-def test_words_that_nobody_says(server: Server, frames: list[bytes]) -> None:
-    """From a process that has the key."""
+def test_invalid_frames(server: RelayServer, frames: list[bytes]) -> None:
+    """Invalid frames from a process that has the key have no effect on others."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.setsockopt(zmq.LINGER, 0)
-        pair = keys.of_client(KEY)
-        other.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(KEY).public)
+        pair = keys.client_key_pair(KEY)
+        other.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(KEY).public)
         other.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
         other.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
-        other.connect(server.where)
+        other.connect(server.endpoint)
         for _ in range(3):
             other.send_multipart(frames)
-        talk(server)
+        exchange(server)
 
 
-def test_a_relay_that_ends(server: Server) -> None:
-    line, heard = joined(server, 0)
-    line.say(Word(Kind.SEEK, CHANNEL, 0))
-    heard.wait_for(1)
+def test_relay_that_ends(server: RelayServer) -> None:
+    connection, listener = join_channel(server, 0)
+    connection.send(Frame(Kind.SUBSCRIBE, CHANNEL, 0))
+    listener.wait_for(1)
     server.close()
-    with heard._change:
-        assert heard._change.wait_for(lambda: heard.reason, LIMIT)
-    assert heard.reason == "the connection is gone"
-    line.close()
+    with listener._change:
+        assert listener._change.wait_for(lambda: listener.reason, LIMIT)
+    assert listener.reason == "the connection is gone"
+    connection.close()
 
 
-def opened(name: str = "relay") -> tuple[transports.Transport, int]:
+def open_transport(name: str = "relay") -> tuple[transports.Transport, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     store = dist.FileStore(f"{os.environ['FOLDER']}/transport", size)  # type: ignore[attr-defined]
     return transports.open_transport(name, store, rank, size, "127.0.0.1"), rank
 
 
-def text(number: int, size: int) -> bytearray:
+def make_data(number: int, size: int) -> bytearray:
     return bytearray(Random(number).randbytes(size))
 
 
-def nobody_receives() -> int:
-    """Data stay with the sender until somebody asks for them; how much memory that took."""
-    transport, rank = opened()
+def send_to_slow_receiver() -> int:
+    """Return the growth of memory while a receiver does not request data that were sent to it."""
+    transport, rank = open_transport()
     count, size = 24, 4_000_000
     if rank == 0:
-        sends = [transport.send(memoryview(text(n, size)), 1, n) for n in range(count)]
+        sends = [transport.send(memoryview(make_data(n, size)), 1, n) for n in range(count)]
         before = psutil.Process().memory_info().rss
-        last = transport.send(memoryview(text(count, 8)), 1, count)
+        last = transport.send(memoryview(make_data(count, 8)), 1, count)
         assert all(send.wait(LIMIT) for send in (last, *sends))
         grown = psutil.Process().memory_info().rss - before
     else:
         before = psutil.Process().memory_info().rss
-        # It was sent behind all others.
-        place = bytearray(8)
-        assert transport.recv(memoryview(place), 0, count).wait(LIMIT)
+        # This message was sent after all others.
+        buffer = bytearray(8)
+        assert transport.recv(memoryview(buffer), 0, count).wait(LIMIT)
         grown = psutil.Process().memory_info().rss - before
         for number in reversed(range(count)):
-            place = bytearray(size)
-            assert transport.recv(memoryview(place), 0, number).wait(LIMIT)
-            assert place == text(number, size)
+            buffer = bytearray(size)
+            assert transport.recv(memoryview(buffer), 0, number).wait(LIMIT)
+            assert buffer == make_data(number, size)
     transport.close()
     return grown
 
 
-def test_a_receiver_that_takes_its_time(ranks: RankServer) -> None:
-    sender, receiver = ranks.run(2, nobody_receives, timeout=None)
+def test_slow_receiver_does_not_buffer(ranks: RankServer) -> None:
+    sender, receiver = ranks.run(2, send_to_slow_receiver, timeout=None)
     assert receiver < 10_000_000
     assert sender < 40_000_000  # the relay is in this process
 
 
-def many_small() -> None:
-    """More than may wait at a receiver: the rest waits at the sender, and the order is kept."""
-    transport, rank = opened()
+def many_eager_messages() -> None:
+    """More than may be buffered at a receiver: the rest stays at the sender, in order."""
+    transport, rank = open_transport()
     count, size = 300, 20_000
     if rank == 0:
-        sends = [transport.send(memoryview(text(n, size)), 1, 1) for n in range(count)]
+        sends = [transport.send(memoryview(make_data(n, size)), 1, 1) for n in range(count)]
         assert not sends[-1].wait(0)
         assert transport.send(memoryview(bytearray(b"x")), 1, 2).wait(LIMIT)
         assert all(send.wait(LIMIT) for send in sends)
     else:
         assert transport.recv(memoryview(bytearray(1)), 0, 2).wait(LIMIT)
         for number in range(count):
-            place = bytearray(size)
-            assert transport.recv(memoryview(place), 0, 1).wait(LIMIT)
-            assert place == text(number, size)
+            buffer = bytearray(size)
+            assert transport.recv(memoryview(buffer), 0, 1).wait(LIMIT)
+            assert buffer == make_data(number, size)
     transport.close()
 
 
-def test_many_small_ones(ranks: RankServer) -> None:
-    ranks.run(2, many_small, timeout=None)
+def test_many_eager_messages(ranks: RankServer) -> None:
+    ranks.run(2, many_eager_messages, timeout=None)
 
 
-def other_sizes() -> list[str]:
-    transport, rank = opened()
+def mismatched_sizes() -> list[str]:
+    transport, rank = open_transport()
     errors = []
     for tag, (sent, expected) in enumerate([(10, 11), (1_000_000, 999_999)]):
         data = memoryview(bytearray(sent if rank == 0 else expected))
@@ -234,50 +234,50 @@ def other_sizes() -> list[str]:
     return errors
 
 
-def test_a_receive_of_another_size(ranks: RankServer) -> None:
-    sender, receiver = ranks.run(2, other_sizes, timeout=None)
-    assert sender == ["it expects another size than was sent"]
+def test_receive_of_a_different_size(ranks: RankServer) -> None:
+    sender, receiver = ranks.run(2, mismatched_sizes, timeout=None)
+    assert sender == ["it expects a different size than was sent"]
     assert receiver == [
-        "it has sent 10 bytes, where 11 are expected",
-        "it has sent 1000000 bytes, where 999999 are expected",
+        "it sends 10 B, but 11 B are expected",
+        "it sends 1000000 B, but 999999 B are expected",
     ]
 
 
-def hears_from_the_first_moment() -> bytes:
-    """What is said to a rank as soon as it has entered isn't lost, however slow that rank is."""
+def receive_while_joining() -> bytes:
+    """Frames to a rank that has just joined are not lost, even if that rank is slow."""
     folder = Path(os.environ["FOLDER"])
-    add = Line.add
+    add = RelayConnection.add
 
-    def slow(line: Line, channel: bytes, listener: Any) -> None:
+    def slow(connection: RelayConnection, channel: bytes, listener: Any) -> None:
         end = time.monotonic() + 0.5
-        while not (folder / "said").exists() and time.monotonic() < end:
+        while not (folder / "sent").exists() and time.monotonic() < end:
             time.sleep(0.001)
-        add(line, channel, listener)
+        add(connection, channel, listener)
 
     if os.environ["RANK"] == "1":
-        Line.add = slow  # type: ignore[method-assign]
-    transport, rank = opened()
-    place = bytearray(b"hello" if rank == 0 else b".....")
+        RelayConnection.add = slow  # type: ignore[method-assign]
+    transport, rank = open_transport()
+    buffer = bytearray(b"hello" if rank == 0 else b".....")
     if rank == 0:
-        assert transport.send(memoryview(place), 1, 0).wait(LIMIT)
+        assert transport.send(memoryview(buffer), 1, 0).wait(LIMIT)
         peer: Any = transport._peers[1]  # type: ignore[attr-defined]
         end = time.monotonic() + LIMIT
-        while not peer.idle:
+        while not peer.is_idle:
             assert time.monotonic() < end
             time.sleep(0.001)
-        (folder / "said").touch()
+        (folder / "sent").touch()
     else:
-        assert transport.recv(memoryview(place), 0, 0).wait(LIMIT)
+        assert transport.recv(memoryview(buffer), 0, 0).wait(LIMIT)
     transport.close()
-    return bytes(place)
+    return bytes(buffer)
 
 
-def test_who_enters_hears(ranks: RankServer) -> None:
-    assert ranks.run(2, hears_from_the_first_moment, timeout=None) == [b"hello", b"hello"]
+def test_frames_that_arrive_while_joining(ranks: RankServer) -> None:
+    assert ranks.run(2, receive_while_joining, timeout=None) == [b"hello", b"hello"]
 
 
-def vanishes() -> float:
-    transport, rank = opened()
+def lose_peer_silently() -> float:
+    transport, rank = open_transport()
     pid = bytearray(os.getpid().to_bytes(8, "little"))
     if rank == 0:
         assert transport.recv(memoryview(pid), 1, 1).wait(LIMIT)
@@ -294,15 +294,15 @@ def vanishes() -> float:
     return took
 
 
-def test_a_peer_that_vanishes_without_a_word(ranks: RankServer) -> None:
-    """Its connection stays open, but nothing comes: as with a link that was cut."""
-    first, second = ranks.start(2, vanishes, timeout=None).join()
+def test_peer_that_vanishes(ranks: RankServer) -> None:
+    """The connection stays open but silent, as with a severed link."""
+    first, second = ranks.start(2, lose_peer_silently, timeout=None).join()
     assert 1 < first.value < 25
     assert second.code == -signal.SIGKILL
 
 
 def several_groups() -> int:
-    """All groups share one connection to one port, whoever is in them; how many listen here."""
+    """All groups share one connection to one port. Return the number of listening ports."""
     rank = int(os.environ["RANK"])
     os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     url = f"file://{os.environ['FOLDER']}/store"
@@ -317,7 +317,7 @@ def several_groups() -> int:
     process = psutil.Process()
     listening = sum(each.status == "LISTEN" for each in process.net_connections())
     threads = [thread.name for thread in threading.enumerate()]
-    assert threads.count("phalanx-relay-line") == 1
+    assert threads.count("phalanx-relay-connection") == 1
     dist.barrier()
     dist.destroy_process_group()
     assert [t.name for t in threading.enumerate() if t.name.startswith("phalanx-relay-")] == []
@@ -328,7 +328,7 @@ def test_one_port_for_all_groups(ranks: RankServer) -> None:
     assert ranks.run(4, several_groups, timeout=None, hosts="aabb") == [1, 0, 0, 0]
 
 
-def first_dies() -> str:
+def lose_relay() -> str:
     rank = int(os.environ["RANK"])
     os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(KEY))
     url = f"file://{os.environ['FOLDER']}/store"
@@ -343,14 +343,14 @@ def first_dies() -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.send(torch.ones(1), 0)
     with pytest.raises(phalanx.PeerLost) as caught:
-        # Rank 0 has no part in this but that it has the relay.
+        # Rank 0 takes part in this only by running the relay.
         dist.recv(torch.empty(1), 5 - rank)
     return str(caught.value)
 
 
-def test_the_rank_with_the_relay_dies(ranks: RankServer) -> None:
-    """It is named, not the one that somebody waited for."""
-    run = ranks.start(5, first_dies, timeout=None, hosts="abcde")
+def test_rank_with_the_relay_dies(ranks: RankServer) -> None:
+    """The error names that rank, not the peer of the operation."""
+    run = ranks.start(5, lose_relay, timeout=None, hosts="abcde")
     first, *others = run.join()
     assert first.code == -signal.SIGKILL
     for other in others:
@@ -359,7 +359,7 @@ def test_the_rank_with_the_relay_dies(ranks: RankServer) -> None:
 
 def advertised(port: int) -> list[int]:
     os.environ["PHALANX_ADVERTISE_ADDR"] = f"localhost:{port}"
-    transport, rank = opened()
+    transport, rank = open_transport()
     transfer = (transport.recv if rank else transport.send)(memoryview(bytearray(8)), 1 - rank, 1)
     assert transfer.wait(LIMIT)
     found = [c.laddr.port for c in psutil.Process().net_connections() if c.status == "LISTEN"]
@@ -367,25 +367,25 @@ def advertised(port: int) -> list[int]:
     return found
 
 
-def test_an_address_that_was_given(ranks: RankServer) -> None:
+def test_advertised_address(ranks: RankServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     assert ranks.run(2, advertised, port, timeout=None) == [[port], []]
 
 
-def refused(name: str, variables: dict[str, str], words: str) -> None:
+def open_refused(name: str, variables: dict[str, str], message: str) -> None:
     os.environ.update(variables)
     if "PHALANX_KEY_FILE" in variables:
         store = dist.HashStore()  # type: ignore[attr-defined]
-        with pytest.raises(phalanx.UsageError, match=words):
+        with pytest.raises(phalanx.UsageError, match=message):
             transports.open_transport(name, store, 0, 1, "127.0.0.1")
         return
-    with pytest.raises(phalanx.UsageError, match=words):
-        opened(name)
+    with pytest.raises(phalanx.UsageError, match=message):
+        open_transport(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "variables", "words"),
+    ("name", "variables", "message"),
     [
         ("relay", {"PHALANX_KEY_FILE": ""}, "needs the job's key: .* --key-file"),
         ("relay", {"PHALANX_ADVERTISE_ADDR": "a:b"}, "expected HOST or HOST:PORT"),
@@ -395,7 +395,7 @@ def refused(name: str, variables: dict[str, str], words: str) -> None:
         ("gloo", {"PHALANX_ADVERTISE_ADDR": "::1"}, "an IPv6 address in brackets"),
     ],
 )
-def test_what_is_refused(
-    ranks: RankServer, name: str, variables: dict[str, str], words: str
+def test_usage_errors(
+    ranks: RankServer, name: str, variables: dict[str, str], message: str
 ) -> None:
-    ranks.run(1, refused, name, variables, words, timeout=None)
+    ranks.run(1, open_refused, name, variables, message, timeout=None)

@@ -36,7 +36,8 @@ def test_simulated_hosts(tmp_path: Path) -> None:
     lines = sorted(result.stdout.splitlines())
     hosts = ("simulated-0", "simulated-0", "simulated-1")
     assert lines == [
-        f"[rank {rank}] {host} HostsGroup [3.0, 3.0, 3.0, 3.0]" for rank, host in enumerate(hosts)
+        f"[rank {rank}] {host} HierarchicalGroup [3.0, 3.0, 3.0, 3.0]"
+        for rank, host in enumerate(hosts)
     ]
 
 

@@ -133,7 +133,7 @@ with phalanx.init() as session:
     for rank in range(4):
         lines = re.findall(rf"^\[rank {rank}\] (.*)$", out, re.MULTILINE)
         hostname = shell.hosts.network.names[rank // 2]
-        assert lines[0] == f"sum 10.0 HostsGroup {hostname} {shell.directory}"
+        assert lines[0] == f"sum 10.0 HierarchicalGroup {hostname} {shell.directory}"
         assert lines[1] == f"""{arguments} a "secret" x=y z None"""
         assert lines[2:] == [f"line {number}" for number in range(300)]
         assert f"[rank {rank}] to stderr\n" in err

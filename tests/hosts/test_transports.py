@@ -1,4 +1,4 @@
-"""What every transport must do, run over all of them."""
+"""The conformance suite of transports, run over all of them."""
 
 from __future__ import annotations
 
@@ -24,143 +24,145 @@ from tests.ranks import RankServer
 LIMIT = 20.0
 
 
-def opened(name: str) -> tuple[Transport, int, int]:
+def open_transport(name: str) -> tuple[Transport, int, int]:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(f"{os.environ['FOLDER']}/transport", size)  # type: ignore[attr-defined]
     os.environ["PHALANX_KEY_FD"] = str(key.to_sealed_memory(bytes(key.SIZE)))
     return transports.open_transport(name, store, rank, size, "127.0.0.1"), rank, size
 
 
-def done(*transfers: Transfer) -> None:
+def wait_all(*transfers: Transfer) -> None:
     for transfer in transfers:
-        assert transfer.wait(LIMIT), "it hasn't ended"
+        assert transfer.wait(LIMIT), "the transfer has not completed"
 
 
-def text(seed: int, source: int, target: int, number: int, size: int) -> bytearray:
+def make_data(seed: int, source: int, target: int, number: int, size: int) -> bytearray:
     return bytearray(Random(f"{seed} {source} {target} {number}").randbytes(size))
 
 
 def all_pairs(name: str, seed: int) -> None:
-    """Every rank sends to every other, of all sizes, posted in an order of its own."""
-    transport, rank, size = opened(name)
+    """Every rank sends data of all sizes to every other rank, posted in a random order."""
+    transport, rank, size = open_transport(name)
     sizes = (1, 7, 256, 4096, 65_537, 3_000_001)
     others = [peer for peer in range(size) if peer != rank]
-    posts = [(peer, tag, is_send) for peer in others for tag in range(6) for is_send in (0, 1)]
-    Random(seed + rank).shuffle(posts)
-    under_way, taken = [], []
-    for peer, tag, is_send in posts:
+    operations = [(peer, tag, is_send) for peer in others for tag in range(6) for is_send in (0, 1)]
+    Random(seed + rank).shuffle(operations)
+    transfers, receives = [], []
+    for peer, tag, is_send in operations:
         if is_send:
-            data = text(seed, rank, peer, tag, sizes[tag])
-            under_way.append(transport.send(memoryview(data), peer, tag))
+            data = make_data(seed, rank, peer, tag, sizes[tag])
+            transfers.append(transport.send(memoryview(data), peer, tag))
         else:
-            place = bytearray(sizes[tag])
-            taken.append((peer, tag, place))
-            under_way.append(transport.recv(memoryview(place), peer, tag))
-    done(*under_way)
-    for peer, tag, place in taken:
-        assert place == text(seed, peer, rank, tag, sizes[tag])
+            buffer = bytearray(sizes[tag])
+            receives.append((peer, tag, buffer))
+            transfers.append(transport.recv(memoryview(buffer), peer, tag))
+    wait_all(*transfers)
+    for peer, tag, buffer in receives:
+        assert buffer == make_data(seed, peer, rank, tag, sizes[tag])
     transport.close()
 
 
 def in_order(name: str, seed: int) -> None:
-    """Those of one tag meet in the order of their posts; another tag's overtake them."""
-    transport, rank, _ = opened(name)
+    """Transfers with one tag match in the order of their posts; another tag may overtake them."""
+    transport, rank, _ = open_transport(name)
     count = 200
     if rank == 0:
-        sent = [transport.send(memoryview(text(seed, 0, 1, n, 64)), 1, 3) for n in range(count)]
-        last = transport.send(memoryview(text(seed, 0, 1, count, 64)), 1, 4)
-        done(last, *sent)
+        sent = [
+            transport.send(memoryview(make_data(seed, 0, 1, n, 64)), 1, 3) for n in range(count)
+        ]
+        last = transport.send(memoryview(make_data(seed, 0, 1, count, 64)), 1, 4)
+        wait_all(last, *sent)
     else:
         first = bytearray(64)
-        done(transport.recv(memoryview(first), 0, 4))
-        assert first == text(seed, 0, 1, count, 64)
-        places = [bytearray(64) for _ in range(count)]
-        done(*[transport.recv(memoryview(place), 0, 3) for place in places])
-        assert places == [text(seed, 0, 1, n, 64) for n in range(count)]
+        wait_all(transport.recv(memoryview(first), 0, 4))
+        assert first == make_data(seed, 0, 1, count, 64)
+        buffers = [bytearray(64) for _ in range(count)]
+        wait_all(*[transport.recv(memoryview(buffer), 0, 3) for buffer in buffers])
+        assert buffers == [make_data(seed, 0, 1, n, 64) for n in range(count)]
     transport.close()
 
 
-def nothing_comes(name: str, seed: int) -> float:
-    """A wait ends at its limit, and the transfer goes on."""
-    transport, rank, _ = opened(name)
-    place = bytearray(8)
+def wait_times_out(name: str, seed: int) -> float:
+    """A wait ends at its timeout, and the transfer continues."""
+    transport, rank, _ = open_transport(name)
+    buffer = bytearray(8)
     took = 0.0
     if rank == 0:
-        transfer = transport.recv(memoryview(place), 1, 1)
+        transfer = transport.recv(memoryview(buffer), 1, 1)
         start = time.monotonic()
         assert not transfer.wait(0)
         assert not transfer.wait(0.2)
         took = time.monotonic() - start
-        done(transport.send(memoryview(bytearray(b"go on...")), 1, 2))
-        done(transfer)
-        assert place == b"here it "
+        wait_all(transport.send(memoryview(bytearray(b"go on...")), 1, 2))
+        wait_all(transfer)
+        assert buffer == b"here it "
     else:
-        done(transport.recv(memoryview(place), 0, 2))
-        done(transport.send(memoryview(bytearray(b"here it ")), 0, 1))
+        wait_all(transport.recv(memoryview(buffer), 0, 2))
+        wait_all(transport.send(memoryview(bytearray(b"here it ")), 0, 1))
     transport.close()
     return took
 
 
-def told_when_done(name: str, seed: int) -> None:
-    """`then` calls when a transfer has ended, well or not."""
-    transport, rank, _ = opened(name)
+def done_callbacks(name: str, seed: int) -> None:
+    """Done callbacks are called after a success and after a failure."""
+    transport, rank, _ = open_transport(name)
     import threading
 
     events = [threading.Event(), threading.Event()]
-    place = bytearray(4)
+    buffer = bytearray(4)
     if rank == 0:
-        first = transport.recv(memoryview(place), 1, 1)
-        first.then(events[0].set)
+        first = transport.recv(memoryview(buffer), 1, 1)
+        first.add_done_callback(events[0].set)
         assert events[0].wait(LIMIT)
         assert first.wait(0)
-        assert place == b"text"
-        never = transport.recv(memoryview(place), 1, 1)
-        never.then(events[1].set)
+        assert buffer == b"text"
+        never = transport.recv(memoryview(buffer), 1, 1)
+        never.add_done_callback(events[1].set)
         transport.abort()
         assert events[1].wait(LIMIT)
         with pytest.raises(TransportError):
             never.wait(0)
     else:
-        done(transport.send(memoryview(bytearray(b"text")), 0, 1))
+        wait_all(transport.send(memoryview(bytearray(b"text")), 0, 1))
         with pytest.raises(TransportError):
-            transport.recv(memoryview(place), 0, 5).wait(LIMIT)
+            transport.recv(memoryview(buffer), 0, 5).wait(LIMIT)
     transport.close()
 
 
-def aborted(name: str, seed: int) -> None:
-    """Who waits is woken, on the peer too; the transport carries nothing afterwards."""
-    transport, rank, _ = opened(name)
-    place = bytearray(8)
-    transfer = transport.recv(memoryview(place), 1 - rank, 1)
+def abort(name: str, seed: int) -> None:
+    """An abort fails pending transfers on both ranks, and all later ones."""
+    transport, rank, _ = open_transport(name)
+    buffer = bytearray(8)
+    transfer = transport.recv(memoryview(buffer), 1 - rank, 1)
     if rank == 0:
-        done(transport.recv(memoryview(bytearray(1)), 1, 2))
+        wait_all(transport.recv(memoryview(bytearray(1)), 1, 2))
         start = time.monotonic()
         transport.abort()
     else:
-        done(transport.send(memoryview(bytearray(b"x")), 0, 2))
+        wait_all(transport.send(memoryview(bytearray(b"x")), 0, 2))
         start = time.monotonic()
     with pytest.raises(TransportError):
         transfer.wait(LIMIT)
     assert time.monotonic() - start < 5
     with pytest.raises(TransportError):
-        done(
+        wait_all(
             transport.send(memoryview(bytearray(b"x")), 1 - rank, 3),
-            transport.recv(memoryview(place), 1 - rank, 4),
+            transport.recv(memoryview(buffer), 1 - rank, 4),
         )
     transport.close()
 
 
-def closed_after_sending(name: str, seed: int) -> None:
-    """What was sent arrives, though its sender has left."""
-    transport, rank, _ = opened(name)
+def close_after_send(name: str, seed: int) -> None:
+    """Data that were sent arrive even if their sender has left."""
+    transport, rank, _ = open_transport(name)
     size = 5_000_000
     if rank == 0:
-        done(transport.send(memoryview(text(seed, 0, 1, 0, size)), 1, 1))
+        wait_all(transport.send(memoryview(make_data(seed, 0, 1, 0, size)), 1, 1))
         transport.close()
     else:
-        place = bytearray(size)
-        done(transport.recv(memoryview(place), 0, 1))
-        assert place == text(seed, 0, 1, 0, size)
+        buffer = bytearray(size)
+        wait_all(transport.recv(memoryview(buffer), 0, 1))
+        assert buffer == make_data(seed, 0, 1, 0, size)
         transport.close()
 
 
@@ -168,10 +170,10 @@ CASES = (
     (2, all_pairs),
     (4, all_pairs),
     (2, in_order),
-    (2, nothing_comes),
-    (2, told_when_done),
-    (2, aborted),
-    (2, closed_after_sending),
+    (2, wait_times_out),
+    (2, done_callbacks),
+    (2, abort),
+    (2, close_after_send),
 )
 
 
@@ -188,15 +190,15 @@ def test_mpi(under_mpirun: MpiRanks, size: int, function: Callable[[str, int], o
     under_mpirun.run(size, function, "mpi", fresh_seed())
 
 
-def dies(name: str) -> str:
-    transport, rank, _ = opened(name)
+def peer_dies(name: str) -> str:
+    transport, rank, _ = open_transport(name)
     if rank == 1:
-        # A send that has ended needn't have left the process: an answer has.
-        done(transport.send(memoryview(bytearray(b"x")), 0, 1))
-        done(transport.recv(memoryview(bytearray(1)), 0, 1))
+        # A completed send may still be in this process. A reply shows that it has arrived.
+        wait_all(transport.send(memoryview(bytearray(b"x")), 0, 1))
+        wait_all(transport.recv(memoryview(bytearray(1)), 0, 1))
         os.kill(os.getpid(), signal.SIGKILL)
-    done(transport.recv(memoryview(bytearray(1)), 1, 1))
-    done(transport.send(memoryview(bytearray(b"y")), 1, 1))
+    wait_all(transport.recv(memoryview(bytearray(1)), 1, 1))
+    wait_all(transport.send(memoryview(bytearray(b"y")), 1, 1))
     with pytest.raises(TransportError) as caught:
         transport.recv(memoryview(bytearray(8)), 1, 2).wait(LIMIT)
     assert caught.value.peer == 1
@@ -204,39 +206,42 @@ def dies(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ("gloo", "relay"))
-def test_a_dead_peer(ranks: RankServer, name: str) -> None:
-    first, second = ranks.start(2, dies, name, timeout=None).join()
+def test_dead_peer(ranks: RankServer, name: str) -> None:
+    first, second = ranks.start(2, peer_dies, name, timeout=None).join()
     assert first.value
     assert second.code == -signal.SIGKILL
 
 
-def aborts_while_it_connects(late: int) -> bool:
-    """Of ranks 0 and 1 one is late in connecting; the other, connected with 2, aborts."""
-    transport, rank, _ = opened("gloo")
+def abort_while_peer_connects(late: int) -> bool:
+    """One of ranks 0 and 1 connects late; the other, which is connected with 2, aborts."""
+    transport, rank, _ = open_transport("gloo")
     assert isinstance(transport, GlooTransport)
     if rank != late:
         other = 2 if rank != 2 else 1 - late
-        place = memoryview(bytearray(1))
-        done(transport.send(memoryview(bytearray(b"x")), other, 1), transport.recv(place, other, 1))
+        buffer = memoryview(bytearray(1))
+        wait_all(
+            transport.send(memoryview(bytearray(b"x")), other, 1), transport.recv(buffer, other, 1)
+        )
     if rank == 2:
         transport._store.wait(["aborted"], timedelta(seconds=LIMIT))
         transport.close()
         return True
-    wanted, go_on, look = threading.Event(), threading.Event(), transport._await_peer
+    peer_ready, may_connect = threading.Event(), threading.Event()
+    original = transport._wait_for_peer
 
-    def await_peer(peer: int) -> bool:
-        found = look(peer)
-        wanted.set()
-        assert rank != late or go_on.wait(LIMIT)
-        return found
+    def wait_for_peer(peer: int) -> bool:
+        is_ready = original(peer)
+        peer_ready.set()
+        assert rank != late or may_connect.wait(LIMIT)
+        return is_ready
 
-    transport._await_peer = await_peer  # type: ignore[method-assign]
+    transport._wait_for_peer = wait_for_peer  # type: ignore[method-assign]
     transfer = transport.recv(memoryview(bytearray(1)), 1 - rank, 1)
-    assert wanted.wait(LIMIT)
+    assert peer_ready.wait(LIMIT)
     if rank == late:
         transport._store.wait(["aborting"], timedelta(seconds=LIMIT))
-        go_on.set()
-        assert transport._posts[1 - rank].settled.wait(LIMIT)
+        may_connect.set()
+        assert transport._connections[1 - rank].resolved.wait(LIMIT)
         transport._store.wait(["aborted"], timedelta(seconds=LIMIT))
         transport._store.set("connected", "")
     else:
@@ -251,17 +256,17 @@ def aborts_while_it_connects(late: int) -> bool:
     with pytest.raises(TransportError):
         transfer.wait(LIMIT)
     transport.close()
-    return rank == late or transport._posts[1 - rank].connected
+    return rank == late or transport._connections[1 - rank].is_connected
 
 
 @pytest.mark.parametrize("late", (0, 1))
-def test_gloo_aborts_no_connection_that_is_being_made(ranks: RankServer, late: int) -> None:
-    """Else Gloo would abort the process when it is made."""
-    assert ranks.run(3, aborts_while_it_connects, late, timeout=None) == [True] * 3
+def test_gloo_abort_waits_for_connections_in_progress(ranks: RankServer, late: int) -> None:
+    """Otherwise, Gloo would abort the process when the connection is made."""
+    assert ranks.run(3, abort_while_peer_connects, late, timeout=None) == [True] * 3
 
 
-def is_not_wanted() -> bool:
-    transport, rank, _ = opened("gloo")
+def peer_does_not_connect() -> bool:
+    transport, rank, _ = open_transport("gloo")
     assert isinstance(transport, GlooTransport)
     if rank == 1:
         transport._store.wait(["ended"], timedelta(seconds=LIMIT))
@@ -274,16 +279,16 @@ def is_not_wanted() -> bool:
         transfer.wait(LIMIT)
     transport._store.set("ended", "")
     transport.close()
-    return transport._posts[1].entered
+    return transport._connections[1].is_started
 
 
-def test_gloo_connects_with_no_peer_that_wants_nothing(ranks: RankServer) -> None:
-    """A connection that nobody answers could not be aborted safely."""
-    assert ranks.run(2, is_not_wanted, timeout=None) == [False, False]
+def test_gloo_does_not_connect_to_a_peer_without_transfers(ranks: RankServer) -> None:
+    """A connection attempt without an answer could not be aborted safely."""
+    assert ranks.run(2, peer_does_not_connect, timeout=None) == [False, False]
 
 
-def leaves_unconnected() -> str:
-    transport, rank, _ = opened("gloo")
+def leave_unconnected() -> str:
+    transport, rank, _ = open_transport("gloo")
     if rank == 1:
         transport.close()
         return ""
@@ -294,13 +299,13 @@ def leaves_unconnected() -> str:
     return str(caught.value)
 
 
-def test_gloo_knows_of_a_peer_that_left_unconnected(ranks: RankServer) -> None:
-    assert ranks.run(2, leaves_unconnected, timeout=None) == ["it has left", ""]
+def test_gloo_detects_a_peer_that_left_unconnected(ranks: RankServer) -> None:
+    assert ranks.run(2, leave_unconnected, timeout=None) == ["it has left", ""]
 
 
-def dies_unconnected(when: str) -> str:
+def die_unconnected(when: str) -> str:
     """Rank 1 dies before or while rank 0 waits for it."""
-    transport, rank, _ = opened("gloo")
+    transport, rank, _ = open_transport("gloo")
     assert isinstance(transport, GlooTransport)
     if rank == 1:
         transport._store.set("pid", str(os.getpid()))
@@ -312,7 +317,7 @@ def dies_unconnected(when: str) -> str:
         assert select.select([peer], [], [], LIMIT)[0]
     transfer = transport.recv(memoryview(bytearray(1)), 1, 1)
     if when == "while":
-        assert not transfer.wait(0.3)  # it lives, but wants nothing
+        assert not transfer.wait(0.3)  # the peer is alive, but has posted no transfer
         transport._store.set("die", "")
     with pytest.raises(TransportError) as caught:
         transfer.wait(LIMIT)
@@ -322,23 +327,23 @@ def dies_unconnected(when: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("when", "words"),
+    ("when", "message"),
     [("before", "Connection refused"), ("while", "Connection reset by peer")],
 )
-def test_gloo_knows_of_a_peer_that_died_unconnected(
-    ranks: RankServer, when: str, words: str
+def test_gloo_detects_a_peer_that_died_unconnected(
+    ranks: RankServer, when: str, message: str
 ) -> None:
-    survivor, victim = ranks.start(2, dies_unconnected, when, timeout=None).join()
-    assert survivor.value == words
+    survivor, victim = ranks.start(2, die_unconnected, when, timeout=None).join()
+    assert survivor.value == message
     assert victim.code == -signal.SIGKILL
 
 
-def no_such_transport() -> str:
+def unknown_name() -> str:
     store = dist.HashStore()  # type: ignore[attr-defined]
     with pytest.raises(ValueError, match="transport is 'carrier pigeon': expected") as caught:
         transports.open_transport("carrier pigeon", store, 0, 1, "127.0.0.1")
     return str(caught.value)
 
 
-def test_a_name_that_is_none(ranks: RankServer) -> None:
-    assert "gloo" in ranks.run(1, no_such_transport, timeout=None)[0]
+def test_unknown_name(ranks: RankServer) -> None:
+    assert "gloo" in ranks.run(1, unknown_name, timeout=None)[0]

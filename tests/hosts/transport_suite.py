@@ -1,7 +1,7 @@
-"""The conformance suite of transports as a job, for hosts that `phalanx run` joins.
+"""The conformance suite of transports as a job on several hosts, started by `phalanx run`.
 
-Every rank forks a process for each case, which is one rank of it; a case of two ranks is for the
-first ranks of two hosts. What they find each other by is the job's own store.
+Every rank forks a process for each case, which is one rank of the case. Cases of two ranks run on
+the first ranks of two hosts. The ranks exchange addresses through the job's store.
 
     phalanx run --nnodes 2 --nproc-per-node 2 ... tests/hosts/transport_suite.py TRANSPORT
 """
@@ -21,7 +21,7 @@ from phalanx.topology import local_address
 from tests.hosts import test_transports as suite
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-CASES = (*suite.CASES, (2, suite.dies))
+CASES = (*suite.CASES, (2, suite.peer_dies))
 
 
 def job_store(name: str) -> dist.Store:  # type: ignore[name-defined]
@@ -29,19 +29,19 @@ def job_store(name: str) -> dist.Store:  # type: ignore[name-defined]
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
-def in_a_case(transport: str, number: int, rank: int) -> None:
-    """What the forked process does; it ends here."""
+def run_case(transport: str, number: int, rank: int) -> None:
+    """Run a case in the forked process, and end the process."""
     size, case = CASES[number]
 
-    def opened(name: str) -> tuple[transports.Transport, int, int]:
+    def open_transport(name: str) -> tuple[transports.Transport, int, int]:
         address = local_address(tunnel_host())
         store = job_store(f"case-{number}")
         return transports.open_transport(name, store, rank, size, address), rank, size
 
-    suite.opened = opened  # type: ignore[assignment]
+    suite.open_transport = open_transport  # type: ignore[assignment]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size))
     try:
-        case(transport) if case is suite.dies else case(transport, 1234)  # type: ignore[call-arg]
+        case(transport) if case is suite.peer_dies else case(transport, 1234)  # type: ignore[call-arg]
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
@@ -56,12 +56,12 @@ def main() -> None:
             continue
         pid = os.fork()
         if pid == 0:
-            in_a_case(sys.argv[1], number, ranks.index(RANK))
+            run_case(sys.argv[1], number, ranks.index(RANK))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        dead = case is suite.dies and RANK != 0
-        if code != (-signal.SIGKILL if dead else 0):
+        is_victim = case is suite.peer_dies and RANK != 0
+        if code != (-signal.SIGKILL if is_victim else 0):
             sys.exit(f"{case.__name__} with {size} ranks: exit code {code} on rank {RANK}")
-        print(f"case {case.__name__} {size} is fine", flush=True)
+        print(f"case {case.__name__} {size} passed", flush=True)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def rank_1_gives_up(port: int) -> None:
     if os.environ["RANK"] == "0":
         wait_for(gave_up.exists)
     else:
-        with pytest.raises(CollectiveTimeout, match="rank 0 did not come"):
+        with pytest.raises(CollectiveTimeout, match="rank 0 did not arrive"):
             enter(port, seconds=0.2)
         gave_up.touch()
     enter(port)
@@ -118,13 +118,13 @@ def rank_1_gives_up(port: int) -> None:
 def rank_0_gives_up(port: int) -> None:
     gave_up, both = Path(os.environ["FOLDER"], "gave up"), Path(os.environ["FOLDER"], "both")
     if os.environ["RANK"] == "0":
-        with pytest.raises(CollectiveTimeout, match="rank 1 did not come"):
+        with pytest.raises(CollectiveTimeout, match="rank 1 did not arrive"):
             enter(port, seconds=0.2)
         gave_up.touch()
         wait_for(both.exists)
     else:
         wait_for(gave_up.exists)
-        with pytest.raises(CollectiveTimeout, match="rank 0 did not come"):
+        with pytest.raises(CollectiveTimeout, match="rank 0 did not arrive"):
             enter(port, seconds=0.2)  # the round that rank 0 has left
         both.touch()
     enter(port)

@@ -8,17 +8,17 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import UsageError
-from phalanx.topology import Place, local_address, own_address
-from phalanx.topology.rank_record import Probe
+from phalanx.topology import RankRecord, local_address, own_address
+from phalanx.topology.rank_record import MemoryProbe
 
 
 @pytest.fixture
-def here() -> Place:
-    with Probe() as probe:
-        return Place.of_this_process(2, "gloo", probe)
+def here() -> RankRecord:
+    with MemoryProbe() as probe:
+        return RankRecord.for_current_process(2, "gloo", probe)
 
 
-def test_address_towards_the_store(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_towards_the_store(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     assert own_address(dist.PrefixStore("a", store), [here, here]) == "127.0.0.1"  # type: ignore[attr-defined]
@@ -26,13 +26,13 @@ def test_address_towards_the_store(here: Place, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("given", ("lo", "127.0.0.1"))
-def test_named_interface(here: Place, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_interface(here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     assert own_address(dist.HashStore(), [here]) == "127.0.0.1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("given", ("eth77", "192.0.2.1"))
-def test_unknown_interface(here: Place, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_interface(here: RankRecord, given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PHALANX_INTERFACE", given)
     with pytest.raises(UsageError, match=f"PHALANX_INTERFACE='{given}'.*it has lo \\(127.0.0.1"):
         own_address(dist.HashStore(), [here])  # type: ignore[attr-defined]
@@ -57,8 +57,10 @@ def test_invalid_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_address("a..b") == ""
 
 
-def test_loopback_with_other_machines(here: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loopback_with_other_machines(here: RankRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PHALANX_INTERFACE", raising=False)
     elsewhere = here._replace(network="another")
-    with pytest.raises(UsageError, match=r"can't reach this one at 127.0.0.1.*PHALANX_INTERFACE"):
+    with pytest.raises(
+        UsageError, match=r"cannot reach this machine at 127.0.0.1.*PHALANX_INTERFACE"
+    ):
         own_address(dist.HashStore(), [here, elsewhere])  # type: ignore[attr-defined]

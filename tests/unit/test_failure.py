@@ -25,7 +25,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.hierarchical.group_failure import Told
+from phalanx.hierarchical.group_failure import GroupFailure
 
 
 @dataclass
@@ -377,20 +377,22 @@ def test_failure_of_several_hosts_has_one_kind_on_all_ranks(code: str, kept: str
     """This includes ranks that cannot reach the store, and learn it from their host's group."""
     group: Any = Group()
     words = FailureFormatter(lambda: group)
-    why = words.reason(Told(code, "rank 3 waited for rank 0", 3, 0))
+    why = words.abort_reason(GroupFailure(code, "rank 3 waited for rank 0", 3, 0))
     group.recorders[3] = recorder_content(
         groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}]
     )
-    assert words.explained(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
+    assert words.explain(Status("aborted", reporter=3), 7.5) == (kept, "rank 3 waited for rank 0")
 
 
 def test_abort_of_several_hosts() -> None:
     group: Any = Group()
     words = FailureFormatter(lambda: group)
-    why = words.reason(Told("aborted", "the group was aborted by rank 0: loss is NaN", 0))
+    why = words.abort_reason(
+        GroupFailure("aborted", "the group was aborted by rank 0: loss is NaN", 0)
+    )
     group.recorders[3] = recorder_content(
         groups=[{"identity": 77, "name": "0", "left_at": "", "why": why}]
     )
-    code, text = words.explained(Status("aborted", reporter=3), 7.5)
+    code, text = words.explain(Status("aborted", reporter=3), 7.5)
     assert code == "aborted"
     assert text.endswith(why)

@@ -1,4 +1,4 @@
-"""Who shares a host, and what follows from it."""
+"""The layout of ranks on hosts: derivation, rails, watched counterparts, and memory probes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.hierarchical.failure_detector import counterparts
-from phalanx.topology.layout import Layout, sorted_into_hosts
-from phalanx.topology.rank_record import Place, Probe
+from phalanx.topology.layout import Layout, group_by_host
+from phalanx.topology.rank_record import MemoryProbe, RankRecord
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
 def test_ranks_that_can_open_each_other_share_a_host(hosts: list[int]) -> None:
     opened = {
-        rank: {other for other, its in enumerate(hosts) if its == host}
+        rank: {other for other, other_host in enumerate(hosts) if other_host == host}
         for rank, host in enumerate(hosts)
     }
-    layouts = [sorted_into_hosts(rank, opened) for rank in opened]
+    layouts = [group_by_host(rank, opened) for rank in opened]
     assert len({layout.hosts for layout in layouts}) == 1
     for layout in layouts:
         assert {hosts[rank] for rank in layout.ranks} == {hosts[layout.rank]}
@@ -29,21 +29,21 @@ def test_ranks_that_can_open_each_other_share_a_host(hosts: list[int]) -> None:
         assert layout.ranks[layout.local_rank] == layout.rank
         assert [ranks[0] for ranks in layout.hosts] == sorted(layout.leaders)
         assert layout.size == len(hosts)
-        assert layout.even == (len({hosts.count(host) for host in hosts}) == 1)
+        assert layout.is_even == (len({hosts.count(host) for host in hosts}) == 1)
 
 
-def test_what_one_can_open_and_the_other_cannot_is_not_shared() -> None:
-    """As a rank of root, and one of somebody else."""
+def test_one_sided_access_is_not_sharing() -> None:
+    """For example, rank 0 runs as root and rank 1 as another user."""
     opened = {0: {0, 1, 2}, 1: {1}, 2: {0, 2}}
-    assert sorted_into_hosts(0, opened).hosts == ((0, 2), (1,))
+    assert group_by_host(0, opened).hosts == ((0, 2), (1,))
 
 
 def test_rails() -> None:
     layout = Layout(3, ((0, 2), (1, 3), (4, 5)))
-    assert (layout.host, layout.local_rank, layout.even) == (1, 1, True)
+    assert (layout.host, layout.local_rank, layout.is_even) == (1, 1, True)
     assert layout.rail == (2, 3, 5)
     assert layout.leaders == (0, 1, 4)
-    assert not Layout(0, ((0, 1), (2,))).even
+    assert not Layout(0, ((0, 1), (2,))).is_even
 
 
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5))
@@ -52,36 +52,40 @@ def test_every_rank_is_watched_from_each_neighbouring_host(sizes: list[int]) -> 
     hosts = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
     watches = {rank: counterparts(Layout(rank, hosts)) for rank in range(ends[-1])}
     for rank, peers in watches.items():
-        assert all(rank in watches[peer] for peer in peers), "it is mutual"
+        assert all(rank in watches[peer] for peer in peers), "watching must be mutual"
         host = Layout(rank, hosts).host
-        seen_from = {Layout(peer, hosts).host for peer in peers}
-        assert seen_from == {(host + 1) % len(hosts), (host - 1) % len(hosts)}
+        watching_hosts = {Layout(peer, hosts).host for peer in peers}
+        assert watching_hosts == {(host + 1) % len(hosts), (host - 1) % len(hosts)}
 
 
-def test_a_probe_is_found_by_its_nonce() -> None:
-    with Probe() as probe, Probe() as other:
-        place = Place.of_this_process(2, "gloo", probe)
-        assert Place.parse(place.text) == place
-        assert place.opens()
-        wrong = Place.parse(Place.of_this_process(2, "gloo", other).text)
-        assert not wrong._replace(nonce=probe.nonce).opens()
-        assert not place._replace(pid=2**22 - 1).opens()
-    assert not place.opens()
+def test_probe_is_identified_by_its_nonce() -> None:
+    with MemoryProbe() as probe, MemoryProbe() as other:
+        record = RankRecord.for_current_process(2, "gloo", probe)
+        assert RankRecord.parse(record.text) == record
+        assert record.probe_is_accessible()
+        other_record = RankRecord.parse(RankRecord.for_current_process(2, "gloo", other).text)
+        assert not other_record._replace(nonce=probe.nonce).probe_is_accessible()
+        assert not record._replace(pid=2**22 - 1).probe_is_accessible()
+    assert not record.probe_is_accessible()
 
 
-def test_other_processes_can_open_a_probe() -> None:
-    with Probe() as probe:
-        place = Place.of_this_process(2, "gloo", probe)
-        code = f"from phalanx.topology.rank_record import Place; print(Place.parse({place.text!r}).opens())"
-        ended = subprocess.run(
+def test_probe_is_accessible_from_another_process() -> None:
+    with MemoryProbe() as probe:
+        record = RankRecord.for_current_process(2, "gloo", probe)
+        code = (
+            "from phalanx.topology.rank_record import RankRecord; "
+            f"print(RankRecord.parse({record.text!r}).probe_is_accessible())"
+        )
+        result = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
         )
-    assert ended.stdout == "True\n", ended.stderr
+    assert result.stdout == "True\n", result.stderr
 
 
 @pytest.mark.parametrize("variable", ("one", ""))
-def test_the_host_that_a_variable_names(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Probe() as probe:
-        before = Place.of_this_process(2, "gloo", probe).machine
+def test_host_id_variable(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with MemoryProbe() as probe:
+        before = RankRecord.for_current_process(2, "gloo", probe).machine
         monkeypatch.setenv("PHALANX_HOST_ID", variable)
-        assert (Place.of_this_process(2, "gloo", probe).machine == before) == (not variable)
+        after = RankRecord.for_current_process(2, "gloo", probe).machine
+        assert (after == before) == (not variable)

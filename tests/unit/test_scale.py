@@ -1,4 +1,4 @@
-"""The simulation of docs/design/scale.md: where it must agree with arithmetic, it does."""
+"""The simulation of docs/design/scale.md, in the cases that arithmetic can check."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import pytest
 
 from benchmarks import scale
 
-FREE = scale.Costs(latency=0.0, rate=1e9, step=0.0, copying=float("inf"))
+NO_COSTS = scale.Costs(latency=0.0, rate=1e9, step=0.0, rank_bandwidth=float("inf"))
 
 
 @pytest.mark.parametrize("hosts", (2, 3, 8))
-def test_one_chunk_without_memory_is_the_formula(hosts: int) -> None:
-    costs = replace(FREE, latency=1e-3)
-    said = scale.simulate(costs, hosts, 2, scale.CHUNK)
-    assert said == pytest.approx(scale.formula(costs, hosts, scale.CHUNK))
+def test_one_chunk_without_memory_costs_matches_the_formula(hosts: int) -> None:
+    costs = replace(NO_COSTS, latency=1e-3)
+    simulated = scale.simulate(costs, hosts, 2, scale.CHUNK)
+    assert simulated == pytest.approx(scale.formula(costs, hosts, scale.CHUNK))
 
 
-@pytest.mark.parametrize("plan", (scale.NOW, scale.Plan("halving")))
+@pytest.mark.parametrize("plan", (scale.CURRENT, scale.Plan("halving")))
 @pytest.mark.parametrize("hosts", (2, 8, 64))
-def test_no_bytes_more_than_the_least_cross_the_link(hosts: int, plan: scale.Plan) -> None:
+def test_link_carries_the_minimum_of_bytes(hosts: int, plan: scale.Plan) -> None:
     size = 10.5 * scale.CHUNK
-    least = 2 * (hosts - 1) / hosts * size / FREE.rate
-    assert scale.simulate(FREE, hosts, 2, size, plan) == pytest.approx(least)
+    least = 2 * (hosts - 1) / hosts * size / NO_COSTS.rate
+    assert scale.simulate(NO_COSTS, hosts, 2, size, plan) == pytest.approx(least)
 
 
-def test_chunks_hide_the_latency_of_one_another() -> None:
-    costs = replace(FREE, latency=1e-3)
+def test_chunks_hide_latency() -> None:
+    costs = replace(NO_COSTS, latency=1e-3)
     size = 16 * scale.CHUNK
     alone = 16 * scale.simulate(costs, 4, 2, scale.CHUNK)
-    assert scale.formula(FREE, 4, size) < scale.simulate(costs, 4, 2, size) < 0.9 * alone
+    assert scale.formula(NO_COSTS, 4, size) < scale.simulate(costs, 4, 2, size) < 0.9 * alone
 
 
-def test_costs_that_were_simulated_are_found_again(tmp_path: Path) -> None:
-    costs = replace(FREE, rate=scale.MEASURED_RATE, step=4e-4, copying=2e9)
+def test_fit_recovers_simulated_costs(tmp_path: Path) -> None:
+    costs = replace(NO_COSTS, rate=scale.MEASURED_RATE, step=4e-4, rank_bandwidth=2e9)
     paths = []
     for hosts in (2, 3):
         results = []
@@ -45,6 +45,6 @@ def test_costs_that_were_simulated_are_found_again(tmp_path: Path) -> None:
             results.append({"bytes": size, "seconds": {"phalanx": [seconds]}})
         paths.append(tmp_path / f"{hosts}.json")
         paths[-1].write_text(json.dumps({"hosts": hosts, "results": results}))
-    found = scale.fit(scale.read(paths), scale.MEASURED_RATE)
-    assert found.step == pytest.approx(costs.step, rel=0.2)
-    assert found.copying == pytest.approx(costs.copying, rel=0.2)
+    fitted = scale.fit(scale.read_measurements(paths), scale.MEASURED_RATE)
+    assert fitted.step == pytest.approx(costs.step, rel=0.2)
+    assert fitted.rank_bandwidth == pytest.approx(costs.rank_bandwidth, rel=0.2)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import _native
-from phalanx.topology.store_rendezvous import Meeting, key
+from phalanx.topology.store_rendezvous import StoreRendezvous, key
 
 
 class CountingStore:
@@ -31,8 +31,8 @@ def test_first_missing_rank(data: st.DataObject) -> None:
     known = data.draw(st.integers(0, min(absent, default=size)))
     store = CountingStore({key("rank", rank) for rank in range(size) if rank not in absent})
     joining = _native.Joining("", 0, size, "")
-    meeting = Meeting(store, 0, size, time.monotonic(), 1.0, joining, None)  # type: ignore[arg-type]
+    rendezvous = StoreRendezvous(store, 0, size, time.monotonic(), 1.0, joining, None)  # type: ignore[arg-type]
     keys = [key("rank", rank) for rank in range(size)]
-    assert meeting._first_missing(keys, known) == min(absent, default=size)
+    assert rendezvous._first_missing(keys, known) == min(absent, default=size)
     assert store.times <= 2 * size.bit_length() + 1
     joining.end("ok")

@@ -98,7 +98,7 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
     if own_recorder is None or _has_other_threads(own_recorder):
         return
     # In a group of several hosts the status has the reason, on one host the reporter's recorder.
-    reason = getattr(status, "words", "") or peer_state.abort_reason(broken, status.reporter)
+    reason = getattr(status, "message", "") or peer_state.abort_reason(broken, status.reporter)
     recorders: dict[int, Record | None] = {}
     for group in groups:
         peer = None if group.broken() else _find_waiting_peer(own_recorder, group, recorders)

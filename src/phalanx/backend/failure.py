@@ -24,7 +24,7 @@ from phalanx.system.signals import signal_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.hierarchical.group_failure import Told
+    from phalanx.hierarchical.group_failure import GroupFailure
 
 
 _MAX_DESCRIBED_RANKS = 8
@@ -60,7 +60,7 @@ class FailureFormatter:
     def __init__(self, group: Callable[[], _native.Group]) -> None:
         self._group = group
 
-    def explained(self, status: Any, timeout: float) -> tuple[str, str]:
+    def explain(self, status: Any, timeout: float) -> tuple[str, str]:
         """Return the kind of the failure, as a native code, and the text of its error."""
         group = self._group()
         if status.code == "aborted":
@@ -69,22 +69,26 @@ class FailureFormatter:
                 return _FORWARDED_CODES[name], text
         return status.code, _describe_status(status, group, timeout)[1]
 
-    def reason(self, told: Told) -> str:
-        """Return the reason with which to abort this host's group, as `explained` interprets it."""
-        kind = _ERROR_CLASSES.get(told.code, PhalanxError)
-        return f"{kind.__name__}: {told.words}" if kind.__name__ in _FORWARDED_CODES else told.words
+    def abort_reason(self, failure: GroupFailure) -> str:
+        """Return the reason with which to abort this host's group, as `explain` interprets it."""
+        kind = _ERROR_CLASSES.get(failure.code, PhalanxError)
+        return (
+            f"{kind.__name__}: {failure.message}"
+            if kind.__name__ in _FORWARDED_CODES
+            else failure.message
+        )
 
-    def operation(self, fingerprint: Any, site: str) -> str:
+    def format_operation(self, fingerprint: Any, site: str) -> str:
         """Return the text for an operation and its call site."""
-        return _format_operation(fingerprint) + self.ending(site)
+        return _format_operation(fingerprint) + self.format_site(site)
 
-    def ending(self, site: str) -> str:
+    def format_site(self, site: str) -> str:
         """Return text such as " at train.py:77", or "" without a call site."""
         return f" at {escape(short_site(site))}" if site else ""
 
 
 def status_error(
-    status: _native.Status | Told,
+    status: _native.Status | GroupFailure,
     group: _native.Group,
     rank_label: str,
     operation: str,
@@ -99,7 +103,7 @@ def status_error(
         operation: The operation of this rank with its call site, as text.
         timeout: The timeout of this operation in seconds.
     """
-    reported = getattr(status, "words", None)
+    reported = getattr(status, "message", None)
     if reported is None:
         error_class, text = _describe_status(status, group, timeout)  # type: ignore[arg-type]
     else:  # the text comes from a rank of this host or of another one

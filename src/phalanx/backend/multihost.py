@@ -10,7 +10,7 @@ import torch.distributed as dist
 from phalanx import topology, transports
 from phalanx.backend.failure import FailureFormatter
 from phalanx.errors import PhalanxError, UsageError
-from phalanx.hierarchical import HostsGroup
+from phalanx.hierarchical import HierarchicalGroup
 from phalanx.system.polling import attempts
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ _COUNT, _OPEN = "phalanx/transports", "phalanx/open"
 def form_multihost_group(
     local: Any,
     layout: topology.Layout,
-    rank_records: list[topology.Place],
+    rank_records: list[topology.RankRecord],
     store: Any,
     transport: str,
     timeout: timedelta,
@@ -43,7 +43,7 @@ def form_multihost_group(
     except BaseException:
         local.close()
         raise
-    group: Any = HostsGroup(
+    group: Any = HierarchicalGroup(
         local, layout, rank_records, store, opened, FailureFormatter(lambda: group)
     )
     return group
@@ -51,7 +51,7 @@ def form_multihost_group(
 
 def _open_transport(
     layout: topology.Layout,
-    rank_records: list[topology.Place],
+    rank_records: list[topology.RankRecord],
     store: Any,
     transport: str,
     timeout: timedelta,

@@ -4,6 +4,6 @@ import torch
 
 from phalanx import _native
 
-__all__ = ["BYTES"]
+__all__ = ["ELEMENT_SIZES"]
 
-BYTES = {number: getattr(torch, name).itemsize for name, number in _native.DTYPES.items()}
+ELEMENT_SIZES = {number: getattr(torch, name).itemsize for name, number in _native.DTYPES.items()}

@@ -10,7 +10,7 @@ import torch
 
 from phalanx import _native
 from phalanx.hierarchical import tags
-from phalanx.hierarchical.transfers import Links, Posted, bytes_at
+from phalanx.hierarchical.transfers import OperationTransfers, PostedTransfer, bytes_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -18,19 +18,28 @@ if TYPE_CHECKING:
     from phalanx.topology import Layout
     from phalanx.transports import Transport
 
-__all__ = ["CHUNK_BYTES", "Chunk", "Elements", "Refused", "Run", "Scratch", "chunks", "pipelined"]
+__all__ = [
+    "CHUNK_BYTES",
+    "Chunk",
+    "Elements",
+    "NativeFailure",
+    "Operation",
+    "Scratch",
+    "run_pipeline",
+    "split_chunks",
+]
 
 CHUNK_BYTES = 4 * 2**20
-"""Bytes of one chunk of an operation, all ranks of a host together."""
-_WINDOW = 4
-"""Number of chunks in flight, so that the network never waits for memory."""
+"""The bytes of one chunk of an operation, all ranks of a host together."""
+_CHUNKS_IN_FLIGHT = 4
+"""The number of chunks in flight, so that the network never waits for memory."""
 
 _SUM = _native.REDUCE_OPS["sum"]
 _AVG = _native.REDUCE_OPS["avg"]
 
 
-class Refused(Exception):  # noqa: N818 - ends an operation early; not yet an error
-    """A step in memory has failed."""
+class NativeFailure(Exception):  # noqa: N818 - ends an operation early; not yet an error
+    """An operation of the native group has failed."""
 
     def __init__(self, status: _native.Status) -> None:
         super().__init__(status.code)
@@ -43,7 +52,7 @@ class Scratch(int):
     _memory: torch.Tensor
 
     @classmethod
-    def of(cls, size: int) -> Scratch:
+    def allocate(cls, size: int) -> Scratch:
         """Allocate `size` bytes, uninitialized."""
         memory = torch.empty(max(1, size), dtype=torch.uint8)
         address = cls(memory.data_ptr())
@@ -65,7 +74,7 @@ class Elements(NamedTuple):
     """World size of the group, the divisor of an average."""
 
     @property
-    def partial(self) -> int:
+    def partial_op(self) -> int:
         """The operator of all steps but the last."""
         return _SUM if self.op == _AVG else self.op
 
@@ -78,11 +87,11 @@ class Elements(NamedTuple):
             count: The number of elements of each buffer.
             last: Whether this is the last step, which divides an average.
         """
-        op = self.op if last else self.partial
+        op = self.op if last else self.partial_op
         _native.reduce(output, sources, count, self.dtype, op, float(self.ranks))
 
 
-class Run(Links):
+class Operation(OperationTransfers):
     """An operation composed of steps in memory and between hosts.
 
     Args:
@@ -90,7 +99,7 @@ class Run(Links):
         native: The native group of this host.
         transport: The transport that carries bytes between hosts.
         deadline: The deadline, in seconds on the monotonic clock.
-        looking: See `Links`.
+        create_failure_check: See `OperationTransfers`.
     """
 
     def __init__(
@@ -99,12 +108,12 @@ class Run(Links):
         native: _native.Group,
         transport: Transport,
         deadline: float,
-        looking: Callable[[], Callable[[], None]],
+        create_failure_check: Callable[[], Callable[[], None]],
     ) -> None:
-        super().__init__(native, transport, deadline, looking)
+        super().__init__(native, transport, deadline, create_failure_check)
         self.layout = layout
 
-    def local(self, name: str, *arguments: object, extra: float = 0.0) -> None:
+    def run_local(self, name: str, *arguments: object, extra: float = 0.0) -> None:
         """Run an operation of this host's native group.
 
         Args:
@@ -113,17 +122,17 @@ class Run(Links):
             extra: Seconds by which the operation may exceed the deadline.
 
         Raises:
-            Refused: The operation has failed.
+            NativeFailure: The operation has failed.
         """
         status = getattr(self._native, name)(*arguments, self.remaining + extra)
         if status is not None:
-            raise Refused(status)
+            raise NativeFailure(status)
 
-    def give(self, address: int, size: int, peer: int, tag: int = 0) -> list[Posted]:
+    def post_send(self, address: int, size: int, peer: int, tag: int = 0) -> list[PostedTransfer]:
         """Post a send of memory to a rank; post nothing if the size is 0."""
         return [self.send(bytes_at(address, size), peer, tag)] if size else []
 
-    def take(self, address: int, size: int, peer: int, tag: int = 0) -> list[Posted]:
+    def post_recv(self, address: int, size: int, peer: int, tag: int = 0) -> list[PostedTransfer]:
         """Post a receive into memory from a rank; post nothing if the size is 0."""
         return [self.recv(bytes_at(address, size), peer, tag)] if size else []
 
@@ -135,35 +144,40 @@ class Chunk:
     begin: int
     count: int
     tag: int
-    """Tag of the chunk's transfers, so that those of other chunks may overtake them."""
+    """The tag of the chunk's transfers, by which transfers of other chunks may overtake them."""
 
 
-def chunks(count: int, most: int) -> Iterator[Chunk]:
-    """Split `count` elements into chunks of at most `most`; yield one empty chunk for none."""
-    most = max(1, most)
-    for number in range(max(1, -(-count // most))):
-        begin = number * most
-        yield Chunk(begin, min(most, count - begin), tags.of_chunk(number))
+def split_chunks(count: int, max_count: int) -> Iterator[Chunk]:
+    """Split `count` elements into chunks of at most `max_count`; yield one empty chunk for none."""
+    max_count = max(1, max_count)
+    for number in range(max(1, -(-count // max_count))):
+        begin = number * max_count
+        yield Chunk(begin, min(max_count, count - begin), tags.chunk_tag(number))
 
 
-def pipelined(run: Run, steps: Iterable[Generator[list[Posted], None, None]]) -> None:
+def run_pipeline(
+    operation: Operation, steps: Iterable[Generator[list[PostedTransfer], None, None]]
+) -> None:
     """Run the steps of all chunks, several chunks at a time.
 
-    The steps of a chunk are a generator that yields the transfers that must end before it resumes.
+    The steps of a chunk are a generator that yields the transfers that must complete before it
+    resumes.
 
     Each round runs the next step of every chunk in flight, the oldest first. All ranks of a host
     therefore reach their steps in memory in the same order, regardless of the network.
     """
     source = iter(steps)
-    active: deque[tuple[Generator[list[Posted], None, None], list[Posted]]] = deque()
+    active: deque[tuple[Generator[list[PostedTransfer], None, None], list[PostedTransfer]]] = (
+        deque()
+    )
     while True:
-        if len(active) < _WINDOW and (new := next(source, None)) is not None:
+        if len(active) < _CHUNKS_IN_FLIGHT and (new := next(source, None)) is not None:
             active.append((new, []))
         if not active:
             return
         for _ in range(len(active)):
-            step, awaited = active.popleft()
-            run.wait(*awaited)
-            following = next(step, None)
-            if following is not None:
-                active.append((step, following))
+            step, transfers = active.popleft()
+            operation.wait(*transfers)
+            next_transfers = next(step, None)
+            if next_transfers is not None:
+                active.append((step, next_transfers))

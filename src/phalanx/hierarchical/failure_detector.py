@@ -3,7 +3,7 @@
 Each rank posts a receive of one byte from its counterparts on the next and the previous host. The
 byte is never sent, so the receive ends only when the connection is closed. The rank that detects
 this breaks the group of its host. The failure thereby reaches every host, even ranks that wait in
-memory for a rank that itself waits for another.
+memory for a rank that itself waits for another rank.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.hierarchical import tags
-from phalanx.hierarchical.transfers import Gone
+from phalanx.hierarchical.transfers import ConnectionLost
 from phalanx.transports import TransportError
 
 if TYPE_CHECKING:
-    from phalanx.hierarchical.failure_propagation import Failing
+    from phalanx.hierarchical.failure_propagation import FailurePropagator
     from phalanx.topology import Layout
     from phalanx.transports import Transfer, Transport
 
-__all__ = ["counterparts", "watch"]
+__all__ = ["counterparts", "watch_counterparts"]
 
 
-def watch(layout: Layout, transport: Transport, failing: Failing) -> None:
-    """Break the group when a counterpart of this rank ends without having left the group."""
+def watch_counterparts(layout: Layout, transport: Transport, propagator: FailurePropagator) -> None:
+    """Break the group if a counterpart of this rank ends without having left the group."""
     for peer in counterparts(layout):
-        _await(peer, transport, failing)
+        _watch_peer(peer, transport, propagator)
 
 
 def counterparts(layout: Layout) -> list[int]:
@@ -44,16 +44,16 @@ def counterparts(layout: Layout) -> list[int]:
     return sorted(peers)
 
 
-def _await(peer: int, transport: Transport, failing: Failing) -> None:
-    def ended() -> None:
+def _watch_peer(peer: int, transport: Transport, propagator: FailurePropagator) -> None:
+    def handle_end() -> None:
         try:
             transfer.wait(0)
         except TransportError as error:
-            failing.lost(Gone(peer, error))
+            propagator.handle_connection_lost(ConnectionLost(peer, error))
 
     try:
-        transfer: Transfer = transport.recv(memoryview(bytearray(1)), peer, tags.WATCH)
+        transfer: Transfer = transport.recv(memoryview(bytearray(1)), peer, tags.LIVENESS)
     except TransportError as error:
-        failing.lost(Gone(peer, error))
+        propagator.handle_connection_lost(ConnectionLost(peer, error))
     else:
-        transfer.then(ended)
+        transfer.add_done_callback(handle_end)

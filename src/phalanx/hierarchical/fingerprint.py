@@ -27,7 +27,7 @@ class Fingerprint:
     root: int
 
     @classmethod
-    def of(cls, native: _native.Fingerprint, ranks: tuple[int, ...]) -> Fingerprint:
+    def from_native(cls, native: _native.Fingerprint, ranks: tuple[int, ...]) -> Fingerprint:
         """Convert a native fingerprint.
 
         Args:
@@ -47,23 +47,23 @@ class Header:
     fingerprint: Fingerprint
     site: str
     number: int = 0
-    """The number of messages that the sender has sent to the receiver before; for messages only."""
+    """For messages, the number of earlier messages from the sender to the receiver."""
 
     SIZE = _LAYOUT.size
 
     def pack(self) -> bytearray:
         """Return the header in `SIZE` bytes."""
-        its = self.fingerprint
+        fingerprint = self.fingerprint
         return bytearray(
             _LAYOUT.pack(
                 self.number,
-                its.sequence,
-                its.count,
-                its.root,
-                its.dtype,
-                its.op,
+                fingerprint.sequence,
+                fingerprint.count,
+                fingerprint.root,
+                fingerprint.dtype,
+                fingerprint.op,
                 0,
-                its.kind.encode(),
+                fingerprint.kind.encode(),
                 # The end of a long path is more informative than its beginning.
                 self.site.encode(errors="replace")[-_SITE_BYTES:],
             )

@@ -1,4 +1,4 @@
-"""Replacement of a native group for the backend if ranks are on several hosts."""
+"""The group that replaces a native group in the backend if ranks are on several hosts."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
 from phalanx.hierarchical import data_movement, reductions
-from phalanx.hierarchical.element_sizes import BYTES
-from phalanx.hierarchical.execution import Elements, Refused, Run
-from phalanx.hierarchical.failure_detector import watch
-from phalanx.hierarchical.failure_propagation import Failing
+from phalanx.hierarchical.element_sizes import ELEMENT_SIZES
+from phalanx.hierarchical.execution import Elements, NativeFailure, Operation
+from phalanx.hierarchical.failure_detector import watch_counterparts
+from phalanx.hierarchical.failure_propagation import FailurePropagator
 from phalanx.hierarchical.fingerprint import Fingerprint, Header
-from phalanx.hierarchical.group_failure import Story, Told
-from phalanx.hierarchical.messages import HostsMessages
-from phalanx.hierarchical.transfers import Broken, Gone, Late
+from phalanx.hierarchical.group_failure import GroupFailure, SharedGroupState
+from phalanx.hierarchical.messages import PointToPointGroup
+from phalanx.hierarchical.transfers import ConnectionLost, DeadlineExceeded, GroupBroken
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 
@@ -25,54 +25,53 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-    from phalanx.hierarchical.failure_propagation import Words
-    from phalanx.topology import Layout, Place
+    from phalanx.hierarchical.failure_propagation import Formatter
+    from phalanx.topology import Layout, RankRecord
     from phalanx.transports import Transport
 
-    Answer = Told | None
 
-_MOST_WORDS = 640
-_LEADER_FIRST = 1.0
-"""Extra seconds that the ranks of a host give their leader to report why it is late."""
+_MAX_EXCEPTION_CHARACTERS = 640
+_LEADER_GRACE = 1.0
+"""Extra seconds that the ranks of a host give their leader to report the rank it waits for."""
 
-__all__ = ["HostsGroup"]
+__all__ = ["HierarchicalGroup"]
 
 _UINT8 = _native.DTYPES["uint8"]
 
 
-class HostsGroup(HostsMessages):
+class HierarchicalGroup(PointToPointGroup):
     """A rank's view of a group that spans hosts, with the methods of `_native.Group`.
 
     All ranks in arguments and results are ranks of the whole group. An operation that fails
-    returns a `Told`, the same on all ranks, and the group is then broken.
+    returns a `GroupFailure`, the same on all ranks, and the group is then broken.
 
     Args:
         native: The native group of this host.
         layout: The ranks of the group by host.
-        places: The host and process of each rank of the group.
+        records: The host and process of each rank of the group.
         store: The group's store.
         transport: This rank's end of the transport that carries bytes between hosts.
-        words: The backend's wording of failures and operations.
+        formatter: The texts of failures and operations.
     """
 
     def __init__(
         self,
         native: _native.Group,
         layout: Layout,
-        places: list[Place],
+        records: list[RankRecord],
         store: Store,
         transport: Transport,
-        words: Words,
+        formatter: Formatter,
     ) -> None:
-        native.set_names(layout.ranks, places[0].nonce)
-        story = Story(store)
-        failing = Failing(native, layout, places, story, transport, words)
-        super().__init__(native, layout, failing, transport)
-        self._places = places
-        self._story = story
-        self._words = words
-        self._turn = threading.Lock()
-        self._watching = False
+        native.set_names(layout.ranks, records[0].nonce)
+        shared_state = SharedGroupState(store)
+        propagator = FailurePropagator(native, layout, records, shared_state, transport, formatter)
+        super().__init__(native, layout, propagator, transport)
+        self._records = records
+        self._shared_state = shared_state
+        self._formatter = formatter
+        self._collective_lock = threading.Lock()
+        self._is_watching = False
 
     # Members and state.
 
@@ -90,25 +89,25 @@ class HostsGroup(HostsMessages):
 
     @property
     def identity(self) -> int:
-        return self._places[0].nonce  # the same on all hosts
+        return self._records[0].nonce  # the same on all hosts
 
     def pid(self, rank: int) -> int:
-        return self._places[rank].pid
+        return self._records[rank].pid
 
     def host(self, rank: int) -> str:
         """Return the display name of a rank's host; empty for this rank's host."""
-        return "" if rank in self._layout.ranks else self._places[rank].host
+        return "" if rank in self._layout.ranks else self._records[rank].host
 
     def wait_status(self, rank: int) -> int | None:
-        local = self._local(rank)
+        local = self._local_rank(rank)
         return None if local is None else self._native.wait_status(local)
 
     def failing(self, rank: int) -> bool:
-        local = self._local(rank)
+        local = self._local_rank(rank)
         return local is not None and self._native.failing(local)
 
     def flight_recorder(self, rank: int, history: int) -> dict[str, Any] | None:
-        local = self._local(rank)
+        local = self._local_rank(rank)
         return None if local is None else self._native.flight_recorder(local, history)
 
     def awaited(self) -> bool:
@@ -120,53 +119,57 @@ class HostsGroup(HostsMessages):
 
         Returns none if `rank` is on another host.
         """
-        local = self._local(rank)
+        local = self._local_rank(rank)
         late = [] if local is None else self._native.behind(local)
         return [self._layout.ranks[other] for other in late]
 
-    def broken(self) -> Answer:
-        if self._failing.told is None:
+    def broken(self) -> GroupFailure | None:
+        if self._propagator.failure is None:
             try:
                 status = self._native.broken()
             except ValueError:  # closed
-                return Told("left", f"rank {self.rank} has left the group", self.rank, self.rank)
+                return GroupFailure(
+                    "left", f"rank {self.rank} has left the group", self.rank, self.rank
+                )
             if status is not None:
-                return self._failing.seen(status, 0.0)
-        return self._failing.told
+                return self._propagator.report_status(status, 0.0)
+        return self._propagator.failure
 
-    def abort(self, why: str) -> Answer:
-        site = self._words.ending(_site())
-        words = f"the group was aborted by rank {self.rank}{site}{': ' + why if why else ''}"
-        return self._failing.tell(Told("aborted", words, self.rank))
+    def abort(self, why: str) -> GroupFailure | None:
+        site = self._formatter.format_site(_current_site())
+        message = f"the group was aborted by rank {self.rank}{site}{': ' + why if why else ''}"
+        return self._propagator.report(GroupFailure("aborted", message, self.rank))
 
-    def abort_ring(self, peer: int, why: str) -> Answer:
-        return self._failing.tell(Told("ring", why, self.rank, peer))
+    def abort_ring(self, peer: int, why: str) -> GroupFailure | None:
+        return self._propagator.report(GroupFailure("ring", why, self.rank, peer))
 
     def fail(self, wake: bool, why: str = "") -> None:
-        """Report an exception that ends this rank's part: for its peers it is lost from now on.
+        """Report an exception that ends this rank's participation; its peers now treat it as lost.
 
         Args:
             wake: Whether to wake waiting peers and to share the reason with other hosts. A process
                 with several groups first reports to all of them without it.
             why: The reason; by default the exception in this rank's flight recorder.
         """
-        if wake and self._failing.told is None:
-            box = self._native.flight_recorder(self._layout.local_rank, 0)
-            last = why.removeprefix(SESSION_ENDED) or escape(
-                box["last_words"] if box else "", _MOST_WORDS
+        if wake and self._propagator.failure is None:
+            recorder = self._native.flight_recorder(self._layout.local_rank, 0)
+            exception = why.removeprefix(SESSION_ENDED) or escape(
+                recorder["last_words"] if recorder else "", _MAX_EXCEPTION_CHARACTERS
             )
-            ending = f"failed with {last or 'an exception that nobody caught'}"
-            words = f"{self._failing.name(self.rank)} {ending}"
-            self._story.tell(Told("peer_lost", words, self.rank, self.rank))
+            message = (
+                f"{self._propagator.format_rank(self.rank)} failed with "
+                f"{exception or 'an uncaught exception'}"
+            )
+            self._shared_state.report(GroupFailure("peer_lost", message, self.rank, self.rank))
         self._native.fail(wake, why)
         if wake:
             self._transport.abort()
 
     def close(self) -> None:
         if not self._native.closed:
-            if self._failing.told is None:
-                self._story.leave(self.rank, _site())
-            self._inbox.close()
+            if self._propagator.failure is None:
+                self._shared_state.record_leave(self.rank, _current_site())
+            self._matcher.close()
             self._native.close()
             self.disconnect(abrupt=False)
 
@@ -176,69 +179,79 @@ class HostsGroup(HostsMessages):
         Args:
             abrupt: Whether to close without waiting until peers have received sent data.
         """
-        self._failing.closing = True
-        if not abrupt and not self._native.closed and self._failing.told is None:
-            self._story.end(self.rank)
+        self._propagator.is_closing = True
+        if not abrupt and not self._native.closed and self._propagator.failure is None:
+            self._shared_state.record_exit(self.rank)
         if abrupt:
             self._transport.abort()
         self._transport.close()
 
     # Collectives, with the signatures of `_native.Group`.
 
-    def barrier(self, timeout: float) -> Answer:
-        return self._composed("barrier", 0, _UINT8, 0, -1, timeout, data_movement.barrier)
+    def barrier(self, timeout: float) -> GroupFailure | None:
+        return self._run_collective("barrier", 0, _UINT8, 0, -1, timeout, data_movement.barrier)
 
-    def broadcast(self, data: int, count: int, dtype: int, root: int, timeout: float) -> Answer:
-        body = partial(_broadcast, data, count, _elements(dtype), root)
-        return self._composed("broadcast", count, dtype, 0, root, timeout, body)
+    def broadcast(
+        self, data: int, count: int, dtype: int, root: int, timeout: float
+    ) -> GroupFailure | None:
+        steps = partial(_broadcast, data, count, _elements(dtype), root)
+        return self._run_collective("broadcast", count, dtype, 0, root, timeout, steps)
 
-    def all_reduce(self, data: int, count: int, dtype: int, op: int, timeout: float) -> Answer:
-        elements = self._combined(dtype, op)
-        return self._composed(
+    def all_reduce(
+        self, data: int, count: int, dtype: int, op: int, timeout: float
+    ) -> GroupFailure | None:
+        elements = self._reduction_elements(dtype, op)
+        return self._run_collective(
             "all_reduce", count, dtype, op, -1, timeout,
-            lambda run: reductions.all_reduce(run, data, count, elements),
+            lambda operation: reductions.all_reduce(operation, data, count, elements),
         )  # fmt: skip
 
     def reduce(
         self, data: int, count: int, dtype: int, op: int, root: int, timeout: float
-    ) -> Answer:
-        elements = self._combined(dtype, op)
-        return self._composed(
+    ) -> GroupFailure | None:
+        elements = self._reduction_elements(dtype, op)
+        return self._run_collective(
             "reduce", count, dtype, op, root, timeout,
-            lambda run: reductions.reduce(run, data, count, elements, root),
+            lambda operation: reductions.reduce(operation, data, count, elements, root),
         )  # fmt: skip
 
     def gather(
         self, input: int, outputs: Sequence[int], count: int, dtype: int, root: int, timeout: float
-    ) -> Answer:
-        return self._composed(
+    ) -> GroupFailure | None:
+        return self._run_collective(
             "gather", count, dtype, 0, root, timeout,
-            lambda run: data_movement.gather(run, input, outputs, count, _elements(dtype), root),
+            lambda operation: data_movement.gather(
+                operation, input, outputs, count, _elements(dtype), root
+            ),
         )  # fmt: skip
 
     def scatter(
         self, inputs: Sequence[int], output: int, count: int, dtype: int, root: int, timeout: float
-    ) -> Answer:
-        return self._composed(
+    ) -> GroupFailure | None:
+        return self._run_collective(
             "scatter", count, dtype, 0, root, timeout,
-            lambda run: data_movement.scatter(run, inputs, output, count, _elements(dtype), root),
+            lambda operation: data_movement.scatter(
+                operation, inputs, output, count, _elements(dtype), root
+            ),
         )  # fmt: skip
 
     def all_gather(
         self, input: int, outputs: Sequence[int], count: int, dtype: int, timeout: float
-    ) -> Answer:
-        return self._composed(
+    ) -> GroupFailure | None:
+        return self._run_collective(
             "all_gather", count, dtype, 0, -1, timeout,
-            lambda run: data_movement.all_gather(run, input, outputs, count, _elements(dtype)),
+            lambda operation: data_movement.all_gather(
+                operation, input, outputs, count, _elements(dtype)
+            ),
         )  # fmt: skip
 
     def reduce_scatter(
         self, inputs: Sequence[int], output: int, count: int, dtype: int, op: int, timeout: float
-    ) -> Answer:
-        elements = self._combined(dtype, op)
-        return self._composed(
+    ) -> GroupFailure | None:
+        elements = self._reduction_elements(dtype, op)
+        return self._run_collective(
             "reduce_scatter", count, dtype, op, -1, timeout,
-            lambda run: reductions.reduce_scatter(run, inputs, output, count, elements),
+            lambda operation: reductions.reduce_scatter(operation, inputs, output, count, elements),
         )  # fmt: skip
 
     def all_to_all(
@@ -249,35 +262,40 @@ class HostsGroup(HostsMessages):
         output_counts: Sequence[int],
         dtype: int,
         timeout: float,
-    ) -> Answer:
-        return self._composed(
+    ) -> GroupFailure | None:
+        return self._run_collective(
             "all_to_all", 0, dtype, 0, -1, timeout,
-            lambda run: data_movement.all_to_all(
-                run, inputs, input_counts, outputs, output_counts, _elements(dtype)
+            lambda operation: data_movement.all_to_all(
+                operation, inputs, input_counts, outputs, output_counts, _elements(dtype)
             ),
         )  # fmt: skip
 
     def all_gather_single(
         self, input: int, output: int, count: int, dtype: int, timeout: float
-    ) -> Answer:
-        return self.all_gather(input, self._parts(output, count, dtype), count, dtype, timeout)
+    ) -> GroupFailure | None:
+        return self.all_gather(
+            input, self._part_addresses(output, count, dtype), count, dtype, timeout
+        )
 
     def reduce_scatter_single(
         self, input: int, output: int, count: int, dtype: int, op: int, timeout: float
-    ) -> Answer:
-        inputs = self._parts(input, count, dtype)
+    ) -> GroupFailure | None:
+        inputs = self._part_addresses(input, count, dtype)
         return self.reduce_scatter(inputs, output, count, dtype, op, timeout)
 
     def all_to_all_single(
         self, input: int, output: int, count: int, dtype: int, timeout: float
-    ) -> Answer:
-        inputs, outputs = self._parts(input, count, dtype), self._parts(output, count, dtype)
+    ) -> GroupFailure | None:
+        inputs, outputs = (
+            self._part_addresses(input, count, dtype),
+            self._part_addresses(output, count, dtype),
+        )
         counts = [count] * self._layout.size
         return self.all_to_all(inputs, counts, outputs, counts, dtype, timeout)
 
     # Execution of collectives.
 
-    def _composed(
+    def _run_collective(
         self,
         kind: str,
         count: int,
@@ -285,68 +303,79 @@ class HostsGroup(HostsMessages):
         op: int,
         root: int,
         timeout: float,
-        body: Callable[[Run], None],
-    ) -> Answer:
-        """Synchronize with the ranks of this host, compare with other hosts, and run `body`."""
+        steps: Callable[[Operation], None],
+    ) -> GroupFailure | None:
+        """Synchronize with the ranks of this host, compare with other hosts, and run `steps`."""
         deadline = time.monotonic() + timeout
-        if not self._turn.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
-            words = (
+        if not self._collective_lock.acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            message = (
                 f"rank {self.rank} waited for its own turn until the timeout of {timeout:g} s: "
                 "another thread of it is in an operation of this group"
             )
-            return self._failing.tell(Told("timeout", words, self.rank, self.rank))
+            return self._propagator.report(GroupFailure("timeout", message, self.rank, self.rank))
         try:
             own = Fingerprint(kind, self._native.sequence + 1, count, dtype, op, root)
-            looking = self._failing.looking
-            run = Run(self._layout, self._native, self._transport, deadline, looking)
+            create_failure_check = self._propagator.create_failure_check
+            operation = Operation(
+                self._layout, self._native, self._transport, deadline, create_failure_check
+            )
             try:
                 status = self._native.compose(kind, count, dtype, op, root, timeout)
                 if status is not None:
-                    return self._failing.seen(status, timeout)
-                answer = self._run(run, own, timeout, body)
+                    return self._propagator.report_status(status, timeout)
+                failure = self._run_steps(operation, own, timeout, steps)
             except BaseException:
-                if self._native.closed:  # another thread has left the group meanwhile
+                if self._native.closed:  # another thread has left the group in the meantime
                     return self.broken()
                 self._interrupted(own)
                 raise
             finally:
-                run.settle()
-            self._native.compose_end(answer.code if answer else "ok")
-            return answer
+                operation.drain()
+            self._native.compose_end(failure.code if failure else "ok")
+            return failure
         finally:
-            self._turn.release()
+            self._collective_lock.release()
 
-    def _run(
-        self, run: Run, own: Fingerprint, timeout: float, body: Callable[[Run], None]
-    ) -> Answer:
-        if not self._watching:
-            self._watching = True
-            watch(self._layout, self._transport, self._failing)
-        header = Header(own, _site())
+    def _run_steps(
+        self,
+        operation: Operation,
+        own: Fingerprint,
+        timeout: float,
+        steps: Callable[[Operation], None],
+    ) -> GroupFailure | None:
+        if not self._is_watching:
+            self._is_watching = True
+            watch_counterparts(self._layout, self._transport, self._propagator)
+        header = Header(own, _current_site())
         try:
-            differs = self._compare(run, header)
-            if differs is not None:
-                return differs
-            body(run)
-        except Refused as refused:
-            return self._failing.seen(refused.status, timeout)
-        except Broken:
+            mismatch = self._compare_headers(operation, header)
+            if mismatch is not None:
+                return mismatch
+            steps(operation)
+        except NativeFailure as error:
+            return self._propagator.report_status(error.status, timeout)
+        except GroupBroken:
             return self.broken()
-        except Gone as gone:
-            return self._failing.gone(gone, self._failing.operation(header))
-        except Late as late:
-            return self._failing.late(late, self._failing.operation(header), timeout)
-        except data_movement.Uneven as uneven:
-            return self._failing.tell(self._uneven(own, uneven))
+        except ConnectionLost as error:
+            return self._propagator.report_connection_lost(
+                error, self._propagator.format_operation(header)
+            )
+        except DeadlineExceeded as error:
+            return self._propagator.report_timeout(
+                error, self._propagator.format_operation(header), timeout
+            )
+        except data_movement.SplitSizeMismatch as error:
+            return self._propagator.report(self._split_size_failure(own, error))
         return None
 
     def _interrupted(self, own: Fingerprint) -> None:
         """Report that a Python exception, such as Ctrl-C or out of memory, ended an operation."""
-        words = f"rank {self.rank} was interrupted in {self._words.operation(own, _site())}"
-        self._failing.tell(Told("interrupted", words, self.rank))
+        operation = self._formatter.format_operation(own, _current_site())
+        message = f"rank {self.rank} was interrupted in {operation}"
+        self._propagator.report(GroupFailure("interrupted", message, self.rank))
         self._native.compose_end("interrupted")
 
-    def _compare(self, run: Run, own: Header) -> Answer:
+    def _compare_headers(self, operation: Operation, own: Header) -> GroupFailure | None:
         """Check that all hosts are in the same operation, before they exchange any data.
 
         The ranks of a host have already compared, so only the leaders of the hosts compare, in the
@@ -361,41 +390,43 @@ class HostsGroup(HostsMessages):
                 ahead = layout.leaders[(layout.host + distance) % hosts]
                 behind = layout.leaders[layout.host - distance]
                 theirs = bytearray(Header.SIZE)
-                taken = run.recv(memoryview(theirs), behind)
-                given = run.send(memoryview(own.pack()), ahead)
-                run.wait(taken, given)
+                received = operation.recv(memoryview(theirs), behind)
+                sent = operation.send(memoryview(own.pack()), ahead)
+                operation.wait(received, sent)
                 header = Header.parse(theirs)
                 if header.fingerprint != own.fingerprint:
-                    return self._failing.differs(own, behind, header)
+                    return self._propagator.report_mismatch(own, behind, header)
                 distance *= 2
         if len(layout.ranks) > 1:
             # The leader must time out first: it knows which rank it waits for.
-            run.local("barrier", extra=_LEADER_FIRST)
+            operation.run_local("barrier", extra=_LEADER_GRACE)
         return None
 
-    def _uneven(self, own: Fingerprint, uneven: data_movement.Uneven) -> Told:
-        words = (
-            f"split sizes disagree in all_to_all #{own.sequence}: rank {uneven.peer} gives rank "
-            f"{self.rank} {uneven.given} elements, which expects {uneven.expected}"
-            f"{self._words.ending(_site())}"
+    def _split_size_failure(
+        self, own: Fingerprint, error: data_movement.SplitSizeMismatch
+    ) -> GroupFailure:
+        message = (
+            f"split sizes disagree in all_to_all #{own.sequence}: rank {error.peer} gives rank "
+            f"{self.rank} {error.sent} elements, which expects {error.expected}"
+            f"{self._formatter.format_site(_current_site())}"
         )
-        return Told("mismatch", words, self.rank, uneven.peer)
+        return GroupFailure("mismatch", message, self.rank, error.peer)
 
-    def _combined(self, dtype: int, op: int) -> Elements:
-        return Elements(dtype, BYTES[dtype], op, self._layout.size)
+    def _reduction_elements(self, dtype: int, op: int) -> Elements:
+        return Elements(dtype, ELEMENT_SIZES[dtype], op, self._layout.size)
 
-    def _parts(self, whole: int, count: int, dtype: int) -> list[int]:
-        size = count * BYTES[dtype]
+    def _part_addresses(self, whole: int, count: int, dtype: int) -> list[int]:
+        size = count * ELEMENT_SIZES[dtype]
         return [whole + rank * size for rank in range(self._layout.size)]
 
 
-def _broadcast(data: int, count: int, elements: Elements, root: int, run: Run) -> None:
-    data_movement.broadcast(run, data, count, elements, root)
+def _broadcast(data: int, count: int, elements: Elements, root: int, operation: Operation) -> None:
+    data_movement.broadcast(operation, data, count, elements, root)
 
 
 def _elements(dtype: int) -> Elements:
-    return Elements(dtype, BYTES[dtype])
+    return Elements(dtype, ELEMENT_SIZES[dtype])
 
 
-def _site() -> str:
+def _current_site() -> str:
     return _native.call_site_text(_native.call_site())

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from phalanx.hierarchical import tags
 from phalanx.hierarchical.fingerprint import Header
-from phalanx.hierarchical.transfers import Gone, bytes_at
+from phalanx.hierarchical.transfers import ConnectionLost, bytes_at
 from phalanx.transports import Transfer, TransportError
 
 if TYPE_CHECKING:
@@ -29,23 +29,23 @@ if TYPE_CHECKING:
     from phalanx.topology import Layout
     from phalanx.transports import Transport
 
-__all__ = ["Expected", "Inbox"]
+__all__ = ["MessageMatcher", "PostedReceive"]
 
 _T = TypeVar("_T")
 
-_LOOK = 0.0005
-"""Seconds between two checks for a message of this host, while other hosts may send one too."""
+_POLL_INTERVAL = 0.0005
+"""Seconds between two checks for a local message, while a remote one may arrive too."""
 
 
-class Expected(Transfer):
-    """A posted recv; its underlying transfer is known when its message is announced.
+class PostedReceive(Transfer):
+    """A posted recv; its transfer is known once an envelope has announced its message.
 
     Args:
         message: The message that the user waits for.
         data: The address of the buffer.
         size: The size of the buffer in bytes.
-        number: The position of the recv in the order of the posts; it only grows.
-        forget: Called with the recv when a message of this host has matched it.
+        number: The position of the recv among all posted recvs.
+        remove: Called with the recv when a message of this host has matched it.
     """
 
     def __init__(
@@ -54,31 +54,33 @@ class Expected(Transfer):
         data: int,
         size: int,
         number: int,
-        forget: Callable[[Expected], None],
+        remove: Callable[[PostedReceive], None],
     ) -> None:
         self.message, self.number = message, number
-        self._forget = forget
+        self._remove = remove
         self._data, self._size = data, size
-        self._known = threading.Event()
-        self._deciding = threading.Lock()
+        self._resolved = threading.Event()
+        self._claim_lock = threading.Lock()
         self._transfer: Transfer | None = None
         self._error: TransportError | None = None
         self._group: _native.Group | None = None
         self._local: _native.Message | None = None
         self._ranks: tuple[int, ...] = ()
 
-    def post_here(self, group: _native.Group, ranks: tuple[int, ...]) -> None:
+    def post_locally(self, group: _native.Group, ranks: tuple[int, ...]) -> None:
         """Post the recv in this host's native group too."""
-        its = self.message.own.fingerprint
+        fingerprint = self.message.header.fingerprint
         self._group, self._ranks = group, ranks
-        self._local = group.irecv(self._data, its.count, its.dtype, -1, its.sequence)
+        self._local = group.irecv(
+            self._data, fingerprint.count, fingerprint.dtype, -1, fingerprint.sequence
+        )
 
     def claim(self, source: int) -> bool:
         """Match the recv with a message of another host; return whether that succeeded.
 
         It fails if a message of this host has arrived first.
         """
-        with self._deciding:
+        with self._claim_lock:
             if self._local is not None and self._group is not None:
                 if not self._group.withdraw(self._local, source):
                     return False
@@ -86,48 +88,50 @@ class Expected(Transfer):
             self.message.peer = source
         return True
 
-    def ask(self, header: Header, transport: Transport) -> None:
+    def receive_data(self, header: Header, transport: Transport) -> None:
         """Receive the announced data, if they match this recv."""
-        self.message.match(header)
+        self.message.check_header(header)
         if not self.message.done and self._size:
             data = bytes_at(self._data, self._size)
-            self._transfer = transport.recv(data, self.message.peer, tags.of_data(header.number))
-        self._known.set()
+            self._transfer = transport.recv(data, self.message.peer, tags.data_tag(header.number))
+        self._resolved.set()
 
     def fail(self, error: TransportError) -> None:
         """Fail the recv: no message will match it."""
         self._error = error
-        self._known.set()
+        self._resolved.set()
 
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """True if the transport has no transfer for this recv; after a failure it gets none."""
         return self._transfer is None
 
-    def wait(self, seconds: float) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Block until the data have arrived, from any host; return whether they have."""
-        end = time.monotonic() + seconds
-        while not self._known.is_set():
-            if self._has_come():
-                self._forget(self)
+        end = time.monotonic() + timeout
+        while not self._resolved.is_set():
+            if self._has_local_message():
+                self._remove(self)
                 return True
-            left = max(0.0, end - time.monotonic())
-            self._known.wait(min(left, _LOOK) if self._local is not None else left)
-            if not left:
+            remaining = max(0.0, end - time.monotonic())
+            self._resolved.wait(
+                min(remaining, _POLL_INTERVAL) if self._local is not None else remaining
+            )
+            if not remaining:
                 break
-        if not self._known.is_set():
+        if not self._resolved.is_set():
             return False
         if self._error is not None:
             raise self._error
         return self._transfer is None or self._transfer.wait(max(0.0, end - time.monotonic()))
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         """Raise `NotImplementedError`: callers only wait for messages."""
         raise NotImplementedError
 
-    def _has_come(self) -> bool:
+    def _has_local_message(self) -> bool:
         """Return whether a message of this host has arrived."""
-        with self._deciding:
+        with self._claim_lock:
             local, group = self._local, self._group
             if local is None or group is None or not (local.done or group.test(local)):
                 return False
@@ -137,23 +141,23 @@ class Expected(Transfer):
         return True
 
 
-class _Early(NamedTuple):
+class _UnexpectedMessage(NamedTuple):
     """An envelope for which no matching recv is posted yet."""
 
-    order: int
+    number: int
+    """The position of the envelope in the order of arrival."""
     source: int
     header: Header
 
 
-class Inbox:
+class MessageMatcher:
     """The recvs of a group that messages of other hosts may match.
 
     Args:
         native: The native group of this host.
         layout: The ranks of the group by host.
         transport: The transport that carries bytes between hosts.
-        lost: Called when the connection to a rank is closed; returns whether that is in order,
-            see `Failing.lost`.
+        handle_connection_lost: See `FailurePropagator.handle_connection_lost`.
     """
 
     def __init__(
@@ -161,24 +165,24 @@ class Inbox:
         native: _native.Group,
         layout: Layout,
         transport: Transport,
-        lost: Callable[[Gone], bool],
+        handle_connection_lost: Callable[[ConnectionLost], bool],
     ) -> None:
         self._native = native
         self._layout = layout
         self._transport = transport
-        self._lost = lost
+        self._handle_connection_lost = handle_connection_lost
         self._lock = threading.RLock()
-        self._numbers = itertools.count()
-        self._waiting: dict[tuple[int, int], deque[Expected]] = {}
-        self._early: dict[tuple[int, int], deque[_Early]] = {}
+        self._sequence = itertools.count()
+        self._posted: dict[tuple[int, int], deque[PostedReceive]] = {}
+        self._unexpected: dict[tuple[int, int], deque[_UnexpectedMessage]] = {}
         self._senders: set[int] = set()
-        self._gone: dict[int, TransportError] = {}
+        self._lost_senders: dict[int, TransportError] = {}
         self._closed = False
-        self.to_itself = False
-        """True once this rank has sent a message to itself, and so may do so again."""
-        self._elsewhere = [rank for rank in range(layout.size) if rank not in layout.ranks]
+        self.sends_to_self = False
+        """True once this rank has sent a message to itself, since it may do so again."""
+        self._remote_ranks = [rank for rank in range(layout.size) if rank not in layout.ranks]
 
-    def expect(self, message: RemoteMessage, data: int, size: int) -> None:
+    def post(self, message: RemoteMessage, data: int, size: int) -> None:
         """Post a recv and add it to the transfers of its message.
 
         Args:
@@ -186,106 +190,106 @@ class Inbox:
             data: The address of the buffer.
             size: The size of the buffer in bytes.
         """
-        source, tag = message.peer, message.own.fingerprint.sequence
+        source, tag = message.peer, message.header.fingerprint.sequence
         with self._lock:
-            expected = Expected(message, data, size, next(self._numbers), self._forget)
-            message.transfers.append(expected)
-            early = self._take_early(source, tag)
-            if early is not None:
-                expected.claim(early.source)
+            receive = PostedReceive(message, data, size, next(self._sequence), self._remove)
+            message.transfers.append(receive)
+            unexpected = self._take_unexpected(source, tag)
+            if unexpected is not None:
+                receive.claim(unexpected.source)
                 if source < 0:
-                    message.begin()
-                expected.ask(early.header, self._transport)
+                    message.record_begin()
+                receive.receive_data(unexpected.header, self._transport)
                 return
-            if source in self._gone:
-                expected.fail(self._gone[source])
+            if source in self._lost_senders:
+                receive.fail(self._lost_senders[source])
                 return
             if source < 0:  # even if this rank is alone on its host: it may send to itself
-                expected.post_here(self._native, self._layout.ranks)
-            self._waiting.setdefault((source, tag), deque()).append(expected)
-            for sender in self._elsewhere if source < 0 else [source]:
+                receive.post_locally(self._native, self._layout.ranks)
+            self._posted.setdefault((source, tag), deque()).append(receive)
+            for sender in self._remote_ranks if source < 0 else [source]:
                 if sender not in self._senders:
                     self._senders.add(sender)
-                    self._await(sender)
-            self._give_up()
+                    self._post_envelope_receive(sender)
+            self._fail_unmatchable()
 
     def close(self) -> None:
         """Ignore all further envelopes: the native group is about to be closed."""
         with self._lock:
             self._closed = True
 
-    def _await(self, sender: int) -> None:
+    def _post_envelope_receive(self, sender: int) -> None:
         """Post a receive for the next envelope of a rank."""
         data = bytearray(Header.SIZE)
         transfer = self._transport.recv(memoryview(data), sender, tags.ENVELOPES)
-        transfer.then(lambda: self._arrived(sender, data, transfer))
+        transfer.add_done_callback(lambda: self._handle_envelope(sender, data, transfer))
 
-    def _arrived(self, sender: int, data: bytearray, transfer: Transfer) -> None:
+    def _handle_envelope(self, sender: int, data: bytearray, transfer: Transfer) -> None:
         try:
             transfer.wait(0)
             with self._lock:
                 if not self._closed:
-                    self._match(sender, Header.parse(data))
-                    self._await(sender)
+                    self._match_envelope(sender, Header.parse(data))
+                    self._post_envelope_receive(sender)
         except TransportError as error:
-            left = self._lost(Gone(sender, error))
+            has_left = self._handle_connection_lost(ConnectionLost(sender, error))
             with self._lock:
                 if not self._closed:
-                    self._gone[sender] = error
-                    self._give_up(everything=not left)
+                    self._lost_senders[sender] = error
+                    self._fail_unmatchable(everything=not has_left)
 
-    def _match(self, sender: int, header: Header) -> None:
+    def _match_envelope(self, sender: int, header: Header) -> None:
         """Give an envelope to the oldest matching recv, or keep it if there is none."""
         tag = header.fingerprint.sequence
-        while (expected := self._oldest(sender, tag)) is not None:
-            if expected.claim(sender):
+        while (receive := self._take_posted(sender, tag)) is not None:
+            if receive.claim(sender):
                 try:
-                    expected.ask(header, self._transport)
+                    receive.receive_data(header, self._transport)
                 except TransportError as error:
-                    expected.fail(error)
+                    receive.fail(error)
                     raise
                 return
-            # Otherwise a message of this host was first.
-        early = _Early(next(self._numbers), sender, header)
-        self._early.setdefault((sender, tag), deque()).append(early)
+            # A message of this host has matched the recv first.
+        unexpected = _UnexpectedMessage(next(self._sequence), sender, header)
+        self._unexpected.setdefault((sender, tag), deque()).append(unexpected)
 
-    def _oldest(self, sender: int, tag: int) -> Expected | None:
-        keys = [key for key in ((sender, tag), (-1, tag)) if key in self._waiting]
-        first = min(keys, key=lambda key: self._waiting[key][0].number, default=None)
-        return None if first is None else _taken(self._waiting, first)
+    def _take_posted(self, sender: int, tag: int) -> PostedReceive | None:
+        keys = [key for key in ((sender, tag), (-1, tag)) if key in self._posted]
+        oldest = min(keys, key=lambda key: self._posted[key][0].number, default=None)
+        return None if oldest is None else _pop_first(self._posted, oldest)
 
-    def _take_early(self, source: int, tag: int) -> _Early | None:
-        sources = self._elsewhere if source < 0 else [source]
-        keys = [(each, tag) for each in sources if (each, tag) in self._early]
-        first = min(keys, key=lambda key: self._early[key][0].order, default=None)
-        return None if first is None else _taken(self._early, first)
+    def _take_unexpected(self, source: int, tag: int) -> _UnexpectedMessage | None:
+        sources = self._remote_ranks if source < 0 else [source]
+        keys = [(each, tag) for each in sources if (each, tag) in self._unexpected]
+        oldest = min(keys, key=lambda key: self._unexpected[key][0].number, default=None)
+        return None if oldest is None else _pop_first(self._unexpected, oldest)
 
-    def _forget(self, expected: Expected) -> None:
+    def _remove(self, receive: PostedReceive) -> None:
         """Remove a recv from any source that a message of this host has matched."""
-        key = (-1, expected.message.own.fingerprint.sequence)
+        key = (-1, receive.message.header.fingerprint.sequence)
         with self._lock:
-            queue = self._waiting.get(key, deque())
-            if expected in queue:
-                queue.remove(expected)
+            queue = self._posted.get(key, deque())
+            if receive in queue:
+                queue.remove(receive)
             if not queue:
-                self._waiting.pop(key, None)
+                self._posted.pop(key, None)
 
-    def _give_up(self, *, everything: bool = False) -> None:
+    def _fail_unmatchable(self, *, everything: bool = False) -> None:
         """Fail the recvs that no message can match any more."""
-        if not self._gone:
+        if not self._lost_senders:
             return
-        nobody = len(self._gone) == len(self._elsewhere)
-        if nobody:
+        all_lost = len(self._lost_senders) == len(self._remote_ranks)
+        if all_lost:
             self._native.expect_foreign(False)
-        alone = nobody and len(self._layout.ranks) == 1 and not self.to_itself
-        for source, tag in list(self._waiting):
-            if everything or source in self._gone or (source < 0 and alone):
-                error = self._gone.get(source, next(iter(self._gone.values())))
-                for expected in self._waiting.pop((source, tag)):
-                    expected.fail(error)
+        is_alone = all_lost and len(self._layout.ranks) == 1 and not self.sends_to_self
+        for source, tag in list(self._posted):
+            if everything or source in self._lost_senders or (source < 0 and is_alone):
+                error = self._lost_senders.get(source, next(iter(self._lost_senders.values())))
+                for receive in self._posted.pop((source, tag)):
+                    receive.fail(error)
 
 
-def _taken(queues: dict[tuple[int, int], deque[_T]], key: tuple[int, int]) -> _T:
+def _pop_first(queues: dict[tuple[int, int], deque[_T]], key: tuple[int, int]) -> _T:
     """Remove and return the first item of a queue; delete the queue if it is then empty."""
     first = queues[key].popleft()
     if not queues[key]:

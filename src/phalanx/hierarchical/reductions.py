@@ -1,7 +1,7 @@
 """The reductions: all_reduce, reduce, reduce_scatter.
 
 On even hosts, a large all_reduce or reduce has three steps: a reduce-scatter in memory, which
-leaves each rank of a host with a slice; a reduction between hosts along the rails; and an
+leaves chunk_count rank of a host with a slice; a reduction between hosts along the rails; and an
 all-gather (for reduce, a gather) in memory. Between hosts, all_reduce is a ring (Patarasuk and
 Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009) and reduce is a
 chain that ends at the root's host. Small reductions, and those on uneven hosts, go through the
@@ -19,18 +19,18 @@ from phalanx.hierarchical.execution import (
     CHUNK_BYTES,
     Chunk,
     Elements,
-    Run,
+    Operation,
     Scratch,
-    chunks,
-    pipelined,
+    run_pipeline,
+    split_chunks,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    from phalanx.hierarchical.transfers import Posted
+    from phalanx.hierarchical.transfers import PostedTransfer
 
-    Steps = Generator[list[Posted], None, None]
+    Steps = Generator[list[PostedTransfer], None, None]
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 
@@ -38,219 +38,259 @@ _SMALL_BYTES = 64 * 1024
 _LEADER = 0
 
 
-def all_reduce(run: Run, data: int, count: int, elements: Elements) -> None:
+def all_reduce(operation: Operation, data: int, count: int, elements: Elements) -> None:
     """Combine the `count` elements at `data` of all ranks, in place."""
-    layout = run.layout
-    each = CHUNK_BYTES // elements.bytes
-    if not layout.even or count * elements.bytes <= _SMALL_BYTES:
-        steps = (_by_leaders(run, data, chunk, elements) for chunk in chunks(count, each))
+    layout = operation.layout
+    chunk_count = CHUNK_BYTES // elements.bytes
+    if not layout.is_even or count * elements.bytes <= _SMALL_BYTES:
+        steps = (
+            _all_reduce_by_leaders(operation, data, chunk, elements)
+            for chunk in split_chunks(count, chunk_count)
+        )
     else:
-        each -= each % (len(layout.ranks) * len(layout.hosts))
-        steps = (_by_rails(run, data, chunk, elements) for chunk in chunks(count, each))
-    pipelined(run, steps)
+        chunk_count -= chunk_count % (len(layout.ranks) * len(layout.hosts))
+        steps = (
+            _all_reduce_by_rails(operation, data, chunk, elements)
+            for chunk in split_chunks(count, chunk_count)
+        )
+    run_pipeline(operation, steps)
 
 
-def _by_leaders(run: Run, data: int, chunk: Chunk, elements: Elements) -> Steps:
-    layout = run.layout
-    at, size = data + chunk.begin * elements.bytes, chunk.count * elements.bytes
-    run.local("reduce", at, chunk.count, elements.dtype, elements.partial, _LEADER)
+def _all_reduce_by_leaders(
+    operation: Operation, data: int, chunk: Chunk, elements: Elements
+) -> Steps:
+    layout = operation.layout
+    address, size = data + chunk.begin * elements.bytes, chunk.count * elements.bytes
+    operation.run_local(
+        "reduce", address, chunk.count, elements.dtype, elements.partial_op, _LEADER
+    )
     if layout.local_rank == _LEADER:
         others = [leader for leader in layout.leaders if leader != layout.rank]
-        theirs = {leader: Scratch.of(size) for leader in others}
-        posted = []
+        theirs = {leader: Scratch.allocate(size) for leader in others}
+        transfers = []
         for leader in others:
-            posted += run.take(theirs[leader], size, leader, chunk.tag)
-            posted += run.give(at, size, leader, chunk.tag)
-        yield posted
-        parts = [theirs.get(leader, at) for leader in layout.leaders]
-        result = Scratch.of(size)
+            transfers += operation.post_recv(theirs[leader], size, leader, chunk.tag)
+            transfers += operation.post_send(address, size, leader, chunk.tag)
+        yield transfers
+        parts = [theirs.get(leader, address) for leader in layout.leaders]
+        result = Scratch.allocate(size)
         elements.combine(result, parts, chunk.count, last=True)
-        ctypes.memmove(at, result, size)
+        ctypes.memmove(address, result, size)
     else:
         yield []
-    run.local("broadcast", at, chunk.count, elements.dtype, _LEADER)
+    operation.run_local("broadcast", address, chunk.count, elements.dtype, _LEADER)
 
 
-def _by_rails(run: Run, data: int, chunk: Chunk, elements: Elements) -> Steps:
-    ranks = len(run.layout.ranks)
-    at = data + chunk.begin * elements.bytes
-    whole, count = _padded(at, chunk, elements, ranks)
+def _all_reduce_by_rails(
+    operation: Operation, data: int, chunk: Chunk, elements: Elements
+) -> Steps:
+    ranks = len(operation.layout.ranks)
+    address = data + chunk.begin * elements.bytes
+    whole, count = _pad(address, chunk, elements, ranks)
     slice_count = count // ranks
-    mine = Scratch.of(slice_count * elements.bytes)
-    run.local("reduce_scatter_single", whole, mine, slice_count, elements.dtype, elements.partial)
-    yield from _ring(run, mine, slice_count, chunk.tag, elements)
-    run.local("all_gather_single", mine, whole, slice_count, elements.dtype)
-    if whole != at:
-        ctypes.memmove(at, whole, chunk.count * elements.bytes)
+    own_slice = Scratch.allocate(slice_count * elements.bytes)
+    operation.run_local(
+        "reduce_scatter_single", whole, own_slice, slice_count, elements.dtype, elements.partial_op
+    )
+    yield from _ring_all_reduce(operation, own_slice, slice_count, chunk.tag, elements)
+    operation.run_local("all_gather_single", own_slice, whole, slice_count, elements.dtype)
+    if whole != address:
+        ctypes.memmove(address, whole, chunk.count * elements.bytes)
 
 
-def _padded(at: int, chunk: Chunk, elements: Elements, ranks: int) -> tuple[int, int]:
+def _pad(address: int, chunk: Chunk, elements: Elements, ranks: int) -> tuple[int, int]:
     """Return the address and count of a chunk that the ranks of a host can share equally.
 
     The chunk is copied and padded with zeros if its count is not a multiple of `ranks`.
     """
-    left = chunk.count % ranks
-    if not left:
-        return at, chunk.count
-    count = chunk.count + ranks - left
-    copy = Scratch.of(count * elements.bytes)
-    ctypes.memmove(copy, at, chunk.count * elements.bytes)
-    ctypes.memset(copy + chunk.count * elements.bytes, 0, (ranks - left) * elements.bytes)
+    remainder = chunk.count % ranks
+    if not remainder:
+        return address, chunk.count
+    count = chunk.count + ranks - remainder
+    copy = Scratch.allocate(count * elements.bytes)
+    ctypes.memmove(copy, address, chunk.count * elements.bytes)
+    ctypes.memset(copy + chunk.count * elements.bytes, 0, (ranks - remainder) * elements.bytes)
     return copy, count
 
 
-def _ring(run: Run, mine: int, count: int, tag: int, elements: Elements) -> Steps:
+def _ring_all_reduce(
+    operation: Operation, own_slice: int, count: int, tag: int, elements: Elements
+) -> Steps:
     """All-reduce along the rail: a ring reduce-scatter, then a ring all-gather."""
-    layout = run.layout
+    layout = operation.layout
     hosts, host = len(layout.hosts), layout.host
     ahead, behind = layout.rail[(host + 1) % hosts], layout.rail[host - 1]
     ends = [count * number // hosts for number in range(hosts + 1)]
 
-    def span(number: int) -> tuple[int, int]:
+    def part(number: int) -> tuple[int, int]:
         number %= hosts
         begin = ends[number]
-        return mine + begin * elements.bytes, ends[number + 1] - begin
+        return own_slice + begin * elements.bytes, ends[number + 1] - begin
 
-    theirs = Scratch.of((-(-count // hosts)) * elements.bytes)
+    theirs = Scratch.allocate((-(-count // hosts)) * elements.bytes)
     for step in range(hosts - 1):
-        given, taken = span(host - step), span(host - step - 1)
+        sent, received = part(host - step), part(host - step - 1)
         yield [
-            *run.take(theirs, taken[1] * elements.bytes, behind, tag),
-            *run.give(given[0], given[1] * elements.bytes, ahead, tag),
+            *operation.post_recv(theirs, received[1] * elements.bytes, behind, tag),
+            *operation.post_send(sent[0], sent[1] * elements.bytes, ahead, tag),
         ]
         last = step == hosts - 2
-        elements.combine(taken[0], [theirs, taken[0]], taken[1], last=last)
+        elements.combine(received[0], [theirs, received[0]], received[1], last=last)
     for step in range(hosts - 1):
-        given, taken = span(host + 1 - step), span(host - step)
+        sent, received = part(host + 1 - step), part(host - step)
         yield [
-            *run.take(taken[0], taken[1] * elements.bytes, behind, tag),
-            *run.give(given[0], given[1] * elements.bytes, ahead, tag),
+            *operation.post_recv(received[0], received[1] * elements.bytes, behind, tag),
+            *operation.post_send(sent[0], sent[1] * elements.bytes, ahead, tag),
         ]
 
 
-def reduce(run: Run, data: int, count: int, elements: Elements, root: int) -> None:
+def reduce(operation: Operation, data: int, count: int, elements: Elements, root: int) -> None:
     """Combine the `count` elements at `data` of all ranks; the root gets the result, in place."""
-    layout = run.layout
-    each = CHUNK_BYTES // elements.bytes
-    if not layout.even or count * elements.bytes <= _SMALL_BYTES:
-        steps = (_to_root(run, data, chunk, elements, root) for chunk in chunks(count, each))
+    layout = operation.layout
+    chunk_count = CHUNK_BYTES // elements.bytes
+    if not layout.is_even or count * elements.bytes <= _SMALL_BYTES:
+        steps = (
+            _reduce_to_root(operation, data, chunk, elements, root)
+            for chunk in split_chunks(count, chunk_count)
+        )
     else:
-        each -= each % len(layout.ranks)
-        steps = (_along_chains(run, data, chunk, elements, root) for chunk in chunks(count, each))
-    pipelined(run, steps)
+        chunk_count -= chunk_count % len(layout.ranks)
+        steps = (
+            _reduce_by_rails(operation, data, chunk, elements, root)
+            for chunk in split_chunks(count, chunk_count)
+        )
+    run_pipeline(operation, steps)
 
 
-def _to_root(run: Run, data: int, chunk: Chunk, elements: Elements, root: int) -> Steps:
-    layout = run.layout
-    at, size = data + chunk.begin * elements.bytes, chunk.count * elements.bytes
-    home = layout.host_of(root)
-    here = layout.host == home
-    carrier = layout.ranks.index(root) if here else _LEADER
-    own = at
-    if layout.local_rank == carrier:
+def _reduce_to_root(
+    operation: Operation, data: int, chunk: Chunk, elements: Elements, root: int
+) -> Steps:
+    layout = operation.layout
+    address, size = data + chunk.begin * elements.bytes, chunk.count * elements.bytes
+    root_host = layout.host_of(root)
+    on_root_host = layout.host == root_host
+    local_root = layout.ranks.index(root) if on_root_host else _LEADER
+    own = address
+    if layout.local_rank == local_root:
         # Only the root's tensor may be written.
-        own = Scratch.of(size)
-        ctypes.memmove(own, at, size)
-    run.local("reduce", own, chunk.count, elements.dtype, elements.partial, carrier)
+        own = Scratch.allocate(size)
+        ctypes.memmove(own, address, size)
+    operation.run_local("reduce", own, chunk.count, elements.dtype, elements.partial_op, local_root)
     if layout.rank == root:
         parts: list[int] = [own] * len(layout.hosts)
-        posted = []
+        transfers = []
         for number, ranks in enumerate(layout.hosts):
-            if number != home:
-                parts[number] = Scratch.of(size)
-                posted += run.take(parts[number], size, ranks[0], chunk.tag)
-        yield posted
-        elements.combine(at, parts, chunk.count, last=True)
-    elif layout.local_rank == carrier and not here:
-        yield run.give(own, size, root, chunk.tag)
+            if number != root_host:
+                parts[number] = Scratch.allocate(size)
+                transfers += operation.post_recv(parts[number], size, ranks[0], chunk.tag)
+        yield transfers
+        elements.combine(address, parts, chunk.count, last=True)
+    elif layout.local_rank == local_root and not on_root_host:
+        yield operation.post_send(own, size, root, chunk.tag)
 
 
-def _along_chains(run: Run, data: int, chunk: Chunk, elements: Elements, root: int) -> Steps:
-    layout = run.layout
-    at = data + chunk.begin * elements.bytes
-    hosts, ranks, home = len(layout.hosts), len(layout.ranks), layout.host_of(root)
-    whole, count = _padded(at, chunk, elements, ranks)
+def _reduce_by_rails(
+    operation: Operation, data: int, chunk: Chunk, elements: Elements, root: int
+) -> Steps:
+    layout = operation.layout
+    address = data + chunk.begin * elements.bytes
+    hosts, ranks, root_host = len(layout.hosts), len(layout.ranks), layout.host_of(root)
+    whole, count = _pad(address, chunk, elements, ranks)
     slice_count = count // ranks
     size = slice_count * elements.bytes
-    mine = Scratch.of(size)
-    run.local("reduce_scatter_single", whole, mine, slice_count, elements.dtype, elements.partial)
-    place = (layout.host - home - 1) % hosts  # position in the chain that ends at the root's host
-    if place > 0:
-        theirs = Scratch.of(size)
-        yield run.take(theirs, size, layout.rail[layout.host - 1], chunk.tag)
-        last = place == hosts - 1
-        elements.combine(mine, [theirs, mine], slice_count, last=last)
-    if place < hosts - 1:
-        yield run.give(mine, size, layout.rail[(layout.host + 1) % hosts], chunk.tag)
+    own_slice = Scratch.allocate(size)
+    operation.run_local(
+        "reduce_scatter_single", whole, own_slice, slice_count, elements.dtype, elements.partial_op
+    )
+    position = (layout.host - root_host - 1) % hosts  # in the chain that ends at the root's host
+    if position > 0:
+        theirs = Scratch.allocate(size)
+        yield operation.post_recv(theirs, size, layout.rail[layout.host - 1], chunk.tag)
+        last = position == hosts - 1
+        elements.combine(own_slice, [theirs, own_slice], slice_count, last=last)
+    if position < hosts - 1:
+        yield operation.post_send(
+            own_slice, size, layout.rail[(layout.host + 1) % hosts], chunk.tag
+        )
         return
     outputs: list[int] = []
     if layout.rank == root:
-        if whole != at:
-            whole = Scratch.of(count * elements.bytes)
+        if whole != address:
+            whole = Scratch.allocate(count * elements.bytes)
         outputs = [whole + rank * size for rank in range(ranks)]
-    run.local("gather", mine, outputs, slice_count, elements.dtype, layout.ranks.index(root))
-    if layout.rank == root and whole != at:
-        ctypes.memmove(at, whole, chunk.count * elements.bytes)
+    operation.run_local(
+        "gather", own_slice, outputs, slice_count, elements.dtype, layout.ranks.index(root)
+    )
+    if layout.rank == root and whole != address:
+        ctypes.memmove(address, whole, chunk.count * elements.bytes)
 
 
 def reduce_scatter(
-    run: Run, inputs: Sequence[int], output: int, count: int, elements: Elements
+    operation: Operation, inputs: Sequence[int], output: int, count: int, elements: Elements
 ) -> None:
     """Combine the inputs of all ranks, one of `count` elements per rank; rank r gets the r-th."""
-    layout = run.layout
-    steps = _scattered_by_rails if layout.even else _scattered_by_leaders
-    each = CHUNK_BYTES // elements.bytes // max(map(len, layout.hosts))
-    pipelined(run, (steps(run, inputs, output, chunk, elements) for chunk in chunks(count, each)))
+    layout = operation.layout
+    steps = _reduce_scatter_by_rails if layout.is_even else _reduce_scatter_by_leaders
+    chunk_count = CHUNK_BYTES // elements.bytes // max(map(len, layout.hosts))
+    run_pipeline(
+        operation,
+        (
+            steps(operation, inputs, output, chunk, elements)
+            for chunk in split_chunks(count, chunk_count)
+        ),
+    )
 
 
-def _scattered_by_rails(
-    run: Run, inputs: Sequence[int], output: int, chunk: Chunk, elements: Elements
+def _reduce_scatter_by_rails(
+    operation: Operation, inputs: Sequence[int], output: int, chunk: Chunk, elements: Elements
 ) -> Steps:
-    layout = run.layout
+    layout = operation.layout
     offset, size = chunk.begin * elements.bytes, chunk.count * elements.bytes
-    parts = [Scratch.of(size) for _ in layout.hosts]
-    theirs = [Scratch.of(size) for _ in layout.hosts]
-    posted = []
+    parts = [Scratch.allocate(size) for _ in layout.hosts]
+    theirs = [Scratch.allocate(size) for _ in layout.hosts]
+    transfers = []
     for step in range(1, len(layout.hosts) + 1):
         host = (layout.host + step) % len(layout.hosts)
         sources = [inputs[rank] + offset for rank in layout.hosts[host]]
-        run.local(
-            "reduce_scatter", sources, parts[host], chunk.count, elements.dtype, elements.partial
+        operation.run_local(
+            "reduce_scatter", sources, parts[host], chunk.count, elements.dtype, elements.partial_op
         )
         if host != layout.host:
-            posted += run.take(theirs[host], size, layout.rail[host], chunk.tag)
-            posted += run.give(parts[host], size, layout.rail[host], chunk.tag)
-    yield posted
+            transfers += operation.post_recv(theirs[host], size, layout.rail[host], chunk.tag)
+            transfers += operation.post_send(parts[host], size, layout.rail[host], chunk.tag)
+    yield transfers
     theirs[layout.host] = parts[layout.host]
     elements.combine(output + offset, theirs, chunk.count, last=True)
 
 
-def _scattered_by_leaders(
-    run: Run, inputs: Sequence[int], output: int, chunk: Chunk, elements: Elements
+def _reduce_scatter_by_leaders(
+    operation: Operation, inputs: Sequence[int], output: int, chunk: Chunk, elements: Elements
 ) -> Steps:
-    layout = run.layout
+    layout = operation.layout
     offset, size = chunk.begin * elements.bytes, chunk.count * elements.bytes
-    leads = layout.local_rank == _LEADER
-    posted, own, theirs = [], {}, {}
+    is_leader = layout.local_rank == _LEADER
+    transfers, own, theirs = [], {}, {}
     for host, ranks in enumerate(layout.hosts):
         for rank in ranks:
             part = inputs[rank] + offset
-            if leads:
-                own[rank] = Scratch.of(size)
+            if is_leader:
+                own[rank] = Scratch.allocate(size)
                 ctypes.memmove(own[rank], part, size)
                 part = own[rank]
-            run.local("reduce", part, chunk.count, elements.dtype, elements.partial, _LEADER)
-            if leads and host != layout.host:
-                posted += run.give(part, size, ranks[0], chunk.tag)
-    if leads:
+            operation.run_local(
+                "reduce", part, chunk.count, elements.dtype, elements.partial_op, _LEADER
+            )
+            if is_leader and host != layout.host:
+                transfers += operation.post_send(part, size, ranks[0], chunk.tag)
+    if is_leader:
         for peer in (leader for leader in layout.leaders if leader != layout.rank):
             for rank in layout.ranks:
-                theirs[peer, rank] = Scratch.of(size)
-                posted += run.take(theirs[peer, rank], size, peer, chunk.tag)
-    yield posted
+                theirs[peer, rank] = Scratch.allocate(size)
+                transfers += operation.post_recv(theirs[peer, rank], size, peer, chunk.tag)
+    yield transfers
     results: list[int] = []
-    for rank in layout.ranks if leads else ():
+    for rank in layout.ranks if is_leader else ():
         parts = [theirs.get((leader, rank), own[rank]) for leader in layout.leaders]
-        results.append(Scratch.of(size))
+        results.append(Scratch.allocate(size))
         elements.combine(results[-1], parts, chunk.count, last=True)
-    run.local("scatter", results, output + offset, chunk.count, elements.dtype, _LEADER)
+    operation.run_local("scatter", results, output + offset, chunk.count, elements.dtype, _LEADER)

@@ -1,23 +1,23 @@
 """Assignment of a transport's tags to their uses."""
 
-__all__ = ["CHUNKS", "ENVELOPES", "WATCH", "of_chunk", "of_data"]
+__all__ = ["CHUNK_TAGS", "ENVELOPES", "LIVENESS", "chunk_tag", "data_tag"]
 
-CHUNKS = 4096
-"""Number of tags for the chunks of a collective, from tag 1 on.
+CHUNK_TAGS = 4096
+"""The number of tags for the chunks of a collective, from tag 1 on.
 
 Tag 0 is for the headers exchanged before a collective and for transfers that are not in chunks.
 """
-WATCH = CHUNKS + 1
-ENVELOPES = CHUNKS + 2
-_DATA = CHUNKS + 3
-_MESSAGES = 2**20
+LIVENESS = CHUNK_TAGS + 1
+ENVELOPES = CHUNK_TAGS + 2
+_FIRST_DATA_TAG = CHUNK_TAGS + 3
+_DATA_TAGS = 2**20
 
 
-def of_chunk(number: int) -> int:
-    """Return the tag of a collective's n-th chunk; chunks in flight together differ in it."""
-    return 1 + number % CHUNKS
+def chunk_tag(number: int) -> int:
+    """Return the tag of a collective's n-th chunk; all chunks in flight have different tags."""
+    return 1 + number % CHUNK_TAGS
 
 
-def of_data(number: int) -> int:
+def data_tag(number: int) -> int:
     """Return the tag of the data of a sender's n-th message."""
-    return _DATA + number % _MESSAGES
+    return _FIRST_DATA_TAG + number % _DATA_TAGS

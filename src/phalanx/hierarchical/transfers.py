@@ -19,19 +19,27 @@ if TYPE_CHECKING:
     from phalanx import _native
     from phalanx.transports import Transfer, Transport
 
-__all__ = ["Broken", "Gone", "Late", "Links", "Posted", "bytes_at", "settle"]
+__all__ = [
+    "ConnectionLost",
+    "DeadlineExceeded",
+    "GroupBroken",
+    "OperationTransfers",
+    "PostedTransfer",
+    "bytes_at",
+    "drain",
+]
 
-_SLICE = 0.02
-"""Seconds between two checks of a wait whether the group is broken."""
-_SETTLE = 5.0
+_CHECK_INTERVAL = 0.02
+"""Seconds between two checks whether the group is broken, during a wait."""
+_DRAIN_SECONDS = 5.0
 """Seconds that an aborted transport has to end its pending transfers."""
 
 
-class Broken(Exception):  # noqa: N818 - ends an operation early; not yet an error
+class GroupBroken(Exception):  # noqa: N818 - ends an operation early; not yet an error
     """The native group of this host is broken; its status has the reason."""
 
 
-class Gone(Exception):  # noqa: N818
+class ConnectionLost(Exception):  # noqa: N818
     """The connection to a rank is closed.
 
     Args:
@@ -45,7 +53,7 @@ class Gone(Exception):  # noqa: N818
         self.peer = peer if error.peer < 0 else error.peer
 
 
-class Late(Exception):  # noqa: N818
+class DeadlineExceeded(Exception):  # noqa: N818
     """The deadline passed before a transfer with a rank ended."""
 
     def __init__(self, peer: int) -> None:
@@ -53,22 +61,22 @@ class Late(Exception):  # noqa: N818
         self.peer = peer
 
 
-class Posted(NamedTuple):
-    """A transfer with its destination or source rank."""
+class PostedTransfer(NamedTuple):
+    """A posted transfer with its destination or source rank."""
 
     transfer: Transfer
     peer: int
 
 
-class Links:
+class OperationTransfers:
     """The sends and receives of one operation between hosts.
 
     Args:
         native: The native group of this host.
         transport: The transport that carries the bytes.
         deadline: The deadline of the operation, in seconds on the monotonic clock.
-        looking: Returns, for one wait, the function that checks for failures reported by other
-            ranks; see `Failing.looking`.
+        create_failure_check: Returns, for one wait, the function that checks for failures reported
+            by other ranks; see `FailurePropagator.create_failure_check`.
     """
 
     def __init__(
@@ -76,49 +84,49 @@ class Links:
         native: _native.Group,
         transport: Transport,
         deadline: float,
-        looking: Callable[[], Callable[[], None]],
+        create_failure_check: Callable[[], Callable[[], None]],
     ) -> None:
         self._native = native
-        self._looking = looking
+        self._create_failure_check = create_failure_check
         self._transport = transport
         self.deadline = deadline
-        self._posted: dict[int, Posted] = {}
+        self._pending: dict[int, PostedTransfer] = {}
 
     @property
     def remaining(self) -> float:
         """Seconds until the deadline, at least 1 ms, for operations with their own timeout."""
         return max(1e-3, self.deadline - time.monotonic())
 
-    def send(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
+    def send(self, data: memoryview, peer: int, tag: int = 0) -> PostedTransfer:
         """Post a send of at least one byte to a rank of the group."""
         try:
-            return self._noted(Posted(self._transport.send(data, peer, tag), peer))
+            return self._track(PostedTransfer(self._transport.send(data, peer, tag), peer))
         except TransportError as error:
-            raise Gone(peer, error) from None
+            raise ConnectionLost(peer, error) from None
 
-    def recv(self, data: memoryview, peer: int, tag: int = 0) -> Posted:
+    def recv(self, data: memoryview, peer: int, tag: int = 0) -> PostedTransfer:
         """Post a receive of at least one byte from a rank of the group."""
         try:
-            return self._noted(Posted(self._transport.recv(data, peer, tag), peer))
+            return self._track(PostedTransfer(self._transport.recv(data, peer, tag), peer))
         except TransportError as error:
-            raise Gone(peer, error) from None
+            raise ConnectionLost(peer, error) from None
 
-    def wait(self, *posted: Posted) -> None:
+    def wait(self, *transfers: PostedTransfer) -> None:
         """Block until all given transfers have ended."""
-        for transfer, peer in posted:
+        for transfer, peer in transfers:
             self._wait(transfer, peer)
-            self._posted.pop(id(transfer), None)
+            self._pending.pop(id(transfer), None)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait until no pending transfer uses memory that the operation no longer owns.
 
         Blocks until the transport has ended all pending transfers, for some seconds at most.
         """
-        settle(transfer for transfer, _ in self._posted.values())
-        self._posted.clear()
+        drain(transfer for transfer, _ in self._pending.values())
+        self._pending.clear()
 
-    def _noted(self, posted: Posted) -> Posted:
-        self._posted[id(posted.transfer)] = posted
+    def _track(self, posted: PostedTransfer) -> PostedTransfer:
+        self._pending[id(posted.transfer)] = posted
         return posted
 
     def _wait(self, transfer: Transfer, peer: int) -> None:
@@ -127,21 +135,21 @@ class Links:
                 return
             began = time.monotonic()
             self._native.compose_waits(peer)
-            look = self._looking()
-            while not transfer.wait(_SLICE):
-                look()
+            check = self._create_failure_check()
+            while not transfer.wait(_CHECK_INTERVAL):
+                check()
                 if self._native.broken() is not None:
-                    raise Broken
+                    raise GroupBroken
                 if time.monotonic() >= self.deadline:
-                    raise Late(peer)
+                    raise DeadlineExceeded(peer)
             self._native.compose_waited(peer, time.monotonic() - began)
         except TransportError as error:
-            raise Gone(peer, error) from None
+            raise ConnectionLost(peer, error) from None
 
 
-def settle(transfers: Iterable[Transfer]) -> None:
+def drain(transfers: Iterable[Transfer]) -> None:
     """Wait until transfers of a failed operation have ended, for some seconds at most."""
-    end = time.monotonic() + _SETTLE
+    end = time.monotonic() + _DRAIN_SECONDS
     for transfer in transfers:
         with contextlib.suppress(TransportError):
             transfer.wait(max(0.0, end - time.monotonic()))

@@ -24,7 +24,7 @@ from phalanx.launcher.store import (
     rendezvous_result,
 )
 from phalanx.transports import TransportError
-from phalanx.transports.mpi import MOST_TEXT, World, the_world
+from phalanx.transports.mpi import MAX_EAGER_BYTES, MpiProgressThread, get_progress_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,11 +61,11 @@ def rendezvous_handler(
         try:
             store = _host_store(world.size, timeout)
         except UsageError as error:
-            world.share(f"{_FAILED} {error}".encode()[:MOST_TEXT], 0)
+            world.broadcast(f"{_FAILED} {error}".encode()[:MAX_EAGER_BYTES], 0)
             raise
         text = f"{store.host} {store.port}".encode()
     try:
-        shared = world.share(text, timeout.total_seconds()).decode(errors="replace")
+        shared = world.broadcast(text, timeout.total_seconds()).decode(errors="replace")
     except TransportError as error:
         raise PhalanxError(f"[rank {world.rank}/{world.size}] mpi://: {error}") from None
     host, _, port = shared.partition(" ")
@@ -116,7 +116,7 @@ def local_rank_and_size(
     return rank, world_size
 
 
-def _world(timeout: timedelta) -> World:
+def _world(timeout: timedelta) -> MpiProgressThread:
     if not env.mpi_launcher():
         raise UsageError(
             "this process was not started by mpirun, so MPI can't provide the rendezvous: start "
@@ -124,7 +124,7 @@ def _world(timeout: timedelta) -> World:
             "mpi://"
         )
     try:
-        return the_world(timeout.total_seconds())
+        return get_progress_thread(timeout.total_seconds())
     except TransportError as error:
         raise PhalanxError(f"mpi://: {error}") from None
 

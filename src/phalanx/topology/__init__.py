@@ -9,6 +9,6 @@ hosts reach this rank at `own_address`.
 from phalanx.topology.address import interface_address, local_address, own_address
 from phalanx.topology.group_formation import join
 from phalanx.topology.layout import Layout
-from phalanx.topology.rank_record import Place
+from phalanx.topology.rank_record import RankRecord
 
-__all__ = ["Layout", "Place", "interface_address", "join", "local_address", "own_address"]
+__all__ = ["Layout", "RankRecord", "interface_address", "join", "local_address", "own_address"]

@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from phalanx.topology.rank_record import Place
+    from phalanx.topology.rank_record import RankRecord
 
 __all__ = ["interface_address", "local_address", "own_address"]
 
 
-def own_address(store: Store, places: Sequence[Place]) -> str:
+def own_address(store: Store, records: Sequence[RankRecord]) -> str:
     """Return the address on which to listen for other hosts.
 
     `PHALANX_INTERFACE` takes precedence. Otherwise, this is the address from which this machine
@@ -30,20 +30,20 @@ def own_address(store: Store, places: Sequence[Place]) -> str:
 
     Args:
         store: The group's store.
-        places: The places of all ranks.
+        records: The records of all ranks.
 
     Raises:
-        UsageError: The variable names no interface or address of this machine. Or the address is a
-            loopback address, but some ranks are on other machines.
+        UsageError: `PHALANX_INTERFACE` names no interface or address of this machine, or the
+            address is a loopback address although some ranks are on other machines.
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    way = env_hosts.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
-    address = local_address(way) or "127.0.0.1"
-    if ipaddress.ip_address(address).is_loopback and len({place.network for place in places}) > 1:
+    destination = env_hosts.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    address = local_address(destination) or "127.0.0.1"
+    if ipaddress.ip_address(address).is_loopback and len({r.network for r in records}) > 1:
         raise UsageError(
-            f"ranks on other machines can't reach this one at {address}, which is where its way to "
-            f"the rendezvous at {way or 'a file'} begins: give the rendezvous an address that all "
-            "machines reach, or set PHALANX_INTERFACE"
+            f"ranks on other machines cannot reach this machine at {address}, the local address of "
+            f"its route to the rendezvous at {destination or 'a file'}: give the rendezvous an "
+            "address that all machines can reach, or set PHALANX_INTERFACE"
         )
     return address

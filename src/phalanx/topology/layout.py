@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence, Set
 
-__all__ = ["Layout", "sorted_into_hosts"]
+__all__ = ["Layout", "group_by_host"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Layout:
         return sum(map(len, self.hosts))
 
     @cached_property
-    def even(self) -> bool:
+    def is_even(self) -> bool:
         """True if all hosts have equally many ranks, so that each local rank has a rail."""
         return len({len(ranks) for ranks in self.hosts}) == 1
 
@@ -64,31 +64,31 @@ class Layout:
         return next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
 
 
-def sorted_into_hosts(rank: int, opened: Mapping[int, Set[int]]) -> Layout:
+def group_by_host(rank: int, opened: Mapping[int, Set[int]]) -> Layout:
     """Return the layout of a group, given the ranks whose memory each rank can open.
 
     Two ranks share a host if each can open the other's memory. A rank belongs to the first host
-    whose lowest rank shares a host with it. All ranks come to the same result.
+    whose lowest rank shares a host with it. All ranks derive the same layout.
 
     Args:
-        rank: The rank that the layout is for.
+        rank: The rank whose view the layout is.
         opened: By rank, the ranks whose memory it can open.
     """
     hosts: list[list[int]] = []
-    for one in sorted(opened):
-        home = next((ranks for ranks in hosts if _mutual(one, ranks[0], opened)), None)
-        if home is None:
-            hosts.append([one])
+    for member in sorted(opened):
+        host = next((ranks for ranks in hosts if _is_mutual(member, ranks[0], opened)), None)
+        if host is None:
+            hosts.append([member])
         else:
-            home.append(one)
+            host.append(member)
     return Layout(rank, tuple(map(tuple, hosts)))
 
 
-def _mutual(one: int, other: int, opened: Mapping[int, Set[int]]) -> bool:
+def _is_mutual(one: int, other: int, opened: Mapping[int, Set[int]]) -> bool:
     return one in opened[other] and other in opened[one]
 
 
-def ranges(numbers: Sequence[int]) -> str:
+def format_rank_ranges(numbers: Sequence[int]) -> str:
     """Format ranks in the given order, with consecutive ranks as ranges: "0-3,6"."""
     runs: list[list[int]] = []
     for number in numbers:

@@ -1,4 +1,4 @@
-"""The place of a rank, which it publishes, and the proof that two ranks share a host.
+"""The record that a rank publishes of itself, and the proof that two ranks share a host.
 
 The published machine and pid only decide if an attempt is worthwhile: host names, boot ids and
 namespaces can mislead in containers. The proof is that one rank opens a piece of the other's memory
@@ -24,15 +24,15 @@ from phalanx.system.host_identity import boot_id, namespace_id
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["Place", "Probe"]
+__all__ = ["MemoryProbe", "RankRecord"]
 
 _NONCE = struct.Struct("<QQ")
 
 
-class Place(NamedTuple):
+class RankRecord(NamedTuple):
     """The record that a rank publishes of itself."""
 
-    size: int
+    world_size: int
     """The world size given to the rank."""
     pid: int
     host: str
@@ -44,38 +44,38 @@ class Place(NamedTuple):
     descriptor: int
     """The file descriptor of the rank's probe."""
     nonce: int
-    layout: int
+    layout_version: int
     """The version of the segment's layout."""
-    phalanx: str
-    torch: str
+    phalanx_version: str
+    torch_version: str
     transport: str
     """The transport between hosts that the rank was given."""
 
     @classmethod
-    def of_this_process(cls, size: int, transport: str, probe: Probe) -> Place:
-        """Return the place of this process, which holds `probe`."""
+    def for_current_process(cls, size: int, transport: str, probe: MemoryProbe) -> RankRecord:
+        """Return the record of this process, which holds `probe`."""
         return cls(
             size,
             os.getpid(),
             socket.gethostname(),
-            _machine(),
+            _machine_id(),
             f"{boot_id()} {namespace_id('net')}",
             probe.descriptor,
             probe.nonce,
             _native.LAYOUT_VERSION,
-            _version(),
+            _phalanx_version(),
             torch.__version__,
             transport,
         )
 
     @classmethod
-    def parse(cls, text: str) -> Place:
-        """Return the place that `text` serialized."""
+    def parse(cls, text: str) -> RankRecord:
+        """Parse the JSON that `text` returned."""
         return cls(**json.loads(text))
 
     @property
     def text(self) -> str:
-        """The place as JSON."""
+        """The record as JSON."""
         return json.dumps(self._asdict())
 
     @property
@@ -83,22 +83,22 @@ class Place(NamedTuple):
         """The process, as in "pid 812 on node-a"."""
         return f"pid {self.pid} on {self.host}"
 
-    def opens(self) -> bool:
-        """Return whether this process can open that rank's probe and finds its nonce and pid."""
+    def probe_is_accessible(self) -> bool:
+        """Return whether this process can open the rank's probe and finds its nonce and pid."""
         try:
             descriptor = os.open(f"/proc/{self.pid}/fd/{self.descriptor}", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            found = os.pread(descriptor, _NONCE.size, 0)
+            content = os.pread(descriptor, _NONCE.size, 0)
         except OSError:
             return False
         finally:
             os.close(descriptor)
-        return found == _NONCE.pack(self.nonce, self.pid)
+        return content == _NONCE.pack(self.nonce, self.pid)
 
 
-class Probe:
+class MemoryProbe:
     """A context manager for a piece of memory that only processes of the same host can open."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Probe:
         os.fchmod(self.descriptor, 0o600)
         os.write(self.descriptor, _NONCE.pack(self.nonce, os.getpid()))
 
-    def __enter__(self) -> Probe:
+    def __enter__(self) -> MemoryProbe:
         return self
 
     def __exit__(
@@ -120,9 +120,9 @@ class Probe:
 
 
 @functools.cache
-def _version() -> str:
+def _phalanx_version() -> str:
     return metadata.version("phalanx")
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     return f"{boot_id()} {namespace_id('pid')} {env_hosts.host_id()}"

@@ -10,7 +10,7 @@ from torch.distributed import DistError
 
 from phalanx.errors import CollectiveTimeout, PhalanxError
 from phalanx.system.polling import attempts
-from phalanx.topology.rank_record import Place
+from phalanx.topology.rank_record import RankRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,92 +19,92 @@ if TYPE_CHECKING:
 
     from phalanx import _native
 
-__all__ = ["Meeting"]
+__all__ = ["StoreRendezvous"]
 
-_MOST_TOLD = 8
+_MAX_DESCRIBED = 8
 """The maximum number of missing ranks that an error describes."""
 
 
-class Meeting(NamedTuple):
-    """A group that is being formed, as one of its ranks takes part.
+class StoreRendezvous(NamedTuple):
+    """A rank's part in the formation of a group.
 
     Attributes:
         store: The store of the group, or of a round of it.
         rank: This rank in the group.
-        size: World size of the group.
+        world_size: World size of the group.
         start: The time at which this rank arrived, in monotonic seconds.
-        seconds: The time that this rank waits for the others, in seconds.
-        joining: The entry in the flight recorder for the formation of the group.
-        where: Describes a missing rank; see `join`.
+        timeout: The time that this rank waits for the others, in seconds.
+        formation: The entry in the flight recorder for the formation of the group.
+        describe_missing: Returns a description of a missing rank; see `join`.
         members: Ranks in the job by rank in the group; empty for the default group.
     """
 
     store: Store
     rank: int
-    size: int
+    world_size: int
     start: float
-    seconds: float
-    joining: _native.Joining
-    where: Callable[[int, str], str] | None
+    timeout: float
+    formation: _native.Joining
+    describe_missing: Callable[[int, str], str] | None
     members: Sequence[int] = ()
 
-    def everyone(self, name: str) -> list[str]:
+    def wait_for_values(self, name: str) -> list[str]:
         """Return the values that all ranks publish under a name, by rank; blocks until they have.
 
         Raises:
             CollectiveTimeout: A rank did not publish a value before the deadline.
             PhalanxError: Another rank cannot join.
         """
-        keys = [key(name, rank) for rank in range(self.size)]
+        keys = [key(name, rank) for rank in range(self.world_size)]
         first = 0
-        for _ in self.tries(lambda: self._missing(keys)):
+        for _ in self.poll(lambda: self._missing(keys)):
             first = self._first_missing(keys, first)
-            if first == self.size:
+            if first == self.world_size:
                 break
-            self.joining.waiting_for(first)
-            self.raise_failure()
+            self.formation.waiting_for(first)
+            self.raise_reported_failure()
         if self.store.has_extended_api():  # type: ignore[attr-defined]
             return [value.decode() for value in self.store.multi_get(keys)]
         return [self.store.get(each).decode() for each in keys]
 
-    def one(self, name: str, rank: int) -> str:
-        """Return the value that a rank publishes under a name; blocks and raises as `everyone`."""
-        self.joining.waiting_for(rank)
-        for _ in self.tries(lambda: [rank]):
-            self.raise_failure()
+    def wait_for_value(self, name: str, rank: int) -> str:
+        """Return the value that a rank publishes under a name; see `wait_for_values`."""
+        self.formation.waiting_for(rank)
+        for _ in self.poll(lambda: [rank]):
+            self.raise_reported_failure()
             if self.store.check([key(name, rank)]):
                 break
-        said: bytes = self.store.get(key(name, rank))
-        return said.decode()
+        value: bytes = self.store.get(key(name, rank))
+        return value.decode()
 
-    def tries(self, missing: Callable[[], Sequence[int]]) -> Iterator[None]:
+    def poll(self, missing: Callable[[], Sequence[int]]) -> Iterator[None]:
         """Yield once per attempt until the deadline, then raise `CollectiveTimeout`.
 
         Args:
             missing: Returns the ranks that have not arrived, for the message.
         """
-        yield from attempts(self.start + self.seconds)
+        yield from attempts(self.start + self.timeout)
         absent = missing()
-        ranks = ", ".join(map(str, absent))
+        names = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
         raise CollectiveTimeout(
-            f"[rank {self.rank}/{self.size} on {socket.gethostname()}] joining the group: rank "
-            f"{ranks} did not come before the deadline, in the {self.seconds:g} s since this rank "
-            f"came{self._told(absent)}{self._advice(absent)}"
+            f"[rank {self.rank}/{self.world_size} on {socket.gethostname()}] joining the group: "
+            f"{names} did not arrive within {self.timeout:g} s of this rank's arrival"
+            f"{self._descriptions(absent)}{self._advice(absent)}"
         )
 
-    def fail(self, words: str) -> PhalanxError:
-        """Tell the other ranks that this rank cannot join, and return the error to raise."""
-        # Recorded before the others are told: the first rank to fail is taken for the cause.
-        self.joining.end("system")
-        words = f"rank {self.rank} could not join: {words}"
-        self.store.set("phalanx/failed", words)
-        return PhalanxError(f"[rank {self.rank}/{self.size}] {words.partition(' ')[2]}")
+    def report_failure(self, reason: str) -> PhalanxError:
+        """Report to the other ranks that this rank cannot join; return the error to raise."""
+        # Recorded first: of all failures in the recorders, the first is taken for the root cause.
+        self.formation.end("system")
+        message = f"rank {self.rank} could not join: {reason}"
+        self.store.set("phalanx/failed", message)
+        return PhalanxError(f"[rank {self.rank}/{self.world_size}] {message.partition(' ')[2]}")
 
-    def raise_failure(self) -> None:
+    def raise_reported_failure(self) -> None:
         """Raise `PhalanxError` if another rank cannot join."""
         if self.store.check(["phalanx/failed"]):
             reason = self.store.get("phalanx/failed").decode()
-            raise PhalanxError(f"[rank {self.rank}/{self.size}] {reason}")
+            raise PhalanxError(f"[rank {self.rank}/{self.world_size}] {reason}")
 
     def _first_missing(self, keys: list[str], first: int) -> int:
         """Return the index of the first missing key from `first` on, or `len(keys)` if all exist.
@@ -128,8 +128,8 @@ class Meeting(NamedTuple):
     def _advice(self, absent: Sequence[int]) -> str:
         if not self.members:
             return ": are all processes started, with the same world size and address?"
-        entered = [rank == self.rank or self._holder(rank) != "" for rank in range(self.size)]
-        callers = [each for each, is_in in zip(self.members, entered, strict=True) if is_in]
+        entered = [rank == self.rank or self._holder(rank) != "" for rank in range(self.world_size)]
+        callers = [each for each, is_caller in zip(self.members, entered, strict=True) if is_caller]
         others = [self.members[rank] for rank in absent if not entered[rank]]
         if not others:
             return ""
@@ -139,17 +139,20 @@ class Meeting(NamedTuple):
             "those that are not in the new group"
         )
 
-    def _told(self, ranks: Sequence[int]) -> str:
+    def _descriptions(self, ranks: Sequence[int]) -> str:
         """Return descriptions of missing ranks."""
-        if self.where is None:
+        if self.describe_missing is None:
             return ""
-        known = [(rank, self.where(rank, self._holder(rank))) for rank in ranks[:_MOST_TOLD]]
-        return "".join(f"; rank {rank} {words}" for rank, words in known if words)
+        known = [
+            (rank, self.describe_missing(rank, self._holder(rank)))
+            for rank in ranks[:_MAX_DESCRIBED]
+        ]
+        return "".join(f"; rank {rank} {description}" for rank, description in known if description)
 
     def _holder(self, rank: int) -> str:
         with contextlib.suppress(DistError):  # the host of the store may have exited
             if self.store.check([key("rank", rank)]):
-                return Place.parse(self.store.get(key("rank", rank)).decode()).process
+                return RankRecord.parse(self.store.get(key("rank", rank)).decode()).process
         return ""
 
 

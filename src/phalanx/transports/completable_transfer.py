@@ -1,4 +1,4 @@
-"""A transfer whose end is announced by a thread of the transport."""
+"""A transfer that a thread of the transport completes."""
 
 from __future__ import annotations
 
@@ -10,50 +10,50 @@ from phalanx.transports.interface import Transfer, TransportError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Announced"]
+__all__ = ["CompletableTransfer"]
 
 
-class Announced(Transfer):
-    """A transfer that ends when `end` is called.
+class CompletableTransfer(Transfer):
+    """A transfer that completes when `complete` is called.
 
     Args:
         data: The caller's buffer.
-        later: Schedules a function in a thread of the transport.
+        schedule: Schedules a function in a thread of the transport.
     """
 
-    def __init__(self, data: memoryview, later: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
         self.data = data
-        self._later = later
+        self._schedule = schedule
         self._lock = threading.Lock()
-        self._ended = threading.Event()
+        self._completed = threading.Event()
         self._error: TransportError | None = None
-        self._call: Callable[[], None] | None = None
+        self._callback: Callable[[], None] | None = None
 
-    def end(self, error: TransportError | None = None) -> None:
-        """End the transfer; calls after the first do nothing.
+    def complete(self, error: TransportError | None = None) -> None:
+        """Complete the transfer; calls after the first do nothing.
 
         Args:
             error: The error with which the transfer fails, or None on success.
         """
         with self._lock:
-            if self._ended.is_set():
+            if self._completed.is_set():
                 return
             self._error = error
-            self._ended.set()
-            call, self._call = self._call, None
-        if call is not None:
-            self._later(call)
+            self._completed.set()
+            callback, self._callback = self._callback, None
+        if callback is not None:
+            self._schedule(callback)
 
-    def wait(self, seconds: float) -> bool:  # noqa: D102 - documented in `interface.py`
-        if not self._ended.wait(seconds):
+    def wait(self, timeout: float) -> bool:  # noqa: D102 - documented in `interface.py`
+        if not self._completed.wait(timeout):
             return False
         if self._error is not None:
             raise self._error
         return True
 
-    def then(self, call: Callable[[], None]) -> None:  # noqa: D102
+    def add_done_callback(self, callback: Callable[[], None]) -> None:  # noqa: D102
         with self._lock:
-            if not self._ended.is_set():
-                self._call = call
+            if not self._completed.is_set():
+                self._callback = callback
                 return
-        self._later(call)
+        self._schedule(callback)

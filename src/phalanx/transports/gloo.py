@@ -1,18 +1,19 @@
 """The transport of PyTorch's Gloo: TCP between any two ranks.
 
-Gloo cannot test whether a transfer has ended, and a wait that times out closes all connections of
-the process. So threads wait without a limit on behalf of callers that wait with one. To abort an
-transport, such a time-out is caused deliberately; peers then find their connections closed. A
+Gloo cannot test whether a transfer has completed, and a wait that times out closes all connections
+of the process. So threads wait without a timeout on behalf of callers that have one. To abort the
+transport, such a timeout is caused deliberately; peers then find their connections closed. A
 connection is made with the first post to a peer. This happens in a thread too, since the peer may
 never answer.
 
-A time-out while a connection is being made lets Gloo end the process as soon as the connection is
-made (`ex_ == nullptr`, in a thread of Gloo, torch 2.13). So two ranks begin to connect only after
-each has declared in the store that it wants the other. That keeps connecting short, and an abort
-waits for its end. Meanwhile, `liveness` shows whether the peer still exists.
+After a timeout while a connection is being made, Gloo ends the process as soon as the connection is
+made (`ex_ == nullptr`, in a thread of Gloo, torch 2.13). So two ranks start to connect only after
+each has requested the connection in the store. That keeps the time of connecting short, and an
+abort waits until it is over. Until then, `liveness` detects whether the peer still exists.
 
 A connection that is closed while it holds unread data drops its unsent data. So a rank that leaves
-tells each peer on the connection itself, behind all sent data, and closes after the peer's answer.
+sends each peer a message on the connection itself, after all other data, and closes the connection
+after the peer's acknowledgement.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from phalanx import env_hosts
 from phalanx.errors import UsageError
 from phalanx.system.polling import attempts
 from phalanx.transports.interface import Transfer, Transport, TransportError
-from phalanx.transports.liveness import Liveness, Probe
-from phalanx.transports.shutdown_hooks import inside_a_library
+from phalanx.transports.liveness import LivenessListener, LivenessProbe
+from phalanx.transports.shutdown_hooks import delay_shutdown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,25 +45,25 @@ if TYPE_CHECKING:
 __all__ = ["GlooTransport"]
 
 _gloo: Any = ProcessGroupGloo  # its type stub is incomplete
-# Never reached: limits are those of the waits for a transfer.
-_FOR_EVER = timedelta(days=365)
-_AT_ONCE = timedelta(milliseconds=1)
+# Never reached: the waits for transfers have timeouts of their own.
+_NO_TIMEOUT = timedelta(days=365)
+_MIN_TIMEOUT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**31 - 1
-_PARTING_TAG = 2**31 - 3
-_LEAVES, _GOES = 1, 2
-_PARTING_SECONDS = 2.0
+_LEAVE_TAG = 2**31 - 3
+_LEAVE, _LEAVE_ACK = 1, 2
+_LEAVE_SECONDS = 2.0
 _CONNECTING_SECONDS = 0.5
-"""Seconds within which a connection that both ranks want is made, unless one stopped or died."""
-_WANTS = "{}/wants/{}"
-"""Key set in the store by a rank that has a transfer to post to a peer."""
-_ALIVE = "{}/alive"
-"""Key with the `Liveness.at` of a rank; empty once the rank has left."""
-_LONGEST_PAUSE = 0.1
-"""Most seconds between two checks whether a peer wants this rank."""
+"""Seconds within which a requested connection is made, unless a rank has stopped or died."""
+_CONNECT_KEY = "{}/wants/{}"
+"""Key in the store by which a rank requests a connection with a peer."""
+_LIVENESS_KEY = "{}/alive"
+"""Key with the `LivenessListener.endpoint` of a rank; empty once the rank has left."""
+_MAX_PAUSE = 0.1
+"""The longest time between two checks whether a peer requests a connection, in seconds."""
 _ABORTED = "this rank has closed its connections"
 
 
-class _Waiters:
+class _WaitThreads:
     """A pool of threads that wait inside Gloo, one for each concurrent wait."""
 
     def __init__(self) -> None:
@@ -71,7 +72,8 @@ class _Waiters:
         self._idle = 0
         self._threads: list[threading.Thread] = []
 
-    def start(self, call: Callable[[], None]) -> None:
+    def submit(self, call: Callable[[], None]) -> None:
+        """Call a function in an idle thread, or in a new one if there is none."""
         with self._lock:
             if self._idle:
                 self._idle -= 1
@@ -97,7 +99,7 @@ class _Waiters:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            with inside_a_library():
+            with delay_shutdown():
                 call()
             del call
             with self._lock:
@@ -105,51 +107,51 @@ class _Waiters:
 
 
 class _GlooTransfer(Transfer):
-    def __init__(self, peer: int, waiters: _Waiters) -> None:
+    def __init__(self, peer: int, wait_threads: _WaitThreads) -> None:
         self.peer = peer
-        self._waiters = waiters
+        self._wait_threads = wait_threads
         self._lock = threading.Lock()
         self._work: Any = None
-        self._wanted = False
-        self._ended = threading.Event()
+        self._wait_requested = False
+        self._completed = threading.Event()
         self._error: TransportError | None = None
-        self._call: Callable[[], None] | None = None
+        self._callback: Callable[[], None] | None = None
 
-    def begin(self, work: Any) -> None:
+    def set_work(self, work: Any) -> None:
         """Set the work object that Gloo returned for this transfer."""
         with self._lock:
             self._work = work
-            wanted = self._wanted
-        if wanted:
-            self._waiters.start(self._wait)
+            wait_requested = self._wait_requested
+        if wait_requested:
+            self._wait_threads.submit(self._wait)
 
     def fail(self, error: TransportError) -> None:
-        """End the transfer with an error."""
-        self._end(error)
+        """Complete the transfer with an error."""
+        self._complete(error)
 
-    def wait(self, seconds: float) -> bool:
-        self._want()
-        if not self._ended.wait(seconds):
+    def wait(self, timeout: float) -> bool:
+        self._request_wait()
+        if not self._completed.wait(timeout):
             return False
         if self._error is not None:
             raise self._error
         return True
 
-    def then(self, call: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
         with self._lock:
-            self._call = call
-            over = self._ended.is_set()
-        if over:
-            self._waiters.start(self._tell)
-        self._want()
+            self._callback = callback
+            completed = self._completed.is_set()
+        if completed:
+            self._wait_threads.submit(self._run_callback)
+        self._request_wait()
 
-    def _want(self) -> None:
-        """Start a thread that waits for the transfer, once it has begun."""
+    def _request_wait(self) -> None:
+        """Let a thread wait for the transfer, as soon as Gloo has it."""
         with self._lock:
-            start = not self._wanted and self._work is not None
-            self._wanted = True
+            start = not self._wait_requested and self._work is not None
+            self._wait_requested = True
         if start:
-            self._waiters.start(self._wait)
+            self._wait_threads.submit(self._wait)
 
     def _wait(self) -> None:
         with self._lock:
@@ -159,41 +161,42 @@ class _GlooTransfer(Transfer):
         try:
             work.wait()
         except RuntimeError as error:
-            self._end(TransportError(self.peer, _reason(error)))
+            self._complete(TransportError(self.peer, _reason(error)))
         else:
-            self._end(None)
+            self._complete(None)
 
-    def _end(self, error: TransportError | None) -> None:
+    def _complete(self, error: TransportError | None) -> None:
         with self._lock:
-            if self._ended.is_set():
+            if self._completed.is_set():
                 return
             self._error, self._work = error, None
-            self._ended.set()
-        self._tell()
+            self._completed.set()
+        self._run_callback()
 
-    def _tell(self) -> None:
+    def _run_callback(self) -> None:
         with self._lock:
-            call, self._call = self._call, None
-        if call is not None:
-            call()
+            callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
 
 
-class _Posts:
-    """The connection state of one peer, with the posts that wait for the connection, in order."""
+class _PeerConnection:
+    """The state of the connection to a peer, with the transfers that wait for it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.connected = False
-        self.wanted = False
+        self.is_connected = False
+        self.is_requested = False
         """True once a transfer was posted to the peer."""
-        self.entered = False
+        self.is_started = False
         """True once Gloo is making the connection or has made it."""
-        self.waiting: deque[tuple[Callable[[], Any], _GlooTransfer]] = deque()
-        self.lost = ""
+        self.pending: deque[tuple[Callable[[], Any], _GlooTransfer]] = deque()
+        """The posts that wait for the connection, with their transfers, in order."""
+        self.failure = ""
         """The reason why there will be no connection; empty if there may be one."""
-        self.settled = threading.Event()
+        self.resolved = threading.Event()
         """Set when the connection is made or has failed."""
-        self.may_go = threading.Event()
+        self.may_close = threading.Event()
         """Set when the peer has received all sent data, or is gone."""
 
 
@@ -201,23 +204,23 @@ class GlooTransport(Transport):
     """A rank's end of Gloo; see `open_transport` for the arguments."""
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
-        _check_advertised()
+        _check_not_advertised()
         options = _gloo._Options()
-        options._timeout = _FOR_EVER
+        options._timeout = _NO_TIMEOUT
         options._threads = 1
         try:
             device = _gloo.create_device(hostname=address, lazy_init=True)
             options._devices = [device]
             self._group: Any = _gloo(store, rank, size, options)
-            self._liveness = Liveness(address)
+            self._liveness = LivenessListener(address)
         except (OSError, RuntimeError) as error:
-            raise TransportError(-1, f"Gloo can't listen on {address}: {_reason(error)}") from None
+            raise TransportError(-1, f"Gloo cannot listen on {address}: {_reason(error)}") from None
         self._store, self._rank = store, rank
-        self._waiters = _Waiters()
-        self._posts = [_Posts() for _ in range(size)]
-        self._said: list[object] = []  # buffers that Gloo may still read
-        self._aborted = False
-        store.set(_ALIVE.format(rank), self._liveness.at)
+        self._wait_threads = _WaitThreads()
+        self._connections = [_PeerConnection() for _ in range(size)]
+        self._sent_messages: list[object] = []  # buffers that Gloo may still read
+        self._is_aborted = False
+        store.set(_LIVENESS_KEY.format(rank), self._liveness.endpoint)
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._post("send", data, peer, tag)
@@ -226,170 +229,175 @@ class GlooTransport(Transport):
         return self._post("recv", data, peer, tag)
 
     def abort(self) -> None:
-        if self._aborted:
+        if self._is_aborted:
             return
-        self._aborted = True
-        self._await_connections(time.monotonic() + _CONNECTING_SECONDS)
+        self._is_aborted = True
+        self._wait_for_connections(time.monotonic() + _CONNECTING_SECONDS)
         # One time-out closes all connections, but a receive on a closed one does not time out.
-        for peer in [peer for peer, posts in enumerate(self._posts) if posts.connected]:
+        for peer in [peer for peer, each in enumerate(self._connections) if each.is_connected]:
             with contextlib.suppress(RuntimeError):
-                self._group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_AT_ONCE)
-        for posts in self._posts:
-            self._fail(posts, -1, _ABORTED)
+                self._group.recv([torch.empty(1)], peer, _ABORT_TAG).wait(_MIN_TIMEOUT)
+        for connection in self._connections:
+            self._fail_pending(connection, -1, _ABORTED)
         self._liveness.close()
 
     def close(self) -> None:
-        if not self._aborted:
-            self._part()
+        if not self._is_aborted:
+            self._leave()
             with contextlib.suppress(DistError, RuntimeError):
-                self._store.set(_ALIVE.format(self._rank), "")
+                self._store.set(_LIVENESS_KEY.format(self._rank), "")
         self.abort()  # otherwise an unanswered receive would keep the connections open
-        self._waiters.stop(_PARTING_SECONDS)
+        self._wait_threads.stop(_LEAVE_SECONDS)
         self._group = None
 
     def _post(self, name: str, data: memoryview, peer: int, tag: int) -> Transfer:
         tensor = torch.frombuffer(data, dtype=torch.uint8)
-        transfer, posts = _GlooTransfer(peer, self._waiters), self._posts[peer]
-        with posts.lock:
+        transfer, connection = _GlooTransfer(peer, self._wait_threads), self._connections[peer]
+        with connection.lock:
             group = self._group
-            if self._aborted or group is None:
+            if self._is_aborted or group is None:
                 raise TransportError(peer, _ABORTED)
-            if posts.lost:
-                raise TransportError(peer, posts.lost)
+            if connection.failure:
+                raise TransportError(peer, connection.failure)
             post = partial(getattr(group, name), [tensor], peer, tag)
-            if posts.connected:
-                self._begin(post, transfer)
+            if connection.is_connected:
+                self._start(post, transfer)
             else:
-                posts.waiting.append((post, transfer))
-                if not posts.wanted:
-                    posts.wanted = True
-                    self._waiters.start(lambda: self._connect(posts, peer))
+                connection.pending.append((post, transfer))
+                if not connection.is_requested:
+                    connection.is_requested = True
+                    self._wait_threads.submit(lambda: self._connect(connection, peer))
         return transfer
 
-    def _connect(self, posts: _Posts, peer: int) -> None:
-        """Connect with a peer when it wants this rank too, and post the waiting transfers.
+    def _connect(self, connection: _PeerConnection, peer: int) -> None:
+        """Connect with a peer once both have requested it, and post the pending transfers.
 
-        Then serve the connection's leave protocol until the connection is closed.
+        Then serve the connection's leave messages until the connection is closed.
         """
-        word = torch.zeros(1, dtype=torch.uint8)
+        message = torch.zeros(1, dtype=torch.uint8)
         try:
-            if not self._await_peer(peer):
+            if not self._wait_for_peer(peer):
                 return
-            with posts.lock:
-                if self._aborted:
+            with connection.lock:
+                if self._is_aborted:
                     return
-                posts.entered = True
-            parting = self._group.recv([word], peer, _PARTING_TAG)
+                connection.is_started = True
+            leave_receive = self._group.recv([message], peer, _LEAVE_TAG)
         except (AttributeError, DistError, RuntimeError) as error:
-            with posts.lock:
-                posts.lost = _reason(error)
-            self._fail(posts, peer, posts.lost)
-            posts.settled.set()
+            with connection.lock:
+                connection.failure = _reason(error)
+            self._fail_pending(connection, peer, connection.failure)
+            connection.resolved.set()
             return
-        with posts.lock:
-            posts.connected = True
-            while posts.waiting and not self._aborted:
-                self._begin(*posts.waiting.popleft())
-            posts.settled.set()
-        self._answer(posts, peer, word, parting)
+        with connection.lock:
+            connection.is_connected = True
+            while connection.pending and not self._is_aborted:
+                self._start(*connection.pending.popleft())
+            connection.resolved.set()
+        self._serve_leave_messages(connection, peer, message, leave_receive)
 
-    def _await_peer(self, peer: int) -> bool:
-        """Block until the peer wants this rank; return False if the transport is aborted before.
+    def _wait_for_peer(self, peer: int) -> bool:
+        """Block until the peer requests the connection; return False if this rank aborts before.
 
         Raises:
             RuntimeError: The peer has left, or its process has ended.
         """
-        self._store.set(_WANTS.format(self._rank, peer), "")
-        probe: Probe | None = None
+        self._store.set(_CONNECT_KEY.format(self._rank, peer), "")
+        probe: LivenessProbe | None = None
         try:
-            for _ in attempts(longest=_LONGEST_PAUSE):
-                if self._aborted:
+            for _ in attempts(longest=_MAX_PAUSE):
+                if self._is_aborted:
                     break
-                if self._store.check([_WANTS.format(peer, self._rank)]):
-                    self._alive(peer)
+                if self._store.check([_CONNECT_KEY.format(peer, self._rank)]):
+                    self._liveness_endpoint(peer)
                     return True
-                if probe is None and self._store.check([_ALIVE.format(peer)]):
-                    probe = Probe(self._alive(peer))
-                if probe is not None and (reason := probe.ended()):
-                    self._alive(peer)
+                if probe is None and self._store.check([_LIVENESS_KEY.format(peer)]):
+                    probe = LivenessProbe(self._liveness_endpoint(peer))
+                if probe is not None and (reason := probe.detect_failure()):
+                    self._liveness_endpoint(peer)
                     raise RuntimeError(reason)
         finally:
             if probe is not None:
                 probe.close()
         return False
 
-    def _alive(self, peer: int) -> str:
-        """Return the peer's `Liveness.at`.
+    def _liveness_endpoint(self, peer: int) -> str:
+        """Return the peer's `LivenessListener.endpoint`.
 
         Raises:
             RuntimeError: The peer has left.
         """
-        if at := self._store.get(_ALIVE.format(peer)).decode():
-            return str(at)
+        if endpoint := self._store.get(_LIVENESS_KEY.format(peer)).decode():
+            return str(endpoint)
         raise RuntimeError("it has left")
 
-    def _await_connections(self, end: float) -> None:
+    def _wait_for_connections(self, end: float) -> None:
         """Block until no connection is being made, or until `end` on the monotonic clock."""
-        for posts in self._posts:
-            with posts.lock:
-                entered = posts.entered
-            if entered:
-                posts.settled.wait(max(0.0, end - time.monotonic()))
+        for connection in self._connections:
+            with connection.lock:
+                is_started = connection.is_started
+            if is_started:
+                connection.resolved.wait(max(0.0, end - time.monotonic()))
 
     @staticmethod
-    def _fail(posts: _Posts, peer: int, reason: str) -> None:
+    def _fail_pending(connection: _PeerConnection, peer: int, reason: str) -> None:
         """Fail the transfers that wait for a connection."""
-        with posts.lock:
-            waiting = list(posts.waiting)
-            posts.waiting.clear()
-        for _, transfer in waiting:
+        with connection.lock:
+            pending = list(connection.pending)
+            connection.pending.clear()
+        for _, transfer in pending:
             transfer.fail(TransportError(peer, reason))
 
-    def _part(self) -> None:
+    def _leave(self) -> None:
         """Wait, for 2 s at most, until all peers have received the data sent to them.
 
-        This includes peers that do not want this rank yet.
+        This includes peers that have not requested the connection yet.
         """
-        end = time.monotonic() + _PARTING_SECONDS
-        for posts in self._posts:
-            if posts.wanted:
-                posts.settled.wait(max(0.0, end - time.monotonic()))
-        connected = [(peer, posts) for peer, posts in enumerate(self._posts) if posts.connected]
+        end = time.monotonic() + _LEAVE_SECONDS
+        for connection in self._connections:
+            if connection.is_requested:
+                connection.resolved.wait(max(0.0, end - time.monotonic()))
+        connected = [
+            (peer, each) for peer, each in enumerate(self._connections) if each.is_connected
+        ]
         for peer, _ in connected:
-            self._say(peer, _LEAVES)
-        for _, posts in connected:
-            posts.may_go.wait(max(0.0, end - time.monotonic()))
+            self._send_leave_message(peer, _LEAVE)
+        for _, connection in connected:
+            connection.may_close.wait(max(0.0, end - time.monotonic()))
 
-    def _answer(self, posts: _Posts, peer: int, word: torch.Tensor, parting: Any) -> None:
-        """Answer a leaving peer, and receive its answers, until the connection is closed."""
+    def _serve_leave_messages(
+        self, connection: _PeerConnection, peer: int, message: torch.Tensor, leave_receive: Any
+    ) -> None:
+        """Receive leave messages and acknowledge them, until the connection is closed."""
         try:
             while True:
-                parting.wait()
-                if word.item() == _LEAVES:
-                    self._say(peer, _GOES)
+                leave_receive.wait()
+                if message.item() == _LEAVE:
+                    self._send_leave_message(peer, _LEAVE_ACK)
                 else:
-                    posts.may_go.set()
-                parting = self._group.recv([word], peer, _PARTING_TAG)
+                    connection.may_close.set()
+                leave_receive = self._group.recv([message], peer, _LEAVE_TAG)
         except (AttributeError, RuntimeError):  # closed, here or by the peer
-            posts.may_go.set()
+            connection.may_close.set()
 
-    def _say(self, peer: int, word: int) -> None:
+    def _send_leave_message(self, peer: int, message: int) -> None:
         with contextlib.suppress(AttributeError, RuntimeError):
-            said = torch.tensor([word], dtype=torch.uint8)
-            self._said.append((said, self._group.send([said], peer, _PARTING_TAG)))
+            data = torch.tensor([message], dtype=torch.uint8)
+            self._sent_messages.append((data, self._group.send([data], peer, _LEAVE_TAG)))
 
     @staticmethod
-    def _begin(post: Callable[[], Any], transfer: _GlooTransfer) -> None:
+    def _start(post: Callable[[], Any], transfer: _GlooTransfer) -> None:
         try:
-            transfer.begin(post())
+            transfer.set_work(post())
         except RuntimeError as error:
             transfer.fail(TransportError(transfer.peer, _reason(error)))
 
 
-def _check_advertised() -> None:
+def _check_not_advertised() -> None:
     """Check that no advertised address is set.
 
-    Gloo gives its listening address to peers, and decides by these addresses which side connects.
+    Gloo publishes the address on which it listens, and decides by these addresses which of two
+    ranks connects.
 
     Raises:
         UsageError: An advertised address is set, or it is malformed.
@@ -400,8 +408,9 @@ def _check_advertised() -> None:
         raise UsageError(str(error)) from None
     if host:
         raise UsageError(
-            "PHALANX_ADVERTISE_ADDR is set, but gloo is for hosts that reach each other at their "
-            "own addresses: use the transport relay (PHALANX_TRANSPORT=relay), or unset it"
+            "PHALANX_ADVERTISE_ADDR is set, but the transport gloo needs hosts that reach each "
+            "other at their own addresses: use the transport relay (PHALANX_TRANSPORT=relay), or "
+            "unset the variable"
         )
 
 

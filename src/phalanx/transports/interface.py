@@ -1,4 +1,9 @@
-"""The interface between transports and the rest of Phalanx."""
+"""The interface that a transport implements.
+
+A transport carries bytes between the ranks of one group whose ranks are on several hosts. It has
+tagged sends and receives, a way to abort them, and an end. Collectives, the matching of messages
+and the reports of failures are built on top of this interface, the same for all transports.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +20,8 @@ class TransportError(Exception):
     """A transfer cannot be carried out: its peer is gone, or the transport was aborted.
 
     Attributes:
-        peer: The rank that the transfer needs, or through which its connections lead; -1 if
-            unknown.
+        peer: The rank that is gone: the transfer's peer, or a rank through which the connection to
+            the peer leads; -1 if unknown.
     """
 
     def __init__(self, peer: int, reason: str) -> None:
@@ -25,35 +30,38 @@ class TransportError(Exception):
 
 
 class Transfer(ABC):
-    """A posted send or receive, which owns its buffer until it has ended."""
+    """A posted send or receive.
+
+    The transfer owns its buffer until it has completed. A send has completed when its buffer may be
+    used again, a receive when its buffer holds the data. Both may also complete with an error.
+    """
 
     @abstractmethod
-    def wait(self, seconds: float) -> bool:
-        """Block until the transfer has ended, and return whether it has.
+    def wait(self, timeout: float) -> bool:
+        """Block until the transfer has completed, and return whether it has.
 
-        A send has ended when its buffer may be used again. After a wait that returns False, the
-        transfer may be waited for again.
+        If this returns False, the transfer continues and may be waited for again.
 
         Args:
-            seconds: The longest time to wait, in seconds.
+            timeout: The longest time to wait, in seconds; 0 to test without blocking.
 
         Raises:
-            TransportError: The transfer has failed. Every later wait raises the same.
+            TransportError: The transfer has failed. Every later wait raises the same error.
         """
 
     @abstractmethod
-    def then(self, call: Callable[[], None]) -> None:
-        """Call a function once, in a thread of the transport, soon after the transfer has ended.
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call a function once, soon after the transfer has completed or failed.
 
-        It is called after a failure too.
+        The transport calls it in one of its own threads.
         """
 
 
 class Transport(ABC):
-    """A carrier of bytes between the ranks of one group.
+    """One rank's end of a transport between the ranks of a group.
 
     Sends and receives with the same tag between the same two ranks match in the order in which
-    they are posted. Those with different tags do not wait for each other. A receive must have
+    they are posted. Transfers with different tags do not wait for each other. A receive must have
     exactly the size of its send, at least one byte. All methods are thread-safe.
     """
 
@@ -62,7 +70,7 @@ class Transport(ABC):
         """Post a send of contiguous bytes; return at once.
 
         Args:
-            data: The bytes to send, which must not change until the transfer has ended.
+            data: The bytes to send, which must not change until the transfer has completed.
             peer: A rank of the group.
             tag: From 0 to 2^31 - 1.
 
@@ -89,4 +97,4 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release all resources; data already sent still reach the peers."""
+        """Release all resources; data that were already sent still reach the peers."""

@@ -1,7 +1,7 @@
 """Detection of a peer that ends before there is a connection to it.
 
-Each rank listens on a port and accepts nothing. A rank that waits for a peer connects to this port,
-and the peer's kernel holds the connection until the peer stops to listen or its process ends.
+Each rank listens on a port and accepts no connection. A rank that waits for a peer connects to this
+port. The peer's kernel keeps the connection until the peer stops listening or its process ends.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import socket
 
-__all__ = ["Liveness", "Probe"]
+__all__ = ["LivenessListener", "LivenessProbe"]
 
 _BACKLOG = 4096
 
 
-class Liveness:
-    """The port by which other ranks see that this rank is still there.
+class LivenessListener:
+    """The port by which other ranks detect that this rank is alive.
 
     Args:
         address: The address to listen on.
@@ -27,36 +27,36 @@ class Liveness:
     def __init__(self, address: str) -> None:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
-        self.at = f"{self._socket.getsockname()[1]} {address}"
-        """The port and address, for `Probe`."""
+        self.endpoint = f"{self._socket.getsockname()[1]} {address}"
+        """The port and address to give to a `LivenessProbe`."""
 
     def close(self) -> None:
-        """Stop to listen; every probe ends."""
+        """Stop listening; all probes detect it."""
         self._socket.close()
 
 
-class Probe:
-    """A look at a peer's port.
+class LivenessProbe:
+    """A connection to a peer's port, by which this rank detects the peer's end.
 
     Args:
-        at: The peer's `Liveness.at`.
+        endpoint: The peer's `LivenessListener.endpoint`.
     """
 
-    def __init__(self, at: str) -> None:
-        port, _, address = at.partition(" ")
+    def __init__(self, endpoint: str) -> None:
+        port, _, address = endpoint.partition(" ")
         self._peer = address, int(port)
         self._socket: socket.socket | None = None
 
-    def ended(self) -> str:
-        """Return how the peer's end was seen; empty if it is there or unknown. Never blocks."""
+    def detect_failure(self) -> str:
+        """Return the sign of the peer's end; empty if it is alive or unknown. Never blocks."""
         try:
             if self._socket is None:
                 self._connect()
             elif not self._socket.recv(1):
-                return "it no longer listens"
+                return "it has stopped listening"
         except (BlockingIOError, InterruptedError):
             pass
-        except TimeoutError:  # its kernel did not answer: the queue of its port is full
+        except TimeoutError:  # the peer's kernel did not answer: the queue of the port is full
             self.close()
         except OSError as error:
             return error.strerror or str(error)

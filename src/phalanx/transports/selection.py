@@ -19,32 +19,32 @@ __all__ = ["DEFAULT", "NAMES", "check_name", "open_transport"]
 
 DEFAULT = "gloo"
 NAMES = ("gloo", "mpi", "relay", "nccl")
-"""With "nccl", CUDA tensors must use NCCL (`phalanx.backend.cuda`); others use Gloo."""
-_MPI_SECONDS = 60.0
+"""With "nccl", CUDA tensors must use NCCL (`phalanx.backend.cuda`), and other tensors use Gloo."""
+_MPI_TIMEOUT = 60.0
 """Seconds that the processes started by mpirun wait for each other before the first group."""
 
 
-def check_name(name: object, where: str = "") -> None:
+def check_name(name: object, prefix: str = "") -> None:
     """Check that a transport is known, and installed if it needs NCCL or pyzmq.
 
     Args:
         name: The name of the transport.
-        where: Text before the error message, such as the source of the name.
+        prefix: Text before the error message, such as the source of the name.
 
     Raises:
         UsageError: The name is unknown, or NCCL or pyzmq is not installed.
     """
     if name not in NAMES:
-        raise UsageError(f"{where}transport is {name!r}: expected one of {', '.join(NAMES)}")
+        raise UsageError(f"{prefix}transport is {name!r}: expected one of {', '.join(NAMES)}")
     if name == "nccl" and not dist.is_nccl_available():
         raise UsageError(
-            f"{where}transport is 'nccl', but this torch ({torch.__version__}) has no NCCL: install a "
-            "build of torch for CUDA, or choose 'gloo'"
+            f"{prefix}transport is 'nccl', but this torch ({torch.__version__}) has no NCCL: "
+            "install a build of torch for CUDA, or choose 'gloo'"
         )
     if name == "relay" and importlib.util.find_spec("zmq") is None:
         raise UsageError(
-            f"{where}transport is 'relay', but pyzmq isn't installed: pip install 'phalanx[relay]', "
-            "or choose 'gloo'"
+            f"{prefix}transport is 'relay', but pyzmq is not installed: "
+            "pip install 'phalanx[relay]', or choose 'gloo'"
         )
 
 
@@ -53,7 +53,7 @@ def open_transport(name: str, store: Store, rank: int, size: int, address: str) 
 
     Args:
         name: One of `NAMES`.
-        store: The store through which the ranks find each other, for this transport only.
+        store: The store through which the ranks exchange addresses, for this transport only.
         rank: This rank in the group.
         size: World size of the group.
         address: The address on which this rank listens, of an interface that its peers can reach.
@@ -64,9 +64,9 @@ def open_transport(name: str, store: Store, rank: int, size: int, address: str) 
     """
     check_name(name)
     if name == "mpi":
-        from phalanx.transports.mpi import MpiTransport, the_world
+        from phalanx.transports.mpi import MpiTransport, get_progress_thread
 
-        return MpiTransport(the_world(_MPI_SECONDS), store, rank, size)
+        return MpiTransport(get_progress_thread(_MPI_TIMEOUT), store, rank, size)
     if name == "relay":
         from phalanx.transports.relay import RelayTransport
 

@@ -1,4 +1,4 @@
-"""Shutdown of transports at the end of the process, after its groups have left.
+"""Hooks that shut down transports at the end of the process, after its groups have left.
 
 Threads inside a library must return before the interpreter ends: before Python 3.14, a thread that
 returns to an ending interpreter terminates the process with "terminate called".
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["at_the_end", "inside_a_library"]
+__all__ = ["delay_shutdown", "register_shutdown_hook"]
 
-_LONGEST = 10.0
-"""Most seconds that the end of the process waits for threads inside a library."""
-_calls: list[Callable[[], None]] = []
+_MAX_SECONDS = 10.0
+"""The longest time that the end of the process waits for threads inside a library, in seconds."""
+_hooks: list[Callable[[], None]] = []
 
 
-class _Inside:
+class _LibraryCalls:
     """The number of threads inside a library."""
 
     def __init__(self) -> None:
@@ -33,37 +33,37 @@ class _Inside:
         self.changed = threading.Condition()
 
 
-_inside = _Inside()
+_library_calls = _LibraryCalls()
 
 
-def at_the_end(call: Callable[[], None]) -> None:
+def register_shutdown_hook(hook: Callable[[], None]) -> None:
     """Register a function to call at the end of this process, after its groups have left."""
-    _calls.append(call)
+    _hooks.append(hook)
 
 
 @contextlib.contextmanager
-def inside_a_library() -> Iterator[None]:
+def delay_shutdown() -> Iterator[None]:
     """Make the end of the process wait for the enclosed call of a daemon thread."""
-    with _inside.changed:
-        _inside.count += 1
+    with _library_calls.changed:
+        _library_calls.count += 1
     try:
         yield
     finally:
-        with _inside.changed:
-            _inside.count -= 1
-            _inside.changed.notify_all()
+        with _library_calls.changed:
+            _library_calls.count -= 1
+            _library_calls.changed.notify_all()
 
 
-def _in_child() -> None:
-    _inside.__init__()  # type: ignore[misc] # a child process has none of the parent's threads
+def _reset_in_child() -> None:
+    _library_calls.__init__()  # type: ignore[misc] # a child process has none of the parent's threads
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_reset_in_child)
 
 
 @atexit.register
-def _end() -> None:
-    for call in _calls:
-        call()
-    with _inside.changed:
-        _inside.changed.wait_for(lambda: not _inside.count, _LONGEST)
+def _run_hooks() -> None:
+    for hook in _hooks:
+        hook()
+    with _library_calls.changed:
+        _library_calls.changed.wait_for(lambda: not _library_calls.count, _MAX_SECONDS)

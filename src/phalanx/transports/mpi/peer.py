@@ -1,4 +1,4 @@
-"""Pending transfers between this rank and one peer; only for the thread of MPI."""
+"""Pending transfers between this rank and one peer; only for the MPI thread."""
 
 from __future__ import annotations
 
@@ -6,195 +6,202 @@ from collections import defaultdict, deque
 from functools import partial
 from typing import TYPE_CHECKING
 
-from phalanx.transports.mpi.protocol import MOST_TEXT, Kind, Message
+from phalanx.transports.mpi.protocol import MAX_EAGER_BYTES, Kind, Message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.transports.mpi.messages import Wire
+    from phalanx.transports.mpi.messages import Communicator
     from phalanx.transports.mpi.transfer import MpiTransfer
 
 __all__ = ["Peer"]
 
-_GONE = "it has ended its connections"
-_NOWHERE = -1
+_PEER_CLOSED = "it has closed its connections"
+_UNKNOWN = -1
 
 
 class Peer:
     """Another rank of the group, as seen by this rank.
 
     Args:
-        wire: The sends and receives through MPI.
+        communicator: The sends and receives through MPI.
         transport: The name of the transport, the same on all ranks of the group.
         rank: This rank in the group.
-        find: Called once, when the peer's process must be looked up; `found` gets the result.
+        look_up: Called once, when the peer's process must be looked up; the result is to be passed
+            to `set_process`.
     """
 
-    def __init__(self, wire: Wire, transport: int, rank: int, find: Callable[[], None]) -> None:
-        self._wire, self._transport, self._rank = wire, transport, rank
-        self._find: Callable[[], None] | None = find
-        self._place = _NOWHERE  # the peer's process, by its rank in the world
-        self._over = self._gone = ""
-        self._told = False
-        self._waiting: deque[MpiTransfer] = deque()  # sends, until the peer's process is known
-        self._offers = 0
-        self._offered: dict[int, MpiTransfer] = {}
-        self._posted: defaultdict[int, deque[MpiTransfer]] = defaultdict(deque)
-        self._arrived: defaultdict[int, deque[Message]] = defaultdict(deque)
-        self._sending: list[MpiTransfer] = []  # held by MPI, as those in _receiving
-        self._receiving: list[MpiTransfer] = []
+    def __init__(
+        self, communicator: Communicator, transport: int, rank: int, look_up: Callable[[], None]
+    ) -> None:
+        self._communicator, self._transport, self._rank = communicator, transport, rank
+        self._look_up: Callable[[], None] | None = look_up
+        self._process = (
+            _UNKNOWN  # the peer's process, by its rank among all that mpirun has started
+        )
+        self._close_reason = self._gone_reason = ""
+        self._is_close_sent = False
+        self._queued_sends: deque[MpiTransfer] = deque()  # until the peer's process is known
+        self._offer_count = 0
+        self._offered_sends: dict[int, MpiTransfer] = {}
+        self._posted_receives: defaultdict[int, deque[MpiTransfer]] = defaultdict(deque)
+        self._unexpected_messages: defaultdict[int, deque[Message]] = defaultdict(deque)
+        # MPI holds the buffers of these:
+        self._active_sends: list[MpiTransfer] = []
+        self._active_receives: list[MpiTransfer] = []
 
     @property
-    def sends(self) -> list[MpiTransfer]:
-        """The sends that have not ended yet."""
-        return [*self._waiting, *self._offered.values(), *self._sending]
+    def pending_sends(self) -> list[MpiTransfer]:
+        """The sends that have not completed yet."""
+        return [*self._queued_sends, *self._offered_sends.values(), *self._active_sends]
 
     def send(self, transfer: MpiTransfer) -> None:
-        """Begin a send, after all sends before."""
-        if reason := self._over or self._gone:
+        """Start a send, after all sends before."""
+        if reason := self._close_reason or self._gone_reason:
             transfer.finish(reason)
-        elif self._place == _NOWHERE:
-            self._waiting.append(transfer)
-            self._look()
-        elif transfer.data.nbytes <= MOST_TEXT:
-            self._tell(Kind.TEXT, transfer.tag, text=bytes(transfer.data))
+        elif self._process == _UNKNOWN:
+            self._queued_sends.append(transfer)
+            self._request_lookup()
+        elif transfer.data.nbytes <= MAX_EAGER_BYTES:
+            self._send_message(Kind.EAGER, transfer.tag, payload=bytes(transfer.data))
             transfer.finish()
         else:
-            self._offers += 1
-            self._offered[self._offers] = transfer
-            self._tell(Kind.OFFER, transfer.tag, self._offers, transfer.data.nbytes)
+            self._offer_count += 1
+            self._offered_sends[self._offer_count] = transfer
+            self._send_message(Kind.OFFER, transfer.tag, self._offer_count, transfer.data.nbytes)
 
     def recv(self, transfer: MpiTransfer) -> None:
-        """Begin a receive, after all receives posted before."""
-        if self._over:
-            transfer.finish(self._over)
+        """Start a receive, after all receives posted before."""
+        if self._close_reason:
+            transfer.finish(self._close_reason)
             return
-        self._posted[transfer.tag].append(transfer)
+        self._posted_receives[transfer.tag].append(transfer)
         self._match(transfer.tag)
-        if self._gone:
-            self._give_up(self._gone)
-        elif self._place == _NOWHERE:
-            self._look()
+        if self._gone_reason:
+            self._fail_unstarted(self._gone_reason)
+        elif self._process == _UNKNOWN:
+            self._request_lookup()
 
-    def found(self, place: int) -> None:
-        """Set the peer's process, unless it is known already, and send what waits for it."""
-        if self._place == _NOWHERE:
-            self._place = place
-            self._tell(Kind.HELLO)
-            self._go_on()
+    def set_process(self, process: int) -> None:
+        """Set the peer's process, unless it is already known, and start the queued sends."""
+        if self._process == _UNKNOWN:
+            self._process = process
+            self._send_message(Kind.HELLO)
+            self._flush_queued_sends()
 
-    def take(self, message: Message, source: int) -> None:
+    def handle_message(self, message: Message, source: int) -> None:
         """Handle a message from the peer."""
-        if self._place == _NOWHERE:
-            self._place = source
-            self._go_on()
-        if message.kind is Kind.ASK:
-            self._give(message)
-        elif message.kind is Kind.REFUSED:
-            self._wire.cancel(self._place, message.tag)
-        elif self._over:
-            self.settle()  # the peer was unknown until now, so it was not told of the end
-        elif message.kind is Kind.GONE:
-            self.lose(_GONE)
+        if self._process == _UNKNOWN:
+            self._process = source
+            self._flush_queued_sends()
+        if message.kind is Kind.REQUEST:
+            self._send_data(message)
+        elif message.kind is Kind.CANCELLED:
+            self._communicator.cancel(self._process, message.tag)
+        elif self._close_reason:
+            self.advance_shutdown()  # the peer was unknown until now, so CLOSED was not sent
+        elif message.kind is Kind.CLOSED:
+            self.disconnect(_PEER_CLOSED)
         elif message.kind is not Kind.HELLO:
-            self._arrived[message.tag].append(message)
+            self._unexpected_messages[message.tag].append(message)
             self._match(message.tag)
 
-    def lose(self, reason: str) -> None:
-        """Fail all transfers but those that MPI holds: the peer is gone."""
-        self._gone = reason
-        for tag, messages in list(self._arrived.items()):
-            self._arrived[tag] = deque(each for each in messages if each.kind is Kind.TEXT)
-        self._give_up(reason)
+    def disconnect(self, reason: str) -> None:
+        """Fail all transfers except those that MPI holds: the peer is gone."""
+        self._gone_reason = reason
+        for tag, messages in list(self._unexpected_messages.items()):
+            kept = deque(each for each in messages if each.kind is Kind.EAGER)
+            self._unexpected_messages[tag] = kept
+        self._fail_unstarted(reason)
 
-    def end(self, reason: str) -> None:
-        """Fail all transfers but those that MPI holds: this rank's transport ends."""
-        self._over = reason
-        self._arrived.clear()
-        self._give_up(reason)
+    def close(self, reason: str) -> None:
+        """Fail all transfers except those that MPI holds: this rank's transport is closed."""
+        self._close_reason = reason
+        self._unexpected_messages.clear()
+        self._fail_unstarted(reason)
 
-    def settle(self) -> bool:
-        """Tell the peer of the end, once it has the data that it requested.
+    def advance_shutdown(self) -> bool:
+        """Send CLOSED to the peer once it has the data that it requested.
 
-        Returns whether MPI holds no transfers any more.
+        Returns whether MPI holds no more transfers.
         """
-        if self._place != _NOWHERE and not self._told and not self._sending:
-            self._told = True
-            self._tell(Kind.GONE)
-        return not self._sending and not self._receiving
+        if self._process != _UNKNOWN and not self._is_close_sent and not self._active_sends:
+            self._is_close_sent = True
+            self._send_message(Kind.CLOSED)
+        return not self._active_sends and not self._active_receives
 
     def fail(self, reason: str) -> None:
         """Fail all transfers: MPI cannot be used any more."""
-        self._over = self._over or reason
-        self._give_up(reason)
-        for transfer in (*self._sending, *self._receiving):
+        self._close_reason = self._close_reason or reason
+        self._fail_unstarted(reason)
+        for transfer in (*self._active_sends, *self._active_receives):
             transfer.finish(reason)
-        self._sending, self._receiving = [], []
+        self._active_sends, self._active_receives = [], []
 
-    def _look(self) -> None:
-        if self._find is not None:
-            self._find()
-            self._find = None
+    def _request_lookup(self) -> None:
+        if self._look_up is not None:
+            self._look_up()
+            self._look_up = None
 
-    def _go_on(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
-        for transfer in waiting:
+    def _flush_queued_sends(self) -> None:
+        queued, self._queued_sends = self._queued_sends, deque()
+        for transfer in queued:
             self.send(transfer)
 
     def _match(self, tag: int) -> None:
         """Match arrived messages with posted receives, the oldest first."""
-        posted, arrived = self._posted[tag], self._arrived[tag]
+        posted, arrived = self._posted_receives[tag], self._unexpected_messages[tag]
         while posted and arrived:
             transfer, message = posted.popleft(), arrived.popleft()
-            size = message.size or len(message.text)
+            size = message.size or len(message.payload)
             if size != transfer.data.nbytes:
                 transfer.finish(f"it sends {size} B, but {transfer.data.nbytes} B are expected")
-            elif message.kind is Kind.TEXT:
-                transfer.data[:] = message.text
+            elif message.kind is Kind.EAGER:
+                transfer.data[:] = message.payload
                 transfer.finish()
             else:
-                self._ask(transfer, message)
+                self._request_data(transfer, message)
         if not posted:
-            del self._posted[tag]
+            del self._posted_receives[tag]
         if not arrived:
-            del self._arrived[tag]
+            del self._unexpected_messages[tag]
 
-    def _ask(self, transfer: MpiTransfer, offer: Message) -> None:
-        """Request the data of an offer, directly into the buffer of the receive."""
-        self._receiving.append(transfer)
-        done = partial(self._received, transfer)
-        tag = self._wire.receive(self._place, transfer.data, done)
-        self._tell(Kind.ASK, tag, offer.number)
+    def _request_data(self, transfer: MpiTransfer, offer: Message) -> None:
+        """Request the data of an offer; they arrive directly in the buffer of the receive."""
+        self._active_receives.append(transfer)
+        done = partial(self._receive_done, transfer)
+        tag = self._communicator.receive_data(self._process, transfer.data, done)
+        self._send_message(Kind.REQUEST, tag, offer.number)
 
-    def _received(self, transfer: MpiTransfer, carried: bool) -> None:
-        self._receiving.remove(transfer)
-        transfer.finish("" if carried else self._gone or _GONE)
+    def _receive_done(self, transfer: MpiTransfer, completed: bool) -> None:
+        self._active_receives.remove(transfer)
+        transfer.finish("" if completed else self._gone_reason or _PEER_CLOSED)
 
-    def _give(self, asked: Message) -> None:
-        """Send the data of an offer, or refuse if the offer was taken back."""
-        transfer = self._offered.pop(asked.number, None)
+    def _send_data(self, request: Message) -> None:
+        """Send the data of an offer, or CANCELLED if the offer was withdrawn."""
+        transfer = self._offered_sends.pop(request.number, None)
         if transfer is None:
-            self._tell(Kind.REFUSED, asked.tag)
+            self._send_message(Kind.CANCELLED, request.tag)
             return
-        self._sending.append(transfer)
-        done = partial(self._sent, transfer)
-        self._wire.send(self._place, transfer.data, asked.tag, done)
+        self._active_sends.append(transfer)
+        done = partial(self._send_done, transfer)
+        self._communicator.send_data(self._process, transfer.data, request.tag, done)
 
-    def _sent(self, transfer: MpiTransfer, carried: bool) -> None:
-        self._sending.remove(transfer)
-        transfer.finish("" if carried else self._gone or _GONE)
+    def _send_done(self, transfer: MpiTransfer, completed: bool) -> None:
+        self._active_sends.remove(transfer)
+        transfer.finish("" if completed else self._gone_reason or _PEER_CLOSED)
 
-    def _give_up(self, reason: str) -> None:
-        """Fail all transfers that MPI does not hold yet."""
-        posted = [transfer for each in self._posted.values() for transfer in each]
-        for transfer in (*self._waiting, *self._offered.values(), *posted):
+    def _fail_unstarted(self, reason: str) -> None:
+        """Fail all transfers that MPI does not hold."""
+        posted = [transfer for each in self._posted_receives.values() for transfer in each]
+        for transfer in (*self._queued_sends, *self._offered_sends.values(), *posted):
             transfer.finish(reason)
-        self._waiting.clear()
-        self._offered.clear()
-        self._posted.clear()
+        self._queued_sends.clear()
+        self._offered_sends.clear()
+        self._posted_receives.clear()
 
-    def _tell(
-        self, kind: Kind, tag: int = 0, number: int = 0, size: int = 0, text: bytes = b""
+    def _send_message(
+        self, kind: Kind, tag: int = 0, number: int = 0, size: int = 0, payload: bytes = b""
     ) -> None:
-        message = Message(self._transport, kind, self._rank, tag, number, size, text)
-        self._wire.tell(self._place, message)
+        message = Message(self._transport, kind, self._rank, tag, number, size, payload)
+        self._communicator.send_message(self._process, message)

@@ -1,4 +1,4 @@
-"""The only thread of this process that calls MPI, and the transports that it serves.
+"""The progress thread: the only thread of this process that calls MPI, for all transports.
 
 A single thread is correct regardless of a library's locks and thread support. It cannot both block
 in MPI and be notified of new work, so it polls with growing pauses.
@@ -17,257 +17,265 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.transports.interface import TransportError
 from phalanx.transports.mpi import library
-from phalanx.transports.mpi.messages import Wire, late
+from phalanx.transports.mpi.messages import Communicator, timeout_message
 from phalanx.transports.mpi.protocol import Kind, Message
-from phalanx.transports.shutdown_hooks import at_the_end
+from phalanx.transports.shutdown_hooks import register_shutdown_hook
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Member", "World", "the_world"]
+__all__ = ["MpiClient", "MpiProgressThread", "get_progress_thread"]
 
-_SHORTEST, _LONGEST, _IDLE = 2e-5, 1e-3, 2e-2
-"""Seconds between two polls of MPI: after activity; the longest; the longest without a transport."""
-_MARGIN = 1.0
-_SETTLING_SECONDS = 3.0
+_MIN_PAUSE, _MAX_PAUSE, _IDLE_PAUSE = 2e-5, 1e-3, 2e-2
+"""Seconds between two polls of MPI: after activity, the longest, the longest without transports."""
+_START_MARGIN = 1.0
+_DRAIN_SECONDS = 3.0
 """Seconds that pending MPI requests may take at the end of the process."""
-_RAISED_SECONDS, _TROUBLED_SECONDS = 3.0, 30.0
-"""Seconds to wait then for all other processes: after an exception; after a group has failed."""
-_OWN = 0
-"""The transport name of messages of `World.share`."""
+_EXCEPTION_SECONDS, _FAILURE_SECONDS = 3.0, 30.0
+"""Seconds to wait there for all other processes: after an exception, and after a failed group."""
+_BROADCAST = 0
+"""The transport name of messages of `MpiProgressThread.broadcast`."""
 
 
-class Member(Protocol):
-    """A transport as seen by the world; all methods are called in the thread of MPI."""
+class MpiClient(Protocol):
+    """A transport as the progress thread sees it; all methods are called in the MPI thread."""
 
-    def take(self, message: Message, source: int) -> None:
+    def handle_message(self, message: Message, source: int) -> None:
         """Handle a message from a process."""
 
-    def settle(self) -> bool:
-        """Continue to end the transport, and return whether it has ended."""
+    def advance_shutdown(self) -> bool:
+        """Continue the shutdown of the transport, and return whether it is complete."""
 
     def fail(self, reason: str) -> None:
         """Fail all transfers: MPI cannot be used any more."""
 
 
-class World:
-    """This process among all that `mpirun` has started; created by `the_world`.
+class MpiProgressThread:
+    """The progress thread of this process; created by `get_progress_thread`.
 
     Attributes:
-        wire: The sends and receives through MPI; only for the thread of MPI.
-        stopped: The reason why MPI is not called any more; empty while it is called.
-        troubled: Whether a group has failed, so that other processes may never reach their end.
+        communicator: The sends and receives through MPI; only for the MPI thread.
+        stop_reason: The reason why MPI is no longer called; empty while it is called.
+        has_failures: Whether a group has failed, so that other processes may never end in order.
     """
 
-    wire: Wire
+    communicator: Communicator
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, timeout: float) -> None:
         self._mpi: Any = library.load()
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._shared: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._members: dict[int, Member] = {}
-        self._early: dict[int, list[tuple[Message, int]]] = {}
-        self._ending: list[Member] = []
-        self._ended = 0
-        self._limit: float | None = None
-        self._finished = False
-        self.stopped = ""
-        self.troubled = False
+        self._broadcasts: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._clients: dict[int, MpiClient] = {}
+        self._unclaimed: dict[int, list[tuple[Message, int]]] = {}
+        self._shutting_down: list[MpiClient] = []
+        self._shutdown_count = 0
+        self._finalize_limit: float | None = None
+        self._is_finalized = False
+        self.stop_reason = ""
+        self.has_failures = False
         self._pid = os.getpid()
-        self._begin(seconds)
-        at_the_end(self.finish)
+        self._start(timeout)
+        register_shutdown_hook(self.finalize)
 
     # For any thread.
 
     @property
     def rank(self) -> int:
-        """The rank of this process among all."""
-        return self.wire.rank
+        """The rank of this process among all that `mpirun` has started."""
+        return self.communicator.rank
 
     @property
     def size(self) -> int:
-        """The number of processes."""
-        return self.wire.size
+        """The number of processes that `mpirun` has started."""
+        return self.communicator.size
 
-    def do(self, call: Callable[[], None]) -> None:
-        """Call a function in the thread of MPI, after all functions given before."""
+    def submit(self, call: Callable[[], None]) -> None:
+        """Call a function in the MPI thread, after all functions submitted before."""
         self._calls.put(call)
 
-    def share(self, text: bytes | None, seconds: float) -> bytes:
-        """Broadcast a text from rank 0, and return it. All processes must call this.
+    def broadcast(self, data: bytes | None, timeout: float) -> bytes:
+        """Broadcast bytes from rank 0, and return them. All processes must call this.
 
         Args:
-            text: The text on rank 0, of at most `MOST_TEXT` bytes; None on the others.
-            seconds: The longest time to wait for the text, in seconds.
+            data: At most `MAX_EAGER_BYTES` bytes on rank 0; None on the other ranks.
+            timeout: The longest time to wait for the bytes, in seconds.
 
         Raises:
-            TransportError: The text has not arrived in time.
+            TransportError: The bytes did not arrive in time.
         """
-        if text is not None:
-            message = Message(_OWN, Kind.TEXT, 0, text=text)
+        if data is not None:
+            message = Message(_BROADCAST, Kind.EAGER, 0, payload=data)
             for rank in range(1, self.size):
-                self.do(partial(self.wire.tell, rank, message))
-            return text
+                self.submit(partial(self.communicator.send_message, rank, message))
+            return data
         try:
-            return self._shared.get(timeout=seconds)
+            return self._broadcasts.get(timeout=timeout)
         except queue.Empty:
-            raise TransportError(0, f"nothing came from rank 0 within {seconds:g} s") from None
+            raise TransportError(0, f"no data from rank 0 within {timeout:g} s") from None
 
-    def finish(self) -> None:
-        """Finalize MPI at the end of this process, once all other processes are at their end.
+    def finalize(self) -> None:
+        """Finalize MPI at the end of this process, once all other processes finalize it too.
 
         MPI cannot be finalized without them. If a group has failed or an exception ends this
-        process, they may be dead, so the wait has a limit. If MPI is not finalized by then, a
-        process that ends by an exception aborts all processes; any other leaves MPI as it is.
+        process, they may be dead, so the wait has a timeout. If MPI is not finalized by then, a
+        process that ends by an exception aborts all processes; any other leaves MPI initialized.
         """
-        if self._finished or os.getpid() != self._pid:
+        if self._is_finalized or os.getpid() != self._pid:
             return
         raised = hasattr(sys, "last_value")
-        limit = _RAISED_SECONDS if raised else _TROUBLED_SECONDS if self.troubled else math.inf
-        if not self.stopped:
-            self.do(partial(self._finish, limit))
+        limit = (
+            _EXCEPTION_SECONDS if raised else _FAILURE_SECONDS if self.has_failures else math.inf
+        )
+        if not self.stop_reason:
+            self.submit(partial(self._request_finalize, limit))
             self._thread.join()
-        if raised and not self._finished:
+        if raised and not self._is_finalized:
             sys.stdout.flush()
             sys.stderr.flush()
             self._mpi.COMM_WORLD.Abort(1)
 
-    # For the thread of MPI.
+    # For the MPI thread.
 
-    def join(self, transport: int, member: Member) -> None:
-        """Deliver a transport's messages to it from now on, and those that have arrived before."""
-        self._members[transport] = member
-        for message, source in self._early.pop(transport, ()):
-            member.take(message, source)
+    def register(self, name: int, client: MpiClient) -> None:
+        """Deliver a transport's messages to it, including those that have already arrived."""
+        self._clients[name] = client
+        for message, source in self._unclaimed.pop(name, ()):
+            client.handle_message(message, source)
 
-    def end(self, member: Member) -> None:
-        """Begin to end a transport; its messages are still delivered afterwards."""
-        self._ended += 1
-        self._ending.append(member)
+    def begin_shutdown(self, client: MpiClient) -> None:
+        """Start the shutdown of a transport; its messages are still delivered afterwards."""
+        self._shutdown_count += 1
+        self._shutting_down.append(client)
 
     def stop(self, reason: str) -> None:
-        """Stop calling MPI, since it still refers to memory that its owners take back.
+        """Stop calling MPI, since it still refers to memory that its owners reuse.
 
         Args:
             reason: The reason, for errors of later calls.
         """
-        self.stopped = reason
+        self.stop_reason = reason
 
-    # The thread of MPI.
+    # The MPI thread.
 
-    def _begin(self, seconds: float) -> None:
-        begun: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+    def _start(self, timeout: float) -> None:
+        started: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(
             target=self._run,
-            args=(begun, time.monotonic() + seconds),
+            args=(started, time.monotonic() + timeout),
             name="phalanx-mpi",
             daemon=True,
         )
         self._thread.start()
         try:
-            error = begun.get(timeout=seconds + _MARGIN)
-        except queue.Empty:
-            raise TransportError(-1, late()) from None  # initialization itself waits for them
+            error = started.get(timeout=timeout + _START_MARGIN)
+        except queue.Empty:  # the initialization of MPI itself waits for all processes
+            raise TransportError(-1, timeout_message()) from None
         if error is not None:
             raise error
 
-    def _run(self, begun: queue.SimpleQueue[Exception | None], deadline: float) -> None:
+    def _run(self, started: queue.SimpleQueue[Exception | None], deadline: float) -> None:
         try:
-            self.wire = Wire(self._mpi, deadline)
+            self.communicator = Communicator(self._mpi, deadline)
         except Exception as error:  # noqa: BLE001 - the waiting thread raises it
-            begun.put(error)
+            started.put(error)
             return
-        begun.put(None)
+        started.put(None)
         reason = "MPI has ended in this process"
         try:
-            self._serve()
-            reason = self.stopped or reason
+            self._poll()
+            reason = self.stop_reason or reason
         except self._mpi.Exception as error:
             reason = f"MPI has failed: {error}"
         finally:
-            self.stopped = reason
-            self.troubled = True
-            for member in list(self._members.values()):
-                member.fail(reason)
+            self.stop_reason = reason
+            self.has_failures = True
+            for client in list(self._clients.values()):
+                client.fail(reason)
 
-    def _serve(self) -> None:
-        pause = _SHORTEST
-        while self._limit is None and not self.stopped:
-            busy = self._look()
-            busy |= self._call(0 if busy else pause)
-            used = len(self._members) > self._ended or self.wire.busy
-            pause = _SHORTEST if busy else min(2 * pause, _LONGEST if used else _IDLE)
-        if not self.stopped:
-            self._leave(self._limit or 0.0)
+    def _poll(self) -> None:
+        pause = _MIN_PAUSE
+        while self._finalize_limit is None and not self.stop_reason:
+            busy = self._make_progress()
+            busy |= self._run_calls(0 if busy else pause)
+            in_use = (
+                len(self._clients) > self._shutdown_count or self.communicator.has_pending_requests
+            )
+            pause = _MIN_PAUSE if busy else min(2 * pause, _MAX_PAUSE if in_use else _IDLE_PAUSE)
+        if not self.stop_reason:
+            self._finalize(self._finalize_limit or 0.0)
 
-    def _call(self, seconds: float) -> bool:
-        """Run the queued functions, and return whether there was any.
+    def _run_calls(self, timeout: float) -> bool:
+        """Run the submitted functions, and return whether there were any.
 
         Args:
-            seconds: The longest time to wait for the first, in seconds.
+            timeout: The longest time to wait for the first, in seconds.
         """
         busy = False
         try:
-            self._calls.get(timeout=seconds)()
+            self._calls.get(timeout=timeout)()
             busy = True
             while True:
                 self._calls.get_nowait()()
         except queue.Empty:
             return busy
 
-    def _look(self) -> bool:
+    def _make_progress(self) -> bool:
         """Make progress in MPI, and return whether there was any since the last call."""
-        messages = self.wire.heard()
+        messages = self.communicator.poll_messages()
         for message, source in messages:
-            self._give(message, source)
-        busy = self.wire.complete() or bool(messages)
-        self._ending = [each for each in self._ending if not each.settle()]
+            self._dispatch(message, source)
+        busy = self.communicator.complete_requests() or bool(messages)
+        self._shutting_down = [each for each in self._shutting_down if not each.advance_shutdown()]
         return busy
 
-    def _give(self, message: Message, source: int) -> None:
-        if message.transport == _OWN:
-            self._shared.put(message.text)
-        elif (member := self._members.get(message.transport)) is not None:
-            member.take(message, source)
+    def _dispatch(self, message: Message, source: int) -> None:
+        if message.transport == _BROADCAST:
+            self._broadcasts.put(message.payload)
+        elif (client := self._clients.get(message.transport)) is not None:
+            client.handle_message(message, source)
         else:
-            self._early.setdefault(message.transport, []).append((message, source))
+            self._unclaimed.setdefault(message.transport, []).append((message, source))
 
-    def _finish(self, limit: float) -> None:
-        self._limit = limit
+    def _request_finalize(self, limit: float) -> None:
+        self._finalize_limit = limit
 
-    def _leave(self, limit: float) -> None:
+    def _finalize(self, limit: float) -> None:
         """Finalize MPI once it has no pending requests."""
-        end = time.monotonic() + _SETTLING_SECONDS
-        while (self._ending or self.wire.busy) and not self.stopped:
+        end = time.monotonic() + _DRAIN_SECONDS
+        while (
+            self._shutting_down or self.communicator.has_pending_requests
+        ) and not self.stop_reason:
             if time.monotonic() > end:
                 return
-            self._look()
-            time.sleep(_SHORTEST)
-        if not self.stopped:
-            self._finished = self.wire.end(time.monotonic() + limit, self._look)
+            self._make_progress()
+            time.sleep(_MIN_PAUSE)
+        if not self.stop_reason:
+            self._is_finalized = self.communicator.finalize(
+                time.monotonic() + limit, self._make_progress
+            )
 
 
 _lock = threading.Lock()
-_world: World | None = None
+_progress_thread: MpiProgressThread | None = None
 
 
-def the_world(seconds: float) -> World:
-    """Return the world of this process; the first call initializes MPI.
+def get_progress_thread(timeout: float) -> MpiProgressThread:
+    """Return the progress thread of this process; the first call initializes MPI.
 
     The first call blocks until all processes that `mpirun` has started have made theirs.
 
     Args:
-        seconds: The longest time to wait for the other processes, in seconds.
+        timeout: The longest time to wait for the other processes, in seconds.
 
     Raises:
         UsageError: There is no MPI library, it is not the launcher's, or it is initialized without
             support for several threads.
         TransportError: A process has not made its first call in time, or MPI has failed.
     """
-    global _world  # noqa: PLW0603 - there is one per process
+    global _progress_thread  # noqa: PLW0603 - there is one per process
     with _lock:
-        if _world is None:
-            _world = World(seconds)
-        if _world.stopped:
-            raise TransportError(-1, _world.stopped)
-        return _world
+        if _progress_thread is None:
+            _progress_thread = MpiProgressThread(timeout)
+        if _progress_thread.stop_reason:
+            raise TransportError(-1, _progress_thread.stop_reason)
+        return _progress_thread

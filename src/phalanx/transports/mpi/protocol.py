@@ -1,7 +1,7 @@
 """The control messages of processes over MPI.
 
-MPI has too few tags for all groups and their tags, and it cannot take back a transfer. So transfers
-are matched in this package. A small transfer is a text message. A large one is offered, and MPI
+MPI has too few tags for all groups and their tags, and it cannot withdraw a transfer. So transfers
+are matched in this package. A small transfer is one eager message. A large one is offered, and MPI
 holds its data only between the receiver's request and their arrival.
 """
 
@@ -11,33 +11,33 @@ import struct
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["MOST_BYTES", "MOST_TEXT", "Kind", "Message"]
+__all__ = ["MAX_EAGER_BYTES", "MAX_MESSAGE_BYTES", "Kind", "Message"]
 
 _LAYOUT = struct.Struct("<QBiiQQ")
-MOST_TEXT = 4000
-"""Most bytes of a transfer that is sent as a text.
+MAX_EAGER_BYTES = 4000
+"""The maximum size in bytes of a transfer that is sent eagerly, in one message.
 
-With the header it is less than the 4 KiB that MPI libraries send eagerly.
+With its header, the message is smaller than the 4 KiB that MPI libraries send eagerly.
 """
-MOST_BYTES = _LAYOUT.size + MOST_TEXT
-"""Most bytes of a message."""
+MAX_MESSAGE_BYTES = _LAYOUT.size + MAX_EAGER_BYTES
+"""The maximum size of a message in bytes."""
 
 
 class Kind(IntEnum):
     """The kind of a message."""
 
     HELLO = 1
-    """The sender knows the receiver from now on, and wants to be told of its end."""
-    TEXT = 2
+    """The sender has looked up the receiver, and is to receive CLOSED when the receiver ends."""
+    EAGER = 2
     """A transfer with all its bytes."""
     OFFER = 3
     """A transfer whose bytes stay with the sender."""
-    ASK = 4
+    REQUEST = 4
     """A request for the bytes of an offer, whose receive is posted."""
-    REFUSED = 5
-    """The requested bytes will not come."""
-    GONE = 6
-    """The sender's transport has ended; nothing comes after this."""
+    CANCELLED = 5
+    """The requested bytes will not be sent."""
+    CLOSED = 6
+    """The sender's transport has ended; this is its last message."""
 
 
 class Message(NamedTuple):
@@ -49,20 +49,20 @@ class Message(NamedTuple):
     rank: int
     """The sender's rank in the group."""
     tag: int = 0
-    """The tag of a transfer; for ASK and REFUSED, the MPI tag of its bytes."""
+    """The tag of a transfer; for REQUEST and CANCELLED, the MPI tag of its bytes."""
     number: int = 0
     """The number of an offer, among those of its sender to its receiver."""
     size: int = 0
     """The size of an offer in bytes."""
-    text: bytes = b""
+    payload: bytes = b""
 
     def pack(self) -> bytes:
-        """Return the message as bytes, at most `MOST_BYTES`."""
-        return _LAYOUT.pack(*self[:6]) + self.text
+        """Return the message as bytes, at most `MAX_MESSAGE_BYTES`."""
+        return _LAYOUT.pack(*self[:6]) + self.payload
 
     @classmethod
     def parse(cls, data: memoryview) -> Message:
         """Parse the bytes that `pack` returned."""
         transport, kind, rank, tag, number, size = _LAYOUT.unpack_from(data)
-        text = bytes(data[_LAYOUT.size :])
-        return cls(transport, Kind(kind), rank, tag, number, size, text)
+        payload = bytes(data[_LAYOUT.size :])
+        return cls(transport, Kind(kind), rank, tag, number, size, payload)

@@ -13,189 +13,191 @@ from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.transports.interface import TransportError
 from phalanx.transports.relay import keys
-from phalanx.transports.relay.frames import Word
-from phalanx.transports.relay.sockets import Wake, harden
+from phalanx.transports.relay.frames import Frame
+from phalanx.transports.relay.sockets import Waker, configure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Line", "Listener"]
+__all__ = ["Listener", "RelayConnection"]
 
 _CONNECT_SECONDS = 20.0
-_PARTING_MILLISECONDS = 2_000
-_AT_ONCE = 256
-_REFUSED = (
+_LINGER_MILLISECONDS = 2_000
+_BATCH = 256
+_HANDSHAKE_FAILURES = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
-_ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _REFUSED | _ENDED
+_DISCONNECTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKE_FAILURES | _DISCONNECTS
 
 
 class Listener(Protocol):
-    """A receiver of the words of one channel: a group's end."""
+    """A receiver of the frames of one channel: the transport of a group."""
 
-    def heard(self, word: Word, data: memoryview) -> None:
-        """Handle a word with its data, which may be empty.
+    def handle_frame(self, frame: Frame, data: memoryview) -> None:
+        """Handle a frame with its data, which may be empty.
 
-        Called in the line's thread, in the order of arrival.
+        Called in the connection's thread, in the order of arrival.
         """
 
-    def cut(self, reason: str) -> None:
-        """Handle the end of the connection: no more words will come."""
+    def handle_disconnect(self, reason: str) -> None:
+        """Handle the end of the connection: no more frames will arrive."""
 
 
-class Line:
+class RelayConnection:
     """A connection with its threads: one sends and receives, the other runs callbacks.
 
-    Blocks until the connection is made, for up to 20 s.
+    Its creation blocks until the connection is made, for up to 20 s.
 
     Args:
-        where: The ZeroMQ address of the relay.
+        endpoint: The ZeroMQ address of the relay.
         key: The job's key.
 
     Raises:
         TransportError: The relay cannot be reached, or it does not have the same key.
     """
 
-    def __init__(self, where: str, key: bytes) -> None:
-        self._where = where
+    def __init__(self, endpoint: str, key: bytes) -> None:
+        self._endpoint = endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        own = keys.of_client(key)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.of_server(key).public)
-        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, own.public)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, own.secret)
+        key_pair = keys.client_key_pair(key)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(key).public)
+        self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair.public)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay would not know this process
-        harden(self._socket, where)
+        configure(self._socket, endpoint)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         self._listeners: dict[bytes, Listener] = {}
-        self._words: deque[tuple[bytes, bytes]] = deque()
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._wake = Wake()
+        self._send_queue: deque[tuple[bytes, bytes]] = deque()
+        self._callbacks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waker = Waker()
         self._lock = threading.Lock()
         self._connected = threading.Event()
         self._reason = ""
         self._closed = False
-        self._socket.connect(where)
+        self._socket.connect(endpoint)
         self._threads = [
-            threading.Thread(target=work, name=f"phalanx-relay-{name}", daemon=True)
-            for name, work in (("line", self._run), ("calls", self._call))
+            threading.Thread(target=target, name=f"phalanx-relay-{name}", daemon=True)
+            for name, target in (("connection", self._run), ("callbacks", self._run_callbacks))
         ]
         for thread in self._threads:
             thread.start()
         if not self._connected.wait(_CONNECT_SECONDS):
-            self._lose(f"it hasn't answered for {_CONNECT_SECONDS:g} s")
+            self._disconnect(f"it did not answer within {_CONNECT_SECONDS:g} s")
         if self._reason:
             self.close()
-            raise TransportError(-1, f"no connection to the relay at {where}: {self._reason}")
+            raise TransportError(-1, f"no connection to the relay at {endpoint}: {self._reason}")
 
-    def add(self, channel: bytes, listener: Listener) -> None:
+    def add_listener(self, channel: bytes, listener: Listener) -> None:
         """Register a listener for a channel.
 
-        If the connection is already lost, its `cut` is called at once.
+        If the connection is already lost, its `handle_disconnect` is called at once.
         """
         with self._lock:
             self._listeners[channel] = listener
             reason = self._reason
         if reason:
-            listener.cut(reason)
+            listener.handle_disconnect(reason)
 
-    def remove(self, channel: bytes) -> bool:
+    def remove_listener(self, channel: bytes) -> bool:
         """Remove the listener of a channel; return whether that was the last channel."""
         with self._lock:
             self._listeners.pop(channel, None)
             return not self._listeners
 
-    def say(self, word: Word, data: bytes = b"") -> None:
-        """Queue a word for sending and return at once; do nothing if the connection is lost."""
+    def send(self, frame: Frame, data: bytes = b"") -> None:
+        """Queue a frame for sending and return at once; do nothing if the connection is lost."""
         with self._lock:
             if self._closed or self._reason:
                 return
-            self._words.append((word.pack(), data))
-            self._wake.up()
+            self._send_queue.append((frame.pack(), data))
+            self._waker.wake()
 
-    def call(self, call: Callable[[], None]) -> None:
-        """Call a function in a thread of this line that may block; calls run one by one."""
-        self._calls.put(call)
+    def schedule(self, callback: Callable[[], None]) -> None:
+        """Call a function in a thread of this connection; it may block. Calls run one by one."""
+        self._callbacks.put(callback)
 
     def close(self) -> None:
-        """Send all queued words for up to 2 s, then close the connection and end the threads."""
+        """Send all queued frames for up to 2 s, then close the connection and end the threads."""
         with self._lock:
             self._closed = True
-            self._wake.up()
-        self._calls.put(None)
+            self._waker.wake()
+        self._callbacks.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(2 * _PARTING_MILLISECONDS / 1000)
+                thread.join(2 * _LINGER_MILLISECONDS / 1000)
         if not self._threads[0].is_alive():
-            self._wake.close()
+            self._waker.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._wake):
+        for source in (self._socket, self._monitor, self._waker):
             poller.register(source, zmq.POLLIN)
         while not self._closed:
             ready = dict(poller.poll())
-            if self._wake.fileno() in ready:
-                self._wake.clear()
-            self._speak()
+            if self._waker.fileno() in ready:
+                self._waker.clear()
+            self._send_queued()
             if self._socket in ready:
-                self._listen()
+                self._receive()
             if self._monitor in ready:
-                self._look_at_connection()
-        self._speak()
+                self._check_monitor()
+        self._send_queued()
         self._socket.disable_monitor()
-        linger = 0 if self._reason else _PARTING_MILLISECONDS
-        self._context.destroy(linger)  # waits until everything is sent, or for the linger time
+        linger = 0 if self._reason else _LINGER_MILLISECONDS
+        self._context.destroy(linger)  # blocks until everything is sent, or for the linger time
 
-    def _speak(self) -> None:
-        while self._words:
-            frames = [frame for frame in self._words.popleft() if frame]
+    def _send_queued(self) -> None:
+        while self._send_queue:
+            parts = [part for part in self._send_queue.popleft() if part]
             try:
-                self._socket.send_multipart(frames, zmq.DONTWAIT)
+                self._socket.send_multipart(parts, zmq.DONTWAIT)
             except zmq.Again:  # the queue has no limit, so the connection must be gone
-                self._words.clear()
-                while self._listen():
+                self._send_queue.clear()
+                while self._receive():
                     pass
-                self._lose("the connection is gone")
+                self._disconnect("the connection is gone")
 
-    def _listen(self) -> bool:
-        """Handle up to `_AT_ONCE` words that have arrived; return whether there was any."""
-        for number in range(_AT_ONCE):
+    def _receive(self) -> bool:
+        """Handle up to `_BATCH` frames that have arrived; return whether there were any."""
+        for number in range(_BATCH):
             try:
-                frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return number > 0
-            with contextlib.suppress(ValueError):  # the relay forwards only words
-                word = Word.parse(frames[0].bytes)
-                listener = self._listeners.get(word.channel)
+            with contextlib.suppress(ValueError):  # the relay forwards only frames
+                frame = Frame.parse(parts[0].bytes)
+                listener = self._listeners.get(frame.channel)
                 if listener is not None:
-                    listener.heard(word, frames[1].buffer if len(frames) > 1 else memoryview(b""))
+                    listener.handle_frame(
+                        frame, parts[1].buffer if len(parts) > 1 else memoryview(b"")
+                    )
         return True
 
-    def _look_at_connection(self) -> None:
+    def _check_monitor(self) -> None:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected.set()
-            elif event & _REFUSED:
-                self._lose("it refuses this process: do both have the same key of the job?")
+            elif event & _HANDSHAKE_FAILURES:
+                self._disconnect("it rejects this process: do both have the same job key?")
             elif not self._reason:
-                while self._listen():
+                while self._receive():
                     pass
-                self._lose("the connection is gone")
+                self._disconnect("the connection is gone")
 
-    def _lose(self, reason: str) -> None:
+    def _disconnect(self, reason: str) -> None:
         with self._lock:
             self._reason = self._reason or reason
             listeners = list(self._listeners.values())
         self._connected.set()
         for listener in listeners:
-            listener.cut(reason)
+            listener.handle_disconnect(reason)
 
-    def _call(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call
+    def _run_callbacks(self) -> None:
+        while (callback := self._callbacks.get()) is not None:
+            callback()
+            del callback

@@ -9,26 +9,26 @@ from zmq.utils import z85
 
 from phalanx.key import derive
 
-__all__ = ["Pair", "of_client", "of_server"]
+__all__ = ["KeyPair", "client_key_pair", "server_key_pair"]
 
 
-class Pair(NamedTuple):
+class KeyPair(NamedTuple):
     """A public key with its secret key, both in Z85."""
 
     public: bytes
     secret: bytes
 
 
-def of_server(key: bytes) -> Pair:
+def server_key_pair(key: bytes) -> KeyPair:
     """Return the key pair of the relay; only processes of the job can derive it."""
     return _pair(key, "relay server")
 
 
-def of_client(key: bytes) -> Pair:
+def client_key_pair(key: bytes) -> KeyPair:
     """Return the key pair that all clients of the relay share."""
     return _pair(key, "relay client")
 
 
-def _pair(key: bytes, purpose: str) -> Pair:
+def _pair(key: bytes, purpose: str) -> KeyPair:
     secret = z85.encode(derive(key, purpose))
-    return Pair(zmq.curve_public(secret), secret)
+    return KeyPair(zmq.curve_public(secret), secret)

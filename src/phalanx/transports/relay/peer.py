@@ -7,39 +7,39 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, TypeVar
 
-from phalanx.transports.completable_transfer import Announced
+from phalanx.transports.completable_transfer import CompletableTransfer
 from phalanx.transports.interface import TransportError
-from phalanx.transports.relay.frames import Kind, Word
-from phalanx.transports.relay.sockets import FRAME
+from phalanx.transports.relay.frames import Frame, Kind
+from phalanx.transports.relay.sockets import MAX_DATA_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx.transports.interface import Transfer
-    from phalanx.transports.relay.connection import Line
+    from phalanx.transports.relay.connection import RelayConnection
 
 __all__ = ["Peer"]
 
-_Waiting = TypeVar("_Waiting")
+_Item = TypeVar("_Item")
 
-_SMALL = 32 * 2**10
-"""Most bytes of a message whose data are sent without an offer."""
-_MOST_SMALL = 2**20
-"""Most bytes of small messages in flight to one receiver or waiting there for a recv."""
-_MOST_GRANTED = 4 * 2**20
-"""Most bytes of other messages in flight to one receiver."""
+_EAGER_LIMIT = 32 * 2**10
+"""The maximum size in bytes of an eager message."""
+_MAX_EAGER_BYTES = 2**20
+"""The maximum bytes of eager messages in flight to one receiver or waiting there for a recv."""
+_MAX_GRANTED_BYTES = 4 * 2**20
+"""The maximum bytes of other messages in flight to one receiver."""
 
 
-class _RelayTransfer(Announced):
+class _RelayTransfer(CompletableTransfer):
     """A send or a receive, with its progress in bytes."""
 
-    def __init__(self, data: memoryview, call: Callable[[Callable[[], None]], None]) -> None:
-        super().__init__(data, call)
-        self.moved = self.granted = 0
+    def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(data, schedule)
+        self.transferred = self.granted = 0
 
 
-class _Message:
-    """A message that has arrived before its recv.
+class _UnexpectedMessage:
+    """A message that has arrived before its recv was posted.
 
     It has either its data, or a number with which to request them.
     """
@@ -56,197 +56,199 @@ class Peer:
     Args:
         rank: The rank of the peer in the group.
         channel: The identifier of the group's channel.
-        line: The connection to the relay.
+        connection: The connection to the relay.
     """
 
-    def __init__(self, rank: int, channel: bytes, line: Line) -> None:
-        self._rank, self._channel, self._line = rank, channel, line
+    def __init__(self, rank: int, channel: bytes, connection: RelayConnection) -> None:
+        self._rank, self._channel, self._connection = rank, channel, connection
         self._lock = threading.Lock()
-        self._sought = self._there = False
-        self._gone: TransportError | None = None
-        self._unsaid: deque[tuple[Word, bytes]] = deque()
+        self._is_subscribed = self._is_present = False
+        self._disconnect_error: TransportError | None = None
+        self._queued_frames: deque[tuple[Frame, bytes]] = deque()
         self._numbers = itertools.count()
-        self._small = 0  # bytes of small messages that the peer's recvs have not taken
-        self._offers: dict[int, _RelayTransfer] = {}
-        self._awaited: dict[int, deque[_RelayTransfer]] = {}
-        self._arrived: dict[int, deque[_Message]] = {}
-        self._coming: dict[int, _RelayTransfer] = {}
-        self._wanting: deque[int] = deque()  # numbers of incoming messages not fully granted
-        self._granted = 0
+        self._eager_bytes = 0  # of messages that the peer's recvs have not taken
+        self._offered_sends: dict[int, _RelayTransfer] = {}
+        self._posted_receives: dict[int, deque[_RelayTransfer]] = {}
+        self._unexpected_messages: dict[int, deque[_UnexpectedMessage]] = {}
+        self._active_receives: dict[int, _RelayTransfer] = {}
+        self._ungranted: deque[int] = deque()  # numbers of the active receives not fully granted
+        self._granted_bytes = 0
 
     @property
-    def idle(self) -> bool:
-        """True if all data sent to the peer have arrived or were queued on the line."""
+    def is_idle(self) -> bool:
+        """True if all data sent to the peer have arrived or were queued on the connection."""
         with self._lock:
-            return not self._offers and not self._unsaid
+            return not self._offered_sends and not self._queued_frames
 
     def send(self, data: memoryview, tag: int) -> Transfer:
-        """Post a send of bytes under a tag."""
-        transfer = _RelayTransfer(data, self._line.call)
+        """Post a send of bytes with a tag."""
+        transfer = _RelayTransfer(data, self._connection.schedule)
         size = len(data)
         with self._lock:
             self._check()
-            if size <= _SMALL and self._small + size <= _MOST_SMALL:
-                self._small += size
-                self._say(Kind.SMALL, tag, data=bytes(data))
-                transfer.end()
+            if size <= _EAGER_LIMIT and self._eager_bytes + size <= _MAX_EAGER_BYTES:
+                self._eager_bytes += size
+                self._send(Kind.EAGER, tag, data=bytes(data))
+                transfer.complete()
             else:
                 number = next(self._numbers)
-                self._offers[number] = transfer
-                self._say(Kind.OFFER, tag, number, size)
+                self._offered_sends[number] = transfer
+                self._send(Kind.OFFER, tag, number, size)
         return transfer
 
     def recv(self, data: memoryview, tag: int) -> Transfer:
-        """Post a receive of bytes under a tag."""
-        transfer = _RelayTransfer(data, self._line.call)
+        """Post a receive of bytes with a tag."""
+        transfer = _RelayTransfer(data, self._connection.schedule)
         with self._lock:
-            if (message := _first(self._arrived, tag)) is not None:
+            if (message := _pop_oldest(self._unexpected_messages, tag)) is not None:
                 self._match(transfer, message)
             else:
                 self._check()
-                self._seek()
-                self._awaited.setdefault(tag, deque()).append(transfer)
+                self._subscribe()
+                self._posted_receives.setdefault(tag, deque()).append(transfer)
         return transfer
 
-    def heard(self, word: Word, data: memoryview) -> None:
-        """Handle a word from the peer, or from the relay about the peer."""
+    def handle_frame(self, frame: Frame, data: memoryview) -> None:
+        """Handle a frame from the peer, or from the relay about the peer."""
         with self._lock:
-            if word.kind is Kind.THERE:
-                self._there = True
-                while self._unsaid:
-                    self._line.say(*self._unsaid.popleft())
-            elif word.kind is Kind.SMALL:
-                self._came(word.tag, _Message(len(data), 0, bytes(data)))
-            elif word.kind is Kind.OFFER:
-                self._came(word.tag, _Message(word.value, word.number, None))
-            elif word.kind is Kind.TAKEN:
-                self._small -= word.value
-            elif word.kind is Kind.GRANT:
-                self._give(word.number, word.value)
-            elif word.kind is Kind.DATA:
-                self._take(word, data)
-            elif word.kind in (Kind.DONE, Kind.REFUSE) and word.number in self._offers:
-                wrong = TransportError(self._rank, "it expects another size than was sent")
-                error = wrong if word.kind is Kind.REFUSE else None
-                self._offers.pop(word.number).end(error)
+            if frame.kind is Kind.PRESENT:
+                self._is_present = True
+                while self._queued_frames:
+                    self._connection.send(*self._queued_frames.popleft())
+            elif frame.kind is Kind.EAGER:
+                self._handle_message(frame.tag, _UnexpectedMessage(len(data), 0, bytes(data)))
+            elif frame.kind is Kind.OFFER:
+                self._handle_message(frame.tag, _UnexpectedMessage(frame.value, frame.number, None))
+            elif frame.kind is Kind.CREDIT:
+                self._eager_bytes -= frame.value
+            elif frame.kind is Kind.GRANT:
+                self._send_data(frame.number, frame.value)
+            elif frame.kind is Kind.DATA:
+                self._receive_data(frame, data)
+            elif frame.kind in (Kind.DONE, Kind.REJECT) and frame.number in self._offered_sends:
+                rejected = TransportError(self._rank, "it expects a different size than was sent")
+                error = rejected if frame.kind is Kind.REJECT else None
+                self._offered_sends.pop(frame.number).complete(error)
 
-    def lose(self, error: TransportError) -> None:
-        """Fail all pending transfers: the peer, or the connection to it, is gone."""
+    def disconnect(self, error: TransportError) -> None:
+        """Fail all pending transfers: the peer or the connection to it is gone."""
         with self._lock:
-            if self._gone is not None:
+            if self._disconnect_error is not None:
                 return
-            self._gone = error
+            self._disconnect_error = error
             # Messages whose data have arrived can still be received.
-            for messages in self._arrived.values():
+            for messages in self._unexpected_messages.values():
                 kept = [message for message in messages if message.data is not None]
                 messages.clear()
                 messages.extend(kept)
-            lost = [*self._offers.values(), *self._coming.values()]
-            lost += [each for awaited in self._awaited.values() for each in awaited]
-            for waiting in (self._offers, self._coming, self._awaited):
-                waiting.clear()
-            self._wanting.clear()
-            self._unsaid.clear()
-        for transfer in lost:
-            transfer.end(error)
+            pending = [*self._offered_sends.values(), *self._active_receives.values()]
+            pending += [each for posted in self._posted_receives.values() for each in posted]
+            for transfers in (self._offered_sends, self._active_receives, self._posted_receives):
+                transfers.clear()
+            self._ungranted.clear()
+            self._queued_frames.clear()
+        for transfer in pending:
+            transfer.complete(error)
 
     def _check(self) -> None:
-        if self._gone is not None:
-            raise TransportError(self._gone.peer, str(self._gone))
+        if self._disconnect_error is not None:
+            raise TransportError(self._disconnect_error.peer, str(self._disconnect_error))
 
-    def _seek(self) -> None:
+    def _subscribe(self) -> None:
         """Request, once, that the relay reports when the peer is present and when it is gone."""
-        if not self._sought:
-            self._sought = True
-            self._line.say(Word(Kind.SEEK, self._channel, self._rank))
+        if not self._is_subscribed:
+            self._is_subscribed = True
+            self._connection.send(Frame(Kind.SUBSCRIBE, self._channel, self._rank))
 
-    def _say(
+    def _send(
         self, kind: Kind, tag: int = 0, number: int = 0, value: int = 0, data: bytes = b""
     ) -> None:
-        word = Word(kind, self._channel, self._rank, tag, number, value)
-        self._seek()
-        if self._there:
-            self._line.say(word, data)
-        elif self._gone is None:
-            self._unsaid.append((word, data))
+        frame = Frame(kind, self._channel, self._rank, tag, number, value)
+        self._subscribe()
+        if self._is_present:
+            self._connection.send(frame, data)
+        elif self._disconnect_error is None:
+            self._queued_frames.append((frame, data))
 
-    def _came(self, tag: int, message: _Message) -> None:
-        transfer = _first(self._awaited, tag)
+    def _handle_message(self, tag: int, message: _UnexpectedMessage) -> None:
+        transfer = _pop_oldest(self._posted_receives, tag)
         if transfer is None:
-            self._arrived.setdefault(tag, deque()).append(message)
+            self._unexpected_messages.setdefault(tag, deque()).append(message)
         else:
             self._match(transfer, message)
 
-    def _match(self, transfer: _RelayTransfer, message: _Message) -> None:
+    def _match(self, transfer: _RelayTransfer, message: _UnexpectedMessage) -> None:
         """Handle the match of a message with its recv."""
-        right = message.size == len(transfer.data)
+        same_size = message.size == len(transfer.data)
         if message.data is not None:
-            self._say(Kind.TAKEN, value=message.size)
-            if right:
+            self._send(Kind.CREDIT, value=message.size)
+            if same_size:
                 transfer.data[:] = message.data
-                transfer.end()
-        elif right:
-            self._coming[message.number] = transfer
-            self._wanting.append(message.number)
+                transfer.complete()
+        elif same_size:
+            self._active_receives[message.number] = transfer
+            self._ungranted.append(message.number)
             self._grant()
         else:
-            self._say(Kind.REFUSE, number=message.number)
-        if not right:
+            self._send(Kind.REJECT, number=message.number)
+        if not same_size:
             size = len(transfer.data)
-            words = f"it has sent {message.size} bytes, where {size} are expected"
-            transfer.end(TransportError(self._rank, words))
+            reason = f"it sends {message.size} B, but {size} B are expected"
+            transfer.complete(TransportError(self._rank, reason))
 
     def _grant(self) -> None:
         """Request data, oldest message first, up to the limit of data in flight."""
-        while self._wanting and self._granted < _MOST_GRANTED:
-            number = self._wanting[0]
-            transfer = self._coming[number]
-            more = min(len(transfer.data) - transfer.granted, _MOST_GRANTED - self._granted)
-            transfer.granted += more
-            self._granted += more
-            self._say(Kind.GRANT, number=number, value=transfer.granted)
+        while self._ungranted and self._granted_bytes < _MAX_GRANTED_BYTES:
+            number = self._ungranted[0]
+            transfer = self._active_receives[number]
+            size = min(
+                len(transfer.data) - transfer.granted, _MAX_GRANTED_BYTES - self._granted_bytes
+            )
+            transfer.granted += size
+            self._granted_bytes += size
+            self._send(Kind.GRANT, number=number, value=transfer.granted)
             if transfer.granted == len(transfer.data):
-                self._wanting.popleft()
+                self._ungranted.popleft()
 
-    def _give(self, number: int, limit: int) -> None:
+    def _send_data(self, number: int, limit: int) -> None:
         """Send the requested data of a message, up to the offset `limit`."""
-        transfer = self._offers.get(number)
+        transfer = self._offered_sends.get(number)
         if transfer is None:
             return
         limit = min(limit, len(transfer.data))
-        while transfer.moved < limit:
-            end = min(limit, transfer.moved + FRAME)
-            part = bytes(transfer.data[transfer.moved : end])
-            self._say(Kind.DATA, number=number, value=transfer.moved, data=part)
-            transfer.moved = end
+        while transfer.transferred < limit:
+            end = min(limit, transfer.transferred + MAX_DATA_BYTES)
+            part = bytes(transfer.data[transfer.transferred : end])
+            self._send(Kind.DATA, number=number, value=transfer.transferred, data=part)
+            transfer.transferred = end
 
-    def _take(self, word: Word, data: memoryview) -> None:
+    def _receive_data(self, frame: Frame, data: memoryview) -> None:
         """Handle data of a message that have arrived."""
-        transfer = self._coming.get(word.number)
+        transfer = self._active_receives.get(frame.number)
         if transfer is None:
             return
-        end = transfer.moved + len(data)
-        if word.value != transfer.moved or end > transfer.granted:
-            del self._coming[word.number]
-            self._wanting = deque(number for number in self._wanting if number != word.number)
-            transfer.end(TransportError(self._rank, "it has sent data that nobody asked for"))
+        end = transfer.transferred + len(data)
+        if frame.value != transfer.transferred or end > transfer.granted:
+            del self._active_receives[frame.number]
+            self._ungranted = deque(number for number in self._ungranted if number != frame.number)
+            transfer.complete(TransportError(self._rank, "it sent data that were not requested"))
             return
-        transfer.data[transfer.moved : end] = data
-        transfer.moved = end
-        self._granted -= len(data)
+        transfer.data[transfer.transferred : end] = data
+        transfer.transferred = end
+        self._granted_bytes -= len(data)
         if end == len(transfer.data):
-            del self._coming[word.number]
-            self._say(Kind.DONE, number=word.number)
-            transfer.end()
+            del self._active_receives[frame.number]
+            self._send(Kind.DONE, number=frame.number)
+            transfer.complete()
         self._grant()
 
 
-def _first(waiting: dict[int, deque[_Waiting]], tag: int) -> _Waiting | None:
+def _pop_oldest(queues: dict[int, deque[_Item]], tag: int) -> _Item | None:
     """Remove and return the oldest item with this tag; None if there is none."""
-    found = waiting.get(tag)
-    if not found:
+    queue = queues.get(tag)
+    if not queue:
         return None
-    first = found.popleft()
-    if not found:
-        del waiting[tag]
-    return first
+    item = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return item

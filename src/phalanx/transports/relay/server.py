@@ -1,9 +1,9 @@
-"""The relay: it maps ranks to processes and forwards their words.
+"""The relay: it maps ranks to processes and forwards their frames.
 
-It stores no messages. Words for an absent process are dropped, and sender and receiver limit the
-data in flight to a slow process between themselves. Only processes with the job's key pass
-ZeroMQ's handshake. The relay detects the end of a process by the end of its connection; heartbeats
-end a connection that is not closed otherwise.
+It stores no messages. Frames for an absent process are dropped. Sender and receiver limit the data
+in flight between themselves, so a slow receiver does not fill the relay's memory. Only processes
+with the job's key pass ZeroMQ's handshake. The relay detects the end of a process by the end of its
+connection; missing heartbeats end a connection that is not closed otherwise.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.transports.relay import keys
-from phalanx.transports.relay.frames import Ending, Kind, Word
-from phalanx.transports.relay.sockets import Wake, harden
+from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
+from phalanx.transports.relay.sockets import Waker, configure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Server"]
+__all__ = ["RelayServer"]
 
 _log = logging.getLogger("phalanx")
 
@@ -35,24 +35,24 @@ _FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 )
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
-_TO_THE_RELAY = (Kind.ENTER, Kind.SEEK, Kind.LEAVE)
-_FROM_THE_RELAY = (Kind.THERE, Kind.GONE)
-_AT_ONCE = 256
-"""Most words that are forwarded before the connections are checked again."""
+_KINDS_TO_RELAY = (Kind.JOIN, Kind.SUBSCRIBE, Kind.LEAVE)
+_KINDS_FROM_RELAY = (Kind.PRESENT, Kind.GONE)
+_BATCH = 256
+"""The maximum number of frames that are forwarded before the connections are checked again."""
 
 
-class Server:
+class RelayServer:
     """A relay in a thread, which runs until `close` is called or the process ends.
 
     Args:
         key: The job's key.
-        where: The ZeroMQ address to listen on.
+        endpoint: The ZeroMQ endpoint to bind.
 
     Raises:
-        zmq.ZMQError: The relay cannot listen on the address.
+        zmq.ZMQError: The relay cannot bind the endpoint.
     """
 
-    def __init__(self, key: bytes, where: str) -> None:
+    def __init__(self, key: bytes, endpoint: str) -> None:
         self._context = zmq.Context()
         self._key = key
         self._zap = self._context.socket(zmq.REP)
@@ -60,183 +60,193 @@ class Server:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.of_server(key).secret)
-        harden(self._socket, where)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_key_pair(key).secret)
+        configure(self._socket, endpoint)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
-            self._socket.bind(where)
+            self._socket.bind(endpoint)
         except zmq.ZMQError:
             self._context.destroy(linger=0)
             raise
-        self.where = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        """The address to connect to."""
-        self._members = Members()
+        self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        """The endpoint to connect to."""
+        self._channels = ChannelRegistry()
         self._connections: dict[int, bytes] = {}
-        self._complained: set[str] = set()
-        self._wake = Wake()
+        self._warnings: set[str] = set()
+        self._waker = Waker()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-relay", daemon=True)
         self._thread.start()
 
-    def others(self, channel: bytes, rank: int) -> bool:
+    def has_others(self, channel: bytes, rank: int) -> bool:
         """Return whether ranks other than this one are in a channel."""
-        return self._members.others(channel, rank)
+        return self._channels.has_others(channel, rank)
 
     @property
-    def anybody(self) -> bool:
+    def has_ranks(self) -> bool:
         """True if any rank is in any channel."""
-        return self._members.anybody
+        return self._channels.has_ranks
 
     def close(self) -> None:
         """Stop the relay; processes that are still connected lose their connection."""
         if not self._closed:
             self._closed = True
-            self._wake.up()
+            self._waker.wake()
             self._thread.join()
-            self._wake.close()
+            self._waker.close()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._socket, self._monitor, self._zap, self._wake):
+        for source in (self._socket, self._monitor, self._zap, self._waker):
             poller.register(source, zmq.POLLIN)
         while not self._closed:
             ready = dict(poller.poll())
             if self._zap in ready:
-                self._admit()
+                self._authenticate()
             if self._monitor in ready:
-                self._look_at_connections()
+                self._check_monitor()
             elif self._socket in ready:
-                self._pass_on()
+                self._forward()
         self._socket.disable_monitor()
         self._context.destroy(linger=0)
 
-    def _admit(self) -> None:
+    def _authenticate(self) -> None:
         """Answer ZeroMQ's authentication request for a client."""
-        version, request, _domain, _address, _identity, how, *who = self._zap.recv_multipart()
-        right = how == b"CURVE" and who == [z85.decode(keys.of_client(self._key).public)]
-        answer = (b"200", b"OK") if right else (b"400", b"No")
-        self._zap.send_multipart([version, request, *answer, b"", b""])
+        version, request, _domain, _address, _identity, mechanism, *credentials = (
+            self._zap.recv_multipart()
+        )
+        is_valid = mechanism == b"CURVE" and credentials == [
+            z85.decode(keys.client_key_pair(self._key).public)
+        ]
+        status = (b"200", b"OK") if is_valid else (b"400", b"No")
+        self._zap.send_multipart([version, request, *status, b"", b""])
 
-    def _look_at_connections(self) -> None:
-        """Report the processes whose connections have ended, after forwarding all their words."""
+    def _check_monitor(self) -> None:
+        """Report processes whose connections have ended, after forwarding all their frames."""
         gone, unknown = [], set()
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             kind, number = event["event"], int(event["value"])
             if kind & _FAILURES:
-                self._complain("somebody without the job's key was refused")
+                self._warn_once("rejected a connection without the job's key")
             elif kind == zmq.EVENT_ACCEPTED:
                 unknown.discard(number)  # the descriptor now belongs to another connection
             elif number in self._connections:
                 gone.append(self._connections.pop(number))
             else:
                 unknown.add(number)
-        while self._pass_on():
+        while self._forward():
             pass
         gone += [self._connections.pop(each) for each in unknown if each in self._connections]
         for process in gone:
-            for word, target in self._members.died(process):
-                self._say(target, [word.pack()])
+            for frame, target in self._channels.remove_process(process):
+                self._send(target, [frame.pack()])
 
-    def _pass_on(self) -> bool:
-        """Forward up to `_AT_ONCE` words that have arrived; return whether there was any."""
-        for number in range(_AT_ONCE):
+    def _forward(self) -> bool:
+        """Forward up to `_BATCH` frames that have arrived; return whether there were any."""
+        for number in range(_BATCH):
             try:
-                sender, *frames = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                sender, *parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return number > 0
             process = sender.bytes
             self._connections[int(sender.get(zmq.SRCFD))] = process
             try:
-                self._heard(process, frames)
+                self._handle_parts(process, parts)
             except ValueError as error:
-                self._complain(f"a process said what can't be understood ({error})")
+                self._warn_once(f"a process sent an invalid frame ({error})")
         return True
 
-    def _heard(self, process: bytes, frames: Sequence[zmq.Frame]) -> None:
-        if not 1 <= len(frames) <= 2:
-            raise ValueError(f"{len(frames)} frames")
-        word = Word.parse(frames[0].bytes)
-        if word.kind in _FROM_THE_RELAY:
-            raise ValueError(f"{word.kind.name} from a process")
-        if word.kind in _TO_THE_RELAY:
-            for told, target in self._members.heard(process, word):
-                self._say(target, [told.pack()])
-        elif (found := self._members.find(process, word)) is not None:
-            rank, target = found
-            self._say(target, [word._replace(peer=rank).pack(), *frames[1:]])
+    def _handle_parts(self, process: bytes, parts: Sequence[zmq.Frame]) -> None:
+        if not 1 <= len(parts) <= 2:
+            raise ValueError(f"{len(parts)} frames")
+        frame = Frame.parse(parts[0].bytes)
+        if frame.kind in _KINDS_FROM_RELAY:
+            raise ValueError(f"{frame.kind.name} from a process")
+        if frame.kind in _KINDS_TO_RELAY:
+            for response, target in self._channels.handle_frame(process, frame):
+                self._send(target, [response.pack()])
+        elif (route := self._channels.route(process, frame)) is not None:
+            rank, target = route
+            self._send(target, [frame._replace(peer=rank).pack(), *parts[1:]])
 
-    def _say(self, process: bytes, frames: Sequence[bytes | zmq.Frame]) -> None:
+    def _send(self, process: bytes, parts: Sequence[bytes | zmq.Frame]) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the process is gone; the monitor reports it
-            self._socket.send_multipart([process, *frames], zmq.DONTWAIT, copy=False)
+            self._socket.send_multipart([process, *parts], zmq.DONTWAIT, copy=False)
 
-    def _complain(self, what: str) -> None:
-        if what not in self._complained:
-            self._complained.add(what)
-            _log.warning("the relay at %s: %s; this isn't said again", self.where, what)
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warnings:
+            self._warnings.add(message)
+            _log.warning(
+                "the relay at %s: %s; this warning is not repeated", self.endpoint, message
+            )
 
 
-class Members:
-    """The ranks and processes of all channels, and the processes that asked about each rank."""
+class ChannelRegistry:
+    """The ranks and processes of all channels, and the subscribers to each rank."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[bytes, bytes], int] = {}  # by process and channel
         self._processes: dict[tuple[bytes, int], bytes] = {}  # by channel and rank
         self._gone: dict[tuple[bytes, int], int] = {}
-        self._seekers: dict[tuple[bytes, int], dict[tuple[bytes, int], bytes]] = {}
+        self._subscribers: dict[tuple[bytes, int], dict[tuple[bytes, int], bytes]] = {}
 
     @property
-    def anybody(self) -> bool:
+    def has_ranks(self) -> bool:
         """True if any rank is in any channel."""
         return bool(self._processes)
 
-    def others(self, channel: bytes, rank: int) -> bool:
+    def has_others(self, channel: bytes, rank: int) -> bool:
         """Return whether ranks other than this one are in a channel."""
-        return any(there == channel and r != rank for there, r in list(self._processes))
+        return any(each == channel and other != rank for each, other in list(self._processes))
 
-    def find(self, process: bytes, word: Word) -> tuple[int, bytes] | None:
-        """Return the rank of a process, and the destination process of its word.
+    def route(self, process: bytes, frame: Frame) -> tuple[int, bytes] | None:
+        """Return the rank of a process, and the destination process of its frame.
 
         Returns None if either is not in the channel.
         """
-        rank = self._ranks.get((process, word.channel))
-        target = self._processes.get((word.channel, word.peer))
+        rank = self._ranks.get((process, frame.channel))
+        target = self._processes.get((frame.channel, frame.peer))
         return None if rank is None or target is None else (rank, target)
 
-    def heard(self, process: bytes, word: Word) -> list[tuple[Word, bytes]]:
-        """Handle a word for the relay; return the words to send with their processes.
+    def handle_frame(self, process: bytes, frame: Frame) -> list[tuple[Frame, bytes]]:
+        """Handle a frame for the relay; return the frames to send with their processes.
 
         Raises:
-            ValueError: The process or the rank has already entered the channel.
+            ValueError: The process or the rank has already joined the channel.
         """
-        channel, rank = word.channel, self._ranks.get((process, word.channel))
-        place = (channel, word.peer)
-        if word.kind is Kind.ENTER:
-            if rank is not None or place in self._processes or place in self._gone:
-                raise ValueError(f"rank {word.peer} entered twice")
-            self._ranks[process, channel] = word.peer
-            self._processes[place] = process
-            seekers = self._seekers.get(place, {}).values()
-            return [(Word(Kind.THERE, channel, word.peer), seeker) for seeker in seekers]
+        channel, rank = frame.channel, self._ranks.get((process, frame.channel))
+        member = (channel, frame.peer)
+        if frame.kind is Kind.JOIN:
+            if rank is not None or member in self._processes or member in self._gone:
+                raise ValueError(f"rank {frame.peer} joined twice")
+            self._ranks[process, channel] = frame.peer
+            self._processes[member] = process
+            subscribers = self._subscribers.get(member, {}).values()
+            return [(Frame(Kind.PRESENT, channel, frame.peer), each) for each in subscribers]
         if rank is None:
             return []
-        if word.kind is Kind.LEAVE:
-            return self._leave(process, channel, word.value)
-        if place in self._gone:
-            return [(Word(Kind.GONE, channel, word.peer, value=self._gone[place]), process)]
-        self._seekers.setdefault(place, {})[channel, rank] = process
-        if place in self._processes:
-            return [(Word(Kind.THERE, channel, word.peer), process)]
+        if frame.kind is Kind.LEAVE:
+            return self._leave(process, channel, frame.value)
+        if member in self._gone:
+            return [(Frame(Kind.GONE, channel, frame.peer, value=self._gone[member]), process)]
+        self._subscribers.setdefault(member, {})[channel, rank] = process
+        if member in self._processes:
+            return [(Frame(Kind.PRESENT, channel, frame.peer), process)]
         return []
 
-    def died(self, process: bytes) -> list[tuple[Word, bytes]]:
-        """Handle a lost process; return the words to send with their processes."""
-        channels = [channel for who, channel in self._ranks if who == process]
-        return [told for channel in channels for told in self._leave(process, channel, Ending.DIED)]
+    def remove_process(self, process: bytes) -> list[tuple[Frame, bytes]]:
+        """Handle a lost process; return the frames to send with their processes."""
+        channels = [channel for member, channel in self._ranks if member == process]
+        return [
+            frame
+            for channel in channels
+            for frame in self._leave(process, channel, LeaveReason.DIED)
+        ]
 
-    def _leave(self, process: bytes, channel: bytes, how: int) -> list[tuple[Word, bytes]]:
+    def _leave(self, process: bytes, channel: bytes, reason: int) -> list[tuple[Frame, bytes]]:
         rank = self._ranks.pop((process, channel))
         del self._processes[channel, rank]
-        self._gone[channel, rank] = how
-        seekers = self._seekers.pop((channel, rank), {}).values()
-        return [(Word(Kind.GONE, channel, rank, value=how), seeker) for seeker in seekers]
+        self._gone[channel, rank] = reason
+        subscribers = self._subscribers.pop((channel, rank), {}).values()
+        return [(Frame(Kind.GONE, channel, rank, value=reason), each) for each in subscribers]

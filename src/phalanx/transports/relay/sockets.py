@@ -1,4 +1,4 @@
-"""Options and tools for all sockets of the relay and its clients."""
+"""Options and a waker for the sockets of the relay and its clients."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import os
 
 import zmq
 
-__all__ = ["FRAME", "Wake", "harden"]
+__all__ = ["MAX_DATA_BYTES", "Waker", "configure"]
 
-FRAME = 256 * 2**10
-"""Most bytes of data that accompany a word."""
-_BEAT_MILLISECONDS = 2_000
-_LOST_MILLISECONDS = 10_000
+MAX_DATA_BYTES = 256 * 2**10
+"""The maximum size of the data of a frame in bytes."""
+_HEARTBEAT_MILLISECONDS = 2_000
+_TIMEOUT_MILLISECONDS = 10_000
 
 
-def harden(socket: zmq.Socket[bytes], where: str) -> None:
-    """Set the limits of message sizes, and of the time until a silent connection is closed.
+def configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
+    """Limit the size of messages, and the time until a silent connection is closed.
 
     Args:
         socket: The socket.
-        where: The ZeroMQ address that it connects to or listens on.
+        endpoint: The ZeroMQ endpoint that it connects to or binds.
     """
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, where.startswith("tcp://["))
-    socket.setsockopt(zmq.MAXMSGSIZE, 2 * FRAME)
-    socket.setsockopt(zmq.HANDSHAKE_IVL, _LOST_MILLISECONDS)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _BEAT_MILLISECONDS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _LOST_MILLISECONDS)
+    socket.setsockopt(zmq.IPV6, endpoint.startswith("tcp://["))
+    socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_DATA_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _TIMEOUT_MILLISECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MILLISECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _TIMEOUT_MILLISECONDS)
     # Sender and receiver limit the data in flight themselves, so nothing queued is ever dropped.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
 
 
-class Wake:
+class Waker:
     """A pollable object by which other threads wake a polling thread."""
 
     def __init__(self) -> None:
@@ -42,14 +42,14 @@ class Wake:
         """Return the file descriptor to poll."""
         return self._descriptor
 
-    def up(self) -> None:
+    def wake(self) -> None:
         """Wake the polling thread, now or at its next poll."""
         os.eventfd_write(self._descriptor, 1)
 
     def clear(self) -> None:
-        """Clear all wakes so far."""
+        """Clear all calls of `wake` so far."""
         os.eventfd_read(self._descriptor)
 
     def close(self) -> None:
-        """Close the descriptor; no thread may call `up` afterwards."""
+        """Close the descriptor; no thread may call `wake` afterwards."""
         os.close(self._descriptor)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.transports.interface import Transfer, Transport, TransportError
 from phalanx.transports.relay import discovery
-from phalanx.transports.relay.frames import Ending, Kind, Word
+from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
 from phalanx.transports.relay.peer import Peer
 
 if TYPE_CHECKING:
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 __all__ = ["RelayTransport"]
 
-_PARTING_SECONDS = 2.0
-_LOOK = 0.001
+_DRAIN_SECONDS = 2.0
+_POLL_SECONDS = 0.001
 _ABORTED = "this rank has closed its connections"
-_ENDINGS = {
-    Ending.DIED: "its connection to the relay is gone",
-    Ending.CLOSED: "it has closed its connection",
-    Ending.ABORTED: "it has closed its connections",
+_LEAVE_REASONS = {
+    LeaveReason.DIED: "its connection to the relay is gone",
+    LeaveReason.CLOSED: "it has closed its connection",
+    LeaveReason.ABORTED: "it has closed its connections",
 }
 
 
@@ -30,13 +30,13 @@ class RelayTransport(Transport):
 
     def __init__(self, store: Store, rank: int, size: int, address: str) -> None:
         self._rank = rank
-        self._place = discovery.find(store, rank, address)
-        self._line, channel = self._place.line, self._place.channel
+        self._access = discovery.connect(store, rank, address)
+        self._connection, channel = self._access.connection, self._access.channel
         self._channel = channel
-        self._peers = [Peer(peer, channel, self._line) for peer in range(size)]
-        self._left = False
-        self._line.add(channel, self)  # before any peer can send to it
-        self._line.say(Word(Kind.ENTER, channel, rank))
+        self._peers = [Peer(peer, channel, self._connection) for peer in range(size)]
+        self._has_left = False
+        self._connection.add_listener(channel, self)  # before any peer can send to it
+        self._connection.send(Frame(Kind.JOIN, channel, rank))
 
     def send(self, data: memoryview, peer: int, tag: int) -> Transfer:
         return self._peers[peer].send(data, tag)
@@ -45,34 +45,34 @@ class RelayTransport(Transport):
         return self._peers[peer].recv(data, tag)
 
     def abort(self) -> None:
-        self._leave(Ending.ABORTED)
+        self._leave(LeaveReason.ABORTED)
 
     def close(self) -> None:
-        end = time.monotonic() + _PARTING_SECONDS
-        while not all(peer.idle for peer in self._peers) and time.monotonic() < end:
-            time.sleep(_LOOK)
-        self._leave(Ending.CLOSED)
-        discovery.leave(self._place, self._rank)
+        end = time.monotonic() + _DRAIN_SECONDS
+        while not all(peer.is_idle for peer in self._peers) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        self._leave(LeaveReason.CLOSED)
+        discovery.disconnect(self._access, self._rank)
 
-    def heard(self, word: Word, data: memoryview) -> None:
-        """Handle a word of the group's channel; called in the line's thread."""
-        if not 0 <= word.peer < len(self._peers):
+    def handle_frame(self, frame: Frame, data: memoryview) -> None:
+        """Handle a frame of the group's channel; called in the connection's thread."""
+        if not 0 <= frame.peer < len(self._peers):
             return
-        if word.kind is Kind.GONE:
-            reason = _ENDINGS[Ending(word.value)]
-            self._peers[word.peer].lose(TransportError(word.peer, reason))
+        if frame.kind is Kind.GONE:
+            reason = _LEAVE_REASONS[LeaveReason(frame.value)]
+            self._peers[frame.peer].disconnect(TransportError(frame.peer, reason))
         else:
-            self._peers[word.peer].heard(word, data)
+            self._peers[frame.peer].handle_frame(frame, data)
 
-    def cut(self, reason: str) -> None:
+    def handle_disconnect(self, reason: str) -> None:
         """Fail all transfers: the relay is gone, and all peers with it."""
         for peer in self._peers:
-            peer.lose(TransportError(self._place.host, f"the relay: {reason}"))
+            peer.disconnect(TransportError(self._access.host_rank, f"the relay: {reason}"))
 
-    def _leave(self, how: Ending) -> None:
-        if self._left:
+    def _leave(self, reason: LeaveReason) -> None:
+        if self._has_left:
             return
-        self._left = True
-        self._line.say(Word(Kind.LEAVE, self._channel, self._rank, value=how))
+        self._has_left = True
+        self._connection.send(Frame(Kind.LEAVE, self._channel, self._rank, value=reason))
         for peer in self._peers:
-            peer.lose(TransportError(-1, _ABORTED))
+            peer.disconnect(TransportError(-1, _ABORTED))
