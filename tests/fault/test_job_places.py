@@ -95,13 +95,13 @@ def check(ended: tuple[int, str, str], reason: str) -> None:
     assert out.count("well") == 2
     (warning,) = err.splitlines()
     assert reason in warning
-    assert "the job goes on" in warning or "it goes on without" in warning
+    assert "the job continues" in warning
 
 
 FULL = [
     ("size=256k,mode=0700", "No space left on device"),  # for the directory, but not for a box
     ("nr_inodes=2,mode=0700", "No space left on device"),  # for the directory, not for its files
-    ("ro,mode=0700", "can't be made (Read-only file system): choose another place"),
+    ("ro,mode=0700", "cannot be created (Read-only file system): choose another directory"),
 ]
 
 
@@ -151,10 +151,10 @@ def below_a_file(path: Path) -> Path:
 
 
 PLACES = [
-    (a_link, "is a symbolic link, expected a directory: remove it, or choose another place"),
+    (a_link, "is a symbolic link, expected a directory: remove it, or choose another directory"),
     (another_users, "belongs to user"),
-    (writable_by_all, "can be written by others (its mode is 0777, expected 0700)"),
-    (below_a_file, "can't be made (Not a directory)"),
+    (writable_by_all, "is writable by others (its mode is 0777, expected 0700)"),
+    (below_a_file, "cannot be created (Not a directory)"),
 ]
 
 
@@ -233,7 +233,9 @@ def test_a_job_that_is_gone(ranks: RankServer, tmp_path: Path) -> None:
     base, name = tmp_path / "jobs", "20261121-0901-k3f9x2"
     base.mkdir(0o700)
     run = ranks.start(2, go_on, base, name, timeout=None)
-    check(together(run), f"there is no job {name} in {base}, which PHALANX_JOB names: unset it")
+    check(
+        together(run), f"PHALANX_JOB names the job {name}, which does not exist in {base}: unset it"
+    )
     assert list(base.iterdir()) == []
 
 
