@@ -192,6 +192,6 @@ CASES = (
         1,
         "aborted",
         "aborted.*loss is not finite",
-        "rank that aborted the group",
+        "rank that aborted",
     ),
 )

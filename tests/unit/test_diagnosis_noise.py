@@ -135,7 +135,7 @@ def test_any_job_gets_a_diagnosis_and_a_report(job: Job) -> None:
     assert text
     lines = text.replace("\n", "")
     assert lines.isprintable(), [c for c in lines if not c.isprintable()]
-    assert json.loads(json.dumps(as_json(job)))["verdict"]["kind"] == diagnosis.kind
+    assert json.loads(json.dumps(as_json(job)))["diagnosis"]["kind"] == diagnosis.kind
     assert explain(job)
 
 

@@ -327,7 +327,7 @@ def test_the_outcome_of_a_job(made: Job, expected: tuple[bool, str] | None) -> N
 def test_a_rank_on_another_machine_has_no_process_here() -> None:
     remote = rank(1, state=None)
     view = build_view(job(rank(0), remote))
-    assert (view.rows[1].state, view.rows[1].memory) == ("elsewhere", None)
+    assert (view.rows[1].state, view.rows[1].memory) == ("on another host", None)
 
 
 def test_a_stopped_rank_does_not_wait() -> None:

@@ -35,7 +35,7 @@ def measure_wait_share(since: int, now: int) -> float | None:
         return None
     try:
         content = read_recorder(job, get_recorder_name(os.getpid()), _HISTORY)
-    except (OSError, ValueError):  # removed; training must go on
+    except (OSError, ValueError):  # removed; training must continue
         return None
     done = [Operation(**operation) for operation in content["done"]]
     if len(done) == _HISTORY:

@@ -1,4 +1,4 @@
-"""Remote calls that have been pending for a long time, and the workers that hold them up."""
+"""Remote calls that have been pending for a long time, and the workers that delay them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def find_blocking_calls(calls: Iterable[PendingCall]) -> list[PendingCall]:
 
 
 def check_unanswered_calls(graph: WaitForGraph) -> Diagnosis | None:
-    """Return a diagnosis of the workers that hold up calls, or on all workers of a cycle."""
+    """Return a diagnosis of the workers that delay calls, or of all workers of a cycle."""
     calls = [c for c in list_pending_calls(graph.job) if c.call.since <= graph.moment - LONG_WAIT]
     if not calls:
         return None

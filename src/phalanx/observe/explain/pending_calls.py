@@ -27,7 +27,7 @@ _MAX_CALLS = 8
 
 
 def describe_blocking_calls(graph: WaitForGraph) -> list[str]:
-    """Return sentences about the workers that hold up calls.
+    """Return sentences about the workers that delay calls.
 
     A worker that waits for another worker is not at fault, except in a cycle, where all are.
     """

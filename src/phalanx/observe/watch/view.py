@@ -316,6 +316,7 @@ def _describe_state(rank: Rank, status: ExitStatus) -> str:
             "completed": "ended",
             "vanished": "disappeared",
             "launcher": "stopped by launcher",
+            "other_host": "on another host",
         }
         return labels.get(status.reason, status.reason)
     return rank.process.state if rank.process is not None else status.reason
