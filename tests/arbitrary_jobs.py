@@ -1,6 +1,6 @@
-"""Jobs as a damaged or hostile directory may tell them: a strategy for Hypothesis.
+"""A Hypothesis strategy for jobs as read from damaged or hostile directories.
 
-Numbers are as wide as the fields of a flight recorder, texts are any that can be read from one.
+Numbers are as wide as the fields of a flight recorder, and texts are arbitrary.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ groups = st.builds(
     sequence=UNSIGNED,
     left=st.booleans(),
     left_at=TEXT,
-    why=TEXT,
+    abort_reason=TEXT,
 )
 reports = st.builds(
     Report,
@@ -69,8 +69,10 @@ processes = st.builds(
 )
 
 
-def lists(of: st.SearchStrategy[object], most: int = 5) -> st.SearchStrategy[tuple[object, ...]]:
-    return st.lists(of, max_size=most).map(tuple)
+def lists(
+    elements: st.SearchStrategy[object], most: int = 5
+) -> st.SearchStrategy[tuple[object, ...]]:
+    return st.lists(elements, max_size=most).map(tuple)
 
 
 ranks = st.builds(
@@ -97,7 +99,7 @@ ranks = st.builds(
 
 @st.composite
 def jobs(draw: st.DrawFn, many: int = 70) -> Job:
-    """A job of a few ranks, or of `many`, of which up to four are different."""
+    """Draw a job of a few ranks, or of `many`, of which up to four are different."""
     kinds = draw(st.lists(ranks, min_size=1, max_size=4))
     size = draw(st.integers(0, 6) | st.just(many))
     made = tuple(replace(kinds[number % len(kinds)], rank=number) for number in range(size))

@@ -1,6 +1,6 @@
-"""Directories of jobs as ranks leave them: the fixture `job`, and what writes flight recorders.
+"""Directories of ended jobs: the fixture `job`, and processes that write flight recorders.
 
-A folder of tests takes the fixtures into its `conftest.py`.
+A folder of tests imports the fixtures in its `conftest.py`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from phalanx.observe import job_reader
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
 from phalanx.observe.model import Job
 
-WRITER = """
+RECORDER_SCRIPT = """
 import os, sys
 from phalanx import _native
 rank, size, attempt, ending = *map(int, sys.argv[2:5]), sys.argv[5]
-fd = os.open(f"{sys.argv[1]}/{os.getpid()}.box", os.O_RDWR | os.O_CREAT, 0o600)
+fd = os.open(f"{sys.argv[1]}/{os.getpid()}.recorder", os.O_RDWR | os.O_CREAT, 0o600)
 os.ftruncate(fd, _native.flight_recorder_bytes())
 _native.open_flight_recorder(fd, rank, size, attempt, "node-a", "a job")
 _native.report(10 * rank, 0.5, "a note")
@@ -40,10 +40,10 @@ print(os.getpid())
 """
 
 
-def write_box(path: Path, rank: int, attempt: int = 0, ending: str = "", size: int = 2) -> int:
-    """Have a process write a flight recorder and end; its pid."""
+def write_recorder(path: Path, rank: int, attempt: int = 0, ending: str = "", size: int = 2) -> int:
+    """Write a flight recorder in a process that then ends, and return its pid."""
     done = subprocess.run(
-        [sys.executable, "-c", WRITER, *map(str, (path, rank, size, attempt, ending))],
+        [sys.executable, "-c", RECORDER_SCRIPT, *map(str, (path, rank, size, attempt, ending))],
         check=True,
         capture_output=True,
         timeout=60,
@@ -52,46 +52,46 @@ def write_box(path: Path, rank: int, attempt: int = 0, ending: str = "", size: i
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The boxes of two ranks, of which one said nothing at its end and one that it failed."""
-    path = tmp_path_factory.mktemp("boxes")
-    write_box(path, 0)
-    write_box(path, 1, ending="failed")
+def recorder_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write the recorders of two ranks: one without a recorded end, one that failed."""
+    path = tmp_path_factory.mktemp("recorders")
+    write_recorder(path, 0)
+    write_recorder(path, 1, ending="failed")
     return path
 
 
-class Made:
-    """A job's directory with the boxes of two ranks that have ended."""
+class JobFixture:
+    """A job's directory with the recorders of two ranks that have ended."""
 
-    def __init__(self, base: Path, boxes: Path) -> None:
+    def __init__(self, base: Path, recorders: Path) -> None:
         with JobDirectory(str(base), make_job_name(), create=True) as job:
             job.write_description(describe_job(job.name, 2))
             self.name, self.path = job.name, Path(job.path)
-        for box in boxes.iterdir():
-            shutil.copy(box, self.path)
+        for recorder in recorders.iterdir():
+            shutil.copy(recorder, self.path)
         self.pids = [pid for _, pid in sorted((rank.rank, rank.pid) for rank in self.read().ranks)]
 
     def read(self, history: int = job_reader.HISTORY) -> Job:
         return job_reader.read_job(self.name, history)
 
-    def box(self, rank: int) -> Path:
-        return self.path / f"{self.pids[rank]}.box"
+    def get_recorder_path(self, rank: int) -> Path:
+        return self.path / f"{self.pids[rank]}.recorder"
 
-    def note(self, **event: Any) -> None:
+    def log_event(self, **event: Any) -> None:
         with (self.path / "launcher.jsonl").open("a") as file:
             file.write(json.dumps({"time": time.time(), **event}) + "\n")
 
 
 @pytest.fixture
-def job(jobs: Path, written: Path) -> Iterator[Made]:
+def job(jobs: Path, recorder_files: Path) -> Iterator[JobFixture]:
     before = os.listdir("/proc/self/fd")
-    yield Made(jobs, written)
+    yield JobFixture(jobs, recorder_files)
     assert os.listdir("/proc/self/fd") == before
 
 
-def write_live_box(path: Path) -> subprocess.Popen[bytes]:
-    """A process that writes the box of rank 0 and stays."""
-    code = WRITER + "\nsys.stdout.flush()\nsys.stdin.read()\n"
+def start_live_rank(path: Path) -> subprocess.Popen[bytes]:
+    """Start a process that writes the recorder of rank 0 and stays alive."""
+    code = RECORDER_SCRIPT + "\nsys.stdout.flush()\nsys.stdin.read()\n"
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(path), "0", "2", "0", ""],
         stdin=subprocess.PIPE,

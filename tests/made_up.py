@@ -1,4 +1,4 @@
-"""Jobs that are made up: `Story` tells what ranks do one after another, `job()` is what is read."""
+"""Synthetic jobs: `JobBuilder` simulates the actions of ranks, and `build` returns the job."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from phalanx.observe.model import Ending, Group, Job, Operation, Process, Rank, 
 
 SECOND = 1_000_000_000
 CLOCK = 1_795_000_000 * SECOND
-"""Unix time minus monotonic time in all stories."""
+"""Unix time minus monotonic time in all jobs."""
 
 
 @dataclass
-class Character:
-    """One rank of a story."""
+class RankState:
+    """The state of one rank of a job."""
 
     rank: int
     pid: int
@@ -29,11 +29,11 @@ class Character:
     state: str = "sleeping"
     start: Start | None = None
     problem: str = ""
-    began: int = 0
+    num_operations: int = 0
 
 
-class Story:
-    """A job of `size` ranks, which have formed `groups` (of all ranks, if none are given)."""
+class JobBuilder:
+    """A builder of a job of `size` ranks, which have formed `groups` (default: one)."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Story:
         joined: Iterable[int] | None = None,
     ) -> None:
         self.time = 1000 * SECOND
-        self.ranks = [Character(number, 800 + number) for number in range(size)]
+        self.ranks = [RankState(number, 800 + number) for number in range(size)]
         self.code: int | None = None
         self.names = list(groups or {"0": range(size)})
         for rank in self.ranks:
@@ -53,22 +53,22 @@ class Story:
             if joined is None or rank.rank in joined:
                 rank.opened = self.time
         for identity, (name, members) in enumerate((groups or {"0": range(size)}).items(), 1):
-            for place, number in enumerate(members):
+            for position, number in enumerate(members):
                 if self.ranks[number].opened:
-                    note = Group(identity, name, place, len(members), tuple(members))
-                    self.ranks[number].groups.append(note)
+                    group_record = Group(identity, name, position, len(members), tuple(members))
+                    self.ranks[number].groups.append(group_record)
 
     @property
     def unix(self) -> float:
         return (self.time + CLOCK) / SECOND
 
-    def passes(self, seconds: float) -> Story:
+    def advance(self, seconds: float) -> JobBuilder:
         self.time += int(seconds * SECOND)
         return self
 
-    # What ranks do.
+    # Actions of ranks.
 
-    def begins(
+    def begin(
         self,
         ranks: Iterable[int] | int,
         kind: str = "all_reduce",
@@ -81,28 +81,32 @@ class Story:
         tag: int = 0,
         waiting_for: int = -1,
         thread: int = 0,
-    ) -> Story:
-        """Ranks enter an operation. Of a message, `peer` is a rank of the job."""
+    ) -> JobBuilder:
+        """Let ranks begin an operation; the `peer` of a message is a rank of the job."""
         for number in [ranks] if isinstance(ranks, int) else ranks:
             rank = self.ranks[number]
-            index = [note.name for note in rank.groups].index(group or self.names[0])
-            note = rank.groups[index]
+            index = [group_record.name for group_record in rank.groups].index(
+                group or self.names[0]
+            )
+            group_record = rank.groups[index]
             message = kind in ("send", "recv")
             if not message and kind != "join":
-                rank.groups[index] = note = replace(note, sequence=note.sequence + 1)
-            place = note.members.index(peer) if message and peer >= 0 else peer
-            wait = place if message and waiting_for == -1 else waiting_for
-            rank.began += 1
+                rank.groups[index] = group_record = replace(
+                    group_record, sequence=group_record.sequence + 1
+                )
+            position = group_record.members.index(peer) if message and peer >= 0 else peer
+            wait = position if message and waiting_for == -1 else waiting_for
+            rank.num_operations += 1
             rank.open.append(
                 Operation(
-                    number=rank.began,
+                    number=rank.num_operations,
                     kind=kind,
                     group=index,
-                    sequence=tag if message else note.sequence,
+                    sequence=tag if message else group_record.sequence,
                     dtype="" if kind in ("barrier", "join") else dtype,
                     count=count,
                     op="SUM" if kind == "all_reduce" else "",
-                    peer=place,
+                    peer=position,
                     site=site,
                     begin=self.time,
                     waiting_for=wait,
@@ -111,8 +115,8 @@ class Story:
             )
         return self
 
-    def ends(self, ranks: Iterable[int] | int | None = None, outcome: str = "ok") -> Story:
-        """What these ranks (None: all) are in comes to its end."""
+    def end(self, ranks: Iterable[int] | int | None = None, outcome: str = "ok") -> JobBuilder:
+        """End the operations of these ranks, or of all ranks."""
         chosen = range(len(self.ranks)) if ranks is None else ranks
         for number in [chosen] if isinstance(chosen, int) else chosen:
             rank = self.ranks[number]
@@ -120,71 +124,81 @@ class Story:
             rank.open = []
         return self
 
-    def together(self, count: int = 1, group: str | None = None, **kwargs: object) -> Story:
-        """All members of a group do operations that go well."""
-        members = self.members(group)
+    def run_collectives(
+        self, count: int = 1, group: str | None = None, **kwargs: object
+    ) -> JobBuilder:
+        """Let all members of a group complete operations."""
+        members = self.get_members(group)
         for _ in range(count):
-            self.begins(members, group=group, **kwargs).passes(0.001)  # type: ignore[arg-type]
-            self.ends(members).passes(0.001)
+            self.begin(members, group=group, **kwargs).advance(0.001)  # type: ignore[arg-type]
+            self.end(members).advance(0.001)
         return self
 
-    def members(self, group: str | None = None) -> list[int]:
+    def get_members(self, group: str | None = None) -> list[int]:
         name = group or self.names[0]
-        return [r.rank for r in self.ranks if any(note.name == name for note in r.groups)]
+        return [
+            r.rank
+            for r in self.ranks
+            if any(group_record.name == name for group_record in r.groups)
+        ]
 
-    def reports(self, ranks: Iterable[int], step: int) -> Story:
+    def report(self, ranks: Iterable[int], step: int) -> JobBuilder:
         for number in ranks:
             self.ranks[number].reports.append(Report(self.time, step, None))
         return self
 
-    def runs(self, rank: int) -> Story:
+    def set_running(self, rank: int) -> JobBuilder:
         self.ranks[rank].state = "running"
         return self
 
-    def is_stopped(self, rank: int) -> Story:
+    def stop_rank(self, rank: int) -> JobBuilder:
         self.ranks[rank].state = "stopped"
         return self
 
-    # How ranks end.
+    # Ends of ranks.
 
-    def fails(self, ranks: Iterable[int] | int, words: str, code: int | None = 1) -> Story:
+    def fail(self, ranks: Iterable[int] | int, exception: str, code: int | None = 1) -> JobBuilder:
         for number in [ranks] if isinstance(ranks, int) else ranks:
             rank = self.ranks[number]
-            rank.ending, rank.exception, rank.ended = "failed", words, self.time
-            self.dies(number, code)
+            rank.ending, rank.exception, rank.ended = "failed", exception, self.time
+            self.end_process(number, code)
         return self
 
-    def leaves(self, rank: int, group: str | None = None, why: str = "") -> Story:
+    def leave(self, rank: int, group: str | None = None, abort_reason: str = "") -> JobBuilder:
         own = self.ranks[rank]
-        for index, note in enumerate(own.groups):
-            if note.name == (group or self.names[0]):
+        for index, group_record in enumerate(own.groups):
+            if group_record.name == (group or self.names[0]):
                 site = "/srv/job/train.py:77"
-                own.groups[index] = replace(note, left=True, left_at=site, why=why)
+                own.groups[index] = replace(
+                    group_record, left=True, left_at=site, abort_reason=abort_reason
+                )
         return self
 
-    def exits(self, rank: int) -> Story:
-        """The script comes to its end."""
+    def exit(self, rank: int) -> JobBuilder:
+        """Complete the script of a rank."""
         self.ranks[rank].ending, self.ranks[rank].ended = "exited", self.time
-        return self.dies(rank, 0)
+        return self.end_process(rank, 0)
 
-    def dies(self, rank: int, code: int | None = None, *, stopped: bool = False) -> Story:
+    def end_process(
+        self, rank: int, code: int | None = None, *, stopped: bool = False
+    ) -> JobBuilder:
         own = self.ranks[rank]
         own.state = "gone"
         if own.start is not None:
             own.start = replace(own.start, ended=self.unix, code=code, stopped=stopped)
         return self
 
-    def launcher_stops(self, code: int = 1, signal: int = 15) -> Story:
-        """The launcher ends all ranks that are left, and itself."""
+    def stop_job(self, code: int = 1, signal: int = 15) -> JobBuilder:
+        """Let the launcher stop all remaining ranks and end."""
         for rank in self.ranks:
             if rank.state != "gone":
-                self.dies(rank.rank, -signal, stopped=True)
+                self.end_process(rank.rank, -signal, stopped=True)
         self.code = code
         return self
 
-    # What is read of it.
+    # The result.
 
-    def job(self) -> Job:
+    def build(self) -> Job:
         return Job(
             name="20261121-0901-k3f9x2",
             path="/tmp/phalanx-1000/20261121-0901-k3f9x2",
@@ -196,7 +210,7 @@ class Story:
             ranks=tuple(self._rank(rank) for rank in self.ranks),
         )
 
-    def _rank(self, rank: Character) -> Rank:
+    def _rank(self, rank: RankState) -> Rank:
         opened = rank.opened and not rank.problem
         return Rank(
             rank=rank.rank,
@@ -210,7 +224,7 @@ class Story:
             groups=tuple(rank.groups) if opened else (),
             open=tuple(rank.open) if opened else (),
             history=tuple(rank.history) if opened else (),
-            operations=rank.began if opened else 0,
+            operations=rank.num_operations if opened else 0,
             reports=tuple(rank.reports) if opened else (),
             start=rank.start,
             process=Process(rank.state, 1.0, 1 << 20),

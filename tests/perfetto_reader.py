@@ -1,9 +1,9 @@
-"""Reads a timeline back as Perfetto's trace processor does, written apart from what writes it.
+"""An independent parser of timelines, by the rules of Perfetto's trace processor.
 
-Packets are taken from the file one by one with protobuf; texts are looked up in their sequence's
-tables; events are sorted by time, keeping the order of the file for equal times; a slice begins on
-top of its track's stack, and an end ends the topmost. What the trace processor would count as an
-error or repair fails here.
+Packets are parsed one by one with protobuf. Texts are looked up in the tables of their sequence.
+Events are sorted by time, and equal times keep the order of the file. A slice begins on top of its
+track's stack, and an end ends the topmost slice. An AssertionError is raised for everything that
+the trace processor would count as an error or repair.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _TABLES = (
 
 
 @dataclass
-class Read:
-    """A slice as it was read; `end` None: it did not end."""
+class ParsedSlice:
+    """A slice; `end` is None if it did not end."""
 
     name: str
     category: str
@@ -36,44 +36,44 @@ class Read:
     arguments: dict[str, object]
     flows: tuple[int, ...]
     depth: int
-    children: list[Read] = field(default_factory=list)
+    children: list[ParsedSlice] = field(default_factory=list)
 
 
 @dataclass
 class Track:
-    """A track below a process, or (no `process`) one of its own."""
+    """A track of a process; `process` is 0 for a global track."""
 
     name: str
     process: int
-    slices: list[Read] = field(default_factory=list)
+    slices: list[ParsedSlice] = field(default_factory=list)
     values: list[tuple[int, float]] = field(default_factory=list)
     instants: list[tuple[int, str, dict[str, object]]] = field(default_factory=list)
 
 
 @dataclass
-class File:
-    """All of a file: `processes` by uuid, each (pid, name, place among them)."""
+class ParsedTrace:
+    """The content of a file; `processes` are (pid, name, position) by uuid."""
 
     processes: dict[int, tuple[int, str, int]] = field(default_factory=dict)
     tracks: dict[int, Track] = field(default_factory=dict)
     clocks: dict[int, int] = field(default_factory=dict)
     ordered: bool = False
 
-    def of(self, rank: int) -> list[Track]:
-        """The tracks of a rank."""
+    def get_tracks(self, rank: int) -> list[Track]:
+        """Return the tracks of a rank."""
         uuid = next(u for u, (_, name, _) in self.processes.items() if name == f"rank {rank}")
         return [t for u, t in self.tracks.items() if t.process == uuid or u == uuid]
 
-    def slices(self, rank: int) -> list[Read]:
-        """The outermost slices of a rank."""
-        return [one for track in self.of(rank) for one in track.slices]
+    def get_slices(self, rank: int) -> list[ParsedSlice]:
+        """Return the outermost slices of a rank."""
+        return [one for track in self.get_tracks(rank) for one in track.slices]
 
 
-def load(data: bytes) -> File:
-    """Read a file; an AssertionError says what is wrong with it."""
+def load(data: bytes) -> ParsedTrace:
+    """Parse a file; raise AssertionError if it is invalid."""
     trace = protos.Trace.FromString(data)
     assert trace.packet, "empty"
-    found = File()
+    found = ParsedTrace()
     tables: dict[int, dict[str, dict[int, str]]] = {}
     events = []
     for packet in trace.packet:
@@ -87,7 +87,7 @@ def load(data: bytes) -> File:
             assert packet.HasField("timestamp")
             assert 0 <= packet.timestamp < 2**63
             events.append((packet.timestamp, packet.track_event, _texts(packet, tables)))
-    stacks: dict[int, list[Read]] = defaultdict(list)
+    stacks: dict[int, list[ParsedSlice]] = defaultdict(list)
     for time, event, texts in sorted(events, key=lambda one: one[0]):
         _apply(time, event, texts, found, stacks[event.track_uuid])
     for track in found.tracks.values():
@@ -108,7 +108,7 @@ def _intern(packet: Any, tables: dict[int, dict[str, dict[int, str]]]) -> None:
             tables[sequence][name][entry.iid] = value
 
 
-def _describe(descriptor: Any, found: File) -> None:
+def _describe(descriptor: Any, found: ParsedTrace) -> None:
     if descriptor.uuid == 0:
         explicit = protos.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
         found.ordered = descriptor.process_ordering == explicit
@@ -118,8 +118,8 @@ def _describe(descriptor: Any, found: File) -> None:
     if descriptor.HasField("process"):
         process = descriptor.process
         assert process.pid not in {pid for pid, _, _ in found.processes.values()}
-        place = descriptor.sibling_order_rank
-        found.processes[descriptor.uuid] = (process.pid, process.process_name, place)
+        position = descriptor.sibling_order_rank
+        found.processes[descriptor.uuid] = (process.pid, process.process_name, position)
         name = process.process_name
     elif descriptor.parent_uuid:
         assert descriptor.parent_uuid in found.processes, "a child before its process"
@@ -131,7 +131,7 @@ def _texts(packet: Any, tables: dict[int, dict[str, dict[int, str]]]) -> dict[st
     used = event.name_iid or event.category_iids or event.debug_annotations
     if not used:
         return {"name": event.name, "category": "", "arguments": {}}
-    assert packet.sequence_flags & _NEEDS, "numbers of texts without the flag that says so"
+    assert packet.sequence_flags & _NEEDS, "interned texts without the flag"
     known = tables[packet.trusted_packet_sequence_id]
     arguments: dict[str, object] = {}
     for annotation in event.debug_annotations:
@@ -147,11 +147,13 @@ def _texts(packet: Any, tables: dict[int, dict[str, dict[int, str]]]) -> dict[st
     }
 
 
-def _apply(time: int, event: Any, texts: dict[str, Any], found: File, stack: list[Read]) -> None:
+def _apply(
+    time: int, event: Any, texts: dict[str, Any], found: ParsedTrace, stack: list[ParsedSlice]
+) -> None:
     track = found.tracks[event.track_uuid]
     if event.type == protos.TrackEvent.TYPE_SLICE_BEGIN:
         flows = tuple(event.flow_ids)
-        made = Read(begin=time, end=None, flows=flows, depth=len(stack), **texts)
+        made = ParsedSlice(begin=time, end=None, flows=flows, depth=len(stack), **texts)
         (stack[-1].children if stack else track.slices).append(made)
         stack.append(made)
     elif event.type == protos.TrackEvent.TYPE_SLICE_END:
@@ -164,10 +166,10 @@ def _apply(time: int, event: Any, texts: dict[str, Any], found: File, stack: lis
         track.instants.append((time, texts["name"], texts["arguments"]))
 
 
-def _check(slices: list[Read]) -> None:
-    """Slices of a row follow each other, and their children lie within them."""
+def _check(slices: list[ParsedSlice]) -> None:
+    """Check that slices do not overlap and contain their children."""
     for earlier, later in itertools.pairwise(slices):
-        assert earlier.end is not None, "something after a slice without an end"
+        assert earlier.end is not None, "a slice after one without an end"
         assert earlier.end <= later.begin
     for one in slices:
         for child in one.children:

@@ -1,6 +1,6 @@
-"""Jobs that never ran: what the readers of flight recorders are tested with.
+"""Synthetic jobs for tests of the readers of flight recorders.
 
-`NOW` is the moment of the reading; times are given in seconds before it.
+`NOW` is the time of the reading; times are given in seconds before it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ WORLD = 0xABCDEF0123
 
 
 def ago(seconds: float) -> int:
-    """The time that was so many seconds before `NOW`."""
+    """Return the time `seconds` before `NOW`."""
     return NOW - round(seconds * SECOND)
 
 
 def world(rank: int, size: int) -> Group:
-    """The group of all ranks, as one of them knows it."""
+    """Return the group of all ranks as one of them recorded it."""
     return Group(WORLD, "default", rank, size, tuple(range(size)), 40)
 
 
 def collective(
-    begin: float, end: float | None, waited: float = 0.0, whom: int = -1, **more: Any
+    begin: float, end: float | None, waited: float = 0.0, waiting_for: int = -1, **more: Any
 ) -> Operation:
-    """An all_reduce from `begin` to `end` seconds ago; None: it is under way."""
+    """Return an all_reduce from `begin` to `end` seconds ago; under way if `end` is None."""
     sequence = more.pop("sequence", 41)
     return Operation(
         number=more.pop("number", sequence),
@@ -45,17 +45,17 @@ def collective(
         begin=ago(begin),
         end=0 if end is None else ago(end),
         waited=round(waited * SECOND),
-        waiting_for=whom,
+        waiting_for=waiting_for,
         **more,
     )
 
 
 def message(
-    begin: float, end: float | None, waited: float = 0.0, whom: int = -1, **more: Any
+    begin: float, end: float | None, waited: float = 0.0, waiting_for: int = -1, **more: Any
 ) -> Operation:
-    """A recv from rank 1, or a send, with tag 7."""
+    """Return a recv from rank 1, or a send, with tag 7."""
     more = {"kind": "recv", "peer": 1, "sequence": 7, **more}
-    return replace(collective(begin, end, waited, whom, **more), op="")
+    return replace(collective(begin, end, waited, waiting_for, **more), op="")
 
 
 def rank(
@@ -66,7 +66,7 @@ def rank(
     state: str | None = "running",
     **more: Any,
 ) -> Rank:
-    """A rank that has been there for 60 s."""
+    """Return a rank that has run for 60 s."""
     given: dict[str, Any] = {
         "pid": 4000 + number,
         "host": "node-a",
@@ -81,7 +81,7 @@ def rank(
 
 
 def job(*ranks: Rank, **more: Any) -> Job:
-    """A job of these ranks, which runs unless their processes are gone."""
+    """Return a job of these ranks, which is running unless their processes are gone."""
     given: dict[str, Any] = {
         "command": ("python", "train.py"),
         "started": (CLOCK + ago(60)) / SECOND,
@@ -92,17 +92,17 @@ def job(*ranks: Rank, **more: Any) -> Job:
     return Job(NAME, f"/tmp/phalanx-0/{NAME}", ranks=ranks, **given)
 
 
-def straggling(size: int, slow: int, share: float = 0.6) -> Job:
-    """A job of 2 steps per second in which all wait for rank `slow` that share of their time."""
-    return job(*(_straggling(number, size, slow, share) for number in range(size)))
+def build_straggling_job(size: int, slow: int, share: float = 0.6) -> Job:
+    """Return a job of 2 steps per second in which all ranks wait for `slow` for this share."""
+    return job(*(_build_straggling_rank(number, size, slow, share) for number in range(size)))
 
 
-def _straggling(number: int, size: int, slow: int, share: float) -> Rank:
+def _build_straggling_rank(number: int, size: int, slow: int, share: float) -> Rank:
     history = []
     for sequence in range(1, 21):
         end = 0.5 * (20 - sequence)
         waited = 0.0 if number == slow else 0.5 * share
-        whom = -1 if number == slow else slow
-        history.append(collective(end + waited + 0.01, end, waited, whom, sequence=sequence))
+        waiting_for = -1 if number == slow else slow
+        history.append(collective(end + waited + 0.01, end, waited, waiting_for, sequence=sequence))
     reports = [Report(ago(0.5 * (20 - step)), step, 2.0 / step) for step in range(1, 21)]
     return rank(number, size, history, reports=tuple(reports))

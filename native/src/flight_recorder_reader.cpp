@@ -201,7 +201,7 @@ std::vector<std::byte> copy_box(int pid, int descriptor) {
   if (slash == std::string::npos) {
     return {};
   }
-  return copy_file((file.substr(0, slash + 1) + std::to_string(pid) + ".box").c_str());
+  return copy_file((file.substr(0, slash + 1) + std::to_string(pid) + ".recorder").c_str());
 }
 
 }  // namespace phalanx

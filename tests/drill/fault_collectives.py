@@ -14,7 +14,7 @@ import torch.distributed as dist
 import phalanx
 from tests.drill.faults import Body, case_of, leave_and_stay, strike
 
-_BRANCH = "conditions on the way"
+_BRANCH = "conditions that lead"
 _MORE = "call more operations than it does"
 
 
@@ -98,7 +98,7 @@ CASES = (
         _disagree(1, dist.barrier, _SUM),
         1,
         "branch",
-        "Rank 1 .*another branch.*barrier.*all_reduce",
+        "Rank 1 .*different branch.*barrier.*all_reduce",
         _BRANCH,
     ),
     case_of(
@@ -174,7 +174,7 @@ CASES = (
     case_of("fewer_batches", 2, _fewer(0), 0, "finished", "Rank 0 .*after 6 collectives", _MORE),
     case_of("early_end", 3, _fewer(1), 1, "finished", "Rank 1 .*finished early", _MORE),
     case_of("early_leave", 4, _fewer(2, leave_and_stay), 2, "finished", "Rank 2 .*left", _MORE),
-    case_of("late", 2, _slow(4.5), 1, "late", "Rank 1 .*came too late", "more time", timeout=3),
+    case_of("late", 2, _slow(4.5), 1, "late", "Rank 1 .*arrived too late", "more time", timeout=3),
     case_of(
         "stopped_until_deadline",
         3,
@@ -185,5 +185,13 @@ CASES = (
         "kill -(CONT|STOP)",
         timeout=3,
     ),
-    case_of("abort", 3, _abort, 1, "aborted", "aborted.*loss is not finite", "it knows why"),
+    case_of(
+        "abort",
+        3,
+        _abort,
+        1,
+        "aborted",
+        "aborted.*loss is not finite",
+        "rank that aborted",
+    ),
 )

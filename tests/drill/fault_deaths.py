@@ -57,9 +57,9 @@ _TRACEBACK = r"traceback is in the stderr of rank {}"
 WAYS = {
     "SIGKILL": Way(_signal(signal.SIGKILL), "killed", "killed by SIGKILL", "journalctl"),
     "SIGSEGV": Way(lambda: ctypes.string_at(0), "killed", "killed by SIGSEGV", "in native code"),
-    "SIGTERM": Way(_signal(signal.SIGTERM), "killed", "killed by SIGTERM", "asked it to end"),
+    "SIGTERM": Way(_signal(signal.SIGTERM), "killed", "killed by SIGTERM", "terminated it"),
     "_exit": Way(lambda: os._exit(7), "exited", "exit code 7", r"os\._exit"),
-    "_exit-0": Way(lambda: os._exit(0), "finished", "came to the end", "more operations than"),
+    "_exit-0": Way(lambda: os._exit(0), "finished", "reached the end", "more operations than"),
     "sys.exit": Way(lambda: sys.exit(3), "exited", "exit code 3", r"sys\.exit"),
     "ValueError": Way(
         _raise(ValueError("broken batch")), "failed", "ValueError: broken batch", _TRACEBACK

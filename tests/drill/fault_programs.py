@@ -241,7 +241,7 @@ CASES = (
         _steady,
         (0, 1),
         "launcher",
-        "launcher .*is gone.*SIGKILL",
+        "launcher .*disappeared.*SIGKILL",
         "journalctl",
         disturb=_send(signal.SIGKILL),
     ),

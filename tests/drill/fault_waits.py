@@ -15,9 +15,9 @@ import torch.distributed as dist
 from tests.drill.faults import Body, Case, case_of, leave_and_stay, stay, strike
 
 _LARGE = 2_000_000
-_SLOW = "a loop that doesn't end"
+_SLOW = "an infinite loop"
 _DEBUGGER = "kill -(CONT|STOP)"
-_BRANCH = "conditions on the way"
+_BRANCH = "conditions that lead"
 _RECV = "Every recv needs a send"
 _MORE = "call more operations than it does"
 _ONE_SIDE = "Let one side go first"
@@ -194,8 +194,8 @@ CASES = (
         _DEBUGGER,
         **_FORM,
     ),
-    _hang("endless_loop", 4, _hung(_loop, 3), 3, "busy", "Rank 3 .*code of its own", _SLOW),
-    _hang("sleep", 2, _hung(stay, 0, dist.barrier), 0, "busy", "Rank 0 .*code of its own", _SLOW),
+    _hang("endless_loop", 4, _hung(_loop, 3), 3, "busy", "Rank 3 .*its own code", _SLOW),
+    _hang("sleep", 2, _hung(stay, 0, dist.barrier), 0, "busy", "Rank 0 .*its own code", _SLOW),
     _hang(
         "lock",
         3,
@@ -206,14 +206,14 @@ CASES = (
         _SLOW,
     ),
     _hang("sleep_with_work", 3, _busy_with_work, 1, "busy", "Rank 1 .*own.*barrier", _SLOW),
-    _hang("sleep_in_a_chain", 4, _chain, 1, "busy", "Rank 1 .*code of its own", _SLOW),
+    _hang("sleep_in_a_chain", 4, _chain, 1, "busy", "Rank 1 .*its own code", _SLOW),
     _hang(
         "sleep_before_init",
         3,
         _not_formed(stay, 1),
         1,
         "missing",
-        "Rank 1 .*come to form the group",
+        "Rank 1 .*not join(ed)? the group",
         "Check that rank 1 was started",
         **_FORM,
     ),
@@ -223,7 +223,7 @@ CASES = (
         _not_formed(_loop, 0),
         0,
         "missing",
-        "Rank 0 .*come to form the group",
+        "Rank 0 .*not join(ed)? the group",
         "Check that rank 0 was started",
         **_FORM,
     ),
@@ -246,10 +246,10 @@ CASES = (
         "[Rr]ank 2\\b.*new_group",
         "every rank of the job must call `new_group`",
     ),
-    _hang("recv_without_send", 2, _unsent(0, None), 0, "unsent", "Rank 0 .*nobody s", _RECV),
+    _hang("recv_without_send", 2, _unsent(0, None), 0, "unsent", "Rank 0 .*no rank s", _RECV),
     _hang("recv_of_another_tag", 3, _unsent(7, 3), 0, "unsent", "sent instead.*tag 3", _RECV),
     _hang("recv_from_any", 3, _unsent(0, None, None), 0, "unsent", "Rank 0 .*any rank", _RECV),
-    _hang("send_without_recv", 2, _unreceived, 0, "unreceived", "Rank 0 .*take a message", _RECV),
+    _hang("send_without_recv", 2, _unreceived, 0, "unreceived", "Rank 0 .*to be received", _RECV),
     _hang("ring_of_recv", 2, _ring(dist.recv, 4), (0, 1), "deadlock", "for each other", _ONE_SIDE),
     _hang(
         "ring_of_send",
@@ -295,7 +295,7 @@ CASES = (
         (0, 1),
         "message",
         r"\[10\].*\[20\]",
-        "as many elements",
+        "number of elements",
     ),
     case_of(
         "message_dtype",

@@ -65,7 +65,7 @@ class Trial:
 
     def judge(self, found: Mapping[str, Any], when: str) -> None:
         """Compare an explanation with what the case expects."""
-        diagnosis, case = found["verdict"], self.case
+        diagnosis, case = found["diagnosis"], self.case
         text = " ".join(diagnosis["text"])
         self.verdict = f"{diagnosis['kind']} {diagnosis['ranks']}: {text}"
         if sorted(diagnosis["ranks"]) != sorted(case.ranks):
@@ -98,11 +98,11 @@ def faults_of(found: Mapping[str, Any], event: float = 0.0) -> list[str]:
         found: What `phalanx explain --json` prints.
         event: When the fault came, in Unix seconds; 0 if that isn't known.
     """
-    wrong = faults_in([*found["verdict"]["text"], *found["advice"]])
-    since = found["verdict"]["since"]
+    wrong = faults_in([*found["diagnosis"]["text"], *found["advice"]])
+    since = found["diagnosis"]["since"]
     if since is not None and not found["job"]["started"] - 1 <= since <= time.time() + 1:
         wrong.append(f"since {since}, outside of the job's life")
-    dated = found["verdict"]["kind"] in _DEATHS and since is not None and event
+    dated = found["diagnosis"]["kind"] in _DEATHS and since is not None and event
     if dated and not event - _EARLY <= since <= event + _LATE:
         wrong.append(f"it is dated {since - event:.1f} s after the fault")
     return wrong

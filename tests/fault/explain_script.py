@@ -1,7 +1,7 @@
-"""What the ranks of `test_explain.py` run: all meet once, then one of them goes wrong.
+"""The script of the ranks of `test_explain.py`: after two common operations, one rank fails.
 
-Arguments: which scenario, the timeout in seconds, and `stay`, with which ranks that are told of the
-trouble stay alive instead of ending.
+Arguments: the scenario, the timeout in seconds, and optionally `stay`, which keeps notified ranks
+alive.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def other_order() -> None:
     dist.all_reduce(torch.ones(4), group=first)
 
 
-WRONG: dict[str, Callable[[], object]] = {
+FAULTS: dict[str, Callable[[], object]] = {
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "busy": endless_loop,
@@ -62,7 +62,7 @@ def run(scenario: str, rank: int, limit: timedelta) -> None:
     dist.all_reduce(torch.ones(8), group=first)  # together
     dist.all_reduce(torch.ones(8), group=second)  # together
     if rank == RANK_AT_FAULT:
-        WRONG[scenario]()
+        FAULTS[scenario]()
     else:
         wait()
 

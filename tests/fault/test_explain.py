@@ -1,4 +1,4 @@
-"""`phalanx explain` with real processes: one of three goes wrong, and is named, alive and dead."""
+"""`phalanx explain` with real processes: the rank at fault of three is named."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ SCRIPT = Path(explain_script.__file__)
 COMMAND = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 LIMIT = 60.0
 RANK_AT_FAULT = explain_script.RANK_AT_FAULT
-# Which of them go on hanging: the others end at once, unless the ranks that are told stay.
+# Scenarios that hang; the others end at once, unless the notified ranks stay alive.
 HANGS = ("stopped", "busy", "unsent", "missing")
-# Where the rank at fault is called from, and those who wait: the lines have these comments.
+# Comments that mark the lines of the rank at fault.
 SITES = {"branch": "branch", "unsent": "unsent", "order": "order"}
 
 
 @pytest.fixture(autouse=True)
 def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of jobs of this test alone."""
+    """Create a directory of jobs for this test."""
     folder = tmp_path / "jobs"
     monkeypatch.setenv("PHALANX_JOBS_DIR", str(folder))
     return folder
 
 
 @contextlib.contextmanager
-def started(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def start_process(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=SCRIPT.parent
     )
@@ -56,8 +56,8 @@ def phalanx_run(scenario: str, seconds: float, *then: str) -> list[str]:
     return [*COMMAND, *options, str(SCRIPT), scenario, str(seconds), *then]
 
 
-def explained(*arguments: str) -> str:
-    """What the command prints."""
+def run_explain(*arguments: str) -> str:
+    """Run `phalanx explain` and return its output."""
     result = subprocess.run(
         [*COMMAND, "explain", *arguments], capture_output=True, text=True, timeout=LIMIT
     )
@@ -66,19 +66,19 @@ def explained(*arguments: str) -> str:
     return result.stdout
 
 
-def until(found: Callable[[], Any], what: str) -> Any:
-    """Poll until this is true; what it was is returned."""
+def wait_until(found: Callable[[], Any], description: str) -> Any:
+    """Poll until a value is true, and return it."""
     deadline = time.monotonic() + LIMIT
     last = None
     while time.monotonic() < deadline:
         if last := found():
             return last
         time.sleep(0.05)
-    raise AssertionError(f"never came: {what}")
+    raise AssertionError(f"did not happen: {description}")
 
 
-def is_named(kind: str) -> bool:
-    """Whether the newest job has the rank at fault that is meant."""
+def is_diagnosed(kind: str) -> bool:
+    """Return whether the diagnosis of the newest job is the expected one."""
     try:
         diagnosis = diagnose(read_job())
     except ValueError:  # there is no job yet
@@ -87,12 +87,12 @@ def is_named(kind: str) -> bool:
 
 
 def has_ended() -> bool:
-    """Whether the launcher knows that the rank at fault has come to its end."""
+    """Return whether the launcher has recorded the end of the rank at fault."""
     start = read_job().ranks[RANK_AT_FAULT].start
     return start is not None and start.code == 0
 
 
-def line_of(comment: str) -> str:
+def find_line(comment: str) -> str:
     (line,) = (
         number
         for number, text in enumerate(SCRIPT.read_text().splitlines(), 1)
@@ -102,28 +102,28 @@ def line_of(comment: str) -> str:
 
 
 def check(scenario: str, kind: str = "") -> None:
-    """What is said of the newest job names the rank at fault, why, and the lines."""
+    """Check that the explanation of the newest job names rank, cause and lines."""
     kind = kind or scenario
-    job = read_job()  # as the command does, which takes seconds to start
-    diagnosis, text = as_json(job)["verdict"], as_text(job)
+    job = read_job()  # in this process, since the command takes seconds to start
+    diagnosis, text = as_json(job)["diagnosis"], as_text(job)
     assert (diagnosis["kind"], diagnosis["ranks"]) == (kind, [RANK_AT_FAULT]), text
-    # The tense, and how long ago that was, may change from one reading to the next.
+    # Tense and durations may differ between readings.
     assert f"\n{diagnosis['text'][0][:20]}" in text
     assert f"ank {RANK_AT_FAULT} " in diagnosis["text"][0]
-    assert line_of("missing" if scenario == "missing" else "wait") in text
+    assert find_line("missing" if scenario == "missing" else "wait") in text
     if scenario in SITES:
-        assert line_of(SITES[scenario]) in text
-    assert "What to try:" in text
+        assert find_line(SITES[scenario]) in text
+    assert "Suggested fixes:" in text
 
 
 @pytest.mark.parametrize("scenario", [*HANGS, "branch", "finished", "order"])
-def test_alive_and_after_ctrl_c(scenario: str) -> None:
-    """It is explained while it hangs, without an end to its wait, and after Ctrl-C."""
-    with started(*phalanx_run(scenario, 600, "stay")) as process:
-        until(lambda: is_named(scenario), scenario)
+def test_while_running_and_after_ctrl_c(scenario: str) -> None:
+    """The job is explained while it hangs, before its timeout, and after Ctrl-C."""
+    with start_process(*phalanx_run(scenario, 600, "stay")) as process:
+        wait_until(lambda: is_diagnosed(scenario), scenario)
         check(scenario)
-        if scenario == "finished":  # Ctrl-C may not come before the end of the rank that has left
-            until(has_ended, "the end of the culprit")
+        if scenario == "finished":  # Ctrl-C must come after the end of the rank that has left
+            wait_until(has_ended, "the end of the rank at fault")
         assert process.poll() is None, "reading has ended the job"
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=LIMIT)
@@ -133,17 +133,17 @@ def test_alive_and_after_ctrl_c(scenario: str) -> None:
 
 @pytest.mark.parametrize("scenario", ("killed", "busy", "finished"))
 def test_after_the_end(scenario: str) -> None:
-    """The job fails; `phalanx run` says by itself why."""
-    with started(*phalanx_run(scenario, 2)) as process:
+    """The job fails, and `phalanx run` prints the explanation."""
+    with start_process(*phalanx_run(scenario, 2)) as process:
         _, err = process.communicate(timeout=LIMIT)
     assert process.returncode not in (0, None)
     check(scenario)
-    assert json.loads(explained("--json"))["verdict"]["text"][0] in err.replace("\n", " ")
-    assert line_of("wait") in explained()
+    assert json.loads(run_explain("--json"))["diagnosis"]["text"][0] in err.replace("\n", " ")
+    assert find_line("wait") in run_explain()
 
 
 def without_launcher(folder: str, scenario: str) -> None:
-    """A rank that no launcher of ours has started."""
+    """Run a rank that was not started by a Phalanx launcher."""
     os.environ["PHALANX_JOBS_DIR"] = folder
     os.environ["STORE"] = f"file://{os.environ['FOLDER']}/store"
     explain_script.main(scenario, "2")
@@ -182,7 +182,7 @@ if __name__ == "__main__":
 """
 
 
-# Only a launcher, and peers that end because of it, tell how a process ended.
+# Only a launcher, and peers that fail because of it, record how a process ended.
 @pytest.mark.parametrize(("scenario", "kind"), [("killed", "vanished"), ("busy", "busy")])
 def test_started_by_torch_multiprocessing(tmp_path: Path, scenario: str, kind: str) -> None:
     script = tmp_path / "spawn.py"
@@ -193,20 +193,20 @@ def test_started_by_torch_multiprocessing(tmp_path: Path, scenario: str, kind: s
         env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])},
     )
     try:
-        until(lambda: is_named(kind), kind)
+        wait_until(lambda: is_diagnosed(kind), kind)
         check(scenario, kind)
     finally:
         process.communicate(timeout=LIMIT)
-    until(lambda: not read_job().running, "the end of the ranks")
+    wait_until(lambda: not read_job().running, "the end of the ranks")
     if kind == "vanished":
         check(scenario, kind)
-    else:  # all have been killed together: who was waited for is in the second sentence
+    else:  # all were killed together; the second sentence describes the waits
         text = as_text(read_job())
-        assert "it seems that they were killed" in text
-        assert line_of("wait") in text
+        assert "they were probably killed" in text
+        assert find_line("wait") in text
 
 
-def test_a_job_that_is_not_there() -> None:
+def test_a_missing_job() -> None:
     result = subprocess.run(
         [*COMMAND, "explain", "nothing"], capture_output=True, text=True, timeout=LIMIT
     )

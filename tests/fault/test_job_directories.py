@@ -95,7 +95,7 @@ def check(ended: tuple[int, str, str], reason: str) -> None:
     assert out.count("well") == 2
     (warning,) = err.splitlines()
     assert reason in warning
-    assert "the job goes on" in warning or "it goes on without" in warning
+    assert "the job continues" in warning
 
 
 FULL = [
@@ -107,7 +107,7 @@ FULL = [
         "nr_inodes=2,mode=0700",
         "No space left on device",
     ),  # enough for the directory, not for its files
-    ("ro,mode=0700", "can't be made (Read-only file system): choose another place"),
+    ("ro,mode=0700", "cannot be created (Read-only file system): choose another directory"),
 ]
 
 
@@ -157,10 +157,10 @@ def path_below_a_file(path: Path) -> Path:
 
 
 INVALID_PATHS = [
-    (symbolic_link, "is a symbolic link, expected a directory: remove it, or choose another place"),
+    (symbolic_link, "is a symbolic link, expected a directory: remove it, or choose another directory"),
     (directory_of_another_user, "belongs to user"),
-    (writable_by_all, "can be written by others (its mode is 0777, expected 0700)"),
-    (path_below_a_file, "can't be made (Not a directory)"),
+    (writable_by_all, "is writable by others (its mode is 0777, expected 0700)"),
+    (path_below_a_file, "cannot be created (Not a directory)"),
 ]
 
 
@@ -242,7 +242,7 @@ def test_job_that_has_been_removed(ranks: RankServer, tmp_path: Path) -> None:
     base.mkdir(0o700)
     run = ranks.start(2, run_without_job_directory, base, name, timeout=None)
     check(
-        combined_output(run), f"there is no job {name} in {base}, which PHALANX_JOB names: unset it"
+        combined_output(run), f"PHALANX_JOB names the job {name}, which does not exist in {base}: unset it"
     )
     assert list(base.iterdir()) == []
 

@@ -42,7 +42,7 @@ def test_there_are_eighty() -> None:
 CASE = Case("name", 2, print, (1,), "failed", "Rank 1 .*ValueError", "traceback")
 GOOD: dict[str, Any] = {
     "job": {"started": 1000.0},
-    "verdict": {
+    "diagnosis": {
         "kind": "failed",
         "ranks": [1],
         "since": 1005.0,
@@ -69,7 +69,7 @@ GOOD: dict[str, Any] = {
 def test_what_is_judged(tmp_path: Path, change: dict[str, Any], wrong: str) -> None:
     (tmp_path / "mark").write_text("1005.0")
     trial = matrix.Trial(CASE, str(tmp_path))
-    trial.judge({**GOOD, "verdict": {**GOOD["verdict"], **change}}, "alive")
+    trial.judge({**GOOD, "diagnosis": {**GOOD["diagnosis"], **change}}, "alive")
     assert wrong in "\n".join(trial.wrong)
     assert trial.right is (not wrong)
     assert trial.ranks is ("ranks" not in change)

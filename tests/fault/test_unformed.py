@@ -99,6 +99,6 @@ def test_ctrl_c(jobs: Path, tmp_path: Path) -> None:
 
 
 def _joins(jobs: Path) -> bool:
-    if not list(jobs.glob("*/*.box")):
+    if not list(jobs.glob("*/*.recorder")):
         return False
     return bool(job_reader.read_job().ranks and job_reader.read_job().ranks[0].open)

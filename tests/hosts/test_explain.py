@@ -1,6 +1,7 @@
-"""A job on several hosts is explained as one on a single host is: here on hosts that are simulated.
+"""Explanations of jobs on several simulated hosts.
 
-Flight recorders of real hosts lie on their hosts; see docs/design/hierarchical.md.
+On real hosts, each host has the flight recorders of its own ranks; see
+docs/design/hierarchical.md.
 """
 
 from __future__ import annotations
@@ -33,27 +34,27 @@ else:
     dist.all_reduce(tensor)
 """
 
-FINDINGS = {
-    "recv": "Rank 0 (pid N) waited for a message that nobody sent: recv float32[3] from rank 3",
-    "branch": "Rank 2 (pid N) took another branch than the others",
+EXPECTED = {
+    "recv": "Rank 0 (pid N) waited for a message that no rank sent: recv float32[3] from rank 3",
+    "branch": "Rank 2 (pid N) took a different branch than the others",
     "killed": "Rank 3 (pid N) was killed by SIGKILL",
 }
 
 
-@pytest.mark.parametrize("what", FINDINGS)
-def test_what_went_wrong(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("scenario", EXPECTED)
+def test_the_root_cause_is_named(tmp_path: Path, scenario: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [PHALANX, "run", "--nproc-per-node", "4"]
     ended = subprocess.run(
-        [*command, "--simulate-hosts", "2", str(script), what],
+        [*command, "--simulate-hosts", "2", str(script), scenario],
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
     assert ended.returncode != 0
-    before, _, after = FINDINGS[what].partition("(pid N)")
-    story = ended.stderr.partition("\nJob ")[2]
-    told = [line for line in story.splitlines() if line.startswith(before)]
-    assert len(told) == 1, ended.stderr
-    assert after in told[0]
+    before, _, after = EXPECTED[scenario].partition("(pid N)")
+    explanation = ended.stderr.partition("\nJob ")[2]
+    matching = [line for line in explanation.splitlines() if line.startswith(before)]
+    assert len(matching) == 1, ended.stderr
+    assert after in matching[0]

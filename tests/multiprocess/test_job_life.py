@@ -44,7 +44,7 @@ def run_cleanly(base: Path, leave: bool) -> str:
     phalanx.report(step=rank)
     (job,) = base.iterdir()
     dist.barrier()
-    assert len(list(job.glob("*.box"))) == dist.get_world_size()
+    assert len(list(job.glob("*.recorder"))) == dist.get_world_size()
     dist.barrier()
     if leave:
         dist.destroy_process_group()
@@ -178,7 +178,7 @@ def form_groups_repeatedly(base: Path) -> tuple[str, int]:
     if rank < 3:
         init(base, "first", size=3)
         (job,) = base.iterdir()
-        recorders = {int(path.stem) for path in job.glob("*.box")}
+        recorders = {int(path.stem) for path in job.glob("*.recorder")}
         dist.barrier()
         dist.destroy_process_group()
         assert os.getpid() in recorders
@@ -191,7 +191,7 @@ def form_groups_repeatedly(base: Path) -> tuple[str, int]:
         dist.all_reduce(torch.ones(1))
         dist.barrier()
     (job,) = base.iterdir()
-    (recorder,) = [path for path in job.glob("*.box") if path.stem == str(os.getpid())]
+    (recorder,) = [path for path in job.glob("*.recorder") if path.stem == str(os.getpid())]
     return job.name, _native.read_flight_recorder(recorder.read_bytes(), 100)["operations"]
 
 
@@ -236,11 +236,11 @@ def form_a_group_in_a_forked_child(base: Path) -> None:
         dist.destroy_process_group()
         url = f"file://{os.environ['FOLDER']}/child-{os.getpid()}"
         dist.init_process_group("phalanx", init_method=url, rank=0, world_size=1)
-        own = [path for path in base.glob("*/*.box") if path.stem == str(os.getpid())]
+        own = [path for path in base.glob("*/*.recorder") if path.stem == str(os.getpid())]
         os._exit(10 + len(own) if own and own[0].parent != job else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 11
     dist.all_reduce(torch.ones(1))
-    recorder = _native.read_flight_recorder((job / f"{os.getpid()}.box").read_bytes(), 100)
+    recorder = _native.read_flight_recorder((job / f"{os.getpid()}.recorder").read_bytes(), 100)
     assert [operation["kind"] for operation in recorder["done"]] == [
         "join",
         "barrier",

@@ -106,7 +106,7 @@ def test_a_clean_run_leaves_nothing(command: Command, jobs: Path) -> None:
     assert re.search(rf"{job['name']} +running +2\d\d\d-\d\d-\d\d \d\d:\d\d:\d\d +2 ", out)
     code, _, err = command.run("jobs", "--remove", job["name"])
     assert code == 2
-    assert err == f"phalanx: error: job {job['name']} still runs: end it first\n"
+    assert err == f"phalanx: error: job {job['name']} is still running: end it first\n"
     read = job_reader.read_job(job["name"][:-1])
     assert [rank.start and rank.start.pid for rank in read.ranks] == [r.pid for r in read.ranks]
     assert read.running
@@ -116,7 +116,7 @@ def test_a_clean_run_leaves_nothing(command: Command, jobs: Path) -> None:
     assert list(jobs.iterdir()) == []
     assert command.run("jobs") == (
         0,
-        f"no jobs in {jobs}: none runs, and none that failed was kept\n",
+        f"no jobs in {jobs}: none is running, and no failed job is kept\n",
         "",
     )
 
@@ -182,7 +182,7 @@ def test_restarts_are_one_job(command: Command, jobs: Path) -> None:
     run = command.start("run", *options, command.script(text))
     command.wait_for("ready0", "ready1")
     (path,) = jobs.iterdir()
-    assert len(list(path.glob("*.box"))) == 4
+    assert len(list(path.glob("*.recorder"))) == 4
     read = job_reader.read_job()
     assert (read.attempt, read.problems) == (1, ())
     assert [rank.pid for rank in read.ranks] == [
@@ -232,7 +232,7 @@ def test_old_jobs_are_removed_when_a_new_one_starts(
     assert [path.name for path in jobs.iterdir()] == [running]
     (command.folder / "go").touch()
     run.communicate(timeout=LIMIT)
-    assert command.run("jobs", "--remove-ended")[1] == "no job has ended: nothing to remove\n"
+    assert command.run("jobs", "--remove-ended")[1] == "nothing to remove: no job has ended\n"
 
 
 @pytest.mark.parametrize(
@@ -395,6 +395,6 @@ def test_an_error_wrapped_by_ddp_is_a_consequence(command: Command) -> None:
     assert code == 1
     headline = next(line for line in err.splitlines() if line.startswith("phalanx run: "))
     assert headline.startswith("phalanx run: rank 1 ")
-    verdict = json.loads(command.run("explain", "--json")[1])["verdict"]
+    verdict = json.loads(command.run("explain", "--json")[1])["diagnosis"]
     assert (verdict["kind"], verdict["ranks"]) == ("failed", [1])
     assert job_reader.read_job().ranks[0].exception.startswith("RuntimeError: ")

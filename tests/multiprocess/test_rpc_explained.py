@@ -81,10 +81,10 @@ def test_hanging_callee(job: subprocess.Popen[str], tmp_path: Path) -> None:
     (diagnosis,) = text.split("\n\n")[1].splitlines()
     assert diagnosis.startswith(f"W{ps[1:]} has not answered the call of slow by {middle} for ")
     assert ": it has been executing it for " in diagnosis
-    lines = text.split("Remote calls without an answer:\n")[1]
+    lines = text.split("Pending remote calls:\n")[1]
     assert f"  ask, called by {master} on {middle}, for " in lines
     assert f"  slow, called by {middle} on {ps}, for " in lines
-    verdict_json = as_json(job_state)["verdict"]
+    verdict_json = as_json(job_state)["diagnosis"]
     assert (verdict_json["kind"], verdict_json["ranks"]) == ("unanswered", [2])
     workers = as_json(job_state)["workers"]
     assert [(each["name"], len(each["calls"])) for each in workers] == [

@@ -238,7 +238,7 @@ def train_and_read_reports(seed: int) -> tuple[Any, Any]:
     result = Trainer(model, adam(model), made_data(seed), squared, global_batch=12, steps=3).fit()
     job = recorder.get_job_directory()
     assert job is not None
-    recording = read_recorder(job, f"{os.getpid()}.box", 100)
+    recording = read_recorder(job, f"{os.getpid()}.recorder", 100)
     start = time.monotonic_ns()
     if dist.get_rank() == 1:
         time.sleep(0.3)

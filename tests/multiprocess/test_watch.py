@@ -1,4 +1,4 @@
-"""`phalanx watch` and `phalanx trace` on jobs that run, end and die."""
+"""`phalanx watch` and `phalanx trace` with jobs that run, end and fail."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tests import perfetto_reader
 from tests.ranks import RankServer, RunningRanks
 
 LIMIT = 60.0
-LATE = 0.1
+DELAY = 0.1
 SLOW = 1
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
+def wait_until(condition: Callable[[], bool], description: str) -> None:
     deadline = time.monotonic() + LIMIT
     while not condition():
-        assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {what}"
+        assert time.monotonic() < deadline, f"not within {LIMIT:g} s: {description}"
         time.sleep(0.05)
 
 
 def train(jobs: str, stop: str) -> int:
-    """Until the file `stop` is there: steps in which rank 1 is late. Returns how many."""
+    """Run steps in which rank 1 is late until the file `stop` exists; return their number."""
     os.environ["PHALANX_JOBS_DIR"] = jobs
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
@@ -54,7 +54,7 @@ def train(jobs: str, stop: str) -> int:
     going = torch.ones(1)
     while going.item():
         if rank == SLOW:
-            time.sleep(LATE)
+            time.sleep(DELAY)
         going[0] = not os.path.exists(stop)
         dist.all_reduce(going, dist.ReduceOp.MIN)
         work = dist.broadcast(torch.ones(100_000), src=0, async_op=True)
@@ -71,27 +71,27 @@ def train(jobs: str, stop: str) -> int:
 
 
 @contextmanager
-def training(ranks: RankServer, jobs: Path, size: int) -> Iterator[RunningRanks]:
-    """A job that trains, and is ended at the end at the latest."""
+def start_training(ranks: RankServer, jobs: Path, size: int) -> Iterator[RunningRanks]:
+    """Start a job that trains; it ends at the latest with the context."""
     run = ranks.start(size, train, str(jobs), str(jobs) + ".stop", timeout=None)
     try:
         wait_until(lambda: jobs.is_dir() and any(jobs.iterdir()), "a job")
-        wait_until(lambda: len(reports(look())) == size, "reports of all ranks")
+        wait_until(lambda: len(get_steps(read_view())) == size, "reports of all ranks")
         yield run
     finally:
         Path(str(jobs) + ".stop").touch()
 
 
-def look() -> View:
+def read_view() -> View:
     return build_view(read_job(None, 512))
 
 
-def reports(seen: View) -> list[int]:
-    return [row.step for row in seen.rows if row.step is not None]
+def get_steps(view: View) -> list[int]:
+    return [row.step for row in view.rows if row.step is not None]
 
 
 def command(*arguments: str, code: int = 0) -> str:
-    """Run a command of `phalanx`; what it wrote to stdout."""
+    """Run a command of `phalanx` and return its stdout."""
     ended = subprocess.run(
         [*PHALANX, *arguments], capture_output=True, text=True, timeout=LIMIT, check=False
     )
@@ -100,44 +100,44 @@ def command(*arguments: str, code: int = 0) -> str:
 
 
 def finish(run: RunningRanks, jobs: Path) -> list[int]:
-    """Tell the ranks to end; how many steps each took."""
+    """Make the ranks end, and return the number of steps of each."""
     Path(str(jobs) + ".stop").touch()
     return [rank.value for rank in run.join(LIMIT)]
 
 
-def test_a_planted_straggler_is_named(ranks: RankServer, jobs: Path) -> None:
-    with training(ranks, jobs, 3) as run:
-        wait_until(lambda: look().balance == "straggler", "a straggler")
-        seen = json.loads(command("watch", "--once", "--json"))
-        assert seen["straggler"]["rank"] == SLOW
-        assert seen["straggler"]["waiting"] == [0, 2]
-        assert seen["straggler"]["share"] > 0.3
-        for row in seen["ranks"]:
+def test_an_injected_straggler_is_named(ranks: RankServer, jobs: Path) -> None:
+    with start_training(ranks, jobs, 3) as run:
+        wait_until(lambda: read_view().balance == "straggler", "a straggler")
+        output = json.loads(command("watch", "--once", "--json"))
+        assert output["straggler"]["rank"] == SLOW
+        assert output["straggler"]["waiting"] == [0, 2]
+        assert output["straggler"]["share"] > 0.3
+        for row in output["ranks"]:
             assert row["state"] in ("running", "sleeping")
             assert row["memory"] > 2**20
             assert 0 < row["loss"] <= 1
-            assert 0 < row["steps_per_second"] <= 1 / LATE
-        waiting = [row for row in seen["ranks"] if row["rank"] != SLOW]
+            assert 0 < row["steps_per_second"] <= 1 / DELAY
+        waiting = [row for row in output["ranks"] if row["rank"] != SLOW]
         assert all(max(row["waits"], key=row["waits"].get) == str(SLOW) for row in waiting)
         steps = finish(run, jobs)
-    assert len(set(steps)) == 1, "watching it has disturbed the job"
+    assert len(set(steps)) == 1, "watch has affected the job"
 
 
-def test_the_timeline_has_all_operations_with_waiting_apart_from_working(
+def test_the_timeline_distinguishes_waiting_from_working(
     ranks: RankServer, jobs: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "x.pftrace"
-    with training(ranks, jobs, 3) as run:
-        wait_until(lambda: min(reports(look())) >= 10, "ten steps")
+    with start_training(ranks, jobs, 3) as run:
+        wait_until(lambda: min(get_steps(read_view())) >= 10, "ten steps")
         out = command("trace", "-o", str(path))
         kept = read_job(None)
         finish(run, jobs)
     found = perfetto_reader.load(path.read_bytes())
     assert re.match(rf"{path}: 3 ranks, \d+ operations, ", out)
     for rank in (0, 1, 2):
-        shown = found.slices(rank)
+        shown = found.get_slices(rank)
         assert {one.arguments["outcome"] for one in shown} <= {"ok", "under way"}
-        # The first ten steps are over; whatever came until it was read may be there too.
+        # At least the first ten steps are complete.
         known = {op.number: op for op in kept.ranks[rank].history}
         ended = [one for one in shown if one.end is not None]
         messages = 10 * (rank != 2)
@@ -150,37 +150,39 @@ def test_the_timeline_has_all_operations_with_waiting_apart_from_working(
             assert Path(str(one.arguments["call site"])).name.startswith("test_watch.py:") or (
                 op.kind == "join"
             )
-        counters = {track.name: track.values for track in found.of(rank) if track.values}
+        counters = {track.name: track.values for track in found.get_tracks(rank) if track.values}
         assert [value for _, value in counters["step"]][:10] == [float(i) for i in range(1, 11)]
         assert len(counters["loss"]) == len(counters["step"])
-    # A busy machine delays other ranks too, at times, so it is the sum that tells.
+    # On a busy machine other ranks may be late too, so only the sum is checked.
     for rank in (0, 2):
-        reduced = [one for one in found.slices(rank) if one.name == "all_reduce" and one.end][1:10]
+        reduced = [one for one in found.get_slices(rank) if one.name == "all_reduce" and one.end][
+            1:10
+        ]
         waited: dict[str, float] = defaultdict(float)
         for one in reduced:
             for wait in one.children:
                 waited[wait.name] += seconds(wait)
         assert max(waited, key=lambda name: waited[name]) == f"waiting for rank {SLOW}"
-        assert sum(waited.values()) > len(reduced) * LATE / 2
+        assert sum(waited.values()) > len(reduced) * DELAY / 2
         work = sum(map(seconds, reduced)) - sum(waited.values())
         assert work < sum(waited.values())
-    names = {track.name for track in found.of(0) if track.slices}
+    names = {track.name for track in found.get_tracks(0) if track.slices}
     assert names == {"caller's thread", "group's thread", "messages"}
 
 
-def seconds(one: perfetto_reader.Read) -> float:
+def seconds(one: perfetto_reader.ParsedSlice) -> float:
     assert one.end is not None
     return (one.end - one.begin) / 1e9
 
 
-def number(one: perfetto_reader.Read) -> int:
+def number(one: perfetto_reader.ParsedSlice) -> int:
     value = one.arguments["operation"]
     assert isinstance(value, int)
     return value
 
 
-def test_watching_ends_with_the_job(ranks: RankServer, jobs: Path) -> None:
-    with training(ranks, jobs, 2) as run:
+def test_watch_ends_with_the_job(ranks: RankServer, jobs: Path) -> None:
+    with start_training(ranks, jobs, 2) as run:
         watch = subprocess.Popen(
             [*PHALANX, "watch", "--json", "--interval", "0.2"], stdout=subprocess.PIPE, text=True
         )
@@ -188,37 +190,37 @@ def test_watching_ends_with_the_job(ranks: RankServer, jobs: Path) -> None:
         first = json.loads(watch.stdout.readline())
         finish(run, jobs)
     rest, _ = watch.communicate(timeout=LIMIT)
-    looks = [first, *map(json.loads, rest.splitlines())]
+    readings = [first, *map(json.loads, rest.splitlines())]
     assert first["running"]
     assert watch.returncode == 0
-    assert {one["job"] for one in looks} == {first["job"]}
+    assert {one["job"] for one in readings} == {first["job"]}
 
 
-def test_watching_a_job_that_dies_says_how(ranks: RankServer, jobs: Path) -> None:
+def test_watch_reports_how_a_job_failed(ranks: RankServer, jobs: Path) -> None:
     with (
-        training(ranks, jobs, 2) as run,
-        Terminal("watch", "--interval", "0.2") as shown,
+        start_training(ranks, jobs, 2) as run,
+        Terminal("watch", "--interval", "0.2") as terminal,
     ):
-        wait_until(lambda: "Rank 1 holds up others" in shown.written(), "a table")
+        wait_until(lambda: "Rank 1 delays the others" in terminal.get_output(), "a table")
         run.signal(SLOW, signal.SIGKILL)
-        wait_until(shown.ended, "the end of watching")
+        wait_until(terminal.has_ended, "the end of watch")
         run.collect()
-        assert shown.process.returncode == 1
-        *table, last = [line for line in shown.last() if line]
+        assert terminal.process.returncode == 1
+        *table, last = [line for line in terminal.get_final_lines() if line]
     assert re.match(r"Job \S+ failed: rank \d \(pid \d+\) .*\. See: phalanx explain", last)
     assert any(re.match(r" +1 .* (was in|after) ", line) for line in table), table
 
 
-def test_ctrl_c_ends_the_watching_and_not_the_job(ranks: RankServer, jobs: Path) -> None:
-    with training(ranks, jobs, 2) as run:
-        with Terminal("watch", "--interval", "0.2") as shown:
-            wait_until(lambda: "Rank 1 holds up others" in shown.written(), "a table")
-            shown.process.send_signal(signal.SIGINT)
-            wait_until(shown.ended, "the end of watching")
-            assert shown.process.returncode == 0
-            assert "the job goes on" in shown.last()[0]
-        before = min(reports(look()))
-        wait_until(lambda: min(reports(look())) > before, "more steps")
+def test_ctrl_c_stops_watch_and_not_the_job(ranks: RankServer, jobs: Path) -> None:
+    with start_training(ranks, jobs, 2) as run:
+        with Terminal("watch", "--interval", "0.2") as terminal:
+            wait_until(lambda: "Rank 1 delays the others" in terminal.get_output(), "a table")
+            terminal.process.send_signal(signal.SIGINT)
+            wait_until(terminal.has_ended, "the end of watch")
+            assert terminal.process.returncode == 0
+            assert "the job continues" in terminal.get_final_lines()[0]
+        before = min(get_steps(read_view()))
+        wait_until(lambda: min(get_steps(read_view())) > before, "more steps")
         assert len(set(finish(run, jobs))) == 1
 
 
@@ -242,27 +244,27 @@ class Terminal:
         self.process.wait()
         os.close(self._master)
 
-    def written(self) -> str:
-        """All that it wrote so far."""
+    def get_output(self) -> str:
+        """Return the output so far."""
         while select.select([self._master], [], [], 0)[0]:
             try:
                 self._written += os.read(self._master, 1 << 16)
-            except OSError:  # it has ended, and all is read
+            except OSError:  # the command has ended, and all output is read
                 break
         return self._written.decode(errors="replace")
 
-    def last(self) -> list[str]:
-        """The lines that stay on the screen once it has ended, without styles."""
-        usual = self.written().rpartition("\x1b[?1049l")[2]
+    def get_final_lines(self) -> list[str]:
+        """Return the lines that remain on the screen after the end, without styles."""
+        usual = self.get_output().rpartition("\x1b[?1049l")[2]
         return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", usual).replace("\r", "").split("\n")
 
-    def ended(self) -> bool:
-        """Whether it has ended; reads meanwhile, or it couldn't write."""
-        self.written()
+    def has_ended(self) -> bool:
+        """Return whether the command has ended; read its output, so that it can write."""
+        self.get_output()
         return self.process.poll() is not None
 
 
-def test_a_job_that_is_not_there_is_named(jobs: Path) -> None:
+def test_a_missing_job_is_named(jobs: Path) -> None:
     for name in ("watch", "trace"):
         ended = subprocess.run(
             [*PHALANX, name, "20200101"], capture_output=True, text=True, timeout=LIMIT, check=False

@@ -14,8 +14,8 @@ from phalanx.cli import main, run
 from phalanx.errors import UsageError
 from phalanx.observe import explain, job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory, describe_job, make_job_name
-from tests.made_jobs import Made
-from tests.synthetic_jobs import straggling
+from tests.made_jobs import JobFixture
+from tests.synthetic_jobs import build_straggling_job
 
 
 def made(jobs: Path, command: str = "train.py") -> str:
@@ -25,7 +25,7 @@ def made(jobs: Path, command: str = "train.py") -> str:
         return job.name
 
 
-def test_a_terminal_that_lacks_characters_gets_their_numbers(jobs: Path, job: Made) -> None:
+def test_a_terminal_that_lacks_characters_gets_their_numbers(jobs: Path, job: JobFixture) -> None:
     other = made(jobs, "träin.py")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     for arguments in (["jobs"], ["explain", other], ["explain", job.name], ["watch", job.name]):
@@ -44,10 +44,10 @@ def test_a_job_that_is_gone_does_not_keep_others_from_being_removed(
     jobs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = [made(jobs) for _ in range(3)]
-    listed = jobs_command._summaries()
+    listed = jobs_command._read_summaries()
     JobDirectory(str(jobs), listed[0][0].name).remove()
     gone = listed[0][0].name
-    monkeypatch.setattr(jobs_command, "_summaries", lambda: listed)
+    monkeypatch.setattr(jobs_command, "_read_summaries", lambda: listed)
     monkeypatch.setattr("sys.argv", ["phalanx", "jobs", "--remove-ended"])
     with pytest.raises(SystemExit) as ended:
         main()
@@ -79,7 +79,7 @@ def test_what_can_not_be_explained_is_said_in_a_line(
     def fail(*_: object) -> None:
         raise error
 
-    read = fail if where == "read" else lambda _: straggling(2, 1)
+    read = fail if where == "read" else lambda _: build_straggling_job(2, 1)
     monkeypatch.setattr(job_reader, "read_job", read)
     monkeypatch.setattr(explain, "as_text", fail)
     run._explain("20261121-0901-k3f9x2")

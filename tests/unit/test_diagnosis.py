@@ -1,4 +1,4 @@
-"""Which rank is at fault, in made-up jobs: every kind, alive and dead, before and after."""
+"""The rank at fault in synthetic jobs: every kind of failure, in running and ended jobs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.observe.diagnosis import Diagnosis, diagnose
-from tests.made_up import Story
+from tests.made_up import JobBuilder
 
 SIZES = (2, 3, 8, 64)
 LOST = "PeerLost: [rank 0/2 on node-a] all_reduce #4: rank {} (pid {}) {}"
@@ -19,8 +19,8 @@ LATE = "CollectiveTimeout: [rank 0/2 on node-a] all_reduce #4: rank 0 waited for
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Who plays what: one rank is the rank at fault, the others wait."""
+class Scenario:
+    """The parameters of a failure: one rank is at fault, the others wait."""
 
     size: int
     at_fault: int
@@ -30,232 +30,264 @@ class Cast:
     def others(self) -> list[int]:
         return [number for number in range(self.size) if number != self.at_fault]
 
-    def begin(self, **kwargs: object) -> Story:
-        return Story(self.size, **kwargs).together(3)  # type: ignore[arg-type]
+    def build(self, **kwargs: object) -> JobBuilder:
+        return JobBuilder(self.size, **kwargs).run_collectives(3)  # type: ignore[arg-type]
 
-    def wait(self, story: Story, seconds: float = 5, kind: str = "all_reduce") -> Story:
-        """The others enter a collective that the rank at fault doesn't come to."""
+    def wait(self, builder: JobBuilder, seconds: float = 5, kind: str = "all_reduce") -> JobBuilder:
+        """Let the others enter a collective that the rank at fault does not reach."""
         place = [
-            note.members.index(self.at_fault) for note in story.ranks[self.at_fault].groups[:1]
+            note.members.index(self.at_fault) for note in builder.ranks[self.at_fault].groups[:1]
         ]
-        story.begins(self.others, kind, waiting_for=(place or [self.at_fault])[0])
-        return story.passes(seconds)
+        builder.begin(self.others, kind, waiting_for=(place or [self.at_fault])[0])
+        return builder.advance(seconds)
 
-    def told(self, story: Story, outcome: str, words: str) -> Story:
-        """What they wait in breaks; they fail because of it, and the launcher ends the rest."""
-        story.ends(self.others, outcome)
+    def notify(self, builder: JobBuilder, outcome: str, exception: str) -> JobBuilder:
+        """Let the operations of the others fail; the launcher stops the remaining ranks."""
+        builder.end(self.others, outcome)
         if self.live:
-            return story.passes(3)
-        story.passes(0.01).fails(self.others, words)
-        return story.passes(0.5).launcher_stops()
+            return builder.advance(3)
+        builder.advance(0.01).fail(self.others, exception)
+        return builder.advance(0.5).stop_job()
 
-    def timed_out(self, story: Story, where: str = "is in its own code") -> Story:
-        return self.told(story, "timeout", LATE.format(self.at_fault, where))
-
-
-def killed(cast: Cast) -> Story:
-    story = cast.wait(cast.begin()).dies(cast.at_fault, -9).passes(0.004)
-    return cast.told(story, "peer_lost", LOST.format(1, 801, "was killed by SIGKILL"))
+    def time_out(self, builder: JobBuilder, state: str = "is in its own code") -> JobBuilder:
+        return self.notify(builder, "timeout", LATE.format(self.at_fault, state))
 
 
-def killed_inside(cast: Cast) -> Story:
-    """In the middle of an operation that all are in."""
-    story = cast.begin().begins(range(cast.size), count=10**7, waiting_for=cast.others[0])
-    story.passes(0.1).dies(cast.at_fault, -11).passes(0.004)
-    return cast.told(story, "peer_lost", LOST.format(1, 801, "was killed by SIGSEGV"))
+def killed(scenario: Scenario) -> JobBuilder:
+    builder = scenario.wait(scenario.build()).end_process(scenario.at_fault, -9).advance(0.004)
+    return scenario.notify(builder, "peer_lost", LOST.format(1, 801, "was killed by SIGKILL"))
 
 
-def exited(cast: Cast) -> Story:
-    story = cast.wait(cast.begin()).dies(cast.at_fault, 3).passes(0.004)
-    return cast.told(story, "peer_lost", LOST.format(1, 801, "exited with code 3"))
+def killed_inside(scenario: Scenario) -> JobBuilder:
+    """The rank is killed inside an operation of all ranks."""
+    builder = scenario.build().begin(
+        range(scenario.size), count=10**7, waiting_for=scenario.others[0]
+    )
+    builder.advance(0.1).end_process(scenario.at_fault, -11).advance(0.004)
+    return scenario.notify(builder, "peer_lost", LOST.format(1, 801, "was killed by SIGSEGV"))
 
 
-def failed(cast: Cast) -> Story:
-    story = cast.wait(cast.begin()).fails(cast.at_fault, "KeyError: 'lr'").passes(0.004)
-    return cast.told(story, "peer_lost", LOST.format(1, 801, "failed with KeyError"))
+def exited(scenario: Scenario) -> JobBuilder:
+    builder = scenario.wait(scenario.build()).end_process(scenario.at_fault, 3).advance(0.004)
+    return scenario.notify(builder, "peer_lost", LOST.format(1, 801, "exited with code 3"))
 
 
-def failed_unseen(cast: Cast) -> Story:
-    """The others are in code of their own; the launcher ends them."""
-    story = cast.begin().passes(2).fails(cast.at_fault, "KeyError: 'lr'").passes(0.1)
-    return story if cast.live else story.launcher_stops()
+def failed(scenario: Scenario) -> JobBuilder:
+    builder = (
+        scenario.wait(scenario.build()).fail(scenario.at_fault, "KeyError: 'lr'").advance(0.004)
+    )
+    return scenario.notify(builder, "peer_lost", LOST.format(1, 801, "failed with KeyError"))
 
 
-def failed_in_session(cast: Cast) -> Story:
-    """`with phalanx.init()` tells the others when its body raises."""
-    why = "its session ended with KeyError: 'lr'"
-    story = cast.wait(cast.begin()).leaves(cast.at_fault, why=why).passes(0.004)
-    story.ends(cast.others, "peer_lost").passes(0.001).fails(cast.at_fault, "KeyError: 'lr'")
-    if cast.live:
-        return story.passes(1)
-    return story.fails(cast.others, LOST.format(1, 801, "failed with KeyError")).passes(0.1)
+def failed_unseen(scenario: Scenario) -> JobBuilder:
+    """The others are in their own code; the launcher stops them."""
+    builder = scenario.build().advance(2).fail(scenario.at_fault, "KeyError: 'lr'").advance(0.1)
+    return builder if scenario.live else builder.stop_job()
 
 
-def failed_in_session_and_lives(cast: Cast) -> Story:
-    """Somebody catches the exception, and the process goes on without the group."""
-    why = "its session ended with KeyError: 'lr'"
-    story = cast.wait(cast.begin()).leaves(cast.at_fault, why=why).passes(0.004)
-    story.ends(cast.others, "peer_lost").passes(0.1)
-    story.fails(cast.others, LOST.format(1, 801, "failed with KeyError")).passes(3)
-    return story if cast.live else story.exits(cast.at_fault)
+def failed_in_session(scenario: Scenario) -> JobBuilder:
+    """`with phalanx.init()` notifies the others when its body raises."""
+    abort_reason = "its session ended with KeyError: 'lr'"
+    builder = (
+        scenario.wait(scenario.build())
+        .leave(scenario.at_fault, abort_reason=abort_reason)
+        .advance(0.004)
+    )
+    builder.end(scenario.others, "peer_lost").advance(0.001).fail(
+        scenario.at_fault, "KeyError: 'lr'"
+    )
+    if scenario.live:
+        return builder.advance(1)
+    return builder.fail(scenario.others, LOST.format(1, 801, "failed with KeyError")).advance(0.1)
 
 
-def stopped(cast: Cast) -> Story:
-    story = cast.wait(cast.begin().is_stopped(cast.at_fault), 60)
-    return story if cast.live else cast.timed_out(story, "is stopped by a signal (SIGSTOP)")
+def failed_in_session_and_lives(scenario: Scenario) -> JobBuilder:
+    """The exception is caught, and the process continues without the group."""
+    abort_reason = "its session ended with KeyError: 'lr'"
+    builder = (
+        scenario.wait(scenario.build())
+        .leave(scenario.at_fault, abort_reason=abort_reason)
+        .advance(0.004)
+    )
+    builder.end(scenario.others, "peer_lost").advance(0.1)
+    builder.fail(scenario.others, LOST.format(1, 801, "failed with KeyError")).advance(3)
+    return builder if scenario.live else builder.exit(scenario.at_fault)
 
 
-def stopped_after_deadline(cast: Cast) -> Story:
-    """Where the rank is still stopped when the others have given up."""
-    story = cast.wait(cast.begin().is_stopped(cast.at_fault), 60)
-    story.ends(cast.others, "timeout").passes(1)
-    return story if cast.live else story.fails(cast.others, LATE.format(0, "is")).passes(1)
+def stopped(scenario: Scenario) -> JobBuilder:
+    builder = scenario.wait(scenario.build().stop_rank(scenario.at_fault), 60)
+    return (
+        builder if scenario.live else scenario.time_out(builder, "is stopped by a signal (SIGSTOP)")
+    )
 
 
-def stopped_by_ctrl_z(cast: Cast) -> Story:
-    """Somebody ends the launcher before the deadline: SIGTERM does nothing to the stopped rank."""
-    story = cast.wait(cast.begin().is_stopped(cast.at_fault), 60)
-    if cast.live:
-        return story
-    for rank in cast.others:
-        story.dies(rank, -15, stopped=True)
-    return story.passes(5).launcher_stops(signal=9)
+def stopped_after_deadline(scenario: Scenario) -> JobBuilder:
+    """The rank is still stopped when the others have timed out."""
+    builder = scenario.wait(scenario.build().stop_rank(scenario.at_fault), 60)
+    builder.end(scenario.others, "timeout").advance(1)
+    return (
+        builder if scenario.live else builder.fail(scenario.others, LATE.format(0, "is")).advance(1)
+    )
 
 
-def busy(cast: Cast) -> Story:
-    story = cast.wait(cast.begin().runs(cast.at_fault), 60)
-    return story if cast.live else cast.timed_out(story)
+def stopped_by_ctrl_z(scenario: Scenario) -> JobBuilder:
+    """The launcher is stopped before the timeout: SIGTERM does not end the stopped rank."""
+    builder = scenario.wait(scenario.build().stop_rank(scenario.at_fault), 60)
+    if scenario.live:
+        return builder
+    for rank in scenario.others:
+        builder.end_process(rank, -15, stopped=True)
+    return builder.advance(5).stop_job(signal=9)
 
 
-def busy_and_ended(cast: Cast) -> Story:
-    """Ctrl-C at the launcher, before the deadline."""
-    story = cast.wait(cast.begin().runs(cast.at_fault), 60)
-    return story if cast.live else story.launcher_stops(130)
+def busy(scenario: Scenario) -> JobBuilder:
+    builder = scenario.wait(scenario.build().set_running(scenario.at_fault), 60)
+    return builder if scenario.live else scenario.time_out(builder)
 
 
-def busy_and_interrupted(cast: Cast) -> Story:
-    """Ctrl-C at a terminal whose processes are the ranks themselves."""
-    story = cast.wait(cast.begin(launched=False).runs(cast.at_fault), 60)
-    if cast.live:
-        return story
-    story.fails(cast.at_fault, "KeyboardInterrupt", None).passes(0.01)
-    story.ends(cast.others, "interrupted").fails(cast.others, "KeyboardInterrupt", None)
-    return story
+def busy_and_ended(scenario: Scenario) -> JobBuilder:
+    """Ctrl-C at the launcher, before the timeout."""
+    builder = scenario.wait(scenario.build().set_running(scenario.at_fault), 60)
+    return builder if scenario.live else builder.stop_job(130)
 
 
-def busy_and_reports(cast: Cast) -> Story:
-    """It goes on without the others, for ever."""
-    story = cast.wait(cast.begin().runs(cast.at_fault), 60)
-    story.reports([cast.at_fault], 17).passes(1)
-    return story if cast.live else cast.timed_out(story)
+def busy_and_interrupted(scenario: Scenario) -> JobBuilder:
+    """Ctrl-C at a terminal in which the ranks run without a launcher."""
+    builder = scenario.wait(scenario.build(launched=False).set_running(scenario.at_fault), 60)
+    if scenario.live:
+        return builder
+    builder.fail(scenario.at_fault, "KeyboardInterrupt", None).advance(0.01)
+    builder.end(scenario.others, "interrupted").fail(scenario.others, "KeyboardInterrupt", None)
+    return builder
 
 
-def branch(cast: Cast) -> Story:
-    story = cast.begin().begins(cast.others, count=10).passes(0.01)
-    story.begins(cast.at_fault, "barrier", site="train.py:50", dtype="").passes(0.001)
-    story.ends(outcome="mismatch")
-    if cast.live:
-        return story.passes(2)
-    words = "CollectiveMismatch: [rank 0/2 on node-a] ranks disagree"
-    return story.fails(range(cast.size), words).passes(0.1)
+def busy_and_reports(scenario: Scenario) -> JobBuilder:
+    """The rank continues without the others."""
+    builder = scenario.wait(scenario.build().set_running(scenario.at_fault), 60)
+    builder.report([scenario.at_fault], 17).advance(1)
+    return builder if scenario.live else scenario.time_out(builder)
 
 
-def finished(cast: Cast) -> Story:
-    story = cast.wait(cast.begin()).leaves(cast.at_fault).passes(0.004)
-    story.ends(cast.others, "left").passes(0.001).exits(cast.at_fault)
-    if cast.live:
-        return story.passes(1)
-    words = f"CollectiveMismatch: rank {cast.at_fault} has left the group"
-    return story.fails(cast.others, words).launcher_stops()
+def branch(scenario: Scenario) -> JobBuilder:
+    builder = scenario.build().begin(scenario.others, count=10).advance(0.01)
+    builder.begin(scenario.at_fault, "barrier", site="train.py:50", dtype="").advance(0.001)
+    builder.end(outcome="mismatch")
+    if scenario.live:
+        return builder.advance(2)
+    exception = "CollectiveMismatch: [rank 0/2 on node-a] ranks disagree"
+    return builder.fail(range(scenario.size), exception).advance(0.1)
 
 
-def ended(cast: Cast) -> Story:
-    """The script comes to its end without leaving the group."""
-    story = cast.wait(cast.begin()).exits(cast.at_fault).passes(0.004)
-    words = f"PeerLost: rank {cast.at_fault} exited with code 0"
-    return cast.told(story, "peer_lost", words)
+def finished(scenario: Scenario) -> JobBuilder:
+    builder = scenario.wait(scenario.build()).leave(scenario.at_fault).advance(0.004)
+    builder.end(scenario.others, "left").advance(0.001).exit(scenario.at_fault)
+    if scenario.live:
+        return builder.advance(1)
+    exception = f"CollectiveMismatch: rank {scenario.at_fault} has left the group"
+    return builder.fail(scenario.others, exception).stop_job()
 
 
-def unsent(cast: Cast) -> Story:
+def ended(scenario: Scenario) -> JobBuilder:
+    """The script completes without leaving the group."""
+    builder = scenario.wait(scenario.build()).exit(scenario.at_fault).advance(0.004)
+    exception = f"PeerLost: rank {scenario.at_fault} exited with code 0"
+    return scenario.notify(builder, "peer_lost", exception)
+
+
+def unsent(scenario: Scenario) -> JobBuilder:
     """The others are in a collective, the rank at fault waits for a message of one of them."""
-    story = cast.wait(cast.begin(), 1)
-    story.begins(cast.at_fault, "recv", peer=cast.others[0], tag=7, site="train.py:60").passes(30)
-    if cast.live:
-        return story
-    return cast.timed_out(story, "is in recv float32[10] at train.py:60")
+    builder = scenario.wait(scenario.build(), 1)
+    builder.begin(
+        scenario.at_fault, "recv", peer=scenario.others[0], tag=7, site="train.py:60"
+    ).advance(30)
+    if scenario.live:
+        return builder
+    return scenario.time_out(builder, "is in recv float32[10] at train.py:60")
 
 
-def unsent_by_ended(cast: Cast) -> Story:
-    """The rank that should send has come to its end."""
-    sender = cast.others[0]
-    story = cast.begin().begins(cast.at_fault, "recv", peer=sender, tag=7).passes(5)
-    story.leaves(sender).passes(0.01).ends(cast.at_fault, "left").exits(sender)
-    if cast.live:
-        return story.passes(1)
-    return story.fails(cast.at_fault, "CollectiveMismatch: has left the group").launcher_stops()
+def unsent_by_ended(scenario: Scenario) -> JobBuilder:
+    """The rank that should send has completed."""
+    sender = scenario.others[0]
+    builder = scenario.build().begin(scenario.at_fault, "recv", peer=sender, tag=7).advance(5)
+    builder.leave(sender).advance(0.01).end(scenario.at_fault, "left").exit(sender)
+    if scenario.live:
+        return builder.advance(1)
+    return builder.fail(scenario.at_fault, "CollectiveMismatch: has left the group").stop_job()
 
 
-def wrong_tag(cast: Cast) -> Story:
-    """A message was sent, but with another tag; the sender has gone on."""
-    sender = cast.others[0]
-    story = cast.begin().begins(sender, "send", peer=cast.at_fault, tag=8).ends(sender)
-    story.begins(cast.at_fault, "recv", peer=sender, tag=7).passes(60)
-    if cast.live:
-        return story
-    story.ends(cast.at_fault, "timeout").passes(0.1)
-    return story.fails(cast.at_fault, LATE.format(0, "is in its own code")).launcher_stops()
+def wrong_tag(scenario: Scenario) -> JobBuilder:
+    """A message was sent, but with another tag; the sender has continued."""
+    sender = scenario.others[0]
+    builder = scenario.build().begin(sender, "send", peer=scenario.at_fault, tag=8).end(sender)
+    builder.begin(scenario.at_fault, "recv", peer=sender, tag=7).advance(60)
+    if scenario.live:
+        return builder
+    builder.end(scenario.at_fault, "timeout").advance(0.1)
+    return builder.fail(scenario.at_fault, LATE.format(0, "is in its own code")).stop_job()
 
 
-def unreceived(cast: Cast) -> Story:
-    story = cast.wait(cast.begin(), 1)
-    story.begins(cast.at_fault, "send", peer=cast.others[0], count=10**7).passes(30)
-    return story if cast.live else cast.timed_out(story, "is in send float32[10000000]")
+def unreceived(scenario: Scenario) -> JobBuilder:
+    builder = scenario.wait(scenario.build(), 1)
+    builder.begin(scenario.at_fault, "send", peer=scenario.others[0], count=10**7).advance(30)
+    return builder if scenario.live else scenario.time_out(builder, "is in send float32[10000000]")
 
 
-def missing(cast: Cast) -> Story:
-    story = Story(cast.size, joined=cast.others)
-    story.begins(cast.others, "join", site="train.py:3", waiting_for=cast.at_fault).passes(30)
-    return story if cast.live else cast.timed_out(story, "did not come")
+def missing(scenario: Scenario) -> JobBuilder:
+    builder = JobBuilder(scenario.size, joined=scenario.others)
+    builder.begin(
+        scenario.others, "join", site="train.py:3", waiting_for=scenario.at_fault
+    ).advance(30)
+    return builder if scenario.live else scenario.time_out(builder, "did not come")
 
 
-def missing_without_launcher(cast: Cast) -> Story:
-    story = Story(cast.size, joined=cast.others, launched=False)
-    story.ranks[cast.at_fault].pid, story.ranks[cast.at_fault].state = 0, "gone"
-    story.begins(cast.others, "join", site="train.py:3", waiting_for=cast.at_fault).passes(30)
-    return story if cast.live else cast.timed_out(story, "did not come")
+def missing_without_launcher(scenario: Scenario) -> JobBuilder:
+    builder = JobBuilder(scenario.size, joined=scenario.others, launched=False)
+    builder.ranks[scenario.at_fault].pid, builder.ranks[scenario.at_fault].state = 0, "gone"
+    builder.begin(
+        scenario.others, "join", site="train.py:3", waiting_for=scenario.at_fault
+    ).advance(30)
+    return builder if scenario.live else scenario.time_out(builder, "did not come")
 
 
-def dead_before_it_joined(cast: Cast) -> Story:
-    story = Story(cast.size, joined=cast.others).begins(cast.others, "join", site="train.py:3")
-    story.passes(1).dies(cast.at_fault, -9).passes(30)
-    return story if cast.live else cast.timed_out(story, "did not come")
+def dead_before_it_joined(scenario: Scenario) -> JobBuilder:
+    builder = JobBuilder(scenario.size, joined=scenario.others).begin(
+        scenario.others, "join", site="train.py:3"
+    )
+    builder.advance(1).end_process(scenario.at_fault, -9).advance(30)
+    return builder if scenario.live else scenario.time_out(builder, "did not come")
 
 
-def order(cast: Cast) -> Story:
-    members = range(cast.size)
-    story = Story(cast.size, groups={"a": members, "b": members}).together(2)
-    story.begins(cast.others, group="a", waiting_for=cast.at_fault)
-    story.begins(cast.at_fault, group="b", waiting_for=cast.others[0], site="train.py:50").passes(2)
-    if cast.live:
-        return story
-    story.ends(outcome="ring").passes(0.01)
-    words = "CollectiveMismatch: ranks use groups in different orders"
-    return story.fails(range(cast.size), words).passes(0.1)
+def order(scenario: Scenario) -> JobBuilder:
+    members = range(scenario.size)
+    builder = JobBuilder(scenario.size, groups={"a": members, "b": members}).run_collectives(2)
+    builder.begin(scenario.others, group="a", waiting_for=scenario.at_fault)
+    builder.begin(
+        scenario.at_fault, group="b", waiting_for=scenario.others[0], site="train.py:50"
+    ).advance(2)
+    if scenario.live:
+        return builder
+    builder.end(outcome="ring").advance(0.01)
+    exception = "CollectiveMismatch: ranks use groups in different orders"
+    return builder.fail(range(scenario.size), exception).advance(0.1)
 
 
-def aborted(cast: Cast) -> Story:
-    story = cast.wait(cast.begin()).leaves(cast.at_fault, why="the loss is NaN").passes(0.004)
-    return cast.told(story, "aborted", "Aborted: the group was aborted by rank 1")
+def aborted(scenario: Scenario) -> JobBuilder:
+    builder = (
+        scenario.wait(scenario.build())
+        .leave(scenario.at_fault, abort_reason="the loss is NaN")
+        .advance(0.004)
+    )
+    return scenario.notify(builder, "aborted", "Aborted: the group was aborted by rank 1")
 
 
-def late(cast: Cast) -> Story:
-    """It comes after the deadline, and is told as well."""
-    story = cast.wait(cast.begin(), 60).ends(cast.others, "timeout").passes(0.01)
-    story.fails(cast.others, LATE.format(cast.at_fault, "is in its own code")).passes(2)
-    return story.fails(cast.at_fault, LATE.format(cast.at_fault, "is in its own code"))
+def late(scenario: Scenario) -> JobBuilder:
+    """The rank arrives after the timeout, and is notified."""
+    builder = scenario.wait(scenario.build(), 60).end(scenario.others, "timeout").advance(0.01)
+    builder.fail(scenario.others, LATE.format(scenario.at_fault, "is in its own code")).advance(2)
+    return builder.fail(scenario.at_fault, LATE.format(scenario.at_fault, "is in its own code"))
 
 
-PLOTS: dict[str, tuple[Callable[[Cast], Story], str]] = {
+FAILURES: dict[str, tuple[Callable[[Scenario], JobBuilder], str]] = {
     "killed": (killed, "killed"),
     "killed inside": (killed_inside, "killed"),
     "exited": (exited, "exited"),
@@ -274,7 +306,7 @@ PLOTS: dict[str, tuple[Callable[[Cast], Story], str]] = {
     "finished": (finished, "finished"),
     "ended": (ended, "finished"),
     "unsent": (unsent, "unsent"),
-    "unsent by one that ended": (unsent_by_ended, "unsent"),
+    "unsent by an ended rank": (unsent_by_ended, "unsent"),
     "wrong tag": (wrong_tag, "unsent"),
     "unreceived": (unreceived, "unreceived"),
     "missing": (missing, "missing"),
@@ -286,26 +318,26 @@ PLOTS: dict[str, tuple[Callable[[Cast], Story], str]] = {
 }
 
 
-def diagnosis(cast: Cast, plot: str) -> Diagnosis:
-    return diagnose(PLOTS[plot][0](cast).job())
+def diagnosis(scenario: Scenario, failure: str) -> Diagnosis:
+    return diagnose(FAILURES[failure][0](scenario).build())
 
 
-@pytest.mark.parametrize("plot", PLOTS)
-def test_the_culprit_is_found(plot: str) -> None:
+@pytest.mark.parametrize("failure", FAILURES)
+def test_the_rank_at_fault_is_found(failure: str) -> None:
     for size, live in itertools.product(SIZES, (True, False)):
-        found = diagnosis(Cast(size, 1, live), plot)
-        assert found.kind == PLOTS[plot][1], (size, live, found)
+        found = diagnosis(Scenario(size, 1, live), failure)
+        assert found.kind == FAILURES[failure][1], (size, live, found)
         # Of two ranks that disagree, neither is in the minority.
-        expected = (0, 1) if size == 2 and plot in ("branch", "order") else (1,)
+        expected = (0, 1) if size == 2 and failure in ("branch", "order") else (1,)
         assert found.ranks == expected, (size, live, found)
 
 
 @given(
-    plot=st.sampled_from(sorted(PLOTS)),
+    failure=st.sampled_from(sorted(FAILURES)),
     size=st.integers(3, 64),
     live=st.booleans(),
     at_fault=st.integers(0, 63),
 )
-def test_whoever_it_is(plot: str, size: int, live: bool, at_fault: int) -> None:
-    found = diagnosis(Cast(size, at_fault % size, live), plot)
-    assert (found.kind, found.ranks) == (PLOTS[plot][1], (at_fault % size,))
+def test_any_rank_at_fault_is_found(failure: str, size: int, live: bool, at_fault: int) -> None:
+    found = diagnosis(Scenario(size, at_fault % size, live), failure)
+    assert (found.kind, found.ranks) == (FAILURES[failure][1], (at_fault % size,))

@@ -1,4 +1,4 @@
-"""Remote calls without an answer: whom the diagnosis names, while they wait and afterwards."""
+"""Pending remote calls: the workers that the diagnosis names, during the job and afterwards."""
 
 from __future__ import annotations
 
@@ -11,20 +11,26 @@ from phalanx.observe.call_log_reader import Call, Worker
 from phalanx.observe.diagnosis import diagnose
 from phalanx.observe.explain import as_json, as_text
 from phalanx.observe.model import Job
-from tests.made_up import Story
+from tests.made_up import JobBuilder
 
 
-def with_calls(story: Story, pairs: Sequence[tuple[int, int]], seconds: float = 20) -> Job:
-    """Return the job of a story; each pair is a caller, and a callee that executes the call."""
-    since = story.time
-    job = story.passes(seconds).job()
+def with_calls(builder: JobBuilder, pairs: Sequence[tuple[int, int]], seconds: float = 20) -> Job:
+    """Return a job with calls; each pair is a caller, and a callee that executes the call."""
+    since = builder.time
+    job = builder.advance(seconds).build()
     workers = [
         Worker(
             rank.pid,
             rank.rank,
             f"worker{rank.rank}",
-            tuple(Call(of, to, f"ask{to}", since) for of, to in pairs if of == rank.rank),
-            tuple(Call(of, of, "", since) for of, to in pairs if to == rank.rank),
+            tuple(
+                Call(caller, callee, f"ask{callee}", since)
+                for caller, callee in pairs
+                if caller == rank.rank
+            ),
+            tuple(
+                Call(caller, caller, "", since) for caller, callee in pairs if callee == rank.rank
+            ),
         )
         for rank in job.ranks
     ]
@@ -43,33 +49,33 @@ def with_calls(story: Story, pairs: Sequence[tuple[int, int]], seconds: float = 
         ([(0, 7)], ()),
     ],
 )
-def test_the_worker_at_which_calls_end(
+def test_the_worker_at_the_end_of_the_calls_is_at_fault(
     pairs: list[tuple[int, int]], ranks: tuple[int, ...]
 ) -> None:
-    diagnosis = diagnose(with_calls(Story(3).together(), pairs))
+    diagnosis = diagnose(with_calls(JobBuilder(3).run_collectives(), pairs))
     assert (diagnosis.kind, diagnosis.ranks) == ("unanswered", ranks)
 
 
-def test_a_short_call_is_no_trouble() -> None:
-    assert diagnose(with_calls(Story(2).together(), [(0, 1)], 0.9)).kind == "running"
+def test_a_short_call_is_no_failure() -> None:
+    assert diagnose(with_calls(JobBuilder(2).run_collectives(), [(0, 1)], 0.9)).kind == "running"
 
 
-def test_what_is_said_while_a_call_waits_and_after_ctrl_c() -> None:
-    story = Story(2).together()
-    job = with_calls(story, [(0, 1)])
-    told = "'worker1' (rank 1, pid 801) {} not answered the call of ask1 by worker 'worker0' "
-    assert told.format("has") + "(rank 0, pid 800) for 20 s" in as_text(job)
+def test_an_unanswered_call_while_pending_and_after_ctrl_c() -> None:
+    builder = JobBuilder(2).run_collectives()
+    job = with_calls(builder, [(0, 1)])
+    expected = "'worker1' (rank 1, pid 801) {} not answered the call of ask1 by worker 'worker0' "
+    assert expected.format("has") + "(rank 0, pid 800) for 20 s" in as_text(job)
     assert "py-spy dump --pid 801" in "".join(as_json(job)["advice"])
     for rank in (0, 1):
-        story.fails(rank, "KeyboardInterrupt")
-    after = replace(story.launcher_stops(130).passes(100).job(), workers=job.workers)
-    assert told.format("had") + "(rank 0, pid 800) for 20 s" in as_text(after)
+        builder.fail(rank, "KeyboardInterrupt")
+    after = replace(builder.stop_job(130).advance(100).build(), workers=job.workers)
+    assert expected.format("had") + "(rank 0, pid 800) for 20 s" in as_text(after)
     assert "executing it for 20 s." in as_text(after)
 
 
-def test_a_death_comes_before_calls() -> None:
-    story = Story(3).together()
-    job = with_calls(story, [(0, 1)])
-    story.dies(1, -9)
-    diagnosis = diagnose(replace(story.passes(1).job(), workers=job.workers))
+def test_a_killed_rank_takes_precedence_over_calls() -> None:
+    builder = JobBuilder(3).run_collectives()
+    job = with_calls(builder, [(0, 1)])
+    builder.end_process(1, -9)
+    diagnosis = diagnose(replace(builder.advance(1).build(), workers=job.workers))
     assert (diagnosis.kind, diagnosis.ranks) == ("killed", (1,))

@@ -5,64 +5,70 @@ from __future__ import annotations
 import pytest
 
 from phalanx.observe.diagnosis import Diagnosis, diagnose
-from tests.made_up import Story
+from tests.made_up import JobBuilder
 
 LOST = "phalanx.errors.PeerLost: [rank 0/3 on node-a] all_reduce #4: rank 1 (pid 801) failed"
-WORDS = "ValueError: broken batch"
+EXCEPTION = "ValueError: broken batch"
 LEFT = "it left with an operation in progress"
-SESSION = f"its session ended with {WORDS}"
+SESSION = f"its session ended with {EXCEPTION}"
 
 
-def under_way() -> Story:
-    """Rank 1 has started an asynchronous operation, and is in code of its own."""
-    return Story(3).together().begins(1, waiting_for=0, thread=1).passes(0.001)
+def start_operation() -> JobBuilder:
+    """Rank 1 has started an asynchronous operation and is in its own code."""
+    return JobBuilder(3).run_collectives().begin(1, waiting_for=0, thread=1).advance(0.001)
 
 
-def raises(story: Story, why: str = LEFT) -> Story:
-    """An exception ends rank 1; its operation is cut short some time later, or before."""
-    session = why != LEFT
+def raise_exception(builder: JobBuilder, abort_reason: str = LEFT) -> JobBuilder:
+    """An exception ends rank 1; its operation is cut short some time before or after."""
+    session = abort_reason != LEFT
     if session:
-        story.leaves(1, why=why).ends(1, "aborted").passes(0.001)
-    story.fails(1, WORDS).passes(0.001)
+        builder.leave(1, abort_reason=abort_reason).end(1, "aborted").advance(0.001)
+    builder.fail(1, EXCEPTION).advance(0.001)
     if not session:
-        story.ends(1, "peer_lost").leaves(1, why=why).passes(0.001)
-    return story
+        builder.end(1, "peer_lost").leave(1, abort_reason=abort_reason).advance(0.001)
+    return builder
 
 
-def diagnosis_of(story: Story) -> Diagnosis:
-    diagnosis = diagnose(story.job())
-    assert diagnosis.reason == WORDS
+def check_diagnosis(builder: JobBuilder) -> Diagnosis:
+    diagnosis = diagnose(builder.build())
+    assert diagnosis.reason == EXCEPTION
     assert diagnosis.sides[0].operation is None, "its main thread was in no operation"
     return diagnosis
 
 
-@pytest.mark.parametrize("why", (LEFT, SESSION))
-def test_peers_in_code_of_their_own_are_stopped_by_the_launcher(why: str) -> None:
-    diagnosis = diagnosis_of(raises(under_way(), why).passes(0.3).launcher_stops())
+@pytest.mark.parametrize("abort_reason", (LEFT, SESSION))
+def test_peers_in_their_own_code_are_stopped_by_the_launcher(abort_reason: str) -> None:
+    diagnosis = check_diagnosis(
+        raise_exception(start_operation(), abort_reason).advance(0.3).stop_job()
+    )
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
 
 
-@pytest.mark.parametrize("why", (LEFT, SESSION))
-def test_peers_lose_it_afterwards(why: str) -> None:
-    story = raises(under_way(), why).begins([0, 2], waiting_for=1).passes(0.001)
-    story.ends([0, 2], "peer_lost").fails([0, 2], LOST).passes(0.5)
-    diagnosis = diagnosis_of(story)
+@pytest.mark.parametrize("abort_reason", (LEFT, SESSION))
+def test_peers_lose_the_rank_afterwards(abort_reason: str) -> None:
+    builder = (
+        raise_exception(start_operation(), abort_reason).begin([0, 2], waiting_for=1).advance(0.001)
+    )
+    builder.end([0, 2], "peer_lost").fail([0, 2], LOST).advance(0.5)
+    diagnosis = check_diagnosis(builder)
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
     assert [side.ranks for side in diagnosis.waiting] == [(0, 2)]
 
 
-def test_a_peer_loses_it_before_its_own_operation_is_cut_short() -> None:
-    story = under_way().begins([0, 2], waiting_for=1, thread=1).passes(0.001).fails(1, WORDS)
-    story.passes(0.001).ends(0, "peer_lost").passes(0.001).ends(1, "peer_lost").passes(0.001)
-    story.ends(2, "peer_lost").leaves(1, why=LEFT).fails([0, 2], LOST)
-    diagnosis = diagnosis_of(story)
+def test_a_peer_loses_the_rank_before_its_own_operation_is_cut_short() -> None:
+    builder = (
+        start_operation().begin([0, 2], waiting_for=1, thread=1).advance(0.001).fail(1, EXCEPTION)
+    )
+    builder.advance(0.001).end(0, "peer_lost").advance(0.001).end(1, "peer_lost").advance(0.001)
+    builder.end(2, "peer_lost").leave(1, abort_reason=LEFT).fail([0, 2], LOST)
+    diagnosis = check_diagnosis(builder)
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))
 
 
-def test_a_rank_that_was_told_is_no_cause() -> None:
-    """Rank 0 raises what it was told; its next operation breaks after that."""
-    story = raises(under_way()).begins([0, 2], waiting_for=1).passes(0.001)
-    story.ends([0, 2], "peer_lost").begins(0, thread=1).passes(0.001).fails(0, LOST)
-    story.passes(0.001).ends(0, "peer_lost").fails(2, LOST).passes(0.5)
-    diagnosis = diagnosis_of(story)
+def test_a_notified_rank_is_not_the_cause() -> None:
+    """Rank 0 raises the notified error; its next operation fails after that."""
+    builder = raise_exception(start_operation()).begin([0, 2], waiting_for=1).advance(0.001)
+    builder.end([0, 2], "peer_lost").begin(0, thread=1).advance(0.001).fail(0, LOST)
+    builder.advance(0.001).end(0, "peer_lost").fail(2, LOST).advance(0.5)
+    diagnosis = check_diagnosis(builder)
     assert (diagnosis.kind, diagnosis.ranks) == ("failed", (1,))

@@ -1,4 +1,4 @@
-"""Jobs that make no sense, or are known in part: a diagnosis and a report, never an exception."""
+"""Nonsensical or partly known jobs: a diagnosis and a report, never an exception."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from phalanx.observe.diagnosis import diagnose
 from phalanx.observe.diagnosis.exit_reasons import to_monotonic
 from phalanx.observe.explain import as_json, as_text, explain
 from phalanx.observe.model import Group, Job, Operation, Process, Rank, Report, Start
-from tests.made_up import Story
+from tests.made_up import JobBuilder
 
-# Small numbers meet often, large ones are beyond every limit of the formats.
+# Small numbers often coincide; large ones are beyond all limits of the formats.
 numbers = st.one_of(st.integers(-2, 4), st.integers(-(2**63), 2**64))
 times = st.one_of(st.integers(0, 20), st.integers(0, 2**64))
 words = st.one_of(
@@ -67,7 +67,7 @@ groups = st.builds(
     sequence=numbers,
     left=st.booleans(),
     left_at=words,
-    why=words,
+    abort_reason=words,
 )
 floats = st.floats()
 starts = st.builds(
@@ -135,44 +135,44 @@ def test_any_job_gets_a_diagnosis_and_a_report(job: Job) -> None:
     assert text
     lines = text.replace("\n", "")
     assert lines.isprintable(), [c for c in lines if not c.isprintable()]
-    assert json.loads(json.dumps(as_json(job)))["verdict"]["kind"] == diagnosis.kind
+    assert json.loads(json.dumps(as_json(job)))["diagnosis"]["kind"] == diagnosis.kind
     assert explain(job)
 
 
 @pytest.mark.parametrize("time", (math.inf, math.nan, 1.7e308, -1.7e308))
-def test_times_that_no_clock_shows(time: float) -> None:
+def test_times_outside_of_the_clocks_range(time: float) -> None:
     job = Job("x", "/x", ranks=(Rank(0, clock=1, start=Start(7, 0, time, time, 1, False)),))
     assert to_monotonic(job, time) == 0
     assert explain(job)
 
 
-# What may be wrong with the other ranks of a job in which one was killed.
+# Defects of the other ranks of a job in which one rank was killed.
 
 
-def unreadable(story: Story, rank: int) -> None:
-    story.ranks[rank].problem = "damaged: 7 bytes, expected 520192"
+def unreadable(builder: JobBuilder, rank: int) -> None:
+    builder.ranks[rank].problem = "damaged: 7 bytes, expected 520192"
 
 
-def without_history(story: Story, rank: int) -> None:
-    story.ranks[rank].history = [o for o in story.ranks[rank].history if o.outcome != "ok"]
+def without_history(builder: JobBuilder, rank: int) -> None:
+    builder.ranks[rank].history = [o for o in builder.ranks[rank].history if o.outcome != "ok"]
 
 
-def without_groups(story: Story, rank: int) -> None:
-    """Their notes have been taken by groups that were formed later."""
-    story.ranks[rank].groups = []
+def without_groups(builder: JobBuilder, rank: int) -> None:
+    """Remove the records of groups, as if groups formed later had overwritten them."""
+    builder.ranks[rank].groups = []
 
 
-def without_members(story: Story, rank: int) -> None:
-    own = story.ranks[rank]
+def without_members(builder: JobBuilder, rank: int) -> None:
+    own = builder.ranks[rank]
     own.groups = [replace(group, members=()) for group in own.groups]
 
 
-def without_start(story: Story, rank: int) -> None:
-    story.ranks[rank].start = None
+def without_start(builder: JobBuilder, rank: int) -> None:
+    builder.ranks[rank].start = None
 
 
-def told_at_another_time(story: Story, rank: int) -> None:
-    own = story.ranks[rank]
+def notified_at_another_time(builder: JobBuilder, rank: int) -> None:
+    own = builder.ranks[rank]
     own.history = [replace(o, end=o.end + 3 * rank) for o in own.history]
 
 
@@ -182,7 +182,7 @@ NOISE = (
     without_groups,
     without_members,
     without_start,
-    told_at_another_time,
+    notified_at_another_time,
 )
 
 
@@ -192,25 +192,25 @@ NOISE = (
     noise=st.lists(st.tuples(st.sampled_from(NOISE), st.integers(0, 15)), max_size=6),
     live=st.booleans(),
 )
-def test_who_was_killed_is_found_in_spite_of_noise(
-    size: int, at_fault: int, noise: list[tuple[Callable[[Story, int], None], int]], live: bool
+def test_a_killed_rank_is_found_despite_noise(
+    size: int, at_fault: int, noise: list[tuple[Callable[[JobBuilder, int], None], int]], live: bool
 ) -> None:
     at_fault %= size
     others = [number for number in range(size) if number != at_fault]
-    story = Story(size).together(2).begins(others, waiting_for=at_fault).passes(3)
-    story.dies(at_fault, -9).passes(0.01).ends(others, "peer_lost")
+    builder = JobBuilder(size).run_collectives(2).begin(others, waiting_for=at_fault).advance(3)
+    builder.end_process(at_fault, -9).advance(0.01).end(others, "peer_lost")
     if not live:
-        story.passes(0.01).fails(others, "PeerLost: a rank was killed").launcher_stops()
-    # One of the others stays as it is: somebody has to tell.
+        builder.advance(0.01).fail(others, "PeerLost: a rank was killed").stop_job()
+    # One of the other ranks remains intact, as evidence.
     for change, rank in noise:
         if rank % size not in (at_fault, others[0]):
-            change(story, rank % size)
-    found = diagnose(story.job())
+            change(builder, rank % size)
+    found = diagnose(builder.build())
     assert (found.kind, found.ranks) == ("killed", (at_fault,))
 
 
 @pytest.mark.parametrize("problem", ("", "damaged: 7 bytes, expected 520192"))
-def test_nothing_to_go_by(problem: str) -> None:
+def test_no_data(problem: str) -> None:
     job = Job("x", "/x", ranks=(Rank(0, problem=problem), Rank(1, problem=problem)))
     found = diagnose(job)
     assert found.kind == "unknown"
@@ -223,88 +223,97 @@ def test_no_ranks_at_all() -> None:
     )
 
 
-def test_who_is_waited_for_has_an_unreadable_box() -> None:
-    story = Story(3).together(2).begins([0, 2], waiting_for=1).passes(60)
-    story.ranks[1].problem = "written in layout version 9, this one reads version 1"
-    found = diagnose(story.job())
+def test_an_awaited_rank_with_an_unreadable_recorder() -> None:
+    builder = JobBuilder(3).run_collectives(2).begin([0, 2], waiting_for=1).advance(60)
+    builder.ranks[1].problem = "written in layout version 9, this one reads version 1"
+    found = diagnose(builder.build())
     assert (found.kind, found.ranks) == ("unreadable", (1,))
-    assert "layout version 9" in as_text(story.job())
+    assert "layout version 9" in as_text(builder.build())
 
 
-def test_a_dead_rank_with_an_unreadable_box() -> None:
-    story = Story(3).together(2).begins([0, 2], waiting_for=1).passes(6).dies(1, -9)
-    story.ranks[1].problem = "damaged"
-    story.ends([0, 2], "peer_lost")
-    found = diagnose(story.job())
+def test_a_dead_rank_with_an_unreadable_recorder() -> None:
+    builder = (
+        JobBuilder(3).run_collectives(2).begin([0, 2], waiting_for=1).advance(6).end_process(1, -9)
+    )
+    builder.ranks[1].problem = "damaged"
+    builder.end([0, 2], "peer_lost")
+    found = diagnose(builder.build())
     assert (found.kind, found.ranks) == ("killed", (1,))
 
 
-def test_on_another_machine() -> None:
-    """Whose processes can't be looked at: what the boxes say counts."""
-    job = Story(3).together(2).begins([0, 2], waiting_for=1).passes(60).job()
+def test_ranks_on_another_machine() -> None:
+    """If the processes are not visible, the flight recorders decide."""
+    job = JobBuilder(3).run_collectives(2).begin([0, 2], waiting_for=1).advance(60).build()
     found = diagnose(replace(job, ranks=tuple(replace(rank, process=None) for rank in job.ranks)))
     assert (found.kind, found.ranks) == ("busy", (1,))
 
 
-def without_box(story: Story, number: int, *problems: str) -> Job:
-    """The job, read where one rank has no flight recorder that can be read and no launcher noted it."""
-    job = story.job()
+def without_recorder(builder: JobBuilder, number: int, *problems: str) -> Job:
+    """Return the job without a readable flight recorder and launcher record of one rank."""
+    job = builder.build()
     ranks = tuple(Rank(number) if rank.rank == number else rank for rank in job.ranks)
     return replace(job, ranks=ranks, problems=problems)
 
 
-def test_who_has_no_box_in_an_operation_is_not_missing() -> None:
-    """As with a damaged box, which nobody can tell whose it is; or with one in memory only."""
-    story = Story(3, launched=False).together(2).begins([0, 2], waiting_for=1).passes(60)
-    job = without_box(story, 1, "801.box: damaged: group 7")
+def test_a_rank_without_a_recorder_in_an_operation_is_not_missing() -> None:
+    """Its recorder may be damaged, so that its rank is unknown, or be in memory only."""
+    builder = (
+        JobBuilder(3, launched=False).run_collectives(2).begin([0, 2], waiting_for=1).advance(60)
+    )
+    job = without_recorder(builder, 1, "801.recorder: damaged: group 7")
     found = diagnose(job)
     assert (found.kind, found.ranks) == ("unreadable", (1,))
     text = as_text(job)
-    assert "801.box: damaged: group 7" in text
-    assert "has not come to form the group" not in text
+    assert "801.recorder: damaged: group 7" in text
+    assert "has not joined the group" not in text
 
 
-def of_one_host(story: Story, here: range) -> Job:
-    """The job, read on a host that has some of its ranks."""
-    job = story.job()
+def select_host(builder: JobBuilder, here: range) -> Job:
+    """Return the job as read on a host that has some of its ranks."""
+    job = builder.build()
     ranks = tuple(rank if rank.rank in here else Rank(rank.rank) for rank in job.ranks)
     return replace(job, ranks=ranks, hosts=2, problems=("the job is on 2 hosts",))
 
 
-def test_who_is_waited_for_on_another_host() -> None:
-    """Each host blames the rank that the error names, which all ranks have alike."""
+def test_an_awaited_rank_on_another_host() -> None:
+    """Each host names the rank from the error, which is the same on all ranks."""
     words = "CollectiveTimeout: rank 3 waited for rank 2 (pid 802 on b) in all_reduce #3 until the"
-    story = Story(4).together(2).begins([0, 1, 3], waiting_for=2).passes(6)
-    story.ends([0, 1, 3], "timeout").passes(0.01).fails([0, 1, 3], words)
-    job = of_one_host(story, range(2))
+    builder = JobBuilder(4).run_collectives(2).begin([0, 1, 3], waiting_for=2).advance(6)
+    builder.end([0, 1, 3], "timeout").advance(0.01).fail([0, 1, 3], words)
+    job = select_host(builder, range(2))
     found = diagnose(job)
-    assert (found.kind, found.ranks) == ("elsewhere", (2,))
+    assert (found.kind, found.ranks) == ("other_host", (2,))
     text = as_text(job)
-    assert "The way ends at rank 2, on another host." in text
+    assert "The chain of waits ends at rank 2, on another host." in text
     assert "rank 3 waited for rank 2 (pid 802 on b)" in text
-    assert text.count("on another host") == 3  # the ranks of it, too
-    there = diagnose(of_one_host(story, range(2, 4)))
+    assert text.count("on another host") == 3  # with the two ranks of that host
+    there = diagnose(select_host(builder, range(2, 4)))
     assert (there.kind, there.ranks) == ("busy", (2,))
 
 
-def test_who_has_no_box_and_is_late_to_another_group_is_not_missing() -> None:
+def test_a_late_rank_without_a_recorder_is_not_missing() -> None:
     groups = {"0": range(3), "pair": [0, 1]}
-    story = Story(3, groups, launched=False).together(2).begins(0, "join", "pair").passes(60)
-    found = diagnose(without_box(story, 1))
+    builder = (
+        JobBuilder(3, groups, launched=False)
+        .run_collectives(2)
+        .begin(0, "join", "pair")
+        .advance(60)
+    )
+    found = diagnose(without_recorder(builder, 1))
     assert (found.kind, found.ranks) == ("unreadable", (1,))
 
 
-def test_who_is_waited_for_where_a_group_is_formed_is_missing() -> None:
-    story = Story(3, launched=False, joined=[0, 2]).begins([0, 2], "join", waiting_for=1)
-    found = diagnose(without_box(story.passes(60), 1))
+def test_an_awaited_rank_that_has_not_joined_is_missing() -> None:
+    builder = JobBuilder(3, launched=False, joined=[0, 2]).begin([0, 2], "join", waiting_for=1)
+    found = diagnose(without_recorder(builder.advance(60), 1))
     assert (found.kind, found.ranks) == ("missing", (1,))
-    text = as_text(without_box(story, 1))
+    text = as_text(without_recorder(builder, 1))
     assert "There is no trace of rank 1: was it started?" in text
 
 
-def test_the_words_of_a_rank_tell_of_one_without_a_box() -> None:
-    story = Story(2, launched=False).together().begins(0, waiting_for=1).passes(9)
-    story.ends(0, "peer_lost").fails(
+def test_an_exception_describes_a_rank_without_a_recorder() -> None:
+    builder = JobBuilder(2, launched=False).run_collectives().begin(0, waiting_for=1).advance(9)
+    builder.end(0, "peer_lost").fail(
         0, "PeerLost: [rank 0/2] barrier #2: rank 1 (pid 801) was killed by SIGKILL", None
     )
-    assert "(pid 801) was killed by SIGKILL" in as_text(without_box(story, 1))
+    assert "(pid 801) was killed by SIGKILL" in as_text(without_recorder(builder, 1))

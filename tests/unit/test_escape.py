@@ -1,4 +1,4 @@
-"""Texts of ranks on a terminal."""
+"""Escaping of texts written by ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ANY = st.text(st.characters(exclude_categories=()), max_size=300)
         ("\U000e0041\ue000", r"\U000e0041\ue000"),
     ],
 )
-def test_what_is_escaped(text: str, shown: str) -> None:
+def test_escaped_characters(text: str, shown: str) -> None:
     assert escape(text) == shown
 
 
@@ -50,14 +50,14 @@ def test_any_text_is_one_short_line_of_printable_characters(text: str, limit: in
 
 
 @given(ANY)
-def test_nothing_is_lost_of_a_text_that_fits(text: str) -> None:
+def test_a_text_that_fits_is_complete(text: str) -> None:
     shown = escape(text, 10_000)
     kept = [c for c in text if c in shown]
     assert all(c.isprintable() for c in kept)
     assert len(shown) >= len(text)
 
 
-def test_the_middle_is_left_out() -> None:
+def test_the_middle_is_omitted() -> None:
     assert shorten("0123456789", 10) == "0123456789"
     assert shorten("0123456789abcdef", 9) == "012...def"
     assert shorten("0123456789", 3) == "012"

@@ -1,4 +1,4 @@
-"""The words that name the death of a DataLoader worker, whichever exception it causes."""
+"""The text that names a killed DataLoader worker, whichever exception it causes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from phalanx import _native
 from phalanx.observe.exception_hook import announce, format_exception
 
-# As PyTorch's file is named in a traceback.
+# The name of PyTorch's file in a traceback.
 LOADER = "site-packages/torch/utils/data/dataloader.py"
 
 
@@ -21,8 +21,8 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def raised(file: str, error: Exception) -> Exception:
-    """The exception as if the file had raised it."""
+def raise_from(file: str, error: Exception) -> Exception:
+    """Return the exception as if the file had raised it."""
     names: dict[str, object] = {"error": error}
     with pytest.raises(type(error)) as caught:
         exec(compile("raise error", file, "exec"), names)
@@ -30,29 +30,33 @@ def raised(file: str, error: Exception) -> Exception:
 
 
 @pytest.mark.parametrize("error", [ConnectionResetError(104, "reset"), EOFError()])
-def test_a_worker_that_was_killed_is_named(error: Exception) -> None:
+def test_a_killed_worker_is_named(error: Exception) -> None:
     child = multiprocessing.get_context("spawn").Process(target=die)
     child.start()
     try:
         multiprocessing.connection.wait([child.sentinel], 60)
-        words = format_exception(raised(LOADER, error))
-        assert words.startswith(type(error).__name__)
-        assert words.endswith(
+        text = format_exception(raise_from(LOADER, error))
+        assert text.startswith(type(error).__name__)
+        assert text.endswith(
             f"(caused by DataLoader worker (pid {child.pid}) is killed by signal: Killed.)"
         )
-        assert "caused by" not in format_exception(raised("elsewhere.py", type(error)(*error.args)))
-        assert "caused by" not in format_exception(raised(LOADER, ValueError("its own")))
+        assert "caused by" not in format_exception(
+            raise_from("elsewhere.py", type(error)(*error.args))
+        )
+        assert "caused by" not in format_exception(raise_from(LOADER, ValueError("its own")))
     finally:
         child.join(60)
 
 
 def test_no_worker_is_named_if_none_was_killed() -> None:
-    assert "caused by" not in format_exception(raised(LOADER, ConnectionResetError(104, "reset")))
+    assert "caused by" not in format_exception(
+        raise_from(LOADER, ConnectionResetError(104, "reset"))
+    )
 
 
-def test_the_loader_may_raise_while_the_words_are_sought(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handler of SIGCHLD raises in the main thread, whatever that does."""
-    said: list[tuple[str, str]] = []
+def test_the_loader_may_raise_while_the_text_is_composed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The DataLoader's SIGCHLD handler raises in the main thread, whatever that thread does."""
+    recorded: list[tuple[str, str]] = []
 
     def lose_worker(_signal: int, _frame: FrameType | None) -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
@@ -61,11 +65,11 @@ def test_the_loader_may_raise_while_the_words_are_sought(monkeypatch: pytest.Mon
         signal.raise_signal(signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lose_worker)
-    monkeypatch.setattr(_native, "note_ending", lambda *words: said.append(words))
+    monkeypatch.setattr(_native, "note_ending", lambda *text: recorded.append(text))
     monkeypatch.setattr(multiprocessing.connection, "wait", wait)
     try:
-        announce(raised(LOADER, ConnectionResetError(104, "reset")))
+        announce(raise_from(LOADER, ConnectionResetError(104, "reset")))
     finally:
         signal.signal(signal.SIGUSR1, before)
-    words = "ConnectionResetError: [Errno 104] reset (caused by RuntimeError: DataLoader worker"
-    assert said == [("failed", f"{words} (pid 7) is killed by signal: Killed.)")]
+    text = "ConnectionResetError: [Errno 104] reset (caused by RuntimeError: DataLoader worker"
+    assert recorded == [("failed", f"{text} (pid 7) is killed by signal: Killed.)")]

@@ -1,4 +1,4 @@
-"""The words, the table and the JSON of an explanation."""
+"""The sentences, the table and the JSON of an explanation."""
 
 from __future__ import annotations
 
@@ -24,122 +24,147 @@ from phalanx.observe.explain.formatting import (
     join_texts,
 )
 from phalanx.observe.model import Job
-from tests.made_up import SECOND, Story
+from tests.made_up import SECOND, JobBuilder
 
 
-def first_lines(story: Story) -> list[str]:
-    """The diagnosis's own lines: those between the headline and the table."""
-    return as_text(story.job()).split("\n\n")[1].splitlines()
+def first_lines(builder: JobBuilder) -> list[str]:
+    """Return the sentences of the diagnosis, between the headline and the table."""
+    return as_text(builder.build()).split("\n\n")[1].splitlines()
 
 
-def table(story: Story) -> list[str]:
-    lines = as_text(story.job()).splitlines()
+def table(builder: JobBuilder) -> list[str]:
+    lines = as_text(builder.build()).splitlines()
     return lines[next(i for i, line in enumerate(lines) if line.lstrip().startswith("rank ")) :]
 
 
-def busy(size: int = 3, seconds: float = 34) -> Story:
-    return Story(size).together(2).begins([0, 2], waiting_for=1).passes(seconds).runs(1)
-
-
-def test_the_diagnosis_comes_first_with_who_why_since_when_and_where() -> None:
-    first, second = first_lines(busy())
-    assert first.startswith("Rank 1 (pid 801) has been in code of its own for 34 s (since ")
-    assert "after all_reduce #2 float32[10] SUM at train.py:40" in first
-    assert first.endswith("its process is running: a long computation, or an endless loop.")
-    assert second.startswith(
-        "Ranks 0 and 2 wait for rank 1 in all_reduce #3 float32[10] SUM at train.py:40 for 34 s"
+def busy(size: int = 3, seconds: float = 34) -> JobBuilder:
+    return (
+        JobBuilder(size)
+        .run_collectives(2)
+        .begin([0, 2], waiting_for=1)
+        .advance(seconds)
+        .set_running(1)
     )
 
 
-def test_what_is_over_is_told_in_the_past() -> None:
-    story = busy().ends([0, 2], "timeout").fails([0, 2], "CollectiveTimeout: rank 1 is alive")
-    first, second = first_lines(story.launcher_stops())
-    assert "Rank 1 (pid 801) had been in code of its own for 34 s" in first
+def test_the_diagnosis_comes_first_with_rank_cause_time_and_location() -> None:
+    first, second = first_lines(busy())
+    assert first.startswith("Rank 1 (pid 801) has been in its own code for 34 s (since ")
+    assert "after all_reduce #2 float32[10] SUM at train.py:40" in first
+    assert first.endswith("its process is running: a long computation or an endless loop.")
+    assert second.startswith(
+        "Ranks 0 and 2 have waited for rank 1 in all_reduce #3 float32[10] SUM at train.py:40 for "
+        "34 s"
+    )
+
+
+def test_past_failures_are_described_in_the_past_tense() -> None:
+    builder = busy().end([0, 2], "timeout").fail([0, 2], "CollectiveTimeout: rank 1 is alive")
+    first, second = first_lines(builder.stop_job())
+    assert "Rank 1 (pid 801) had been in its own code for 34 s" in first
     assert "its process" not in first
     assert second.startswith("Ranks 0 and 2 waited for rank 1 in all_reduce #3")
 
 
 def test_a_killed_rank_with_its_last_step() -> None:
-    story = Story(2).together().reports([1], 17).begins(0, waiting_for=1).passes(2).dies(1, -9)
-    story.reports([1], -1)  # of the loss alone
-    (first, second) = first_lines(story.passes(0.01).ends(0, "peer_lost"))
+    builder = (
+        JobBuilder(2)
+        .run_collectives()
+        .report([1], 17)
+        .begin(0, waiting_for=1)
+        .advance(2)
+        .end_process(1, -9)
+    )
+    builder.report([1], -1)  # of the loss alone
+    (first, second) = first_lines(builder.advance(0.01).end(0, "peer_lost"))
     assert first.startswith("Rank 1 (pid 801) was killed by SIGKILL at ")
     assert first.endswith(
-        "in code of its own after all_reduce #1 float32[10] SUM at train.py:40, step 17."
+        "in its own code after all_reduce #1 float32[10] SUM at train.py:40, step 17."
     )
     assert second.startswith("Rank 0 waited for rank 1 in all_reduce #2")
-    text = as_text(story.job())
-    assert "when memory ran out" in text
+    text = as_text(builder.build())
+    assert "because memory ran out" in text
     assert "journalctl -k" in text
 
 
 def test_a_branch_names_both_call_sites() -> None:
-    story = Story(4).together().begins([0, 1, 3], site="/a/train.py:40")
-    story.begins(2, "barrier", site="/a/evaluate.py:12").passes(0.1).ends(outcome="mismatch")
-    (line,) = first_lines(story)
-    assert line.startswith("Rank 2 (pid 802) took another branch than the others at ")
+    builder = JobBuilder(4).run_collectives().begin([0, 1, 3], site="/a/train.py:40")
+    builder.begin(2, "barrier", site="/a/evaluate.py:12").advance(0.1).end(outcome="mismatch")
+    (line,) = first_lines(builder)
+    assert line.startswith("Rank 2 (pid 802) took a different branch than the others at ")
     assert "it called barrier #2 at evaluate.py:12, but ranks 0, 1, 3 called all_reduce #2" in line
     assert line.endswith("float32[10] SUM at train.py:40.")
 
 
-def test_an_unsent_message_names_both_ranks_and_what_was_sent_instead() -> None:
-    story = Story(3).together().begins(0, "send", peer=1, tag=8, site="a.py:7").ends(0)
-    story.begins(1, "recv", peer=0, tag=7, site="a.py:9").begins(0, "barrier", waiting_for=1)
-    first, second, third = first_lines(story.passes(12))
-    assert "Rank 1 (pid 801) waits for a message that nobody sends" in first
+def test_an_unsent_message_names_both_ranks_and_the_message_sent_instead() -> None:
+    builder = JobBuilder(3).run_collectives().begin(0, "send", peer=1, tag=8, site="a.py:7").end(0)
+    builder.begin(1, "recv", peer=0, tag=7, site="a.py:9").begin(0, "barrier", waiting_for=1)
+    first, second, third = first_lines(builder.advance(12))
+    assert "Rank 1 (pid 801) has waited for a message that no rank sends" in first
     assert "recv float32[10] from rank 0 tag 7 at a.py:9, for 12 s" in first
     assert second == "Rank 0 (pid 800) is elsewhere, in barrier #2 at train.py:40."
-    assert third.endswith("nobody asked for: send float32[10] to rank 1 tag 8 at a.py:7.")
+    assert third.endswith(
+        "sent instead has no matching recv: send float32[10] to rank 1 tag 8 at a.py:7."
+    )
 
 
 def test_messages_name_ranks_of_the_job() -> None:
-    """In a group of some ranks, a rank has another number than in the job."""
-    story = Story(6, groups={"0": range(6), "half": (1, 3, 5)}).together(group="half")
-    story.begins(5, "recv", "half", peer=3).passes(20)
-    assert 'recv float32[10] from rank 3 in group "half" at train.py:40' in as_text(story.job())
+    """A rank's number in a group of some ranks differs from its number in the job."""
+    builder = JobBuilder(6, groups={"0": range(6), "half": (1, 3, 5)}).run_collectives(group="half")
+    builder.begin(5, "recv", "half", peer=3).advance(20)
+    assert 'recv float32[10] from rank 3 in group "half" at train.py:40' in as_text(builder.build())
 
 
 def test_groups_in_different_orders() -> None:
-    story = Story(3, groups={"a": range(3), "b": range(3)}).together(group="b")
-    story.begins([0, 2], group="a", site="x.py:1", waiting_for=1)
-    first, second, third = first_lines(story.begins(1, group="b", site="x.py:2").passes(9))
+    builder = JobBuilder(3, groups={"a": range(3), "b": range(3)}).run_collectives(group="b")
+    builder.begin([0, 2], group="a", site="x.py:1", waiting_for=1)
+    first, second, third = first_lines(builder.begin(1, group="b", site="x.py:2").advance(9))
     assert 'rank 1 is in all_reduce #2 float32[10] SUM in group "b" at x.py:2' in first
     assert 'ranks 0 and 2 are in all_reduce #1 float32[10] SUM in group "a" at x.py:1' in first
-    assert second.startswith("Each side waits for the other for 9.0 s")
+    assert second.startswith("Each side has waited for the other for 9.0 s")
     assert third == "Rank 1 (pid 801) is in the minority."
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "text"),
     [
-        ("running", "an endless loop"),
+        ("running", "a long computation or an endless loop"),
         ("sleeping", "waits for something outside of Phalanx"),
-        ("disk", "on a disk or a network file system"),
+        ("disk", "blocked in the kernel, on a disk or a network file system"),
     ],
 )
-def test_what_the_process_does(state: str, words: str) -> None:
-    story = busy()
-    story.ranks[1].state = state
-    assert words in first_lines(story)[0]
-    assert "py-spy dump --pid 801" in as_text(story.job())
+def test_the_process_state(state: str, text: str) -> None:
+    builder = busy()
+    builder.ranks[1].state = state
+    assert text in first_lines(builder)[0]
+    assert "py-spy dump --pid 801" in as_text(builder.build())
 
 
-def test_what_speaks_for_a_rank_that_is_only_slow() -> None:
-    story = Story(2).together().passes(7).together().begins(0, waiting_for=1).passes(3)
-    assert "Its longest such pause before was 7.0 s." in first_lines(story)
+def test_earlier_pauses_of_a_slow_rank() -> None:
+    builder = (
+        JobBuilder(2)
+        .run_collectives()
+        .advance(7)
+        .run_collectives()
+        .begin(0, waiting_for=1)
+        .advance(3)
+    )
+    assert "Its longest earlier pause was 7.0 s." in first_lines(builder)
 
 
 @pytest.mark.parametrize("size", (2, 8))
 def test_a_row_for_each_of_a_few_ranks(size: int) -> None:
-    rows = table(Story(size).together().begins(range(1, size), waiting_for=0).passes(5))[2:]
+    rows = table(
+        JobBuilder(size).run_collectives().begin(range(1, size), waiting_for=0).advance(5)
+    )[2:]
     assert [row.split()[:2] for row in rows[:size]] == [[str(n), str(800 + n)] for n in range(size)]
 
 
 @pytest.mark.parametrize("size", (9, 64, 512))
 def test_many_ranks_in_the_same_state_share_a_row(size: int) -> None:
     others = [number for number in range(size) if number != 4]
-    story = Story(size).together().reports(range(6), 16).reports(range(6, size), 17)
-    rows = table(story.begins(others, waiting_for=4).passes(5))
+    builder = JobBuilder(size).run_collectives().report(range(6), 16).report(range(6, size), 17)
+    rows = table(builder.begin(others, waiting_for=4).advance(5))
     assert rows[2].split()[:3] == ["0-3,", f"5-{size - 1}", "waits"]
     assert rows[2].endswith("16, 17")
     assert rows[3].split()[:3] == ["4", "own", "code"]
@@ -147,20 +172,25 @@ def test_many_ranks_in_the_same_state_share_a_row(size: int) -> None:
 
 
 def test_hundreds_of_ranks_in_different_states_do_not_flood_the_terminal() -> None:
-    story = Story(300).together()
+    builder = JobBuilder(300).run_collectives()
     for rank in range(299):
-        story.begins(rank, site=f"train.py:{rank}", waiting_for=299)
-    lines = as_text(story.passes(5).job()).splitlines()
+        builder.begin(rank, site=f"train.py:{rank}", waiting_for=299)
+    lines = as_text(builder.advance(5).build()).splitlines()
     assert len(lines) < 90
     assert any("and 236 more: phalanx explain --json lists all" in line for line in lines)
-    assert any(line.split()[:1] == ["299"] for line in lines), "the culprit is always shown"
+    assert any(line.split()[:1] == ["299"] for line in lines), "the rank at fault is always shown"
 
 
 @pytest.mark.parametrize("size", (2, 8, 64))
 def test_the_table_fits_80_columns(size: int) -> None:
-    story = Story(size).together().reports(range(size), 16).begins(range(1, size), waiting_for=0)
+    builder = (
+        JobBuilder(size)
+        .run_collectives()
+        .report(range(size), 16)
+        .begin(range(1, size), waiting_for=0)
+    )
     out = io.StringIO()
-    Console(file=out, width=80, force_terminal=True).print(explain(story.passes(345).job()))
+    Console(file=out, width=80, force_terminal=True).print(explain(builder.advance(345).build()))
     lines = [re.sub("\x1b[^m]*m", "", line) for line in out.getvalue().splitlines()]
     assert max(len(line) for line in lines) <= 80
     names = next(line for line in lines if line.split()[:1] == ["rank"])
@@ -172,17 +202,17 @@ def test_the_table_fits_80_columns(size: int) -> None:
 
 
 HOSTILE = "\x1b]0;owned\x07\u202e[bold]x[/bold]\nRank 0 is fine"
-PLANTS: dict[str, Callable[[Job], Job]] = {
+INJECTIONS: dict[str, Callable[[Job], Job]] = {
     "name": lambda job: replace(job, name=HOSTILE),
     "command": lambda job: replace(job, command=(HOSTILE,)),
     "problems": lambda job: replace(job, problems=(HOSTILE,)),
 }
 for name in ("host", "exception", "problem", "note"):
-    PLANTS[name] = lambda job, name=name: replace(
+    INJECTIONS[name] = lambda job, name=name: replace(
         job, ranks=tuple(replace(rank, **{name: HOSTILE}) for rank in job.ranks)
     )
 for name in ("kind", "dtype", "op", "site", "outcome"):
-    PLANTS[f"operation's {name}"] = lambda job, name=name: replace(
+    INJECTIONS[f"operation's {name}"] = lambda job, name=name: replace(
         job,
         ranks=tuple(
             replace(
@@ -193,8 +223,8 @@ for name in ("kind", "dtype", "op", "site", "outcome"):
             for rank in job.ranks
         ),
     )
-for name in ("name", "left_at", "why"):
-    PLANTS[f"group's {name}"] = lambda job, name=name: replace(
+for name in ("name", "left_at", "abort_reason"):
+    INJECTIONS[f"group's {name}"] = lambda job, name=name: replace(
         job,
         ranks=tuple(
             replace(rank, groups=tuple(replace(group, **{name: HOSTILE}) for group in rank.groups))
@@ -203,16 +233,16 @@ for name in ("name", "left_at", "why"):
     )
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("injection", INJECTIONS)
 @pytest.mark.parametrize("end", ("busy", "failed", "left", "aborted"))
-def test_hostile_texts_are_escaped(plant: str, end: str) -> None:
-    story = Story(3, groups={"0": range(3), "1": range(3)}).together()
-    story.begins([0, 2], waiting_for=1).passes(5)
+def test_hostile_texts_are_escaped(injection: str, end: str) -> None:
+    builder = JobBuilder(3, groups={"0": range(3), "1": range(3)}).run_collectives()
+    builder.begin([0, 2], waiting_for=1).advance(5)
     if end == "failed":
-        story.fails(1, "KeyError").ends([0, 2], "peer_lost")
+        builder.fail(1, "KeyError").end([0, 2], "peer_lost")
     elif end != "busy":
-        story.leaves(1, why="because" if end == "aborted" else "").ends([0, 2], end)
-    job = PLANTS[plant](story.job())
+        builder.leave(1, abort_reason="because" if end == "aborted" else "").end([0, 2], end)
+    job = INJECTIONS[injection](builder.build())
     text = as_text(job)
     assert all(line.isprintable() for line in text.split("\n"))
     assert "\nRank 0 is fine" not in text
@@ -222,41 +252,53 @@ def test_hostile_texts_are_escaped(plant: str, end: str) -> None:
     assert "\x1b" not in json.dumps(as_json(job))
 
 
-def test_json_has_what_the_page_promises() -> None:
-    story = busy().reports([0], 17)
-    found = as_json(story.job())
-    assert list(found) == ["version", "job", "verdict", "ranks", "advice", "problems", "workers"]
+def test_json_has_the_documented_keys() -> None:
+    builder = busy().report([0], 17)
+    found = as_json(builder.build())
+    assert list(found) == ["version", "job", "diagnosis", "ranks", "advice", "problems", "workers"]
     assert found["job"]["running"] is True
-    diagnosis = found["verdict"]
+    diagnosis = found["diagnosis"]
     assert (diagnosis["kind"], diagnosis["ranks"]) == ("busy", [1])
-    assert diagnosis["text"] == first_lines(story)
+    assert diagnosis["text"] == first_lines(builder)
     assert diagnosis["waiting"][0]["ranks"] == [0, 2]
     operation = diagnosis["waiting"][0]["operation"]
     assert operation["site"] == "/srv/job/train.py:40"
     assert operation["end"] is None
-    assert abs(found["ranks"][1]["since"] - (story.unix - 34)) < 0.1
+    assert abs(found["ranks"][1]["since"] - (builder.unix - 34)) < 0.1
     assert [rank["waits_for"] for rank in found["ranks"]] == [[1], [], [1]]
     assert found["ranks"][0]["step"] == 17
 
 
-def test_what_ranks_noted_is_shown() -> None:
-    job = busy().job()
+def test_notes_of_ranks_are_shown() -> None:
+    job = busy().build()
     assert " note" not in as_text(job)
-    noted = replace(job.ranks[1], note="evaluating\x1b")
-    job = replace(job, ranks=(job.ranks[0], noted, job.ranks[2]))
+    with_note = replace(job.ranks[1], note="evaluating\x1b")
+    job = replace(job, ranks=(job.ranks[0], with_note, job.ranks[2]))
     row = next(line for line in as_text(job).splitlines() if "own code  " in line)
     assert row.endswith('"evaluating\\x1b"')
     assert as_json(job)["ranks"][1]["note"] == "evaluating\x1b"
-    dead = Story(3).together().begins([0, 2], waiting_for=1).passes(1).dies(1, -9).passes(0.1)
-    dead.ends([0, 2], "peer_lost")
-    job = dead.job()
+    dead = (
+        JobBuilder(3)
+        .run_collectives()
+        .begin([0, 2], waiting_for=1)
+        .advance(1)
+        .end_process(1, -9)
+        .advance(0.1)
+    )
+    dead.end([0, 2], "peer_lost")
+    job = dead.build()
     job = replace(job, ranks=(job.ranks[0], replace(job.ranks[1], note="saving"), job.ranks[2]))
     assert 'train.py:40, "saving".' in as_text(job)
 
 
 def test_notes_of_many_ranks_share_a_row() -> None:
-    story = Story(16).together().begins([n for n in range(16) if n != 3], waiting_for=3).passes(5)
-    job = story.job()
+    builder = (
+        JobBuilder(16)
+        .run_collectives()
+        .begin([n for n in range(16) if n != 3], waiting_for=3)
+        .advance(5)
+    )
+    job = builder.build()
     same = replace(job, ranks=tuple(replace(rank, note="evaluating") for rank in job.ranks))
     assert as_text(same).count('"evaluating"') == 2
     differing = tuple(replace(rank, note=f"shard {rank.rank}") for rank in job.ranks)
@@ -266,42 +308,49 @@ def test_notes_of_many_ranks_share_a_row() -> None:
 
 
 def test_problems_are_shown() -> None:
-    story = busy()
-    story.ranks[2].problem = "damaged: 7 bytes"
-    text = as_text(replace(story.job(), problems=("launcher.jsonl: line 3 is cut off",)))
+    builder = busy()
+    builder.ranks[2].problem = "damaged: 7 bytes"
+    text = as_text(replace(builder.build(), problems=("launcher.jsonl: line 3 is cut off",)))
     assert "Note: launcher.jsonl: line 3 is cut off" in text
     assert "Note: rank 2: damaged: 7 bytes" in text
     assert "flight recorder unreadable" in text
 
 
-def test_a_job_that_runs_well_has_nothing_to_try() -> None:
-    text = as_text(Story(2).together().job())
+def test_a_healthy_job_has_no_suggested_fixes() -> None:
+    text = as_text(JobBuilder(2).run_collectives().build())
     assert "Nothing is wrong" in text
-    assert "What to try" not in text
+    assert "Suggested fixes" not in text
 
 
-def test_a_job_whose_ranks_have_not_met_yet() -> None:
-    (line,) = first_lines(Story(3, joined=()))
-    assert line == "No rank has come to form a group yet; 3 processes have been started."
+def test_a_job_whose_ranks_have_not_joined_yet() -> None:
+    (line,) = first_lines(JobBuilder(3, joined=()))
+    assert line == "No rank has joined a group yet; 3 processes have been started."
 
 
-def test_ranks_that_end_before_they_meet() -> None:
-    story = Story(3, joined=()).passes(1).dies(2, 1).passes(0.1).dies(0, 1).launcher_stops()
-    (line,) = first_lines(story)
+def test_ranks_that_end_before_they_join() -> None:
+    builder = (
+        JobBuilder(3, joined=())
+        .advance(1)
+        .end_process(2, 1)
+        .advance(0.1)
+        .end_process(0, 1)
+        .stop_job()
+    )
+    (line,) = first_lines(builder)
     assert line.startswith("Rank 2 (pid 802) ended with exit code 1")
     assert line.endswith(", before it joined any group.")
 
 
-def test_the_page_lists_what_json_has(repository: Path) -> None:
+def test_the_page_documents_all_json_keys(repository: Path) -> None:
     page = (repository / "docs" / "when-a-job-hangs-or-dies.md").read_text()
-    text = page.partition("## For programs")[2]
+    text = page.partition("## JSON output")[2]
     assert set(re.findall(r"`(\w+)`", text.partition("`kind` is one of")[2].partition(".")[0])) == {
         *get_args(Kind)
     }
-    story = busy().reports([0], 17)
-    found = as_json(story.job())
-    operation = found["verdict"]["waiting"][0]["operation"]
-    parts = [found["job"], found["verdict"], found["ranks"][0], operation]
+    builder = busy().report([0], 17)
+    found = as_json(builder.build())
+    operation = found["diagnosis"]["waiting"][0]["operation"]
+    parts = [found["job"], found["diagnosis"], found["ranks"][0], operation]
     for key in [*found, *(key for part in parts for key in part)]:
         assert re.search(rf"\b{key}\b", text), key
 
@@ -317,7 +366,7 @@ def test_the_page_lists_what_json_has(repository: Path) -> None:
         ([5, 5], "5"),
     ],
 )
-def test_collapsed(numbers: list[int], text: str) -> None:
+def test_collapsed_numbers(numbers: list[int], text: str) -> None:
     assert collapse_numbers(numbers) == text
 
 
@@ -333,11 +382,11 @@ def test_collapsed(numbers: list[int], text: str) -> None:
         (7440, "2 h 4 min"),
     ],
 )
-def test_spans(seconds: float, text: str) -> None:
+def test_durations(seconds: float, text: str) -> None:
     assert format_duration(int(seconds * SECOND)) == text
 
 
-def test_lists_and_names() -> None:
+def test_lists_of_ranks() -> None:
     assert [join_texts(["a", "b", "c"][:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
     assert format_ranks([3]) == "rank 3"
     assert format_ranks([2, 0]) == "ranks 0 and 2"
@@ -345,12 +394,12 @@ def test_lists_and_names() -> None:
 
 
 @pytest.mark.parametrize("time", (10**30, -(10**30)))
-def test_times_that_no_calendar_has(time: int) -> None:
+def test_times_outside_of_the_calendars_range(time: int) -> None:
     assert format_time(time) == "?"
 
 
-def test_a_job_whose_start_is_not_known(jobs: Path) -> None:
-    """A launcher that failed between making the directory and describing it leaves such a job."""
+def test_a_job_with_an_unknown_start(jobs: Path) -> None:
+    """A launcher may fail after it creates the directory and before it writes job.json."""
     name = "20261122-2159-8nezfx"
     jobs.mkdir(mode=0o700)
     (jobs / name).mkdir(mode=0o700)

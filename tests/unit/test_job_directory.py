@@ -1,4 +1,4 @@
-"""Where jobs live: private, found again, and removed only when they have ended."""
+"""Directories of jobs: private, found by name, and removed only after the job has ended."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ KEPT = (20, 2**28)
 
 
 def make(base: Path, name: str | None = None, size: int = 0, time: float | None = None) -> str:
-    """A job that has ended, with a file of so many bytes."""
+    """Create the directory of an ended job, with a file of `size` bytes."""
     with JobDirectory(str(base), name or make_job_name(), create=True) as job:
-        fd = job.create("1.box")
+        fd = job.create("1.recorder")
         os.posix_fallocate(fd, 0, size or 1)
         os.close(fd)
         if time is not None:
@@ -35,19 +35,19 @@ def make(base: Path, name: str | None = None, size: int = 0, time: float | None 
         return job.name
 
 
-def test_names_are_the_time_and_something_random() -> None:
+def test_names_consist_of_the_time_and_a_random_suffix() -> None:
     made = {make_job_name() for _ in range(1000)}
     assert len(made) == 1000
     assert all(env.JOB_NAME.fullmatch(name) for name in made)
 
 
-def test_only_the_user_can_read_what_is_written(tmp_path: Path) -> None:
+def test_only_the_user_can_read_the_files(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     before = os.umask(0)
     try:
         with JobDirectory(str(base), make_job_name(), create=True) as job:
             job.write_description(describe_job(job.name, 2))
-            os.close(job.create("812.box"))
+            os.close(job.create("812.recorder"))
             found = {path: stat.S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
     finally:
         os.umask(before)
@@ -56,12 +56,12 @@ def test_only_the_user_can_read_what_is_written(tmp_path: Path) -> None:
         base: 0o700,
         directory: 0o700,
         directory / "job.json": 0o600,
-        directory / "812.box": 0o600,
+        directory / "812.recorder": 0o600,
     }
 
 
 def another_users(path: Path) -> Path:
-    """A directory that isn't this user's: the root of the file system is root's."""
+    """Return a directory of another user; for users other than root, the root directory."""
     if os.geteuid() != 0:
         return Path("/")
     path.mkdir()
@@ -109,7 +109,7 @@ def without_a_parent(path: Path) -> Path:
     return path / "jobs"
 
 
-REFUSED = [
+REJECTED = [
     (
         another_users,
         r"belongs to user \d+, and this process runs as user \d+: remove it, or choose",
@@ -118,35 +118,41 @@ REFUSED = [
     (a_link_with_a_slash, r"is a symbolic link, expected a directory"),
     (a_file, "is a file, expected a directory"),
     (a_fifo, "is a FIFO, expected a directory"),
-    (writable_by_all, r"can be written by others \(its mode is 1777, expected 0700\): chmod it"),
-    (writable_by_the_group, r"can be written by others \(its mode is 0770"),
+    (writable_by_all, r"is writable by others \(its mode is 1777, expected 0700\): chmod it"),
+    (writable_by_the_group, r"is writable by others \(its mode is 0770"),
     (
         below_a_file,
-        r"can't be made \(Not a directory\): choose another place with PHALANX_JOBS_DIR",
+        r"cannot be created \(Not a directory\): choose another directory with PHALANX_JOBS_DIR",
     ),
-    (without_a_parent, r"can't be made \(No such file or directory\): choose"),
+    (without_a_parent, r"cannot be created \(No such file or directory\): choose"),
 ]
 
 
-@pytest.mark.parametrize(("place", "message"), REFUSED, ids=[p.__name__ for p, _ in REFUSED])
-def test_a_place_that_is_not_ours_alone_is_refused(tmp_path, monkeypatch, place, message) -> None:
-    monkeypatch.setenv("PHALANX_JOBS_DIR", str(place(tmp_path / "jobs")))
+@pytest.mark.parametrize(
+    ("create_path", "message"), REJECTED, ids=[create.__name__ for create, _ in REJECTED]
+)
+def test_a_directory_that_is_not_private_is_rejected(
+    tmp_path, monkeypatch, create_path, message
+) -> None:
+    monkeypatch.setenv("PHALANX_JOBS_DIR", str(create_path(tmp_path / "jobs")))
     before = os.listdir("/proc/self/fd")
     with pytest.raises(UnusableFileError, match=message):
         JobDirectory(env.jobs_directory(), make_job_name(), create=True)
     assert os.listdir("/proc/self/fd") == before
 
 
-# Nobody but root can put another user's directory there.
-IN_A_BASE = [case for case in REFUSED[:7] if os.geteuid() == 0 or case[0] is not another_users]
+# Only root can create a directory of another user.
+IN_A_BASE = [case for case in REJECTED[:7] if os.geteuid() == 0 or case[0] is not another_users]
 
 
-@pytest.mark.parametrize(("place", "message"), IN_A_BASE, ids=[p.__name__ for p, _ in IN_A_BASE])
-def test_a_jobs_own_directory_is_checked_as_well(tmp_path, place, message) -> None:
+@pytest.mark.parametrize(
+    ("create_path", "message"), IN_A_BASE, ids=[create.__name__ for create, _ in IN_A_BASE]
+)
+def test_the_directory_of_a_job_is_checked(tmp_path, create_path, message) -> None:
     base = tmp_path / "jobs"
     name = make(base)
     os.rename(base / name, tmp_path / "aside")
-    place(base / name)
+    create_path(base / name)
     with pytest.raises(UnusableFileError, match=message):
         JobDirectory(str(base), name, create=True)
 
@@ -154,16 +160,16 @@ def test_a_jobs_own_directory_is_checked_as_well(tmp_path, place, message) -> No
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "victim").write_text("precious")
     with JobDirectory(str(tmp_path / "jobs"), make_job_name(), create=True) as job:
-        for name in ("1.box", f"job.json.{os.getpid()}"):
+        for name in ("1.recorder", f"job.json.{os.getpid()}"):
             os.symlink(tmp_path / "victim", f"{job.path}/{name}")
         with pytest.raises(FileExistsError):
-            job.create("1.box")
+            job.create("1.recorder")
         with pytest.raises(FileExistsError):
             job.write_description(describe_job(job.name, 1))
     assert (tmp_path / "victim").read_text() == "precious"
 
 
-def test_a_job_has_ended_when_nobody_holds_its_directory(tmp_path: Path) -> None:
+def test_a_job_has_ended_when_its_directory_is_unlocked(tmp_path: Path) -> None:
     base, name = str(tmp_path / "jobs"), make_job_name()
     first = JobDirectory(base, name, create=True)
     second, reader = JobDirectory(base, name), JobDirectory(base, name)
@@ -171,7 +177,7 @@ def test_a_job_has_ended_when_nobody_holds_its_directory(tmp_path: Path) -> None
     first.lock_shared()
     second.lock_shared()
     assert not reader.has_ended()
-    assert not first.lock_exclusive()  # and holds it no longer
+    assert not first.lock_exclusive()  # and releases the shared lock
     assert not reader.has_ended()
     assert second.lock_exclusive()
     assert not reader.has_ended()
@@ -182,7 +188,7 @@ def test_a_job_has_ended_when_nobody_holds_its_directory(tmp_path: Path) -> None
     reader.close()
 
 
-def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_hold_its_parents_lock(tmp_path: Path) -> None:
     job = JobDirectory(str(tmp_path / "jobs"), make_job_name(), create=True)
     job.lock_shared()
     here, there = socket.socketpair()
@@ -191,7 +197,7 @@ def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> No
         with contextlib.suppress(BaseException):
             here.close()
             there.send(b"closed" if job.fd == -1 else b"open")
-            there.recv(1)  # until the parent has looked
+            there.recv(1)  # until the parent has checked
         os._exit(0)
     there.close()
     with here, JobDirectory(str(tmp_path / "jobs"), job.name) as reader:
@@ -202,7 +208,7 @@ def test_a_forked_child_does_not_hold_what_its_parent_held(tmp_path: Path) -> No
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_directory_that_is_removed_can_not_be_held(tmp_path: Path) -> None:
+def test_a_removed_directory_cannot_be_locked(tmp_path: Path) -> None:
     base, name = str(tmp_path / "jobs"), make_job_name()
     late = JobDirectory(base, name, create=True)
     make(tmp_path / "jobs")
@@ -211,7 +217,7 @@ def test_a_directory_that_is_removed_can_not_be_held(tmp_path: Path) -> None:
         other.remove()
     with pytest.raises(UnusableFileError, match="has just been removed"):
         late.lock_shared()
-    # A new one of that name is another one.
+    # A new directory of that name is another directory.
     JobDirectory(base, name, create=True).close()
     with pytest.raises(UnusableFileError, match="has just been removed"):
         late.lock_shared()
@@ -219,22 +225,22 @@ def test_a_directory_that_is_removed_can_not_be_held(tmp_path: Path) -> None:
     assert name in list_job_names(base)
 
 
-def test_removing_follows_no_link_and_takes_what_it_finds(tmp_path: Path) -> None:
+def test_removal_follows_no_link_and_removes_everything(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     name = make(base)
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious/file").write_text("")
     (base / name / "link").symlink_to(tmp_path / "precious")
-    (base / name / "2.box").mkdir()
-    (base / name / "2.box/deep").mkdir()
-    os.mkfifo(base / name / "3.box")
+    (base / name / "2.recorder").mkdir()
+    (base / name / "2.recorder/deep").mkdir()
+    os.mkfifo(base / name / "3.recorder")
     with JobDirectory(str(base), name) as job:
         job.remove()
     assert list(base.iterdir()) == []
     assert (tmp_path / "precious/file").exists()
 
 
-def test_pruning_keeps_the_newest_ended_jobs_and_all_that_run(tmp_path: Path) -> None:
+def test_pruning_keeps_the_newest_ended_jobs_and_all_running_jobs(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     ended = [make(base, time=1000.0 + number) for number in range(6)]
     running = JobDirectory(str(base), make(base, time=1.0))
@@ -248,14 +254,14 @@ def test_pruning_keeps_the_newest_ended_jobs_and_all_that_run(tmp_path: Path) ->
     running.close()
 
 
-def test_pruning_keeps_no_more_than_so_many_bytes(tmp_path: Path) -> None:
+def test_pruning_limits_the_bytes(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     ended = [make(base, size=2**20, time=1000.0 + number) for number in range(5)]
     prune(str(base), (100, 2**20 * 7 // 2))
     assert set(list_job_names(str(base))) == set(ended[2:])
 
 
-def test_pruning_leaves_what_is_no_job(tmp_path: Path) -> None:
+def test_pruning_ignores_files_that_are_not_jobs(tmp_path: Path) -> None:
     base = tmp_path / "jobs"
     make(base)
     (base / "notes.txt").write_text("mine")
@@ -266,7 +272,7 @@ def test_pruning_leaves_what_is_no_job(tmp_path: Path) -> None:
     assert {path.name for path in base.iterdir()} == left
 
 
-def test_a_base_that_is_missing_has_no_jobs(tmp_path: Path) -> None:
+def test_a_missing_base_directory_has_no_jobs(tmp_path: Path) -> None:
     assert list_job_names(str(tmp_path / "jobs")) == []
     prune(str(tmp_path / "jobs"), KEPT)
     assert list(tmp_path.iterdir()) == []
@@ -281,7 +287,7 @@ def test_a_base_that_is_missing_has_no_jobs(tmp_path: Path) -> None:
         ({"PHALANX_JOBS_DIR": "/a/b//", "TMPDIR": "/var/tmp"}, "/a/b"),
     ],
 )
-def test_where_jobs_are(environ: dict[str, str], expected: str) -> None:
+def test_the_base_directory_of_jobs(environ: dict[str, str], expected: str) -> None:
     assert env.jobs_directory(environ) == expected
 
 
@@ -301,7 +307,7 @@ def test_malformed_variables(call, environ: dict[str, str], message: str) -> Non
         call(environ)
 
 
-def test_variables_as_they_should_be() -> None:
+def test_valid_variables() -> None:
     assert env.job({}) is None
     assert env.job({"PHALANX_JOB": ""}) is None
     assert env.job({"PHALANX_JOB": "none"}) == "none"
@@ -310,7 +316,7 @@ def test_variables_as_they_should_be() -> None:
     assert env.jobs_kept({"PHALANX_JOBS_KEPT": "0", "PHALANX_JOBS_KEPT_MIB": "1"}) == (0, 2**20)
 
 
-def test_the_docs_of_the_variables_say_the_same() -> None:
+def test_the_documentation_of_the_variables_has_the_same_defaults() -> None:
     docs = {variable.name: variable.doc for variable in env.VARIABLES}
     count, size = env.jobs_kept({})
     assert re.search(rf"Unset: {count}\.", docs["PHALANX_JOBS_KEPT"])

@@ -14,7 +14,9 @@ from phalanx.observe.job_directory import JobDirectory, make_job_name
 
 
 def test_finding_a_job(jobs: Path) -> None:
-    with pytest.raises(UsageError, match=f"there is no job in {jobs}: it has jobs that run"):
+    with pytest.raises(
+        UsageError, match=f"there is no job in {jobs}: only running and failed jobs"
+    ):
         job_lookup.find_job()
     with pytest.raises(UsageError, match="there is no job 'x' in"):
         job_lookup.find_job("x")
@@ -33,8 +35,12 @@ def test_finding_a_job(jobs: Path) -> None:
     ("text", "message"),
     [
         ("20261121-0902-bbbbbx", "did you mean .*20261121-0902-bbbbbb"),
-        ("2026", "'2026' could be 20261121-0902-bbbbbb or 20261121-0901-aaaaaa: give more"),
-        ("zzz", "there is no job 'zzz' in .*: there is 20261121.*`phalanx jobs` lists all"),
+        (
+            "2026",
+            "'2026' matches more than one job, 20261121-0902-bbbbbb or 20261121-0901-aaaaaa: "
+            "give more",
+        ),
+        ("zzz", "there is no job 'zzz' in .*: expected 20261121.*`phalanx jobs` lists all"),
         ("", "there is no job ''"),
         ("../jobs/20261121-0901-aaaaaa", "there is no job '../jobs"),
         ("20261121-0901-aaaaaa/../..", "there is no job '20261121-0901-aaaaaa/"),
@@ -46,7 +52,7 @@ def test_finding_a_job(jobs: Path) -> None:
         ("x" * 100_000, r"there is no job 'xxx.*\.\.\..*xxx'"),
     ],
 )
-def test_names_that_are_none(jobs: Path, text: str, message: str) -> None:
+def test_invalid_names(jobs: Path, text: str, message: str) -> None:
     for name in ("20261121-0901-aaaaaa", "20261121-0902-bbbbbb"):
         JobDirectory(str(jobs), name, create=True).close()
         os.utime(jobs / name, (int(name[12]),) * 2)
@@ -61,38 +67,41 @@ def test_names_that_are_none(jobs: Path, text: str, message: str) -> None:
 def test_removing_a_job(jobs: Path) -> None:
     held = JobDirectory(str(jobs), make_job_name(), create=True)
     held.lock_shared()
-    with pytest.raises(UsageError, match=f"job {held.name} still runs: end it first"):
+    with pytest.raises(UsageError, match=f"job {held.name} is still running: end it first"):
         job_lookup.remove_job(held.name)
     held.close()
     assert job_lookup.remove_job(held.name[:-1]) == held.name
     assert list(jobs.iterdir()) == []
 
 
-def test_a_place_that_can_not_be_used_is_a_wrong_argument(jobs: Path) -> None:
+def test_an_unusable_directory_is_a_usage_error(jobs: Path) -> None:
     jobs.write_text("")
     with pytest.raises(UsageError, match="is a file, expected a directory"):
         job_reader.read_job()
 
 
-def as_another_user(call: Callable[[], object]) -> str:
-    """What `call` raises in a process of another user, or of this one where it isn't root."""
+def run_as_another_user(call: Callable[[], object]) -> str:
+    """Return the exception that `call` raises in a process of another user.
+
+    If this user is not root, the process is of this user.
+    """
     reading_end, writing_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        words = "nothing"
+        text = "nothing"
         try:
             if os.geteuid() == 0:
                 os.setresuid(12345, 12345, 12345)
             call()
         except BaseException as error:
-            words = f"{type(error).__name__}: {error}"
-        os.write(writing_end, words.encode())
+            text = f"{type(error).__name__}: {error}"
+        os.write(writing_end, text.encode())
         os._exit(0)
     os.close(writing_end)
     with os.fdopen(reading_end) as pipe:
-        words = pipe.read()
+        text = pipe.read()
     os.waitpid(pid, 0)
-    return words
+    return text
 
 
 def test_another_users_jobs_are_not_read(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +109,6 @@ def test_another_users_jobs_are_not_read(jobs: Path, monkeypatch: pytest.MonkeyP
     if os.geteuid() != 0:
         monkeypatch.setenv("PHALANX_JOBS_DIR", "/root")
     for call in (job_lookup.list_jobs, job_lookup.find_job, job_reader.read_job):
-        words = as_another_user(call)
-        assert words.startswith("UsageError: "), words
-        assert "can't be opened (Permission denied)" in words or "belongs to user 0" in words
+        text = run_as_another_user(call)
+        assert text.startswith("UsageError: "), text
+        assert "cannot be opened (Permission denied)" in text or "belongs to user 0" in text

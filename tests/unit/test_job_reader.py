@@ -1,4 +1,4 @@
-"""Reading a job's directory, whatever lies in place of its flight recorders."""
+"""Reading of a job's directory with valid, damaged and hostile flight recorders."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from phalanx import _native
 from phalanx.observe import job_lookup, job_reader
 from phalanx.observe.job_directory import JobDirectory
-from tests.made_jobs import Made, write_box
+from tests.made_jobs import JobFixture, write_recorder
 
 
-def test_a_job_as_it_should_be(job: Made) -> None:
+def test_a_complete_job(job: JobFixture) -> None:
     found = job.read()
     assert (found.name, found.path, found.world_size) == (job.name, str(job.path), 2)
     assert found.problems == ()
@@ -32,7 +32,7 @@ def test_a_job_as_it_should_be(job: Made) -> None:
     assert first.opened < second.ended <= found.now
     assert [(report.step, report.loss) for report in second.reports[:1]] == [(10, 0.5)]
     assert second.reports[1].loss != second.reports[1].loss
-    assert second.note == "\x1b[2Ja note"  # as it was written: who prints it escapes it
+    assert second.note == "\x1b[2Ja note"  # unescaped, as it was written
     assert [(group.rank, group.members) for group in second.groups] == [(1, (0, 1))] * 2
     assert [operation.kind for operation in first.history] == ["join"]
     assert [operation.kind for operation in first.open] == ["join"]
@@ -41,7 +41,7 @@ def test_a_job_as_it_should_be(job: Made) -> None:
     assert job.read(0).ranks[0].history == ()
 
 
-def test_reading_changes_nothing(job: Made) -> None:
+def test_reading_changes_nothing(job: JobFixture) -> None:
     def state() -> object:
         return sorted((p.name, p.stat().st_mtime_ns, p.read_bytes()) for p in job.path.iterdir())
 
@@ -54,42 +54,42 @@ def test_reading_changes_nothing(job: Made) -> None:
     assert state() == before
 
 
-def replaced(box: Path, how: str) -> None:
-    data = box.read_bytes()
-    box.unlink()
-    if how == "a FIFO":
-        os.mkfifo(box)
-    elif how == "a symbolic link":
-        box.with_name("aside").write_bytes(data)
-        box.symlink_to("aside")
-    elif how == "a dangling link":
-        box.symlink_to("nowhere")
-    elif how == "a link to a device":
-        box.symlink_to("/dev/zero")
-    elif how == "a directory":
-        box.mkdir()
-    elif how == "a device":
-        os.mknod(box, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
-    elif how == "a socket":
+def replace_recorder(recorder: Path, kind: str) -> None:
+    data = recorder.read_bytes()
+    recorder.unlink()
+    if kind == "a FIFO":
+        os.mkfifo(recorder)
+    elif kind == "a symbolic link":
+        recorder.with_name("aside").write_bytes(data)
+        recorder.symlink_to("aside")
+    elif kind == "a dangling link":
+        recorder.symlink_to("nowhere")
+    elif kind == "a link to a device":
+        recorder.symlink_to("/dev/zero")
+    elif kind == "a directory":
+        recorder.mkdir()
+    elif kind == "a device":
+        os.mknod(recorder, stat.S_IFCHR | 0o600, os.makedev(1, 5))  # /dev/zero
+    elif kind == "a socket":
         with socket.socket(socket.AF_UNIX) as made:
-            made.bind(os.path.relpath(box))
-    elif how == "a sparse file of 1 GiB":
-        with box.open("wb") as file:
+            made.bind(os.path.relpath(recorder))
+    elif kind == "a sparse file of 1 GiB":
+        with recorder.open("wb") as file:
             file.truncate(2**30)
-    elif how == "empty":
-        box.write_bytes(b"")
-    elif how == "half":
-        box.write_bytes(data[: len(data) // 2])
-    elif how == "longer":
-        box.write_bytes(data + b"x")
-    elif how == "no box":
-        box.write_bytes(b"x" * len(data))
-    elif how == "zeros":
-        box.write_bytes(bytes(len(data)))
-    elif how == "of another version":
-        box.write_bytes(data[:8] + (77).to_bytes(4, "little") + data[12:])
-    elif how == "another's":
-        box.write_bytes(next(p for p in box.parent.glob("*.box")).read_bytes())
+    elif kind == "empty":
+        recorder.write_bytes(b"")
+    elif kind == "half":
+        recorder.write_bytes(data[: len(data) // 2])
+    elif kind == "longer":
+        recorder.write_bytes(data + b"x")
+    elif kind == "not a recorder":
+        recorder.write_bytes(b"x" * len(data))
+    elif kind == "zeros":
+        recorder.write_bytes(bytes(len(data)))
+    elif kind == "of another version":
+        recorder.write_bytes(data[:8] + (77).to_bytes(4, "little") + data[12:])
+    elif kind == "of another process":
+        recorder.write_bytes(next(p for p in recorder.parent.glob("*.recorder")).read_bytes())
 
 
 HOSTILE = [
@@ -103,28 +103,28 @@ HOSTILE = [
     ("empty", ""),
     ("half", ""),
     ("longer", ""),
-    ("no box", ""),
+    ("not a recorder", ""),
     ("zeros", ""),
     ("of another version", "77"),
-    ("another's", "it is that of process"),
+    ("of another process", "it belongs to process"),
 ]
-if os.geteuid() == 0:  # who alone can make one
+if os.geteuid() == 0:  # only root can create one
     HOSTILE.append(("a device", "is a device, expected a file"))
 
 
-@pytest.mark.parametrize(("how", "message"), HOSTILE)
-def test_a_box_that_is_none(job: Made, monkeypatch, how: str, message: str) -> None:
-    """The other ranks are read, and the problem is named; nothing is opened that could wait."""
+@pytest.mark.parametrize(("kind", "message"), HOSTILE)
+def test_an_unusable_recorder(job: JobFixture, monkeypatch, kind: str, message: str) -> None:
+    """The other ranks are read, the problem is named, and nothing is opened that could block."""
     monkeypatch.chdir(job.path)
-    name = job.box(0).name
-    replaced(job.box(0), how)
+    name = job.get_recorder_path(0).name
+    replace_recorder(job.get_recorder_path(0), kind)
     found = job.read()
     assert [rank.pid for rank in found.ranks] == [0, job.pids[1]]
     assert len(found.problems) == 1
     assert name in found.problems[0]
     assert message in found.problems[0]
-    # Where the launcher knows whose it is, the rank has the problem.
-    job.note(event="start", rank=0, pid=job.pids[0], attempt=0, world_size=2)
+    # If the launcher logged the process, the problem is that of its rank.
+    job.log_event(event="start", rank=0, pid=job.pids[0], attempt=0, world_size=2)
     found = job.read()
     assert found.problems == ()
     assert (found.ranks[0].pid, found.ranks[0].opened) == (job.pids[0], 0)
@@ -133,63 +133,63 @@ def test_a_box_that_is_none(job: Made, monkeypatch, how: str, message: str) -> N
         assert job_reader.read_summary(directory).state == "failed"
 
 
-def test_boxes_with_any_bytes_in_them(job: Made) -> None:
-    """Whatever is wrong with a box, it is read or it is named."""
+def test_recorders_with_arbitrary_bytes(job: JobFixture) -> None:
+    """A damaged recorder is read, or its problem is named."""
     seed = random.SystemRandom().randrange(2**32)
     print(f"seed {seed}")
-    dice = random.Random(seed)
-    whole = job.box(0).read_bytes()
+    generator = random.Random(seed)
+    whole = job.get_recorder_path(0).read_bytes()
     for _ in range(300):
         data = bytearray(whole)
-        for _ in range(dice.choice((1, 10, 1000))):
-            # Most of it is empty: where something stands is hit more often.
-            end = dice.choice((400, 4096 + 800, 60_000, len(data)))
-            data[dice.randrange(8, end)] = dice.randrange(256)
-        if dice.random() < 0.1:
-            del data[dice.randrange(len(data)) :]
-        job.box(0).write_bytes(data)
+        for _ in range(generator.choice((1, 10, 1000))):
+            # Most of the file is empty, so the used parts are hit more often.
+            end = generator.choice((400, 4096 + 800, 60_000, len(data)))
+            data[generator.randrange(8, end)] = generator.randrange(256)
+        if generator.random() < 0.1:
+            del data[generator.randrange(len(data)) :]
+        job.get_recorder_path(0).write_bytes(data)
         found = job.read()
         json.dumps([repr(rank) for rank in found.ranks])
-        # The attempt is a number that may be any: then the box that has the greater one counts. Of
-        # a world size beyond all bounds there is a word besides that of the box.
+        # A changed attempt may be greater, and then only that recorder counts. A world size beyond
+        # the limit is a problem of its own.
         assert found.ranks[0].pid == job.pids[0] or found.problems or found.attempt > 0
 
 
-def test_two_boxes_of_one_rank(job: Made) -> None:
-    """A process that a rank has started may have one; else a rank that has none is named."""
-    pid = write_box(job.path, 1)
+def test_two_recorders_of_one_rank(job: JobFixture) -> None:
+    """A rank's child process may have a recorder; otherwise a rank without one is named."""
+    pid = write_recorder(job.path, 1)
     assert job.read().problems == ()
-    job.box(0).unlink()
-    names = " and ".join(sorted((f"{pid}.box", f"{job.pids[1]}.box")))
-    assert job.read().problems == (f"{names} say that they are of rank 1, and none is of rank 0",)
+    job.get_recorder_path(0).unlink()
+    names = " and ".join(sorted((f"{pid}.recorder", f"{job.pids[1]}.recorder")))
+    assert job.read().problems == (f"{names} belong to rank 1, and none belongs to rank 0",)
 
 
-def test_a_rank_that_the_job_does_not_have(job: Made) -> None:
+def test_ranks_outside_of_the_job(job: JobFixture) -> None:
     for rank, pid in enumerate(job.pids):
-        job.note(event="start", rank=rank, pid=pid, attempt=0, world_size=2)
-    pids = write_box(job.path, 7, size=8), write_box(job.path, -1)
+        job.log_event(event="start", rank=rank, pid=pid, attempt=0, world_size=2)
+    pids = write_recorder(job.path, 7, size=8), write_recorder(job.path, -1)
     found = job.read()
     assert [rank.pid for rank in found.ranks] == job.pids
     assert found.problems == (
-        f"{pids[0]}.box says that it is of rank 7, and the job has 2 ranks",
-        f"{pids[1]}.box: damaged: rank -1 of 2, attempt 0",
+        f"{pids[0]}.recorder belongs to rank 7, but the job has 2 ranks",
+        f"{pids[1]}.recorder: damaged: rank -1 of 2, attempt 0",
     )
 
 
-def test_a_job_whose_boxes_are_not_of_one_size(job: Made) -> None:
-    """Without a launcher's word they are all there is: the greatest counts, and it is said."""
-    other = write_box(job.path, 2, size=5)
+def test_recorders_with_different_world_sizes(job: JobFixture) -> None:
+    """Without a launcher's log, the greatest world size counts, and the difference is reported."""
+    other = write_recorder(job.path, 2, size=5)
     found = job.read()
     assert [rank.pid for rank in found.ranks] == [*job.pids, other, 0, 0]
     assert len(found.problems) == 1
-    assert found.problems[0].startswith("flight recorders don't agree on the job's size: ")
-    assert found.problems[0].endswith(f".box of 2 ranks, {other}.box of 5 ranks")
+    assert found.problems[0].startswith("flight recorders have different world sizes: 2 in ")
+    assert found.problems[0].endswith(f".recorder, 5 in {other}.recorder")
 
 
-def test_readers_and_writers_at_once(job: Made) -> None:
-    """A reader sees whole records or none while a process writes."""
+def test_readers_and_writers_at_once(job: JobFixture) -> None:
+    """A reader sees only complete records while a process writes."""
     stop = threading.Event()
-    fd = os.open(job.path / f"{os.getpid()}.box", os.O_RDWR | os.O_CREAT, 0o600)
+    fd = os.open(job.path / f"{os.getpid()}.recorder", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(fd, _native.flight_recorder_bytes())
     _native.open_flight_recorder(fd, 0, 2, 0, "here", job.name)
 

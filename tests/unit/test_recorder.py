@@ -1,4 +1,4 @@
-"""The file of a flight recorder, and who of several ranks ends last."""
+"""The file of a flight recorder, and the end of a job without a launcher."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def directory(tmp_path: Path) -> Iterator[JobDirectory]:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The descriptors that the core would have got."""
+    """Return the descriptors that would have been passed to the core."""
     found: list[int] = []
     monkeypatch.setattr(_native, "open_flight_recorder", lambda fd, *_: found.append(fd))
     yield found
@@ -34,64 +34,68 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         os.close(fd)
 
 
-def test_peers_are_told_whatever_becomes_of_the_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_ending: str, _words: str) -> None:
+def test_peers_are_notified_even_if_the_exception_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_ending: str, _text: str) -> None:
         raise OSError(errno.ENOSPC, "no space")
 
-    told: list[bool] = []
-    monkeypatch.setattr(exception_hook, "_callbacks", [lambda: told.append(True)])
-    monkeypatch.setattr(exception_hook, "_native", SimpleNamespace(note_ending=full))
+    notified: list[bool] = []
+    monkeypatch.setattr(exception_hook, "_callbacks", [lambda: notified.append(True)])
+    monkeypatch.setattr(exception_hook, "_native", SimpleNamespace(note_ending=fail))
     with pytest.raises(OSError, match="no space"):
         exception_hook.announce(ValueError("x"))
-    assert told == [True]
+    assert notified == [True]
 
 
-def test_words_that_are_no_utf_8() -> None:
+def test_an_exception_text_that_is_not_utf_8() -> None:
     assert exception_hook.format_exception(OSError("\udcff\nmore")) == "OSError: \\udcff"
 
 
-def job(directory: JobDirectory) -> recorder._JobSettings:
+def build_settings(directory: JobDirectory) -> recorder._JobSettings:
     store: Any = None
     return recorder._JobSettings(store, 0, 1, 0, directory.base, (20, 2**28), None)
 
 
-def test_a_box_takes_all_of_its_blocks_at_once(directory: JobDirectory, opened: list[int]) -> None:
-    recorder._open_file(directory, job(directory))
+def test_all_blocks_of_a_recorder_are_allocated_at_once(
+    directory: JobDirectory, opened: list[int]
+) -> None:
+    recorder._open_file(directory, build_settings(directory))
     found = os.fstat(opened[0])
     assert found.st_size == _native.flight_recorder_bytes()
     assert found.st_blocks * 512 >= found.st_size
     assert stat.S_IMODE(found.st_mode) == 0o600
-    assert directory.list_recorders() == {os.getpid(): f"{os.getpid()}.box"}
+    assert directory.list_recorders() == {os.getpid(): f"{os.getpid()}.recorder"}
 
 
-def test_a_box_of_a_process_that_had_this_pid_makes_room(
+def test_an_old_recorder_of_the_same_pid_is_replaced(
     directory: JobDirectory, opened: list[int]
 ) -> None:
-    recorder._open_file(directory, job(directory))
+    recorder._open_file(directory, build_settings(directory))
     os.write(opened[0], b"old")
-    recorder._open_file(directory, job(directory))
+    recorder._open_file(directory, build_settings(directory))
     assert os.pread(opened[1], 3, 0) == bytes(3)
 
 
-def test_a_link_in_place_of_the_box_is_not_followed(
+def test_a_link_in_place_of_the_recorder_is_not_followed(
     directory: JobDirectory, opened: list[int], tmp_path: Path
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    os.symlink(victim, f"{directory.path}/{os.getpid()}.box")
-    recorder._open_file(directory, job(directory))
+    os.symlink(victim, f"{directory.path}/{os.getpid()}.recorder")
+    recorder._open_file(directory, build_settings(directory))
     assert victim.read_text() == "precious"
 
 
-def test_a_directory_in_place_of_the_box(directory: JobDirectory) -> None:
-    os.mkdir(f"{directory.path}/{os.getpid()}.box")
+def test_a_directory_in_place_of_the_recorder(directory: JobDirectory) -> None:
+    os.mkdir(f"{directory.path}/{os.getpid()}.recorder")
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="directory"):
-        recorder._open_file(directory, job(directory))
+        recorder._open_file(directory, build_settings(directory))
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_file_system_that_can_not_map(
+def test_a_file_system_that_cannot_map_files(
     directory: JobDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -100,15 +104,13 @@ def test_a_file_system_that_can_not_map(
     monkeypatch.setattr(_native, "open_flight_recorder", refuse)
     before = os.listdir("/proc/self/fd")
     with pytest.raises(OSError, match="No such device"):
-        recorder._open_file(directory, job(directory))
+        recorder._open_file(directory, build_settings(directory))
     assert directory.list_recorders() == {}
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_box_in_memory_can_not_be_made_smaller(
-    directory: JobDirectory, opened: list[int]
-) -> None:
-    recorder._open_memory(job(directory))
+def test_a_recorder_in_memory_cannot_be_resized(directory: JobDirectory, opened: list[int]) -> None:
+    recorder._open_memory(build_settings(directory))
     (fd,) = opened
     assert os.fstat(fd).st_size == _native.flight_recorder_bytes()
     assert not os.get_inheritable(fd)
@@ -117,35 +119,37 @@ def test_a_box_in_memory_can_not_be_made_smaller(
             os.ftruncate(fd, size)
 
 
-OK, LOST, LATE = ({"kind": "barrier", "outcome": how} for how in ("ok", "peer_lost", "timeout"))
-FORMED, UNFORMED = ({"kind": "join", "outcome": how} for how in ("ok", "timeout"))
+OK, LOST, LATE = (
+    {"kind": "barrier", "outcome": outcome} for outcome in ("ok", "peer_lost", "timeout")
+)
+FORMED, UNFORMED = ({"kind": "join", "outcome": outcome} for outcome in ("ok", "timeout"))
 
 
-def box(**fields: Any) -> dict[str, Any]:
+def build_recorder(**fields: Any) -> dict[str, Any]:
     groups = [{"left": False}]
     return {"attempt": 0, "ending": "exited", "groups": groups, "done": [], **fields}
 
 
 @pytest.mark.parametrize(
-    ("boxes", "well"),
+    ("recorders", "expected"),
     [
         ([], False),
-        ([box()], True),
-        ([box(), box(ending="left", groups=[{"left": True}])], True),
-        ([box(), box(ending="")], False),
-        ([box(), box(ending="failed")], False),
-        ([box(done=[OK])], True),
-        ([box(done=[OK, LOST])], False),
-        ([box(done=[LATE], groups=[{"left": True}] * 2)], True),
-        ([box(done=[LATE], groups=[{"left": True}, {"left": False}])], False),
-        ([box(done=[UNFORMED], groups=[{"left": True}])], False),
-        ([box(done=[UNFORMED, FORMED], groups=[{"left": True}])], True),
-        ([box(ending="failed"), box(attempt=1)], True),
-        ([box(), box(attempt=1, ending="")], False),
+        ([build_recorder()], True),
+        ([build_recorder(), build_recorder(ending="left", groups=[{"left": True}])], True),
+        ([build_recorder(), build_recorder(ending="")], False),
+        ([build_recorder(), build_recorder(ending="failed")], False),
+        ([build_recorder(done=[OK])], True),
+        ([build_recorder(done=[OK, LOST])], False),
+        ([build_recorder(done=[LATE], groups=[{"left": True}] * 2)], True),
+        ([build_recorder(done=[LATE], groups=[{"left": True}, {"left": False}])], False),
+        ([build_recorder(done=[UNFORMED], groups=[{"left": True}])], False),
+        ([build_recorder(done=[UNFORMED, FORMED], groups=[{"left": True}])], True),
+        ([build_recorder(ending="failed"), build_recorder(attempt=1)], True),
+        ([build_recorder(), build_recorder(attempt=1, ending="")], False),
     ],
 )
-def test_whether_all_ended_well(boxes: list[dict[str, Any]], well: bool) -> None:
-    assert ended_well(boxes) is well
+def test_ended_well(recorders: list[dict[str, Any]], expected: bool) -> None:
+    assert ended_well(recorders) is expected
 
 
 def syntax_error() -> SyntaxError:
@@ -156,25 +160,25 @@ def syntax_error() -> SyntaxError:
     raise AssertionError
 
 
-def noted(error: Exception) -> Exception:
+def add_note(error: Exception) -> Exception:
     error.__dict__["__notes__"] = ["a note"]
     return error
 
 
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("error", "text"),
     [
         (syntax_error(), "SyntaxError: '(' was never closed"),
-        (noted(syntax_error()), "SyntaxError: '(' was never closed"),
-        (noted(ValueError("one\ntwo")), "ValueError: one"),
+        (add_note(syntax_error()), "SyntaxError: '(' was never closed"),
+        (add_note(ValueError("one\ntwo")), "ValueError: one"),
         (KeyError("a"), "KeyError: 'a'"),
     ],
 )
-def test_last_words_are_the_line_that_names_the_exception(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+def test_the_recorded_exception_is_the_line_that_names_it(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
 ) -> None:
-    said: list[tuple[str, str]] = []
-    monkeypatch.setattr(_native, "note_ending", lambda *given: said.append(given))
+    recorded: list[tuple[str, str]] = []
+    monkeypatch.setattr(_native, "note_ending", lambda *given: recorded.append(given))
     monkeypatch.setattr(exception_hook, "_callbacks", [])
     exception_hook.announce(error)
-    assert said == [("failed", words)]
+    assert recorded == [("failed", text)]

@@ -19,7 +19,7 @@ from phalanx.observe import recorder
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "nothing was given, expected step, loss or note"),
+        ({}, "no argument was given, expected step, loss or note"),
         ({"step": -1}, "step is -1, expected an integer from 0 up"),
         ({"step": 2**63}, "step is 9223372036854775808"),
         ({"step": 1.0}, "step is 1.0"),
@@ -35,9 +35,9 @@ from phalanx.observe import recorder
         ({"loss": torch.ones(2)}, r"loss is tensor\(\[1., 1.\]\)"),
         ({"loss": torch.full((1,), 1j)}, "loss is tensor"),
         ({"loss": np.ones(3)}, "loss is array"),
-        ({"note": 5}, "note is 5, expected a text"),
-        ({"note": b"bytes"}, "note is b'bytes', expected a text"),
-        ({"note": "\ud800"}, r"note is '\\ud800', which has half of a surrogate pair"),
+        ({"note": 5}, "note is 5, expected a string"),
+        ({"note": b"bytes"}, "note is b'bytes', expected a string"),
+        ({"note": "\ud800"}, r"note is '\\ud800', which contains a lone surrogate"),
     ],
 )
 def test_invalid_arguments(arguments: dict[str, object], message: str) -> None:

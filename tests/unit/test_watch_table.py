@@ -16,13 +16,13 @@ from phalanx.observe.model import Job, Operation, Process, Rank, Report
 from phalanx.observe.watch import as_json, build_view, get_outcome, render
 from phalanx.observe.watch.table import describe_activity, fold
 from tests import arbitrary_jobs
-from tests.synthetic_jobs import ago, collective, job, message, rank, straggling
+from tests.synthetic_jobs import ago, build_straggling_job, collective, job, message, rank
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\n\r\x9b31m\u202eevil\u2066\u200b\ud800 [bold]x[/]"
 
 
 def lines(made: Job, width: int = 120, height: int | None = None) -> list[str]:
-    """The table as a terminal of that size gets it, without styles."""
+    """Return the lines of the table for a terminal of that size, without styles."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(made, build_view(made), console, height))
     written = console.file.getvalue()  # type: ignore[attr-defined]
@@ -30,7 +30,7 @@ def lines(made: Job, width: int = 120, height: int | None = None) -> list[str]:
 
 
 def cells(made: Job, width: int = 200) -> dict[str, str]:
-    """The line of rank 0, by the headings of the columns."""
+    """Return the cells of rank 0 by column heading."""
     shown = lines(made, width)
     at = next(i for i, line in enumerate(shown) if line.startswith("rank  "))
     names = re.split(r"\s{2,}", shown[at].strip())
@@ -38,16 +38,16 @@ def cells(made: Job, width: int = 200) -> dict[str, str]:
     return dict(zip(names, values, strict=True))
 
 
-def own_lines(shown: list[str]) -> dict[int, str]:
-    """The lines of single ranks."""
+def get_rank_lines(shown: list[str]) -> dict[int, str]:
+    """Return the lines of single ranks by rank."""
     head = next(i for i, line in enumerate(shown) if line.startswith("rank "))
     found = (re.match(r" {0,3}(\d+) ", line) for line in shown[head + 1 :])
     return {int(match[1]): match.string for match in found if match}
 
 
-def accounted(shown: list[str]) -> set[int]:
-    """The ranks that a table shows, in lines of their own or together."""
-    found = set(own_lines(shown))
+def get_shown_ranks(shown: list[str]) -> set[int]:
+    """Return the ranks that a table shows, in their own lines or in folds."""
+    found = set(get_rank_lines(shown))
     for line in shown:
         if line.startswith("... and "):
             assert not line.endswith("…"), "cut"
@@ -68,20 +68,20 @@ def test_a_loss_without_a_step_is_shown() -> None:
 
 
 @pytest.mark.parametrize("state", ["running", "gone"])
-def test_what_a_rank_noted_is_beside_what_it_is_in(state: str) -> None:
+def test_the_note_of_a_rank_is_shown_with_its_activity(state: str) -> None:
     history, note = [collective(4, 3)], "evaluating\x1b[2J"
     made = job(rank(0, 2, history, state=state, note=note), rank(1, 2, history))
-    assert '"evaluating\\x1b[2J"' in cells(made)["in"]
-    open_ = [collective(2, None, whom=1, sequence=42)]
+    assert '"evaluating\\x1b[2J"' in cells(made)["activity"]
+    open_ = [collective(2, None, waiting_for=1, sequence=42)]
     waiting = job(rank(0, 2, history, open_, note="x" * 300), rank(1, 2, history))
-    assert '2.0 s, "xxx' in cells(waiting)["in"]
-    assert "x" * 61 not in cells(waiting)["in"]
+    assert '2.0 s, "xxx' in cells(waiting)["activity"]
+    assert "x" * 61 not in cells(waiting)["activity"]
     assert as_json(waiting, build_view(waiting))["ranks"][0]["note"] == "x" * 300
 
 
-def test_a_row_tells_all_of_a_rank() -> None:
+def test_a_row_describes_a_rank() -> None:
     history = [collective(4, 3, 1, 1)]
-    open_ = [collective(2, None, whom=1, sequence=42), message(1, None, peer=1)]
+    open_ = [collective(2, None, waiting_for=1, sequence=42), message(1, None, peer=1)]
     reports = tuple(Report(ago(5 - i), 100 + i, 1 / 8) for i in range(5))
     shown = cells(job(rank(0, 2, history, open_, "sleeping", reports=reports), rank(1)))
     assert shown == {
@@ -92,13 +92,13 @@ def test_a_row_tells_all_of_a_rank() -> None:
         "waiting": "60% for 1",
         "memory": "300 MiB",
         "process": "sleeping",
-        "in": "all_reduce at train.py:40, waits for 1, 2.0 s, #42, float32[1024] SUM, "
+        "activity": "all_reduce at train.py:40, waits for 1, 2.0 s, #42, float32[1024] SUM, "
         "1 more under way",
     }
 
 
 @pytest.mark.parametrize(
-    ("history", "words"),
+    ("history", "text"),
     [
         ([collective(4, 3, 1, 1)], "20% for 1"),
         ([collective(4, 3, 1, 1), collective(3, 2, 0.5, 2)], "30% (20% for 1)"),
@@ -106,24 +106,24 @@ def test_a_row_tells_all_of_a_rank() -> None:
         ([], "0%"),
     ],
 )
-def test_for_whom_a_rank_waits(history: list[Operation], words: str) -> None:
-    assert cells(job(rank(0, 3, history), rank(1, 3), rank(2, 3)))["waiting"] == words
+def test_the_ranks_that_a_rank_waits_for(history: list[Operation], text: str) -> None:
+    assert cells(job(rank(0, 3, history), rank(1, 3), rank(2, 3)))["waiting"] == text
 
 
-def test_without_reports_operations_are_counted_and_the_way_to_report_is_told() -> None:
+def test_without_reports_operations_are_counted_and_report_is_suggested() -> None:
     made = job(rank(0, history=[collective(t, t - 0.1) for t in (3, 2, 1)]), rank(1))
     assert cells(made)["ops/s"] == "0.6"
     assert "phalanx.report(step=..., loss=...)" in "\n".join(lines(made))
     assert "step" not in cells(made)
 
 
-def test_a_rank_outside_of_operations_is_in_its_own_code() -> None:
+def test_a_rank_without_an_operation_is_in_its_own_code() -> None:
     made = job(rank(0, history=[collective(3, 2)]), rank(1))
-    assert cells(made)["in"] == "own code, 2.0 s, after all_reduce at train.py:40"
+    assert cells(made)["activity"] == "own code, 2.0 s, after all_reduce at train.py:40"
 
 
 @pytest.mark.parametrize(
-    ("operation", "words"),
+    ("operation", "text"),
     [
         (message(1, None, 0, 1), "recv from 1 at train.py:40, waits for 1, 1.0 s, tag 7, float32"),
         (message(1, None), "own code, 1.0 s, 1 more under way"),
@@ -133,49 +133,51 @@ def test_a_rank_outside_of_operations_is_in_its_own_code() -> None:
         (collective(1, None, kind="join", site=""), "join, 1.0 s"),
     ],
 )
-def test_operations_in_words(operation: Operation, words: str) -> None:
-    seen = build_view(job(rank(0, open=[operation]), rank(1)))
-    assert describe_activity(seen.rows[0]).startswith(words)
+def test_descriptions_of_operations(operation: Operation, text: str) -> None:
+    view = build_view(job(rank(0, open=[operation]), rank(1)))
+    assert describe_activity(view.rows[0]).startswith(text)
 
 
-def test_the_line_on_top_names_the_straggler_and_what_it_is_in() -> None:
-    top = " ".join(lines(straggling(8, 3))[1:2])
-    assert top.startswith("Rank 3 holds up others: 7 ranks wait for it 60% of the time (own code,")
+def test_the_summary_names_the_straggler_and_its_activity() -> None:
+    top = " ".join(lines(build_straggling_job(8, 3))[1:2])
+    assert top.startswith(
+        "Rank 3 delays the others: 7 ranks wait for it 60% of the time (own code,"
+    )
     assert "after all_reduce at train.py:40" in top
 
 
-def test_the_line_on_top_says_that_all_are_even() -> None:
-    assert "All are even" in lines(job(rank(0), rank(1)))[1]
+def test_the_summary_of_a_balanced_job() -> None:
+    assert "Balanced" in lines(job(rank(0), rank(1)))[1]
 
 
-def test_where_nothing_moves_explain_is_named() -> None:
-    ring = [rank(r, 2, open=[message(60, None, whom=1 - r)]) for r in range(2)]
-    made = job(*ring)
+def test_the_summary_of_a_stuck_job_refers_to_explain() -> None:
+    cycle = [rank(r, 2, open=[message(60, None, waiting_for=1 - r)]) for r in range(2)]
+    made = job(*cycle)
     assert f"phalanx explain {made.name}" in "\n".join(lines(made, 200))
 
 
 @pytest.mark.parametrize("size", [2, 8, 16, 17, 18, 64])
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 30), (200, 60), (80, 12)])
-def test_it_fits_the_terminal_and_accounts_for_every_rank(
+def test_the_table_fits_the_terminal_and_accounts_for_every_rank(
     size: int, width: int, height: int
 ) -> None:
-    shown = lines(straggling(size, slow=1), width, height)
+    shown = lines(build_straggling_job(size, slow=1), width, height)
     assert len(shown) <= height
     assert max(map(len, shown)) <= width
-    assert accounted(shown) == set(range(size))
-    assert 1 in own_lines(shown), "the straggler has a line of its own"
+    assert get_shown_ranks(shown) == set(range(size))
+    assert 1 in get_rank_lines(shown), "the straggler has a line of its own"
 
 
-def test_ranks_without_a_line_are_counted_with_what_they_do() -> None:
-    shown = lines(straggling(64, slow=3), 80, 24)
+def test_folded_ranks_are_counted_with_their_state() -> None:
+    shown = lines(build_straggling_job(64, slow=3), 80, 24)
     counted = next(line for line in shown if line.startswith("... and "))
     assert re.match(
         r"\.\.\. and \d\d more waiting for rank 3, 60% of their time, step 20, ranks ", counted
     )
 
 
-def test_what_is_not_as_it_should_be_keeps_its_line() -> None:
-    made = straggling(64, slow=3)
+def test_abnormal_ranks_keep_their_lines() -> None:
+    made = build_straggling_job(64, slow=3)
     bad = {
         40: replace(made.ranks[40], process=Process("stopped")),
         50: replace(made.ranks[50], process=Process("gone")),
@@ -183,41 +185,41 @@ def test_what_is_not_as_it_should_be_keeps_its_line() -> None:
     }
     ranks = tuple(bad.get(one.rank, one) for one in made.ranks)
     shown = lines(replace(made, ranks=ranks), 100, 16)
-    assert {3, 40, 50, 63} <= set(own_lines(shown))
-    assert accounted(shown) == set(range(64))
+    assert {3, 40, 50, 63} <= set(get_rank_lines(shown))
+    assert get_shown_ranks(shown) == set(range(64))
 
 
-def test_many_kinds_are_folded_into_few_lines() -> None:
-    """Each of 64 ranks waits for another: a line for each would be as long as the table."""
-    ring = [rank(r, 64, open=[message(60, None, whom=(r + 1) % 64)]) for r in range(64)]
-    seen = build_view(job(*ring))
-    shown, folds = fold(seen, 10)
+def test_many_states_are_folded_into_few_lines() -> None:
+    """Each of 64 ranks waits for another, so that no two ranks have the same state."""
+    cycle = [rank(r, 64, open=[message(60, None, waiting_for=(r + 1) % 64)]) for r in range(64)]
+    view = build_view(job(*cycle))
+    shown, folds = fold(view, 10)
     assert len(shown) + len(folds) == 10
     assert {row.rank for row in shown} | {row.rank for one in folds for row in one.rows} == set(
         range(64)
     )
-    assert folds[-1].state == "of several kinds"
+    assert folds[-1].state == "in other states"
 
 
-def test_texts_are_wrapped_where_there_is_room_and_cut_visibly_where_there_is_none() -> None:
+def test_texts_are_wrapped_or_visibly_truncated() -> None:
     site = "/srv/code/a_script_with_a_name_that_is_long.py:40"
-    few = [rank(r, 2, open=[collective(2, None, whom=1, site=site)]) for r in range(2)]
+    few = [rank(r, 2, open=[collective(2, None, waiting_for=1, site=site)]) for r in range(2)]
     assert "#41" in "".join(lines(job(*few), 80, 24))
-    many = [rank(r, 16, open=[collective(2, None, whom=1, site=site)]) for r in range(16)]
-    shown = own_lines(lines(job(*many), 80, 24))
+    many = [rank(r, 16, open=[collective(2, None, waiting_for=1, site=site)]) for r in range(16)]
+    shown = get_rank_lines(lines(job(*many), 80, 24))
     assert len(shown) == 16
     assert all(line.endswith("…") for line in shown.values())
 
 
-def test_nothing_of_the_job_reaches_the_terminal_unescaped() -> None:
-    evil = rank(
+def test_texts_of_the_job_are_escaped() -> None:
+    hostile = rank(
         0,
-        open=[collective(1, None, kind=HOSTILE, site=HOSTILE, whom=1)],
+        open=[collective(1, None, kind=HOSTILE, site=HOSTILE, waiting_for=1)],
         problem="",
         groups=tuple(replace(group, name=HOSTILE) for group in rank(0).groups * 2),
     )
     broken = rank(1, problem=HOSTILE)
-    made = job(evil, broken, command=(HOSTILE,), problems=(HOSTILE,))
+    made = job(hostile, broken, command=(HOSTILE,), problems=(HOSTILE,))
     for text in lines(replace(made, name=HOSTILE), 200):
         assert text.isprintable(), repr(text)
     assert any("[bold]x[/]" in text for text in lines(made, 200)), "not taken for markup"
@@ -229,24 +231,22 @@ def test_nothing_of_the_job_reaches_the_terminal_unescaped() -> None:
     height=st.none() | st.integers(1, 60),
     window=st.floats(0.1, 3600),
 )
-def test_whatever_was_read_can_be_shown(
-    made: Job, width: int, height: int | None, window: float
-) -> None:
-    seen = build_view(made, window)
+def test_any_job_can_be_rendered(made: Job, width: int, height: int | None, window: float) -> None:
+    view = build_view(made, window)
     console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(render(made, seen, console, height))
+    console.print(render(made, view, console, height))
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert written.replace("\n", "").isprintable()
-    json.loads(json.dumps(as_json(made, seen), allow_nan=False))
+    json.loads(json.dumps(as_json(made, view), allow_nan=False))
     get_outcome(made)
-    for row in seen.rows:
+    for row in view.rows:
         assert row.waiting is None or 0 <= row.waiting <= 1
 
 
 @given(made=arbitrary_jobs.jobs(), room=st.integers(1, 80))
 def test_folding_loses_no_rank(made: Job, room: int) -> None:
-    seen = build_view(made)
-    shown, folds = fold(seen, room)
+    view = build_view(made)
+    shown, folds = fold(view, room)
     assert len(shown) + len(folds) <= room
-    told = [row.rank for row in shown] + [row.rank for one in folds for row in one.rows]
-    assert sorted(told) == list(range(len(made.ranks)))
+    found = [row.rank for row in shown] + [row.rank for one in folds for row in one.rows]
+    assert sorted(found) == list(range(len(made.ranks)))

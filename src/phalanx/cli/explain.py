@@ -1,4 +1,4 @@
-"""`phalanx explain`: who is the culprit of a hang or a death, and why."""
+"""`phalanx explain`: the root cause of a hang or a failure, and the rank at fault."""
 
 from typing import Annotated, Any
 
@@ -7,20 +7,20 @@ import typer
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
-            "Say why a job hangs or died, and which rank is the culprit.",
-            "Reads the flight recorders that every rank writes, and what the launcher noted: while the "
-            "job runs, and after its death. The job isn't disturbed. Prints the verdict in plain "
-            "words, where each rank was, and what to try.",
+            "Explain why a job hangs or has failed, and name the rank at fault.",
+            "Reads the flight recorders of all ranks and the launcher's log, while the job runs "
+            "or after it has ended. The job is not affected. Prints the root cause, a table of "
+            "the ranks with their operations, and suggested fixes.",
             "[bold]phalanx explain[/]\n"
             "  the newest job\n"
             "[bold]phalanx explain 20261121-0901-k3f9x2[/]\n"
-            "  this one, out of phalanx jobs; the beginning of its name is enough\n"
-            "[bold]phalanx explain --json | jq .verdict[/]\n"
+            "  a job listed by phalanx jobs; a unique prefix of its name is enough\n"
+            "[bold]phalanx explain --json | jq .diagnosis[/]\n"
             "  for programs",
         )
     ),
-    "epilog": "The exit code is 0 if the job could be read, whatever is wrong with it; 2 if there "
-    "is no such job.",
+    "epilog": "The exit code is 0 if the job could be read, even if it has failed; 2 if there is "
+    "no such job.",
 }
 
 
@@ -29,12 +29,15 @@ def command(
         str | None,
         typer.Argument(
             metavar="JOB",
-            help="Name of the job, or how it begins; the newest if not given.",
+            help="Name of the job, or a unique prefix of it; default: the newest job.",
             show_default=False,
         ),
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print JSON; docs/when-a-job-hangs-or-dies.md says what.")
+        bool,
+        typer.Option(
+            "--json", help="Print JSON, as described in docs/when-a-job-hangs-or-dies.md."
+        ),
     ] = False,
 ) -> None:
     """Read a job and print its explanation."""

@@ -1,4 +1,4 @@
-"""`phalanx trace`: all ranks of a job on one timeline."""
+"""`phalanx trace`: a timeline of all ranks of a job."""
 
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
-            "Write a timeline of all ranks of a job, to be opened at https://ui.perfetto.dev.",
-            "JOB is a name out of `phalanx jobs`, or its beginning; without it, the newest. It may "
-            "still run, and isn't disturbed.",
-            "Each rank is a process of the timeline, with the operations of the script's threads, "
-            "of the groups' threads, and messages; in each operation the part that it waited, and "
-            "for whom; step and loss as phalanx.report was told. A click on an operation shows its "
-            "call site, and arrows to the same operation of the other ranks. A rank keeps its last "
-            "few thousand operations.",
+            "Write a timeline of all ranks of a job, to open at https://ui.perfetto.dev.",
+            "JOB is a name listed by `phalanx jobs`, or a unique prefix of it; default: the newest "
+            "job. The job may still be running, and is not affected.",
+            "Each rank is a process of the timeline, with the operations of the script's threads "
+            "and of the groups' threads, and messages. Each operation shows the time that it "
+            "waited, and for which rank. Counters show the step and loss given to phalanx.report. "
+            "A click on an operation shows its call site, and arrows to the same operation of the "
+            "other ranks. The last few thousand operations of each rank are available.",
             "[bold]phalanx trace[/]\n  the newest job, to JOB.pftrace\n"
-            "[bold]phalanx trace 20261121 -o slow.pftrace[/]\n  another one",
-            'It needs: pip install "phalanx\\[trace]"',
+            "[bold]phalanx trace 20261121 -o slow.pftrace[/]\n  another job, to slow.pftrace",
+            'Requires: pip install "phalanx\\[trace]"',
         )
     )
 }
@@ -30,11 +30,14 @@ SETTINGS: dict[str, Any] = {
 
 def command(
     job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="Its name, or the beginning of it.")
+        str | None,
+        typer.Argument(
+            metavar="JOB", help="Name of the job, or a unique prefix; default: the newest job."
+        ),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", metavar="FILE", help="Where to; JOB.pftrace if not given."),
+        typer.Option("--output", "-o", metavar="FILE", help="File to write; default: JOB.pftrace."),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", "-f", help="Replace the file if it exists.")
@@ -48,11 +51,9 @@ def command(
     check()
     found = read_job(job)
     if not any(rank.pid for rank in found.ranks):
-        raise UsageError(
-            f"job {found.name}: none of its ranks left a trace, so there is no timeline"
-        )
+        raise UsageError(f"job {found.name} has no timeline: none of its ranks left a record")
     path = output or Path(f"{found.name}.pftrace")
-    _report(path, found, _write(path, found, force))
+    _print_summary(path, found, _write(path, found, force))
 
 
 def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":
@@ -75,10 +76,10 @@ def _write(path: Path, job: "Job", force: bool) -> "list[OperationCounts]":
             )
             return list(ranks)
     except BaseException as error:
-        if path.is_file():  # half of it
+        if path.is_file():  # incomplete
             path.unlink()
         if isinstance(error, OSError):
-            raise _unwritable(path, error) from None
+            raise _make_write_error(path, error) from None
         raise
 
 
@@ -89,30 +90,32 @@ def _open(path: Path, force: bool) -> IO[bytes]:
         return path.open("wb" if force else "xb")
     except FileExistsError:
         raise UsageError(
-            f"{path} exists: name another file with -o, or replace it with --force"
+            f"{path} exists: choose another file with --output, or replace it with --force"
         ) from None
     except OSError as error:
-        raise _unwritable(path, error) from None
+        raise _make_write_error(path, error) from None
 
 
-def _unwritable(path: Path, error: OSError) -> Exception:
+def _make_write_error(path: Path, error: OSError) -> Exception:
     from phalanx.errors import UsageError
 
-    return UsageError(f"can't write {path} ({error.strerror}): name another file with -o")
+    return UsageError(f"can't write {path} ({error.strerror}): choose another file with --output")
 
 
-def _report(path: Path, job: "Job", written: "list[OperationCounts]") -> None:
+def _print_summary(path: Path, job: "Job", written: "list[OperationCounts]") -> None:
     from phalanx.observe.escape import escape
 
     operations = sum(rank.operations for rank in written)
     size = path.stat().st_size / 1e3
     large = f"{size:.0f} kB" if size < 1000 else f"{size / 1e3:.1f} MB"
     print(f"{path}: {len(written)} ranks, {operations:,} operations, {large}")
-    print("Open https://ui.perfetto.dev and drag the file onto the page: it stays on your machine.")
+    print("Open https://ui.perfetto.dev and drag the file onto the page. It stays on your machine.")
     if earlier := sum(rank.earlier for rank in written):
-        print(f"note: {earlier:,} earlier operations are missing: ranks keep only the last ones")
+        print(
+            f"note: {earlier:,} earlier operations are missing: each rank keeps only its last ones"
+        )
     if impossible := sum(rank.impossible for rank in written):
-        print(f"note: {impossible:,} operations were left out, whose times can't be right")
+        print(f"note: {impossible:,} operations with impossible times were omitted")
     for problem in (
         *job.problems,
         *(f"rank {r.rank}: {r.problem}" for r in job.ranks if r.problem),

@@ -1,4 +1,4 @@
-"""`phalanx watch`: what every rank of a job does just now, and who holds up whom."""
+"""`phalanx watch`: the current activity of all ranks of a job, and the rank that delays others."""
 
 import json
 import os
@@ -17,41 +17,43 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
-            "Show live what every rank of a job does, whom it waits for, and who holds up others.",
-            "JOB is a name out of `phalanx jobs`, or its beginning; without it, the newest. The "
-            "job isn't disturbed: only its files are read, and Ctrl-C ends the watching alone. "
-            "When the job ends, so does this, with exit code 1 if it failed.",
-            "waiting: the share of the last 5 seconds in which a rank waited for others, and for "
-            "whom most. in: the operation under way, with the line of your script; or for how long "
-            "the rank has been in your own code. step and loss are what the script tells by "
-            "phalanx.report(step=..., loss=...).",
+            "Show live what every rank of a job does, which rank it waits for, and which rank "
+            "delays the others.",
+            "JOB is a name listed by `phalanx jobs`, or a unique prefix of it; default: the newest "
+            "job. The job is not affected: the command only reads its files, and Ctrl-C stops only "
+            "the command. The command ends when the job ends, with exit code 1 if the job failed.",
+            "waiting: the share of the last 5 seconds in which a rank waited for others, and the "
+            "rank that it waited for most. activity: the operation under way, with the line of "
+            "your script, or the time that the rank has spent in your own code. step and loss: "
+            "the values given to phalanx.report(step=..., loss=...).",
             "[bold]phalanx watch[/]\n  the newest job\n"
-            "[bold]phalanx watch --once[/]\n  one look, all ranks\n"
+            "[bold]phalanx watch --once[/]\n  print the table once, with all ranks\n"
             "[bold]phalanx watch --json | jq .straggler[/]\n  for programs",
         )
     )
 }
 
 _PLAIN_WIDTH = 200
-_GRACE = 5.0
-"""Seconds for a launcher to say how a job ended whose processes are all gone."""
+_GRACE_SECONDS = 5.0
+"""Seconds in which a launcher may record the end of a job after its processes have ended."""
 
 
 def command(
     job: Annotated[
-        str | None, typer.Argument(metavar="JOB", help="Its name, or the beginning of it.")
+        str | None,
+        typer.Argument(
+            metavar="JOB", help="Name of the job, or a unique prefix; default: the newest job."
+        ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Between two looks.", min=0.1, max=3600)
+        float, typer.Option(metavar="SECONDS", help="Refresh interval.", min=0.1, max=3600)
     ] = 1.0,
     once: Annotated[
         bool,
-        typer.Option(
-            "--once", help="Look once and print it. So it is where stdout is no terminal."
-        ),
+        typer.Option("--once", help="Print the table once. Default when stdout is not a terminal."),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object, in a line, for each look.")
+        bool, typer.Option("--json", help="Print one JSON object per line for each refresh.")
     ] = False,
 ) -> None:
     """Watch a job until it ends."""
@@ -61,28 +63,28 @@ def command(
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
         once = once or not as_json
-    looks = _Looks(job, interval, once)
+    readings = _Readings(job, interval, once)
     try:
         if as_json:
-            _print_json(looks)
+            _print_json(readings)
         elif once:
-            _print(looks, console)
+            _print(readings, console)
         else:
-            _show_live(looks, console)
+            _show_live(readings, console)
     except KeyboardInterrupt:
         if not as_json:
-            console.print("The watching has ended; the job goes on.")
+            console.print("Stopped watching; the job continues.")
         raise typer.Exit(0) from None
-    except BrokenPipeError:  # whoever read this has seen enough
+    except BrokenPipeError:  # the reader of the output is gone
         raise typer.Exit(0) from None
-    well, words = looks.ending
-    if words and not as_json:
-        console.print(words, soft_wrap=True, markup=False)
-    raise typer.Exit(0 if well else 1)
+    succeeded, text = readings.outcome
+    if text and not as_json:
+        console.print(text, soft_wrap=True, markup=False)
+    raise typer.Exit(0 if succeeded else 1)
 
 
-class _Looks:
-    """Readings of a job, one per interval until it has ended, or one alone."""
+class _Readings:
+    """Readings of a job: one per interval until it has ended, or a single one."""
 
     def __init__(self, name: str | None, interval: float, once: bool) -> None:
         from phalanx.observe.watch import WINDOW
@@ -95,8 +97,8 @@ class _Looks:
         self.window = max(interval, WINDOW)
 
     @property
-    def ending(self) -> tuple[bool, str]:
-        """Whether the job ended well (or goes on), and a sentence; empty while it goes on."""
+    def outcome(self) -> tuple[bool, str]:
+        """Whether the job has not failed, and a sentence about its end; empty while it runs."""
         from phalanx.observe.escape import escape
         from phalanx.observe.watch import get_outcome, has_failed
 
@@ -104,25 +106,25 @@ class _Looks:
             return True, ""
         name = escape(self._last.name)
         if self._removed and not has_failed(self._last):
-            return True, f"Job {name} ended well, and its records are removed."
+            return True, f"Job {name} completed, and its records have been removed."
         if self._removed:
             return (
                 False,
-                f"Job {name} had failed when it was last looked at, and its records are gone.",
+                f"Job {name} had failed when it was last read, and its records have been removed.",
             )
-        end = get_outcome(self._last)
-        if end is None:
+        found = get_outcome(self._last)
+        if found is None:
             return True, ""
-        well, words = end
-        why = "" if well else f" See: phalanx explain {name}"
-        return well, f"Job {name} {words}.{why}"
+        succeeded, text = found
+        hint = "" if succeeded else f" See: phalanx explain {name}"
+        return succeeded, f"Job {name} {text}.{hint}"
 
     def __iter__(self) -> Iterator["Job"]:
         from phalanx.errors import UsageError
         from phalanx.observe.job_reader import read_job
         from phalanx.observe.watch import get_history_length
 
-        over_since: float | None = None
+        ended_since: float | None = None
         while True:
             began = time.monotonic()
             try:
@@ -132,52 +134,55 @@ class _Looks:
             except UsageError:
                 if self._last is None or os.path.lexists(self._last.path):
                     raise
-                self._removed = True  # as is done after a good end
+                self._removed = True  # as after a clean end
                 return
-            if self._last is not None:  # it was given the name of the first
-                job = replace(job, others=self._last.others)
+            if self._last is not None:  # this reading was selected by name
+                job = replace(job, other_jobs=self._last.other_jobs)
             self._last, self._name = job, job.name
             yield job
-            over_since = (over_since or began) if self._is_over(job) else None
-            if self._once or (over_since is not None and began >= over_since + self._grace(job)):
+            ended_since = (ended_since or began) if self._has_ended(job) else None
+            grace = self._get_grace_seconds(job)
+            if self._once or (ended_since is not None and began >= ended_since + grace):
                 return
             time.sleep(max(self._interval - (time.monotonic() - began), 0))
 
-    def _is_over(self, job: "Job") -> bool:
+    def _has_ended(self, job: "Job") -> bool:
         from phalanx.observe.watch import get_outcome
 
         return get_outcome(job) is not None
 
-    def _grace(self, job: "Job") -> float:
+    def _get_grace_seconds(self, job: "Job") -> float:
         launched = any(rank.start is not None for rank in job.ranks)
-        return _GRACE if launched and job.code is None else 0.0
+        return _GRACE_SECONDS if launched and job.code is None else 0.0
 
 
-def _print_json(looks: _Looks) -> None:
+def _print_json(readings: _Readings) -> None:
     from phalanx.observe.watch import as_json, build_view
 
-    for job in looks:
-        print(json.dumps(as_json(job, build_view(job, looks.window)), allow_nan=False), flush=True)
+    for job in readings:
+        print(
+            json.dumps(as_json(job, build_view(job, readings.window)), allow_nan=False), flush=True
+        )
 
 
-def _print(looks: _Looks, console: "Console") -> None:
+def _print(readings: _Readings, console: "Console") -> None:
     from phalanx.observe.watch import build_view, render
 
-    for job in looks:
-        console.print(render(job, build_view(job, looks.window), console))
+    for job in readings:
+        console.print(render(job, build_view(job, readings.window), console))
 
 
-def _show_live(looks: _Looks, console: "Console") -> None:
-    """Draw on the terminal's other screen, and leave the last table on the usual one."""
+def _show_live(readings: _Readings, console: "Console") -> None:
+    """Draw on the terminal's alternate screen, and print the last table on the normal screen."""
     from rich.live import Live
 
     from phalanx.observe.watch import build_view, render
 
     job: Job | None = None
     with Live(console=console, screen=True, auto_refresh=False) as live:
-        for job in looks:
+        for job in readings:
             live.update(
-                render(job, build_view(job, looks.window), console, console.height), refresh=True
+                render(job, build_view(job, readings.window), console, console.height), refresh=True
             )
     if job is not None:
-        console.print(render(job, build_view(job, looks.window), console))
+        console.print(render(job, build_view(job, readings.window), console))

@@ -27,13 +27,13 @@ class Call:
 
     Attributes:
         number: The number of the call, unique among the calls of its caller.
-        other: The id of the other worker: the callee in a caller's record, else the caller.
+        peer: The id of the other worker: the callee in a caller's record, else the caller.
         function: The name of the function; empty in a callee's record.
         since: The time at which the call or its execution began, in monotonic nanoseconds.
     """
 
     number: int
-    other: int
+    peer: int
     function: str
     since: int
 

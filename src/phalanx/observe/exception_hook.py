@@ -41,11 +41,11 @@ def on_failure(call: Callable[[], None]) -> None:
 def announce(error: BaseException) -> None:
     """Announce that `error` ends this process or the function that it was started for."""
     try:
-        words = format_exception(error)
+        text = format_exception(error)
     except RuntimeError as interruption:  # from a signal handler, as DataLoader's of SIGCHLD
-        words = encodable(f"{_format_line(error)}{CAUSED_BY}{_format_line(interruption)})")
+        text = encodable(f"{_format_line(error)}{CAUSED_BY}{_format_line(interruption)})")
     try:
-        _native.note_ending("failed", words)
+        _native.note_ending("failed", text)
     finally:  # peers must be notified in any case
         for call in _callbacks:
             call()
@@ -56,16 +56,16 @@ def format_exception(error: BaseException) -> str:
 
     A DataLoader worker that was killed counts as the cause of a failed connection to it.
     """
-    words, cause = _format_line(error), error
+    text, cause = _format_line(error), error
     for _ in range(_MAX_CAUSES):
         if cause.__cause__ is None:
             break
         cause = cause.__cause__
     if cause is not error:
-        words += f"{CAUSED_BY}{_format_line(cause)})"
+        text += f"{CAUSED_BY}{_format_line(cause)})"
     elif lost := _describe_lost_worker(error):
-        words += f"{CAUSED_BY}{lost})"
-    return encodable(words)
+        text += f"{CAUSED_BY}{lost})"
+    return encodable(text)
 
 
 def _describe_lost_worker(error: BaseException) -> str:
@@ -95,8 +95,8 @@ def _describe_lost_worker(error: BaseException) -> str:
 def _format_line(error: BaseException) -> str:
     lines = traceback.format_exception_only(type(error), error)
     # Lines that begin with a space are the location of a SyntaxError; notes follow the message.
-    words = next((line for line in lines if not line.startswith(" ")), "").strip()
-    return words.partition("\n")[0]
+    text = next((line for line in lines if not line.startswith(" ")), "").strip()
+    return text.partition("\n")[0]
 
 
 def install() -> None:

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
-_REMEDY = "remove it, or choose another place with PHALANX_JOBS_DIR"
+_REMEDY = "remove it, or choose another directory with PHALANX_JOBS_DIR"
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFLNK: "a symbolic link",
@@ -51,8 +51,8 @@ def make_directory(name: str, path: str, base: int | None = None) -> None:
         pass  # of any type: opening it checks the type
     except OSError as error:
         raise UnusableFileError(
-            f"{path} can't be made ({get_reason(error)}): "
-            "choose another place with PHALANX_JOBS_DIR"
+            f"{path} cannot be created ({get_reason(error)}): "
+            "choose another directory with PHALANX_JOBS_DIR"
         ) from error
 
 
@@ -80,7 +80,7 @@ def open_directory(name: str, path: str, base: int | None = None) -> int:
         raise
     except OSError as error:
         raise UnusableFileError(
-            f"{path} can't be opened ({get_reason(error)}): {_REMEDY}"
+            f"{path} cannot be opened ({get_reason(error)}): {_REMEDY}"
         ) from error
     try:
         _check_owner(path, os.fstat(fd))
@@ -113,7 +113,7 @@ def read_file(directory: int, name: str, limit: int) -> bytes:
     except (FileNotFoundError, UnusableFileError):
         raise
     except OSError as error:
-        raise UnusableFileError(f"{name} can't be read ({get_reason(error)})") from error
+        raise UnusableFileError(f"{name} cannot be read ({get_reason(error)})") from error
 
 
 def get_reason(error: OSError) -> str:
@@ -129,7 +129,7 @@ def _check_owner(path: str, found: os.stat_result) -> None:
         )
     if found.st_mode & 0o022:
         raise UnusableFileError(
-            f"{path} can be written by others (its mode is {stat.S_IMODE(found.st_mode):04o}, "
+            f"{path} is writable by others (its mode is {stat.S_IMODE(found.st_mode):04o}, "
             f"expected 0700): chmod it, {_REMEDY}"
         )
 
@@ -146,8 +146,8 @@ def _describe_kind(found: os.stat_result) -> str:
 
 
 def _read_all(fd: int, limit: int) -> bytes:
-    pieces = []
-    while limit > 0 and (piece := os.read(fd, limit)):
-        pieces.append(piece)
-        limit -= len(piece)
-    return b"".join(pieces)
+    chunks = []
+    while limit > 0 and (chunk := os.read(fd, limit)):
+        chunks.append(chunk)
+        limit -= len(chunk)
+    return b"".join(chunks)

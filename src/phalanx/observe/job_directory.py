@@ -35,6 +35,7 @@ __all__ = [
     "JOB_FILE",
     "LAUNCHER_LOG_FILE",
     "RECORDER_FILE",
+    "RECORDER_SUFFIX",
     "VERSION",
     "DirectoryUsage",
     "JobDirectory",
@@ -42,6 +43,7 @@ __all__ = [
     "describe_job",
     "get_command_line",
     "get_pid_scope",
+    "get_recorder_name",
     "list_job_names",
     "make_job_name",
     "prune",
@@ -51,7 +53,8 @@ VERSION = 1
 """The format version of `job.json` and `launcher.jsonl`; recorders have their own version."""
 JOB_FILE = "job.json"
 LAUNCHER_LOG_FILE = "launcher.jsonl"
-RECORDER_FILE = re.compile(r"([1-9][0-9]{0,9})\.box", re.ASCII)
+RECORDER_SUFFIX = ".recorder"
+RECORDER_FILE = re.compile(rf"([1-9][0-9]{{0,9}}){re.escape(RECORDER_SUFFIX)}", re.ASCII)
 """The file name of a flight recorder, which contains the pid of its process."""
 
 _ALPHABET = "abcdefghijkmnpqrstuvwxyz23456789"
@@ -72,6 +75,11 @@ def make_job_name() -> str:
     """Return a unique name for a job, composed of the time and a random suffix."""
     random = "".join(secrets.choice(_ALPHABET) for _ in range(6))
     return f"{time.strftime('%Y%m%d-%H%M')}-{random}"
+
+
+def get_recorder_name(pid: int) -> str:
+    """Return the file name of a process's flight recorder."""
+    return f"{pid}{RECORDER_SUFFIX}"
 
 
 def list_job_names(base: str) -> list[str]:
@@ -229,7 +237,7 @@ class JobDirectory:
                 shutil.rmtree(f"/proc/self/fd/{self._base}/{self.name}")
         except OSError as error:
             raise UnusableFileError(
-                f"{self.path} can't be removed ({get_reason(error)})"
+                f"{self.path} cannot be removed ({get_reason(error)})"
             ) from error
         finally:
             self.close()
@@ -284,7 +292,7 @@ def _remove_old(base: str, name: str) -> None:
     except FileNotFoundError:  # another process has removed it
         pass
     except UnusableFileError as error:
-        _log.warning("phalanx: an old job can't be removed: %s", error)
+        _log.warning("phalanx: an old job cannot be removed: %s", error)
 
 
 def describe_job(name: str, world_size: int, **more: Any) -> dict[str, Any]:
@@ -301,7 +309,7 @@ def describe_job(name: str, world_size: int, **more: Any) -> dict[str, Any]:
         "command": [argument[:4096] for argument in get_command_line()[:256]],
         "cwd": _get_cwd(),
         "started": time.time(),
-        "place": get_pid_scope(),
+        "pid_scope": get_pid_scope(),
         "launcher": None,
         "hosts": 1,
         "world_size": world_size,

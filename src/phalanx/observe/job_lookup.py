@@ -90,7 +90,7 @@ def remove_job(text: str) -> str:
     """
     with find_job(text) as job:
         if not job.lock_exclusive():
-            raise _make_usage_error(f"job {job.name} still runs: end it first")
+            raise _make_usage_error(f"job {job.name} is still running: end it first")
         try:
             job.remove()
         except OSError as error:
@@ -102,8 +102,8 @@ def _match_name(text: str | None, found: Sequence[str], base: str) -> str:
     given = "" if text is None else escape(repr(text), 80)
     if not found:
         raise _make_usage_error(
-            f"there is no job{given and ' '}{given} in {base}: it has jobs that run and jobs that "
-            "failed, a clean end leaves nothing"
+            f"there is no job{given and ' '}{given} in {base}: only running and failed jobs are "
+            "kept there"
         )
     if text is None or text in found:
         return found[0] if text is None else text
@@ -112,11 +112,11 @@ def _match_name(text: str | None, found: Sequence[str], base: str) -> str:
         return matches[0]
     if matches:
         raise _make_usage_error(
-            f"job {given} could be {_enumerate_names(matches)}: give more of its name"
+            f"{given} matches more than one job, {_enumerate_names(matches)}: give more of the name"
         )
     near = difflib.get_close_matches(text[:100], found, n=3)
     hint = (
-        f"did you mean {_enumerate_names(near)}?" if near else f"there is {_enumerate_names(found)}"
+        f"did you mean {_enumerate_names(near)}?" if near else f"expected {_enumerate_names(found)}"
     )
     raise _make_usage_error(f"there is no job {given} in {base}: {hint} (`phalanx jobs` lists all)")
 

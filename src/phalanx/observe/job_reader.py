@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.observe import model
 from phalanx.observe.call_log_reader import read_workers
-from phalanx.observe.job_directory import get_pid_scope
+from phalanx.observe.job_directory import get_pid_scope, get_recorder_name
 from phalanx.observe.job_lookup import find_job, list_running_jobs
 from phalanx.observe.launcher_log_reader import (
     JobDescription,
@@ -74,8 +74,8 @@ def read_job(text: str | None = None, history: int = HISTORY) -> model.Job:
     """
     with find_job(text) as job:
         found = read_job_directory(job, history)
-        others = [] if text is not None else list_running_jobs(job.base)
-    return replace(found, others=tuple(name for name in others if name != found.name))
+        running = [] if text is not None else list_running_jobs(job.base)
+    return replace(found, other_jobs=tuple(name for name in running if name != found.name))
 
 
 def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
@@ -91,8 +91,8 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     location = _JobLocation(job, description)
     ranks = _build_ranks(size, recorders, launcher_log, unreadable, location)
     problems += [
-        f"{recorder['pid']}.box says that it is of rank {recorder['rank']}, "
-        f"and the job has {size} ranks"
+        f"{get_recorder_name(recorder['pid'])} belongs to rank {recorder['rank']}, "
+        f"but the job has {size} ranks"
         for recorder in recorders
         if not 0 <= recorder["rank"] < size
     ]
@@ -101,7 +101,7 @@ def read_job_directory(job: JobDirectory, history: int = HISTORY) -> model.Job:
     workers = read_workers(job, {rank.pid for rank in ranks}, problems)
     if description.hosts > 1:
         problems.append(
-            f"the job is on {description.hosts} hosts: here are the ranks of this one alone"
+            f"the job runs on {description.hosts} hosts: only the ranks of this host are shown"
         )
     return model.Job(
         job.name,
@@ -196,13 +196,13 @@ def _determine_world_size(
     problems: list[str],
 ) -> int:
     size = launcher_log.world_size if launcher_log.starts else 0
-    sizes = {recorder["world_size"]: f"{recorder['pid']}.box" for recorder in recorders}
+    sizes = {recorder["world_size"]: get_recorder_name(recorder["pid"]) for recorder in recorders}
     if not size and len(sizes) > 1:
-        words = ", ".join(f"{sizes[each]} of {each} ranks" for each in sorted(sizes)[:4])
-        problems.append(f"flight recorders don't agree on the job's size: {words}")
+        examples = ", ".join(f"{each} in {sizes[each]}" for each in sorted(sizes)[:4])
+        problems.append(f"flight recorders have different world sizes: {examples}")
     size = size or max(sizes, default=0) or description.world_size
     if size > _MAX_RANKS:
-        problems.append(f"the job says that it has {size} ranks, of which {_MAX_RANKS} are shown")
+        problems.append(f"the job has {size} ranks, of which only {_MAX_RANKS} are shown")
     return max(0, min(size, _MAX_RANKS))
 
 
@@ -215,12 +215,12 @@ def _find_duplicates(
     """
     named: dict[int, list[str]] = {}
     for recorder in recorders:
-        named.setdefault(recorder["rank"], []).append(f"{recorder['pid']}.box")
+        named.setdefault(recorder["rank"], []).append(get_recorder_name(recorder["pid"]))
     missing = [
         rank for rank in range(size) if rank not in named and rank not in launcher_log.starts
     ]
     return [
-        f"{' and '.join(sorted(names))} say that they are of rank {rank}, and none is of rank "
+        f"{' and '.join(sorted(names))} belong to rank {rank}, and none belongs to rank "
         f"{missing[0]}"
         for rank, names in sorted(named.items())
         if missing and len(names) > 1
@@ -274,10 +274,7 @@ def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None
         recorder["ending"],
         recorder["last_words"],
         recorder["ended"],
-        tuple(
-            model.Group(**{**group, "members": _parse_members(group)})
-            for group in recorder["groups"]
-        ),
+        tuple(_build_group(group) for group in recorder["groups"]),
         tuple(model.Operation(**operation) for operation in recorder["open"]),
         tuple(model.Operation(**operation) for operation in recorder["done"]),
         recorder["operations"],
@@ -285,6 +282,12 @@ def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None
         recorder["note"],
         start,
     )
+
+
+def _build_group(group: dict[str, Any]) -> model.Group:
+    fields = {**group, "members": _parse_members(group), "abort_reason": group["why"]}
+    del fields["why"]
+    return model.Group(**fields)
 
 
 def _parse_members(group: dict[str, Any]) -> tuple[int, ...]:

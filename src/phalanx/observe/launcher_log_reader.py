@@ -59,13 +59,13 @@ def read_description(job: JobDirectory, problems: list[str]) -> JobDescription:
         problems.append(f"{JOB_FILE} is damaged: {error}")
         return JobDescription()
     if not isinstance(found, dict) or found.get("version") != VERSION:
-        problems.append(f"{JOB_FILE} is of another version, expected {VERSION}")
+        problems.append(f"{JOB_FILE} has another version, expected {VERSION}")
         return JobDescription()
     command = found.get("command")
-    words = command if isinstance(command, list) else []
-    pid_scope = found.get("place")
+    arguments = command if isinstance(command, list) else []
+    pid_scope = found.get("pid_scope")
     return JobDescription(
-        tuple(word for word in words if isinstance(word, str)),
+        tuple(argument for argument in arguments if isinstance(argument, str)),
         _get_number(found, "started"),
         _get_whole(found, "world_size", 0),
         _get_whole(found, "hosts", 1),

@@ -63,8 +63,8 @@ class LauncherLogWriter:
                 self._begin(base, kept, hosts)
             except OSError as error:
                 _log.warning(
-                    "phalanx: this job can't be looked at by `phalanx watch` and `phalanx "
-                    "explain`, it goes on without: %s",
+                    "phalanx: `phalanx watch` and `phalanx explain` cannot read this job; the job "
+                    "continues: %s",
                     error,
                 )
                 self._close(remove=True)
@@ -140,7 +140,8 @@ class LauncherLogWriter:
             os.write(self._fd, line.encode())
         except OSError as error:
             _log.warning(
-                "phalanx: can't note in %s how ranks start and end (%s); the job goes on",
+                "phalanx: the starts and ends of ranks cannot be logged for job %s (%s); the job "
+                "continues",
                 self.name,
                 error.strerror,
             )

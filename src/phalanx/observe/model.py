@@ -73,7 +73,7 @@ class Group:
         sequence: The number of collectives that this rank has begun in the group.
         left: Whether this rank has left the group.
         left_at: The call site at which it left; empty if unknown.
-        why: The reason for which this rank aborted the group; empty if it did not.
+        abort_reason: The reason for which this rank aborted the group; empty if it did not.
     """
 
     identity: int
@@ -84,7 +84,7 @@ class Group:
     sequence: int = 0
     left: bool = False
     left_at: str = ""
-    why: str = ""
+    abort_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class Job:
         hosts: The number of hosts; the ranks here are those of one host.
         launcher: The pid of the launcher on this host; 0 if there is none.
         launcher_lost: Whether the launcher is gone without a record that the job has ended.
-        others: The names of other running jobs, if this one was not selected by name.
+        other_jobs: The names of other running jobs, if this one was not selected by name.
         workers: The RPC workers among its processes, with their pending calls.
     """
 
@@ -217,7 +217,7 @@ class Job:
     hosts: int = 1
     launcher: int = 0
     launcher_lost: bool = False
-    others: tuple[str, ...] = ()
+    other_jobs: tuple[str, ...] = ()
     workers: tuple[Worker, ...] = ()
 
     @property

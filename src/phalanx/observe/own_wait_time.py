@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from phalanx.observe import recorder
+from phalanx.observe.job_directory import get_recorder_name
 from phalanx.observe.model import Operation
 from phalanx.observe.recorder_reader import read_recorder
 from phalanx.observe.wait_time import get_wait_interval
@@ -33,8 +34,8 @@ def measure_wait_share(since: int, now: int) -> float | None:
     if job is None or now <= since:
         return None
     try:
-        content = read_recorder(job, f"{os.getpid()}.box", _HISTORY)
-    except (OSError, ValueError):  # removed; training must go on
+        content = read_recorder(job, get_recorder_name(os.getpid()), _HISTORY)
+    except (OSError, ValueError):  # removed; training must continue
         return None
     done = [Operation(**operation) for operation in content["done"]]
     if len(done) == _HISTORY:

@@ -23,6 +23,7 @@ from phalanx.observe.job_directory import (
     JobDirectory,
     UnusableFileError,
     describe_job,
+    get_recorder_name,
     make_job_name,
     prune,
 )
@@ -101,7 +102,7 @@ def open_for_group(store: Store, rank: int, size: int) -> None:
             # Installed now because failing to form a group may also end the process.
             exception_hook.install()
         elif size > 1 and not _recorder.has_launcher and not _is_initialized():
-            # Tells processes that are new in this group the location of the job.
+            # Processes that are new in this group read the job's location from the store.
             store.compare_set(_KEY, "", _recorder.location)
 
 
@@ -162,7 +163,7 @@ def report(
         _check_note(note)
         _note = note
     elif step is None and loss is None:
-        raise UsageError("report: nothing was given, expected step, loss or note")
+        raise UsageError("report: no argument was given, expected step, loss or note")
     if _recorder is None:
         _warn_once()
     else:
@@ -191,7 +192,7 @@ def close() -> None:
     if (job := recorder.directory) is not None:
         # The process that gets the exclusive lock is the last one. A process that is killed, or
         # that exits without Python's cleanup, leaves the removal to the others or to `prune`.
-        _leave(
+        _close_directory(
             job,
             remove=not recorder.has_launcher
             and job.lock_exclusive()
@@ -199,7 +200,7 @@ def close() -> None:
         )
 
 
-def _leave(job: JobDirectory, *, remove: bool) -> None:
+def _close_directory(job: JobDirectory, *, remove: bool) -> None:
     if not remove:
         job.close()
         return
@@ -267,7 +268,7 @@ def _open_recorder(job: _JobSettings) -> _Recorder:
         _warn(job, error)
         if directory is not None:
             # Removed only for a single rank: other ranks may be about to open the directory.
-            _leave(directory, remove=job.name is None and job.world_size == 1)
+            _close_directory(directory, remove=job.name is None and job.world_size == 1)
             directory = None
     if directory is None:
         _open_memory(job)
@@ -291,7 +292,7 @@ def _open_directory(job: _JobSettings) -> tuple[JobDirectory | None, bool]:
         return None, False
     base, name = os.path.split(agreed)
     if not env.JOB_NAME.fullmatch(name):
-        raise OSError(f"the other ranks say that the job is at {agreed!r}, which is no such place")
+        raise OSError(f"the other ranks use the job directory {agreed!r}, whose name is invalid")
     return _lock_shared(JobDirectory(base, name, create=True)), agreed == own
 
 
@@ -300,8 +301,8 @@ def _open_launched_directory(base: str, name: str) -> JobDirectory:
         return JobDirectory(base, name)
     except FileNotFoundError:
         raise UnusableFileError(
-            f"there is no job {name} in {base}, which PHALANX_JOB names: unset it, unless a "
-            "launcher has set it"
+            f"PHALANX_JOB names the job {name}, which does not exist in {base}: unset it, unless a "
+            "launcher set it"
         ) from None
 
 
@@ -316,7 +317,7 @@ def _lock_shared(directory: JobDirectory) -> JobDirectory:
 
 def _open_file(directory: JobDirectory, job: _JobSettings) -> None:
     """Create the recorder's file and allocate all of its blocks, so that a full disk fails here."""
-    name = f"{os.getpid()}.box"
+    name = get_recorder_name(os.getpid())
     try:
         descriptor = directory.create(name)
     except FileExistsError:  # from a dead process with the same pid, or an earlier recorder
@@ -332,7 +333,7 @@ def _open_file(directory: JobDirectory, job: _JobSettings) -> None:
 
 
 def _open_memory(job: _JobSettings) -> None:
-    descriptor = os.memfd_create("phalanx-box", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("phalanx-recorder", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.posix_fallocate(descriptor, 0, _native.flight_recorder_bytes())
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
@@ -348,8 +349,8 @@ def _adopt(descriptor: int, job: _JobSettings, name: str) -> None:
 def _warn(job: _JobSettings, error: OSError) -> None:
     if job.world_size == 1 or job.store.add(_WARNED, 1) == 1:
         _log.warning(
-            "phalanx: rank %d keeps its flight recorder in memory only, so `phalanx explain` and "
-            "`phalanx watch` can't read it; the job goes on: %s",
+            "phalanx: rank %d keeps its flight recorder in memory only, so that `phalanx explain` "
+            "and `phalanx watch` cannot read it; the job continues: %s",
             job.rank,
             error,
         )
@@ -380,13 +381,13 @@ def _check_loss(loss: SupportsFloat) -> float:
 
 def _check_note(note: str) -> None:
     if not isinstance(note, str):
-        raise UsageError(f"report: note is {_shorten_repr(note)}, expected a text")
+        raise UsageError(f"report: note is {_shorten_repr(note)}, expected a string")
     try:
         note.encode()
     except UnicodeEncodeError:
         raise UsageError(
             f"report: note is {_shorten_repr(note)}, "
-            "which has half of a surrogate pair and is no text"
+            "which contains a lone surrogate and cannot be encoded"
         ) from None
 
 

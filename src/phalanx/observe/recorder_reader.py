@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
+from phalanx.observe.job_directory import get_recorder_name
 
 if TYPE_CHECKING:
     from phalanx.observe.job_directory import JobDirectory
@@ -28,8 +29,8 @@ def read_recorder(job: JobDirectory, name: str, history: int) -> dict[str, Any]:
         ValueError: The recorder is damaged or of another layout version.
     """
     recorder = _native.read_flight_recorder(job.read(name, _LIMIT), history)
-    if name != f"{recorder['pid']}.box":
-        raise ValueError(f"it is that of process {recorder['pid']}")
+    if name != get_recorder_name(recorder["pid"]):
+        raise ValueError(f"it belongs to process {recorder['pid']}")
     if not 0 <= recorder["rank"] < recorder["world_size"] or recorder["attempt"] < 0:
         raise ValueError(
             f"damaged: rank {recorder['rank']} of {recorder['world_size']}, "

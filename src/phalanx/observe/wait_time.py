@@ -57,7 +57,7 @@ def find_covered_begin(rank: Rank, since: int) -> int:
 
 def is_inactive(status: ExitStatus) -> bool:
     """Return whether a rank with this end is inactive."""
-    return status.reason not in ("alive", "left", "elsewhere")
+    return status.reason not in ("alive", "left", "other_host")
 
 
 def measure_wait_time(rank: Rank, group_ranks: GroupRanks, begin: int, now: int) -> dict[int, int]:

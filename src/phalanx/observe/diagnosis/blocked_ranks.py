@@ -253,17 +253,19 @@ def is_on_other_host(graph: WaitForGraph, number: int) -> bool:
 
 def _check_other_host(graph: WaitForGraph, blocking: list[int]) -> Diagnosis | None:
     """Return a diagnosis of ranks of other hosts, unless an error names a rank of this host."""
-    words = graph.first_failure.rank.exception if graph.first_failure is not None else ""
+    exception = graph.first_failure.rank.exception if graph.first_failure is not None else ""
     there = [number for number in blocking if is_on_other_host(graph, number)]
-    named = [number for number in blocking if number in _find_named_ranks(graph, words)]
+    named = [number for number in blocking if number in _find_named_ranks(graph, exception)]
     if not there or (named and named[0] not in there):
         return None
-    return build_diagnosis(graph, "elsewhere", [n for n in there if n in named] or there, 0, words)
+    return build_diagnosis(
+        graph, "other_host", [n for n in there if n in named] or there, 0, exception
+    )
 
 
-def _find_named_ranks(graph: WaitForGraph, words: str) -> list[int | None]:
+def _find_named_ranks(graph: WaitForGraph, exception: str) -> list[int | None]:
     """Return the ranks that a timed-out operation waited for, according to its error."""
-    if graph.first_failure is None or (found := _WAITED.search(words)) is None:
+    if graph.first_failure is None or (found := _WAITED.search(exception)) is None:
         return []
     group = get_group(graph.first_failure.rank, graph.first_failure.operation)
     return [graph.get_global_rank(group, int(place)) for place in _RANK.findall(found[1])]
@@ -277,8 +279,12 @@ def _check_unreadable(graph: WaitForGraph, blocking: list[int]) -> Diagnosis | N
     found = [n for n in blocking if graph.ranks[n].problem or _has_no_recorder(graph, n)]
     if not found:
         return None
-    words = graph.first_failure.rank.exception if graph.first_failure is not None else ""
-    others = ["there is none in the job's directory", *graph.job.problems, *([words] * bool(words))]
+    exception = graph.first_failure.rank.exception if graph.first_failure is not None else ""
+    others = [
+        "there is none in the job's directory",
+        *graph.job.problems,
+        *([exception] * bool(exception)),
+    ]
     reason = graph.ranks[found[0]].problem or "; ".join(others)
     return build_diagnosis(graph, "unreadable", found, 0, reason)
 
@@ -298,7 +304,7 @@ def _check_late(graph: WaitForGraph, blocking: list[int]) -> Diagnosis | None:
 def _arrived_late(graph: WaitForGraph, number: int) -> bool:
     rank, status = graph.ranks[number], graph.exits[number]
     later = any(operation.begin > graph.moment for operation in (*rank.history, *rank.open))
-    is_own_end = status.reason in ("well", "exited") or get_phalanx_error(rank) != ""
+    is_own_end = status.reason in ("completed", "exited") or get_phalanx_error(rank) != ""
     return number not in graph.waits and (later or (is_own_end and status.time > graph.moment))
 
 
@@ -316,5 +322,5 @@ def _diagnose_stuck(graph: WaitForGraph, blocking: list[int], waiters: list[int]
     if found:
         since = min(graph.waits[number].operation.begin for number in found)
         return build_diagnosis(graph, "stuck", found, since)
-    reason = "ranks wait, but their flight recorders don't tell for whom"
+    reason = "ranks wait, but their flight recorders do not show for which ranks"
     return Diagnosis("unknown", waiting=build_sides(graph, waiters), reason=reason)

@@ -38,7 +38,7 @@ Kind = Literal[
     "aborted",  # a rank aborted the group
     "interrupted",  # a rank was interrupted (Ctrl-C)
     "system",  # the system refused memory or another resource
-    "elsewhere",  # absent ranks are on another host, as are their flight recorders
+    "other_host",  # absent ranks are on another host, as are their flight recorders
     "unreadable",  # a rank is absent, and its flight recorder is unreadable
     "launcher",  # the launcher stopped healthy ranks
     "running",  # no failure so far

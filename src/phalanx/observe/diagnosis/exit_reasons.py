@@ -27,7 +27,7 @@ __all__ = [
 ExitReason = Literal[
     "alive",  # its process exists
     "left",  # its process exists, but has left all its groups
-    "well",  # the script completed
+    "completed",  # the script completed
     "failed",  # an exception
     "interrupted",  # KeyboardInterrupt (Ctrl-C)
     "killed",  # a signal
@@ -35,7 +35,7 @@ ExitReason = Literal[
     "vanished",  # gone for an unknown reason
     "launcher",  # ended by its launcher, which stops all ranks when one fails
     "absent",  # it left no trace
-    "elsewhere",  # on another machine
+    "other_host",  # on another host
 ]
 
 _PHALANX_ERROR = re.compile(
@@ -91,13 +91,13 @@ def determine_exit(rank: Rank, job: Job) -> ExitStatus:
             "launcher", time, -int(signal.SIGKILL)
         )  # by the kernel, when the launcher ended
     if code is not None:
-        return ExitStatus("killed" if code < 0 else "exited" if code else "well", time, code)
+        return ExitStatus("killed" if code < 0 else "exited" if code else "completed", time, code)
     if rank.is_gone:
-        return ExitStatus("well" if rank.ending else "vanished", time)
+        return ExitStatus("completed" if rank.ending else "vanished", time)
     if rank.ending == "exited":
-        return ExitStatus("well", time)
+        return ExitStatus("completed", time)
     if rank.process is None:
-        return ExitStatus("elsewhere" if rank.opened else "absent")
+        return ExitStatus("other_host" if rank.opened else "absent")
     return ExitStatus("left" if rank.ending == "left" else "alive", time)
 
 
@@ -106,9 +106,9 @@ def get_phalanx_error(rank: Rank) -> str:
     return parse_phalanx_error(rank.exception)
 
 
-def parse_phalanx_error(words: str) -> str:
+def parse_phalanx_error(text: str) -> str:
     """Return the name of the Phalanx error in an exception's text, or ""."""
-    found = _PHALANX_ERROR.search(words)
+    found = _PHALANX_ERROR.search(text)
     return found[1] if found else ""
 
 

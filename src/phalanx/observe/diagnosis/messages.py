@@ -61,7 +61,7 @@ def find_incomplete_messages(graph: WaitForGraph, number: int) -> list[Operation
     rank = graph.ranks[number]
     if get_phalanx_error(rank):
         return []
-    ended = graph.exits[number].reason in ("well", "left")
+    ended = graph.exits[number].reason in ("completed", "left")
     messages = (o for o in chain(rank.history, rank.open) if o.is_message and _is_cut(o))
     return [o for o in messages if ended or _has_left(rank, o)]
 
@@ -80,7 +80,7 @@ def _is_cut(message: Operation) -> bool:
 def _is_needed(graph: WaitForGraph, number: int, posted: Operation) -> bool:
     """Return whether the peer of an incomplete message had posted the matching operation."""
     other = graph.get_global_rank(get_group(graph.ranks[number], posted), posted.peer)
-    if other is None or other == number or graph.exits[other].reason in ("well", "left"):
+    if other is None or other == number or graph.exits[other].reason in ("completed", "left"):
         return False
     kind = "recv" if posted.kind == "send" else "send"
     wanted = iterate_messages(

@@ -1,4 +1,4 @@
-"""Remote calls that have been pending for a long time, and the workers that hold them up."""
+"""Remote calls that have been pending for a long time, and the workers that delay them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PendingCall:
         """The time at which the callee began to execute it (monotonic ns); None if it has not."""
         if self.callee is not None:
             for call in self.callee.executed:
-                if (call.other, call.number) == (self.caller.id, self.call.number):
+                if (call.peer, call.number) == (self.caller.id, self.call.number):
                     return call.since
         return None
 
@@ -46,7 +46,7 @@ def list_pending_calls(job: Job) -> list[PendingCall]:
     """Return all pending calls, the oldest first."""
     by_id = {worker.id: worker for worker in job.workers}
     calls = [
-        PendingCall(call, worker, by_id.get(call.other))
+        PendingCall(call, worker, by_id.get(call.peer))
         for worker in job.workers
         for call in worker.made
     ]
@@ -56,12 +56,12 @@ def list_pending_calls(job: Job) -> list[PendingCall]:
 def find_blocking_calls(calls: Iterable[PendingCall]) -> list[PendingCall]:
     """Return the calls whose callee has no pending call itself; none if all workers form cycles."""
     calls = list(calls)
-    waiting = {each.caller.id for each in calls if each.call.other != each.caller.id}
-    return [each for each in calls if each.call.other not in waiting]
+    waiting = {each.caller.id for each in calls if each.call.peer != each.caller.id}
+    return [each for each in calls if each.call.peer not in waiting]
 
 
 def check_unanswered_calls(graph: WaitForGraph) -> Diagnosis | None:
-    """Return a diagnosis of the workers that hold up calls, or on all workers of a cycle."""
+    """Return a diagnosis of the workers that delay calls, or of all workers of a cycle."""
     calls = [c for c in list_pending_calls(graph.job) if c.call.since <= graph.moment - LONG_WAIT]
     if not calls:
         return None

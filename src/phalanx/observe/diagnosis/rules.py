@@ -59,7 +59,7 @@ def diagnose_graph(graph: WaitForGraph) -> Diagnosis:
     for rule in _RULES:
         if (diagnosis := rule(graph)) is not None:
             return diagnosis
-    return Diagnosis("unknown", reason="nothing in its flight recorders tells")
+    return Diagnosis("unknown", reason="the flight recorders do not show it")
 
 
 # No data.
@@ -200,7 +200,7 @@ def _diagnose_abort(graph: WaitForGraph, aborter: int, abort_reason: str) -> Dia
 def _get_abort_reason(graph: WaitForGraph, number: int, group: Group | None) -> str:
     """Return the recorded reason why a rank aborted a group or its session ended, or ""."""
     own = graph.find_group_record(number, group) if group is not None else None
-    return own.why if own is not None else ""
+    return own.abort_reason if own is not None else ""
 
 
 def _find_aborter(graph: WaitForGraph, group: Group | None) -> int | None:
@@ -215,7 +215,7 @@ def _find_aborter(graph: WaitForGraph, group: Group | None) -> int | None:
         number for number in graph.get_group_ranks(group).values() if number in graph.ranks
     )
     records = {number: own for number in members if (own := graph.find_group_record(number, group))}
-    with_reason = [number for number, own in records.items() if own.why]
+    with_reason = [number for number, own in records.items() if own.abort_reason]
     left = [number for number, own in records.items() if own.left and number not in graph.failures]
     if with_reason or left:
         return (with_reason or left)[0]
@@ -293,7 +293,7 @@ def _check_peer_loss(graph: WaitForGraph) -> Diagnosis | None:
     gone = [
         n
         for n in unnotified
-        if graph.exits[n].is_own_failure or graph.exits[n].reason in ("well", "left")
+        if graph.exits[n].is_own_failure or graph.exits[n].reason in ("completed", "left")
     ]
     if group is not None and failure.outcome == "left":
         gone = [number for number in unnotified if graph.has_left(number, group)] or gone
@@ -335,7 +335,9 @@ def _check_detected_deadlock(graph: WaitForGraph) -> Diagnosis | None:
     if graph.first_failure is None or graph.first_failure.outcome != "ring":
         return None
     groups = [group for rank in graph.ranks.values() for group in rank.groups]
-    reason = next((group.why for group in groups if group.why), _get_exception(graph))
+    reason = next(
+        (group.abort_reason for group in groups if group.abort_reason), _get_exception(graph)
+    )
     sides = build_sides(graph, sorted(graph.waits))
     return Diagnosis("order", tuple(sorted(graph.waits)), graph.moment, sides, reason=reason)
 
@@ -390,7 +392,7 @@ def _check_unexplained_exit(graph: WaitForGraph) -> Diagnosis | None:
 
 def _check_no_failure(graph: WaitForGraph) -> Diagnosis | None:
     reasons = {status.reason for status in graph.exits.values()}
-    if reasons <= {"well", "left"} and not graph.is_running:
+    if reasons <= {"completed", "left"} and not graph.is_running:
         return Diagnosis(
             "ended", since=max((get_last_record_time(rank) for rank in graph.job.ranks), default=0)
         )

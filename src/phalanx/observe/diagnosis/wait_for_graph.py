@@ -102,7 +102,7 @@ class WaitForGraph:
     def is_running(self) -> bool:
         """Return whether a process of the job may be alive; other machines are not visible."""
         return self.job.running or any(
-            status.reason == "elsewhere" for status in self.exits.values()
+            status.reason == "other_host" for status in self.exits.values()
         )
 
     @property
@@ -153,7 +153,7 @@ class WaitForGraph:
     def is_gone(self, number: int) -> bool:
         """Return whether, by the moment, a rank had ended by itself or left its groups."""
         status = self.exits[number]
-        if not status.is_own_failure and status.reason not in ("well", "left"):
+        if not status.is_own_failure and status.reason not in ("completed", "left"):
             return False
         if number in self.failures or get_phalanx_error(self.ranks[number]):
             return False  # it was alive to be notified
@@ -213,7 +213,9 @@ class WaitForGraph:
         members = self.get_group_ranks(get_group(failure.rank, failure.operation)).values()
         exits = {n: self.exits[n] for n in members if n in self.exits and n != failure.rank.rank}
         own = [status for number, status in exits.items() if number not in self.failures]
-        lost = any(status.is_own_failure or status.reason in ("well", "left") for status in own)
+        lost = any(
+            status.is_own_failure or status.reason in ("completed", "left") for status in own
+        )
         return not lost and any(status.is_external for status in exits.values())
 
     def _is_aborted_from_outside(self, failure: FailedOperation) -> bool:
@@ -223,7 +225,9 @@ class WaitForGraph:
         known = (
             [self.find_group_record(number, group) for number in ended] if group is not None else []
         )
-        return any(own is not None and own.why.startswith(RANK_EXIT_PREFIXES) for own in known)
+        return any(
+            own is not None and own.abort_reason.startswith(RANK_EXIT_PREFIXES) for own in known
+        )
 
     def _find_moment(self) -> int:
         if self.first_failure is not None:
@@ -353,7 +357,7 @@ def _is_cut_by_own_exit(rank: Rank, operation: Operation) -> bool:
         return True
     if rank.ending != "failed":
         return False
-    aborted = group is not None and group.why.startswith(RANK_EXIT_PREFIXES)
+    aborted = group is not None and group.abort_reason.startswith(RANK_EXIT_PREFIXES)
     return aborted or operation.end >= rank.ended
 
 

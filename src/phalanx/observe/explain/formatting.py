@@ -35,13 +35,16 @@ _MAX_JOBS = 3
 
 def describe_other_jobs(job: Job, command: str) -> str:
     """Return a sentence about other running jobs; empty if there are none."""
-    count = len(job.others)
+    count = len(job.other_jobs)
     if not count:
         return ""
-    shown = [*job.others[:_MAX_JOBS], *([f"{count - _MAX_JOBS} more"] * (count > _MAX_JOBS))]
-    run = "another job runs" if count == 1 else f"{count} other jobs run"
-    take = "looks at it" if count == 1 else "looks at one of them"
-    return f"This is the newest job; {run}: {join_texts(shown)}. `phalanx {command} NAME` {take}."
+    shown = [*job.other_jobs[:_MAX_JOBS], *([f"{count - _MAX_JOBS} more"] * (count > _MAX_JOBS))]
+    run = "another job is running" if count == 1 else f"{count} other jobs are running"
+    selected = "it" if count == 1 else "one of them"
+    return (
+        f"This is the newest job; {run}: {join_texts(shown)}. To select {selected}, use "
+        f"`phalanx {command} NAME`."
+    )
 
 
 def collapse_numbers(numbers: Iterable[int]) -> str:
@@ -137,10 +140,10 @@ def _format_kind(operation: Operation) -> str:
 def format_for_column(graph: WaitForGraph, rank: int, operation: Operation) -> str:
     """Describe an operation for the table: 'all_reduce #41 in group "pair"', "recv from rank 3"."""
     group = get_group(graph.ranks[rank], operation)
-    words = _format_kind(operation)
+    text = _format_kind(operation)
     if operation.is_message:
-        words += f" {_format_peer(operation, graph.get_global_rank(group, operation.peer))}"
-    return words + _format_group(graph, rank, group)
+        text += f" {_format_peer(operation, graph.get_global_rank(group, operation.peer))}"
+    return text + _format_group(graph, rank, group)
 
 
 def _format_peer(operation: Operation, other: int | None) -> str:

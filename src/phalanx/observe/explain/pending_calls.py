@@ -27,7 +27,7 @@ _MAX_CALLS = 8
 
 
 def describe_blocking_calls(graph: WaitForGraph) -> list[str]:
-    """Return sentences about the workers that hold up calls.
+    """Return sentences about the workers that delay calls.
 
     A worker that waits for another worker is not at fault, except in a cycle, where all are.
     """
@@ -59,7 +59,7 @@ def calls_as_json(job: Job) -> list[dict[str, Any]]:
             "calls": [
                 {
                     "function": each.call.function,
-                    "to": each.call.other,
+                    "to": each.call.peer,
                     "since": (each.call.since + offset.get(worker.pid, 0)) / 1e9,
                     "executing": each.executed_since is not None,
                 }
@@ -75,25 +75,25 @@ def _describe_call(graph: WaitForGraph, each: PendingCall) -> str:
     function = escape(each.call.function, 80)
     took = graph.moment - each.call.since
     has = "has" if graph.is_live else "had"
-    words = (
-        f"{_format_worker(graph.job, each.callee, each.call.other, 'Worker')} {has} not answered "
+    text = (
+        f"{_format_worker(graph.job, each.callee, each.call.peer, 'Worker')} {has} not answered "
         f"the call of {function} by {_format_worker(graph.job, each.caller, each.caller.id)} "
         f"for {format_duration(took)}: it "
     )
     if (since := each.executed_since) is not None:
-        return f"{words}{has} been executing it for {format_duration(graph.moment - since)}."
+        return f"{text}{has} been executing it for {format_duration(graph.moment - since)}."
     if each.callee is None:
-        return f"{words}left no record of it on this host."
+        return f"{text}left no record of it on this host."
     if took < _RECORDED:
-        return f"{words}{'may be' if graph.is_live else 'may have been'} executing it."
-    return f"{words}{has} not begun to execute it."
+        return f"{text}{'may be' if graph.is_live else 'may have been'} executing it."
+    return f"{text}{has} not begun to execute it."
 
 
 def _format_line(graph: WaitForGraph, each: PendingCall) -> str:
     return (
         f"  {escape(each.call.function, 80)}, called by "
         f"{_format_worker(graph.job, each.caller, each.caller.id)} on "
-        f"{_format_worker(graph.job, each.callee, each.call.other)}, "
+        f"{_format_worker(graph.job, each.callee, each.call.peer)}, "
         f"for {format_duration(graph.moment - each.call.since)}"
     )
 

@@ -52,10 +52,10 @@ def explain(job: Job) -> RenderableType:
     if graph.ranks:
         parts += [Text(_format_caption(graph)), build_table(graph, diagnosis)]
     if lines := format_call_lines(graph):
-        parts += [Text("\nRemote calls without an answer:"), *map(Text, lines)]
+        parts += [Text("\nPending remote calls:"), *map(Text, lines)]
     steps = suggest_fixes(graph, diagnosis)
     if steps:
-        parts += [Text("\nWhat to try:"), _build_list(steps)]
+        parts += [Text("\nSuggested fixes:"), _build_list(steps)]
     parts += [Text(f"Note: {escape(problem)}", "yellow") for problem in _list_problems(job)]
     return Group(*parts)
 
@@ -90,9 +90,9 @@ def as_json(job: Job) -> dict[str, Any]:
             "attempt": job.attempt,
             "running": job.running,
             "code": job.code,
-            "others": list(job.others),
+            "other_jobs": list(job.other_jobs),
         },
-        "verdict": _diagnosis_as_json(graph, diagnosis),
+        "diagnosis": _diagnosis_as_json(graph, diagnosis),
         "ranks": [_rank_as_json(graph, row) for row in build_rows(graph, diagnosis, fold=False)],
         "advice": suggest_fixes(graph, diagnosis),
         "problems": list(_list_problems(job)),
@@ -128,7 +128,7 @@ def _build_list(steps: Iterable[str]) -> Table:
 def _format_caption(graph: WaitForGraph) -> str:
     if graph.first_failure is None:
         return ""
-    return "\nWhere the ranks were when it went wrong:"
+    return "\nRanks at the time of the failure:"
 
 
 def _list_problems(job: Job) -> Iterable[str]:
@@ -170,7 +170,7 @@ def _rank_as_json(graph: WaitForGraph, row: Row) -> dict[str, Any]:
         "rank": number,
         "pid": rank.pid or None,
         "state": row.state,
-        "ending": status.reason,
+        "exit_reason": status.reason,
         "code": status.code,
         "since": _to_unix(graph, row.since),
         "operation": _operation_as_json(graph, number, graph.current_operation(number)),
@@ -178,7 +178,7 @@ def _rank_as_json(graph: WaitForGraph, row: Row) -> dict[str, Any]:
         "waits_for": list(wait.peers) if wait is not None else [],
         "step": row.steps[0] if row.steps else None,
         "note": rank.note,
-        "last_words": rank.exception,
+        "exception": rank.exception,
         "problem": rank.problem,
     }
 

@@ -44,12 +44,12 @@ _ERRORS = {
     "interrupted": "Aborted",
 }
 _STATES: dict[ExitReason, str] = {
-    "vanished": "gone without a word",
+    "vanished": "disappeared",
     "interrupted": "interrupted (Ctrl-C)",
-    "well": "ended",
+    "completed": "ended",
     "absent": "no trace",
-    "elsewhere": "on another machine",
-    "left": "has left its groups",
+    "other_host": "on another host",
+    "left": "left its groups",
 }
 
 
@@ -150,16 +150,16 @@ def _format_since(graph: WaitForGraph, time: int) -> str:
 
 def _build_row(graph: WaitForGraph, number: int, is_at_fault: bool) -> Row:
     operation, before = graph.current_operation(number), graph.previous_operation(number)
-    left = find_incomplete_messages(graph, number)
-    shown, step = next(iter(left), operation or before), get_last_step(graph.ranks[number])
-    words = ""
+    incomplete = find_incomplete_messages(graph, number)
+    shown, step = next(iter(incomplete), operation or before), get_last_step(graph.ranks[number])
+    text = ""
     if shown is not None:
-        words = format_for_column(graph, number, shown)
-        words = f"{words} (not waited for)" if left else words if operation else f"after {words}"
+        text = format_for_column(graph, number, shown)
+        text = f"{text} (not waited for)" if incomplete else text if operation else f"after {text}"
     return Row(
         (number,),
         describe_state(graph, number),
-        words,
+        text,
         "" if shown is None else format_call_site(shown),
         _get_state_start(graph, number),
         () if step is None else (step,),

@@ -274,8 +274,8 @@ def _list_instants(rank: Rank, status: ExitStatus) -> Iterator[Instant]:
         "flight recorder opened", rank.opened, {"pid": rank.pid, "host": escape(rank.host)}
     )
     if is_inactive(status):
-        words: dict[str, Value] = {"pid": rank.pid, "last words": escape(rank.exception, 1000)}
-        yield Instant(_describe_exit(status), status.time or get_last_record_time(rank), words)
+        arguments: dict[str, Value] = {"pid": rank.pid, "exception": escape(rank.exception, 1000)}
+        yield Instant(_describe_exit(status), status.time or get_last_record_time(rank), arguments)
 
 
 def _describe_exit(status: ExitStatus) -> str:
@@ -283,5 +283,9 @@ def _describe_exit(status: ExitStatus) -> str:
         return f"killed by {signal_name(-status.code)}"
     if status.reason == "exited":
         return f"exited with code {status.code}"
-    words = {"well": "ended", "launcher": "stopped by its launcher", "vanished": "gone"}
-    return words.get(status.reason, status.reason)
+    labels = {
+        "completed": "ended",
+        "launcher": "stopped by its launcher",
+        "vanished": "disappeared",
+    }
+    return labels.get(status.reason, status.reason)

@@ -24,7 +24,7 @@ __all__ = ["OperationCounts", "check", "write"]
 
 _LATEST = 1 << 62
 """An upper limit for valid clock values, in nanoseconds."""
-_STAND_IN = 1 << 30
+_FIRST_SUBSTITUTE_PID = 1 << 30
 """The first of the process numbers for ranks without a unique pid; no pid is this large."""
 
 
@@ -48,7 +48,7 @@ def check() -> None:
         import perfetto.trace_builder.proto_builder  # noqa: F401
     except Exception as error:
         raise UsageError(
-            f"phalanx trace needs Perfetto's Python package, which can't be loaded ({error}): "
+            f"phalanx trace needs Perfetto's Python package, which cannot be imported ({error}): "
             'install it with pip install "phalanx[trace]"'
         ) from error
 
@@ -79,7 +79,11 @@ def _assign_pids(job: Job) -> list[int]:
     seen: set[int] = set()
     found = []
     for number, rank in enumerate(job.ranks):
-        pid = rank.pid if 0 < rank.pid < _STAND_IN and rank.pid not in seen else _STAND_IN + number
+        pid = (
+            rank.pid
+            if 0 < rank.pid < _FIRST_SUBSTITUTE_PID and rank.pid not in seen
+            else _FIRST_SUBSTITUTE_PID + number
+        )
         seen.add(pid)
         found.append(pid)
     return found
@@ -109,7 +113,7 @@ def _build_job_packets(job: Job) -> bytes:
     packet.trusted_packet_sequence_id = 1
     packet.track_event.type = protos.TrackEvent.TYPE_INSTANT
     packet.track_event.track_uuid = 1
-    packet.track_event.name = "read while it ran" if job.running else "ended"
+    packet.track_event.name = "read while running" if job.running else "ended"
     serialized: bytes = builder.serialize()
     return serialized
 

@@ -44,7 +44,7 @@ _LINES_OF_A_RANK = 4
 """Lines per rank that must be available to wrap the text of a rank instead of truncating it."""
 _NOTICED = 0.05
 _NO_VALUE = "-"
-_NOT_WAITING = "waiting for nobody"
+_NOT_WAITING = "not waiting"
 _FROM = ("recv", "broadcast", "scatter")
 _TO = ("send", "reduce", "gather")
 
@@ -57,15 +57,15 @@ class Fold:
     state: str
 
     def __str__(self) -> str:
-        words = [f"... and {len(self.rows)} more {self.state}"]
+        parts = [f"... and {len(self.rows)} more {self.state}"]
         shares = [row.waiting for row in self.rows if row.waiting is not None]
         if shares and self.state.startswith("waiting for ") and self.state != _NOT_WAITING:
-            words.append(f"{sum(shares) / len(shares):.0%} of their time")
+            parts.append(f"{sum(shares) / len(shares):.0%} of their time")
         if steps := sorted(row.step for row in self.rows if row.step is not None):
             same = steps[0] == steps[-1]
-            words.append(f"step {steps[0]}" if same else f"steps {steps[0]} to {steps[-1]}")
-        words.append(format_ranks([row.rank for row in self.rows]))
-        return ", ".join(words)
+            parts.append(f"step {steps[0]}" if same else f"steps {steps[0]} to {steps[-1]}")
+        parts.append(format_ranks([row.rank for row in self.rows]))
+        return ", ".join(parts)
 
 
 def render(job: Job, view: View, console: Console, height: int | None = None) -> Group:
@@ -108,65 +108,69 @@ def fold(view: View, room: int | None) -> tuple[list[Row], list[Fold]]:
 def describe_balance(job: Job, view: View) -> Text:
     """Describe in a sentence or two the rank that delays others."""
     straggler = view.straggler
-    words = ""
+    text = ""
     if straggler is not None:
         row = next(row for row in view.rows if row.rank == straggler.rank)
         many = len(straggler.waiting)
         waiters = f"rank {straggler.waiting[0]} waits" if many == 1 else f"{many} ranks wait"
-        words = (
-            f"Rank {row.rank} holds up others: {waiters} for it {straggler.share:.0%} of the time"
+        text = (
+            f"Rank {row.rank} delays the others: {waiters} for it {straggler.share:.0%} of the time"
         )
-        words += f" ({_format_state(row)}{describe_activity(row)})."
+        text += f" ({_format_state(row)}{describe_activity(row)})."
     if view.balance == "straggler":
-        return Text(words, style="bold yellow")
+        return Text(text, style="bold yellow")
     if view.balance == "stuck":
-        stuck = "Nothing moves: every rank that is alive waits."
-        return Text(f"{stuck} {words} See: phalanx explain {escape(job.name)}", style="bold red")
-    if view.balance == "even":
-        return Text(
-            f"All are even: no rank holds up others (waits of at most {view.max_share:.0%})."
-        )
-    if view.balance == "over":
-        return Text("All ranks have ended: this is what they were in.")
-    if view.balance == "alone":
-        return Text("One rank: it has nobody to wait for.")
-    return Text("All are even: no rank waits noticeably for another.")
+        stuck = "No progress: every live rank is waiting."
+        return Text(f"{stuck} {text} See: phalanx explain {escape(job.name)}", style="bold red")
+    if view.balance == "balanced":
+        return Text(f"Balanced: no rank delays the others (waits of at most {view.max_share:.0%}).")
+    if view.balance == "ended":
+        return Text("All ranks have ended. The table shows their last operations.")
+    if view.balance == "single_rank":
+        return Text("The job has a single rank.")
+    return Text("Balanced: no rank waits noticeably for another.")
 
 
 def describe_activity(row: Row) -> str:
     """Describe the activity of a rank, the most important details first."""
-    now = row.activity
+    activity = row.activity
     if row.problem:
-        return f"its flight recorder can't be read: {escape(row.problem)}"
+        return f"unreadable flight recorder: {escape(row.problem)}"
     if row.exit_status.reason == "absent":
         return "left no trace"
     note = [f'"{escape(row.note, _NOTE)}"'] if row.note else []
     if is_inactive(row.exit_status):
-        return ", ".join([_describe_last_operation(now), *note])
-    if now.under_way:
-        peer = [f"waits for {now.waits_for}"] if now.waits_for >= 0 else []
-        words = [
-            _format_operation(now),
+        return ", ".join([_describe_last_operation(activity), *note])
+    if activity.under_way:
+        peer = [f"waits for {activity.waits_for}"] if activity.waits_for >= 0 else []
+        parts = [
+            _format_operation(activity),
             *peer,
-            _format_duration(now.seconds),
+            _format_duration(activity.seconds),
             *note,
-            *_format_details(now),
+            *_format_details(activity),
         ]
     else:
-        words = ["own code", _format_duration(now.seconds), *note]
-        words += [f"after {_format_operation(now)}"] if now.operation else []
-    words += [f"{now.others} more under way"] if now.others else []
-    return ", ".join(words)
+        parts = ["own code", _format_duration(activity.seconds), *note]
+        parts += [f"after {_format_operation(activity)}"] if activity.operation else []
+    parts += (
+        [f"{activity.num_other_operations} more under way"] if activity.num_other_operations else []
+    )
+    return ", ".join(parts)
 
 
-def _describe_last_operation(now: Activity) -> str:
+def _describe_last_operation(activity: Activity) -> str:
     """Describe the last operation of a rank that has ended."""
-    if now.operation is None:
+    if activity.operation is None:
         return "no operation"
-    if not now.under_way:
-        return f"after {_format_operation(now)}"
+    if not activity.under_way:
+        return f"after {_format_operation(activity)}"
     return ", ".join(
-        [f"was in {_format_operation(now)}", _format_duration(now.seconds), *_format_details(now)]
+        [
+            f"was in {_format_operation(activity)}",
+            _format_duration(activity.seconds),
+            *_format_details(activity),
+        ]
     )
 
 
@@ -175,7 +179,7 @@ def _format_duration(seconds: float) -> str:
 
 
 def _has_priority(row: Row, view: View) -> bool:
-    return row.abnormal or (view.straggler is not None and row.rank == view.straggler.rank)
+    return row.is_abnormal or (view.straggler is not None and row.rank == view.straggler.rank)
 
 
 def _build_folds(rows: Sequence[Row], most: int) -> list[Fold]:
@@ -186,7 +190,7 @@ def _build_folds(rows: Sequence[Row], most: int) -> list[Fold]:
     found.sort(key=lambda one: (-len(one.rows), one.rows[0].rank))
     if len(found) > most:
         rest = sorted((row for one in found[most - 1 :] for row in one.rows), key=_get_rank)
-        found[most - 1 :] = [Fold(tuple(rest), "of several kinds")]
+        found[most - 1 :] = [Fold(tuple(rest), "in other states")]
     return found
 
 
@@ -196,8 +200,8 @@ def _get_rank(row: Row) -> int:
 
 def _describe_fold(row: Row) -> str:
     if row.problem:
-        return "whose flight recorders can't be read"
-    if not row.alive or row.state in ("stopped", "disk"):
+        return "with unreadable flight recorders"
+    if not row.is_alive or row.state in ("stopped", "disk"):
         return f"in state {row.state}"
     if (row.waiting or 0.0) < _NOTICED:
         return _NOT_WAITING
@@ -209,16 +213,16 @@ def _describe_fold(row: Row) -> str:
 
 
 def _build_title(job: Job, width: int) -> Text:
-    words = [escape(job.name)]
+    parts = [escape(job.name)]
     if job.command:
-        words.append(escape(" ".join(job.command), 60 if width >= _WIDE else 40))
-    words.append(f"{job.world_size} rank{'s' if job.world_size != 1 else ''}")
+        parts.append(escape(" ".join(job.command), 60 if width >= _WIDE else 40))
+    parts.append(f"{job.world_size} rank{'s' if job.world_size != 1 else ''}")
     opened = [rank.opened for rank in job.ranks if rank.opened]
     if opened and job.running:
-        words.append(format_duration(job.now - min(opened)))
+        parts.append(format_duration(job.now - min(opened)))
     if job.attempt:
-        words.append(f"attempt {job.attempt + 1}")
-    return Text(" · ".join(words), style="bold")
+        parts.append(f"attempt {job.attempt + 1}")
+    return Text(" · ".join(parts), style="bold")
 
 
 def _build_notes(job: Job, view: View) -> list[Text]:
@@ -226,11 +230,13 @@ def _build_notes(job: Job, view: View) -> list[Text]:
     if others := describe_other_jobs(job, "watch"):
         texts.insert(0, others)
     if len(texts) > _NOTES:
-        texts[_NOTES - 1 :] = [f"note: {len(texts) - _NOTES + 1} more of such: phalanx explain"]
+        texts[_NOTES - 1 :] = [f"note: {len(texts) - _NOTES + 1} more notes: see phalanx explain"]
     if job.workers and (calls := format_call_lines(WaitForGraph(job), _NOTES)):
-        texts += ["Remote calls without an answer:", *calls]
-    if view.rows and not view.reported:
-        texts.append("No progress is reported: phalanx.report(step=..., loss=...) shows it here.")
+        texts += ["Pending remote calls:", *calls]
+    if view.rows and not view.has_reports:
+        texts.append(
+            "No progress is reported. To show it here, call phalanx.report(step=..., loss=...)."
+        )
     return [Text(text, style="dim") for text in texts]
 
 
@@ -240,9 +246,9 @@ def _build_table(view: View, rows: Sequence[Row], width: int, wrap: bool) -> Tab
         columns += [("step", _format_step), ("steps/s", _format_step_rate), ("loss", _format_loss)]
     else:
         columns += [("ops/s", lambda row: _format_rate(row.operations))]
-        columns += [("loss", _format_loss)] if view.reported else []
+        columns += [("loss", _format_loss)] if view.has_reports else []
     columns += [("waiting", _format_waiting), ("memory", _format_memory)]
-    if width >= _WIDE or any(row.abnormal or not row.alive for row in view.rows):
+    if width >= _WIDE or any(row.is_abnormal or not row.is_alive for row in view.rows):
         columns.append(("process", lambda row: row.state))
     gap = 1 if width < _WIDE else 2
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False)
@@ -255,7 +261,7 @@ def _build_table(view: View, rows: Sequence[Row], width: int, wrap: bool) -> Tab
         table.add_column(name, justify=justify, no_wrap=True, min_width=wide)
     last = max(left, _NARROWEST)
     table.add_column(
-        "in", no_wrap=not wrap, overflow="fold" if wrap else "ellipsis", max_width=last
+        "activity", no_wrap=not wrap, overflow="fold" if wrap else "ellipsis", max_width=last
     )
     for row, line in zip(rows, cells, strict=True):
         table.add_row(
@@ -273,7 +279,7 @@ def _choose_style(row: Row, view: View) -> str:
         return "red"
     if view.straggler is not None and view.straggler.rank == row.rank:
         return "yellow"
-    return "" if row.alive else "dim"
+    return "" if row.is_alive else "dim"
 
 
 def _format_step(row: Row) -> str:
@@ -322,31 +328,31 @@ def _format_memory(row: Row) -> str:
 
 
 def _format_state(row: Row) -> str:
-    return f"{row.state}, " if row.abnormal else ""
+    return f"{row.state}, " if row.is_abnormal else ""
 
 
-def _format_operation(now: Activity) -> str:
+def _format_operation(activity: Activity) -> str:
     """Describe an operation with its peer and its call site."""
-    operation = now.operation
+    operation = activity.operation
     if operation is None:
         return "nothing"
-    words = escape(operation.kind, 40)
+    text = escape(operation.kind, 40)
     if operation.kind in (*_FROM, *_TO):
         way = "from" if operation.kind in _FROM else "to"
-        words += f" {way} {now.peer if now.peer >= 0 else 'any'}"
+        text += f" {way} {activity.peer if activity.peer >= 0 else 'any'}"
     if operation.site:
-        words += f" at {format_call_site(operation)}"
-    return words
+        text += f" at {format_call_site(operation)}"
+    return text
 
 
-def _format_details(now: Activity) -> list[str]:
-    operation = now.operation
+def _format_details(activity: Activity) -> list[str]:
+    operation = activity.operation
     if operation is None:
         return []
-    words = [f"tag {operation.sequence}" if operation.is_message else f"#{operation.sequence}"]
-    words += [_format_shape(operation)] if operation.dtype else []
-    words += [f"in {escape(now.group, 40)}"] if now.group else []
-    return words
+    parts = [f"tag {operation.sequence}" if operation.is_message else f"#{operation.sequence}"]
+    parts += [_format_shape(operation)] if operation.dtype else []
+    parts += [f"in {escape(activity.group, 40)}"] if activity.group else []
+    return parts
 
 
 def _format_shape(operation: Operation) -> str:

@@ -50,7 +50,7 @@ _OPERATIONS = 8192
 _NOTICED = 0.05
 """Shares of time below this value are considered noise."""
 
-Balance = Literal["straggler", "even", "stuck", "nobody", "alone", "over"]
+Balance = Literal["straggler", "balanced", "stuck", "no_waits", "single_rank", "ended"]
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Activity:
         peer: The root, or the other rank of a message, in the job; -1 for none or any.
         seconds: The time since the operation began or, if it is not under way, since it ended.
         waits_for: The rank in the job that it waits for now; -1 if none or unknown.
-        others: The number of further operations under way, such as posted messages.
+        num_other_operations: The number of further operations under way, such as posted messages.
     """
 
     operation: Operation | None = None
@@ -73,7 +73,7 @@ class Activity:
     peer: int = -1
     seconds: float = 0.0
     waits_for: int = -1
-    others: int = 0
+    num_other_operations: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,15 +116,18 @@ class Row:
     problem: str
 
     @property
-    def alive(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether the rank is still active."""
         return not is_inactive(self.exit_status)
 
     @property
-    def abnormal(self) -> bool:
+    def is_abnormal(self) -> bool:
         """Return whether the rank needs the user's attention."""
-        bad = self.exit_status.is_own_failure or self.exit_status.reason in ("absent", "left")
-        return bad or bool(self.problem) or self.state in ("stopped", "disk")
+        has_failed = self.exit_status.is_own_failure or self.exit_status.reason in (
+            "absent",
+            "left",
+        )
+        return has_failed or bool(self.problem) or self.state in ("stopped", "disk")
 
 
 @dataclass(frozen=True)
@@ -148,9 +151,9 @@ class View:
 
     Attributes:
         rows: The ranks, in order.
-        balance: "straggler": a rank delays others; "even": ranks wait for each other equally;
-            "stuck": all live ranks only wait; "nobody": no rank waits noticeably; "alone": there is
-            one rank; "over": no rank is alive.
+        balance: "straggler": a rank delays others; "balanced": ranks wait for each other equally;
+            "stuck": all live ranks only wait; "no_waits": no rank waits noticeably; "single_rank":
+            there is one rank; "ended": no rank is alive.
         straggler: The rank that delays others, if any; may also be set if the balance is "stuck".
         max_share: The largest share of its time for which a rank waits.
     """
@@ -161,7 +164,7 @@ class View:
     max_share: float
 
     @property
-    def reported(self) -> bool:
+    def has_reports(self) -> bool:
         """Return whether any rank has reported a step or a loss."""
         return self.has_steps or any(row.loss is not None for row in self.rows)
 
@@ -180,7 +183,7 @@ def build_view(job: Job, window: float = WINDOW) -> View:
     """Evaluate a job over the last `window` seconds before it was read."""
     group_ranks = map_group_ranks(job)
     rows = tuple(_build_row(rank, job, group_ranks, int(window * 1e9)) for rank in job.ranks)
-    alive = [row for row in rows if row.alive and row.waiting is not None]
+    alive = [row for row in rows if row.is_alive and row.waiting is not None]
     max_share = max((row.waiting or 0.0 for row in alive), default=0.0)
     straggler = _find_straggler(rows, alive)
     return View(rows, _judge_balance(rows, alive, straggler, max_share), straggler, max_share)
@@ -193,7 +196,7 @@ def get_outcome(job: Job) -> tuple[bool, str] | None:
     """
     if job.code is not None:
         if job.code == 0:
-            return True, "ended well"
+            return True, "completed"
         return False, f"failed with exit code {job.code}"
     if job.running or not any(rank.pid for rank in job.ranks):
         return None
@@ -203,7 +206,7 @@ def get_outcome(job: Job) -> tuple[bool, str] | None:
             return False, f"failed: rank {rank.rank} (pid {rank.pid}) {_describe_exit(status)}"
     if any(status.reason == "interrupted" for _, status in exits):
         return False, "was interrupted"
-    return True, "ended: all of its processes have"
+    return True, "ended: all its processes have exited"
 
 
 def has_failed(job: Job) -> bool:
@@ -219,13 +222,13 @@ def as_json(job: Job, view: View) -> dict[str, Any]:
     straggler = view.straggler
     return {
         "job": job.name,
-        "others": list(job.others),
+        "other_jobs": list(job.other_jobs),
         "time": time.time(),
         "running": job.running,
         "code": job.code,
         "attempt": job.attempt,
         "world_size": job.world_size,
-        "verdict": view.balance,
+        "balance": view.balance,
         "straggler": straggler and asdict(straggler),
         "ranks": [_row_as_json(row) for row in view.rows],
         "problems": list(job.problems),
@@ -239,7 +242,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "rank": row.rank,
         "pid": row.pid,
         "state": row.state,
-        "alive": row.alive,
+        "alive": row.is_alive,
         "step": row.step,
         "steps_per_second": row.steps,
         "loss": loss if loss is None or math.isfinite(loss) else str(loss),
@@ -253,7 +256,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "group": activity.group,
         "seconds": activity.seconds,
         "waits_for": activity.waits_for if activity.waits_for >= 0 else None,
-        "more_under_way": activity.others,
+        "more_under_way": activity.num_other_operations,
         "problem": row.problem,
     }
 
@@ -263,7 +266,7 @@ def _describe_exit(status: ExitStatus) -> str:
         return f"was killed by {signal_name(-status.code)}"
     if status.reason == "exited":
         return f"exited with code {status.code}"
-    return "raised an exception" if status.reason == "failed" else "is gone"
+    return "raised an exception" if status.reason == "failed" else "disappeared"
 
 
 def _build_row(rank: Rank, job: Job, group_ranks: GroupRanks, window: int) -> Row:
@@ -271,8 +274,8 @@ def _build_row(rank: Rank, job: Job, group_ranks: GroupRanks, window: int) -> Ro
     begin = find_covered_begin(rank, job.now - window)
     span = max(job.now - begin, 1)
     waits: dict[int, float] = {}
-    able = rank.opened > 0 and not is_inactive(status) and not _is_stopped(rank)
-    if able:
+    can_wait = rank.opened > 0 and not is_inactive(status) and not _is_stopped(rank)
+    if can_wait:
         waits = {
             peer: part / span
             for peer, part in measure_wait_time(rank, group_ranks, begin, job.now).items()
@@ -288,7 +291,7 @@ def _build_row(rank: Rank, job: Job, group_ranks: GroupRanks, window: int) -> Ro
         loss=_get_last_loss(rank.reports),
         note=rank.note,
         operations=sum(op.end > begin for op in rank.history) * 1e9 / span,
-        waiting=min(sum(waits.values()), 1.0) if able else None,
+        waiting=min(sum(waits.values()), 1.0) if can_wait else None,
         waits_for=max(waits, key=lambda peer: (waits[peer], -peer), default=-1),
         waits=waits,
         memory=process.memory if process is not None and not rank.is_gone else None,
@@ -308,9 +311,14 @@ def _describe_state(rank: Rank, status: ExitStatus) -> str:
         return signal_name(-status.code)
     if status.reason == "exited":
         return f"exit {status.code}"
-    if is_inactive(status) or status.reason == "elsewhere":
-        words = {"well": "ended", "vanished": "gone", "launcher": "stopped by launcher"}
-        return words.get(status.reason, status.reason)
+    if is_inactive(status) or status.reason == "other_host":
+        labels = {
+            "completed": "ended",
+            "vanished": "disappeared",
+            "launcher": "stopped by launcher",
+            "other_host": "on another host",
+        }
+        return labels.get(status.reason, status.reason)
     return rank.process.state if rank.process is not None else status.reason
 
 
@@ -345,7 +353,7 @@ def _find_activity(rank: Rank, now: int, group_ranks: GroupRanks) -> Activity:
     shown = current or rank.last
     if shown is None:
         since = max([rank.opened, *posted])
-        return Activity(seconds=max(now - since, 0) / 1e9, others=len(posted))
+        return Activity(seconds=max(now - since, 0) / 1e9, num_other_operations=len(posted))
     group = get_group(rank, shown) if len(rank.groups) > 1 else None
     since = current.begin if current else max([shown.end, *posted])
     return Activity(
@@ -355,7 +363,7 @@ def _find_activity(rank: Rank, now: int, group_ranks: GroupRanks) -> Activity:
         peer=get_global_rank(rank, shown, shown.peer, group_ranks),
         seconds=max(now - since, 0) / 1e9,
         waits_for=get_global_rank(rank, shown, shown.waiting_for, group_ranks) if current else -1,
-        others=len(posted),
+        num_other_operations=len(posted),
     )
 
 
@@ -396,12 +404,12 @@ def _find_straggler(rows: Sequence[Row], alive: Sequence[Row]) -> Straggler | No
 def _judge_balance(
     rows: Sequence[Row], alive: Sequence[Row], straggler: Straggler | None, max_share: float
 ) -> Balance:
-    if rows and not any(row.alive for row in rows):
-        return "over"
+    if rows and not any(row.is_alive for row in rows):
+        return "ended"
     if len(rows) == 1:
-        return "alone"
-    if alive and all((row.waiting or 0.0) > 0.99 for row in rows if row.alive):
+        return "single_rank"
+    if alive and all((row.waiting or 0.0) > 0.99 for row in rows if row.is_alive):
         return "stuck"
     if straggler is not None:
         return "straggler"
-    return "even" if max_share >= _NOTICED else "nobody"
+    return "balanced" if max_share >= _NOTICED else "no_waits"
