@@ -66,7 +66,7 @@ class Ended:
 class Run:
     """Ranks that have been started and not yet collected."""
 
-    def __init__(self, ranks: processes.Ranks) -> None:
+    def __init__(self, ranks: processes.RankProcesses) -> None:
         self._ranks = ranks
         self.folder = ranks.folder
         self.pids = ranks.pids
@@ -76,7 +76,7 @@ class Run:
     def join(self, limit: float = LIMIT) -> list[Ended]:
         """Wait until all ranks have ended; a rank that hasn't within `limit` fails the test."""
         hung = self.wait(limit)
-        self._ranks.end(hung)
+        self._ranks.kill(hung)
         ended = self.collect(hung)
         if hung:
             reports = "\n".join(rank.report() for rank in ended)
@@ -129,7 +129,7 @@ class RankServer:
                 place["PHALANX_HOST_ID"] = hosts[rank % len(hosts)]
             # The end of an interpreter costs more than most tests. It is the subject of those that
             # form their own group.
-            tasks.append(Task(call, folder, rank, place, brief=timeout is not None))
+            tasks.append(Task(call, folder, rank, place, skips_finalization=timeout is not None))
         return Run(self._server.start(tasks))
 
     def run(

@@ -75,16 +75,18 @@ def test_collectives(examples: Path, backend: str) -> None:
     assert output(examples / "collectives.py", "--backend", backend, "--nproc", "3") == lines
 
 
-def test_failure_drill(examples: Path) -> None:
-    """Prints what the documentation shows."""
+def test_fault_injection(examples: Path) -> None:
+    """The output is that in the documentation."""
     text = (examples.parent / "docs/testing-against-failure.md").read_text()
-    shown = text.partition("$ python examples/failure_drill.py\n")[2].partition("```")[0]
-    assert output(examples / "failure_drill.py") == shown.splitlines()
+    shown = text.partition("$ python examples/fault_injection.py\n")[2].partition("```")[0]
+    assert output(examples / "fault_injection.py") == shown.splitlines()
 
 
-@pytest.mark.parametrize("options", [("--nproc", "1"), ("--steps", "1")])
-def test_failure_drill_of_nothing(examples: Path, options: tuple[str, str]) -> None:
-    result = run(examples / "failure_drill.py", *options)
+@pytest.mark.parametrize("options", [("--nproc-per-node", "1"), ("--steps", "1")])
+def test_fault_injection_with_too_few_ranks_or_steps(
+    examples: Path, options: tuple[str, str]
+) -> None:
+    result = run(examples / "fault_injection.py", *options)
     assert result.returncode == 2
     assert "given, expected at least 2 of each" in result.stderr
 

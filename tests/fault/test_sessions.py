@@ -13,15 +13,15 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.observe import job_reader
-from phalanx.testing import Drill, Ended
+from phalanx.testing import FaultRunner, RankResult
 
 VICTIM = 1
 
 
 @pytest.fixture(scope="module")
-def drill() -> Iterator[Drill]:
-    with Drill() as drill:
-        yield drill
+def runner() -> Iterator[FaultRunner]:
+    with FaultRunner() as runner:
+        yield runner
 
 
 def raises() -> None:
@@ -78,7 +78,7 @@ def one_ends(how: str, in_flight: bool = False) -> float:
     return start
 
 
-def told(rank: Ended, how: str, victim: Ended) -> str:
+def told(rank: RankResult, how: str, victim: RankResult) -> str:
     _, kind, words = ENDS[how]
     assert isinstance(rank.error, kind), rank
     text = str(rank.error)
@@ -89,22 +89,22 @@ def told(rank: Ended, how: str, victim: Ended) -> str:
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_the_others_are_told(drill: Drill, how: str) -> None:
-    result = drill.run(one_ends, 2, (how,))
+def test_the_others_are_told(runner: FaultRunner, how: str) -> None:
+    result = runner.run(one_ends, 2, (how,))
     told(result[0], how, result[VICTIM])
 
 
-def test_at_once_in_all_groups(drill: Drill) -> None:
+def test_at_once_in_all_groups(runner: FaultRunner) -> None:
     """Also those that wait in another group, and whatever the victim has under way itself."""
-    result = drill.run(one_ends, 3, ("exception", True))
+    result = runner.run(one_ends, 3, ("exception", True))
     for rank in (0, 2):
         text = told(result[rank], "exception", result[VICTIM])
         assert result[rank].time - result[VICTIM].value < 1.0, text
 
 
-def test_caught_outside(drill: Drill) -> None:
+def test_caught_outside(runner: FaultRunner) -> None:
     """The process lives on, and its flight recorder doesn't say that it failed."""
-    result = drill.run(caught_and_gone_on, 2)
+    result = runner.run(caught_and_gone_on, 2)
     told(result[0], "exception", result[VICTIM])
     assert result[VICTIM].value == ("left", 1.0)
 

@@ -39,7 +39,7 @@ def run(frames: int, seed: int, hosts: str) -> None:
             place["PHALANX_HOST_ID"] = host
         ranks = server.start([Task(call, folder, rank, place) for rank, place in enumerate(places)])
         hung = ranks.wait(3600.0)
-        ranks.end(hung)
+        ranks.kill(hung)
         ended = ranks.collect(hung)
         server.close()
     for end in ended:

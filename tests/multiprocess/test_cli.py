@@ -44,14 +44,14 @@ def test_selfcheck_says_what_is_wrong() -> None:
             got[3] += 1
         return got, expected
 
-    assert selfcheck._verdict(wrong, 1).startswith("7 elements: 1 are wrong, the first at 3: ")
+    assert selfcheck._run_check(wrong, 1).startswith("7 elements: 1 are wrong, the first at 3: ")
 
 
 def test_selfcheck_does_not_take_poison_for_a_result() -> None:
     def untouched(count: int, _seed: int) -> selfcheck.Pair:
         return selfcheck._empty(count), np.zeros(count)
 
-    assert "1 elements: 1 are wrong" in selfcheck._verdict(untouched, 1)
+    assert "1 elements: 1 are wrong" in selfcheck._run_check(untouched, 1)
 
 
 def test_selfcheck_takes_at_least_one_rank() -> None:

@@ -1,4 +1,4 @@
-"""What came of the drivers: tables to read, and records to keep."""
+"""Results of the drivers, as tables and as stored records."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.machine import machine, versions
-from tests.drill import desyncs, endurance, kills, matrix, training
+from tests.fault_injection import desyncs, endurance, kills, matrix, training
 
 # Seconds within which so large a part of all survivors must have raised.
 LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
@@ -25,7 +25,7 @@ LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
 def summary_of_kills(trials: Sequence[kills.Trial], left: list[str]) -> dict[str, Any]:
     """What was measured: all deaths together, and by what they have in common."""
     keys: tuple[Callable[[kills.Trial], str], ...] = (
-        lambda trial: trial.kill.way,
+        lambda trial: trial.kill.method,
         lambda trial: trial.kill.moment,
         lambda trial: f"{trial.kill.ranks} ranks",
     )
@@ -97,7 +97,7 @@ def summary_of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
     return {
         "all": _of_matrix(trials),
         "by": {kind: _of_matrix(group) for kind, group in groups.items()},
-        "verdicts": {trial.case.name: trial.verdict for trial in trials},
+        "verdicts": {trial.case.name: trial.diagnosis for trial in trials},
         "wrong": [f"{trial.case.name}: {what}" for trial in trials for what in trial.wrong],
     }
 
@@ -105,7 +105,7 @@ def summary_of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
 def _of_matrix(trials: Sequence[matrix.Trial]) -> dict[str, int]:
     return {
         "faults": len(trials),
-        "ranks": sum(trial.ranks for trial in trials),
+        "ranks": sum(trial.names_ranks for trial in trials),
         "right": sum(trial.right for trial in trials),
     }
 
@@ -161,7 +161,7 @@ def table_of_desyncs(summary: dict[str, Any]) -> Table:
 def summary_of_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
     """How many kills struck how many runs, and what didn't end as it must."""
     return {
-        "kills": sum(trial.landed for trial in trials),
+        "kills": sum(trial.effective_kills for trial in trials),
         "runs": len(trials),
         "epochs": training.EPOCHS,
         "by": {name: _of_training(group) for name, group in _grouped_training(trials).items()},
@@ -172,7 +172,7 @@ def summary_of_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
 def _grouped_training(trials: Sequence[training.Trial]) -> dict[str, list[training.Trial]]:
     groups: dict[str, list[training.Trial]] = {}
     for trial in trials:
-        kind = "DistributedDataParallel" if trial.wrapped else "average_gradients"
+        kind = "DistributedDataParallel" if trial.uses_ddp else "average_gradients"
         groups.setdefault(f"{trial.ranks} ranks, {kind}", []).append(trial)
     return dict(sorted(groups.items()))
 
@@ -180,7 +180,7 @@ def _grouped_training(trials: Sequence[training.Trial]) -> dict[str, list[traini
 def _of_training(trials: list[training.Trial]) -> dict[str, int]:
     return {
         "runs": len(trials),
-        "kills": sum(trial.landed for trial in trials),
+        "kills": sum(trial.effective_kills for trial in trials),
         "equal": sum(not trial.wrong for trial in trials),
     }
 
@@ -198,21 +198,21 @@ def summary_of_operations(samples: list[list[endurance.Sample]]) -> dict[str, An
     """By rank: what it held as the operations went on, and whether that is flat."""
     ranks = []
     for taken in samples:
-        verdict = endurance.verdict(taken)
+        growth = endurance.growth(taken)
         ranks.append(
             {
-                "flat": verdict.flat,
-                "grown": verdict.resident,
-                "blocks_grown": verdict.blocks,
-                "more": verdict.more,
+                "flat": growth.is_flat,
+                "grown": growth.resident,
+                "blocks_grown": growth.blocks,
+                "more": growth.more,
                 "columns": ["operations", "seconds", "resident", "descriptors", "threads"],
                 "samples": [
                     [
                         sample.operations,
                         round(sample.seconds, 1),
-                        sample.holds.resident,
-                        sample.holds.descriptors,
-                        sample.holds.threads,
+                        sample.resources.resident,
+                        sample.resources.descriptors,
+                        sample.resources.threads,
                     ]
                     for sample in taken
                 ],
@@ -225,17 +225,17 @@ def table_of_operations(samples: list[list[endurance.Sample]]) -> Table:
     """A line for about each tenth of the operations, with what the ranks held."""
     table = _table("seconds", "MiB of each rank", "descriptors", "threads")
     step = max(1, len(samples[0]) // 10)
-    for of_ranks in list(zip(*samples, strict=True))[::step]:
-        first = of_ranks[0]
+    for row in list(zip(*samples, strict=True))[::step]:
+        first = row[0]
         table.add_row(
             f"{first.operations:,}",
             f"{first.seconds:.0f}",
             *(
-                " ".join(f"{value(sample)}" for sample in of_ranks)
+                " ".join(f"{value(sample)}" for sample in row)
                 for value in (
-                    lambda sample: f"{sample.holds.resident / 2**20:.1f}",
-                    lambda sample: sample.holds.descriptors,
-                    lambda sample: sample.holds.threads,
+                    lambda sample: f"{sample.resources.resident / 2**20:.1f}",
+                    lambda sample: sample.resources.descriptors,
+                    lambda sample: sample.resources.threads,
                 )
             ),
         )
@@ -245,7 +245,7 @@ def table_of_operations(samples: list[list[endurance.Sample]]) -> Table:
 def record(path: Path, title: str, table: Table, found: dict[str, Any]) -> None:
     """Write what was found: `path` with .json for programs, with .md for readers."""
     facts = {
-        "command": f"make drill ARGS={shlex.quote(shlex.join(sys.argv[1:]))}",
+        "command": f"make faults ARGS={shlex.quote(shlex.join(sys.argv[1:]))}",
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": versions(),
