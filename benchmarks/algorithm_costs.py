@@ -6,7 +6,7 @@ The model has two numbers: alpha, seconds of a message whatever its size, and be
 byte. An all-reduce takes as long as the messages that follow one another (its path), each at
 alpha + bytes beta. Where ranks share cores it can't be faster, either, than all its messages
 together, divided by the cores: a message keeps a core busy at both ends. Fits both numbers to what
-`phalanx bench --algorithms --json` has measured, for each backend, and shows how far off that is;
+`phalanx bench --algorithms --output` has measured, for each backend, and shows how far off that is;
 draws which algorithm the model takes for the fastest. See docs/algorithms.md.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from phalanx.bench.algorithms import record
 from phalanx.bench.algorithms.plot import STYLES
 from phalanx.bench.operations import ALGORITHMS
-from phalanx.bench.plan import Contender, label_of
+from phalanx.bench.plan import Variant, format_size
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Measured:
 def read(path: Path, system: str) -> list[Measured]:
     """The medians of a system."""
     return [
-        Measured(name, report.settings["ranks"], figure.bytes, figure.timings[label].median)
+        Measured(name, report.settings["ranks"], result.bytes, result.timings[label].median)
         for report in record.read(path)
-        for figure in report.figures
+        for result in report.results
         for name in ALGORITHMS
-        if (label := Contender(system, name).label) in figure.timings
+        if (label := Variant(system, name).label) in result.timings
     ]
 
 
@@ -116,7 +116,7 @@ def show_fit(path: Path, system: str, cores: int) -> None:
     print(f"{system}: {alpha * 1e6:.0f} us for a message, {1e-9 / beta:.2f} GB/s")
     for each, ratio in zip(measured, ratios, strict=True):
         print(
-            f"  {each.ranks} ranks {label_of(each.size):>8}  {each.name:28} "
+            f"  {each.ranks} ranks {format_size(each.size):>8}  {each.name:28} "
             f"{each.seconds * 1e6:9.0f} us, model {ratio:5.2f} of it"
         )
 
@@ -161,7 +161,7 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
             )
             axes.set_xscale("log", base=2)
             ticks = [2**power for power in (2, 8, 14, 20, 26)]
-            axes.set_xticks(ticks, [label_of(size) for size in ticks])
+            axes.set_xticks(ticks, [format_size(size) for size in ticks])
             axes.minorticks_off()
             axes.set_yticks([2, 4, 8, 16, 32])
             axes.set_title(title, loc="left")
@@ -177,7 +177,7 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
 def main() -> None:
     """Read the command line, fit, draw."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("measured", type=Path, help="a file of phalanx bench --algorithms --json")
+    parser.add_argument("measured", type=Path, help="a file of phalanx bench --algorithms --output")
     parser.add_argument("--alpha", type=float, default=20.0, help="of the map, in microseconds")
     parser.add_argument("--rate", type=float, default=1.25, help="of the map: 1 / beta, in GB/s")
     parser.add_argument("--map", type=Path, help="draw who wins")
