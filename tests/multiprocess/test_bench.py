@@ -81,12 +81,12 @@ def test_every_system_is_measured_stored_and_plotted(tmp_path: Path) -> None:
     assert max(stored["bandwidth"].values()) > 1e8
     assert stored["versions"]["openmpi, running"].startswith("Open MPI v")
     assert stored["versions"]["mpich, running"].startswith("MPICH ")
-    keys = [(result["operation"], result["size"]) for result in stored["results"]]
+    keys = [(measured["operation"], measured["size"]) for measured in stored["results"]]
     assert keys == [(name, size) for name in ("all_reduce", "send_recv") for size in (4, 65536)]
-    for result in stored["results"]:
-        assert result["limit"] > 0
-        assert set(result["timings"]) == {"phalanx", "gloo", "openmpi", "mpich"}
-        for timing in result["timings"].values():
+    for measured in stored["results"]:
+        assert measured["limit"] > 0
+        assert set(measured["timings"]) == {"phalanx", "gloo", "openmpi", "mpich"}
+        for timing in measured["timings"].values():
             assert timing["rounds"] == 2
             assert 0 < timing["low"] <= timing["median"] <= timing["high"] < LIMIT
     assert result.stdout.count("64 KiB") == 2
@@ -101,9 +101,9 @@ def test_every_operation_gives_the_expected_result(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout + result.stderr
     stored = json.loads((tmp_path / "out.json").read_text())
     assert stored["wrong"] == []
-    assert {result["operation"] for result in stored["results"]} == set(OPERATIONS)
-    for result in stored["results"]:
-        assert set(result["timings"]) == {"phalanx", "gloo", "openmpi"}, result
+    assert {measured["operation"] for measured in stored["results"]} == set(OPERATIONS)
+    for measured in stored["results"]:
+        assert set(measured["timings"]) == {"phalanx", "gloo", "openmpi"}, measured
 
 
 def test_algorithms_are_measured_beside_those_of_the_backend(
@@ -117,15 +117,15 @@ def test_algorithms_are_measured_beside_those_of_the_backend(
     (report,) = json.loads((tmp_path / "out.json").read_text())["reports"]
     assert report["settings"]["ranks"] == 2
     assert report["wrong"] == report["notes"] == []
-    assert [result["size"] for result in report["results"]] == [4, 1024]
-    for result in report["results"]:
+    assert [measured["size"] for measured in report["results"]] == [4, 1024]
+    for measured in report["results"]:
         labels = [
             f"{name} {algorithm}".rstrip()
             for name in ("phalanx", "gloo")
             for algorithm in ALGORITHM_NAMES
         ]
-        assert list(result["timings"]) == labels
-        for timing in result["timings"].values():
+        assert list(measured["timings"]) == labels
+        for timing in measured["timings"].values():
             assert timing["rounds"] == 2
             assert 0 < timing["low"] <= timing["median"] <= timing["high"] < LIMIT
     assert result.stdout.count("1 KiB") == 2
