@@ -42,7 +42,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples drill bench tidy clean distclean
+	native-tsan kills model mutants pytest hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
@@ -253,7 +253,7 @@ pythons: ## build the wheel and self-check it on every Python here, 3.10 to 3.14
 	$(call section,Every Python)
 	@$(PYTHON) -m tests.pythons --torch $(TORCH) $(ARGS)
 
-soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --ranks 2-8 --seed N")
+soak: setup-dev ## random operations, all checked (ARGS="--operations 100000 --nproc-per-node 2-8 --seed N")
 	$(call section,Soak)
 	@python -m tests.soak $(ARGS)
 
@@ -270,9 +270,9 @@ rpc-examples: setup-dev ## PyTorch's RPC examples, on its RPC and on ours (EXAMP
 	@pip install -qq --no-deps "torchvision==$(TORCHVISION)"
 	@python -m tests.published "$(EXAMPLES)" $(ARGS)
 
-drill: setup-dev ## deaths, desyncs, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training", "matrix")
-	$(call section,Drill)
-	@python -m tests.drill $(ARGS)
+faults: setup-dev ## random deaths, mismatches, endurance (ARGS="kills --count 1000", "desyncs", "operations", "training", "matrix")
+	$(call section,Fault injection)
+	@python -m tests.fault_injection $(ARGS)
 
 bench: $(VENV)/.bench ## measure Phalanx, Gloo, Open MPI and MPICH side by side (ARGS="--op all_reduce")
 	$(call section,Benchmarks)

@@ -21,7 +21,7 @@ from pathlib import Path
 from phalanx.bench.algorithms import record
 from phalanx.bench.algorithms.plot import STYLES
 from phalanx.bench.operations import ALGORITHMS
-from phalanx.bench.plan import Contender, label_of
+from phalanx.bench.plan import Variant, format_size
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class Measured:
 def read(path: Path, system: str) -> list[Measured]:
     """Return the medians of a system."""
     return [
-        Measured(name, report.settings["ranks"], figure.bytes, figure.timings[label].median)
+        Measured(name, report.settings["ranks"], result.bytes, result.timings[label].median)
         for report in record.read(path)
-        for figure in report.figures
+        for result in report.results
         for name in ALGORITHMS
-        if (label := Contender(system, name).label) in figure.timings
+        if (label := Variant(system, name).label) in result.timings
     ]
 
 
@@ -120,7 +120,7 @@ def print_fit(path: Path, system: str, cores: int) -> None:
     print(f"{system}: {alpha * 1e6:.0f} us for a message, {1e-9 / beta:.2f} GB/s")
     for each, ratio in zip(measured, ratios, strict=True):
         print(
-            f"  {each.ranks} ranks {label_of(each.size):>8}  {each.name:28} "
+            f"  {each.ranks} ranks {format_size(each.size):>8}  {each.name:28} "
             f"{each.seconds * 1e6:9.0f} us, model {ratio:5.2f} of it"
         )
 
@@ -165,7 +165,7 @@ def draw_map(path: Path, alpha: float, beta: float) -> None:
             )
             axes.set_xscale("log", base=2)
             ticks = [2**power for power in (2, 8, 14, 20, 26)]
-            axes.set_xticks(ticks, [label_of(size) for size in ticks])
+            axes.set_xticks(ticks, [format_size(size) for size in ticks])
             axes.minorticks_off()
             axes.set_yticks([2, 4, 8, 16, 32])
             axes.set_title(title, loc="left")

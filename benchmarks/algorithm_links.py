@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.algorithm_costs import cost
 from phalanx.bench.machine import machine, versions
-from phalanx.bench.plan import label_of
+from phalanx.bench.plan import format_size
 from phalanx.parallel.algorithms import ALGORITHMS
 from tests.networks import Network
 
@@ -91,7 +91,7 @@ def print_results(hosts: int, results: list[dict[str, object]]) -> None:
             link = "" if name == "own" else cost(name, hosts).path_lengths * size / RATE
             share = "" if name == "own" else f"link {link / median:4.0%}"
             print(
-                f"{label_of(size):>8}  {name:28} {median * 1e3:8.2f} "
+                f"{format_size(size):>8}  {name:28} {median * 1e3:8.2f} "
                 f"±{(high - low) / 2 * 1e3:.2f}  {share}"
             )
 

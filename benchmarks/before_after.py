@@ -1,13 +1,13 @@
-"""Two versions of Phalanx beside each other: has anything become slower?
+"""Comparison of the speed of two versions of Phalanx.
 
-    python benchmarks/before_after.py --before OTHER/bin/python --json benchmarks/before_after.json
+    python benchmarks/before_after.py --before OTHER/bin/python --output FILE
 
 OTHER is an environment with the version to compare with: check it out elsewhere and run
-`make setup` there. The two versions take turns, each in processes of its own. `operations` times
+`make setup` there. The two versions take turns, each in its own processes. `operations` times
 small collectives and messages, called by Python in a loop; `bench` is `phalanx bench`, `rpc` is
-`benchmarks/rpc` and `train` is `benchmarks/train_step.py`, all at 2 ranks. Given is how many times
-as long as before each takes: the median and the quartiles of the runs. Rows of other systems, which
-are the same before and after, show how far the machine itself varies.
+`benchmarks/rpc` and `train` is `benchmarks/train_step.py`, all with 2 ranks. The results are ratios
+of the time after to the time before: the median and the quartiles of the runs. Rows of other
+systems, which are the same before and after, show how much the machine varies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rich.table import Table
 from phalanx.bench.machine import machine, versions
 
 _HERE = Path(__file__).parent
-_TOLERATED = 1.03
+_TOLERANCE = 1.03
 
 RANK = """
 import json, time, torch, torch.distributed as dist
@@ -76,53 +76,53 @@ for _ in range(60):
             operation()
         seconds[name].append((time.perf_counter() - begin) / 100)
 if rank == 0:
-    # The 10th percentile: other work on the machine disturbs it least.
+    # The 10th percentile is least affected by other work on the machine.
     print(json.dumps({name: sorted(times[10:])[5] for name, times in seconds.items()}))
 dist.destroy_process_group()
 """
 
-Figures = dict[str, float]
-"""Seconds by what was measured."""
+Results = dict[str, float]
+"""Seconds by name of the measurement."""
 
 
-def operations(python: str) -> Figures:
-    """Small operations, called in a loop: nearly all of it is the way through Python."""
+def operations(python: str) -> Results:
+    """Time small operations in a loop; nearly all of the time is spent in Python."""
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(RANK)
         script.flush()
         command = [python, "-m", "phalanx", "run", "--nproc-per-node", "2", script.name]
-        lines = _output(command).splitlines()
+        lines = _run(command).splitlines()
     return dict(json.loads(next(line[line.index("{") :] for line in lines if "{" in line)))
 
 
-def bench(python: str) -> Figures:
-    """`phalanx bench` with every operation, at sizes within and beyond the caches."""
-    options = "--systems phalanx --sizes 4,64KiB,4MiB,64MiB --rounds 5 --json".split()
-    found = _document([python, "-m", "phalanx", "bench", *options])
+def bench(python: str) -> Results:
+    """Run `phalanx bench` with every operation, at sizes within and beyond the caches."""
+    options = "--systems phalanx --sizes 4,64KiB,4MiB,64MiB --rounds 5 --output".split()
+    document = _read_output([python, "-m", "phalanx", "bench", *options])
     return {
-        f"{figure['operation']}, {figure['size']} B": figure["timings"]["phalanx"]["median"]
-        for figure in found["figures"]
+        f"{result['operation']}, {result['size']} B": result["timings"]["phalanx"]["median"]
+        for result in document["results"]
     }
 
 
-def rpc(python: str) -> Figures:
-    """`benchmarks/rpc`: calls, the hybrid step, and lookups."""
-    found = _document([python, str(_HERE / "rpc"), "--rounds", "5", "--output"])
+def rpc(python: str) -> Results:
+    """Run `benchmarks/rpc`: calls, the hybrid step, and lookups."""
+    document = _read_output([python, str(_HERE / "rpc"), "--rounds", "5", "--output"])
     return {
-        f"{what}, {system}": time["median"]
-        for by_what in found["seconds"].values()
-        for what, times in by_what.items()
+        f"{name}, {system}": time["median"]
+        for seconds_by_name in document["seconds"].values()
+        for name, times in seconds_by_name.items()
         for system, time in times.items()
     }
 
 
-def train(python: str) -> Figures:
-    """`benchmarks/train_step.py`."""
-    found = _document([python, str(_HERE / "train_step.py"), "--rounds", "15", "--json"])
-    return {f"step, {system}": time["median"] for system, time in found["seconds"].items()}
+def train(python: str) -> Results:
+    """Run `benchmarks/train_step.py`."""
+    document = _read_output([python, str(_HERE / "train_step.py"), "--rounds", "15", "--json"])
+    return {f"step, {system}": time["median"] for system, time in document["seconds"].items()}
 
 
-PARTS: dict[str, Callable[[str], Figures]] = {
+PARTS: dict[str, Callable[[str], Results]] = {
     "operations": operations,
     "bench": bench,
     "rpc": rpc,
@@ -131,15 +131,15 @@ PARTS: dict[str, Callable[[str], Figures]] = {
 
 
 def ratios(part: str, before: str, after: str, runs: int) -> Iterator[tuple[str, list[float]]]:
-    """Yield what was measured, and the quartiles of how many times as long it takes."""
-    found: dict[str, list[float]] = {}
+    """Yield the name of each measurement and the quartiles of its ratios."""
+    values_by_name: dict[str, list[float]] = {}
     for run in track(range(runs), f"{part:10}", console=Console(stderr=True)):
         pair = (before, after) if run % 2 == 0 else (after, before)
         times = {python: PARTS[part](python) for python in pair}
-        for what, seconds in times[before].items():
-            found.setdefault(what, []).append(times[after][what] / seconds)
-    for what, values in found.items():
-        yield what, [round(value, 4) for value in statistics.quantiles(values, n=4)]
+        for name, seconds in times[before].items():
+            values_by_name.setdefault(name, []).append(times[after][name] / seconds)
+    for name, values in values_by_name.items():
+        yield name, [round(value, 4) for value in statistics.quantiles(values, n=4)]
 
 
 def main() -> None:
@@ -148,27 +148,29 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", metavar="|".join(PARTS), help="default: all")
     parser.add_argument("--before", required=True, help="python of the version to compare with")
-    parser.add_argument("--runs", type=int, default=5, help="of each version, 2 or more")
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each version, 2 or more")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the results as JSON to this file"
+    )
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
-        parser.error(f"{sorted(unknown)}: expected some of {', '.join(PARTS)}")
-    found = {
+        parser.error(f"{sorted(unknown)}: expected one or several of {', '.join(PARTS)}")
+    results = {
         part: dict(ratios(part, options.before, sys.executable, options.runs))
         for part in options.parts or PARTS
     }
-    table = Table("part", "figure", "times as long", "quartiles", box=None)
-    for part, figures in found.items():
-        for what, (low, median, high) in figures.items():
-            style = "bold red" if low > _TOLERATED else None
-            table.add_row(part, what, f"{median:.3f}", f"{low:.3f} - {high:.3f}", style=style)
+    table = Table("part", "measurement", "ratio", "quartiles", box=None)
+    for part, ratios_by_name in results.items():
+        for name, (low, median, high) in ratios_by_name.items():
+            style = "bold red" if low > _TOLERANCE else None
+            table.add_row(part, name, f"{median:.3f}", f"{low:.3f} - {high:.3f}", style=style)
     Console().print(table)
-    if options.json:
+    if options.output:
         document = {"machine": machine(), "versions": versions(), "runs": options.runs}
-        options.json.write_text(json.dumps({**document, "ratios": found}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**document, "ratios": results}, indent=1) + "\n")
 
 
-def _output(command: list[str]) -> str:
+def _run(command: list[str]) -> str:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -176,11 +178,11 @@ def _output(command: list[str]) -> str:
     return done.stdout
 
 
-def _document(command: list[str]) -> Any:
+def _read_output(command: list[str]) -> Any:
     """Return the JSON that a command writes to the file that is its last argument."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "figures.json")
-        _output([*command, str(path)])
+        path = Path(folder, "results.json")
+        _run([*command, str(path)])
         return dict(json.loads(path.read_text()))
 
 

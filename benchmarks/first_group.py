@@ -1,7 +1,7 @@
-"""The CPU time that the first group of a process takes: `python benchmarks/first_group.py`.
+"""The CPU time to form the first group of a process: `python benchmarks/first_group.py`.
 
-Each measurement is a new process per rank. It imports `torch.distributed`, then forms the group;
-only the latter is timed. The byte code of the modules is cached, as pip leaves it.
+Each measurement starts a new process for each rank. It imports `torch.distributed`, then forms the
+group; only the latter is timed. The byte code of the modules is cached, as after an installation.
 """
 
 from __future__ import annotations
@@ -39,18 +39,20 @@ def measure(backend: str, size: int, store: Path) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--ranks", type=int, default=1)
-    given = parser.parse_args()
+    parser.add_argument("--nproc-per-node", type=int, default=1)
+    options = parser.parse_args()
     seconds: dict[str, list[float]] = {"phalanx": [], "gloo": []}
     with tempfile.TemporaryDirectory() as directory:
-        for number in range(-1, given.rounds):  # the first round fills the caches
-            for backend, found in seconds.items():
-                measured = measure(backend, given.ranks, Path(directory, f"{backend}{number}"))
-                found.extend(measured if number >= 0 else ())
-    for backend, found in seconds.items():
+        for number in range(-1, options.rounds):  # the first round fills the caches
+            for backend, times in seconds.items():
+                new_times = measure(
+                    backend, options.nproc_per_node, Path(directory, f"{backend}{number}")
+                )
+                times.extend(new_times if number >= 0 else ())
+    for backend, times in seconds.items():
         print(
-            f"{backend}: median {statistics.median(found):.4f} s of CPU, "
-            f"{min(found):.4f} to {max(found):.4f} s in {len(found)} processes"
+            f"{backend}: median {statistics.median(times):.4f} s of CPU, "
+            f"{min(times):.4f} to {max(times):.4f} s in {len(times)} processes"
         )
 
 

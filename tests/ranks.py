@@ -66,7 +66,7 @@ class RankOutcome:
 class RunningRanks:
     """Ranks that were started and have not been collected yet."""
 
-    def __init__(self, ranks: processes.Ranks) -> None:
+    def __init__(self, ranks: processes.RankProcesses) -> None:
         self._ranks = ranks
         self.folder = ranks.folder
         self.pids = ranks.pids
@@ -76,7 +76,7 @@ class RunningRanks:
     def join(self, limit: float = LIMIT) -> list[RankOutcome]:
         """Wait until all ranks have ended; one that exceeds `limit` fails the test."""
         hung = self.wait(limit)
-        self._ranks.end(hung)
+        self._ranks.kill(hung)
         ended = self.collect(hung)
         if hung:
             reports = "\n".join(rank.report() for rank in ended)
@@ -128,7 +128,7 @@ class RankServer:
                 place["PHALANX_HOST_ID"] = hosts[rank % len(hosts)]
             # The finalization of an interpreter takes longer than most tests. Only tests that form
             # their own group examine it.
-            tasks.append(Task(call, folder, rank, place, brief=timeout is not None))
+            tasks.append(Task(call, folder, rank, place, skips_finalization=timeout is not None))
         return RunningRanks(self._server.start(tasks))
 
     def run(

@@ -79,16 +79,18 @@ def test_collectives(examples: Path, backend: str) -> None:
     )
 
 
-def test_failure_drill(examples: Path) -> None:
+def test_fault_injection(examples: Path) -> None:
     """The output is the one in the documentation."""
     text = (examples.parent / "docs/testing-against-failure.md").read_text()
-    shown = text.partition("$ python examples/failure_drill.py\n")[2].partition("```")[0]
-    assert output(examples / "failure_drill.py") == shown.splitlines()
+    shown = text.partition("$ python examples/fault_injection.py\n")[2].partition("```")[0]
+    assert output(examples / "fault_injection.py") == shown.splitlines()
 
 
-@pytest.mark.parametrize("options", [("--nproc", "1"), ("--steps", "1")])
-def test_failure_drill_with_invalid_options(examples: Path, options: tuple[str, str]) -> None:
-    result = run(examples / "failure_drill.py", *options)
+@pytest.mark.parametrize("options", [("--nproc-per-node", "1"), ("--steps", "1")])
+def test_failure_drill_with_invalid_options(
+    examples: Path, options: tuple[str, str]
+) -> None:
+    result = run(examples / "fault_injection.py", *options)
     assert result.returncode == 2
     assert "given, expected at least 2 of each" in result.stderr
 

@@ -22,7 +22,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from tests.drill.leaks import Holdings, settled
+from tests.fault_injection.leaks import Resources, settled_resources
 from tests.ranks import RankServer
 
 ROUNDS = 20
@@ -113,7 +113,7 @@ def fail_and_form_repeatedly(name: str, in_sub_group: bool) -> None:
     """Form twenty groups, each of which works and then fails; none leaves resources behind."""
     fail, seconds = FAILURES[name]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    first: Holdings | None = None
+    first: Resources | None = None
     if in_sub_group:
         form("world", rank, size)
     for turn in range(ROUNDS):
@@ -127,7 +127,7 @@ def fail_and_form_repeatedly(name: str, in_sub_group: bool) -> None:
         fail(group)
         dist.destroy_process_group(group)
         del group
-        now = settled(first)
+        now = settled_resources(first)
         if turn == 1:
             first = now
         assert now.exceeds(first) == [], (turn, first, now)
@@ -166,7 +166,7 @@ def shrink_group(how: str) -> list[str]:
         dist.destroy_process_group()
         odd = None
         size -= 1
-        now = settled(first)
+        now = settled_resources(first)
         first = first or now
         assert now.exceeds(first) == [], (size, first, now)
     form("of-1", 0, 1)

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx.errors import CollectiveTimeout
-from tests.drill import calls
+from tests.fault_injection import calls
 from tests.ranks import RankServer
 
 SECONDS = 0.4
 # Tolerance beyond the deadline, for a busy machine.
 GRACE = 1.5
 FORMS = [
-    (kind, way)
+    (kind, mode)
     for kind in calls.LINES
-    for way in (("blocking",) if kind in calls.BLOCKING else calls.WAYS)
+    for mode in (("blocking",) if kind in calls.BLOCKING else calls.MODES)
 ]
 
 
@@ -57,26 +57,26 @@ def times_out(call: Callable[[], object], seconds: float, *words: str) -> None:
         assert part in text, text
 
 
-def call_of(kind: str, way: str) -> Callable[[], None]:
+def call_of(kind: str, mode: str) -> Callable[[], None]:
     """Return a call in which rank 1 waits for rank 0."""
     # All ranks depend on the root 0; it receives the messages.
-    call = calls.Call(kind, count=20_000, root=int(kind == "any_source"), way=way)
-    return calls.Prepared(call, dist.group.WORLD).run
+    call = calls.Call(kind, count=20_000, root=int(kind == "any_source"), mode=mode)
+    return calls.PreparedCall(call, dist.group.WORLD).run
 
 
-def one_rank_is_missing(kind: str, way: str) -> None:
+def one_rank_is_missing(kind: str, mode: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if rank_0_stays_away():
         return
     words = "rank 1 waited for rank 0 (pid ", "rank 0 is in its own code since "
     if kind == "any_source":
         words = ("rank 1 waited for any rank in recv float32[20000] from any rank",)
-    times_out(call_of(kind, way), SECONDS, *words)
+    times_out(call_of(kind, mode), SECONDS, *words)
 
 
 @pytest.mark.parametrize(("kind", "way"), FORMS)
-def test_the_groups_deadline(ranks: RankServer, kind: str, way: str) -> None:
-    ranks.run(2, one_rank_is_missing, kind, way, timeout=SECONDS)
+def test_the_groups_deadline(ranks: RankServer, kind: str, mode: str) -> None:
+    ranks.run(2, one_rank_is_missing, kind, mode, timeout=SECONDS)
 
 
 def ones(*shape: int) -> Tensor:
@@ -184,20 +184,20 @@ def test_queued_operation(ranks: RankServer) -> None:
     ranks.run(2, queue_behind_another, timeout=SECONDS)
 
 
-def stopped(kind: str, way: str) -> None:
+def stopped(kind: str, mode: str) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     dist.barrier()
     if dist.get_rank() == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
-    call_of(kind, way)()
+    call_of(kind, mode)()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in calls.LINES if kind != "any_source"])
 def test_a_stopped_rank_is_named_at_the_deadline(ranks: RankServer, kind: str) -> None:
-    way = "blocking" if kind in calls.BLOCKING else "future"
+    mode = "blocking" if kind in calls.BLOCKING else "future"
     # Messages of rank 0 are for rank 1 only.
     size = 2 if kind in calls.MESSAGES else 3
-    run = ranks.start(size, stopped, kind, way, timeout=SECONDS)
+    run = ranks.start(size, stopped, kind, mode, timeout=SECONDS)
     assert run.wait(20, range(1, size)) == []
     first, *others = run.collect()
     for rank in others:

@@ -1,4 +1,4 @@
-"""A part of the matrix of faults (`make drill ARGS=matrix`), and whether it finds errors."""
+"""A part of the matrix of faults (`make faults ARGS=matrix`), and checks of its judge."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.drill import matrix, tables
-from tests.drill.faults import Case
+from tests.fault_injection import matrix, tables
+from tests.fault_injection.faults import Case
 
 CASES = (
     "ValueError_asynchronous_all_reduce_of_2",
@@ -27,17 +27,17 @@ CASES = (
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_fault_is_explained(tmp_path: Path, name: str) -> None:
+def test_a_fault_is_diagnosed(tmp_path: Path, name: str) -> None:
     trial = matrix.run(matrix.CASES[name], tmp_path)
-    assert trial.wrong == [], trial.verdict
+    assert trial.wrong == [], trial.diagnosis
 
 
-def test_there_are_eighty() -> None:
-    assert len(matrix.CASES) == sum(len(file.CASES) for file in matrix.FILES) == 80
+def test_the_matrix_has_eighty_cases() -> None:
+    assert len(matrix.CASES) == sum(len(file.CASES) for file in matrix.MODULES) == 80
     assert {case.size for case in matrix.CASES.values()} == {2, 3, 4}
 
 
-# That it finds what it looks for.
+# The judge must detect mistakes.
 
 CASE = Case("name", 2, print, (1,), "failed", "Rank 1 .*ValueError", "traceback")
 GOOD: dict[str, Any] = {
@@ -66,15 +66,19 @@ GOOD: dict[str, Any] = {
         ({"since": 1020.0}, "it is dated 15.0 s after the fault"),
     ],
 )
-def test_what_is_judged(tmp_path: Path, change: dict[str, Any], wrong: str) -> None:
+def test_an_explanation_is_judged(tmp_path: Path, change: dict[str, Any], wrong: str) -> None:
     (tmp_path / "mark").write_text("1005.0")
     trial = matrix.Trial(CASE, str(tmp_path))
     trial.judge({**GOOD, "diagnosis": {**GOOD["diagnosis"], **change}}, "alive")
     assert wrong in "\n".join(trial.wrong)
     assert trial.right is (not wrong)
-    assert trial.ranks is ("ranks" not in change)
+    assert trial.names_ranks is ("ranks" not in change)
     summary = tables.summarize_matrix([trial])
-    assert summary["all"] == {"faults": 1, "ranks": int(trial.ranks), "right": int(trial.right)}
+    assert summary["all"] == {
+        "faults": 1,
+        "ranks": int(trial.names_ranks),
+        "right": int(trial.right),
+    }
 
 
 def test_advice_is_judged(tmp_path: Path) -> None:

@@ -13,15 +13,15 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import Aborted, CollectiveMismatch, PeerLost, PhalanxError
 from phalanx.observe import job_reader
-from phalanx.testing import Drill, Ended
+from phalanx.testing import FaultRunner, RankResult
 
 VICTIM = 1
 
 
 @pytest.fixture(scope="module")
-def drill() -> Iterator[Drill]:
-    with Drill() as drill:
-        yield drill
+def runner() -> Iterator[FaultRunner]:
+    with FaultRunner() as runner:
+        yield runner
 
 
 def raises() -> None:
@@ -78,7 +78,7 @@ def end_on_one_rank(how: str, in_flight: bool = False) -> float:
     return start
 
 
-def check_error(rank: Ended, how: str, victim: Ended) -> str:
+def check_error(rank: RankResult, how: str, victim: RankResult) -> str:
     _, kind, words = ENDS[how]
     assert isinstance(rank.error, kind), rank
     text = str(rank.error)
@@ -89,22 +89,22 @@ def check_error(rank: Ended, how: str, victim: Ended) -> str:
 
 
 @pytest.mark.parametrize("how", ENDS)
-def test_other_ranks_raise(drill: Drill, how: str) -> None:
-    result = drill.run(end_on_one_rank, 2, (how,))
+def test_other_ranks_raise(runner: FaultRunner, how: str) -> None:
+    result = runner.run(end_on_one_rank, 2, (how,))
     check_error(result[0], how, result[VICTIM])
 
 
-def test_all_groups_at_once(drill: Drill) -> None:
+def test_all_groups_at_once(runner: FaultRunner) -> None:
     """Ranks that wait in another group raise too, and so do the victim's own operations."""
-    result = drill.run(end_on_one_rank, 3, ("exception", True))
+    result = runner.run(end_on_one_rank, 3, ("exception", True))
     for rank in (0, 2):
         text = check_error(result[rank], "exception", result[VICTIM])
         assert result[rank].time - result[VICTIM].value < 1.0, text
 
 
-def test_caught_outside(drill: Drill) -> None:
+def test_caught_outside(runner: FaultRunner) -> None:
     """The process continues, and its flight recorder does not report a failure."""
-    result = drill.run(caught_and_continued, 2)
+    result = runner.run(caught_and_continued, 2)
     check_error(result[0], "exception", result[VICTIM])
     assert result[VICTIM].value == ("left", 1.0)
 

@@ -1,20 +1,20 @@
-"""Training that is killed at random moments and started again ends as if nothing had been."""
+"""Training that is killed at random moments and restarted ends like an undisturbed run."""
 
 from __future__ import annotations
 
 import secrets
 
-from tests.drill import training
+from tests.fault_injection import training
 
 
-def test_random_deaths() -> None:
-    """The short form of `make drill ARGS=training`."""
+def test_random_kills() -> None:
+    """The short form of `make faults ARGS=training`."""
     seed = secrets.randbelow(2**31)
     print(f"seed {seed}")
-    landed = 0
-    with training.Drill(epochs=8) as drill:
+    effective_kills = 0
+    with training.TrainingRunner(epochs=8) as runner:
         for number in range(3):
-            trial = drill.run(training.draw(seed, number, blows=2))
+            trial = runner.run(training.draw(seed, number, kills=2))
             assert trial.wrong == [], f"trial {number}, {trial}"
-            landed += trial.landed
-    assert landed, "no blow has struck a rank that still ran"
+            effective_kills += trial.effective_kills
+    assert effective_kills, "no kill hit a running rank"

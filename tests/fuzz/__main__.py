@@ -43,7 +43,7 @@ def run(frames: int, seed: int, hosts: str) -> None:
             [Task(call, folder, rank, environment) for rank, environment in enumerate(environments)]
         )
         hung = ranks.wait(3600.0)
-        ranks.end(hung)
+        ranks.kill(hung)
         exits = ranks.collect(hung)
         server.close()
     for each in exits:

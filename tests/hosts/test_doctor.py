@@ -1,4 +1,4 @@
-"""The doctor between hosts: namespaces, one of them behind a slow link, two that don't meet."""
+"""The doctor between hosts: namespaces, one of them behind a slow link, two without a route."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ import pytest
 from tests import mpi, ssh_hosts
 from tests.networks import Network
 
-MISSING = [what for what in ("ip", "tc", "unshare") if shutil.which(what) is None]
+MISSING = [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]
 REASON = f"needs root, iproute2 and util-linux (missing: {MISSING}, user {os.geteuid()})"
 LIMIT = 100
 PHALANX = str(Path(sys.executable).with_name("phalanx"))
-# Of one link; the others have one too, since by turns a busy machine makes any of them slow.
+# All links are limited, since a busy machine would make any of them slow at times.
 RATE = 50e6 / 8
 """Bytes per second of the slow link."""
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[Network]:
-    """Host 2 is behind a slow link, and nothing gets from 1 to 2."""
+    """Three hosts: host 2 is behind a slow link, and packets from 1 to 2 are dropped."""
     if MISSING or os.geteuid() != 0:
-        # CI has them: there they must not be left out.
+        # CI has these programs, so the tests must not be skipped there.
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
-    with Network(3, "300mbit") as made:
-        made.shape(2, "50mbit")
-        made.block(1, 2)
-        yield made
+    with Network(3, "300mbit") as namespaces:
+        namespaces.shape(2, "50mbit")
+        namespaces.block(1, 2)
+        yield namespaces
 
 
 def check(found: dict[str, Any], names: list[str]) -> None:
-    """What must have been found, whoever asked."""
+    """Check the findings and measurements."""
     assert found["fit"] is False
     assert [host["name"] for host in found["network"]["hosts"]] == names
     links = {
@@ -46,7 +46,7 @@ def check(found: dict[str, Any], names: list[str]) -> None:
         for link in found["network"]["links"]
         if link["via"] == "network"
     }
-    assert len(links) == 6  # of the three that are there
+    assert len(links) == 6  # three hosts are present
     for way in ((1, 2), (2, 1)):
         assert links[way]["error"]
         assert links[way]["bandwidth"] is None
@@ -66,12 +66,12 @@ def check(found: dict[str, Any], names: list[str]) -> None:
 
 
 def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
-    """Three hosts, the first with two ranks, started as a job would be."""
+    """Three hosts with two ranks each, started like a job."""
     processes, outputs = [], [tmp_path / f"output-{host}" for host in range(3)]
     for host, path in enumerate(outputs):
         options = ["--nnodes", "3", "--node-rank", str(host), "--nproc-per-node", "2"]
         options += ["--master-addr", network.addresses[0], "--master-port", "29514"]
-        doctor = ["-m", "phalanx", "doctor", "--save", str(tmp_path / "found.json")]
+        doctor = ["-m", "phalanx", "doctor", "--output", str(tmp_path / "found.json")]
         environment = {"PHALANX_JOBS_DIR": str(tmp_path / f"jobs-{host}")}
         with path.open("w") as file:
             command = [PHALANX, "run", *options, *doctor]
@@ -101,10 +101,10 @@ def test_the_ranks_of_a_job(network: Network, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("library", mpi.LIBRARIES)
 def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
-    """MPI says who they are; the store of rank 0 outlives what the others have to say."""
+    """MPI sets their ranks, and the store of rank 0 outlives the answers of the others."""
     path = tmp_path / "found.json"
-    ended = mpi.run(library, 3, [PHALANX, "doctor", "--save", str(path)])
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    completed = mpi.run(library, 3, [PHALANX, "doctor", "--output", str(path)])
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     network = json.loads(path.read_text())["network"]
     assert [host["ranks"] for host in network["hosts"]] == [[0, 1, 2]]
     assert len(network["links"]) == 6
@@ -112,7 +112,7 @@ def test_ranks_of_mpirun(library: str, tmp_path: Path) -> None:
 
 
 def test_peers_over_ssh(tmp_path: Path) -> None:
-    """Two that are there, and three that ssh doesn't get into, each for a reason of its own."""
+    """Two reachable peers, and three that ssh can't log in to, each for another reason."""
     if MISSING or ssh_hosts.MISSING or os.geteuid() != 0:
         reason = f"{REASON}, and OpenSSH ({ssh_hosts.MISSING})"
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(reason)
@@ -126,9 +126,9 @@ def test_peers_over_ssh(tmp_path: Path) -> None:
         network.shape(1, "50mbit")
         network.block(0, 1)
         absent = ["node-locked", "node-stranger", "node-closed"]
-        command = [PHALANX, "doctor", "--ssh", hosts.ssh, "--save", str(path), "--peers"]
+        command = [PHALANX, "doctor", "--ssh", hosts.ssh, "--output", str(path), "--peers"]
         command.append(",".join(["node-0", "node-1", *absent]))
-        ended = subprocess.run(
+        completed = subprocess.run(
             ["ip", "netns", "exec", network.names[2], *command],
             capture_output=True,
             text=True,
@@ -136,48 +136,50 @@ def test_peers_over_ssh(tmp_path: Path) -> None:
             env={**os.environ, "PHALANX_JOBS_DIR": str(tmp_path / "jobs")},
         )
         assert hosts.processes("--answer") == []
-    assert ended.returncode == 1, ended.stdout + ended.stderr
+    assert completed.returncode == 1, completed.stdout + completed.stderr
     found = json.loads(path.read_text())
     check(found, ["here", "node-0", "node-1", *absent])
-    words = [each["words"] for each in found["findings"] if each["name"] == "absent"]
-    assert [each.partition(" (ssh: ")[0] for each in words] == [
-        "node-locked: ssh would ask for a password, or its key isn't accepted",
-        "node-stranger: ssh doesn't know that machine's key, or it has changed",
-        "node-closed: nothing listens for ssh there",
+    messages = [each["message"] for each in found["findings"] if each["name"] == "absent"]
+    assert [each.partition(" (ssh: ")[0] for each in messages] == [
+        "node-locked: ssh needs a password, or its key is not accepted",
+        "node-stranger: the host key is unknown to ssh, or it has changed",
+        "node-closed: no ssh server is listening there",
     ]
 
 
-WIRE = """
+PROBE = """
 import sys
-from phalanx.doctor.peers.tcp_probe import Answering, Unreached, measure
-address, what = sys.argv[1:3]
-if what == "answer":
-    answering = Answering(address, b"t" * 32)
-    print(answering.port, flush=True)
+from phalanx.doctor.peers.tcp_probe import ProbeServer, UnreachableError, measure
+address, port = sys.argv[1:3]
+if port == "answer":
+    server = ProbeServer(address, b"t" * 32)
+    print(server.port, flush=True)
     sys.stdin.read()
 else:
     try:
-        print(measure(address, int(what), b"t" * 32))
-    except Unreached as error:
+        print(measure(address, int(port), b"t" * 32))
+    except UnreachableError as error:
         print(error)
 """
 
 
 def test_a_network_that_drops_large_packets() -> None:
-    """As where a tunnel carries less than the MTU of the interfaces says, and nobody is told."""
+    """As in a tunnel with a smaller MTU than that of the interfaces, without notification."""
     if MISSING or os.geteuid() != 0:
         (pytest.fail if os.environ.get("PHALANX_CI") else pytest.skip)(REASON)
     with Network(2) as network:
         # A token bucket never lets through a packet that is larger than itself.
         network.shape(0, "100mbit", burst="1000b")
-        command = [sys.executable, "-c", WIRE, network.addresses[1]]
+        command = [sys.executable, "-c", PROBE, network.addresses[1]]
         inside = [["ip", "netns", "exec", name, *command] for name in network.names]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        with subprocess.Popen([*inside[1], "answer"], **pipes) as answering:
-            port = answering.stdout.readline().strip()
-            ended = subprocess.run(
+        with subprocess.Popen([*inside[1], "answer"], **pipes) as server:
+            port = server.stdout.readline().strip()
+            completed = subprocess.run(
                 [*inside[0], port], capture_output=True, text=True, timeout=LIMIT
             )
-            answering.communicate(timeout=LIMIT)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("small packets pass, large ones don't: "), ended.stdout
+            server.communicate(timeout=LIMIT)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("small packets pass, but large packets do not: "), (
+        completed.stdout
+    )

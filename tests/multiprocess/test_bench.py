@@ -1,4 +1,4 @@
-"""`phalanx bench` with real processes of every system; one of them dies, one hangs."""
+"""`phalanx bench` with real processes of every system; one system dies, one hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LIMIT = 100
-WAYS = ("", *ALGORITHMS)
+ALGORITHM_NAMES = ("", *ALGORITHMS)
 PHALANX = [sys.executable, "-c", "from phalanx.cli import main; main()"]
 
 
@@ -34,7 +34,7 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def running(*arguments: str) -> subprocess.Popen[str]:
+def start_bench(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*PHALANX, "bench", *arguments],
         stdout=subprocess.PIPE,
@@ -44,35 +44,35 @@ def running(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def until(process: subprocess.Popen[str], word: str) -> None:
-    """Read what the process prints up to a line that begins with `word`."""
+def read_until(process: subprocess.Popen[str], word: str) -> None:
+    """Read the output of a process up to a line that begins with `word`."""
     assert process.stdout is not None
-    said = []
+    lines = []
     for line in process.stdout:
-        said.append(line)
+        lines.append(line)
         if line.strip().startswith(word):
             return
-    pytest.fail(f"it never printed {word!r}, but:\n{''.join(said)}")
+    pytest.fail(f"it never printed {word!r}, but:\n{''.join(lines)}")
 
 
-def ranks_of(parent: int, system: str) -> list[psutil.Process]:
-    """The processes that measure a system, whoever has started them, in the order of their pids."""
+def find_ranks(parent: int, system: str) -> list[psutil.Process]:
+    """Return the rank processes of a system, in the order of their pids."""
     found = []
     for process in psutil.process_iter():
         try:
-            words = process.cmdline()
+            arguments = process.cmdline()
         except psutil.Error:
             continue
-        if words[1:2] and words[1].endswith("/rank.py") and words[4] == str(parent):
-            found += [process] if words[2] == system else []
+        if arguments[1:2] and arguments[1].endswith("/rank.py") and arguments[4] == str(parent):
+            found += [process] if arguments[2] == system else []
     return found
 
 
-def test_every_system_is_measured_stored_and_drawn(tmp_path: Path) -> None:
+def test_every_system_is_measured_stored_and_plotted(tmp_path: Path) -> None:
     result = bench(
         *("--op", "all_reduce,send_recv", "--sizes", "4,64KiB", "--rounds", "2"),
         *("--systems", "phalanx,gloo,openmpi,mpich"),
-        *("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")),
+        *("--output", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
@@ -81,47 +81,51 @@ def test_every_system_is_measured_stored_and_drawn(tmp_path: Path) -> None:
     assert max(stored["bandwidth"].values()) > 1e8
     assert stored["versions"]["openmpi, running"].startswith("Open MPI v")
     assert stored["versions"]["mpich, running"].startswith("MPICH ")
-    keys = [(figure["operation"], figure["size"]) for figure in stored["figures"]]
+    keys = [(measured["operation"], measured["size"]) for measured in stored["results"]]
     assert keys == [(name, size) for name in ("all_reduce", "send_recv") for size in (4, 65536)]
-    for figure in stored["figures"]:
-        assert figure["limit"] > 0
-        assert set(figure["timings"]) == {"phalanx", "gloo", "openmpi", "mpich"}
-        for timing in figure["timings"].values():
+    for measured in stored["results"]:
+        assert measured["limit"] > 0
+        assert set(measured["timings"]) == {"phalanx", "gloo", "openmpi", "mpich"}
+        for timing in measured["timings"].values():
             assert timing["rounds"] == 2
             assert 0 < timing["low"] <= timing["median"] <= timing["high"] < LIMIT
     assert result.stdout.count("64 KiB") == 2
 
 
 def test_every_operation_gives_the_expected_result(tmp_path: Path) -> None:
-    """The exit code would be 1 otherwise, and the system would be named."""
+    """Otherwise the exit code is 1, and the output names the system."""
     result = bench(
-        *("--ranks", "3", "--sizes", "1KiB", "--rounds", "2"),
-        *("--systems", "phalanx,gloo,openmpi", "--json", str(tmp_path / "out.json")),
+        *("--nproc-per-node", "3", "--sizes", "1KiB", "--rounds", "2"),
+        *("--systems", "phalanx,gloo,openmpi", "--output", str(tmp_path / "out.json")),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     stored = json.loads((tmp_path / "out.json").read_text())
     assert stored["wrong"] == []
-    assert {figure["operation"] for figure in stored["figures"]} == set(OPERATIONS)
-    for figure in stored["figures"]:
-        assert set(figure["timings"]) == {"phalanx", "gloo", "openmpi"}, figure
+    assert {measured["operation"] for measured in stored["results"]} == set(OPERATIONS)
+    for measured in stored["results"]:
+        assert set(measured["timings"]) == {"phalanx", "gloo", "openmpi"}, measured
 
 
-def test_algorithms_are_measured_beside_the_backends_own(
+def test_algorithms_are_measured_beside_those_of_the_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result = bench(
-        *("--algorithms", "--ranks", "2", "--sizes", "4,1KiB", "--rounds", "2"),
-        *("--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")),
+        *("--algorithms", "--nproc-per-node", "2", "--sizes", "4,1KiB", "--rounds", "2"),
+        *("--output", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")),
     )
     assert result.returncode == 0, result.stdout + result.stderr
     (report,) = json.loads((tmp_path / "out.json").read_text())["reports"]
     assert report["settings"]["ranks"] == 2
     assert report["wrong"] == report["notes"] == []
-    assert [figure["size"] for figure in report["figures"]] == [4, 1024]
-    for figure in report["figures"]:
-        ways = [f"{name} {way}".rstrip() for name in ("phalanx", "gloo") for way in WAYS]
-        assert list(figure["timings"]) == ways
-        for timing in figure["timings"].values():
+    assert [measured["size"] for measured in report["results"]] == [4, 1024]
+    for measured in report["results"]:
+        labels = [
+            f"{name} {algorithm}".rstrip()
+            for name in ("phalanx", "gloo")
+            for algorithm in ALGORITHM_NAMES
+        ]
+        assert list(measured["timings"]) == labels
+        for timing in measured["timings"].values():
             assert timing["rounds"] == 2
             assert 0 < timing["low"] <= timing["median"] <= timing["high"] < LIMIT
     assert result.stdout.count("1 KiB") == 2
@@ -134,11 +138,24 @@ def test_algorithms_are_measured_beside_the_backends_own(
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_systems_that_die_or_hang_are_named_and_the_others_go_on() -> None:
-    with running("--op", "all_reduce,barrier", "--sizes", "4,1KiB", "--timeout", "40") as process:
+def test_json_goes_to_stdout_and_tables_to_stderr() -> None:
+    result = bench("--op", "barrier", "--rounds", "2", "--systems", "gloo", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    document = json.loads(result.stdout)
+    assert document["format"] == "phalanx bench 3"
+    (measured,) = document["results"]
+    assert measured["operation"] == "barrier"
+    assert measured["timings"]["gloo"]["rounds"] == 2
+    assert "barrier, 2 ranks, us" in result.stderr
+
+
+def test_systems_that_die_or_hang_are_dropped_and_the_others_continue() -> None:
+    with start_bench(
+        "--op", "all_reduce,barrier", "--sizes", "4,1KiB", "--timeout", "40"
+    ) as process:
         assert process.stdout is not None
-        until(process, "4 B")  # more is to come, so each of the two is asked again
-        killed, stopped = ranks_of(process.pid, "mpich")[1], ranks_of(process.pid, "gloo")[1]
+        read_until(process, "4 B")  # more sizes follow, so both systems must answer again
+        killed, stopped = find_ranks(process.pid, "mpich")[1], find_ranks(process.pid, "gloo")[1]
         killed.kill()
         stopped.suspend()
         rest = process.stdout.read()
@@ -148,18 +165,18 @@ def test_systems_that_die_or_hang_are_named_and_the_others_go_on() -> None:
     assert f"(pid {killed.pid}) died during all_reduce" in dropped["mpich"]
     assert "no answer within 40 s to all_reduce" in dropped["gloo"]
     assert dropped["gloo"].endswith(f" (pid {stopped.pid})")
-    headings, figures = (line.split() for line in rest.rstrip().splitlines()[-2:])
+    headings, cells = (line.split() for line in rest.rstrip().splitlines()[-2:])
     assert headings[:4] == ["size", "phalanx", "shared", "openmpi"]
-    assert all(float(median) > 0 for median in figures[1:7:2])
+    assert all(float(median) > 0 for median in cells[1:7:2])
 
 
-def test_no_rank_and_no_file_outlives_a_parent_that_is_killed(
+def test_no_rank_or_file_outlives_a_killed_parent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    with running("--sizes", "4", "--rounds", "100000", "--systems", "openmpi,mpich") as process:
-        until(process, "size")
-        ranks = [rank for name in ("openmpi", "mpich") for rank in ranks_of(process.pid, name)]
+    with start_bench("--sizes", "4", "--rounds", "100000", "--systems", "openmpi,mpich") as process:
+        read_until(process, "size")
+        ranks = [rank for name in ("openmpi", "mpich") for rank in find_ranks(process.pid, name)]
         process.kill()
     assert len(ranks) == 4
     _, left = psutil.wait_procs(ranks, timeout=20)
@@ -175,17 +192,20 @@ def test_no_rank_and_no_file_outlives_a_parent_that_is_killed(
         ("--systems nccl", "system 'nccl' given, expected"),
         ("--sizes 6", "size '6' given, expected a multiple of 4 bytes (float32)"),
         ("--plot figures.pdfx", "expected a name that ends with .png or .svg"),
-        ("--json no/such/folder.json", "there is no folder"),
-        ("--from none.json", "say where to, with --plot"),
+        ("--output no/such/folder.json", "there is no folder"),
+        ("--from none.json", "give the file of the plot with --plot"),
         ("--from none.json --plot a.png", "can't read none.json"),
-        ("--ranks 2,3", "ranks '2,3' given, expected one number: several need --algorithms"),
-        ("--ranks 1", "ranks '1' given, expected a number from 2 to 64"),
+        (
+            "--nproc-per-node 2,3",
+            "--nproc-per-node '2,3' given, expected one number: several need --algorithms",
+        ),
+        ("--nproc-per-node 1", "--nproc-per-node '1' given, expected a number from 2 to 64"),
         ("--algorithms --op broadcast", "--op broadcast given, expected all_reduce"),
         ("--algorithms --systems mpich", "system 'mpich' given, expected one or several of"),
         ("--algorithms --from none.json --plot a.png", "can't read none.json"),
     ],
 )
-def test_bad_input_is_one_line(
+def test_an_invalid_option_is_reported_in_one_line(
     arguments: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -202,8 +222,8 @@ def test_bad_input_is_one_line(
     assert len(error.splitlines()) == 1
 
 
-def test_too_few_ranks_are_refused() -> None:
-    result = bench("--ranks", "1")
+def test_too_few_ranks_are_rejected() -> None:
+    result = bench("--nproc-per-node", "1")
     assert result.returncode == 2
-    assert "ranks" in result.stderr
+    assert "--nproc-per-node" in result.stderr
     assert "Traceback" not in result.stderr

@@ -1,4 +1,4 @@
-"""`phalanx test`, as a user runs it."""
+"""`phalanx test`, run as a command."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def phalanx(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_selfcheck_names_every_operation_and_ends_with_a_verdict(ranks: int) -> None:
-    result = phalanx("test", "--ranks", str(ranks), "--seed", "7")
+def test_selfcheck_prints_every_operation_and_a_summary(ranks: int) -> None:
+    result = phalanx("test", "--nproc-per-node", str(ranks), "--seed", "7")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert f"{ranks} ranks, seed 7" in lines[0]
@@ -36,7 +36,7 @@ def test_selfcheck_names_every_operation_and_ends_with_a_verdict(ranks: int) -> 
     assert lines[-1].startswith(f"all {len(selfcheck.CHECKS)} operations agree with numpy")
 
 
-def test_selfcheck_says_what_is_wrong() -> None:
+def test_selfcheck_describes_a_wrong_result() -> None:
     def wrong(count: int, seed: int) -> selfcheck.Pair:
         expected = np.random.default_rng(seed).uniform(1, 2, count)
         got = torch.from_numpy(expected.copy())
@@ -44,17 +44,17 @@ def test_selfcheck_says_what_is_wrong() -> None:
             got[3] += 1
         return got, expected
 
-    assert selfcheck._verdict(wrong, 1).startswith("7 elements: 1 are wrong, the first at 3: ")
+    assert selfcheck._run_check(wrong, 1).startswith("7 elements: 1 are wrong, the first at 3: ")
 
 
-def test_selfcheck_does_not_take_poison_for_a_result() -> None:
+def test_selfcheck_detects_an_untouched_output() -> None:
     def untouched(count: int, _seed: int) -> selfcheck.Pair:
         return selfcheck._empty(count), np.zeros(count)
 
-    assert "1 elements: 1 are wrong" in selfcheck._verdict(untouched, 1)
+    assert "1 elements: 1 are wrong" in selfcheck._run_check(untouched, 1)
 
 
-def test_selfcheck_takes_at_least_one_rank() -> None:
-    result = phalanx("test", "--ranks", "0")
+def test_selfcheck_needs_at_least_one_rank() -> None:
+    result = phalanx("test", "--nproc-per-node", "0")
     assert result.returncode == 2
     assert "Traceback" not in result.stderr

@@ -1,7 +1,7 @@
 """Run PyTorch's published RPC examples on torch.distributed.rpc and on phalanx.rpc, and compare.
 
-The only change is where they import RPC from, in a temporary copy. Data sets are made up, GPUs are
-stood in for by the CPU, and they are shortened, on both alike: no network is needed. Some need
+The only change is the imports of RPC, in a temporary copy. On both, data sets are synthetic, the
+CPU replaces GPUs, and the examples are shortened, so no network is needed. Some need
 `pip install torchvision gymnasium`.
 """
 
@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.published.cases import CASES, Case
-from tests.published.comparing import differences, troubles
-from tests.published.running import Ran, copy, run
+from tests.published.comparison import differences, failures
+from tests.published.runner import RunResult, copy, run
 
 _PYTORCH, _PHALANX = "torch.distributed.rpc", "phalanx.rpc"
 _PORTS = (29500, 29501)
@@ -31,17 +31,19 @@ def main() -> None:
     chosen = [case for case in CASES if options.only in case.name]
     if not chosen:
         names = ", ".join(repr(case.name) for case in CASES)
-        sys.exit(f"--only {options.only!r}: expected a part of one of {names}")
+        sys.exit(f"--only {options.only!r}: expected a part of the name of an example: {names}")
     examples = Path(options.examples).expanduser()
     if not (examples / "distributed" / "rpc").is_dir():
         sys.exit(
             f"{examples} has no folder distributed/rpc: expected a checkout of pytorch/examples, "
-            "as `git clone https://github.com/pytorch/examples` makes one"
+            "as created by `git clone https://github.com/pytorch/examples`"
         )
     if taken := [port for port in _PORTS if not _is_free(port)]:
-        sys.exit(f"port {taken[0]} is in use: the examples meet there, so end what uses it first")
+        sys.exit(
+            f"port {taken[0]} is in use, but the examples need it: end the process that uses it"
+        )
     console = Console(width=None if sys.stdout.isatty() else 160)
-    table = Table("example", "lines changed", "result", "PyTorch", "Phalanx", "stood in for")
+    table = Table("example", "lines changed", "result", "PyTorch", "Phalanx", "substitutes")
     bad = 0
     for case in chosen:
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -57,9 +59,11 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("examples", help="a checkout of pytorch/examples")
-    parser.add_argument("--only", default="", help="those with this in their name")
-    parser.add_argument("--full", action="store_true", help="as long as they are published")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each run (600)")
+    parser.add_argument("--only", default="", help="run only examples with this text in their name")
+    parser.add_argument("--full", action="store_true", help="do not shorten the examples")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="time limit of each run in seconds (600)"
+    )
     return parser.parse_args()
 
 
@@ -79,35 +83,38 @@ def _try(
     console: Console,
     table: Table,
 ) -> bool:
-    """Run one on both; returns whether they differ."""
+    """Run an example on both; return whether the runs differ."""
     if missing := [name for name in case.needs if importlib.util.find_spec(name) is None]:
         words = f"not run: pip install {' '.join(missing)}"
         console.print(f"{case.name}: {words}")
-        table.add_row(case.name, "", words, "", "", case.stand_ins)
+        table.add_row(case.name, "", words, "", "", case.substitutes)
         return True
-    ran: dict[str, Ran] = {}
+    results: dict[str, RunResult] = {}
     lines = 0
-    for who in (_PHALANX,) if case.fails_there else (_PYTORCH, _PHALANX):
-        console.print(f"{case.name}, on {who} ...")
-        (place := folder / who).mkdir()
-        lines = copy(examples, case, place, who == _PHALANX)
-        ran[who] = run(case, place, options.limit, options.full)
-    ours, theirs = ran[_PHALANX], ran.get(_PYTORCH)
-    found = differences(case, theirs, ours) if theirs else troubles(ours)
+    for system in (_PHALANX,) if case.failure_on_pytorch else (_PYTORCH, _PHALANX):
+        console.print(f"{case.name}, on {system} ...")
+        (place := folder / system).mkdir()
+        lines = copy(examples, case, place, system == _PHALANX)
+        results[system] = run(case, place, options.limit, options.full)
+    ours, theirs = results[_PHALANX], results.get(_PYTORCH)
+    found = differences(case, theirs, ours) if theirs else failures(ours)
     for each in found[:_SHOWN]:
         console.print(f"  {each}", markup=False, highlight=False)
     if len(found) > _SHOWN:
         console.print(f"  and {len(found) - _SHOWN} more")
-    seconds = [f"{ran[who].seconds:.0f} s" if who in ran else "-" for who in (_PYTORCH, _PHALANX)]
+    seconds = [
+        f"{results[system].seconds:.0f} s" if system in results else "-"
+        for system in (_PYTORCH, _PHALANX)
+    ]
     result = f"{len(found)} differences" if found else _agreement(case, ours)
-    table.add_row(case.name, str(lines), result, *seconds, case.stand_ins)
+    table.add_row(case.name, str(lines), result, *seconds, case.substitutes)
     return bool(found)
 
 
-def _agreement(case: Case, ours: Ran) -> str:
+def _agreement(case: Case, ours: RunResult) -> str:
     count = sum(map(len, ours.losses.values()))
-    if case.fails_there:
-        return f"{count} losses; PyTorch's may fail: {case.fails_there}"
+    if case.failure_on_pytorch:
+        return f"{count} losses; PyTorch's may fail: {case.failure_on_pytorch}"
     if case.tolerance:
         return f"the last of {count} losses within {case.tolerance:.0%}"
     return f"the same {count} losses" if count else "the same lines"

@@ -1,4 +1,4 @@
-"""Digits as torchvision reads them: a few, made up, each class a pattern of its own with noise."""
+"""Synthetic digits in the format of MNIST: each class is a pattern with noise."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNTS = {"train": 640, "t10k": 128}
 
 
 def make(folder: Path) -> None:
-    """Write the four files of MNIST, below a folder."""
+    """Write the four files of MNIST below a folder."""
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)
     random = np.random.default_rng(0)

@@ -1,12 +1,12 @@
-"""The change that an example needs: where it imports RPC from."""
+"""Replacement of an example's imports of RPC."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["changed"]
+__all__ = ["change_imports"]
 
-# Where PyTorch has it, and where Phalanx.
+# Modules of Phalanx by module of PyTorch.
 _MODULES = {
     "torch.distributed.autograd": "phalanx.rpc.autograd",
     "torch.distributed.nn.api.remote_module": "phalanx.rpc",
@@ -17,14 +17,14 @@ _MODULES = {
 _IMPORT = re.compile(r"(\s*(?:from|import)\s+)(torch\.distributed\.[\w.]+)(\s.*)?$", re.DOTALL)
 
 
-def changed(text: str) -> tuple[str, int]:
-    """A source with its imports changed.
+def change_imports(text: str) -> tuple[str, int]:
+    """Replace the imports of RPC in a source.
 
     Args:
-        text: That of the example.
+        text: The source of an example.
 
     Returns:
-        The new one, and how many lines differ.
+        The new source, and the number of changed lines.
     """
     lines = text.splitlines(keepends=True)
     new = [_line(line) for line in lines]

@@ -29,42 +29,45 @@ ROOT = Path(__file__).parents[2]
 console = Console(highlight=False)
 
 
-def work(plan: Plan, first: int, count: int, timeout: float, board: str) -> Summary:
-    """What each rank runs."""
+def run_rank(plan: Plan, first: int, count: int, timeout: float, board: str) -> Summary:
+    """Run a plan on one rank."""
     import torch.distributed as dist
 
     from tests.soak.rank import soak
 
     dist.init_process_group("phalanx", timeout=timedelta(seconds=timeout))
-    at = np.memmap(board, np.int64, "r+", shape=(plan.ranks,))
+    positions = np.memmap(board, np.int64, "r+", shape=(plan.ranks,))
     rank = dist.get_rank()
-    result = soak(plan, first, count, timeout, lambda number: at.__setitem__(rank, number))
+    result = soak(plan, first, count, timeout, lambda number: positions.__setitem__(rank, number))
     dist.destroy_process_group()
     return result
 
 
-class Board:
-    """Where each rank writes which operation it is in, for those who watch."""
+class ProgressBoard:
+    """Shared memory in which each rank writes the number of its current operation."""
 
-    def __init__(self, folder: str, ranks: int, first: int) -> None:
+    def __init__(self, folder: str, nprocs: int, first: int) -> None:
         self.path = str(Path(folder, "board"))
-        self._at = np.memmap(self.path, np.int64, "w+", shape=(ranks,))
-        self._at[:] = first
+        self._positions = np.memmap(self.path, np.int64, "w+", shape=(nprocs,))
+        self._positions[:] = first
 
     def slowest(self) -> int:
-        return int(self._at.min())
+        return int(self._positions.min())
 
-    def words(self, plan: Plan) -> str:
-        lines = [f"  rank {rank}: {n}: {plan.operation(int(n))}" for rank, n in enumerate(self._at)]
+    def describe(self, plan: Plan) -> str:
+        lines = [
+            f"  rank {rank}: {n}: {plan.operation(int(n))}"
+            for rank, n in enumerate(self._positions)
+        ]
         return "\n".join(lines)
 
 
 @contextmanager
-def progress(board: Board, title: str, first: int, count: int) -> Iterator[None]:
-    """A bar that follows the slowest rank."""
+def show_progress(board: ProgressBoard, title: str, first: int, count: int) -> Iterator[None]:
+    """Show a progress bar for the slowest rank."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    left, quiet = TimeRemainingColumn(), not console.is_terminal
-    with Progress(*columns, left, console=console, transient=True, disable=quiet) as bar:
+    remaining, is_quiet = TimeRemainingColumn(), not console.is_terminal
+    with Progress(*columns, remaining, console=console, transient=True, disable=is_quiet) as bar:
         task, ended = bar.add_task(title, total=count), threading.Event()
 
         def follow() -> None:
@@ -81,15 +84,15 @@ def progress(board: Board, title: str, first: int, count: int) -> Iterator[None]
 
 
 def run(plan: Plan, first: int, count: int, timeout: float, limit: float) -> bool:
-    """Soak one world; prints a line, or what went wrong."""
+    """Run the operations for one world size and print the result; return whether all were right."""
     title = f"{plan.ranks} ranks"
     with tempfile.TemporaryDirectory() as folder:
-        board = Board(folder, plan.ranks, first)
+        board = ProgressBoard(folder, plan.ranks, first)
         env = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
         try:
-            with progress(board, title, first, count):
+            with show_progress(board, title, first, count):
                 results = phalanx.launch(
-                    work,
+                    run_rank,
                     plan.ranks,
                     (plan, first, count, timeout, board.path),
                     timeout=limit,
@@ -99,7 +102,7 @@ def run(plan: Plan, first: int, count: int, timeout: float, limit: float) -> boo
             console.print(f"[red]{title}[/]: failed")
             console.print(str(error.__cause__ or error), markup=False, soft_wrap=True)
             console.print(
-                f"the last operation that each rank began:\n{board.words(plan)}", markup=False
+                f"the last operation that each rank began:\n{board.describe(plan)}", markup=False
             )
             return False
     done, seconds = results[0].operations, max(result.seconds for result in results)
@@ -111,17 +114,19 @@ def run(plan: Plan, first: int, count: int, timeout: float, limit: float) -> boo
     return True
 
 
-def range_of(text: str) -> range:
+def parse_range(text: str) -> range:
     found = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2] or found[1]):
-        raise typer.BadParameter(f"{text!r}: expected a number of ranks or a range, as 2-8")
+        raise typer.BadParameter(f"{text!r}: expected a number of ranks or a range such as 2-8")
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 
-def kinds_of(text: str) -> tuple[str, ...]:
+def parse_kinds(text: str) -> tuple[str, ...]:
     kinds = tuple(filter(None, text.split(",")))
     if wrong := [kind for kind in kinds if kind not in WEIGHTS]:
-        raise typer.BadParameter(f"{', '.join(wrong)}: expected some of {', '.join(WEIGHTS)}")
+        raise typer.BadParameter(
+            f"{', '.join(wrong)}: expected one or several of {', '.join(WEIGHTS)}"
+        )
     return kinds
 
 
@@ -131,33 +136,36 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     operations: Annotated[
-        int, typer.Option(min=1, help="How many, shared out over the world sizes.")
+        int, typer.Option(min=1, help="Number of operations, divided among the world sizes.")
     ] = 20_000,
-    ranks: Annotated[str, typer.Option(help="World sizes, one after another.")] = "2-8",
+    nprocs: Annotated[
+        str,
+        typer.Option("--nproc-per-node", help="World sizes, such as 2-8, run one after another."),
+    ] = "2-8",
     seed: Annotated[
-        int | None, typer.Option(min=0, help="Of everything random; a fresh one if not given.")
+        int | None, typer.Option(min=0, help="Seed of the plan; a random one by default.")
     ] = None,
-    first: Annotated[int, typer.Option(min=0, help="The number to begin with.")] = 0,
+    first: Annotated[int, typer.Option(min=0, help="Number of the first operation.")] = 0,
     kinds: Annotated[
-        str, typer.Option(help="Only these, with commas between; the rest is skipped.")
+        str, typer.Option(help="Kinds to run, separated by commas; all by default.")
     ] = "",
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that an operation may wait for other ranks.")
+        float, typer.Option(min=1, help="Timeout of an operation in seconds.")
     ] = 60.0,
     limit: Annotated[
-        float, typer.Option(min=1, help="Seconds that one world size may take in all.")
+        float, typer.Option(min=1, help="Time limit of each world size in seconds.")
     ] = 3600.0,
 ) -> None:
     """Run random operations on real ranks and check every result.
 
-    The exit code is 1 if something is wrong: the message names the operation and what repeats it.
+    The exit code is 1 if a result is wrong; the message names the operation and how to repeat it.
     """
-    sizes, only = range_of(ranks), kinds_of(kinds)
+    sizes, selected = parse_range(nprocs), parse_kinds(kinds)
     seed = secrets.randbelow(2**31) if seed is None else seed
-    console.print(f"seed {seed}: {operations:,} operations, {ranks} ranks")
+    console.print(f"seed {seed}: {operations:,} operations, {nprocs} ranks")
     for index, size in enumerate(sizes):
         share = operations // len(sizes) + (index < operations % len(sizes))
-        if share and not run(Plan(seed, size, only), first, share, timeout, limit):
+        if share and not run(Plan(seed, size, selected), first, share, timeout, limit):
             raise typer.Exit(1)
     console.print("[green]every result was right[/]")
 

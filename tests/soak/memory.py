@@ -1,4 +1,4 @@
-"""What the tensors hold: values that every rank can make, in memory that is watched all around."""
+"""Tensors of the soak test: values that every rank can compute, in memory with guard bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import phalanx
 from tests.conformance import cases
 from tests.soak.plan import LARGEST
 
-# The largest slice, and room for others to begin elsewhere.
+# The largest slice, plus room for different starts.
 _BYTES = LARGEST + 2**20
 _POISON = 0xA5
 
 
 class Pool:
-    """Random values of every dtype. What a rank contributes to an operation is a slice of them.
+    """Random values of every dtype, of which the inputs of operations are slices.
 
     All ranks have the same pool, so each knows every rank's inputs at the cost of a view.
     """
@@ -27,11 +27,11 @@ class Pool:
         self._seed = seed
         self._pools: dict[str, Tensor] = {}
 
-    def slice(self, dtype: str, count: int, *place: int) -> Tensor:
-        """`count` elements, another part of the pool for every other `place`; not to be written."""
+    def slice(self, dtype: str, count: int, *key: int) -> Tensor:
+        """Return `count` read-only elements; `key` selects the part of the pool."""
         pool = self._pool(dtype)
         mixed = 0
-        for number in place:
+        for number in key:
             mixed = (mixed ^ (number + 1)) * 0x9E3779B97F4A7C15 % 2**64
             mixed ^= mixed >> 29
         start = mixed % (len(pool) - count)
@@ -39,10 +39,10 @@ class Pool:
 
     def _pool(self, dtype: str) -> Tensor:
         if dtype not in self._pools:
-            self._pools[dtype] = self._made(dtype)
+            self._pools[dtype] = self._create(dtype)
         return self._pools[dtype]
 
-    def _made(self, dtype: str) -> Tensor:
+    def _create(self, dtype: str) -> Tensor:
         kind = cases.DTYPES[dtype]
         random = torch.Generator().manual_seed(self._seed)
         if dtype in cases.COMPLEX:
@@ -53,7 +53,7 @@ class Pool:
                 whole = torch.randint(1, 3, (count,), generator=random).to(kind)
                 return whole * (torch.randint(0, 2, (count,), generator=random) * 2 - 1).to(kind)
             normal = torch.randn(count, generator=random).to(kind)
-            return normal.where(normal != 0, 1.0)  # which zero is the minimum of 0 and -0?
+            return normal.where(normal != 0, 1.0)  # the minimum of 0 and -0 is ambiguous
         if dtype == "uint8":
             return torch.randint(0, 256, (_BYTES,), dtype=kind, generator=random)
         shared = self._pool("uint8")
@@ -61,14 +61,14 @@ class Pool:
 
 
 class Block:
-    """A tensor for an operation, in shared memory or not, contiguous or not, poison around it.
+    """A tensor for an operation, in shared memory or not, contiguous or not, between guard bytes.
 
     Args:
-        dtype: Of the elements.
-        shape: Of the tensor.
-        random: Draws the layout.
-        values: What it holds at first, poison if None.
-        shared: How likely it lies in shared memory.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        random: Random generator for the layout.
+        values: Initial values; poison if None.
+        shared: Probability that the tensor is in shared memory.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class Block:
         values: Tensor | None,
         shared: float,
     ) -> None:
-        plain = random.random() < 0.7
-        gap = 1 if plain else random.randint(1, 3)
+        is_contiguous = random.random() < 0.7
+        gap = 1 if is_contiguous else random.randint(1, 3)
         order = list(range(len(shape)))
-        if not plain:
+        if not is_contiguous:
             random.shuffle(order)
         strides, step = [0] * len(shape), gap
         for dimension in order[::-1]:
@@ -92,16 +92,18 @@ class Block:
         self._bytes = (self._before + step + 3) * dtype.itemsize
         self._dtype, self._shape, self._strides = dtype, shape, strides
         make = phalanx.empty_shared if random.random() < shared else torch.empty
-        self._base, self.tensor = self._image(values, make)
+        self._base, self.tensor = self._create_image(values, make)
 
-    def check(self, expected: Tensor, what: str) -> None:
-        """Compare all bits with `expected`, and what lies around with poison."""
-        image, view = self._image(expected, torch.empty)
+    def check(self, expected: Tensor, name: str) -> None:
+        """Compare all bits with `expected`, and the surrounding memory with poison."""
+        image, view = self._create_image(expected, torch.empty)
         if not torch.equal(image, self._base):
-            cases.check_bits(self.tensor, view, what)
-            raise AssertionError(f"{what}: memory beside the tensor was written")
+            cases.check_bits(self.tensor, view, name)
+            raise AssertionError(f"{name}: memory outside the tensor was written")
 
-    def _image(self, values: Tensor | None, make: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    def _create_image(
+        self, values: Tensor | None, make: Callable[..., Tensor]
+    ) -> tuple[Tensor, Tensor]:
         base = make(self._bytes, dtype=torch.uint8).fill_(_POISON)
         view = base.view(self._dtype).as_strided(self._shape, self._strides, self._before)
         if values is not None:
@@ -110,18 +112,18 @@ class Block:
 
     @property
     def size(self) -> int:
-        """Bytes of memory."""
+        """The size of the block in bytes."""
         return self._bytes
 
 
-def factor_of(rank: int) -> float:
-    """The factor of a rank in a PREMUL_SUM: a power of two, so products are exact."""
+def premul_factor(rank: int) -> float:
+    """Return the factor of a rank in a PREMUL_SUM: a power of two, so products are exact."""
     return 2.0 ** (rank % 4 - 1)
 
 
-def reduced(reduction: str, inputs: list[Tensor]) -> Tensor:
-    """What comes out of a reduction, in rank order as Phalanx promises: to the last bit."""
+def reduce_exactly(reduction: str, inputs: list[Tensor]) -> Tensor:
+    """Return the exact result of a reduction, in rank order as Phalanx guarantees."""
     if reduction == "PREMUL_SUM":
-        inputs = [tensor * factor_of(rank) for rank, tensor in enumerate(inputs)]
+        inputs = [tensor * premul_factor(rank) for rank, tensor in enumerate(inputs)]
         reduction = "SUM"
     return cases.folded(reduction, inputs)

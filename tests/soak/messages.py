@@ -8,38 +8,38 @@ import torch.distributed as dist
 
 from tests.soak.operations import Task
 
-# Tags of the kinds, apart from each other. Messages of one tag are taken in the order of the plan.
+# Disjoint tags of the kinds. Messages of one tag are received in the order of the plan.
 _FEW_TAGS = 3
 _EXCHANGE = 100
 _ANY_SOURCE = 10_000
 
 
 def message(task: Task) -> object:
-    """One message; either side blocks or doesn't, whatever the other does."""
+    """Send one message; each side blocks or not, independently of the other."""
     source, target = task.common.sample(range(task.size), 2)
     tag = task.common.randrange(_FEW_TAGS)
     values, blocking = task.values(source), task.own.random() < 0.4
     if task.rank == source:
         call: Any = dist.send if blocking else dist.isend
-        return call(task.give(values), task.members[target], task.group, tag)
+        return call(task.input(values), task.members[target], task.group, tag)
     if task.rank == target:
         call = dist.recv if blocking else dist.irecv
-        done = call(task.take(values, len(values)), task.members[source], task.group, tag)
+        done = call(task.output(values, len(values)), task.members[source], task.group, tag)
         return None if blocking else done
     return None
 
 
 def exchange(task: Task) -> object:
-    """Several messages between any ranks, posted on each rank in an order of its own."""
+    """Send several messages between any ranks, posted in a random order on each rank."""
     posts = []
     for number in range(task.common.randint(2, 10)):
         source, target = task.common.sample(range(task.size), 2)
         values = task.values(source, number, task.operation.count // (1 + number))
         tag = _EXCHANGE + number
         if task.rank == source:
-            posts.append((dist.isend, task.give(values), target, tag))
+            posts.append((dist.isend, task.input(values), target, tag))
         elif task.rank == target:
-            posts.append((dist.irecv, task.take(values, len(values)), source, tag))
+            posts.append((dist.irecv, task.output(values, len(values)), source, tag))
     task.own.shuffle(posts)
     if posts and task.own.random() < 0.5:
         batch = [
@@ -51,7 +51,7 @@ def exchange(task: Task) -> object:
 
 
 def any_source(task: Task) -> object:
-    """One rank takes from whichever comes; what it got must be that rank's, in its order."""
+    """Receive from any source on one rank; messages of each source must arrive in order."""
     target = task.common.randrange(task.size)
     others = [rank for rank in range(task.size) if rank != target]
     sources = [task.common.choice(others) for _ in range(task.common.randint(1, 6))]
@@ -59,7 +59,7 @@ def any_source(task: Task) -> object:
     if task.rank != target:
         return [
             dist.isend(
-                task.give(task.values(source, number)), task.members[target], task.group, tag
+                task.input(task.values(source, number)), task.members[target], task.group, tag
             )
             for number, source in enumerate(sources)
             if task.rank == source
@@ -76,7 +76,7 @@ def any_source(task: Task) -> object:
         def from_its_source() -> Any:
             return expected[work._source_rank()].pop(0)
 
-        output = task.take(from_its_source, task.operation.count)
+        output = task.output(from_its_source, task.operation.count)
         work = dist.irecv(output, None, task.group, tag)
         works.append(work)
 
@@ -94,4 +94,4 @@ def send_objects(task: Task) -> None:
     elif task.rank == target:
         objects: list[Any] = [None, None]
         dist.recv_object_list(objects, task.members[source], task.group)
-        task.expect(objects, expected, "objects")
+        task.check_equal(objects, expected, "objects")

@@ -1,7 +1,7 @@
 """Each kind of operation, by the public functions of `torch.distributed`.
 
-A function gets a `Task`: it asks for the tensors, saying what each must hold in the end, calls, and
-returns what there is to wait for (None if nothing).
+Each function gets a `Task`. It requests tensors with their expected final values, calls the
+operation, and returns the works to wait for (None if there are none).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.conformance import cases
-from tests.soak.memory import Block, Pool, factor_of, reduced
+from tests.soak.memory import Block, Pool, premul_factor, reduce_exactly
 from tests.soak.plan import Operation
 
 CPU = torch.device("cpu")
 
 
 class Task:
-    """One operation on this rank: its tensors, and what they must hold when it has ended.
+    """An operation on this rank: its tensors and their expected values.
 
     Args:
-        operation: What to do.
-        group: The group that does it, with this rank.
-        pool: Where all values come from.
+        operation: The operation.
+        group: The group of the operation, which contains this rank.
+        pool: The source of all values.
     """
 
     def __init__(self, operation: Operation, group: dist.ProcessGroup, pool: Pool) -> None:
@@ -42,71 +42,74 @@ class Task:
         self.source = operation.members[self.root]
         self.dtype = cases.DTYPES[operation.dtype]
         self.async_op = operation.asynchronous
-        self.common = Random(f"{operation.seed} common")  # draws alike on all ranks
-        self.own = Random(f"{operation.seed} {self.rank}")  # draws for this rank alone
+        self.common = Random(f"{operation.seed} common")  # draws the same on all ranks
+        self.own = Random(f"{operation.seed} {self.rank}")  # draws only for this rank
         self.bytes = 0
-        # Operations are direct where the tensors of all ranks are shared: so in some all must be.
+        # An operation uses zero copy only if the tensors of all ranks are shared.
         self._shared = self.common.choice((0.0, 0.0, 0.5, 1.0))
         self._pool = pool
         self._checks: list[Callable[[], None]] = []
 
     def values(self, rank: int, part: int = 0, count: int = -1) -> Tensor:
-        """What a rank contributes, flat: to each operation and as each part something else."""
+        """Return the flat input of a rank, different for each operation and part."""
         count = self.operation.count if count < 0 else count
         return self._pool.slice(self.operation.dtype, count, self.operation.number, rank, part)
 
-    def of_all(self, part: int = 0, count: int = -1) -> list[Tensor]:
+    def all_values(self, part: int = 0, count: int = -1) -> list[Tensor]:
         return [self.values(rank, part, count) for rank in range(self.size)]
 
     def reduced(self, inputs: list[Tensor]) -> Callable[[], Tensor]:
-        return partial(reduced, self.operation.reduction, inputs)
+        return partial(reduce_exactly, self.operation.reduction, inputs)
 
     def op(self) -> Any:
         if self.operation.reduction == "PREMUL_SUM":
-            return dist._make_nccl_premul_sum(factor_of(self.rank))
+            return dist._make_nccl_premul_sum(premul_factor(self.rank))
         return cases.reduce_op(self.operation.reduction)
 
-    def give(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
-        """An input: nobody may write to it."""
+    def input(self, values: Tensor, shape: tuple[int, ...] | None = None) -> Tensor:
+        """Create an input, which the operation may not write to."""
         return self._block(values, values, "input", shape)
 
-    def take(
+    def output(
         self, expected: Tensor | Callable[[], Tensor], count: int, shape: tuple[int, ...] = ()
     ) -> Tensor:
-        """An output of so many elements."""
+        """Create an output of `count` elements."""
         return self._block(None, expected, "output", shape or (count,))
 
-    def change(self, values: Tensor, expected: Tensor | Callable[[], Tensor]) -> Tensor:
-        """An input that is an output too."""
+    def in_place(self, values: Tensor, expected: Tensor | Callable[[], Tensor]) -> Tensor:
+        """Create an input that is also the output."""
         return self._block(values, expected, "result", None)
 
     def outputs(self, expected: list[Tensor]) -> list[Tensor]:
-        return [self.take(values, len(values)) for values in expected]
+        return [self.output(values, len(values)) for values in expected]
 
     def inputs(self, values: list[Tensor]) -> list[Tensor]:
-        return [self.give(each) for each in values]
+        return [self.input(each) for each in values]
 
     def uneven(self) -> list[int]:
-        """An element count for each rank of the group."""
-        return [self.common.choice((0, self._some(), self._some())) for _ in range(self.size)]
+        """Draw an element count for each rank of the group."""
+        return [
+            self.common.choice((0, self._draw_count(), self._draw_count()))
+            for _ in range(self.size)
+        ]
 
-    def several(self) -> list[int]:
-        """Element counts of the tensors of a coalesced operation."""
+    def coalesced_counts(self) -> list[int]:
+        """Draw the element counts of the tensors of a coalesced operation."""
         count = self.operation.count
         return [count // (1 + tensor) for tensor in range(self.common.randint(1, 4))]
 
-    def _some(self) -> int:
+    def _draw_count(self) -> int:
         return self.common.randint(0, self.operation.count)
 
-    def expect(self, found: object, expected: object, what: str) -> None:
+    def check_equal(self, found: object, expected: object, name: str) -> None:
         if found != expected:
-            raise AssertionError(f"{what}: {found!r}, expected {expected!r}")
+            raise AssertionError(f"{name}: {found!r}, expected {expected!r}")
 
     def check_later(self, check: Callable[[], None]) -> None:
         self._checks.append(check)
 
     def check(self) -> None:
-        """Look at every tensor; for when the operation has ended."""
+        """Check every tensor; to be called when the operation has finished."""
         for check in self._checks:
             check()
 
@@ -114,73 +117,73 @@ class Task:
         self,
         values: Tensor | None,
         expected: Tensor | Callable[[], Tensor],
-        what: str,
+        name: str,
         shape: tuple[int, ...] | None,
     ) -> Tensor:
         assert shape is not None or values is not None
         block = Block(self.dtype, shape or values.shape, self.own, values, self._shared)
-        what = f"{what} {len(self._checks)} of shape {list(block.tensor.shape)}"
+        name = f"{name} {len(self._checks)} of shape {list(block.tensor.shape)}"
         self._checks.append(
-            lambda: block.check(expected if isinstance(expected, Tensor) else expected(), what)
+            lambda: block.check(expected if isinstance(expected, Tensor) else expected(), name)
         )
         self.bytes += block.size
         return block.tensor
 
 
-# One tensor for all.
+# Operations with one tensor.
 
 
 def all_reduce(task: Task) -> object:
-    inputs = task.of_all()
-    tensor = task.change(inputs[task.rank], task.reduced(inputs))
+    inputs = task.all_values()
+    tensor = task.in_place(inputs[task.rank], task.reduced(inputs))
     return dist.all_reduce(tensor, task.op(), task.group, task.async_op)
 
 
 def reduce(task: Task) -> object:
-    inputs = task.of_all()
+    inputs = task.all_values()
     own = inputs[task.rank]
-    tensor = task.change(own, task.reduced(inputs) if task.is_root else own)
+    tensor = task.in_place(own, task.reduced(inputs) if task.is_root else own)
     return dist.reduce(tensor, task.source, task.op(), task.group, task.async_op)
 
 
 def broadcast(task: Task) -> object:
     values = task.values(task.root)
-    tensor = task.give(values) if task.is_root else task.take(values, len(values))
+    tensor = task.input(values) if task.is_root else task.output(values, len(values))
     return dist.broadcast(tensor, task.source, task.group, task.async_op)
 
 
-# One tensor per rank.
+# Operations with one tensor per rank.
 
 
 def gather(task: Task) -> object:
-    outputs = task.outputs(task.of_all()) if task.is_root else None
-    tensor = task.give(task.values(task.rank))
+    outputs = task.outputs(task.all_values()) if task.is_root else None
+    tensor = task.input(task.values(task.rank))
     return dist.gather(tensor, outputs, task.source, task.group, task.async_op)
 
 
 def scatter(task: Task) -> object:
     parts = [task.values(task.root, rank) for rank in range(task.size)]
-    output = task.take(parts[task.rank], task.operation.count)
+    output = task.output(parts[task.rank], task.operation.count)
     inputs = task.inputs(parts) if task.is_root else None
     return dist.scatter(output, inputs, task.source, task.group, task.async_op)
 
 
 def all_gather(task: Task) -> object:
-    inputs = task.of_all()
-    tensor = task.give(inputs[task.rank])
+    inputs = task.all_values()
+    tensor = task.input(inputs[task.rank])
     return dist.all_gather(task.outputs(inputs), tensor, task.group, task.async_op)
 
 
 def all_gather_uneven(task: Task) -> object:
     inputs = [task.values(rank, 0, count) for rank, count in enumerate(task.uneven())]
-    tensor = task.give(inputs[task.rank])
+    tensor = task.input(inputs[task.rank])
     return dist.all_gather(task.outputs(inputs), tensor, task.group, task.async_op)
 
 
 def all_gather_single(task: Task) -> object:
-    inputs = task.of_all()
-    output = task.take(partial(torch.cat, inputs), task.size * task.operation.count)
-    tensor = task.give(inputs[task.rank])
+    inputs = task.all_values()
+    output = task.output(partial(torch.cat, inputs), task.size * task.operation.count)
+    tensor = task.input(inputs[task.rank])
     return dist.all_gather_into_tensor(output, tensor, task.group, task.async_op)
 
 
@@ -194,8 +197,8 @@ def reduce_scatter_uneven(task: Task) -> object:
 
 def _reduce_scatter(task: Task, counts: list[int]) -> object:
     own = [task.values(task.rank, part, count) for part, count in enumerate(counts)]
-    mine = counts[task.rank]
-    output = task.take(task.reduced(task.of_all(task.rank, mine)), mine)
+    own_count = counts[task.rank]
+    output = task.output(task.reduced(task.all_values(task.rank, own_count)), own_count)
     return dist.reduce_scatter(output, task.inputs(own), task.op(), task.group, task.async_op)
 
 
@@ -205,13 +208,13 @@ def reduce_scatter_single(task: Task) -> object:
 
 
 def _to_reduce_and_scatter(task: Task, number: int, count: int) -> tuple[Tensor, Tensor]:
-    inputs = task.of_all(number, task.size * count)
+    inputs = task.all_values(number, task.size * count)
     begin = task.rank * count
-    mine = [tensor[begin : begin + count] for tensor in inputs]
-    return task.take(task.reduced(mine), count), task.give(inputs[task.rank])
+    own_parts = [tensor[begin : begin + count] for tensor in inputs]
+    return task.output(task.reduced(own_parts), count), task.input(inputs[task.rank])
 
 
-# One tensor for each pair of ranks.
+# Operations with one tensor for each pair of ranks.
 
 
 def all_to_all(task: Task) -> object:
@@ -223,11 +226,11 @@ def all_to_all_uneven(task: Task) -> object:
 
 
 def _all_to_all(task: Task, counts: list[list[int]]) -> object:
-    given = [task.values(task.rank, to, counts[task.rank][to]) for to in range(task.size)]
-    taken = [
+    inputs_sent = [task.values(task.rank, to, counts[task.rank][to]) for to in range(task.size)]
+    inputs_received = [
         task.values(source, task.rank, counts[source][task.rank]) for source in range(task.size)
     ]
-    outputs, inputs = task.outputs(taken), task.inputs(given)
+    outputs, inputs = task.outputs(inputs_received), task.inputs(inputs_sent)
     return dist.all_to_all(outputs, inputs, task.group, task.async_op)
 
 
@@ -240,22 +243,22 @@ def all_to_all_single_uneven(task: Task) -> object:
 
 
 def _all_to_all_single(task: Task, rows: list[list[int]], uneven: bool) -> object:
-    """Rows of one to three elements, as many for each pair of ranks as `rows` says."""
+    """Exchange rows of one to three elements; `rows` has the counts for each pair of ranks."""
     width = task.common.randint(1, 3)
     rows = [[count // width for count in line] for line in rows]
     me, everybody = task.rank, range(task.size)
-    given = [task.values(me, to, rows[me][to] * width) for to in everybody]
-    taken = [task.values(source, me, rows[source][me] * width) for source in everybody]
+    inputs_sent = [task.values(me, to, rows[me][to] * width) for to in everybody]
+    inputs_received = [task.values(source, me, rows[source][me] * width) for source in everybody]
     taken_rows = [rows[source][me] for source in everybody]
-    output = task.take(partial(torch.cat, taken), 0, (sum(taken_rows), width))
-    tensor = task.give(torch.cat(given), (sum(rows[me]), width))
-    # Equal splits may be given on one rank and left out on another.
+    output = task.output(partial(torch.cat, inputs_received), 0, (sum(taken_rows), width))
+    tensor = task.input(torch.cat(inputs_sent), (sum(rows[me]), width))
+    # Equal splits may be passed on one rank and omitted on another.
     given_splits = uneven or task.own.random() < 0.5
     splits = (taken_rows, rows[me]) if given_splits else (None, None)
     return dist.all_to_all_single(output, tensor, *splits, task.group, task.async_op)
 
 
-# Several tensors with one work.
+# Coalesced operations.
 
 
 def all_reduce_coalesced(task: Task) -> object:
@@ -264,12 +267,16 @@ def all_reduce_coalesced(task: Task) -> object:
 
 
 def _to_reduce(task: Task) -> list[Tensor]:
-    inputs = [task.of_all(number, count) for number, count in enumerate(task.several())]
-    return [task.change(each[task.rank], task.reduced(each)) for each in inputs]
+    inputs = [
+        task.all_values(number, count) for number, count in enumerate(task.coalesced_counts())
+    ]
+    return [task.in_place(each[task.rank], task.reduced(each)) for each in inputs]
 
 
 def all_gather_coalesced(task: Task) -> object:
-    inputs = [task.of_all(number, count) for number, count in enumerate(task.several())]
+    inputs = [
+        task.all_values(number, count) for number, count in enumerate(task.coalesced_counts())
+    ]
     outputs = [task.outputs([each[rank] for each in inputs]) for rank in range(task.size)]
     tensors = task.inputs([each[task.rank] for each in inputs])
     return dist.all_gather_coalesced(outputs, tensors, task.group, task.async_op)
@@ -290,17 +297,17 @@ def coalescing_all_reduce(task: Task) -> object:
 
 def coalescing_all_gather(task: Task) -> object:
     calls = []
-    for number, count in enumerate(task.several()):
-        inputs = task.of_all(number, count)
-        output = task.take(partial(torch.cat, inputs), task.size * count)
-        tensor = task.give(inputs[task.rank])
+    for number, count in enumerate(task.coalesced_counts()):
+        inputs = task.all_values(number, count)
+        output = task.output(partial(torch.cat, inputs), task.size * count)
+        tensor = task.input(inputs[task.rank])
         calls.append(partial(dist.all_gather_into_tensor, output, tensor, task.group))
     return _coalesce(task, calls, None)
 
 
 def coalescing_reduce_scatter(task: Task) -> object:
     op, calls = task.op(), []
-    for number, count in enumerate(task.several()):
+    for number, count in enumerate(task.coalesced_counts()):
         pair = _to_reduce_and_scatter(task, number, count)
         calls.append(partial(dist.reduce_scatter_tensor, *pair, op, task.group))
     return _coalesce(task, calls, None)
@@ -309,21 +316,21 @@ def coalescing_reduce_scatter(task: Task) -> object:
 def coalescing_any(task: Task) -> object:
     """Operations of several kinds, each asynchronous or not."""
     calls = []
-    for number, count in enumerate(task.several()):
-        inputs = task.of_all(number, count)
+    for number, count in enumerate(task.coalesced_counts()):
+        inputs = task.all_values(number, count)
         own, root = inputs[task.rank], task.common.randrange(task.size)
         group, async_op = task.group, task.async_op and task.common.random() < 0.8
         if number % 2:
             outputs = task.outputs(inputs)
-            calls.append(partial(dist.all_gather, outputs, task.give(own), group, async_op))
+            calls.append(partial(dist.all_gather, outputs, task.input(own), group, async_op))
         else:
-            tensor = task.give(own) if task.rank == root else task.take(inputs[root], count)
+            tensor = task.input(own) if task.rank == root else task.output(inputs[root], count)
             source = task.members[root]
             calls.append(partial(dist.broadcast, tensor, source, group, async_op))
     return _coalesce(task, calls, CPU)
 
 
-# Without tensors.
+# Operations without tensors.
 
 
 def barrier(task: Task) -> object:
@@ -331,7 +338,7 @@ def barrier(task: Task) -> object:
 
 
 def monitored_barrier(task: Task) -> None:
-    # The function of torch.distributed is for groups named "gloo" alone.
+    # The function of torch.distributed supports only groups named "gloo".
     task.group.monitored_barrier()
 
 
@@ -344,24 +351,24 @@ def broadcast_objects(task: Task) -> None:
     expected = [_object(task, task.root), None, _object(task, task.root, 1)]
     objects = list(expected) if task.is_root else [None] * 3
     dist.broadcast_object_list(objects, task.source, task.group)
-    task.expect(objects, expected, "objects")
+    task.check_equal(objects, expected, "objects")
 
 
 def all_gather_object(task: Task) -> None:
     objects: list[object] = [None] * task.size
     dist.all_gather_object(objects, _object(task, task.rank), task.group)
-    task.expect(objects, [_object(task, rank) for rank in range(task.size)], "objects")
+    task.check_equal(objects, [_object(task, rank) for rank in range(task.size)], "objects")
 
 
 def gather_object(task: Task) -> None:
     objects: list[object] | None = [None] * task.size if task.is_root else None
     dist.gather_object(_object(task, task.rank), objects, task.source, task.group)
     if task.is_root:
-        task.expect(objects, [_object(task, rank) for rank in range(task.size)], "objects")
+        task.check_equal(objects, [_object(task, rank) for rank in range(task.size)], "objects")
 
 
 def scatter_objects(task: Task) -> None:
     parts = [_object(task, task.root, rank) for rank in range(task.size)]
     output: list[object] = [None]
     dist.scatter_object_list(output, parts if task.is_root else None, task.source, task.group)
-    task.expect(output, [parts[task.rank]], "object")
+    task.check_equal(output, [parts[task.rank]], "object")

@@ -1,4 +1,4 @@
-"""What to do: operations and groups, drawn from a seed, the same on every rank."""
+"""Plans: operations and groups, drawn from a seed, the same on every rank."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from random import Random
 from phalanx import _native
 from tests.conformance import cases
 
-# Groups are left and made anew after so many operations, and nothing stays outstanding.
+# Number of operations after which all works are awaited and groups are formed anew.
 CHAPTER = 500
 SUB_GROUPS = 3
-# Bytes that a rank hands to one operation, at most.
+# Maximum number of bytes that a rank passes to one operation.
 LARGEST = 8 * 2**20
-# What the core treats differently lies on either side of these many bytes.
+# Sizes in bytes at which the core changes its algorithm.
 LIMITS = (_native.INLINE_BYTES, _native.RING_BYTES, _native.CHUNK_BYTES, 2**20)
 
-# How often each kind comes. Those with one part per rank, and those that reduce, are marked below.
+# Relative frequency of each kind.
 WEIGHTS = {
     "all_reduce": 12,
     "reduce": 6,
@@ -66,19 +66,19 @@ _CUMULATED = list(itertools.accumulate(WEIGHTS.values()))
 
 @dataclass(frozen=True)
 class Operation:
-    """One operation of a group; what else it needs it draws from its own `seed`."""
+    """An operation of a group; further parameters are drawn from its own `seed`."""
 
     number: int
     kind: str
     group: int
-    """Which group of the chapter; 0 is the world."""
+    """Index of the group in the chapter; 0 is the world."""
     members: tuple[int, ...]
     dtype: str
     count: int
-    """Elements: of a tensor, or of one rank's part where there is one for each."""
+    """Number of elements of a tensor, or of each part if there is one for each rank."""
     reduction: str
     root: int
-    """A rank in the group, -1 if the kind has no root."""
+    """Group rank of the root; -1 if the kind has no root."""
     asynchronous: bool
     seed: str
 
@@ -101,8 +101,8 @@ class Plan:
 
     Args:
         seed: Any integer.
-        ranks: Processes of the world.
-        kinds: The kinds to carry out, all if empty; the others are skipped.
+        ranks: World size.
+        kinds: Kinds to run, all if empty; the others are skipped.
     """
 
     def __init__(self, seed: int, ranks: int, kinds: tuple[str, ...] = ()) -> None:
@@ -112,7 +112,7 @@ class Plan:
         self._drawn: dict[int, list[tuple[int, ...]]] = {}
 
     def groups(self, chapter: int) -> list[tuple[int, ...]]:
-        """The ranks of each group of a chapter, the world first; the others overlap."""
+        """Return the ranks of each group of a chapter, the world first; groups may overlap."""
         if chapter not in self._drawn:
             random = Random(f"{self.seed} {self.ranks} groups {chapter}")
             world = tuple(range(self.ranks))
@@ -124,7 +124,7 @@ class Plan:
         return self._drawn[chapter]
 
     def operation(self, number: int) -> Operation | None:
-        """Operation `number`; None if its kind is none of those wanted, or needs a second rank."""
+        """Return operation `number`; None if its kind is not selected or needs a second rank."""
         seed = f"{self.seed} {self.ranks} {number}"
         random = Random(seed)
         kind = random.choices(_KINDS, cum_weights=_CUMULATED)[0]
@@ -157,7 +157,7 @@ def draw_reduction(random: Random, dtype: str) -> str:
 
 
 def draw_count(random: Random, dtype: str, parts: int, ranks: int) -> int:
-    """How many elements: mostly few, often around a limit of the core, now and then millions."""
+    """Draw a number of elements: mostly few, often near a limit of the core, rarely millions."""
     width = cases.DTYPES[dtype].itemsize
     roll = random.random()
     if roll < 0.05:

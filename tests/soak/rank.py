@@ -1,4 +1,4 @@
-"""Runs a plan on this rank."""
+"""Execution of a plan on this rank."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ from tests.soak.memory import Pool
 from tests.soak.operations import Task
 from tests.soak.plan import CHAPTER, MESSAGES, WEIGHTS, Operation, Plan
 
-CARRY_OUT: dict[str, Callable[[Task], object]] = {
+FUNCTIONS: dict[str, Callable[[Task], object]] = {
     kind: getattr(messages if kind in MESSAGES else operations, kind) for kind in WEIGHTS
 }
-MOST_OUTSTANDING = 12
-MOST_OUTSTANDING_BYTES = 32 * 2**20
+MAX_OUTSTANDING = 12
+MAX_OUTSTANDING_BYTES = 32 * 2**20
 
 
 class SoakFailed(AssertionError):
-    """An operation went wrong: which, how, and what repeats it."""
+    """An operation failed; the message names it and says how to repeat it."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What one rank has done."""
+    """The summary of one rank."""
 
     operations: int
-    """Of the plan, whether or not this rank was in their groups."""
+    """Number of operations of the plan, including those of groups without this rank."""
     seconds: float
     checked: float
-    """GiB of tensors that were compared."""
+    """GiB of checked tensors."""
 
 
 @dataclass
 class Pending:
-    """An operation that has begun."""
+    """An operation in progress."""
 
     task: Task
     works: list[Any]
 
     def finish(self, random: Random) -> None:
-        """Wait in one of the ways there are, and look at what came out."""
+        """Wait for the works in random order, by work or future, and check the tensors."""
         random.shuffle(self.works)
         for work in self.works:
             if hasattr(work, "get_future") and random.random() < 0.2:
@@ -57,12 +57,12 @@ class Pending:
 
 
 class Soak:
-    """One rank's way through a plan, in the default group.
+    """The execution of a plan on one rank, in the default group.
 
     Args:
-        plan: What to do.
-        timeout: Seconds that an operation of a sub-group may wait for its peers.
-        report: Is told the number of the operation that begins.
+        plan: The plan.
+        timeout: Timeout of the operations of subgroups in seconds.
+        report: Function that is called with the number of each operation that begins.
     """
 
     def __init__(self, plan: Plan, timeout: float, report: Callable[[int], None]) -> None:
@@ -77,7 +77,7 @@ class Soak:
         self._bytes = 0
 
     def run(self, first: int, count: int) -> Summary:
-        """Carry out `count` operations from number `first` on."""
+        """Run `count` operations, starting with number `first`."""
         start, done = time.monotonic(), 0
         for number in range(first, first + count):
             if number == first or number % CHAPTER == 0:
@@ -94,9 +94,9 @@ class Soak:
     def _begin(self, operation: Operation) -> None:
         task = Task(operation, self._groups[operation.group], self._pool)
         try:
-            works: Any = CARRY_OUT[operation.kind](task)
+            works: Any = FUNCTIONS[operation.kind](task)
         except Exception as error:
-            raise self._failed(operation, error) from error
+            raise self._make_error(operation, error) from error
         if not isinstance(works, list):
             works = [] if works is None else [works]
         self._bytes += task.bytes
@@ -105,23 +105,23 @@ class Soak:
             self._finish(len(self._pending) - 1)
 
     def _finish_some(self) -> None:
-        """Wait for operations at random, in any order: none, one, or many."""
-        while self._pending and (self._crowded() or self._random.random() < 0.4):
+        """Wait for a random number of operations, in any order."""
+        while self._pending and (self._has_too_many() or self._random.random() < 0.4):
             self._finish(self._random.randrange(len(self._pending)))
 
-    def _crowded(self) -> bool:
+    def _has_too_many(self) -> bool:
         outstanding = sum(pending.task.bytes for pending in self._pending)
-        return len(self._pending) > MOST_OUTSTANDING or outstanding > MOST_OUTSTANDING_BYTES
+        return len(self._pending) > MAX_OUTSTANDING or outstanding > MAX_OUTSTANDING_BYTES
 
     def _finish(self, index: int) -> None:
         pending = self._pending.pop(index)
         try:
             pending.finish(self._random)
         except Exception as error:
-            raise self._failed(pending.task.operation, error) from error
+            raise self._make_error(pending.task.operation, error) from error
 
     def _regroup(self, chapter: int | None) -> None:
-        """Finish everything, leave the sub-groups, and form those of a chapter."""
+        """Finish all operations, leave the subgroups, and form those of a chapter."""
         while self._pending:
             self._finish(self._random.randrange(len(self._pending)))
         for group in self._groups[1:]:
@@ -132,16 +132,16 @@ class Soak:
             made = [dist.new_group(members, timeout=self._timeout) for members in others]
             self._groups = [dist.group.WORLD, *made]
 
-    def _failed(self, operation: Operation, error: Exception) -> SoakFailed:
+    def _make_error(self, operation: Operation, error: Exception) -> SoakFailed:
         plan, number = self._plan, operation.number
         first = number - number % CHAPTER
         kinds = "" if plan.kinds == WEIGHTS.keys() else f"--kinds {','.join(sorted(plan.kinds))} "
-        repeat = f'make soak ARGS="{kinds}--ranks {plan.ranks} --seed {plan.seed} --first'
+        repeat = f'make soak ARGS="{kinds}--nproc-per-node {plan.ranks} --seed {plan.seed} --first'
         return SoakFailed(
             f"rank {self._rank}, operation {number} of seed {plan.seed}: {operation}\n"
             f"    {type(error).__name__}: {error}\n"
             f'repeat it alone:      {repeat} {number} --operations 1"\n'
-            f'with what led to it:  {repeat} {first} --operations {number - first + 1}"'
+            f'with its chapter:     {repeat} {first} --operations {number - first + 1}"'
         )
 
 
@@ -155,8 +155,8 @@ def soak(
     """Run operations of a plan in the default group.
 
     Raises:
-        SoakFailed: On the rank that saw an operation go wrong.
+        SoakFailed: An operation failed on this rank.
     """
-    # The older names, which every supported PyTorch has, and coalesced forms.
+    # Deprecated names, which every supported PyTorch has, and coalesced operations.
     warnings.filterwarnings("ignore", category=FutureWarning)
     return Soak(plan, timeout, report).run(first, count)

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import algorithm_costs, algorithm_pictures
 from phalanx.bench.algorithms import record
 from phalanx.bench.operations import ALGORITHMS
-from phalanx.bench.plan import Contender
-from phalanx.bench.results import Figure, Report, Timing
+from phalanx.bench.plan import Variant
+from phalanx.bench.results import Report, Result, Timing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,8 +84,8 @@ def test_fit_recovers_parameters(tmp_path: Path) -> None:
             timings = {}
             for name in ALGORITHMS:
                 seconds = algorithm_costs.cost(name, ranks).seconds(size, 3e-5, 2e-10, 2)
-                timings[Contender("gloo", name).label] = Timing(seconds, seconds, seconds, 5)
-            entries.append(Figure("all_reduce", "float32", size, size, 0, True, None, timings))
+                timings[Variant("gloo", name).label] = Timing(seconds, seconds, seconds, 5)
+            entries.append(Result("all_reduce", "float32", size, size, 0, True, None, timings))
         reports.append(Report("", "", {"cores": 2}, {}, {"ranks": ranks}, {}, entries))
     record.write(reports, tmp_path / "made.json")
     assert algorithm_costs.read(tmp_path / "made.json", "phalanx") == []

@@ -1,4 +1,4 @@
-"""`phalanx.bench`: what is measured, the arithmetic of the limit, the table and the picture."""
+"""`phalanx.bench`: operations, the arithmetic of the limit, the table and the plot."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from rich.console import Console
 
 from phalanx.bench import machine, results, systems
-from phalanx.bench.dtypes import STORAGE, decode, encode, expected, given
-from phalanx.bench.measurement import buffers_for
-from phalanx.bench.messages import Prepare, Turn
+from phalanx.bench.dtypes import STORAGE, decode, encode, expected_output, make_input
+from phalanx.bench.measurement import buffer_count
+from phalanx.bench.messages import PrepareCommand, TurnCommand
 from phalanx.bench.operations import OPERATIONS
-from phalanx.bench.plan import Plan, label_of, names_of, sizes_of
+from phalanx.bench.plan import Plan, format_size, parse_names, parse_sizes
 from phalanx.bench.plot import plot
-from phalanx.bench.results import Figure, Report, Timing
+from phalanx.bench.results import Report, Result, Timing
 from phalanx.bench.table import Display, header, row
-from phalanx.bench.timed_operation import Work
+from phalanx.bench.timed_operation import TimedOperation
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-# ---- what the user asks for ----
+# ---- options ----
 
 
-def test_sizes_are_read_once_each_in_order() -> None:
-    assert sizes_of("1KiB, 4,64mib,4", ["float32"]) == [4, 1024, 64 * MIB]
+def test_sizes_are_sorted_without_duplicates() -> None:
+    assert parse_sizes("1KiB, 4,64mib,4", ["float32"]) == [4, 1024, 64 * MIB]
 
 
 @pytest.mark.parametrize(
@@ -49,31 +49,31 @@ def test_sizes_are_read_once_each_in_order() -> None:
         ("", ["float32"], "size '' given"),
     ],
 )
-def test_a_size_that_cannot_be_is_refused(text: str, dtypes: list[str], message: str) -> None:
+def test_an_invalid_size_is_rejected(text: str, dtypes: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=re.escape(message)):
-        sizes_of(text, dtypes)
+        parse_sizes(text, dtypes)
 
 
-def test_names_are_read_once_each() -> None:
-    assert names_of("b, a,b", "thing", ["a", "b", "c"]) == ["b", "a"]
-    assert names_of("all", "thing", ["a", "b"]) == ["a", "b"]
+def test_names_have_no_duplicates() -> None:
+    assert parse_names("b, a,b", "thing", ["a", "b", "c"]) == ["b", "a"]
+    assert parse_names("all", "thing", ["a", "b"]) == ["a", "b"]
 
 
 @pytest.mark.parametrize("text", ["a,x", "x", "", "all,a"])
-def test_a_name_that_is_not_known_is_refused(text: str) -> None:
+def test_an_unknown_name_is_rejected(text: str) -> None:
     with pytest.raises(UsageError, match=r"^thing '(x|all|)' given, expected .* a, b, or all$"):
-        names_of(text, "thing", ["a", "b"])
+        parse_names(text, "thing", ["a", "b"])
 
 
 def test_labels() -> None:
-    labels = [label_of(size) for size in (4, 1500, 3 * MIB, 2**30)]
+    labels = [format_size(size) for size in (4, 1500, 3 * MIB, 2**30)]
     assert labels == ["4 B", "1500 B", "3 MiB", "1 GiB"]
 
 
 # ---- operations and their limit ----
 
-# Bytes that memory has to move for an operation whose largest buffer has n bytes, p ranks: what the
-# documentation says, written down by hand.
+# Bytes that the memory must move for an operation whose largest buffer has n bytes, with p ranks,
+# as in the documentation.
 TRAFFIC = {
     "all_reduce": lambda p, n: 2 * p * n,
     "reduce": lambda p, n: (p + 1) * n,
@@ -103,20 +103,20 @@ def test_traffic_is_every_input_once_and_every_output_once(name: str, ranks: int
 @pytest.mark.parametrize(
     ("name", "count"), [("all_reduce", 1), ("all_gather", 3), ("all_to_all", 3), ("barrier", 0)]
 )
-def test_sizes_become_whole_elements_for_every_rank(name: str, count: int) -> None:
-    assert OPERATIONS[name].elements(4, 4, 3) == count
-    assert OPERATIONS[name].elements(12, 4, 3) == (count and 3)
+def test_sizes_are_rounded_up_to_whole_elements_for_every_rank(name: str, count: int) -> None:
+    assert OPERATIONS[name].element_count(4, 4, 3) == count
+    assert OPERATIONS[name].element_count(12, 4, 3) == (count and 3)
 
 
-def test_buffers_exceed_the_caches_but_for_small_ones() -> None:
-    assert buffers_for(4) == 64
-    assert buffers_for(4 * MIB) == 24
-    assert buffers_for(64 * MIB) == 2
-    assert buffers_for(256 * MIB) == 1
+def test_buffers_exceed_the_caches_except_for_small_sizes() -> None:
+    assert buffer_count(4) == 64
+    assert buffer_count(4 * MIB) == 24
+    assert buffer_count(64 * MIB) == 2
+    assert buffer_count(256 * MIB) == 1
 
 
 @pytest.mark.parametrize("dtype", STORAGE)
-def test_elements_are_what_torch_has(dtype: str) -> None:
+def test_elements_equal_those_of_torch(dtype: str) -> None:
     values = np.arange(120)
     stored = encode(values, dtype)
     bits = torch.from_numpy(values).to(getattr(torch, dtype)).view(torch.uint8)
@@ -124,12 +124,12 @@ def test_elements_are_what_torch_has(dtype: str) -> None:
     assert decode(stored, dtype).tolist() == values.tolist()
 
 
-def test_the_expected_results() -> None:
-    a, b, c = (given(5, rank, 6) for rank in range(3))
-    parts = [given(5, rank, 2) for rank in range(3)]
+def test_the_expected_outputs() -> None:
+    a, b, c = (make_input(5, rank, 6) for rank in range(3))
+    parts = [make_input(5, rank, 2) for rank in range(3)]
 
     def result(name: str, rank: int) -> list[int]:
-        values: list[int] = expected(OPERATIONS[name], 5, rank, 3, 6).tolist()
+        values: list[int] = expected_output(OPERATIONS[name], 5, rank, 3, 6).tolist()
         return values
 
     assert a.tolist() != b.tolist()
@@ -145,8 +145,8 @@ def test_the_expected_results() -> None:
     assert result("isend_irecv", 0) == c.tolist()
 
 
-class Alone:
-    """A system of one rank whose operations are written in the test."""
+class SingleRankSystem:
+    """A system of one rank whose operation the test defines."""
 
     rank, ranks, version = 0, 1, ""
 
@@ -168,12 +168,14 @@ class Alone:
 
 
 def check(operation: str, dtype: str, call: Callable[[Any, Any], object]) -> str:
-    return Work(Alone(call), Prepare(operation, dtype, 1000, 2, seed=7)).check(7)
+    return TimedOperation(
+        SingleRankSystem(call), PrepareCommand(operation, dtype, 1000, 2, seed=7)
+    ).check(7)
 
 
 @pytest.mark.parametrize("dtype", STORAGE)
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather"])
-def test_a_right_result_passes_and_a_wrong_one_is_told(name: str, dtype: str) -> None:
+def test_a_wrong_result_is_reported(name: str, dtype: str) -> None:
     def wrong(source: Any, target: Any) -> None:
         target[...] = source
         target[437] = encode(np.array([7]), dtype)[0]
@@ -189,11 +191,11 @@ def test_an_untouched_output_is_wrong(dtype: str) -> None:
     assert "1000 of 1000 elements are wrong" in check("all_gather", dtype, lambda *_: None)
 
 
-def test_a_turn_rewrites_every_buffer_and_takes_them_in_turn() -> None:
+def test_a_turn_rewrites_every_buffer_and_uses_all_of_them() -> None:
     seen: list[tuple[int, float]] = []
-    system = Alone(lambda _, target: seen.append((id(target), float(target[0]))))
-    work = Work(system, Prepare("all_reduce", "bfloat16", 10, 3, None))
-    assert 0 < work.time(Turn(value=2, operations=4, warm_ups=2)) < 10
+    system = SingleRankSystem(lambda _, target: seen.append((id(target), float(target[0]))))
+    work = TimedOperation(system, PrepareCommand("all_reduce", "bfloat16", 10, 3, None))
+    assert 0 < work.time(TurnCommand(value=2, operations=4, warm_ups=2)) < 10
     warm_ups, timed = seen[:2], seen[2:]
     assert warm_ups == timed[:2]
     assert len(timed) == 4
@@ -201,19 +203,19 @@ def test_a_turn_rewrites_every_buffer_and_takes_them_in_turn() -> None:
     assert {value for _, value in seen} == {float(encode(np.array([2]), "bfloat16")[0])}
 
 
-# ---- figures ----
+# ---- results ----
 
 
 def timing(median: float) -> Timing:
     return Timing.of([median * 0.9e-6, median * 1e-6, median * 1.3e-6])
 
 
-def figure(size: int = 4 * MIB, cached: bool = False, **medians: float) -> Figure:
+def make_result(size: int = 4 * MIB, cached: bool = False, **medians: float) -> Result:
     timings = {name.replace("_", "-"): timing(median) for name, median in medians.items()}
-    return Figure("all_reduce", "float32", size, size, 4 * size, cached, 200e-6, timings)
+    return Result("all_reduce", "float32", size, size, 4 * size, cached, 200e-6, timings)
 
 
-def report(*entries: Figure) -> Report:
+def report(*entries: Result) -> Report:
     plan = Plan(["all_reduce"], ["float32"], [4], systems.SYSTEMS)
     return Report(
         command="phalanx bench",
@@ -222,8 +224,8 @@ def report(*entries: Figure) -> Report:
         versions=machine.versions(),
         settings={**vars(plan), "rounds_at_least": 5},
         bandwidth={"copy": 40e9, "blocks": 60e9},
-        figures=list(entries),
-        notes=["mpich is absent"],
+        results=list(entries),
+        notes=["mpich is not available"],
     )
 
 
@@ -231,18 +233,18 @@ def test_quartiles() -> None:
     assert Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, 2.0, 4.0, 5)
 
 
-def test_ratios_and_the_part_of_the_limit() -> None:
-    entry = figure(phalanx=400, gloo=2000, openmpi=900, mpich=800)
-    assert entry.ratio("phalanx", ["gloo"]) == pytest.approx(5)
-    assert entry.over_mpi("phalanx") == pytest.approx(2)
-    assert entry.reached("phalanx") == pytest.approx(0.5)
-    assert entry.ratio("phalanx-shared", ["gloo"]) is None
-    assert figure(phalanx=400).over_mpi("phalanx") is None
-    assert figure(phalanx=400, cached=True).reached("phalanx") is None
+def test_speedups_and_bandwidth_fraction() -> None:
+    entry = make_result(phalanx=400, gloo=2000, openmpi=900, mpich=800)
+    assert entry.speedup("phalanx", ["gloo"]) == pytest.approx(5)
+    assert entry.speedup_over_mpi("phalanx") == pytest.approx(2)
+    assert entry.bandwidth_fraction("phalanx") == pytest.approx(0.5)
+    assert entry.speedup("phalanx-shared", ["gloo"]) is None
+    assert make_result(phalanx=400).speedup_over_mpi("phalanx") is None
+    assert make_result(phalanx=400, cached=True).bandwidth_fraction("phalanx") is None
 
 
-def test_a_row_has_median_spread_ratios_and_limit() -> None:
-    entry = figure(phalanx=400, phalanx_shared=250, gloo=2000, openmpi=900)
+def test_a_row_has_median_spread_speedups_and_limit() -> None:
+    entry = make_result(phalanx=400, phalanx_shared=250, gloo=2000, openmpi=900)
     names = ["phalanx", "phalanx-shared", "gloo", "openmpi", "mpich"]
     cells = row(entry, names)
     assert cells == [
@@ -251,47 +253,51 @@ def test_a_row_has_median_spread_ratios_and_limit() -> None:
     ]
     assert len(header(names)) == len(cells)
     assert row(entry, names, wide=False)[1] == "400\n±40.0"
-    assert row(figure(4, phalanx=4.5, openmpi=0.5), ["phalanx"])[-3:] == ["-", "0.11x", "4444%"]
+    assert row(make_result(4, phalanx=4.5, openmpi=0.5), ["phalanx"])[-3:] == [
+        "-",
+        "0.11x",
+        "4444%",
+    ]
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("width", [80, 140])
-def test_the_table_shows_every_figure_and_note(terminal: bool, width: int) -> None:
-    entry = figure(phalanx=400, gloo=2000)
+def test_the_table_shows_every_result_and_note(terminal: bool, width: int) -> None:
+    entry = make_result(phalanx=400, gloo=2000)
     output = io.StringIO()
     console = Console(file=output, force_terminal=terminal, width=width, highlight=False)
     with Display(Plan(["all_reduce"], ["float32"], [4 * MIB], ["phalanx"]), console) as display:
         display.begin(report(), 1)
-        display.note("mpich is absent")
-        display.section("all_reduce", "float32", ["phalanx", "gloo"])
-        display.working("all_reduce of 4 MiB, float32")
-        display.figure(entry)
-        display.note("gloo is dropped")
+        display.add_note("mpich is not available")
+        display.begin_section("all_reduce", "float32", ["phalanx", "gloo"])
+        display.begin_activity("all_reduce of 4 MiB, float32")
+        display.add_result(entry)
+        display.add_note("gloo is dropped")
     text = output.getvalue()
     if not terminal:
         assert "\x1b" not in text
     words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
     for word in ("60.0 GB/s", "all_reduce, float32, 2 ranks", "4 MiB", "2000", "±200", "5.0x"):
         assert word in words
-    assert "note: mpich is absent" in words
+    assert "note: mpich is not available" in words
     assert "note: gloo is dropped" in words
 
 
-def test_what_is_stored_is_what_is_read(tmp_path: Path) -> None:
-    stored = report(figure(phalanx=400, gloo=2000), figure(16 * MIB, phalanx=900))
+def test_a_stored_report_is_read_back(tmp_path: Path) -> None:
+    stored = report(make_result(phalanx=400, gloo=2000), make_result(16 * MIB, phalanx=900))
     stored.settings = {"ranks": 2}
     results.write(stored, tmp_path / "a.json")
     assert results.read(tmp_path / "a.json") == stored
 
 
 @pytest.mark.parametrize("text", ['{"all_reduce": {}}', "[]", '"text"'])
-def test_figures_of_another_format_are_refused(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_format_is_rejected(tmp_path: Path, text: str) -> None:
     (tmp_path / "old.json").write_text(text)
     with pytest.raises(UsageError, match=r"old\.json has the format None, expected"):
         results.read(tmp_path / "old.json")
 
 
-def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_json_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{")
     with pytest.raises(UsageError, match="can't read"):
         results.read(tmp_path / "a.json")
@@ -304,8 +310,8 @@ def test_a_plot_has_two_panels_for_each_operation(tmp_path: Path, count: int) ->
     entries = []
     for name in ("all_reduce", "broadcast", "all_gather", "barrier")[:count]:
         for size in (4, 4 * MIB, 64 * MIB):
-            entry = figure(size, size == 4, phalanx=size / 1e3, gloo=size / 100, openmpi=3)
-            entries.append(Figure(**{**vars(entry), "operation": name}))
+            entry = make_result(size, size == 4, phalanx=size / 1e3, gloo=size / 100, openmpi=3)
+            entries.append(Result(**{**vars(entry), "operation": name}))
     path = tmp_path / "out.svg"
     plot(report(*entries), path)
     text = path.read_text()
@@ -315,12 +321,12 @@ def test_a_plot_has_two_panels_for_each_operation(tmp_path: Path, count: int) ->
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_plot_of_nothing_is_refused(tmp_path: Path) -> None:
-    barrier = Figure("barrier", "float32", 0, 0, 0, True, None, {"phalanx": timing(3)})
+def test_a_plot_without_results_is_rejected(tmp_path: Path) -> None:
+    barrier = Result("barrier", "float32", 0, 0, 0, True, None, {"phalanx": timing(3)})
     with pytest.raises(UsageError, match="nothing to plot"):
         plot(report(barrier), tmp_path / "out.png")
     with pytest.raises(UsageError, match=r"expected a name that ends with \.png or \.svg"):
-        plot(report(figure(phalanx=1)), tmp_path / "out.xyz")
+        plot(report(make_result(phalanx=1)), tmp_path / "out.xyz")
 
 
 # ---- the machine and its systems ----
@@ -342,7 +348,7 @@ def test_caches_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert machine.cache_bytes(tmp_path / "nowhere") == 32 * MIB
 
 
-def test_memory_of_a_container_is_what_its_limit_leaves(tmp_path: Path) -> None:
+def test_available_memory_respects_the_limit_of_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemTotal: 9 kB\nMemAvailable:    4096 kB\n")
     assert machine.available_memory(tmp_path) == 4 * MIB
@@ -363,16 +369,16 @@ def test_each_mpi_has_its_own_launcher_and_library(name: str) -> None:
     assert program.environment["MPI4PY_LIBMPI"].endswith(library)
 
 
-def test_an_absent_mpi_says_what_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_mpi_names_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> Any:
         raise systems.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(systems.importlib.metadata, "files", missing)
-    with pytest.raises(systems.AbsentError, match=r'pip install "phalanx\[bench\]"'):
+    with pytest.raises(systems.UnavailableError, match=r'pip install "phalanx\[bench\]"'):
         systems.programs("mpich", 2, [])
 
 
-def test_a_setting_of_the_user_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_of_the_user_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MPIR_CVAR_CH4_CMA_ENABLE" in systems.settings("mpich", 2)
     monkeypatch.setenv("MPIR_CVAR_CH4_CMA_ENABLE", "0")
     assert "MPIR_CVAR_CH4_CMA_ENABLE" not in systems.settings("mpich", 2)

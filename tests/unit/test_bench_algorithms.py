@@ -1,4 +1,4 @@
-"""`phalanx bench --algorithms`: what it is asked, what it keeps and what it shows."""
+"""`phalanx bench --algorithms`: options, storage and display."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from phalanx.bench.algorithms import record
 from phalanx.bench.algorithms.plot import STYLES, plot
 from phalanx.bench.algorithms.table import SHORT, AlgorithmsDisplay
 from phalanx.bench.dtypes import STORAGE
-from phalanx.bench.messages import Prepare, Turn
+from phalanx.bench.messages import PrepareCommand, TurnCommand
 from phalanx.bench.operations import ALGORITHMS
-from phalanx.bench.plan import Contender, Plan, ranks_of
-from phalanx.bench.results import Figure, Report, Timing
+from phalanx.bench.plan import Plan, Variant, parse_rank_counts
+from phalanx.bench.results import Report, Result, Timing
 from phalanx.bench.systems import SYSTEMS
-from phalanx.bench.timed_operation import Work
-from phalanx.cli.bench import plans_of
+from phalanx.bench.timed_operation import TimedOperation
+from phalanx.cli.bench import make_plans
 from phalanx.errors import UsageError
 from phalanx.parallel import algorithms
 
@@ -30,42 +30,46 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_every_algorithm_has_its_place() -> None:
+def test_every_algorithm_has_a_name_and_a_style() -> None:
     assert tuple(algorithms.ALGORITHMS) == ALGORITHMS
     assert tuple(SHORT) == tuple(STYLES) == ("", *ALGORITHMS)
 
 
-def test_ranks_are_read_once_each_in_order() -> None:
-    assert ranks_of("4, 2,3,2", several=True) == [2, 3, 4]
-    assert ranks_of("64", several=False) == [64]
+def test_rank_counts_are_sorted_without_duplicates() -> None:
+    assert parse_rank_counts("4, 2,3,2", several=True) == [2, 3, 4]
+    assert parse_rank_counts("64", several=False) == [64]
 
 
 @pytest.mark.parametrize("text", ["1", "65", "2,x", "", "-2", "2.5"])
-def test_ranks_that_cannot_be_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match=r"^ranks '.*' given, expected a number from 2 to 64$"):
-        ranks_of(text, several=True)
+def test_invalid_rank_counts_are_rejected(text: str) -> None:
+    with pytest.raises(
+        UsageError, match=r"^--nproc-per-node '.*' given, expected a number from 2 to 64$"
+    ):
+        parse_rank_counts(text, several=True)
 
 
-def test_several_ranks_need_algorithms() -> None:
-    with pytest.raises(UsageError, match=r"^ranks '2,3' given, expected one number: several need"):
-        ranks_of("2,3", several=False)
+def test_several_rank_counts_need_algorithms() -> None:
+    with pytest.raises(
+        UsageError, match=r"^--nproc-per-node '2,3' given, expected one number: several"
+    ):
+        parse_rank_counts("2,3", several=False)
 
 
 def test_algorithms_are_planned_for_each_number_of_ranks() -> None:
-    plans = plans_of("all", "4,8", "", "float32", "", None, 60.0, algorithms=True)
+    plans = make_plans("all", "4,8", "", "float32", "", None, 60.0, algorithms=True)
     assert [plan.ranks for plan in plans] == [2, 3, 4]
     assert {(*plan.systems, *plan.operations) for plan in plans} == {
         ("phalanx", "gloo", "all_reduce")
     }
-    ways = [each.label for each in plans[0].contenders_of("gloo")]
-    assert ways == ["gloo", *(f"gloo {name}" for name in ALGORITHMS)]
-    (plain,) = plans_of("barrier", "4,8", "", "float32", "", None, 60.0, algorithms=False)
+    labels = [each.label for each in plans[0].variants("gloo")]
+    assert labels == ["gloo", *(f"gloo {name}" for name in ALGORITHMS)]
+    (plain,) = make_plans("barrier", "4,8", "", "float32", "", None, 60.0, algorithms=False)
     assert (plain.ranks, tuple(plain.systems)) == (2, SYSTEMS)
-    assert [each.label for each in plain.contenders_of("gloo")] == ["gloo"]
+    assert [each.label for each in plain.variants("gloo")] == ["gloo"]
 
 
-class Ways:
-    """A system of one rank with a way to do the operation for each name that it is asked for."""
+class SystemWithAlgorithms:
+    """A system of one rank that records the calls of each algorithm."""
 
     rank, ranks, version = 0, 1, ""
 
@@ -91,25 +95,27 @@ class Ways:
         pass
 
 
-def work(system: Ways) -> Work:
-    prepare = Prepare("all_reduce", "float32", 10, 2, 5, ("ring_all_reduce", "tree_all_reduce"))
-    return Work(system, prepare)
+def make_operation(system: SystemWithAlgorithms) -> TimedOperation:
+    prepare = PrepareCommand(
+        "all_reduce", "float32", 10, 2, 5, ("ring_all_reduce", "tree_all_reduce")
+    )
+    return TimedOperation(system, prepare)
 
 
-def test_a_turn_times_the_way_that_it_names() -> None:
-    system = Ways()
-    ready = work(system)
-    assert ready.time(Turn(1, 3, 1, "tree_all_reduce")) > 0
+def test_a_turn_times_the_named_algorithm() -> None:
+    system = SystemWithAlgorithms()
+    operation = make_operation(system)
+    assert operation.time(TurnCommand(1, 3, 1, "tree_all_reduce")) > 0
     assert system.calls == ["tree_all_reduce"] * 4
-    assert ready.time(Turn(1, 2, 0)) > 0
+    assert operation.time(TurnCommand(1, 2, 0)) > 0
     assert system.calls[4:] == ["all_reduce"] * 2
 
 
-def test_every_way_is_checked_and_the_wrong_one_named() -> None:
-    assert work(Ways()).check(5) == ""
-    system = Ways(ring_all_reduce=77.0)
-    assert work(system).check(5).startswith("ring_all_reduce: 1 of 10 elements are wrong")
-    # Other ranks, whose result is right, take part in all of them.
+def test_every_algorithm_is_checked_and_a_wrong_one_named() -> None:
+    assert make_operation(SystemWithAlgorithms()).check(5) == ""
+    system = SystemWithAlgorithms(ring_all_reduce=77.0)
+    assert make_operation(system).check(5).startswith("ring_all_reduce: 1 of 10 elements are wrong")
+    # No early exit: other ranks whose result is right call all of them.
     assert system.calls == ["all_reduce", "ring_all_reduce", "tree_all_reduce"]
 
 
@@ -123,11 +129,11 @@ def report(ranks: int) -> Report:
     for size in (4, 1024):
         medians = [6.0, 40.0, 80.0 * ranks, 70.0, 30.0 + size]
         timings = {
-            Contender(system, name).label: timing(median * factor)
+            Variant(system, name).label: timing(median * factor)
             for system, factor in (("phalanx", 1), ("gloo", 5))
             for name, median in zip(("", *ALGORITHMS), medians, strict=True)
         }
-        entries.append(Figure("all_reduce", "float32", size, size, 0, True, 1e-6, timings))
+        entries.append(Result("all_reduce", "float32", size, size, 0, True, 1e-6, timings))
     return Report(
         command="phalanx bench --algorithms",
         date="2025-01-01 00:00 UTC",
@@ -135,29 +141,29 @@ def report(ranks: int) -> Report:
         versions=machine.versions(),
         settings={**vars(plan), "rounds_at_least": 5},
         bandwidth={"copy": 40e9},
-        figures=entries,
+        results=entries,
     )
 
 
-def test_the_fastest_is_one_of_the_algorithms() -> None:
-    small, large = report(2).figures
-    assert record.fastest(small, "gloo") == "tree_all_reduce"
-    assert record.fastest(large, "phalanx") == "ring_all_reduce_simple"
-    assert record.fastest(small, "mpich") is None
+def test_the_fastest_algorithm() -> None:
+    small, large = report(2).results
+    assert record.fastest_algorithm(small, "gloo") == "tree_all_reduce"
+    assert record.fastest_algorithm(large, "phalanx") == "ring_all_reduce_simple"
+    assert record.fastest_algorithm(small, "mpich") is None
 
 
 def test_reports_are_stored_and_read(tmp_path: Path) -> None:
     reports = [report(2), report(3)]
     record.write(reports, tmp_path / "out.json")
     again = record.read(tmp_path / "out.json")
-    assert [each.figures for each in again] == [each.figures for each in reports]
+    assert [each.results for each in again] == [each.results for each in reports]
     assert [each.settings["ranks"] for each in again] == [2, 3]
 
 
-def test_a_file_of_the_other_kind_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_the_other_kind_is_rejected(tmp_path: Path) -> None:
     results.write(report(2), tmp_path / "plain.json")
     record.write([report(2)], tmp_path / "algorithms.json")
-    with pytest.raises(UsageError, match="record it again with phalanx bench --algorithms --json"):
+    with pytest.raises(UsageError, match="measure again with phalanx bench --algorithms --output"):
         record.read(tmp_path / "plain.json")
     with pytest.raises(UsageError, match=f"has the format {record.FORMAT!r}, expected"):
         results.read(tmp_path / "algorithms.json")
@@ -171,9 +177,9 @@ def test_the_table_has_a_line_for_each_size_and_system(terminal: bool) -> None:
     plan = Plan(["all_reduce"], ["float32"], [4], ["phalanx", "gloo"], 2, algorithms=ALGORITHMS)
     with AlgorithmsDisplay(plan, console) as display:
         display.begin(entry, 2)
-        display.section("all_reduce", "float32", ["phalanx", "gloo"])
-        for figure in entry.figures:
-            display.figure(figure)
+        display.begin_section("all_reduce", "float32", ["phalanx", "gloo"])
+        for result in entry.results:
+            display.add_result(result)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
     tail = text[text.rindex("fastest") :]
     lines = [line.split() for line in tail.splitlines() if " phalanx " in line or " gloo " in line]
@@ -187,13 +193,13 @@ def test_the_table_has_a_line_for_each_size_and_system(terminal: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["out.png", "out.svg"])
-def test_the_picture(tmp_path: Path, name: str) -> None:
+def test_the_plot(tmp_path: Path, name: str) -> None:
     plot([report(2), report(3)], tmp_path / name)
     assert (tmp_path / name).stat().st_size > 5000
 
 
-def test_nothing_is_no_picture(tmp_path: Path) -> None:
+def test_a_plot_without_results_is_rejected(tmp_path: Path) -> None:
     empty = report(2)
-    empty.figures.clear()
+    empty.results.clear()
     with pytest.raises(UsageError, match="no algorithm was measured"):
         plot([empty], tmp_path / "out.png")

@@ -1,4 +1,4 @@
-"""The commands on jobs: what they do where something is in their way."""
+"""The commands on jobs when something is missing or fails."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.made_jobs import JobFixture
 from tests.synthetic_jobs import build_straggling_job
 
 
-def made(jobs: Path, command: str = "train.py") -> str:
-    """A job that has ended, without a rank."""
+def make_ended_job(jobs: Path, command: str = "train.py") -> str:
+    """Create a job that has ended, without ranks."""
     with JobDirectory(str(jobs), make_job_name(), create=True) as job:
         job.write_description({**describe_job(job.name, 1), "command": [command]})
         return job.name
 
 
-def test_a_terminal_that_lacks_characters_gets_their_numbers(jobs: Path, job: JobFixture) -> None:
-    other = made(jobs, "träin.py")
+def test_characters_that_the_terminal_lacks_are_escaped(jobs: Path, job: JobFixture) -> None:
+    other = make_ended_job(jobs, "träin.py")
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     for arguments in (["jobs"], ["explain", other], ["explain", job.name], ["watch", job.name]):
         done = subprocess.run(
@@ -37,13 +37,15 @@ def test_a_terminal_that_lacks_characters_gets_their_numbers(jobs: Path, job: Jo
         )
         assert b"Traceback" not in done.stderr, done.stderr
         assert (b"tr\\xe4in.py" in done.stdout) is (job.name not in arguments)
-        assert b"\\u2500" not in done.stdout, "what a table is drawn with"
+        assert b"\\u2500" not in done.stdout, (
+            "table borders must not use characters that the terminal lacks"
+        )
 
 
-def test_a_job_that_is_gone_does_not_keep_others_from_being_removed(
+def test_a_missing_job_does_not_prevent_the_removal_of_others(
     jobs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = [made(jobs) for _ in range(3)]
+    names = [make_ended_job(jobs) for _ in range(3)]
     listed = jobs_command._read_summaries()
     JobDirectory(str(jobs), listed[0][0].name).remove()
     gone = listed[0][0].name
@@ -67,14 +69,14 @@ def test_a_job_that_is_gone_does_not_keep_others_from_being_removed(
     ],
 )
 @pytest.mark.parametrize("where", ["read", "render"])
-def test_what_can_not_be_explained_is_said_in_a_line(
+def test_a_failure_to_explain_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     where: str,
     error: Exception,
     words: str,
 ) -> None:
-    """And nothing is raised, that the exit code of the job may come out."""
+    """Nothing is raised, so that `phalanx run` returns the exit code of the job."""
 
     def fail(*_: object) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""The guard in `tests/conftest.py` must be able to fail: it is run on tests that leave one."""
+"""The check for leftover processes in `tests/conftest.py`, run on tests that leave one."""
 
 import contextlib
 import os
@@ -41,7 +41,7 @@ def test_second(server):
 
 
 def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run `source` as a test module under the project's conftest.py, in a folder of its own."""
+    """Run `source` as a test module with the project's conftest.py, in a separate folder."""
     conftest = (Path(__file__).parents[1] / "conftest.py").read_text()
     assert "GRACE = 5.0" in conftest
     (folder / "conftest.py").write_text(conftest.replace("GRACE = 5.0", "GRACE = 1.0"))
@@ -70,13 +70,13 @@ def test_a_process_left_behind_fails_the_test_and_is_killed(tmp_path: Path, sour
         assert psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_a_process_of_a_fixture_fails_the_run_at_its_end(tmp_path: Path) -> None:
+def test_a_process_left_by_a_fixture_fails_the_run(tmp_path: Path) -> None:
     result = run_pytest(tmp_path, FIXTURE_LEAVES_CHILD)
     assert result.returncode == pytest.ExitCode.TESTS_FAILED, result.stdout + result.stderr
     assert "2 passed, 1 error" in result.stdout
     assert "sleep 600" in result.stdout
 
 
-def test_a_process_that_ends_in_time_is_no_failure(tmp_path: Path) -> None:
+def test_a_process_that_ends_in_time_is_accepted(tmp_path: Path) -> None:
     result = run_pytest(tmp_path, ENDS_LATE)
     assert result.returncode == pytest.ExitCode.OK, result.stdout + result.stderr

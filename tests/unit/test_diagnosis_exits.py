@@ -14,7 +14,7 @@ from phalanx.observe.explain import as_text
 from phalanx.observe.explain.advice import suggest_fixes
 from phalanx.observe.explain.sentences import write_sentences
 from phalanx.observe.model import Job
-from tests.drill.matrix import faults_in
+from tests.fault_injection.matrix import agreement_errors
 from tests.made_up import JobBuilder
 
 WORKER = "RuntimeError: DataLoader worker (pid 8048) is killed by signal: Killed."
@@ -193,4 +193,4 @@ def test_subjects_and_verbs_agree(kind: Kind, ranks: tuple[int, ...], live: bool
             status = graph.exits[1]
             diagnosis = Diagnosis(kind, ranks, graph.moment, shown, waiting, status, reason="why")
             texts = [*write_sentences(graph, diagnosis), *suggest_fixes(graph, diagnosis)]
-            assert faults_in(texts) == []
+            assert agreement_errors(texts) == []

@@ -1,4 +1,4 @@
-"""The record of PyTorch's tests of its distributed libraries, and the checkout they come from."""
+"""The record of PyTorch's tests of its distributed libraries, and the checkout of their source."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_both_columns_have_every_test() -> None:
     assert all(scope.suite_of(test.partition("::")[0]) in scope.SUITES for test in results["gloo"])
 
 
-def test_every_difference_is_of_a_test_that_passes_on_gloo() -> None:
+def test_every_difference_matches_a_test_that_passes_on_gloo() -> None:
     passed = [test for test, each in record.load()["gloo"].items() if each.outcome == "pass"]
     for pattern in scope.DIFFERENCES:
         assert any(fnmatchcase(test, pattern) for test in passed), pattern
@@ -63,7 +63,7 @@ def test_a_repeated_test_keeps_its_first_outcome_in_its_reason() -> None:
     assert record.repeated(failed, failed) == failed
 
 
-def test_a_file_that_is_imported_again_is_no_failure() -> None:
+def test_a_repeated_import_replaces_its_failure() -> None:
     recorded = {"a.py::import": Outcome("fail", "", 1.0), "b.py::B.test": PASSED}
     record.merge(recorded, {"a.py::A.test": PASSED})
     assert recorded == {"a.py::A.test": PASSED, "b.py::B.test": PASSED}

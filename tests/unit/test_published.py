@@ -1,4 +1,4 @@
-"""What changes the imports of PyTorch's examples, and what compares their runs."""
+"""The runner of PyTorch's examples: the change of imports and the comparison of runs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from tests.published.cases import Case
-from tests.published.comparing import differences
-from tests.published.imports import changed
-from tests.published.running import Ran
+from tests.published.comparison import differences
+from tests.published.imports import change_imports
+from tests.published.runner import RunResult
 
 BEFORE = """\
 import torch.distributed as dist
@@ -41,36 +41,36 @@ if rpc:
 """
 
 
-def test_imports_are_changed_and_nothing_else() -> None:
-    assert changed(BEFORE) == (AFTER, 6)
-    assert changed(AFTER) == (AFTER, 0)
+def test_only_imports_are_changed() -> None:
+    assert change_imports(BEFORE) == (AFTER, 6)
+    assert change_imports(AFTER) == (AFTER, 0)
 
 
 CASE = Case("name", "folder", "what", ())
-RAN = Ran(["10:11:12 a", "loss 0.5"], ["a warning"], {"0": [2.0, 1.0]}, 1.0, 0)
+RESULT = RunResult(["10:11:12 a", "loss 0.5"], ["a warning"], {"0": [2.0, 1.0]}, 1.0, 0)
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "expected"),
     [
-        (replace(RAN, lines=["loss 0.5", "10:11:13.7 a"], complaints=[]), []),
-        (replace(RAN, code=None), ["on phalanx.rpc it was ended after 1 s"]),
-        (replace(RAN, code=3), ["on phalanx.rpc it ended with exit code 3"]),
-        (replace(RAN, complaints=["a warning", "new"]), ["stderr: new"]),
-        (replace(RAN, lines=["loss 0.5"]), ["not printed: TIME a"]),
-        (replace(RAN, lines=[*RAN.lines, "loss 0.5"]), ["2 lines printed, and 3"]),
-        (replace(RAN, losses={"0": [2.0, 1.5]}), ["0: loss 1 is 1.0, and 1.5"]),
-        (replace(RAN, losses={"0": [2.0]}), ["0: 2 losses, and 1"]),
-        (replace(RAN, losses={}), ["0: 2 losses, and 0"]),
+        (replace(RESULT, lines=["loss 0.5", "10:11:13.7 a"], stderr_lines=[]), []),
+        (replace(RESULT, code=None), ["on phalanx.rpc: killed after 1 s"]),
+        (replace(RESULT, code=3), ["on phalanx.rpc: exit code 3"]),
+        (replace(RESULT, stderr_lines=["a warning", "new"]), ["stderr: new"]),
+        (replace(RESULT, lines=["loss 0.5"]), ["not printed: TIME a"]),
+        (replace(RESULT, lines=[*RESULT.lines, "loss 0.5"]), ["2 lines printed, then 3"]),
+        (replace(RESULT, losses={"0": [2.0, 1.5]}), ["0: loss 1 is 1.0, then 1.5"]),
+        (replace(RESULT, losses={"0": [2.0]}), ["0: 2 losses, then 1"]),
+        (replace(RESULT, losses={}), ["0: 2 losses, then 0"]),
     ],
 )
-def test_differences_are_found(other: Ran, words: list[str]) -> None:
-    assert differences(CASE, RAN, other) == words
+def test_differences_are_found(other: RunResult, expected: list[str]) -> None:
+    assert differences(CASE, RESULT, other) == expected
 
 
-def test_where_threads_decide_the_last_losses_count() -> None:
+def test_only_the_last_losses_count_if_threads_decide_the_order() -> None:
     case = replace(CASE, tolerance=0.1)
-    near = replace(RAN, lines=["10:11:12 a", "loss 0.6"], losses={"0": [1.0, 2.1]})
-    assert differences(case, RAN, near) == []
-    far = replace(RAN, losses={"0": [2.0, 2.0]})
-    assert differences(case, RAN, far) == ["0: at the end a loss of 1.5000, and 2.0000"]
+    close = replace(RESULT, lines=["10:11:12 a", "loss 0.6"], losses={"0": [1.0, 2.1]})
+    assert differences(case, RESULT, close) == []
+    far = replace(RESULT, losses={"0": [2.0, 2.0]})
+    assert differences(case, RESULT, far) == ["0: final loss 1.5000, then 2.0000"]

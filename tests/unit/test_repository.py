@@ -1,4 +1,4 @@
-"""Facts about the repository that must stay true, whatever changes."""
+"""Invariants of the repository."""
 
 import ast
 import importlib.metadata
@@ -20,12 +20,12 @@ PACKAGE = ROOT / "src" / "phalanx"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 MAX_LINES = 450
 
-# Absolute paths below folders of somebody's machine.
+# Absolute paths of a particular machine.
 FORBIDDEN = re.compile(r"(?<![\w.])/(?:work|root|home|tmp/w)/")
 
 
 def tracked_files() -> Iterator[Path]:
-    """Files of the repository, those not yet added included, ignored ones not."""
+    """Yield the files of the repository, including untracked but not ignored files."""
     list_files = ["git", "-c", "safe.directory=*", "ls-files"]
     command = [*list_files, "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -35,7 +35,7 @@ def tracked_files() -> Iterator[Path]:
 
 
 def project_section(name: str) -> str:
-    """The text of one table of pyproject.toml (Python 3.10 has no TOML reader)."""
+    """Return the text of a table of pyproject.toml (Python 3.10 has no TOML reader)."""
     text = (ROOT / "pyproject.toml").read_text()
     found = re.search(rf"^\[{re.escape(name)}\]\n(.*?)(?=^\[|\Z)", text, re.MULTILINE | re.DOTALL)
     assert found, f"no [{name}] in pyproject.toml"
@@ -67,7 +67,7 @@ def modules_after(statement: str, autoload: bool) -> set[str]:
     return set(json.loads(result.stdout))
 
 
-def test_one_version() -> None:
+def test_all_versions_are_equal() -> None:
     declared = re.search(r'^version = "(.+)"$', project_section("project"), re.MULTILINE)
     assert declared
     assert phalanx.__version__ == declared[1]
@@ -88,7 +88,7 @@ def test_the_command_is_installed() -> None:
     assert [callable(entry.load()) for entry in entries] == [True]
 
 
-def test_torch_is_no_requirement_of_the_build() -> None:
+def test_torch_is_not_a_build_requirement() -> None:
     assert "torch" not in project_section("build-system")
 
 
@@ -100,7 +100,7 @@ def test_the_makefile_installs_the_build_requirements() -> None:
         assert requirement in makefile
 
 
-def test_import_torch_imports_two_small_modules_of_ours() -> None:
+def test_import_torch_imports_only_two_small_modules() -> None:
     added = modules_after("import torch", autoload=True) - modules_after(
         "import torch", autoload=False
     )
@@ -113,7 +113,7 @@ def test_importing_the_package_loads_no_command_line() -> None:
     assert not loaded & {"typer", "rich", "sklearn", "phalanx.cli", "phalanx.testing"}
 
 
-def test_every_folder_of_the_package_says_what_lives_there() -> None:
+def test_every_package_has_a_docstring() -> None:
     folders = {path.parent for path in PACKAGE.rglob("*.py")}
     assert PACKAGE in folders
     for folder in folders:
@@ -122,7 +122,7 @@ def test_every_folder_of_the_package_says_what_lives_there() -> None:
         assert ast.get_docstring(ast.parse(init.read_text())), f"{init} has no docstring"
 
 
-def test_the_stub_names_what_the_native_module_has() -> None:
+def test_the_stub_matches_the_native_module() -> None:
     stub = public_names(ast.parse((PACKAGE / "_native.pyi").read_text()))
     native = {name for name in dir(_native) if not name.startswith("_")}
     assert stub == native
@@ -138,7 +138,7 @@ def test_sources_are_short() -> None:
     assert {name: count for name, count in lines.items() if count > MAX_LINES} == {}
 
 
-def test_no_path_of_a_machine() -> None:
+def test_no_paths_of_a_particular_machine() -> None:
     found = []
     for path in tracked_files():
         try:

@@ -1,4 +1,4 @@
-"""Elements in numpy, for ranks that do not import torch, and the expected results of operations.
+"""Dtypes in numpy, for ranks that do not import torch, and the expected results of operations.
 
 Numpy has no bfloat16; its 16 bits are stored as a uint16.
 """
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from phalanx.bench.operations import Operation
 
-__all__ = ["STORAGE", "decode", "encode", "expected", "given"]
+__all__ = ["STORAGE", "decode", "encode", "expected_output", "make_input"]
 
 STORAGE: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -43,12 +43,12 @@ def decode(stored: NDArray[Any], dtype: str) -> NDArray[np.float64]:
     return stored.astype(np.float64)
 
 
-def given(seed: int, rank: int, count: int) -> NDArray[np.int64]:
+def make_input(seed: int, rank: int, count: int) -> NDArray[np.int64]:
     """Return a rank's input: random values 0, 1 and 2, so that sums are exact in every dtype."""
     return np.random.default_rng((seed, rank)).integers(0, 3, count)
 
 
-def expected(
+def expected_output(
     operation: Operation, seed: int, rank: int, ranks: int, count: int
 ) -> NDArray[np.int64]:
     """Return the expected result of a rank, computed with numpy from the inputs of all ranks.
@@ -60,7 +60,7 @@ def expected(
         ranks: Number of ranks.
         count: Number of elements of the operation.
     """
-    inputs = [given(seed, r, operation.reads_of(r, ranks, count)) for r in range(ranks)]
+    inputs = [make_input(seed, r, operation.read_count(r, ranks, count)) for r in range(ranks)]
     part = slice(rank * count // ranks, (rank + 1) * count // ranks)
     result: NDArray[np.int64]
     match operation.name:
@@ -80,4 +80,4 @@ def expected(
             result = inputs[rank - 1]
         case _:
             result = np.concatenate(inputs)
-    return result[: operation.writes_of(rank, ranks, count)]
+    return result[: operation.write_count(rank, ranks, count)]

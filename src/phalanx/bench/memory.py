@@ -16,13 +16,13 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["METHODS", "Streams"]
+__all__ = ["METHODS", "StreamBenchmark"]
 
 METHODS = ("copy", "blocks")
 _BLOCK = 2**16
 
 
-class Streams:
+class StreamBenchmark:
     """The arrays of one rank."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Streams:
         if not self._arrays:
             self._arrays = [np.ones(size // 8, np.int64) for _ in range(2)]
         source, target = self._arrays
-        pieces = [slice(i, i + _BLOCK) for i in range(0, source.size, _BLOCK)]
+        blocks = [slice(i, i + _BLOCK) for i in range(0, source.size, _BLOCK)]
         while time.monotonic() < start:
             pass
         moved, began = 0, time.perf_counter()
@@ -48,7 +48,7 @@ class Streams:
             if method == "copy":
                 np.copyto(target, source)
             else:
-                for piece in pieces:
-                    target[piece] = source[piece]
+                for block in blocks:
+                    target[block] = source[block]
             moved += source.nbytes + target.nbytes
         return moved / taken

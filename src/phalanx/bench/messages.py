@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Command", "Hello", "Prepare", "Reply", "Stop", "Stream", "Turn"]
+__all__ = [
+    "Command",
+    "Hello",
+    "PrepareCommand",
+    "Reply",
+    "StopCommand",
+    "StreamCommand",
+    "TurnCommand",
+]
 
 
 @dataclass(frozen=True)
@@ -19,7 +27,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Prepare:
+class PrepareCommand:
     """A command to prepare an operation and free the buffers of the previous one.
 
     Attributes:
@@ -40,7 +48,7 @@ class Prepare:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnCommand:
     """A command to rewrite all buffers and time an operation; the answer is in seconds.
 
     Attributes:
@@ -57,7 +65,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamCommand:
     """A command to copy memory on all ranks at the same time; the answer is in bytes per second.
 
     Attributes:
@@ -74,11 +82,11 @@ class Stream:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopCommand:
     """A command to free all buffers and end."""
 
 
-Command = Prepare | Turn | Stream | Stop
+Command = PrepareCommand | TurnCommand | StreamCommand | StopCommand
 
 
 @dataclass(frozen=True)

@@ -93,27 +93,27 @@ class MpiSystem:
     def _ping_pong(self, source: Any, target: Any) -> Callable[[], object]:
         send, recv = self._world.Send, self._world.Recv
 
-        def serve() -> None:
+        def ping() -> None:
             send(source, 1)
             recv(target, 1)
 
-        def answer() -> None:
+        def pong() -> None:
             recv(target, 0)
             send(source, 0)
 
-        return (serve, answer)[self.rank] if self.rank < 2 else _nothing
+        return (ping, pong)[self.rank] if self.rank < 2 else _do_nothing
 
     def _exchange(self, source: Any, target: Any) -> Callable[[], object]:
-        following, previous = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         isend, irecv, wait_all = self._world.Isend, self._world.Irecv, MPI.Request.Waitall
 
         def exchange() -> None:
-            wait_all([irecv(target, previous), isend(source, following)])
+            wait_all([irecv(target, previous_rank), isend(source, next_rank)])
 
         return exchange
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing, on a rank that takes no part in an operation."""
 
 

@@ -23,17 +23,17 @@ class Operation:
         name: Name on the command line.
         reads: Portions that the root and every other rank read.
         writes: Portions that the root and every other rank write.
-        in_place: Whether the output replaces the input.
-        ways: Number of one-way transfers in a call; figures are for one of them.
-        pair: Whether only ranks 0 and 1 take part, in both directions one after the other.
+        is_in_place: Whether the output replaces the input.
+        transfers: Number of one-way transfers in a call; results are for one of them.
+        is_pair: Whether only ranks 0 and 1 take part, in both directions one after the other.
     """
 
     name: str
     reads: tuple[Portion, Portion]
     writes: tuple[Portion, Portion]
-    in_place: bool = False
-    ways: int = 1
-    pair: bool = False
+    is_in_place: bool = False
+    transfers: int = 1
+    is_pair: bool = False
 
     @property
     def has_size(self) -> bool:
@@ -45,7 +45,7 @@ class Operation:
         """True if the part of a rank is 1/p of the size, for p ranks."""
         return "part" in (*self.reads, *self.writes) or self.name == "all_to_all"
 
-    def elements(self, size: int, itemsize: int, ranks: int) -> int:
+    def element_count(self, size: int, itemsize: int, ranks: int) -> int:
         """Return the number of elements of the largest buffer.
 
         The size is rounded up to whole elements, and to equal parts for the ranks.
@@ -60,21 +60,21 @@ class Operation:
         share = ranks if self.is_split else 1
         return -(-size // (itemsize * share)) * share
 
-    def reads_of(self, rank: int, ranks: int, count: int) -> int:
+    def read_count(self, rank: int, ranks: int, count: int) -> int:
         """Return how many elements a rank reads in an operation of `count` elements."""
         return self._count(self.reads, rank, ranks, count)
 
-    def writes_of(self, rank: int, ranks: int, count: int) -> int:
+    def write_count(self, rank: int, ranks: int, count: int) -> int:
         """Return how many elements a rank writes in an operation of `count` elements."""
         return self._count(self.writes, rank, ranks, count)
 
-    def buffers_of(self, rank: int, ranks: int, count: int) -> tuple[int, int]:
+    def buffer_counts(self, rank: int, ranks: int, count: int) -> tuple[int, int]:
         """Return the elements of a rank's input and output buffer; (0, n) if in place."""
         reads, writes = (
-            self.reads_of(rank, ranks, count),
-            self.writes_of(rank, ranks, count),
+            self.read_count(rank, ranks, count),
+            self.write_count(rank, ranks, count),
         )
-        return (0, max(reads, writes)) if self.in_place else (reads, writes)
+        return (0, max(reads, writes)) if self.is_in_place else (reads, writes)
 
     def traffic(self, ranks: int, count: int) -> int:
         """Return the least number of elements that cross the memory bus, over all ranks, one way.
@@ -82,13 +82,13 @@ class Operation:
         No implementation can do with less than to read every input and write every output once.
         """
         moved = sum(
-            self.reads_of(rank, ranks, count) + self.writes_of(rank, ranks, count)
+            self.read_count(rank, ranks, count) + self.write_count(rank, ranks, count)
             for rank in range(ranks)
         )
-        return moved // self.ways
+        return moved // self.transfers
 
     def _count(self, portions: tuple[Portion, Portion], rank: int, ranks: int, count: int) -> int:
-        if self.pair and rank > 1:
+        if self.is_pair and rank > 1:
             return 0
         portion = portions[0 if rank == 0 else 1]
         return {"all": count, "part": count // ranks, "none": 0}[portion]
@@ -98,23 +98,23 @@ _EVERY: tuple[Portion, Portion] = ("all", "all")
 _PARTS: tuple[Portion, Portion] = ("part", "part")
 _ROOT: tuple[Portion, Portion] = ("all", "none")
 _OTHERS: tuple[Portion, Portion] = ("none", "all")
-_NOBODY: tuple[Portion, Portion] = ("none", "none")
+_NONE: tuple[Portion, Portion] = ("none", "none")
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("all_reduce", _EVERY, _EVERY, in_place=True),
-        Operation("reduce", _EVERY, _ROOT, in_place=True),
-        Operation("broadcast", _ROOT, _OTHERS, in_place=True),
+        Operation("all_reduce", _EVERY, _EVERY, is_in_place=True),
+        Operation("reduce", _EVERY, _ROOT, is_in_place=True),
+        Operation("broadcast", _ROOT, _OTHERS, is_in_place=True),
         Operation("gather", _PARTS, _ROOT),
         Operation("scatter", _ROOT, _PARTS),
         Operation("all_gather", _PARTS, _EVERY),
         Operation("all_gather_into_tensor", _PARTS, _EVERY),
         Operation("reduce_scatter", _EVERY, _PARTS),
         Operation("all_to_all", _EVERY, _EVERY),
-        Operation("send_recv", _EVERY, _EVERY, ways=2, pair=True),
+        Operation("send_recv", _EVERY, _EVERY, transfers=2, is_pair=True),
         Operation("isend_irecv", _EVERY, _EVERY),
-        Operation("barrier", _NOBODY, _NOBODY),
+        Operation("barrier", _NONE, _NONE),
     )
 }
 """All operations by name, in the order of measurement."""

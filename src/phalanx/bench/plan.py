@@ -12,7 +12,7 @@ from phalanx.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-__all__ = ["Contender", "Plan", "label_of", "names_of", "ranks_of", "sizes_of"]
+__all__ = ["Plan", "Variant", "format_size", "parse_names", "parse_rank_counts", "parse_sizes"]
 
 _UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -27,9 +27,9 @@ class Plan:
         sizes: Sizes in bytes, without duplicates.
         systems: Names in SYSTEMS.
         ranks: Number of processes of each system.
-        rounds: Number of rounds for each figure; None for as many as fit into `seconds`, but at
+        rounds: Number of rounds for each result; None for as many as fit into `seconds`, but at
             least 5.
-        seconds: Seconds for all rounds of a figure, unless `rounds` is given.
+        seconds: Seconds for all rounds of a result, unless `rounds` is given.
         timeout: Seconds that the answer of a system may take.
         algorithms: Names in ALGORITHMS, to measure besides each system's own all_reduce.
     """
@@ -44,13 +44,13 @@ class Plan:
     timeout: float = 60.0
     algorithms: Sequence[str] = ()
 
-    def contenders_of(self, system: str) -> Iterator[Contender]:
-        """Yield the contenders of a system: its own implementation, then every algorithm."""
+    def variants(self, system: str) -> Iterator[Variant]:
+        """Yield the variants of a system: its own implementation, then every algorithm."""
         for algorithm in ("", *self.algorithms):
-            yield Contender(system, algorithm)
+            yield Variant(system, algorithm)
 
 
-class Contender(NamedTuple):
+class Variant(NamedTuple):
     """The combination of a system and an algorithm, timed in a turn.
 
     Attributes:
@@ -63,30 +63,30 @@ class Contender(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name in a figure, such as "gloo" or "gloo tree_all_reduce"."""
+        """The name in a result, such as "gloo" or "gloo tree_all_reduce"."""
         return f"{self.system} {self.algorithm}".rstrip()
 
 
-def names_of(text: str, what: str, known: Iterable[str]) -> list[str]:
+def parse_names(text: str, kind: str, known: Iterable[str]) -> list[str]:
     """Parse names such as "a,b"; "all" means all known names, in their order.
 
     Raises:
         UsageError: A name is unknown, or there is none.
     """
     known = list(known)
-    given = [part.strip() for part in text.split(",") if part.strip()]
-    if given == ["all"]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if names == ["all"]:
         return known
-    unknown = [name for name in given if name not in known]
-    if unknown or not given:
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
         raise UsageError(
-            f"{what} {(unknown or [text])[0]!r} given, expected one or several of "
+            f"{kind} {(unknown or [text])[0]!r} given, expected one or several of "
             f"{', '.join(known)}, or all"
         )
-    return list(dict.fromkeys(given))
+    return list(dict.fromkeys(names))
 
 
-def sizes_of(text: str, dtypes: Sequence[str]) -> list[int]:
+def parse_sizes(text: str, dtypes: Sequence[str]) -> list[int]:
     """Parse sizes such as "4,1KiB,64MiB"; return bytes in ascending order.
 
     Raises:
@@ -107,7 +107,7 @@ def sizes_of(text: str, dtypes: Sequence[str]) -> list[int]:
     return sorted(sizes)
 
 
-def ranks_of(text: str, *, several: bool) -> list[int]:
+def parse_rank_counts(text: str, *, several: bool) -> list[int]:
     """Parse rank counts: "4", or "2,3,4" if `several`; return each once, in ascending order.
 
     Raises:
@@ -116,14 +116,16 @@ def ranks_of(text: str, *, several: bool) -> list[int]:
     counts = set()
     for part in text.split(","):
         if not part.strip().isdecimal() or not 2 <= int(part) <= 64:
-            raise UsageError(f"ranks {text!r} given, expected a number from 2 to 64")
+            raise UsageError(f"--nproc-per-node {text!r} given, expected a number from 2 to 64")
         counts.add(int(part))
     if len(counts) > 1 and not several:
-        raise UsageError(f"ranks {text!r} given, expected one number: several need --algorithms")
+        raise UsageError(
+            f"--nproc-per-node {text!r} given, expected one number: several need --algorithms"
+        )
     return sorted(counts)
 
 
-def label_of(size: int) -> str:
+def format_size(size: int) -> str:
     """Return a size with its unit, such as "256 KiB"."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit and size % unit == 0:

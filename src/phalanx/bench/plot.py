@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from phalanx.bench.operations import OPERATIONS
-from phalanx.bench.plan import label_of
+from phalanx.bench.plan import format_size
 from phalanx.bench.systems import SYSTEMS
 from phalanx.errors import UsageError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
-    from phalanx.bench.results import Figure, Report
+    from phalanx.bench.results import Report, Result
 
 __all__ = ["NAMES", "SETTINGS", "check_plot", "plot"]
 
@@ -52,7 +52,7 @@ def check_plot(path: Path) -> None:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
     except ImportError:
-        raise UsageError('a plot needs matplotlib: pip install "phalanx[bench]"') from None
+        raise UsageError('plotting requires matplotlib: pip install "phalanx[bench]"') from None
     formats = FigureCanvasAgg.get_supported_filetypes()
     if path.suffix.lstrip(".").lower() not in formats:
         raise UsageError(f"plot {str(path)!r} given, expected a name that ends with .png or .svg")
@@ -65,46 +65,46 @@ def plot(report: Report, path: Path) -> None:
     line is the limit, drawn over the sizes that do not fit into the caches.
 
     Raises:
-        UsageError: `check_plot` fails, or the report has no figure with a size.
+        UsageError: `check_plot` fails, or the report has no result with a size.
     """
     check_plot(path)
     import matplotlib as mpl
-    from matplotlib.figure import Figure as Picture
+    from matplotlib.figure import Figure
 
-    panels: dict[tuple[str, str], list[Figure]] = {}
-    for figure in report.figures:
-        if OPERATIONS[figure.operation].has_size:
-            panels.setdefault((figure.operation, figure.dtype), []).append(figure)
+    panels: dict[tuple[str, str], list[Result]] = {}
+    for result in report.results:
+        if OPERATIONS[result.operation].has_size:
+            panels.setdefault((result.operation, result.dtype), []).append(result)
     if not panels:
-        raise UsageError("there is nothing to plot: no operation that has a size was measured")
+        raise UsageError("nothing to plot: no operation with a size was measured")
     across = 1 if len(panels) == 1 else 2
     rows = -(-len(panels) // across)
     with mpl.rc_context(SETTINGS):
         # Shown at half its width in pixels, the text is as large as that of a page.
-        picture = Picture(figsize=((4.5 if across == 1 else 3) * 2 * across, 2.5 * rows + 1))
-        axes = picture.subplots(rows, 2 * across, squeeze=False)
+        figure = Figure(figsize=((4.5 if across == 1 else 3) * 2 * across, 2.5 * rows + 1))
+        axes = figure.subplots(rows, 2 * across, squeeze=False)
         for panel in axes.flat:
             panel.set_visible(False)
-        for number, ((operation, dtype), figures) in enumerate(panels.items()):
+        for number, ((operation, dtype), results) in enumerate(panels.items()):
             line, column = divmod(number, across)
             latency, bandwidth = axes[line][2 * column : 2 * column + 2]
             latency.set_title(f"{operation}, {dtype}", loc="left", fontsize="medium")
-            _draw_latency(latency, figures)
-            _draw_bandwidth(bandwidth, figures)
+            _draw_latency(latency, results)
+            _draw_bandwidth(bandwidth, results)
         handles, labels = _legend(axes.flat)
-        picture.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
+        figure.legend(handles, labels, loc="outside upper center", ncols=6, frameon=False)
         ranks, processor = report.settings["ranks"], report.machine["processor"]
-        picture.supxlabel(
+        figure.supxlabel(
             f"size of the largest buffer of a rank · {ranks} ranks, {processor}, "
             f"{report.machine['cores']} cores",
             fontsize="medium",
         )
-        picture.savefig(path, dpi=150)
+        figure.savefig(path, dpi=150)
 
 
-def _draw_latency(axes: Axes, figures: list[Figure]) -> None:
+def _draw_latency(axes: Axes, results: list[Result]) -> None:
     for name in SYSTEMS:
-        points = [f for f in figures if name in f.timings]
+        points = [f for f in results if name in f.timings]
         if points:
             color, marker = _STYLES[name]
             timings = [f.timings[name] for f in points]
@@ -124,45 +124,45 @@ def _draw_latency(axes: Axes, figures: list[Figure]) -> None:
                 alpha=0.2,
                 linewidth=0,
             )
-    limited = _limited(figures)
+    limited = _limited(results)
     limits = [(f.limit or 0) * 1e6 for f in limited]
     axes.plot([f.bytes for f in limited], limits, color="black", linestyle="--", linewidth=1.2)
     axes.set_yscale("log")
-    _finish(axes, figures, "us")
+    _finish(axes, results, "us")
 
 
-def _draw_bandwidth(axes: Axes, figures: list[Figure]) -> None:
+def _draw_bandwidth(axes: Axes, results: list[Result]) -> None:
     for name in SYSTEMS:
-        points = [f for f in figures if name in f.timings]
+        points = [f for f in results if name in f.timings]
         if points:
             color, marker = _STYLES[name]
             speeds = [f.bytes / f.timings[name].median / 1e9 for f in points]
             axes.plot([f.bytes for f in points], speeds, color=color, marker=marker)
-    limited = _limited(figures)
+    limited = _limited(results)
     axes.plot(
         [f.bytes for f in limited],
         [f.bytes / f.limit / 1e9 for f in limited if f.limit],
         color="black",
         linestyle="--",
         linewidth=1.2,
-        label="limit of the memory",
+        label="memory bandwidth limit",
     )
     axes.set_ylim(bottom=0)
-    _finish(axes, figures, "GB/s")
+    _finish(axes, results, "GB/s")
 
 
-def _limited(figures: list[Figure]) -> list[Figure]:
-    return [figure for figure in figures if figure.limit and not figure.cached]
+def _limited(results: list[Result]) -> list[Result]:
+    return [result for result in results if result.limit and not result.cached]
 
 
-def _finish(axes: Axes, figures: list[Figure], unit: str) -> None:
+def _finish(axes: Axes, results: list[Result], unit: str) -> None:
     axes.set_visible(True)
     axes.set_ylabel(unit)
     axes.set_xscale("log", base=2)
-    sizes = sorted({figure.bytes for figure in figures})
+    sizes = sorted({result.bytes for result in results})
     step = -(-len(sizes) // 4)
     ticks = sizes[::-1][::step]
-    axes.set_xticks(ticks, [label_of(size) for size in ticks], fontsize="small")
+    axes.set_xticks(ticks, [format_size(size) for size in ticks], fontsize="small")
     axes.minorticks_off()
 
 

@@ -1,6 +1,6 @@
 """The processes of one system, as managed by the parent.
 
-Every wait is bounded. If a process dies, hangs or fails, the whole set is lost: its processes are
+Every wait is bounded. If a process dies, hangs or fails, the whole pool is lost: its processes are
 killed, and the parent continues with the other systems.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from phalanx.bench.messages import Command, Hello, Reply, Stop
+from phalanx.bench.messages import Command, Hello, Reply, StopCommand
 from phalanx.bench.rank import SOCKET
 from phalanx.bench.systems import programs
 from phalanx.errors import UsageError
@@ -28,7 +28,7 @@ from phalanx.system.signals import signal_name
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["LostError", "ProcessSet"]
+__all__ = ["ProcessPool", "SystemLostError"]
 
 _START_LIMIT = 120.0
 _STOP_LIMIT = 10.0
@@ -36,18 +36,18 @@ _STOP_LIMIT = 10.0
 _GRACE = 5.0
 _TICK = 0.2
 
-_BOOT = """import sys
+_BOOTSTRAP = """import sys
 sys.path[:] = {path!r}
 from phalanx.bench.rank import main
 main()
 """
 
 
-class LostError(Exception):
+class SystemLostError(Exception):
     """A system can no longer be measured; the message names the rank and the reason."""
 
 
-class ProcessSet:
+class ProcessPool:
     """The processes of a system; a context manager that leaves none behind."""
 
     def __init__(self, name: str, ranks: int, timeout: float) -> None:
@@ -77,7 +77,7 @@ class ProcessSet:
             self.close()
             raise
 
-    def __enter__(self) -> ProcessSet:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(
@@ -88,7 +88,7 @@ class ProcessSet:
     ) -> None:
         self.close()
 
-    def meet(self) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until every rank is ready.
 
         Raises:
@@ -98,20 +98,22 @@ class ProcessSet:
         while len(self._connections) < self._ranks:
             ready, _, _ = select.select([self._socket], [], [], _TICK)
             if ready:
-                self._greet(deadline)
-            elif (ended := self._ended()) is not None:
-                raise LostError(f"it ended before it was ready: {ended}{self._last_words()}")
+                self._accept(deadline)
+            elif (ended := self._describe_exit()) is not None:
+                raise SystemLostError(f"it ended before it was ready: {ended}{self._output_tail()}")
             elif time.monotonic() > deadline:
-                raise LostError(f"it wasn't ready within {_START_LIMIT:g} s{self._last_words()}")
+                raise SystemLostError(
+                    f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}"
+                )
 
-    def ask(self, command: Command, doing: str) -> list[Reply]:
+    def execute(self, command: Command, activity: str) -> list[Reply]:
         """Send a command to all ranks, wait for their answers and return them in rank order.
 
         An answer with an error is returned too, unless it keeps other ranks from answering.
 
         Args:
             command: The command.
-            doing: Name of the command in an error message.
+            activity: Name of the command in an error message.
 
         Raises:
             LostError: A rank died or did not answer in time.
@@ -120,7 +122,7 @@ class ProcessSet:
             try:
                 connection.send(command)
             except OSError:
-                raise self._died(rank, doing) from None
+                raise self._make_death_error(rank, activity) from None
         replies: dict[int, Reply] = {}
         deadline = time.monotonic() + self._timeout
         while missing := self._connections.keys() - replies.keys():
@@ -128,10 +130,10 @@ class ProcessSet:
                 [self._connections[rank] for rank in missing], max(0.0, deadline - time.monotonic())
             )
             if not ready:
-                raise LostError(self._hung(sorted(missing), replies, doing))
+                raise SystemLostError(self._describe_timeout(sorted(missing), replies, activity))
             for rank in sorted(missing):
                 if self._connections[rank] in ready:
-                    replies[rank] = self._receive(rank, doing)
+                    replies[rank] = self._receive(rank, activity)
                     if replies[rank].error:
                         deadline = min(deadline, time.monotonic() + _GRACE)
         return [replies[rank] for rank in range(self._ranks)]
@@ -141,7 +143,7 @@ class ProcessSet:
         self._socket.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
-                connection.send(Stop())
+                connection.send(StopCommand())
         kind = len(self._connections) == self._ranks
         self._wait(_STOP_LIMIT if kind else 0.0)
         self._kill()
@@ -153,7 +155,7 @@ class ProcessSet:
         self._folder.cleanup()
 
     def kill(self) -> None:
-        """End the processes of a lost set at once."""
+        """End the processes of a lost pool immediately."""
         for connection in self._connections.values():
             connection.close()
         self._connections = {}
@@ -165,13 +167,13 @@ class ProcessSet:
             self._socket.bind(str(folder / SOCKET))
         except OSError as error:
             raise UsageError(
-                f"can't make a socket in {folder} ({error}): set TMPDIR to a folder with a short "
+                f"can't create a socket in {folder} ({error}): set TMPDIR to a folder with a short "
                 "path"
             ) from None
         self._socket.listen(self._ranks)
-        boot = folder / "rank.py"
-        boot.write_text(_BOOT.format(path=sys.path))
-        command = [sys.executable, str(boot), self.name, str(folder)]
+        script = folder / "rank.py"
+        script.write_text(_BOOTSTRAP.format(path=sys.path))
+        command = [sys.executable, str(script), self.name, str(folder)]
         command += [str(os.getpid()), str(self._timeout)]
         with (folder / "output").open("wb") as output:
             for program in programs(self.name, self._ranks, command):
@@ -186,67 +188,73 @@ class ProcessSet:
                 )
                 self._processes.append(process)
 
-    def _greet(self, deadline: float) -> None:
+    def _accept(self, deadline: float) -> None:
         endpoint, _ = self._socket.accept()
         connection = Connection(endpoint.detach())
         try:
             if not connection.poll(max(0.0, deadline - time.monotonic())):
-                raise LostError(f"it wasn't ready within {_START_LIMIT:g} s{self._last_words()}")
+                raise SystemLostError(
+                    f"it was not ready within {_START_LIMIT:g} s{self._output_tail()}"
+                )
             hello: Hello = connection.recv()
         except (EOFError, OSError):
             connection.close()
-            raise LostError(f"a rank died as it got ready{self._last_words()}") from None
-        except LostError:
+            raise SystemLostError(f"a rank died before it was ready{self._output_tail()}") from None
+        except SystemLostError:
             connection.close()
             raise
         if hello.error:
             connection.close()
-            raise LostError(hello.error)
+            raise SystemLostError(hello.error)
         self.version = hello.version
         self._connections[hello.rank] = connection
         self._pids[hello.rank] = hello.pid
         self._handles[hello.rank] = os.pidfd_open(hello.pid)
 
-    def _receive(self, rank: int, doing: str) -> Reply:
+    def _receive(self, rank: int, activity: str) -> Reply:
         try:
             reply: Reply = self._connections[rank].recv()
         except (EOFError, OSError):
-            raise self._died(rank, doing) from None
+            raise self._make_death_error(rank, activity) from None
         return reply
 
-    def _died(self, rank: int, doing: str) -> LostError:
+    def _make_death_error(self, rank: int, activity: str) -> SystemLostError:
         """Return an error that names every dead rank.
 
         There may be several: if one rank dies, an MPI launcher kills the others.
         """
         deadline = time.monotonic() + _GRACE
-        while (ended := self._ended()) is None and time.monotonic() < deadline:
+        while (ended := self._describe_exit()) is None and time.monotonic() < deadline:
             time.sleep(_TICK / 10)
         dead, _, _ = select.select(self._handles.values(), [], [], 0)
         ranks = [r for r, handle in self._handles.items() if handle in dead] or [rank]
-        text = f"{self._names(ranks)} died during {doing}"
-        return LostError(text if ended is None else f"{text}: {ended}")
+        text = f"{self._format_ranks(ranks)} died during {activity}"
+        return SystemLostError(text if ended is None else f"{text}: {ended}")
 
-    def _names(self, ranks: list[int]) -> str:
+    def _format_ranks(self, ranks: list[int]) -> str:
         return "rank " + ", ".join(f"{rank} (pid {self._pids[rank]})" for rank in sorted(ranks))
 
-    def _hung(self, missing: list[int], replies: dict[int, Reply], doing: str) -> str:
+    def _describe_timeout(
+        self, missing: list[int], replies: dict[int, Reply], activity: str
+    ) -> str:
         for rank, reply in sorted(replies.items()):
             if reply.error:
-                return f"rank {rank} failed in {doing}: {reply.error}"
-        return f"no answer within {self._timeout:g} s to {doing} from {self._names(missing)}"
+                return f"rank {rank} failed in {activity}: {reply.error}"
+        return (
+            f"no answer within {self._timeout:g} s to {activity} from {self._format_ranks(missing)}"
+        )
 
-    def _ended(self) -> str | None:
+    def _describe_exit(self) -> str | None:
         """Describe the end of the first started process that has ended; None if all run."""
         for process in self._processes:
             code = process.poll()
             if code is not None:
                 name = Path(str(process.args[0])).name  # type: ignore[index]
-                how = f"exited with code {code}"
-                return f"{name} {how if code >= 0 else f'was killed by {signal_name(-code)}'}"
+                ending = f"exited with code {code}"
+                return f"{name} {ending if code >= 0 else f'was killed by {signal_name(-code)}'}"
         return None
 
-    def _last_words(self) -> str:
+    def _output_tail(self) -> str:
         """Return the last lines of the processes' output, joined to one line."""
         output = Path(self._folder.name) / "output"
         lines = output.read_text(errors="replace").split("\n") if output.exists() else []

@@ -17,9 +17,9 @@ import threading
 import time
 from multiprocessing.connection import Connection
 
-from phalanx.bench.memory import Streams
-from phalanx.bench.messages import Command, Hello, Prepare, Reply, Stop, Stream
-from phalanx.bench.timed_operation import System, UnsupportedError, Work
+from phalanx.bench.memory import StreamBenchmark
+from phalanx.bench.messages import Command, Hello, PrepareCommand, Reply, StopCommand, StreamCommand
+from phalanx.bench.timed_operation import System, TimedOperation, UnsupportedError
 
 __all__ = ["SOCKET", "main"]
 
@@ -27,78 +27,78 @@ SOCKET = "parent"
 """Name of the parent's Unix socket, in a private folder that the parent has created."""
 
 # Seconds after which a process ends that has lost its connection with the parent.
-_GIVEN_UP = 5.0
+_EXIT_DELAY = 5.0
 
 
 def main() -> None:
     """Run one rank: `rank.py SYSTEM FOLDER PARENT TIMEOUT`."""
     name, folder, parent, timeout = sys.argv[1:]
-    _end_with(int(parent), folder)
+    _exit_with_parent(int(parent), folder)
     with socket.socket(socket.AF_UNIX) as endpoint:
         endpoint.connect(os.path.join(folder, SOCKET))
         connection = Connection(endpoint.detach())
     rank = int(os.environ.get("RANK", "-1"))
     try:
-        system = _make(name, folder, float(timeout))
+        system = _create_system(name, folder, float(timeout))
     except Exception as error:  # noqa: BLE001 - reported to the parent
-        connection.send(Hello(rank, os.getpid(), error=_words(error)))
+        connection.send(Hello(rank, os.getpid(), error=_describe_error(error)))
         return
     rank, version = (system.rank, system.version) if system else (rank, "")
     connection.send(Hello(rank, os.getpid(), version))
     try:
-        _Rank(system).serve(connection)
+        _CommandHandler(system).serve(connection)
     except (EOFError, OSError):
         # Either the parent has died and watch() ends this process, or the parent has given up on
         # this system and kills it. In neither case can the process leave the system's group.
-        time.sleep(_GIVEN_UP)
+        time.sleep(_EXIT_DELAY)
         os._exit(1)
     if system:
         system.close()
 
 
-class _Rank:
+class _CommandHandler:
     """The handler of the parent's commands."""
 
     def __init__(self, system: System | None) -> None:
         self._system = system
-        self._work: Work | None = None
-        self._streams = Streams()
+        self._operation: TimedOperation | None = None
+        self._stream = StreamBenchmark()
 
     def serve(self, connection: Connection) -> None:
         """Answer commands until `Stop`; raise EOFError or OSError if the connection is lost."""
-        while not isinstance(command := connection.recv(), Stop):
+        while not isinstance(command := connection.recv(), StopCommand):
             connection.send(self._answer(command))
         self._release()
 
     def _answer(self, command: Command) -> Reply:
         try:
-            if isinstance(command, Prepare):
+            if isinstance(command, PrepareCommand):
                 return self._prepare(command)
-            if isinstance(command, Stream):
+            if isinstance(command, StreamCommand):
                 return Reply(
-                    self._streams.run(command.method, command.size, command.start, command.seconds)
+                    self._stream.run(command.method, command.size, command.start, command.seconds)
                 )
-            assert self._work is not None
-            assert not isinstance(command, Stop)
-            return Reply(self._work.time(command))
+            assert self._operation is not None
+            assert not isinstance(command, StopCommand)
+            return Reply(self._operation.time(command))
         except UnsupportedError as error:
             return Reply(missing=str(error))
         except Exception as error:  # noqa: BLE001 - reported to the parent
-            return Reply(error=_words(error))
+            return Reply(error=_describe_error(error))
 
-    def _prepare(self, command: Prepare) -> Reply:
+    def _prepare(self, command: PrepareCommand) -> Reply:
         assert self._system is not None
         self._release()
-        self._work = Work(self._system, command)
-        return Reply(wrong="" if command.seed is None else self._work.check(command.seed))
+        self._operation = TimedOperation(self._system, command)
+        return Reply(wrong="" if command.seed is None else self._operation.check(command.seed))
 
     def _release(self) -> None:
-        self._work = None
+        self._operation = None
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _make(name: str, folder: str, timeout: float) -> System | None:
+def _create_system(name: str, folder: str, timeout: float) -> System | None:
     if name == "memory":  # these ranks only copy memory
         return None
     if name in ("openmpi", "mpich"):
@@ -111,7 +111,7 @@ def _make(name: str, folder: str, timeout: float) -> System | None:
     return TorchSystem(backend, f"{folder}/{name}.store", timeout, shared=kind == "shared")
 
 
-def _end_with(parent: int, folder: str) -> None:
+def _exit_with_parent(parent: int, folder: str) -> None:
     """Watch the parent; when it dies, remove its folder and end this process.
 
     `parent` need not be the direct parent: an MPI launcher may be in between.
@@ -129,7 +129,7 @@ def _end_with(parent: int, folder: str) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _words(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     """Return a description of an error in one line."""
     if isinstance(error, UnsupportedError):
         return str(error)

@@ -14,9 +14,18 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["Figure", "Report", "Timing", "document_of", "read", "report_of", "write"]
+__all__ = [
+    "Report",
+    "Result",
+    "Timing",
+    "as_json",
+    "parse_report",
+    "read",
+    "read_document",
+    "write",
+]
 
-_FORMAT = "phalanx bench 2"
+_FORMAT = "phalanx bench 3"
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Result:
     """The timings of all systems for an operation with one dtype and size.
 
     Attributes:
@@ -67,21 +76,23 @@ class Figure:
     limit: float | None
     timings: dict[str, Timing]
 
-    def ratio(self, system: str, rivals: Sequence[str]) -> float | None:
-        """Return how many times faster a system is than the fastest rival; None if unknown."""
-        times = [self.timings[rival].median for rival in rivals if rival in self.timings]
+    def speedup(self, system: str, baselines: Sequence[str]) -> float | None:
+        """Return how many times faster a system is than the fastest baseline; None if unknown."""
+        times = [
+            self.timings[baseline].median for baseline in baselines if baseline in self.timings
+        ]
         if system not in self.timings or not times:
             return None
         return min(times) / self.timings[system].median
 
-    def over_mpi(self, system: str) -> float | None:
+    def speedup_over_mpi(self, system: str) -> float | None:
         """Return how many times faster a system is than the faster MPI; None if unknown."""
-        return self.ratio(system, MPI)
+        return self.speedup(system, MPI)
 
-    def reached(self, system: str) -> float | None:
+    def bandwidth_fraction(self, system: str) -> float | None:
         """Return the fraction of the memory bandwidth that a system reaches.
 
-        None if the operation has no limit, the figure is `cached`, or there is no timing.
+        None if the operation has no limit, the result is `cached`, or there is no timing.
         """
         if self.limit is None or self.cached or system not in self.timings:
             return None
@@ -99,7 +110,7 @@ class Report:
         versions: Versions of packages and libraries.
         settings: Settings of the run and of each system.
         bandwidth: Memory bandwidth in bytes per second, reads plus writes, by method.
-        figures: Figures in the order of measurement.
+        results: Results in the order of measurement.
         notes: Descriptions of missing results, with reasons.
         wrong: Descriptions of wrong results.
     """
@@ -110,7 +121,7 @@ class Report:
     versions: dict[str, str]
     settings: dict[str, Any]
     bandwidth: dict[str, float] = field(default_factory=dict)
-    figures: list[Figure] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -120,10 +131,14 @@ class Report:
         return max(self.bandwidth.values())
 
 
+def as_json(report: Report) -> dict[str, Any]:
+    """Return a report as a JSON object; times are in seconds, sizes in bytes."""
+    return {"format": _FORMAT, "unit": "seconds", **asdict(report)}
+
+
 def write(report: Report, path: Path) -> None:
-    """Store a report as JSON; times are in seconds, sizes in bytes."""
-    document = {"format": _FORMAT, "unit": "seconds", **asdict(report)}
-    path.write_text(json.dumps(document, indent=1) + "\n")
+    """Store a report as JSON."""
+    path.write_text(json.dumps(as_json(report), indent=1) + "\n")
 
 
 def read(path: Path) -> Report:
@@ -132,10 +147,10 @@ def read(path: Path) -> Report:
     Raises:
         UsageError: The file can't be read, or has another format.
     """
-    return report_of(document_of(path, _FORMAT, "phalanx bench --json"))
+    return parse_report(read_document(path, _FORMAT, "phalanx bench --output"))
 
 
-def document_of(path: Path, wanted: str, command: str) -> dict[str, Any]:
+def read_document(path: Path, wanted: str, command: str) -> dict[str, Any]:
     """Load a JSON document, without the names of its format and unit.
 
     Args:
@@ -153,18 +168,18 @@ def document_of(path: Path, wanted: str, command: str) -> dict[str, Any]:
     found = document.get("format") if isinstance(document, dict) else None
     if found != wanted:
         raise UsageError(
-            f"{path} has the format {found!r}, expected {wanted!r}: record it again with {command}"
+            f"{path} has the format {found!r}, expected {wanted!r}: measure again with {command}"
         )
     del document["format"], document["unit"]
     return dict(document)
 
 
-def report_of(document: dict[str, Any]) -> Report:
+def parse_report(document: dict[str, Any]) -> Report:
     """Create a report from its JSON object."""
-    figures = [_figure(entry) for entry in document.pop("figures")]
-    return Report(**document, figures=figures)
+    results = [_parse_result(entry) for entry in document.pop("results")]
+    return Report(**document, results=results)
 
 
-def _figure(entry: dict[str, Any]) -> Figure:
+def _parse_result(entry: dict[str, Any]) -> Result:
     timings = {name: Timing(**timing) for name, timing in entry.pop("timings").items()}
-    return Figure(**entry, timings=timings)
+    return Result(**entry, timings=timings)

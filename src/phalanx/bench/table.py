@@ -1,7 +1,7 @@
-"""Display of the figures: a table for each operation, filled during the measurement.
+"""Display of the results: a table for each operation, filled during the measurement.
 
-On a terminal, the table is redrawn with a progress bar below it. If stdout is no terminal, each
-figure is a plain line.
+On a terminal, the table is redrawn with a progress bar below it. If stdout is not a terminal, each
+result is a plain line.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rich.table import Table
 from rich.text import Text
 
 from phalanx.bench.operations import OPERATIONS
-from phalanx.bench.plan import label_of
+from phalanx.bench.plan import format_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
     from phalanx.bench.plan import Plan
-    from phalanx.bench.results import Figure, Report, Timing
+    from phalanx.bench.results import Report, Result, Timing
 
-__all__ = ["Display", "microseconds", "row", "timing"]
+__all__ = ["Display", "format_microseconds", "format_timing", "row"]
 
 # Columns of a terminal from which the spread is shown beside the median rather than below it.
 _WIDE = 100
@@ -34,26 +34,29 @@ _HEADINGS = {"phalanx-shared": "shared"}
 _ABSENT = "-"
 
 
-def microseconds(seconds: float) -> str:
+def format_microseconds(seconds: float) -> str:
     """Format a time in microseconds with about three digits."""
     value = seconds * 1e6
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
 
 
-def timing(value: Timing | None, *, wide: bool = True) -> str:
+def format_timing(value: Timing | None, *, wide: bool = True) -> str:
     """Format the median and half the interquartile range, in microseconds; "-" for none."""
     if value is None:
         return _ABSENT
-    spread = f"±{microseconds((value.high - value.low) / 2)}"
-    return f"{microseconds(value.median)}{' ' if wide else chr(10)}{spread}"
+    spread = f"±{format_microseconds((value.high - value.low) / 2)}"
+    return f"{format_microseconds(value.median)}{' ' if wide else chr(10)}{spread}"
 
 
-def row(figure: Figure, systems: list[str], *, wide: bool = True) -> list[str]:
-    """Return the cells of a figure: size, every system, both ratios, and fraction of the limit."""
-    cells = [label_of(figure.size) if figure.size else _ABSENT]
-    cells += [timing(figure.timings.get(name), wide=wide) for name in systems]
-    cells += [_ratio(figure.ratio("phalanx", ["gloo"])), _ratio(figure.over_mpi("phalanx"))]
-    return [*cells, _reached(figure, systems)]
+def row(result: Result, systems: list[str], *, wide: bool = True) -> list[str]:
+    """Return the cells of a result: size, every system, both ratios, and fraction of the limit."""
+    cells = [format_size(result.size) if result.size else _ABSENT]
+    cells += [format_timing(result.timings.get(name), wide=wide) for name in systems]
+    cells += [
+        _format_ratio(result.speedup("phalanx", ["gloo"])),
+        _format_ratio(result.speedup_over_mpi("phalanx")),
+    ]
+    return [*cells, _format_limit(result, systems)]
 
 
 def header(systems: list[str]) -> list[str]:
@@ -62,13 +65,13 @@ def header(systems: list[str]) -> list[str]:
 
 
 class Display:
-    """A display of a run on the terminal; a context manager, and the `Audience` of `measure`."""
+    """A display of a run on the terminal; a context manager, and the listener of `measure`."""
 
     legend = (
         "the systems take turns\n"
-        "vs Gloo, vs MPI: how many times faster phalanx is than Gloo, than the better MPI\n"
-        "limit: the part of the memory's speed that phalanx reaches, in parentheses with "
-        f"shared tensors; {_ABSENT} for what fits the caches"
+        "vs Gloo, vs MPI: how many times faster phalanx is than Gloo and than the faster MPI\n"
+        "limit: fraction of the memory bandwidth that phalanx reaches, in parentheses with "
+        f"shared tensors; {_ABSENT} if the buffers fit into the caches"
     )
     """The end of the sentence about the method, and descriptions of the columns."""
 
@@ -103,29 +106,31 @@ class Display:
         self._finish_table()
         self._live.stop()
 
-    def begin(self, report: Report, figures: int) -> None:
+    def begin(self, report: Report, total: int) -> None:
         """Print the machine and the method of the measurement."""
         machine = report.machine
         self._print(
             f"{machine['processor']}, {machine['cores']} cores, "
-            f"{machine['caches'] // 2**20} MiB of caches; {self._ranks} ranks; memory moves "
-            f"{report.limit / 1e9:.1f} GB/s (read + written)"
+            f"{machine['caches'] // 2**20} MiB of caches; {self._ranks} ranks; memory bandwidth "
+            f"{report.limit / 1e9:.1f} GB/s (reads + writes)"
         )
         rounds, least = report.settings["rounds"], report.settings["rounds_at_least"]
-        how = rounds or f"{least} or more, for {report.settings['seconds']:g} s,"
+        rounds_text = rounds or f"{least} or more, for {report.settings['seconds']:g} s,"
         self._print(
-            f"us: median ± half the distance of the quartiles, over {how} rounds in which "
+            f"us: median ± half the interquartile range, over {rounds_text} rounds in which "
             f"{self.legend}"
         )
         if machine["load"] > machine["cores"] / 4:
-            self.note(f"the machine is busy (load {machine['load']}): don't trust these figures")
-        self._progress.update(self._task, total=figures)
+            self.add_note(
+                f"the machine is busy (load {machine['load']}): these results are unreliable"
+            )
+        self._progress.update(self._task, total=total)
 
-    def working(self, what: str) -> None:
+    def begin_activity(self, activity: str) -> None:
         """Show the current activity beside the progress bar."""
-        self._progress.update(self._task, description=what)
+        self._progress.update(self._task, description=activity)
 
-    def section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
+    def begin_section(self, operation: str, dtype: str, systems: Sequence[str]) -> None:
         """Begin the table of an operation, with a column for each remaining system."""
         self._finish_table()
         self._systems = list(systems)
@@ -133,28 +138,28 @@ class Display:
         title = f"{name}, {self._ranks} ranks, us"
         if not self._console.is_terminal:
             self._print(f"\n{title}")
-            self._print(_line(self.header(), self.widths()))
+            self._print(_format_line(self.header(), self.widths()))
             return
         self._table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
         for heading in self.header():
             style = "bold" if heading == "phalanx" else None
             self._table.add_column(heading, justify="right", style=style, no_wrap=True)
 
-    def figure(self, figure: Figure) -> None:
+    def add_result(self, result: Result) -> None:
         """Add a row to the table."""
         self._progress.advance(self._task)
         if self._table is None:
-            for cells in self.rows(figure, wide=True):
-                self._print(_line(cells, self.widths()))
+            for cells in self.rows(result, wide=True):
+                self._print(_format_line(cells, self.widths()))
             return
-        for cells in self.rows(figure, wide=self._console.width >= _WIDE):
+        for cells in self.rows(result, wide=self._console.width >= _WIDE):
             self._table.add_row(*cells)
         self._refresh()
 
-    def note(self, text: str) -> None:
+    def add_note(self, text: str) -> None:
         """Show a note below the current table; without a table, print it at once."""
         if self._table is None:
-            self._console.print(_note(text), soft_wrap=not self._console.is_terminal)
+            self._console.print(_format_note(text), soft_wrap=not self._console.is_terminal)
         else:
             self._notes.append(text)
             self._refresh()
@@ -167,13 +172,13 @@ class Display:
         """Return the widths of the columns for output without a terminal."""
         return [8, *(13 for _ in self._systems), 8, 8, 9]
 
-    def rows(self, figure: Figure, *, wide: bool) -> list[list[str]]:
-        """Return the rows of cells that show a figure."""
-        return [row(figure, self._systems, wide=wide)]
+    def rows(self, result: Result, *, wide: bool) -> list[list[str]]:
+        """Return the rows of cells that show a result."""
+        return [row(result, self._systems, wide=wide)]
 
     def _refresh(self) -> None:
         shown: list[RenderableType] = [] if self._table is None else [self._table]
-        shown += map(_note, self._notes)
+        shown += map(_format_note, self._notes)
         self._live.update(Group(*shown, self._progress))
 
     def _finish_table(self) -> None:
@@ -181,30 +186,32 @@ class Display:
         self._table, self._notes = None, []
         self._refresh()
         if table is not None:
-            self._console.print(table, *map(_note, notes))
+            self._console.print(table, *map(_format_note, notes))
 
     def _print(self, text: str) -> None:
         self._console.print(Text(text), soft_wrap=not self._console.is_terminal)
 
 
-def _note(text: str) -> Text:
+def _format_note(text: str) -> Text:
     return Text(f"note: {text}", style="yellow")
 
 
-def _line(cells: list[str], widths: list[int]) -> str:
+def _format_line(cells: list[str], widths: list[int]) -> str:
     return "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
 
 
-def _ratio(value: float | None) -> str:
+def _format_ratio(value: float | None) -> str:
     if value is None:
         return _ABSENT
     digits = 2 if value < 1 else 1 if value < 100 else 0
     return f"{value:.{digits}f}x"
 
 
-def _reached(figure: Figure, systems: list[str]) -> str:
+def _format_limit(result: Result, systems: list[str]) -> str:
     """Format the fractions of the limit, that of shared tensors in parentheses."""
-    plain, shared = (figure.reached(name) if name in systems else None for name in _LIMITED)
-    words = [] if plain is None else [f"{plain:.0%}"]
-    words += [] if shared is None else [f"({shared:.0%})"]
-    return " ".join(words) or _ABSENT
+    plain, shared = (
+        result.bandwidth_fraction(name) if name in systems else None for name in _LIMITED
+    )
+    parts = [] if plain is None else [f"{plain:.0%}"]
+    parts += [] if shared is None else [f"({shared:.0%})"]
+    return " ".join(parts) or _ABSENT

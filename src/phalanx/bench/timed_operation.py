@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from phalanx.bench.dtypes import decode, encode, expected, given
+from phalanx.bench.dtypes import decode, encode, expected_output, make_input
 from phalanx.bench.operations import OPERATIONS
 
 if TYPE_CHECKING:
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from phalanx.bench.messages import Prepare, Turn
+    from phalanx.bench.messages import PrepareCommand, TurnCommand
 
-__all__ = ["System", "UnsupportedError", "Work"]
+__all__ = ["System", "TimedOperation", "UnsupportedError"]
 
-# A byte that occurs in no element that `given` makes, so that unwritten output is detected.
+# A byte that occurs in no element that `make_input` returns, so that unwritten output is detected.
 _POISON = 0xA5
 
 
@@ -64,10 +64,10 @@ class System(Protocol):
         """Leave the system's group."""
 
 
-class Work:
+class TimedOperation:
     """A prepared operation with its buffers, ready to be timed."""
 
-    def __init__(self, system: System, command: Prepare) -> None:
+    def __init__(self, system: System, command: PrepareCommand) -> None:
         """Allocate the buffers and bind the operation.
 
         Raises:
@@ -87,20 +87,22 @@ class Work:
     def check(self, seed: int) -> str:
         """Run the operation once with each algorithm; describe wrong results, or return ""."""
         # No early exit: the other ranks would wait for a rank that skips an algorithm.
-        found = {algorithm: self._check(seed, algorithm) for algorithm in self._calls}
-        words = [f"{name}: {wrong}" if name else wrong for name, wrong in found.items() if wrong]
-        return "; ".join(words)
+        found = {algorithm: self._check_algorithm(seed, algorithm) for algorithm in self._calls}
+        descriptions = [
+            f"{name}: {wrong}" if name else wrong for name, wrong in found.items() if wrong
+        ]
+        return "; ".join(descriptions)
 
-    def time(self, turn: Turn) -> float:
+    def time(self, turn: TurnCommand) -> float:
         """Rewrite the buffers, time the calls and return the seconds of one operation, one way."""
         value = encode(np.array([turn.value]), self._command.dtype)
         for source, target in self._views:
             source[...] = value
             if target is not source:
                 target[...] = value
-        ways = self._calls[turn.algorithm]
-        warm_ups = list(islice(cycle(ways), turn.warm_ups))
-        calls = list(islice(cycle(ways), turn.operations))
+        bound_calls = self._calls[turn.algorithm]
+        warm_ups = list(islice(cycle(bound_calls), turn.warm_ups))
+        calls = list(islice(cycle(bound_calls), turn.operations))
         gc.disable()
         try:
             self._system.barrier()
@@ -113,42 +115,42 @@ class Work:
             taken = time.perf_counter() - start
         finally:
             gc.enable()
-        return taken / turn.operations / self._operation.ways
+        return taken / turn.operations / self._operation.transfers
 
-    def _check(self, seed: int, algorithm: str) -> str:
+    def _check_algorithm(self, seed: int, algorithm: str) -> str:
         rank, ranks, count = self._system.rank, self._system.ranks, self._command.count
         dtype, (source, target) = self._command.dtype, self._views[0]
         target.view(np.uint8).fill(_POISON)
-        reads = self._operation.reads_of(rank, ranks, count)
-        source[:reads] = encode(given(seed, rank, reads), dtype)
+        reads = self._operation.read_count(rank, ranks, count)
+        source[:reads] = encode(make_input(seed, rank, reads), dtype)
         self._system.barrier()
         self._calls[algorithm][0]()
-        wanted = expected(self._operation, seed, rank, ranks, count)
-        got = decode(target[: wanted.size], dtype)
-        wrong = np.flatnonzero(got != decode(encode(wanted, dtype), dtype))
+        expected = expected_output(self._operation, seed, rank, ranks, count)
+        actual = decode(target[: expected.size], dtype)
+        wrong = np.flatnonzero(actual != decode(encode(expected, dtype), dtype))
         if not wrong.size:
             return ""
         first = int(wrong[0])
         return (
-            f"{wrong.size} of {wanted.size} elements are wrong on rank {rank}, the first at "
-            f"{first}: {got[first]:g} instead of {wanted[first]}"
+            f"{wrong.size} of {expected.size} elements are wrong on rank {rank}, the first at "
+            f"{first}: {actual[first]:g} instead of {expected[first]}"
         )
 
     def _add_buffers(self) -> None:
         """Add a set of buffers, of the same size on all ranks as shared memory may require."""
         system, dtype = self._system, self._command.dtype
         sizes = [
-            self._operation.buffers_of(rank, system.ranks, self._command.count)
+            self._operation.buffer_counts(rank, system.ranks, self._command.count)
             for rank in range(system.ranks)
         ]
         target, target_view = system.empty(max(size[1] for size in sizes), dtype)
         source, source_view = target, target_view
-        if not self._operation.in_place:
+        if not self._operation.is_in_place:
             source, source_view = system.empty(max(size[0] for size in sizes), dtype)
         # The rest of the buffers is never touched, so it takes no memory.
         reads, writes = sizes[system.rank]
         views = (target_view[:writes], target_view[:writes])
-        if not self._operation.in_place:
+        if not self._operation.is_in_place:
             views = (source_view[:reads], target_view[:writes])
         self._native.append((source, target))
         self._views.append(views)

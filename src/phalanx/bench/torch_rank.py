@@ -104,21 +104,21 @@ class TorchSystem:
         return list(tensor.chunk(self.ranks))
 
     def _ping_pong(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        def serve() -> None:
+        def ping() -> None:
             dist.send(source, 1)
             dist.recv(target, 1)
 
-        def answer() -> None:
+        def pong() -> None:
             dist.recv(target, 0)
             dist.send(source, 0)
 
-        return (serve, answer)[self.rank] if self.rank < 2 else _nothing
+        return (ping, pong)[self.rank] if self.rank < 2 else _do_nothing
 
     def _exchange(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        following, previous = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
+        next_rank, previous_rank = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
 
         def exchange() -> None:
-            works = dist.irecv(target, previous), dist.isend(source, following)
+            works = dist.irecv(target, previous_rank), dist.isend(source, next_rank)
             for work in works:
                 if work is not None:
                     work.wait()
@@ -126,7 +126,7 @@ class TorchSystem:
         return exchange
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Do nothing, on a rank that takes no part in an operation."""
 
 

@@ -2,10 +2,10 @@
 
 A subcommand's module defines `command`, a function that typer turns into options and help, and,
 if it needs them, `SETTINGS` for `typer.Typer.command`. It imports torch, and whatever imports
-torch, inside of the function: `phalanx --help` answers at once.
+torch, inside the function, so that `phalanx --help` is fast.
 
-Exit codes: 0, 2 for wrong usage, 130 after Ctrl-C, else what the subcommand says. An error that
-Phalanx raises on purpose is printed in a line, without a stack trace.
+Exit codes: 0, 2 for wrong usage, 130 after Ctrl-C, otherwise the code of the subcommand.
+Expected errors are printed in one line, without a stack trace.
 """
 
 import importlib
@@ -23,8 +23,8 @@ _COMMANDS = ("run", "jobs", "explain", "watch", "trace", "doctor", "test", "benc
 
 def _app() -> typer.Typer:
     app = typer.Typer(
-        help="Distributed PyTorch in shared memory: start ranks, look at jobs that run, hang or "
-        "have died, check and measure a machine and its network.",
+        help="Distributed PyTorch in shared memory: start ranks; inspect jobs that run, hang or "
+        "have died; check and measure a machine and its network.",
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
@@ -38,8 +38,8 @@ def _app() -> typer.Typer:
 
 
 def main() -> None:
-    """Run the command that `sys.argv` says; exits with its code."""
-    _print_anything()
+    """Run the command in `sys.argv` and exit with its code."""
+    _escape_unencodable()
     try:
         _app()(prog_name="phalanx")
     except KeyboardInterrupt:
@@ -51,18 +51,18 @@ def main() -> None:
         sys.stderr.write(f"phalanx: error: {error}\n")
         sys.exit(code)
     finally:
-        _settle_stdout()
+        _flush_stdout()
 
 
-def _print_anything() -> None:
-    """Where the encoding lacks a character, print its number instead of failing."""
+def _escape_unencodable() -> None:
+    """Print the code of a character that the encoding lacks, instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
-def _settle_stdout() -> None:
-    """After `phalanx ... | head`, keep Python from failing to flush what nobody reads."""
+def _flush_stdout() -> None:
+    """Keep Python from failing to flush a closed pipe, for example after `phalanx ... | head`."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -70,8 +70,8 @@ def _settle_stdout() -> None:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """2 for a wrong argument, 1 for another error of Phalanx's, None for a bug."""
-    errors = sys.modules.get("phalanx.errors")  # if it isn't loaded, the error isn't of its kind
+    """Return 2 for a usage error, 1 for another error of Phalanx, None for a bug."""
+    errors = sys.modules.get("phalanx.errors")  # if it is not loaded, the error is from elsewhere
     if errors is None:
         return None
     if isinstance(error, errors.UsageError):

@@ -1,4 +1,4 @@
-"""`phalanx bench`: how fast is this machine, against Gloo, MPI and its own memory?"""
+"""`phalanx bench`: measure collectives and messages against Gloo, MPI and the memory bandwidth."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,21 +13,22 @@ SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
             "Time collectives and messages on Phalanx, Gloo, Open MPI and MPICH, in one run.",
-            "Each system has ranks of its own. In every round all systems take turns, with fresh "
-            "buffers that together exceed the caches; given are the median over the rounds and the "
-            "spread. The limit is what memory, as fast as these ranks can move it, needs for the "
-            "bytes that the operation must read and write.",
+            "Each system has its own ranks. In every round all systems take turns, with buffers "
+            "that together exceed the caches. The results are the median over the rounds and the "
+            "spread. The limit is the time that the memory needs for the bytes that the operation "
+            "must read and write, at the bandwidth that these ranks reach together.",
             "[bold]phalanx bench[/]\n  everything, 4 B to 256 MiB: 10 to 15 minutes\n"
             "[bold]phalanx bench --op all_reduce[/]\n  one operation: a minute\n"
-            "[bold]phalanx bench --op all_reduce,send_recv --sizes 1KiB,1MiB --ranks 4[/]\n"
-            "  two operations, two sizes, four ranks\n"
+            "[bold]phalanx bench --op all_reduce,send_recv --sizes 1KiB --nproc-per-node 4[/]\n"
+            "  two operations, one size, four ranks\n"
             "[bold]phalanx bench --op all_reduce --dtype float32,bfloat16 --systems phalanx[/]\n"
-            "  how fast are half the bits?\n"
+            "  two dtypes, one system\n"
             "[bold]phalanx bench --algorithms[/]\n"
             "  rings, halving and doubling, and a tree, by messages, beside each backend's own "
             "all_reduce, on 2, 3 and 4 ranks: a few minutes",
-            "[bold]phalanx bench --json out.json --plot out.png[/]\n  store and draw the figures\n"
-            "[bold]phalanx bench --from out.json --plot out.svg[/]\n  draw stored figures again",
+            "[bold]phalanx bench --output out.json --plot out.png[/]\n"
+            "  store and plot the results\n"
+            "[bold]phalanx bench --from out.json --plot out.svg[/]\n  plot stored results again",
             "Operations: all_reduce, reduce, broadcast, gather, scatter, all_gather, "
             "all_gather_into_tensor, reduce_scatter, all_to_all, send_recv (half of a ping-pong), "
             "isend_irecv (every rank to the next), barrier.",
@@ -50,19 +51,21 @@ def command(
         typer.Option(
             metavar="BYTES,...",
             help="Bytes of the largest buffer of a rank: the output of an all_gather, the input of "
-            "a reduce_scatter. Made whole elements for every rank.",
+            "a reduce_scatter. Rounded up to whole elements for every rank.",
         ),
     ] = _DEFAULT_SIZES,
-    ranks: Annotated[
+    nprocs: Annotated[
         str,
         typer.Option(
+            "--nproc-per-node",
             metavar="N",
-            help="Processes of each system, 2 to 64. With --algorithms also several: 2,3,4.",
+            help="Number of ranks of each system, 2 to 64; with --algorithms also a list: 2,3,4.",
             show_default="2; 2,3,4 with --algorithms",
         ),
     ] = "",
     dtype: Annotated[
-        str, typer.Option(metavar="NAME,...", help="Of the elements; a table for each.")
+        str,
+        typer.Option(metavar="NAME,...", help="Dtypes of the elements, each with its own table."),
     ] = "float32",
     systems: Annotated[
         str,
@@ -83,7 +86,7 @@ def command(
     rounds: Annotated[
         int | None,
         typer.Option(
-            help="Rounds for each figure. Not given: at least 5, and more within 1.5 s.",
+            help="Rounds for each result; default: at least 5, and more within 1.5 s.",
             min=2,
             show_default=False,
         ),
@@ -91,74 +94,97 @@ def command(
     timeout: Annotated[
         float, typer.Option(help="Seconds after which a system that hangs is dropped.", min=1)
     ] = 60.0,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the figures to this file.")
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON; the tables go to stderr.")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the results as JSON to this file.")
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the figures, as .png or .svg.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Plot the results to this .png or .svg file."),
     ] = None,
     stored: Annotated[
         Path | None,
-        typer.Option("--from", metavar="FILE", help="Draw these figures, measure nothing."),
+        typer.Option(
+            "--from", metavar="FILE", help="Plot the results of this file; measure nothing."
+        ),
     ] = None,
 ) -> None:
-    """Run the measurement and show a row for each size as it comes."""
+    """Run the measurement and show a row for each size when it is complete."""
     from phalanx.bench.plot import check_plot
     from phalanx.errors import UsageError
 
     if stored is not None:
         if plot is None:
-            raise UsageError("--from draws stored figures: say where to, with --plot FILE.png")
-        _draw_stored(stored, plot, algorithms)
+            raise UsageError(
+                "--from plots stored results: give the file of the plot with --plot FILE.png"
+            )
+        _plot_stored(stored, plot, algorithms)
         return
-    plans = plans_of(op, sizes, ranks, dtype, systems, rounds, timeout, algorithms=algorithms)
-    for path in (json, plot):
+    plans = make_plans(op, sizes, nprocs, dtype, systems, rounds, timeout, algorithms=algorithms)
+    for path in (output, plot):
         if path is not None and not path.absolute().parent.is_dir():
-            raise UsageError(f"{path} given, but there is no folder {path.absolute().parent}")
+            raise UsageError(f"can't write {path}: there is no folder {path.absolute().parent}")
     if plot is not None:
         check_plot(plot)
-    reports = [_measure(plan) for plan in plans]
-    _keep(reports, json, plot, algorithms)
+    reports = [_measure(plan, as_json) for plan in plans]
+    if as_json:
+        _print_json(reports, algorithms)
+    _save(reports, output, plot, algorithms)
     if any(report.wrong for report in reports):
         raise typer.Exit(1)
 
 
-def _draw_stored(stored: Path, path: Path, algorithms: bool) -> None:
+def _plot_stored(stored: Path, path: Path, algorithms: bool) -> None:
     if algorithms:
         from phalanx.bench.algorithms import record
-        from phalanx.bench.algorithms.plot import plot as draw_algorithms
+        from phalanx.bench.algorithms.plot import plot as plot_algorithms
 
-        draw_algorithms(record.read(stored), path)
+        plot_algorithms(record.read(stored), path)
     else:
         from phalanx.bench import results
-        from phalanx.bench.plot import plot as draw
+        from phalanx.bench.plot import plot as plot_results
 
-        draw(results.read(stored), path)
+        plot_results(results.read(stored), path)
 
 
-def _keep(reports: "list[Report]", json: Path | None, plot: Path | None, algorithms: bool) -> None:
-    """Store and draw what was measured."""
+def _print_json(reports: "list[Report]", algorithms: bool) -> None:
+    """Print the reports in the format of the file that `--output` writes."""
+    import json
+
     from phalanx.bench import results
     from phalanx.bench.algorithms import record
-    from phalanx.bench.algorithms.plot import plot as draw_algorithms
-    from phalanx.bench.plot import plot as draw
 
-    if json is not None:
+    document = record.as_json(reports) if algorithms else results.as_json(reports[0])
+    print(json.dumps(document, indent=1))
+
+
+def _save(
+    reports: "list[Report]", output: Path | None, plot: Path | None, algorithms: bool
+) -> None:
+    """Store and plot the reports."""
+    from phalanx.bench import results
+    from phalanx.bench.algorithms import record
+    from phalanx.bench.algorithms.plot import plot as plot_algorithms
+    from phalanx.bench.plot import plot as plot_results
+
+    if output is not None:
         if algorithms:
-            record.write(reports, json)
+            record.write(reports, output)
         else:
-            results.write(reports[0], json)
+            results.write(reports[0], output)
     if plot is not None:
         if algorithms:
-            draw_algorithms(reports, plot)
+            plot_algorithms(reports, plot)
         else:
-            draw(reports[0], plot)
+            plot_results(reports[0], plot)
 
 
-def plans_of(
+def make_plans(
     op: str,
     sizes: str,
-    ranks: str,
+    nprocs: str,
     dtype: str,
     systems: str,
     rounds: int | None,
@@ -166,43 +192,48 @@ def plans_of(
     *,
     algorithms: bool,
 ) -> "list[Plan]":
-    """What to measure: a plan, and with --algorithms one for each number of ranks."""
+    """Return a plan, or with --algorithms one plan for each number of ranks."""
     from phalanx.bench.dtypes import STORAGE
     from phalanx.bench.operations import ALGORITHMS, OPERATIONS
-    from phalanx.bench.plan import Plan, names_of, ranks_of, sizes_of
+    from phalanx.bench.plan import Plan, parse_names, parse_rank_counts, parse_sizes
     from phalanx.bench.systems import MPI, SYSTEMS
     from phalanx.errors import UsageError
 
-    dtypes = names_of(dtype, "dtype", STORAGE)
+    dtypes = parse_names(dtype, "dtype", STORAGE)
     known: list[str] = list(SYSTEMS)
     if algorithms:
         if op not in ("all", "all_reduce"):
-            raise UsageError(f"--op {op} given, expected all_reduce: --algorithms are of that")
-        op, systems, ranks = "all_reduce", systems or "phalanx,gloo", ranks or "2,3,4"
-        # MPI has algorithms of its own; these are for backends of torch.distributed.
+            raise UsageError(
+                f"--op {op} given, expected all_reduce: --algorithms measures only that"
+            )
+        op, systems, nprocs = "all_reduce", systems or "phalanx,gloo", nprocs or "2,3,4"
+        # MPI has its own algorithms; these are for backends of torch.distributed.
         known = [name for name in SYSTEMS if name not in MPI]
         sizes = _ALGORITHM_SIZES if sizes == _DEFAULT_SIZES else sizes
     if sizes == _DEFAULT_SIZES and max(STORAGE[name].itemsize for name in dtypes) > 4:
         sizes = sizes.removeprefix("4,")
     return [
         Plan(
-            operations=names_of(op, "operation", OPERATIONS),
+            operations=parse_names(op, "operation", OPERATIONS),
             dtypes=dtypes,
-            sizes=sizes_of(sizes, dtypes),
-            systems=names_of(systems or "all", "system", known),
+            sizes=parse_sizes(sizes, dtypes),
+            systems=parse_names(systems or "all", "system", known),
             ranks=count,
             rounds=rounds,
             timeout=timeout,
             algorithms=ALGORITHMS if algorithms else (),
         )
-        for count in ranks_of(ranks or "2", several=algorithms)
+        for count in parse_rank_counts(nprocs or "2", several=algorithms)
     ]
 
 
-def _measure(plan: "Plan") -> "Report":
+def _measure(plan: "Plan", as_json: bool) -> "Report":
+    from rich.console import Console
+
     from phalanx.bench.algorithms.table import AlgorithmsDisplay
     from phalanx.bench.measurement import measure
     from phalanx.bench.table import Display
 
-    with (AlgorithmsDisplay if plan.algorithms else Display)(plan) as display:
+    console = Console(highlight=False, stderr=as_json)
+    with (AlgorithmsDisplay if plan.algorithms else Display)(plan, console) as display:
         return measure(plan, display)

@@ -1,4 +1,4 @@
-"""`phalanx key`: a new key, for a job on several hosts."""
+"""`phalanx key`: create a key for jobs on several hosts."""
 
 from typing import Annotated, Any
 
@@ -7,10 +7,10 @@ import typer
 SETTINGS: dict[str, Any] = {
     "help": "\n\n".join(
         (
-            "Make a file with a new key for jobs on several hosts.",
-            "Copy it to each of them, by a way that nobody else can read, and give it to "
-            "`phalanx run --key-file` there. Who doesn't have it can't join the job. Only its user "
-            "can read the file; one that exists is left as it is.",
+            "Create a file with a new key for jobs on several hosts.",
+            "Copy it to each host by a secure channel, and pass it to `phalanx run --key-file` "
+            "there. Processes without the key can't join the job. Only the current user can read "
+            "the file; an existing file is not overwritten.",
             "[bold]phalanx key ~/.phalanx-key[/]",
         )
     )
@@ -18,9 +18,9 @@ SETTINGS: dict[str, Any] = {
 
 
 def command(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="The file to make.")],
+    path: Annotated[str, typer.Argument(metavar="PATH", help="Path of the new file.")],
 ) -> None:
-    """Make the file."""
+    """Create the key file."""
     from phalanx import key
 
     key.create_file(path)

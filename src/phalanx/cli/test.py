@@ -1,4 +1,4 @@
-"""`phalanx test`: does the installation work?"""
+"""`phalanx test`: check the installation."""
 
 import secrets
 from typing import Annotated, Any
@@ -10,24 +10,27 @@ SETTINGS: dict[str, Any] = {
         (
             "Check that Phalanx works on this machine.",
             "Starts ranks, runs every operation at several sizes and compares the results with "
-            "numpy's. Prints a line for each and one verdict. The exit code is 0 if all is well, "
-            "1 if something is wrong.",
-            "[bold]phalanx test[/]\n  two ranks\n[bold]phalanx test --ranks 4[/]\n  four",
+            "numpy's. Prints a line for each operation and a summary. The exit code is 0 if all "
+            "results are right, 1 otherwise.",
+            "[bold]phalanx test[/]\n  two ranks\n"
+            "[bold]phalanx test --nproc-per-node 4[/]\n  four ranks",
         )
     )
 }
 
 
 def command(
-    ranks: Annotated[int, typer.Option(help="Processes to start.", min=1, max=64)] = 2,
+    nprocs: Annotated[
+        int, typer.Option("--nproc-per-node", help="Number of ranks.", min=1, max=64)
+    ] = 2,
     timeout: Annotated[
-        float, typer.Option(help="Seconds that an operation may take.", min=1)
+        float, typer.Option(help="Timeout of an operation in seconds.", min=1)
     ] = 60.0,
     seed: Annotated[
-        int | None, typer.Option(help="Of the random inputs; a fresh one if not given.", min=0)
+        int | None, typer.Option(help="Seed of the inputs; random by default.", min=0)
     ] = None,
 ) -> None:
-    """Run the self-check and print its verdict."""
+    """Run the self-check and print its results."""
     from rich.console import Console
 
     import phalanx
@@ -36,16 +39,16 @@ def command(
 
     console = Console(highlight=False)
     seed = secrets.randbelow(2**31) if seed is None else seed
-    console.print(f"Phalanx {phalanx.__version__}: {ranks} ranks, seed {seed}")
+    console.print(f"Phalanx {phalanx.__version__}: {nprocs} ranks, seed {seed}")
     with console.status("starting ranks and checking"):
-        reports = launch(check, ranks, (seed, timeout))
+        reports = launch(check, nprocs, (seed, timeout))
     wrong = 0
     for name in reports[0]:
-        faults = [f"rank {r}: {report[name]}" for r, report in enumerate(reports) if report[name]]
-        wrong += bool(faults)
-        console.print(f"  {'[red]wrong[/]' if faults else '[green]ok[/]':<6} {name}")
-        for fault in faults:
-            console.print(f"         {fault}")
+        failures = [f"rank {r}: {report[name]}" for r, report in enumerate(reports) if report[name]]
+        wrong += bool(failures)
+        console.print(f"  {'[red]wrong[/]' if failures else '[green]ok[/]':<6} {name}")
+        for failure in failures:
+            console.print(f"         {failure}")
     sizes = ", ".join(str(size) for size in SIZES)
     if wrong:
         console.print(f"[red]{wrong} of {len(reports[0])} operations are wrong[/]")

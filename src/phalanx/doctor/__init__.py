@@ -2,15 +2,15 @@
 
 - `finding`: the result of a check: a level, a sentence, and advice.
 - `versions`, `environment`, `machine`, `kernel`, `network`, `libraries`, `devices`: one area each,
-  with a function `check` that changes nothing. `examination` calls them all.
+  with a function `check` that changes nothing. `checks` calls them all.
 - `peers`: probes of every pair of hosts: reachability, latency and bandwidth.
-- `show` prints the findings for people, `report` formats them for programs.
+- `text_report` prints the findings for people, `json_report` formats them for programs.
 
 A check tries the calls that Phalanx makes rather than comparing version numbers: it creates a
 segment, opens the memory of another process and loads the MPI library.
 """
 
-from phalanx.doctor.checks import examine
+from phalanx.doctor.checks import run_checks
 from phalanx.doctor.finding import Finding
 
-__all__ = ["Finding", "examine"]
+__all__ = ["Finding", "run_checks"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.doctor import devices, environment, kernel, libraries, machine, network, versions
 from phalanx.doctor.finding import Finding
 
-__all__ = ["examine"]
+__all__ = ["run_checks"]
 
 _CHECKS = (
     environment.check,
@@ -17,7 +17,7 @@ _CHECKS = (
 )
 
 
-def examine() -> list[Finding]:
+def run_checks() -> list[Finding]:
     """Run all checks of this machine in this process; takes some seconds and changes nothing."""
     found = versions.check()
     if any(finding.level == "problem" for finding in found):

@@ -6,12 +6,12 @@ import difflib
 import os
 
 from phalanx import env, env_hosts, transports
-from phalanx.doctor.finding import Finding, Says
+from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
 
 __all__ = ["check"]
 
-_says = Says("environment")
+_finding = FindingFactory("environment")
 _READERS = (
     env.assigned_ranks,
     env.job,
@@ -36,8 +36,8 @@ def check() -> list[Finding]:
         for name in known
         if name.startswith("PHALANX_") and name in os.environ
     }
-    words = ", ".join(f"{name}={value}" for name, value in used.items())
-    return [_says.ok("variables", words or "no variable of Phalanx's is set", **used)]
+    message = ", ".join(f"{name}={value}" for name, value in used.items())
+    return [_finding.ok("variables", message or "no variable of Phalanx is set", **used)]
 
 
 def _malformed() -> list[Finding]:
@@ -46,13 +46,15 @@ def _malformed() -> list[Finding]:
         try:
             read()
         except ValueError as error:
-            words, _, advice = str(error).partition(": ")
-            found.append(_says.problem(read.__name__, words, f"{advice[:1].upper()}{advice[1:]}."))
+            message, _, advice = str(error).partition(": ")
+            found.append(
+                _finding.problem(read.__name__, message, f"{advice[:1].upper()}{advice[1:]}.")
+            )
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") != "1":
         found.append(
-            _says.note(
+            _finding.note(
                 "autoload",
-                "TORCH_DEVICE_BACKEND_AUTOLOAD keeps `import torch` from making Phalanx known",
+                "TORCH_DEVICE_BACKEND_AUTOLOAD keeps `import torch` from registering Phalanx",
                 "Unset it, or import phalanx in the script.",
             )
         )
@@ -65,17 +67,19 @@ def _choices() -> list[Finding]:
         "PHALANX_TRANSPORT": (env_hosts.transport(), transports.NAMES),
         "PHALANX_ISA": (os.environ.get("PHALANX_ISA", ""), _KERNELS),
     }
-    for name, (given, expected) in choices.items():
-        if given and given not in expected:
+    for name, (value, expected) in choices.items():
+        if value and value not in expected:
             advice = f"Set it to one of {', '.join(expected)}, or unset it."
-            found.append(_says.problem(name, f"{name}={given!r}", advice))
+            found.append(_finding.problem(name, f"{name}={value!r}", advice))
     if env_hosts.transport() in transports.NAMES:
         try:
             transports.check_name(env_hosts.transport())
         except UsageError as error:
-            words, _, advice = str(error).partition(": ")
+            message, _, advice = str(error).partition(": ")
             advice = f"{advice[:1].upper()}{advice[1:]}."
-            found.append(_says.problem("PHALANX_TRANSPORT", f"PHALANX_TRANSPORT: {words}", advice))
+            found.append(
+                _finding.problem("PHALANX_TRANSPORT", f"PHALANX_TRANSPORT: {message}", advice)
+            )
     return found
 
 
@@ -83,9 +87,9 @@ def _unknown() -> list[Finding]:
     known = [variable.name for variable in env.VARIABLES]
     found = []
     for name in sorted(os.environ):
-        near = difflib.get_close_matches(name, known, 1, 0.85)
-        if name.startswith("PHALANX_") and name not in known and near:
+        matches = difflib.get_close_matches(name, known, 1, 0.85)
+        if name.startswith("PHALANX_") and name not in known and matches:
             found.append(
-                _says.note(name, f"{name} is set, which nothing reads", f"Is it {near[0]}?")
+                _finding.note(name, f"{name} is set, but unknown", f"Did you mean {matches[0]}?")
             )
     return found

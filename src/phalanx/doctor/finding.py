@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Finding", "Level", "Says"]
+__all__ = ["Finding", "FindingFactory", "Level"]
 
 Level = Literal["ok", "note", "problem"]
 
@@ -22,7 +22,7 @@ class Finding:
         area: Heading of the finding.
         name: Subject of the finding. Area and name are stable across versions.
         level: "ok"; "note" if Phalanx works, but not completely or not at its best; or "problem".
-        words: Description of the finding, a sentence without its full stop.
+        message: Description of the finding, a sentence without its full stop.
         advice: Suggested next step; empty if all is well.
         values: The same information as numbers and strings, for programs.
     """
@@ -30,7 +30,7 @@ class Finding:
     area: str
     name: str
     level: Level
-    words: str
+    message: str
     advice: str = ""
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -45,19 +45,19 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Says:
+class FindingFactory:
     """A factory of the findings of one area."""
 
     area: str
 
-    def ok(self, name: str, words: str, /, **values: Any) -> Finding:
+    def ok(self, name: str, message: str, /, **values: Any) -> Finding:
         """Create a finding that all is well."""
-        return Finding(self.area, name, "ok", words, "", values)
+        return Finding(self.area, name, "ok", message, "", values)
 
-    def note(self, name: str, words: str, advice: str, /, **values: Any) -> Finding:
+    def note(self, name: str, message: str, advice: str, /, **values: Any) -> Finding:
         """Create a finding that the subject works, with a limitation."""
-        return Finding(self.area, name, "note", words, advice, values)
+        return Finding(self.area, name, "note", message, advice, values)
 
-    def problem(self, name: str, words: str, advice: str, /, **values: Any) -> Finding:
+    def problem(self, name: str, message: str, advice: str, /, **values: Any) -> Finding:
         """Create a finding that the subject does not work."""
-        return Finding(self.area, name, "problem", words, advice, values)
+        return Finding(self.area, name, "problem", message, advice, values)

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from phalanx.doctor.finding import Finding
     from phalanx.doctor.peers.links import Network
 
-__all__ = ["as_json", "fit"]
+__all__ = ["as_json", "is_fit"]
 
 SCHEMA = 1
 """Version of the schema; additions do not change it."""
 
 
-def fit(findings: Sequence[Finding]) -> bool:
+def is_fit(findings: Sequence[Finding]) -> bool:
     """Return whether no finding is a problem."""
     return all(finding.level != "problem" for finding in findings)
 
@@ -34,7 +34,7 @@ def as_json(findings: Sequence[Finding], network: Network | None) -> dict[str, A
         "schema": SCHEMA,
         "phalanx": metadata.version("phalanx"),
         "host": socket.gethostname(),
-        "fit": fit(findings),
+        "fit": is_fit(findings),
         "findings": [finding.as_json() for finding in findings],
         "network": network.as_json() if network else None,
     }

@@ -12,17 +12,17 @@ import sys
 from pathlib import Path
 
 from phalanx import _native
-from phalanx.doctor.finding import Finding, Says
+from phalanx.doctor.finding import Finding, FindingFactory
 
 __all__ = ["check"]
 
-_says = Says("kernel")
+_finding = FindingFactory("kernel")
 _CHILD_SECONDS = 10.0
-_POPULATES = (5, 14)
-_WORDS = b"phalanx doctor"
+_POPULATE_VERSION = (5, 14)
+_CONTENT = b"phalanx doctor"
 
 # Runs in a child process: creates memory of its own and tries to open its parent's memory.
-_CHILD = """
+_CHILD_SCRIPT = """
 import os, sys
 mine = os.memfd_create("phalanx-doctor")
 os.fchmod(mine, 0o600)
@@ -39,23 +39,23 @@ sys.stdin.read()
 
 def check() -> list[Finding]:
     """Check shared memory, access to a peer's memory, and watching a peer's process."""
-    return [_version(), _segment(), _arena(), _peers(), _watching()]
+    return [_version(), _segment(), _empty_shared(), _peer_memory(), _pidfd()]
 
 
 def _version() -> Finding:
     release = platform.release()
     numbers = tuple(map(int, re.findall(r"\d+", release)[:2]))
-    where = _container()
-    words = f"Linux {release}{f', in a container ({where})' if where else ''}"
-    values = {"release": release, "container": where}
-    if numbers < _POPULATES:
-        return _says.note(
+    container = _container()
+    message = f"Linux {release}{f', in a container ({container})' if container else ''}"
+    values = {"release": release, "container": container}
+    if numbers < _POPULATE_VERSION:
+        return _finding.note(
             "linux",
-            words,
-            "Nothing to do; with Linux 5.14 or newer the memory of a group is made ready faster.",
+            message,
+            "No action is needed; Linux 5.14 or newer prepares the memory of a group faster.",
             **values,
         )
-    return _says.ok("linux", words, **values)
+    return _finding.ok("linux", message, **values)
 
 
 def _container() -> str:
@@ -73,92 +73,92 @@ def _segment() -> Finding:
     try:
         _native.Group.create(2, 0, secrets.randbits(64)).close()
     except OSError as error:
-        return _says.problem(
+        return _finding.problem(
             "segment",
-            f"no memory can be shared between ranks (memfd_create with seals: {error.strerror})",
-            "Look for a limit on file sizes (`ulimit -f`) or a seccomp profile of the container "
+            f"memory can't be shared between ranks (memfd_create with seals: {error.strerror})",
+            "Check for a limit on file sizes (`ulimit -f`) or a seccomp profile of the container "
             "that forbids memfd_create.",
         )
-    return _says.ok(
+    return _finding.ok(
         "segment", "memory can be shared between ranks", bytes_of_2_ranks=_native.segment_bytes(2)
     )
 
 
-def _arena() -> Finding:
+def _empty_shared() -> Finding:
     try:
         _native.shared_bytes(4096)
     except (OSError, MemoryError) as error:
-        return _says.note(
+        return _finding.note(
             "empty_shared",
             f"phalanx.empty_shared can't be used ({error})",
             "Lift the limit on the address space with `ulimit -v unlimited`.",
         )
-    return _says.ok("empty_shared", "tensors can be made in shared memory")
+    return _finding.ok("empty_shared", "tensors can be allocated in shared memory")
 
 
-def _peers() -> Finding:
+def _peer_memory() -> Finding:
     name = "peer_memory"
     advice = (
         "Run all ranks as the same user, in one container or pid namespace, with /proc mounted "
-        "there (and not with hidepid=2). Else they work as if on different hosts, through the "
-        "network."
+        "there (without hidepid=2). Otherwise they communicate through the network, as if on "
+        "different hosts."
     )
     fd = os.memfd_create("phalanx-doctor", os.MFD_CLOEXEC)
     try:
-        os.write(fd, _WORDS)
-        theirs, ours = _with_child(fd)
+        os.write(fd, _CONTENT)
+        child_result, own_result = _exchange_with_child(fd)
     except (OSError, subprocess.SubprocessError) as error:
-        return _says.problem(name, f"no second process could be started: {error}", advice)
+        return _finding.problem(name, f"can't start a second process: {error}", advice)
     finally:
         os.close(fd)
-    if theirs == ours == "yes":
-        return _says.ok(name, "processes can open each other's memory")
-    words = theirs if theirs != "yes" else ours
-    return _says.problem(
-        name, f"processes can't open each other's memory through /proc ({words})", advice
+    if child_result == own_result == "yes":
+        return _finding.ok(name, "processes can open each other's memory")
+    message = child_result if child_result != "yes" else own_result
+    return _finding.problem(
+        name, f"processes can't open each other's memory through /proc ({message})", advice
     )
 
 
-def _with_child(fd: int) -> tuple[str, str]:
+def _exchange_with_child(fd: int) -> tuple[str, str]:
     """Try to open this process's memory in a child, and the child's memory here.
 
     Returns:
         The results of the child and of this process: "yes", or the reason of the failure.
     """
-    answer, given = os.pipe()
-    own = [str(os.getpid()), str(fd), _WORDS.decode()]
-    command = [sys.executable, "-I", "-S", "-c", _CHILD, *own]
-    with os.fdopen(answer) as said:
-        with os.fdopen(given, "w") as output:
+    read_end, write_end = os.pipe()
+    arguments = [str(os.getpid()), str(fd), _CONTENT.decode()]
+    command = [sys.executable, "-I", "-S", "-c", _CHILD_SCRIPT, *arguments]
+    with os.fdopen(read_end) as reader:
+        with os.fdopen(write_end, "w") as output:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output)
         with child:
             try:
-                if not select.select([said], [], [], _CHILD_SECONDS)[0]:
+                if not select.select([reader], [], [], _CHILD_SECONDS)[0]:
                     raise subprocess.TimeoutExpired(command[0], _CHILD_SECONDS)
-                number, _, theirs = said.readline().strip().partition(" ")
-                return theirs, _opens(child.pid, number)
+                number, _, child_result = reader.readline().strip().partition(" ")
+                return child_result, _open_child_memory(child.pid, number)
             finally:
                 child.kill()
 
 
-def _opens(pid: int, number: str) -> str:
+def _open_child_memory(pid: int, number: str) -> str:
     try:
         opened = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         return os.strerror(error.errno or 0)
     try:
-        return "yes" if os.pread(opened, len(_WORDS) + 1, 0) == _WORDS else "another file"
+        return "yes" if os.pread(opened, len(_CONTENT) + 1, 0) == _CONTENT else "another file"
     finally:
         os.close(opened)
 
 
-def _watching() -> Finding:
+def _pidfd() -> Finding:
     try:
         os.close(os.pidfd_open(os.getpid()))
     except OSError as error:
-        return _says.problem(
+        return _finding.problem(
             "pidfd",
             f"the processes of peers can't be watched (pidfd_open: {error.strerror})",
-            "Linux 5.3 or newer has it; in a container, its seccomp profile must allow pidfd_open.",
+            "It needs Linux 5.3 or newer; in a container, the seccomp profile must allow it.",
         )
-    return _says.ok("pidfd", "the processes of peers can be watched")
+    return _finding.ok("pidfd", "the processes of peers can be watched")

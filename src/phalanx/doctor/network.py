@@ -9,20 +9,20 @@ import socket
 import psutil
 
 from phalanx import env_hosts
-from phalanx.doctor.finding import Finding, Says
+from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
 from phalanx.topology import local_address
 
 __all__ = ["check", "listening_address"]
 
-_says = Says("network")
-_ELSEWHERE = "198.51.100.1"
+_finding = FindingFactory("network")
+_UNASSIGNED_ADDRESS = "198.51.100.1"
 """An address that no host has, used to look up the kernel's route. Nothing is sent to it."""
 
 
 def check() -> list[Finding]:
     """Check each interface with a link or an address, the chosen address, and the host name."""
-    return [*_interfaces(), _chosen(), _name()]
+    return [*_interfaces(), _address(), _host_name()]
 
 
 def listening_address(towards: str = "") -> str:
@@ -34,7 +34,7 @@ def listening_address(towards: str = "") -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
-    return local_address(towards or _ELSEWHERE)
+    return local_address(towards or _UNASSIGNED_ADDRESS)
 
 
 def _interfaces() -> list[Finding]:
@@ -42,71 +42,71 @@ def _interfaces() -> list[Finding]:
     found = []
     for name, state in states.items():
         kinds = (socket.AF_INET, socket.AF_INET6)
-        own = [each.address for each in addresses.get(name, ()) if each.family in kinds]
-        if "loopback" in state.flags or not (own or state.isup):
+        own_addresses = [each.address for each in addresses.get(name, ()) if each.family in kinds]
+        if "loopback" in state.flags or not (own_addresses or state.isup):
             continue
         # The kernel reports 0 if the speed is unknown, for example for a virtual interface.
         speed = f", {state.speed} Mbit/s" if state.speed else ""
-        words = f"{name}: {', '.join(own) or 'no address'}, MTU {state.mtu}{speed}"
+        message = f"{name}: {', '.join(own_addresses) or 'no address'}, MTU {state.mtu}{speed}"
         values = {
             "interface": name,
-            "addresses": own,
+            "addresses": own_addresses,
             "up": state.isup,
             "mtu": state.mtu,
             "mbit_per_second": state.speed or None,
         }
         if state.isup:
-            found.append(_says.ok("interface", words, **values))
+            found.append(_finding.ok("interface", message, **values))
         else:
-            advice = (
-                f"If ranks of other hosts are behind it: `ip link set {name} up`, and its cable."
-            )
-            found.append(_says.note("interface", f"{words}, no link", advice, **values))
+            advice = f"If it leads to other hosts, run `ip link set {name} up` and check its cable."
+            found.append(_finding.note("interface", f"{message}, no link", advice, **values))
     return found
 
 
-def _chosen() -> Finding:
-    way = os.environ.get("MASTER_ADDR", "")
+def _address() -> Finding:
+    master = os.environ.get("MASTER_ADDR", "")
     try:
-        address = listening_address(way)
+        address = listening_address(master)
     except UsageError as error:
-        words, _, advice = str(error).partition(": ")
-        return _says.problem("address", words, f"{advice[:1].upper()}{advice[1:]}.")
+        message, _, advice = str(error).partition(": ")
+        return _finding.problem("address", message, f"{advice[:1].upper()}{advice[1:]}.")
     if not address:
-        return _says.note(
+        return _finding.note(
             "address",
-            f"there is no way to {way or 'other hosts'}",
-            "Ranks of one machine need none. For several, give this one an address and a route "
-            "(`ip address`, `ip route`).",
+            f"there is no route to {master or 'other hosts'}",
+            "Ranks of one machine need none. For several machines, configure an address and a "
+            "route (`ip address`, `ip route`).",
             address=None,
         )
-    because = "PHALANX_INTERFACE" if env_hosts.interface() else f"the way to {way or 'other hosts'}"
-    words = f"other hosts would be listened for at {address} ({because})"
-    if ipaddress.ip_address(address).is_loopback and way:
-        words = f"ranks of this machine only: the rendezvous, {way}, is at {address}"
-    return _says.ok("address", words, address=address)
+    reason = (
+        "PHALANX_INTERFACE" if env_hosts.interface() else f"the route to {master or 'other hosts'}"
+    )
+    message = f"this machine would listen for other hosts at {address} ({reason})"
+    if ipaddress.ip_address(address).is_loopback and master:
+        message = f"ranks of this machine only: the rendezvous, {master}, is at {address}"
+    return _finding.ok("address", message, address=address)
 
 
-def _name() -> Finding:
+def _host_name() -> Finding:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return _says.note(
+        return _finding.note(
             "host_name",
-            f"this machine's name, {name}, leads to no address",
-            "Where it is host 0 of a job, give --master-addr as an address.",
+            f"the name of this machine, {name}, has no address",
+            "If it is host 0 of a job, pass an address as --master-addr.",
             name=name,
             address=None,
         )
-    words = f"this machine's name, {name}, leads to {address}"
+    message = f"the name of this machine, {name}, resolves to {address}"
     if ipaddress.ip_address(address).is_loopback:
-        return _says.note(
+        return _finding.note(
             "host_name",
-            words,
-            "Nothing to do for one machine. Where it is host 0 of several, give --master-addr as "
-            "an address that the others reach, not as this name.",
+            message,
+            "No action is needed for one machine. If it is host 0 of several, pass an address that "
+            "the others can reach as --master-addr, not this name.",
             name=name,
             address=address,
         )
-    return _says.ok("host_name", words, name=name, address=address)
+    return _finding.ok("host_name", message, name=name, address=address)

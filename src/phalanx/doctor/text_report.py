@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
     from phalanx.doctor.finding import Finding
 
-__all__ = ["show", "verdict"]
+__all__ = ["print_findings", "print_summary"]
 
 _COLORS = {"ok": "green", "note": "yellow", "problem": "red"}
-_MOST = 600
+_MAX_LENGTH = 600
 
 
-def show(findings: Sequence[Finding], console: Console) -> None:
+def print_findings(findings: Sequence[Finding], console: Console) -> None:
     """Print the findings under their headings, each followed by its advice."""
     from rich.padding import Padding
     from rich.text import Text
@@ -29,27 +29,27 @@ def show(findings: Sequence[Finding], console: Console) -> None:
         console.print(Text(area, style="bold"))
         for finding in group:
             mark = Text(f"  {finding.level:<8}", style=_COLORS[finding.level])
-            line = mark.append(escape(finding.words, _MOST), style="default")
+            line = mark.append(escape(finding.message, _MAX_LENGTH), style="default")
             console.print(line, soft_wrap=True)
             if finding.advice:
-                advice = Text(escape(finding.advice, _MOST), style="dim")
+                advice = Text(escape(finding.advice, _MAX_LENGTH), style="dim")
                 if console.is_terminal:
                     console.print(Padding(advice, (0, 0, 0, 10), expand=False))
                 else:
                     console.print(Text(" " * 10).append(advice), soft_wrap=True)
 
 
-def verdict(findings: Sequence[Finding], console: Console) -> None:
+def print_summary(findings: Sequence[Finding], console: Console) -> None:
     """Print one line that says whether this machine is fit for Phalanx."""
     problems, notes = (
         sum(finding.level == level for finding in findings) for level in ("problem", "note")
     )
-    noted = f", {_counted(notes, 'note')}" if notes else ""
+    suffix = f", {_count_of(notes, 'note')}" if notes else ""
     if problems:
-        console.print(f"[red]not fit: {_counted(problems, 'problem')}{noted}[/]")
+        console.print(f"[red]not fit: {_count_of(problems, 'problem')}{suffix}[/]")
     else:
-        console.print(f"[green]fit: no problem{noted}[/]")
+        console.print(f"[green]fit: no problem{suffix}[/]")
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _count_of(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

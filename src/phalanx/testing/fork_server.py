@@ -1,10 +1,10 @@
 """The fork server: it imports torch once and forks the ranks, which need not import it again.
 
 A forked rank is an ordinary process. It has its own pid and session, can be killed, and ends by
-reaching the end of this script, so its `atexit` handlers run (unless its task is `brief`). The
-server has no threads and no groups that a rank could inherit. Ranks that have ended stay zombies
-until the client requests that the server reap them, so that their peers can see how they ended.
-The server ends when its client is gone; the kernel then kills the remaining ranks.
+reaching the end of this script, so its `atexit` handlers run (unless its task skips
+finalization). The server has no threads and no groups that a rank could inherit. Ranks that have
+ended stay zombies until the client requests that the server reap them, so that their peers can see
+how they ended. The server ends when its client is gone; the kernel then kills the remaining ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Task:
         rank: Number of the rank, part of the names of these files.
         environment: Environment variables to set.
         faults: Faults of all ranks, pickled by cloudpickle; None to count no operations.
-        brief: Whether to skip Python's finalization after the function has returned. Finalization
-            takes longer than most test functions.
+        skips_finalization: Whether to skip Python's finalization after the function has returned.
+            Finalization takes longer than most test functions.
     """
 
     call: bytes
@@ -49,7 +49,7 @@ class Task:
     rank: int
     environment: Mapping[str, str]
     faults: bytes | None = None
-    brief: bool = False
+    skips_finalization: bool = False
 
     def file(self, name: str) -> Path:
         """Return the path of a file of this rank."""
@@ -82,11 +82,11 @@ def main() -> None:
         importlib.import_module(module)
     # Spares the ranks a garbage collection of these modules' objects when they end.
     gc.freeze()
-    # Ranks outnumber the cores in most drills, and threads do not survive a fork.
+    # Ranks outnumber the cores in most runs with faults, and threads do not survive a fork.
     torch.set_num_threads(1)
     task = _serve(Connection(int(descriptor)))
     if task is not None:
-        _work(task)
+        _run_task(task)
 
 
 def _serve(connection: Connection) -> Task | None:
@@ -119,7 +119,7 @@ def _start(tasks: Sequence[Task], connection: Connection) -> Task | None:
             connection.send(error)
             return None
         if pid == 0:
-            _become(task, server, connection)
+            _set_up_rank(task, server, connection)
             return task
         pids.append(pid)
     connection.send(pids)
@@ -143,7 +143,7 @@ def _reap(pid: int) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def _become(task: Task, server: int, connection: Connection) -> None:
+def _set_up_rank(task: Task, server: int, connection: Connection) -> None:
     from phalanx.launcher.rank_bootstrap import die_with_parent
 
     die_with_parent(server)
@@ -157,12 +157,12 @@ def _become(task: Task, server: int, connection: Connection) -> None:
     os.environ.update(task.environment)
 
 
-def _work(task: Task) -> None:
+def _run_task(task: Task) -> None:
     try:
         if task.faults is not None:
-            from phalanx.testing.injector import arm
+            from phalanx.testing.injector import enable_faults
 
-            arm(pickle.loads(task.faults), task.rank, record=str(task.file("record")))
+            enable_faults(pickle.loads(task.faults), task.rank, record=str(task.file("record")))
         function, arguments, options = pickle.loads(task.call)
         outcome = Outcome(value=function(*arguments, **options), time=time.monotonic())
     except BaseException as error:
@@ -170,7 +170,7 @@ def _work(task: Task) -> None:
         _deliver(task, Outcome(error=error, traceback=traceback.format_exc(), time=now))
         raise
     _deliver(task, outcome)
-    if task.brief:
+    if task.skips_finalization:
         sys.stdout.flush()
         os._exit(0)
 

@@ -1,6 +1,6 @@
 """Fault injection in this process, by a subclass of the process group that counts operations.
 
-The subclass replaces the backend's process group while faults are armed. A process without faults
+The subclass replaces the backend's process group while faults are enabled. A process without faults
 therefore runs none of this code. In a process with faults, they apply to operations of every
 caller: the user's code, DDP's reducer and functional collectives, which call the same methods from
 C++.
@@ -18,24 +18,26 @@ import torch.distributed as dist
 from phalanx.backend import process_group
 from phalanx.backend.work import FinishedMessage
 from phalanx.errors import UsageError
-from phalanx.testing.faults import Fault, check, check_number
+from phalanx.testing.faults import Fault, check_faults, check_number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-__all__ = ["arm", "disarm"]
+__all__ = ["disable_faults", "enable_faults"]
 
-_Sound = process_group.ProcessGroup
+_OriginalProcessGroup = process_group.ProcessGroup
 
 
-def arm(faults: Sequence[Fault], rank: int | None = None, *, record: str | None = None) -> None:
-    """Enable the faults of this process's rank; `Drill` calls this in each rank.
+def enable_faults(
+    faults: Sequence[Fault], rank: int | None = None, *, record: str | None = None
+) -> None:
+    """Enable the faults of this process's rank; `FaultRunner` calls this in each rank.
 
     In processes that another launcher starts, such as torchrun, call it before the group is formed.
     Counting starts now, for operations of all groups of Phalanx that are formed from now on.
-    Operations that NCCL carries out do not count. Faults armed before are discarded.
+    Operations that NCCL carries out do not count. Faults enabled earlier are discarded.
 
     Args:
         faults: Faults of any rank.
@@ -48,89 +50,91 @@ def arm(faults: Sequence[Fault], rank: int | None = None, *, record: str | None 
     """
     if rank is None:
         if not os.environ.get("RANK", "").isdigit():
-            raise UsageError("arm: RANK is not set, or no number: give the rank of this process")
+            raise UsageError(
+                "enable_faults: RANK is not set or not a number: pass the rank of this process"
+            )
         rank = int(os.environ["RANK"])
-    check_number("arm: rank", rank, 0)
-    check(faults, 2**31)
-    _Armed.plan = _Plan(faults, rank, record)
-    process_group.ProcessGroup = _Armed  # type: ignore[misc]
+    check_number("enable_faults: rank", rank, 0)
+    check_faults(faults, 2**31)
+    _FaultInjectingProcessGroup.plan = _FaultPlan(faults, rank, record)
+    process_group.ProcessGroup = _FaultInjectingProcessGroup  # type: ignore[misc]
 
 
-def disarm() -> None:
+def disable_faults() -> None:
     """Discard all faults; groups formed from now on are of the backend's own class."""
-    _Armed.plan = None
-    process_group.ProcessGroup = _Sound  # type: ignore[misc]
+    _FaultInjectingProcessGroup.plan = None
+    process_group.ProcessGroup = _OriginalProcessGroup  # type: ignore[misc]
 
 
-class _Plan:
+class _FaultPlan:
     """The pending faults of one rank, and the counts of its operations."""
 
     def __init__(self, faults: Sequence[Fault], rank: int, record: str | None) -> None:
-        self._waiting = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
+        self._pending = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
         self._counts: dict[str, int] = {}
         self._lock = threading.Lock()
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._record = None if record is None else os.open(record, flags, 0o600)
 
-    def strike(self, name: str) -> bool:
+    def inject(self, name: str) -> bool:
         """Count an operation and inject its faults; return whether to skip the operation."""
         with self._lock:
             self._write(name)
-            due = self._due(name)
+            due = self._take_due(name)
         for number, fault in due:
             if fault.after:
-                timer = threading.Timer(fault.after, self._do, (number, fault))
+                timer = threading.Timer(fault.after, self._perform, (number, fault))
                 timer.daemon = True
                 timer.start()
             else:
-                self._do(number, fault)
+                self._perform(number, fault)
         return any(fault.name == "skip" for _, fault in due)
 
-    def _due(self, name: str) -> list[tuple[int, Fault]]:
+    def _take_due(self, name: str) -> list[tuple[int, Fault]]:
         for counted in ("", name):
             self._counts[counted] = self._counts.get(counted, 0) + 1
         due = [
             (number, fault)
-            for number, fault in self._waiting
-            if fault.of in ("", name) and fault.at == self._counts[fault.of]
+            for number, fault in self._pending
+            if fault.operation in ("", name) and fault.nth == self._counts[fault.operation]
         ]
         if due:
-            self._waiting = [entry for entry in self._waiting if entry not in due]
+            self._pending = [entry for entry in self._pending if entry not in due]
         return due
 
-    def _do(self, number: int, fault: Fault) -> None:
+    def _perform(self, number: int, fault: Fault) -> None:
         self._write(f"! {number} {time.monotonic()!r}")
-        if fault.act is not None:
-            fault.act()
+        if fault.action is not None:
+            fault.action()
 
     def _write(self, line: str) -> None:
         if self._record is not None:
             os.write(self._record, f"{line}\n".encode())
 
 
-class _Armed(_Sound):
+class _FaultInjectingProcessGroup(_OriginalProcessGroup):
     """A process group that injects faults into operations.
 
     Every operation passes exactly one of the overridden methods, with its arguments checked.
     """
 
-    plan: _Plan | None = None
+    plan: _FaultPlan | None = None
 
     def _run_collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
-        if self.plan is not None and self.plan.strike(name):
-            call = _nothing
+        if self.plan is not None and self.plan.inject(name):
+            call = _do_nothing
         return super()._run_collective(name, call, *arguments, **options)
 
     def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.strike("send"):
+        if self.plan is not None and self.plan.inject("send"):
             return FinishedMessage(tensors, dst)
         return super()._send(dst, tag, blocking, tensors)
 
     def _recv(self, src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
-        if self.plan is not None and self.plan.strike("recv"):
+        if self.plan is not None and self.plan.inject("recv"):
             return FinishedMessage(tensors, max(src, 0))
         return super()._recv(src, tag, blocking, tensors)
 
 
-def _nothing(_timeout: float) -> None:
+def _do_nothing(_timeout: float) -> None:
     """Do nothing, in place of the core's call of a skipped operation."""

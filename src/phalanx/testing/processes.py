@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Ended", "ForkServer", "Ranks"]
+__all__ = ["ForkServer", "RankProcesses", "RankResult"]
 
 # Seconds that the server has for an answer; before the first one, it imports torch.
-_PATIENCE = 60.0
+_TIMEOUT = 60.0
 _SERVER = (
     "import sys; sys.path[:] = sys.argv[3:]; from phalanx.testing.fork_server import main; main()"
 )
 
 
 @dataclass(frozen=True)
-class Ended:
-    """A description of how a rank ended.
+class RankResult:
+    """The result of a rank: how it ended, its outcome and its output.
 
     Attributes:
         rank: Number of the rank in the job.
@@ -46,7 +46,7 @@ class Ended:
         stderr: Contents of the rank's stderr; if the rank hung or crashed, with the stack of every
             thread.
         operations: Names of the rank's operations, in order, if they were counted.
-        struck: Times of the rank's faults in monotonic seconds, by index among all faults.
+        fault_times: Times of the rank's faults in monotonic seconds, by index among all faults.
     """
 
     rank: int
@@ -57,7 +57,7 @@ class Ended:
     stdout: str
     stderr: str
     operations: tuple[str, ...] = ()
-    struck: Mapping[int, float] = field(default_factory=dict)
+    fault_times: Mapping[int, float] = field(default_factory=dict)
 
     @property
     def value(self) -> Any:
@@ -81,15 +81,15 @@ class Ended:
 
     def __str__(self) -> str:
         """Return a description of the end, with the traceback or the output of the rank."""
-        how = f"exited with code {self.code}"
+        ending = f"exited with code {self.code}"
         if self.code < 0:
-            how = f"was killed by {signal_name(-self.code)}"
+            ending = f"was killed by {signal_name(-self.code)}"
         if self.hung:
-            how = "hung and was killed"
+            ending = "hung and was killed"
         traceback = self.outcome.traceback if self.outcome is not None else ""
-        texts = [traceback] if traceback and not self.hung else [self.stdout, self.stderr]
-        head = f"rank {self.rank} (pid {self.pid}) {how}"
-        return "\n".join([head, *(text.rstrip() for text in texts if text)])
+        outputs = [traceback] if traceback and not self.hung else [self.stdout, self.stderr]
+        head = f"rank {self.rank} (pid {self.pid}) {ending}"
+        return "\n".join([head, *(text.rstrip() for text in outputs if text)])
 
 
 class ForkServer:
@@ -103,54 +103,55 @@ class ForkServer:
     def __init__(
         self, modules: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, server_end = Pipe()
         path = [entry or os.getcwd() for entry in sys.path]
-        own = [str(theirs.fileno()), ",".join(modules)]
+        arguments = [str(server_end.fileno()), ",".join(modules)]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVER, *own, *path],
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-c", _SERVER, *arguments, *path],
+            pass_fds=[server_end.fileno()],
             env={"OMP_NUM_THREADS": "1", **os.environ, **(environment or {})},
             stdin=subprocess.DEVNULL,
             # Ctrl-C reaches only the client, which ends the ranks.
             start_new_session=True,
         )
-        theirs.close()
+        server_end.close()
         self.close = weakref.finalize(self, _close, self._connection, self._process)
         """End the server and all remaining ranks."""
 
-    def start(self, tasks: Sequence[Task]) -> Ranks:
+    def start(self, tasks: Sequence[Task]) -> RankProcesses:
         """Fork a process for each task."""
-        pids = self._ask("start", list(tasks))
-        return Ranks(self, tasks, pids)
+        pids = self._request("start", list(tasks))
+        return RankProcesses(self, tasks, pids)
 
     def preload(self, module: str) -> None:
         """Import a module in the server, so that ranks started later inherit it."""
-        self._ask("import", module)
+        self._request("import", module)
 
     def reap(self, pids: Sequence[int]) -> list[int]:
         """Reap ranks that have ended and return their wait statuses."""
-        statuses: list[int] = self._ask("reap", list(pids))
+        statuses: list[int] = self._request("reap", list(pids))
         return statuses
 
-    def _ask(self, request: str, argument: object) -> Any:
+    def _request(self, request: str, argument: object) -> Any:
         try:
             self._connection.send((request, argument))
-            if not self._connection.poll(_PATIENCE):
+            if not self._connection.poll(_TIMEOUT):
                 raise LaunchError(
-                    f"the process that forks ranks has been silent for {_PATIENCE:g} s"
+                    f"the fork server (pid {self._process.pid}) did not answer within "
+                    f"{_TIMEOUT:g} s"
                 )
             answer = self._connection.recv()
         except (EOFError, OSError) as error:
             raise LaunchError(
-                f"the process that forks ranks (pid {self._process.pid}) has ended: see its stderr"
+                f"the fork server (pid {self._process.pid}) has ended: see its stderr"
             ) from error
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-class Ranks:
-    """Ranks that have been started but not yet collected."""
+class RankProcesses:
+    """Processes of ranks that have been started but not yet collected."""
 
     def __init__(self, server: ForkServer, tasks: Sequence[Task], pids: Sequence[int]) -> None:
         self.pids = list(pids)
@@ -180,25 +181,25 @@ class Ranks:
         for handle in waiting.values():
             poll.register(handle, select.POLLIN)
         while waiting:
-            left = max(deadline - time.monotonic(), 0)
-            ended = [handle for handle, _ in poll.poll(left * 1000)]
+            remaining = max(deadline - time.monotonic(), 0)
+            ended = [handle for handle, _ in poll.poll(remaining * 1000)]
             for handle in ended:
                 poll.unregister(handle)
             waiting = {rank: handle for rank, handle in waiting.items() if handle not in ended}
-            if not left:
+            if not remaining:
                 break
         return list(waiting)
 
-    def end(self, ranks: Sequence[int]) -> None:
+    def kill(self, ranks: Sequence[int]) -> None:
         """Kill ranks that hang, after they have written their threads' stacks to stderr."""
         # Python's faulthandler handles SIGABRT even if no Python code can run.
-        for number, patience in ((signal.SIGABRT, 1.0), (signal.SIGKILL, _PATIENCE)):
+        for number, limit in ((signal.SIGABRT, 1.0), (signal.SIGKILL, _TIMEOUT)):
             for rank in ranks:
                 with contextlib.suppress(ProcessLookupError):
                     self.signal(rank, number)
-            self.wait(patience, ranks)
+            self.wait(limit, ranks)
 
-    def collect(self, hung: Sequence[int] = ()) -> list[Ended]:
+    def collect(self, hung: Sequence[int] = ()) -> list[RankResult]:
         """Kill the ranks that still run and return how all of them ended."""
         for rank in range(len(self.pids)):
             with contextlib.suppress(ProcessLookupError):
@@ -207,40 +208,40 @@ class Ranks:
         for handle in self._handles:
             os.close(handle)
         self._handles.clear()
-        return [self._ended(rank, status, rank in hung) for rank, status in enumerate(statuses)]
+        return [self._result(rank, status, rank in hung) for rank, status in enumerate(statuses)]
 
-    def struck(self, rank: int) -> dict[int, float]:
+    def fault_times(self, rank: int) -> dict[int, float]:
         """Return the times of the faults that a rank has suffered so far, by their index."""
-        return self._record(rank)[1]
+        return self._read_record(rank)[1]
 
-    def _ended(self, rank: int, status: int, hung: bool) -> Ended:
+    def _result(self, rank: int, status: int, hung: bool) -> RankResult:
         task = self._tasks[rank]
         path = task.file("outcome")
         outcome = pickle.loads(path.read_bytes()) if path.exists() else None
-        operations, struck = self._record(rank)
-        return Ended(
+        operations, fault_times = self._read_record(rank)
+        return RankResult(
             task.rank,
             self.pids[rank],
             os.waitstatus_to_exitcode(status),
             hung,
             outcome,
-            _text(task.file("stdout")),
-            _text(task.file("stderr")),
+            _read_text(task.file("stdout")),
+            _read_text(task.file("stderr")),
             tuple(operations),
-            struck,
+            fault_times,
         )
 
-    def _record(self, rank: int) -> tuple[list[str], dict[int, float]]:
-        lines = _text(self._tasks[rank].file("record")).splitlines()
-        struck: dict[int, float] = {}
+    def _read_record(self, rank: int) -> tuple[list[str], dict[int, float]]:
+        lines = _read_text(self._tasks[rank].file("record")).splitlines()
+        fault_times: dict[int, float] = {}
         for line in lines:
             if line.startswith("! "):
                 _, number, when = line.split()
-                struck[int(number)] = float(when)
-        return [line for line in lines if not line.startswith("! ")], struck
+                fault_times[int(number)] = float(when)
+        return [line for line in lines if not line.startswith("! ")], fault_times
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     """Return the contents of a file; empty if the rank ended before it created the file."""
     return path.read_text(errors="replace") if path.exists() else ""
 

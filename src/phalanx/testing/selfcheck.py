@@ -29,7 +29,7 @@ def inputs(count: int, seed: int) -> list[np.ndarray[Any, Any]]:
     return [np.random.default_rng([seed, rank]).uniform(0.5, 2.0, count) for rank in range(size)]
 
 
-def _own(all_inputs: list[np.ndarray[Any, Any]]) -> torch.Tensor:
+def _own_input(all_inputs: list[np.ndarray[Any, Any]]) -> torch.Tensor:
     return torch.from_numpy(all_inputs[dist.get_rank()].copy())
 
 
@@ -38,59 +38,61 @@ def _empty(count: int) -> torch.Tensor:
 
 
 def _all_reduce(op: Any, combine: Callable[..., Any], count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
-    tensor = _own(given)
+    all_inputs = inputs(count, seed)
+    tensor = _own_input(all_inputs)
     dist.all_reduce(tensor, op)
-    return tensor, combine(np.stack(given), axis=0)
+    return tensor, combine(np.stack(all_inputs), axis=0)
 
 
 def _asynchronous(count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
-    tensor = _own(given)
+    all_inputs = inputs(count, seed)
+    tensor = _own_input(all_inputs)
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
     work.wait()
-    return tensor, np.sum(given, axis=0)
+    return tensor, np.sum(all_inputs, axis=0)
 
 
 def _broadcast(count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
+    all_inputs = inputs(count, seed)
     root = dist.get_world_size() - 1
-    tensor = _own(given) if dist.get_rank() == root else _empty(count)
+    tensor = _own_input(all_inputs) if dist.get_rank() == root else _empty(count)
     dist.broadcast(tensor, root)
-    return tensor, given[root]
+    return tensor, all_inputs[root]
 
 
 def _reduce(count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
-    tensor = _own(given)
+    all_inputs = inputs(count, seed)
+    tensor = _own_input(all_inputs)
     dist.reduce(tensor, 0)
-    return tensor, np.sum(given, axis=0) if dist.get_rank() == 0 else given[dist.get_rank()]
+    return tensor, np.sum(all_inputs, axis=0) if dist.get_rank() == 0 else all_inputs[
+        dist.get_rank()
+    ]
 
 
 def _all_gather(count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
-    outputs = [_empty(count) for _ in given]
-    dist.all_gather(outputs, _own(given))
-    return torch.cat(outputs), np.concatenate(given)
+    all_inputs = inputs(count, seed)
+    outputs = [_empty(count) for _ in all_inputs]
+    dist.all_gather(outputs, _own_input(all_inputs))
+    return torch.cat(outputs), np.concatenate(all_inputs)
 
 
 def _gather(count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
+    all_inputs = inputs(count, seed)
     if dist.get_rank() != 0:
-        dist.gather(_own(given), dst=0)
+        dist.gather(_own_input(all_inputs), dst=0)
         return torch.zeros(0), np.zeros(0)
-    outputs = [_empty(count) for _ in given]
-    dist.gather(_own(given), outputs, dst=0)
-    return torch.cat(outputs), np.concatenate(given)
+    outputs = [_empty(count) for _ in all_inputs]
+    dist.gather(_own_input(all_inputs), outputs, dst=0)
+    return torch.cat(outputs), np.concatenate(all_inputs)
 
 
 def _scatter(count: int, seed: int) -> Pair:
-    given = inputs(count, seed)
+    all_inputs = inputs(count, seed)
     output = _empty(count)
-    parts = [torch.from_numpy(part) for part in given] if dist.get_rank() == 0 else None
+    parts = [torch.from_numpy(part) for part in all_inputs] if dist.get_rank() == 0 else None
     dist.scatter(output, parts, src=0)
-    return output, given[dist.get_rank()]
+    return output, all_inputs[dist.get_rank()]
 
 
 def _barrier(_count: int, _seed: int) -> Pair:
@@ -100,22 +102,22 @@ def _barrier(_count: int, _seed: int) -> Pair:
 
 def _ring(count: int, seed: int, *, blocking: bool) -> Pair:
     """Send to the next rank and receive from the previous rank."""
-    given = inputs(count, seed)
+    all_inputs = inputs(count, seed)
     rank, size = dist.get_rank(), dist.get_world_size()
     after, before = (rank + 1) % size, (rank - 1) % size
     output = _empty(count)
     if not blocking:
-        works = [dist.irecv(output, before), dist.isend(_own(given), after)]
+        works = [dist.irecv(output, before), dist.isend(_own_input(all_inputs), after)]
         for work in works:
             assert work is not None
             work.wait()
     elif rank % 2 == 0:
-        dist.send(_own(given), after)
+        dist.send(_own_input(all_inputs), after)
         dist.recv(output, before)
     else:
         dist.recv(output, before)
-        dist.send(_own(given), after)
-    return output, given[before]
+        dist.send(_own_input(all_inputs), after)
+    return output, all_inputs[before]
 
 
 CHECKS: dict[str, Callable[[int, int], Pair]] = {
@@ -145,22 +147,22 @@ def check(seed: int, timeout: float) -> dict[str, str]:
     """
     dist.init_process_group("phalanx", timeout=timedelta(seconds=timeout))
     try:
-        return {name: _verdict(run, seed) for name, run in CHECKS.items()}
+        return {name: _run_check(run, seed) for name, run in CHECKS.items()}
     finally:
         dist.destroy_process_group()
 
 
-def _verdict(run: Callable[[int, int], Pair], seed: int) -> str:
+def _run_check(run: Callable[[int, int], Pair], seed: int) -> str:
     for count in SIZES:
-        came, expected = run(count, seed)
-        got = came.numpy()
-        if got.shape != expected.shape:
-            return f"{count} elements: shape {got.shape}, expected {expected.shape}"
-        wrong = np.flatnonzero(~np.isclose(got, expected, rtol=1e-12, atol=0))
+        result, expected = run(count, seed)
+        actual = result.numpy()
+        if actual.shape != expected.shape:
+            return f"{count} elements: shape {actual.shape}, expected {expected.shape}"
+        wrong = np.flatnonzero(~np.isclose(actual, expected, rtol=1e-12, atol=0))
         if wrong.size:
             at = int(wrong[0])
             return (
                 f"{count} elements: {wrong.size} are wrong, the first at {at}: "
-                f"{got[at]!r}, expected {expected[at]!r}"
+                f"{actual[at]!r}, expected {expected[at]!r}"
             )
     return ""

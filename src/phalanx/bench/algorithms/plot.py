@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from phalanx.bench.operations import ALGORITHMS
-from phalanx.bench.plan import Contender, label_of
+from phalanx.bench.plan import Variant, format_size
 from phalanx.bench.plot import NAMES, SETTINGS, check_plot
 from phalanx.bench.systems import SYSTEMS
 from phalanx.errors import UsageError
@@ -34,19 +34,19 @@ def plot(reports: Sequence[Report], path: Path) -> None:
     """Draw a row for each system and a column for each world size; both axes are logarithmic.
 
     Raises:
-        UsageError: `check_plot` fails, or there is no figure.
+        UsageError: `check_plot` fails, or there is no result.
     """
     check_plot(path)
     import matplotlib as mpl
-    from matplotlib.figure import Figure as Picture
+    from matplotlib.figure import Figure
 
-    labels = {label for report in reports for each in report.figures for label in each.timings}
+    labels = {label for report in reports for each in report.results for label in each.timings}
     systems = [name for name in SYSTEMS if {label.split()[0] for label in labels} & {name}]
     if not systems:
-        raise UsageError("there is nothing to plot: no algorithm was measured")
+        raise UsageError("nothing to plot: no algorithm was measured")
     with mpl.rc_context(SETTINGS):
-        picture = Picture(figsize=(1 + 3.4 * len(reports), 1.2 + 3 * len(systems)))
-        panels = picture.subplots(
+        figure = Figure(figsize=(1 + 3.4 * len(reports), 1.2 + 3 * len(systems)))
+        panels = figure.subplots(
             len(systems), len(reports), squeeze=False, sharex=True, sharey="row"
         )
         for column, report in enumerate(reports):
@@ -58,19 +58,19 @@ def plot(reports: Sequence[Report], path: Path) -> None:
             line[0].set_ylabel("us")
         columns = 5 if len(reports) > 2 else 2
         handles, names = panels[0][0].get_legend_handles_labels()
-        picture.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
+        figure.legend(handles, names, loc="outside upper center", ncols=columns, frameon=False)
         machine = reports[0].machine
-        picture.supxlabel(
+        figure.supxlabel(
             f"size of the tensor · {machine['processor']}, {machine['cores']} cores",
             fontsize="medium",
         )
-        picture.savefig(path, dpi=110)
+        figure.savefig(path, dpi=110)
 
 
 def _draw(axes: Axes, report: Report, system: str) -> None:
     for name in ("", *ALGORITHMS):
-        label = Contender(system, name).label
-        points = [each for each in report.figures if label in each.timings]
+        label = Variant(system, name).label
+        points = [each for each in report.results if label in each.timings]
         if not points:
             continue
         color, marker, words = STYLES[name]
@@ -93,7 +93,7 @@ def _draw(axes: Axes, report: Report, system: str) -> None:
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    sizes = sorted({each.bytes for each in report.figures})
+    sizes = sorted({each.bytes for each in report.results})
     ticks = sizes[:: -(-len(sizes) // 4)]
-    axes.set_xticks(ticks, [label_of(size) for size in ticks], fontsize="small")
+    axes.set_xticks(ticks, [format_size(size) for size in ticks], fontsize="small")
     axes.minorticks_off()

@@ -1,16 +1,16 @@
-"""Display of the figures: a line for each size and system, a column for each algorithm."""
+"""Display of the results: a line for each size and system, a column for each algorithm."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.bench.algorithms.record import fastest
+from phalanx.bench.algorithms.record import fastest_algorithm
 from phalanx.bench.operations import ALGORITHMS
-from phalanx.bench.plan import Contender, label_of
-from phalanx.bench.table import Display, timing
+from phalanx.bench.plan import Variant, format_size
+from phalanx.bench.table import Display, format_timing
 
 if TYPE_CHECKING:
-    from phalanx.bench.results import Figure
+    from phalanx.bench.results import Result
 
 __all__ = ["SHORT", "AlgorithmsDisplay"]
 
@@ -30,7 +30,7 @@ class AlgorithmsDisplay(Display):
     legend = (
         "all take turns\n"
         "own: the backend's all_reduce; the others are those of phalanx.parallel, by messages\n"
-        "fastest: which of these is, on that system"
+        "fastest: the fastest of the latter on that system"
     )
 
     def header(self) -> list[str]:
@@ -41,14 +41,14 @@ class AlgorithmsDisplay(Display):
         """Return the widths of the columns for output without a terminal."""
         return [8, 14, *(13 for _ in SHORT), 12]
 
-    def rows(self, figure: Figure, *, wide: bool) -> list[list[str]]:
+    def rows(self, result: Result, *, wide: bool) -> list[list[str]]:
         """Return a line for each system that has timings."""
         lines = []
         for system in self._systems:
-            labels = [Contender(system, name).label for name in ("", *ALGORITHMS)]
-            timings = [figure.timings.get(label) for label in labels]
+            labels = [Variant(system, name).label for name in ("", *ALGORITHMS)]
+            timings = [result.timings.get(label) for label in labels]
             if any(timings):
-                cells = [timing(each, wide=wide) for each in timings]
-                best = SHORT[fastest(figure, system) or ""]
-                lines.append([label_of(figure.size), system, *cells, best])
+                cells = [format_timing(each, wide=wide) for each in timings]
+                best = SHORT[fastest_algorithm(result, system) or ""]
+                lines.append([format_size(result.size), system, *cells, best])
         return lines

@@ -2,7 +2,7 @@
 
 Commands and answers are JSON objects:
 
-- `{"do": "open", "token": HEX}`: examine this machine, and accept probes from connections that
+- `{"do": "open", "token": HEX}`: check this machine, and accept probes from connections that
   send the token. Answer: `name`, `findings`, `address`, `port`.
 - `{"do": "measure", "address": ..., "port": ...}`: measure the link to a host that accepts probes.
   Answer: `latency`, `bandwidth`.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,19 +50,19 @@ class LocalAgent(Agent):
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._thread = ThreadPoolExecutor(1, "phalanx-doctor")
-        self._under_way: Future[dict[str, Any]] | None = None
+        self._pending: Future[dict[str, Any]] | None = None
 
     def start(self, command: Mapping[str, Any]) -> None:
         """Start a command in the thread."""
-        self._under_way = self._thread.submit(self._worker.do, command)
+        self._pending = self._thread.submit(self._worker.execute, command)
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """Wait for the answer; return an `error` if there is none after `seconds`."""
-        if self._under_way is None:
-            return {"error": "nothing was asked"}
+        if self._pending is None:
+            return {"error": "no command was sent"}
         try:
-            return self._under_way.result(seconds)
-        except Late:
+            return self._pending.result(seconds)
+        except FutureTimeoutError:
             return {"error": f"no answer within {seconds:g} s"}
 
     def close(self) -> None:

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx import env_hosts
-from phalanx.doctor.finding import Finding, Says
+from phalanx.doctor.finding import Finding, FindingFactory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["Host", "Link", "Network"]
 
-_says = Says("hosts")
+_finding = FindingFactory("hosts")
 _SLOW = 0.5
 """Fraction of the best bandwidth below which a link counts as slow."""
 _LATE = 3.0
@@ -73,25 +73,25 @@ class Network:
         found = [link for link in self.links if (link.source, link.target) == (source, target)]
         return min(found, key=lambda link: link.bandwidth or 0.0, default=None)
 
-    def slow(self, link: Link) -> bool:
+    def is_slow(self, link: Link) -> bool:
         """Return whether a link's bandwidth is far below the best of the network."""
-        best = max(self._network("bandwidth"), default=0.0)
+        best = max(self._network_values("bandwidth"), default=0.0)
         return link.via == "network" and (link.bandwidth or best) < _SLOW * best
 
-    def late(self, link: Link) -> bool:
+    def is_late(self, link: Link) -> bool:
         """Return whether a link's latency is far above the best of the network."""
-        best = min(self._network("latency"), default=0.0)
+        best = min(self._network_values("latency"), default=0.0)
         limit = max(_LATE * best, best + _LATE_SECONDS)
         return link.via == "network" and (link.latency or 0.0) > limit
 
     def findings(self) -> list[Finding]:
         """Return the findings about hosts and links; empty if all is well."""
         return [
-            *self._absent(),
-            *self._differences(),
-            *self._blocked(),
+            *self._absent_hosts(),
+            *self._version_differences(),
+            *self._blocked_links(),
             *self._outliers(),
-            *self._elsewhere(),
+            *self._remote_findings(),
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -101,25 +101,25 @@ class Network:
             found = [finding.as_json() for finding in host.findings]
             hosts.append({**dataclasses.asdict(host), "findings": found})
         links = [
-            {**dataclasses.asdict(link), "slow": self.slow(link), "late": self.late(link)}
+            {**dataclasses.asdict(link), "slow": self.is_slow(link), "late": self.is_late(link)}
             for link in self.links
         ]
         return {"hosts": hosts, "links": links}
 
-    def _network(self, what: str) -> Iterator[float]:
+    def _network_values(self, attribute: str) -> Iterator[float]:
         for link in self.links:
-            value = getattr(link, what)
+            value = getattr(link, attribute)
             if link.via == "network" and value is not None:
                 yield value
 
-    def _absent(self) -> Iterator[Finding]:
+    def _absent_hosts(self) -> Iterator[Finding]:
         for host in self.hosts:
             if host.error:
-                words, _, advice = host.error.partition("\n")
-                advice = advice or "Look at that machine; the others were measured without it."
-                yield _says.problem("absent", f"{host.name}: {words}", advice, host=host.name)
+                message, _, advice = host.error.partition("\n")
+                advice = advice or "Check that machine; the others were measured without it."
+                yield _finding.problem("absent", f"{host.name}: {message}", advice, host=host.name)
 
-    def _differences(self) -> Iterator[Finding]:
+    def _version_differences(self) -> Iterator[Finding]:
         for name in ("torch", "phalanx"):
             versions: dict[str, list[str]] = {}
             for host in self.hosts:
@@ -127,11 +127,11 @@ class Network:
                     if (finding.area, finding.name) == ("versions", name):
                         versions.setdefault(finding.values["version"], []).append(host.name)
             if len(versions) > 1:
-                words = "; ".join(f"{name} {v} on {', '.join(on)}" for v, on in versions.items())
+                message = "; ".join(f"{name} {v} on {', '.join(on)}" for v, on in versions.items())
                 advice = "Install the same version everywhere: ranks refuse to join otherwise."
-                yield _says.problem("versions", words, advice, versions=versions)
+                yield _finding.problem("versions", message, advice, versions=versions)
 
-    def _blocked(self) -> Iterator[Finding]:
+    def _blocked_links(self) -> Iterator[Finding]:
         for link in self.links:
             if not link.error:
                 continue
@@ -139,55 +139,59 @@ class Network:
             values = {"from": source.name, "to": target.name, "ranks": link.ranks}
             if link.ranks is not None:
                 one, two = link.ranks
-                words = f"rank {one} gets nothing to rank {two} on {source.name}: {link.error}"
-                yield _says.problem("memory", words, "Run `phalanx test` there.", **values)
+                message = f"rank {one} can't send to rank {two} on {source.name}: {link.error}"
+                yield _finding.problem("memory", message, "Run `phalanx test` there.", **values)
                 continue
-            back = self.link(link.target, link.source)
-            other = f"; {target.name} does reach {source.name}" if back and not back.error else ""
+            reverse = self.link(link.target, link.source)
+            suffix = (
+                f"; {target.name} can reach {source.name}" if reverse and not reverse.error else ""
+            )
             relayed = env_hosts.transport() == "relay"  # then hosts need not reach each other
-            yield (_says.note if relayed else _says.problem)(
+            yield (_finding.note if relayed else _finding.problem)(
                 "blocked",
-                f"{source.name} can't reach {target.name}: {link.error}{other}",
-                f"Look at the firewall of {target.name}, which must let in ports that the kernel "
-                f"picks, and at the way there: `ip route get {target.address}` on {source.name}. "
-                "If that address is wrong, set PHALANX_INTERFACE there. If there can't be a "
-                "way (NAT), use the transport relay: PHALANX_TRANSPORT=relay.",
+                f"{source.name} can't reach {target.name}: {link.error}{suffix}",
+                f"Check the firewall of {target.name}, which must allow ephemeral ports, and the "
+                f"route: `ip route get {target.address}` on {source.name}. If that address is "
+                "wrong, set PHALANX_INTERFACE there. If no route is possible (NAT), use the "
+                "transport relay: PHALANX_TRANSPORT=relay.",
                 **values,
             )
 
     def _outliers(self) -> Iterator[Finding]:
         for link in self.links:
-            words = []
-            if link.bandwidth and self.slow(link):
-                words.append(f"{rate(link)}, less than half of the best")
-            if link.latency and self.late(link):
-                words.append(f"a round trip of {trip(link)}, more than {_LATE:g} times the best")
-            if words:
+            deviations = []
+            if link.bandwidth and self.is_slow(link):
+                deviations.append(f"{format_bandwidth(link)}, less than half of the best")
+            if link.latency and self.is_late(link):
+                deviations.append(
+                    f"a round trip of {format_latency(link)}, more than {_LATE:g} times the best"
+                )
+            if deviations:
                 source, target = self.hosts[link.source].name, self.hosts[link.target].name
-                yield _says.note(
+                yield _finding.note(
                     "outlier",
-                    f"{source} to {target}: {' and '.join(words)}",
-                    "A group is as slow as its slowest link: look at its cable, its port at the "
-                    "switch (`ethtool`), and who else uses it.",
+                    f"{source} to {target}: {' and '.join(deviations)}",
+                    "A group is as slow as its slowest link: check the cable, the port at the "
+                    "switch (`ethtool`), and other users of the link.",
                     **{"from": source, "to": target},
                 )
 
-    def _elsewhere(self) -> Iterator[Finding]:
+    def _remote_findings(self) -> Iterator[Finding]:
         """Yield the findings of the other hosts about themselves, equal findings only once."""
-        told: dict[tuple[str, str], list[tuple[str, Finding]]] = {}
+        merged: dict[tuple[str, str], list[tuple[str, Finding]]] = {}
         for host in self.hosts[1:]:
             for finding in host.findings:
                 # The name of a host matters only on host 0.
                 if finding.level != "ok" and finding.name != "host_name":
-                    key = finding.name, finding.words
-                    told.setdefault(key, []).append((host.name, finding))
-        for found in told.values():
+                    key = finding.name, finding.message
+                    merged.setdefault(key, []).append((host.name, finding))
+        for found in merged.values():
             names, (finding, *_) = zip(*found, strict=True)
-            words = f"{', '.join(names)}: {finding.words}"
-            yield dataclasses.replace(finding, area="hosts", words=words)
+            message = f"{', '.join(names)}: {finding.message}"
+            yield dataclasses.replace(finding, area="hosts", message=message)
 
 
-def rate(link: Link) -> str:
+def format_bandwidth(link: Link) -> str:
     """Return a link's bandwidth with its unit: bits for a network, bytes for memory."""
     value = link.bandwidth or 0.0
     if link.via == "memory":
@@ -196,7 +200,7 @@ def rate(link: Link) -> str:
     return f"{bits / 1e9:.2f} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
-def trip(link: Link) -> str:
+def format_latency(link: Link) -> str:
     """Return a link's round-trip time with its unit."""
     value = link.latency or 0.0
     return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} us"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from phalanx.doctor.peers.links import rate, trip
+from phalanx.doctor.peers.links import format_bandwidth, format_latency
 from phalanx.observe.escape import escape
 from phalanx.topology.layout import format_rank_ranges
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
     from phalanx.doctor.peers.links import Host, Link, Network
 
-__all__ = ["show_matrix"]
+__all__ = ["print_matrix"]
 
-_MOST_COLUMNS = 12
+_MAX_COLUMNS = 12
 
 
-def show_matrix(network: Network, console: Console) -> None:
+def print_matrix(network: Network, console: Console) -> None:
     """Print a matrix with a row for each sending host and a column for each receiving host.
 
     Args:
@@ -36,27 +36,27 @@ def show_matrix(network: Network, console: Console) -> None:
             ": round trip of 64 bytes, and bandwidth of one connection", style="not bold"
         )
     )
-    if len(hosts) > _MOST_COLUMNS:
-        console.print(f"  {len(hosts)} hosts are too many for a table: --json has all pairs")
+    if len(hosts) > _MAX_COLUMNS:
+        console.print(f"  {len(hosts)} hosts are too many for a table: use --json for all pairs")
         return
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("from \\ to", no_wrap=True)
     for host in hosts:
         table.add_column(Text(escape(host.name)), justify="right")
     for source, host in enumerate(hosts):
-        cells = [_cell(network, source, target) for target in range(len(hosts))]
-        table.add_row(Text(_label(host)), *cells)
+        cells = [_format_cell(network, source, target) for target in range(len(hosts))]
+        table.add_row(Text(_format_host(host)), *cells)
     console.print(table)
 
 
-def _label(host: Host) -> str:
+def _format_host(host: Host) -> str:
     if not host.ranks:
         return escape(host.name)
-    several = "ranks" if len(host.ranks) > 1 else "rank"
-    return f"{escape(host.name)} ({several} {format_rank_ranges(host.ranks)})"
+    noun = "ranks" if len(host.ranks) > 1 else "rank"
+    return f"{escape(host.name)} ({noun} {format_rank_ranges(host.ranks)})"
 
 
-def _cell(network: Network, source: int, target: int) -> Text:
+def _format_cell(network: Network, source: int, target: int) -> Text:
     from rich.text import Text
 
     if network.hosts[source].error or network.hosts[target].error:
@@ -66,9 +66,9 @@ def _cell(network: Network, source: int, target: int) -> Text:
         return Text("-", style="dim")
     if link.error:
         return Text("blocked" if link.via == "network" else "broken", style="red")
-    cell = Text(trip(link), style="yellow" if network.late(link) else "")
+    cell = Text(format_latency(link), style="yellow" if network.is_late(link) else "")
     cell.append("\n")
-    cell.append(rate(link), style="yellow" if network.slow(link) else "")
+    cell.append(format_bandwidth(link), style="yellow" if network.is_slow(link) else "")
     if link.via == "memory":
         cell.append("\nmemory", style="dim")
     return cell

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from phalanx.doctor.peers.tcp_probe import Measured
+from phalanx.doctor.peers.tcp_probe import LinkMeasurement
 
 __all__ = ["exchange"]
 
@@ -19,7 +19,7 @@ _BLOCK_BYTES = 8 << 20
 _BLOCKS = 8
 
 
-def exchange(peer: int, *, first: bool) -> Measured:
+def exchange(peer: int, *, first: bool) -> LinkMeasurement:
     """Measure the link with a rank, which calls this too; takes a fraction of a second.
 
     Args:
@@ -36,24 +36,26 @@ def exchange(peer: int, *, first: bool) -> Measured:
     times = []
     for _ in range(_TRIPS):
         start = time.perf_counter()
-        _one(small, peer, sends=first)
-        _one(small, peer, sends=not first)
+        _transfer(small, peer, is_sender=first)
+        _transfer(small, peer, is_sender=not first)
         times.append(time.perf_counter() - start)
     latency = statistics.median(times[_WARM_TRIPS:])
     block = torch.ones(_BLOCK_BYTES, dtype=torch.uint8)
     bandwidth = 0.0
-    for sends in (first, not first):
-        _one(block, peer, sends=sends)  # page faults of the first transfer are not timed
+    for is_sender in (first, not first):
+        _transfer(
+            block, peer, is_sender=is_sender
+        )  # page faults of the first transfer are not timed
         start = time.perf_counter()
         for _ in range(_BLOCKS):
-            _one(block, peer, sends=sends)
-        if not sends:
+            _transfer(block, peer, is_sender=is_sender)
+        if not is_sender:
             bandwidth = _BLOCKS * _BLOCK_BYTES / (time.perf_counter() - start)
-    return Measured(latency, bandwidth)
+    return LinkMeasurement(latency, bandwidth)
 
 
-def _one(tensor: torch.Tensor, peer: int, *, sends: bool) -> None:
-    if sends:
+def _transfer(tensor: torch.Tensor, peer: int, *, is_sender: bool) -> None:
+    if is_sender:
         dist.send(tensor, peer)
     else:
         dist.recv(tensor, peer)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.network import listening_address
 from phalanx.doctor.peers.agents import Agent, LocalAgent
-from phalanx.doctor.peers.round_robin import explore
+from phalanx.doctor.peers.round_robin import measure_network
 from phalanx.doctor.peers.worker import Worker
 from phalanx.errors import UsageError
 from phalanx.launcher.ssh.connection import SSH_OPTIONS, resolve_address
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
     from phalanx.doctor.peers.links import Network
 
-__all__ = ["answer_on_stdin", "over_ssh", "peer_names"]
+__all__ = ["measure_over_ssh", "parse_peer_names", "serve_stdin"]
 
 _NAME = re.compile(r"[A-Za-z0-9_][\w.@:%-]*", re.ASCII)
 _MARK = "phalanx-doctor "
-"""Prefix of answers, which tells them from the output of shells at startup."""
+"""Prefix of answers, which distinguishes them from the output of shells at startup."""
 _IDLE_SECONDS = 900.0
 """Seconds that a host waits for the next command."""
 _END_SECONDS = 3.0
@@ -44,38 +44,38 @@ _END_SECONDS = 3.0
 _REASONS = (
     (
         "Permission denied",
-        "ssh would ask for a password, or its key isn't accepted",
-        "Let this user in with a key: `ssh-copy-id {host}`; then `ssh {host} true` asks nothing.",
+        "ssh needs a password, or its key is not accepted",
+        "Set up a key: run `ssh-copy-id {host}`; then `ssh {host} true` must not prompt.",
     ),
     (
         "Host key verification failed",
-        "ssh doesn't know that machine's key, or it has changed",
-        "Run `ssh {host}` once by hand, and compare the key that it shows.",
+        "the host key is unknown to ssh, or it has changed",
+        "Run `ssh {host}` manually once, and compare the key that it shows.",
     ),
     (
         "Could not resolve hostname",
-        "there is no such host",
-        "Look at the name's spelling, at /etc/hosts and at ~/.ssh/config.",
+        "the host name can't be resolved",
+        "Check the spelling of the name, /etc/hosts and ~/.ssh/config.",
     ),
     (
         "Connection refused",
-        "nothing listens for ssh there",
-        "Start sshd there, or give its port in ~/.ssh/config.",
+        "no ssh server is listening there",
+        "Start sshd there, or set its port in ~/.ssh/config.",
     ),
     (
         "timed out|No route to host|Network is unreachable",
-        "it can't be reached",
-        "Is it running, and is there a way to it? `ping {host}`, `ip route get ADDRESS`.",
+        "the host can't be reached",
+        "Check that it is running and has a route: `ping {host}`, `ip route get ADDRESS`.",
     ),
     (
         "No module named|not found|No such file",
-        "there is no Phalanx at the place where it is here",
-        "Install the version that is here, or say which Python has it: --remote-python PATH.",
+        "Phalanx was not found at the path of this machine's Python",
+        "Install the same version there, or pass the path of its Python: --remote-python PATH.",
     ),
 )
 
 
-def peer_names(text: str) -> list[str]:
+def parse_peer_names(text: str) -> list[str]:
     """Parse a list of hosts such as "node-a,user@node-b".
 
     Raises:
@@ -85,16 +85,16 @@ def peer_names(text: str) -> list[str]:
     for name in names:
         if not _NAME.fullmatch(name):
             raise UsageError(
-                f"--peers is {text!r}: {name!r} is no name of a host; expected names or addresses "
-                "that ssh takes, separated by commas"
+                f"--peers is {text!r}: {name!r} is not a host name; expected names or addresses "
+                "for ssh, separated by commas"
             )
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise UsageError(f"--peers is {text!r}: {twice[0]} is there twice")
+    if duplicates := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"--peers is {text!r}: {duplicates[0]} occurs twice")
     return names
 
 
-def over_ssh(
-    peers: Sequence[str], ssh: Sequence[str], python: str, told: Callable[[str], None]
+def measure_over_ssh(
+    peers: Sequence[str], ssh: Sequence[str], python: str, on_progress: Callable[[str], None]
 ) -> Network:
     """Measure every pair of this machine and `peers`; blocks for some seconds for each host.
 
@@ -102,7 +102,7 @@ def over_ssh(
         peers: Names of the other hosts for ssh.
         ssh: The ssh program and its options.
         python: Path of the Python on the peers that has Phalanx.
-        told: Callback that receives progress messages.
+        on_progress: Callback that receives progress messages.
     """
     agents: dict[int, Agent] = {0: LocalAgent(Worker(lambda: _own_address(peers, ssh)))}
     with contextlib.ExitStack() as stack:
@@ -110,7 +110,9 @@ def over_ssh(
         for number, name in enumerate(peers, 1):
             agents[number] = _SshAgent(name, ssh, python)
             stack.callback(agents[number].close)
-        return explore(agents, [(number,) for number in agents], ("here", *peers), told)
+        return measure_network(
+            agents, [(number,) for number in agents], ("here", *peers), on_progress
+        )
 
 
 def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
@@ -121,21 +123,21 @@ def _own_address(peers: Sequence[str], ssh: Sequence[str]) -> str:
     return listening_address()
 
 
-def answer_on_stdin() -> None:
+def serve_stdin() -> None:
     """Carry out commands, one a line, from stdin until it ends or is silent; answer on stdout.
 
     An answer has the number of its command.
     """
     # Other hosts are likely to reach this machine at the address at which ssh has reached it.
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    came = connection[2] if len(connection) == 4 else ""
-    given = os.environ.get("PHALANX_INTERFACE", "")
-    worker = Worker(lambda: came if came and not given else listening_address())
+    ssh_address = connection[2] if len(connection) == 4 else ""
+    interface = os.environ.get("PHALANX_INTERFACE", "")
+    worker = Worker(lambda: ssh_address if ssh_address and not interface else listening_address())
     lines, stdin = LineSplitter(), sys.stdin.fileno()
     while select.select([stdin], [], [], _IDLE_SECONDS)[0] and (data := os.read(stdin, 1 << 16)):
         for line in lines.feed(data):
             command = json.loads(line)
-            answer = {**worker.do(command), "number": command["number"]}
+            answer = {**worker.execute(command), "number": command["number"]}
             # The output of a shell at login may lack a final newline.
             sys.stdout.write(f"\n{_MARK}{json.dumps(answer)}\n")
             sys.stdout.flush()
@@ -146,34 +148,34 @@ class _SshAgent(Agent):
     def __init__(self, host: str, ssh: Sequence[str], python: str) -> None:
         self._host = host
         remote = shlex.join([python, "-m", "phalanx", "doctor", "--answer"])
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         # A session of its own: Ctrl-C reaches only this process, which then closes the agent.
         self._process = subprocess.Popen(
             [*ssh, *SSH_OPTIONS, "--", host, remote],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._errors,
+            stderr=self._stderr,
             start_new_session=True,
         )
         self._number = 0
-        self._read = b""
+        self._buffer = b""
 
     def start(self, command: Mapping[str, Any]) -> None:
         self._number += 1
-        question = {**command, "number": self._number}
+        request = {**command, "number": self._number}
         with contextlib.suppress(BrokenPipeError):  # answer() reports the error
             stdin: Any = self._process.stdin
-            stdin.write(json.dumps(question).encode() + b"\n")
+            stdin.write(json.dumps(request).encode() + b"\n")
             stdin.flush()
 
     def answer(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
         while True:
-            line = self._line(end - time.monotonic())
+            line = self._read_line(end - time.monotonic())
             if line is None:
                 return {"error": f"no answer over ssh within {seconds:g} s"}
             if not line:
-                return {"error": self._why()}
+                return {"error": self._failure_reason()}
             if line.startswith(_MARK):
                 answer: dict[str, Any] = json.loads(line.removeprefix(_MARK))
                 if answer.pop("number") == self._number:  # else a late answer to an earlier command
@@ -189,30 +191,30 @@ class _SshAgent(Agent):
         self._process.wait()
         stdout: Any = self._process.stdout
         stdout.close()
-        self._errors.close()
+        self._stderr.close()
 
-    def _line(self, seconds: float) -> str | None:
+    def _read_line(self, seconds: float) -> str | None:
         """Return the next line; empty at the end of the stream, None if none comes in time."""
         end = time.monotonic() + seconds
         stdout: Any = self._process.stdout
-        while b"\n" not in self._read:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([stdout], [], [], left)[0]:
+        while b"\n" not in self._buffer:
+            remaining = end - time.monotonic()
+            if remaining <= 0 or not select.select([stdout], [], [], remaining)[0]:
                 return None
             if not (part := os.read(stdout.fileno(), 1 << 16)):
                 return ""
-            self._read += part
-        line, _, self._read = self._read.partition(b"\n")
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return f"{line.decode(errors='replace')}\n"
 
-    def _why(self) -> str:
+    def _failure_reason(self) -> str:
         """Return why there is no answer: the reason, a newline, and advice."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
-        self._errors.seek(0)
-        lines = self._errors.read().decode(errors="replace").strip().splitlines()
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").strip().splitlines()
         last = lines[-1].strip() if lines else f"exit code {self._process.returncode}"
         for pattern, reason, advice in _REASONS:
             if any(re.search(pattern, line) for line in lines):
                 return f"{reason} (ssh: {last})\n{advice.format(host=self._host)}"
-        return f"ssh ended: {last}\nTry `phalanx doctor` on {self._host} by hand."
+        return f"ssh failed: {last}\nRun `phalanx doctor` on {self._host} manually."

@@ -1,6 +1,6 @@
 """TCP probes: a server on one host, and the measurement from another host.
 
-A connection begins with the token of this examination; the server closes connections without it.
+A connection begins with the token of this measurement; the server closes connections without it.
 The connection then serves either round trips or a flow from the client to the server. The server
 counts the bytes of a flow as they arrive, since bytes that the client has handed to its kernel may
 not have crossed the network yet.
@@ -19,7 +19,7 @@ import threading
 import time
 from typing import NamedTuple
 
-__all__ = ["TOKEN_BYTES", "Answering", "Measured", "Unreached", "measure"]
+__all__ = ["TOKEN_BYTES", "LinkMeasurement", "ProbeServer", "UnreachableError", "measure"]
 
 CONNECT_SECONDS = 3.0
 """Seconds until an attempt to connect fails."""
@@ -37,7 +37,7 @@ _SILENT_SECONDS = 3.0
 _COUNT = struct.Struct("<Qd")
 
 
-class Measured(NamedTuple):
+class LinkMeasurement(NamedTuple):
     """The measurements of a one-way link."""
 
     latency: float
@@ -46,11 +46,11 @@ class Measured(NamedTuple):
     """Bandwidth of one connection, in bytes per second."""
 
 
-class Unreached(Exception):  # noqa: N818 - a result, not an error
+class UnreachableError(Exception):
     """The other host can't be reached, or only small packets reach it; the message says why."""
 
 
-class Answering:
+class ProbeServer:
     """A server for measurements from other hosts, in threads, until it is closed.
 
     Args:
@@ -65,7 +65,7 @@ class Answering:
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
                 with contextlib.suppress(OSError, EOFError):  # the client reports errors
-                    _answer(self.request, token)
+                    _serve(self.request, token)
 
         kind = socket.AF_INET6 if ":" in address else socket.AF_INET
 
@@ -83,100 +83,102 @@ class Answering:
         self._server.server_close()
 
 
-def measure(address: str, port: int, token: bytes) -> Measured:
-    """Measure the link to a host that runs `Answering`.
+def measure(address: str, port: int, token: bytes) -> LinkMeasurement:
+    """Measure the link to a host that runs a `ProbeServer`.
 
     Takes one to two seconds, or about ten if the network drops packets.
 
     Raises:
-        Unreached: There is no connection, or data does not pass through it.
+        UnreachableError: There is no connection, or data does not pass through it.
     """
-    with _connected(address, port) as trips:
-        latency = _trips(trips, token)
-    with _connected(address, port) as flow:
-        return Measured(latency, _flow(flow, token))
+    with _connect(address, port) as trips:
+        latency = _measure_latency(trips, token)
+    with _connect(address, port) as flow:
+        return LinkMeasurement(latency, _measure_bandwidth(flow, token))
 
 
-def _connected(address: str, port: int) -> socket.socket:
+def _connect(address: str, port: int) -> socket.socket:
     try:
-        made = socket.create_connection((address, port), CONNECT_SECONDS)
+        connection = socket.create_connection((address, port), CONNECT_SECONDS)
     except TimeoutError:
-        raise Unreached(f"no answer from {address} within {CONNECT_SECONDS:g} s") from None
+        raise UnreachableError(f"no answer from {address} within {CONNECT_SECONDS:g} s") from None
     except OSError as error:
-        raise Unreached(f"{address}: {error.strerror or error}") from None
-    made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    made.settimeout(_SILENT_SECONDS)
-    return made
+        raise UnreachableError(f"{address}: {error.strerror or error}") from None
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.settimeout(_SILENT_SECONDS)
+    return connection
 
 
-def _trips(to: socket.socket, token: bytes) -> float:
+def _measure_latency(connection: socket.socket, token: bytes) -> float:
     times: list[float] = []
     end = time.monotonic() + _TRIP_SECONDS
     try:
-        to.sendall(token + _TRIP)
+        connection.sendall(token + _TRIP)
         while len(times) < _TRIPS and (len(times) <= _WARM_TRIPS or time.monotonic() < end):
             start = time.perf_counter()
-            to.sendall(_BLOCK[:_TRIP_BYTES])
-            _exactly(to, _TRIP_BYTES)
+            connection.sendall(_BLOCK[:_TRIP_BYTES])
+            _receive_exactly(connection, _TRIP_BYTES)
             times.append(time.perf_counter() - start)
     except (OSError, EOFError) as error:
-        raise Unreached(f"connected, but small packets get no answer ({error})") from None
+        raise UnreachableError(f"connected, but small packets get no answer ({error})") from None
     return statistics.median(times[_WARM_TRIPS:])
 
 
-def _flow(to: socket.socket, token: bytes) -> float:
+def _measure_bandwidth(connection: socket.socket, token: bytes) -> float:
     """Send until the server reports the bytes counted and their time; return bytes per second."""
     end = time.monotonic() + _FLOW_SECONDS + _WARM_SECONDS + 2 * _SILENT_SECONDS
     try:
-        to.sendall(token + _FLOW)
-        to.setblocking(False)
-        while (left := end - time.monotonic()) > 0:
-            counted, free, _ = select.select([to], [to], [], left)
-            if counted:
-                to.settimeout(_SILENT_SECONDS)
-                count, seconds = _COUNT.unpack(_exactly(to, _COUNT.size))
+        connection.sendall(token + _FLOW)
+        connection.setblocking(False)
+        while (remaining := end - time.monotonic()) > 0:
+            readable, writable, _ = select.select([connection], [connection], [], remaining)
+            if readable:
+                connection.settimeout(_SILENT_SECONDS)
+                count, seconds = _COUNT.unpack(_receive_exactly(connection, _COUNT.size))
                 if count:
                     return float(count / seconds)
                 break
-            if free:
-                to.send(_BLOCK)
+            if writable:
+                connection.send(_BLOCK)
     except (OSError, EOFError) as error:
-        raise Unreached(f"connected, but the connection broke under load ({error})") from None
+        raise UnreachableError(
+            f"connected, but the connection broke under load ({error})"
+        ) from None
     finally:
         # Data still in flight need not arrive: closing resets the connection.
-        to.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    raise Unreached(
-        "small packets pass, large ones don't: is the MTU of an interface larger than the network "
-        "between carries?"
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    raise UnreachableError(
+        "small packets pass, but large packets do not: the MTU of an interface may be larger than "
+        "the network between supports"
     )
 
 
-def _answer(peer: socket.socket, token: bytes) -> None:
+def _serve(peer: socket.socket, token: bytes) -> None:
     peer.settimeout(_SILENT_SECONDS)
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if not hmac.compare_digest(_exactly(peer, TOKEN_BYTES), token):
+    if not hmac.compare_digest(_receive_exactly(peer, TOKEN_BYTES), token):
         return
-    if _exactly(peer, 1) == _TRIP:
+    if _receive_exactly(peer, 1) == _TRIP:
         while True:
-            peer.sendall(_exactly(peer, _TRIP_BYTES))
-    _count(peer)
+            peer.sendall(_receive_exactly(peer, _TRIP_BYTES))
+    _count_flow(peer)
 
 
-def _count(peer: socket.socket) -> None:
+def _count_flow(peer: socket.socket) -> None:
     buffer = bytearray(1 << 20)
     start = time.perf_counter()
     warm = start + _WARM_SECONDS
     total, begin, now = 0, start, start
     try:
         while now < warm + _FLOW_SECONDS:
-            got = peer.recv_into(buffer)
+            received = peer.recv_into(buffer)
             now = time.perf_counter()
-            if not got:
+            if not received:
                 return
             if now < warm:
                 begin = now
             else:
-                total += got
+                total += received
     except TimeoutError:
         total = 0
     peer.sendall(_COUNT.pack(total, now - begin))
@@ -184,11 +186,11 @@ def _count(peer: socket.socket) -> None:
         pass
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
-    got = b""
-    while len(got) < size:
-        part = peer.recv(size - len(got))
+def _receive_exactly(peer: socket.socket, size: int) -> bytes:
+    received = b""
+    while len(received) < size:
+        part = peer.recv(size - len(received))
         if not part:
-            raise EOFError("closed by the other side")
-        got += part
-    return got
+            raise EOFError("closed by the peer")
+        received += part
+    return received

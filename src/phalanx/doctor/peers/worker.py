@@ -7,8 +7,8 @@ from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from phalanx import env_hosts
-from phalanx.doctor.checks import examine
-from phalanx.doctor.peers.tcp_probe import Answering, Unreached, measure
+from phalanx.doctor.checks import run_checks
+from phalanx.doctor.peers.tcp_probe import ProbeServer, UnreachableError, measure
 from phalanx.errors import PhalanxError, UsageError
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ class Worker:
     def __init__(self, address: Callable[[], str]) -> None:
         self._address = address
         self._token = b""
-        self._answering: Answering | None = None
+        self._probe_server: ProbeServer | None = None
 
-    def do(self, command: Mapping[str, Any]) -> dict[str, Any]:
+    def execute(self, command: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out a command as described in `agents`, and return its answer."""
         try:
-            return self._do(command)
-        except (OSError, SubprocessError, Unreached, PhalanxError, UsageError) as error:
+            return self._execute(command)
+        except (OSError, SubprocessError, UnreachableError, PhalanxError, UsageError) as error:
             return {"error": str(error)}
 
     def close(self) -> None:
         """Stop serving measurements."""
-        if self._answering is not None:
-            self._answering.close()
-            self._answering = None
+        if self._probe_server is not None:
+            self._probe_server.close()
+            self._probe_server = None
 
-    def _do(self, command: Mapping[str, Any]) -> dict[str, Any]:
+    def _execute(self, command: Mapping[str, Any]) -> dict[str, Any]:
         if command["do"] == "open":
             return self._open(bytes.fromhex(command["token"]))
         if command["do"] == "measure":
@@ -52,14 +52,14 @@ class Worker:
         return exchange(command["peer"], first=command["first"])._asdict()
 
     def _open(self, token: bytes) -> dict[str, Any]:
-        findings = [finding.as_json() for finding in examine()]
-        said: dict[str, Any] = {
+        findings = [finding.as_json() for finding in run_checks()]
+        description: dict[str, Any] = {
             "name": env_hosts.host_id() or socket.gethostname(),
             "findings": findings,
         }
         address = self._address()
         if not address:
-            return {**said, "error": "it has no address but its own loopback interface's"}
+            return {**description, "error": "it has no address other than the loopback address"}
         self._token = token
-        self._answering = Answering(address, token)
-        return {**said, "address": address, "port": self._answering.port}
+        self._probe_server = ProbeServer(address, token)
+        return {**description, "address": address, "port": self._probe_server.port}

@@ -1,6 +1,6 @@
-"""Rank processes that carry out one function after another; one that dies is replaced.
+"""A pool of rank processes that run one function after another; dead ranks are replaced.
 
-Groups are formed anew for each trial: who survives a hundred deaths has formed a hundred groups.
+Each trial forms new groups, so a rank that survives a hundred trials has formed a hundred groups.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import torch.distributed as dist
 
 from phalanx.launcher.store import HOST, host_store
 from phalanx.testing.fork_server import Task
-from phalanx.testing.processes import Ended, ForkServer, Ranks
+from phalanx.testing.processes import ForkServer, RankProcesses, RankResult
 
-# Seconds that a process may take to come, or to end.
-_PATIENCE = 60.0
+# Seconds that a process may take to start or to end.
+_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank's function returned or raised; neither, if it died or hung."""
+    """The value or exception of a rank's function; neither if the rank died or hung."""
 
     value: Any = None
     error: BaseException | None = None
@@ -38,8 +38,8 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Place:
-    """A rank's place in a trial."""
+class TrialRank:
+    """A rank of a trial, and how to form its group."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class Place:
     port: int
 
     def form(self, backend: str, timeout: float) -> None:
-        """Form the trial's group of all its ranks."""
+        """Form the group of all ranks of the trial."""
         store = dist.TCPStore(HOST, self.port, wait_for_workers=False)  # type: ignore[attr-defined]
         dist.init_process_group(
             backend,
@@ -59,7 +59,7 @@ class Place:
 
 
 class _Worker:
-    def __init__(self, ranks: Ranks, connection: Connection, folder: str) -> None:
+    def __init__(self, ranks: RankProcesses, connection: Connection, folder: str) -> None:
         self.ranks = ranks
         self.pid = ranks.pids[0]
         self.connection = connection
@@ -67,11 +67,11 @@ class _Worker:
 
 
 class Pool:
-    """So many rank processes; a context manager.
+    """A pool of rank processes; a context manager.
 
     Args:
-        size: The most ranks of a trial.
-        modules: What they import before they are forked.
+        size: Maximum number of ranks of a trial.
+        modules: Modules that the fork server imports before it forks ranks.
     """
 
     def __init__(self, size: int, modules: Sequence[str] = ()) -> None:
@@ -100,41 +100,43 @@ class Pool:
         for worker in self._workers:
             with contextlib.suppress(OSError):
                 worker.connection.send(None)
-            worker.ranks.wait(_PATIENCE if error is None else 0)
+            worker.ranks.wait(_TIMEOUT if error is None else 0)
             self._collect(worker)
         self._server.close()
         self._listener.close()
         self._folder.cleanup()
 
     def pid(self, rank: int) -> int:
-        """Which process is this rank in the next trial."""
+        """Return the pid of a rank in the next trial."""
         return self._workers[rank].pid
 
     def begin(self, size: int, function: Callable[..., object], *arguments: object) -> None:
-        """Have ranks 0 to `size` - 1 call `function(place, *arguments)`."""
+        """Call `function(trial_rank, *arguments)` on ranks 0 to `size` - 1."""
         self._trials += 1
         for rank, worker in enumerate(self._workers[:size]):
-            place = Place(rank, size, f"trial-{self._trials}", self._store.port)
-            worker.connection.send_bytes(cloudpickle.dumps((function, (place, *arguments))))
+            trial_rank = TrialRank(rank, size, f"trial-{self._trials}", self._store.port)
+            worker.connection.send_bytes(cloudpickle.dumps((function, (trial_rank, *arguments))))
 
     def finish(self, size: int, limit: float) -> list[Answer]:
-        """What they answer; who hasn't within `limit` seconds hangs, and is killed."""
+        """Return the answers; a rank without an answer after `limit` seconds counts as hung."""
         deadline = time.monotonic() + limit
         waiting: dict[Any, int] = {w.connection: n for n, w in enumerate(self._workers[:size])}
         answers = [Answer(hung=True)] * size
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for connection in wait(list(waiting), left):
-                answers[waiting.pop(connection)] = _received(connection)
+        while waiting and (remaining := deadline - time.monotonic()) > 0:
+            for connection in wait(list(waiting), remaining):
+                answers[waiting.pop(connection)] = _receive_answer(connection)
         return answers
 
-    def replace(self, rank: int, *, dead: bool = False) -> Ended:
-        """Put a fresh process in a rank's place; how the old one ended.
+    def replace(self, rank: int, *, has_died: bool = False) -> RankResult:
+        """Replace a rank by a new process and return how the old one ended.
 
-        `dead`: it has died or is about to, else it hangs and is killed.
+        Args:
+            rank: The rank.
+            has_died: Whether the process has died or is about to; otherwise it is killed.
         """
         worker = self._workers[rank]
-        if not dead or worker.ranks.wait(_PATIENCE):
-            worker.ranks.end([0])
+        if not has_died or worker.ranks.wait(_TIMEOUT):
+            worker.ranks.kill([0])
         ended = self._collect(worker)
         self._workers[rank] = self._start()
         return ended
@@ -144,10 +146,10 @@ class Pool:
         folder = Path(self._folder.name, str(self._started))
         folder.mkdir()
         call = cloudpickle.dumps((serve, (str(self._listener.address),), {}))
-        ranks = self._server.start([Task(call, str(folder), 0, {}, brief=True)])
+        ranks = self._server.start([Task(call, str(folder), 0, {}, skips_finalization=True)])
         return _Worker(ranks, self._listener.accept(), str(folder))
 
-    def _collect(self, worker: _Worker) -> Ended:
+    def _collect(self, worker: _Worker) -> RankResult:
         worker.connection.close()
         (ended,) = worker.ranks.collect()
         for path in Path(worker.folder).iterdir():
@@ -156,7 +158,7 @@ class Pool:
         return ended
 
 
-def _received(connection: Any) -> Answer:
+def _receive_answer(connection: Any) -> Answer:
     try:
         answer: Answer = pickle.loads(connection.recv_bytes())
     except (EOFError, ConnectionError):
@@ -165,7 +167,7 @@ def _received(connection: Any) -> Answer:
 
 
 class Fatal(Exception):
-    """Carries an exception that is meant to end the process."""
+    """A wrapper of an exception that is meant to end the process."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(error)
@@ -173,7 +175,7 @@ class Fatal(Exception):
 
 
 def serve(address: str) -> None:
-    """What each process runs: one function after another."""
+    """Run functions one after another until the connection sends None."""
     connection = Client(address)
     while True:
         message = connection.recv_bytes()

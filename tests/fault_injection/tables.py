@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from phalanx.bench.machine import machine, versions
-from tests.drill import desyncs, endurance, kills, matrix, training
+from tests.fault_injection import desyncs, endurance, kills, matrix, training
 
 # For each fraction of the survivors, the seconds within which they must have raised.
 LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
@@ -25,7 +25,7 @@ LIMITS = {0.5: 0.010, 0.99: 0.100, 1.0: 1.0}
 def summarize_kills(trials: Sequence[kills.Trial], leftovers: list[str]) -> dict[str, Any]:
     """Summarize all deaths together, and grouped by common properties."""
     keys: tuple[Callable[[kills.Trial], str], ...] = (
-        lambda trial: trial.kill.way,
+        lambda trial: trial.kill.method,
         lambda trial: trial.kill.moment,
         lambda trial: f"{trial.kill.ranks} ranks",
     )
@@ -101,7 +101,7 @@ def summarize_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
     return {
         "all": _count_matrix(trials),
         "by": {kind: _count_matrix(group) for kind, group in groups.items()},
-        "verdicts": {trial.case.name: trial.verdict for trial in trials},
+        "verdicts": {trial.case.name: trial.diagnosis for trial in trials},
         "wrong": [f"{trial.case.name}: {problem}" for trial in trials for problem in trial.wrong],
     }
 
@@ -109,7 +109,7 @@ def summarize_matrix(trials: Sequence[matrix.Trial]) -> dict[str, Any]:
 def _count_matrix(trials: Sequence[matrix.Trial]) -> dict[str, int]:
     return {
         "faults": len(trials),
-        "ranks": sum(trial.ranks for trial in trials),
+        "ranks": sum(trial.names_ranks for trial in trials),
         "right": sum(trial.right for trial in trials),
     }
 
@@ -165,7 +165,7 @@ def build_desyncs_table(summary: dict[str, Any]) -> Table:
 def summarize_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
     """Count kills and runs, and list runs with a wrong result."""
     return {
-        "kills": sum(trial.landed for trial in trials),
+        "kills": sum(trial.effective_kills for trial in trials),
         "runs": len(trials),
         "epochs": training.EPOCHS,
         "by": {name: _count_training(group) for name, group in _group_training(trials).items()},
@@ -176,7 +176,7 @@ def summarize_training(trials: Sequence[training.Trial]) -> dict[str, Any]:
 def _group_training(trials: Sequence[training.Trial]) -> dict[str, list[training.Trial]]:
     groups: dict[str, list[training.Trial]] = {}
     for trial in trials:
-        kind = "DistributedDataParallel" if trial.wrapped else "average_gradients"
+        kind = "DistributedDataParallel" if trial.uses_ddp else "average_gradients"
         groups.setdefault(f"{trial.ranks} ranks, {kind}", []).append(trial)
     return dict(sorted(groups.items()))
 
@@ -184,7 +184,7 @@ def _group_training(trials: Sequence[training.Trial]) -> dict[str, list[training
 def _count_training(trials: list[training.Trial]) -> dict[str, int]:
     return {
         "runs": len(trials),
-        "kills": sum(trial.landed for trial in trials),
+        "kills": sum(trial.effective_kills for trial in trials),
         "equal": sum(not trial.wrong for trial in trials),
     }
 
@@ -202,21 +202,21 @@ def summarize_operations(samples: list[list[endurance.Sample]]) -> dict[str, Any
     """Summarize, by rank, the resources held over time, and whether they are constant."""
     ranks = []
     for rank_samples in samples:
-        verdict = endurance.verdict(rank_samples)
+        growth = endurance.growth(rank_samples)
         ranks.append(
             {
-                "flat": verdict.flat,
-                "grown": verdict.resident,
-                "blocks_grown": verdict.blocks,
-                "more": verdict.more,
+                "flat": growth.is_flat,
+                "grown": growth.resident,
+                "blocks_grown": growth.blocks,
+                "more": growth.more,
                 "columns": ["operations", "seconds", "resident", "descriptors", "threads"],
                 "samples": [
                     [
                         sample.operations,
                         round(sample.seconds, 1),
-                        sample.holds.resident,
-                        sample.holds.descriptors,
-                        sample.holds.threads,
+                        sample.resources.resident,
+                        sample.resources.descriptors,
+                        sample.resources.threads,
                     ]
                     for sample in rank_samples
                 ],
@@ -237,9 +237,9 @@ def build_operations_table(samples: list[list[endurance.Sample]]) -> Table:
             *(
                 " ".join(f"{value(sample)}" for sample in rank_samples)
                 for value in (
-                    lambda sample: f"{sample.holds.resident / 2**20:.1f}",
-                    lambda sample: sample.holds.descriptors,
-                    lambda sample: sample.holds.threads,
+                    lambda sample: f"{sample.resources.resident / 2**20:.1f}",
+                    lambda sample: sample.resources.descriptors,
+                    lambda sample: sample.resources.threads,
                 )
             ),
         )
@@ -249,7 +249,7 @@ def build_operations_table(samples: list[list[endurance.Sample]]) -> Table:
 def write_record(path: Path, title: str, table: Table, results: dict[str, Any]) -> None:
     """Write the results to `path` with the suffixes .json and .md."""
     facts = {
-        "command": f"make drill ARGS={shlex.quote(shlex.join(sys.argv[1:]))}",
+        "command": f"make faults ARGS={shlex.quote(shlex.join(sys.argv[1:]))}",
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
         "versions": versions(),

@@ -1,4 +1,4 @@
-"""The failure drill: every fault, wherever an operation comes from, and nothing left behind."""
+"""Fault injection: every fault, every caller of operations, and no leftovers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from phalanx.errors import (
     UsageError,
 )
 from phalanx.testing import (
-    Drill,
     Fault,
+    FaultRunner,
     Result,
-    arm,
     crash,
     delay,
-    disarm,
+    disable_faults,
+    enable_faults,
     fail,
     kill,
     skip,
@@ -43,13 +43,13 @@ from phalanx.testing import (
 
 
 @pytest.fixture(scope="module")
-def drill() -> Iterator[Drill]:
-    with Drill(preload=["torch._dynamo"]) as drill:  # which DDP imports when it is made
-        yield drill
+def runner() -> Iterator[FaultRunner]:
+    with FaultRunner(preload=["torch._dynamo"]) as runner:  # which DDP imports when it is created
+        yield runner
 
 
 def steps(count: int = 5, timeout: float = 20.0) -> list[float]:
-    """Each step an all_reduce of ones and a barrier."""
+    """Run steps of an all_reduce of ones and a barrier."""
     with phalanx.init(timeout=timeout):
         results = []
         for _ in range(count):
@@ -60,18 +60,18 @@ def steps(count: int = 5, timeout: float = 20.0) -> list[float]:
         return results
 
 
-def test_without_faults(drill: Drill) -> None:
-    result = drill.run(steps, 3, (2,))
+def test_without_faults(runner: FaultRunner) -> None:
+    result = runner.run(steps, 3, (2,))
     assert result.values == {rank: [3.0, 3.0] for rank in range(3)}
-    assert (result.errors, result.struck, result.missed) == ({}, {}, [])
+    assert (result.errors, result.fault_times, result.missed_faults) == ({}, {}, [])
     for rank in result:
         assert rank.returned
         assert rank.operations == ("all_reduce", "barrier") * 2
         assert rank.time <= time.monotonic()
 
 
-def lost(result: Result, victim: int, words: str, operation: str) -> None:
-    (death,) = result.struck.values()
+def check_survivors(result: Result, victim: int, words: str, operation: str) -> None:
+    (death,) = result.fault_times.values()
     for rank in result:
         if rank.rank != victim:
             assert isinstance(rank.error, PeerLost), result
@@ -82,50 +82,50 @@ def lost(result: Result, victim: int, words: str, operation: str) -> None:
 
 
 @pytest.mark.parametrize("by", (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV))
-def test_kill(drill: Drill, by: signal.Signals) -> None:
-    result = drill.run(steps, 3, faults=[kill(rank=1, at=4, by=by)])
+def test_kill(runner: FaultRunner, by: signal.Signals) -> None:
+    result = runner.run(steps, 3, faults=[kill(rank=1, nth=4, sig=by)])
     assert result[1].code == -by
     assert result[1].outcome is None
     assert len(result[1].operations) == 4
-    lost(result, 1, f"was killed by {by.name}", "barrier #4")
+    check_survivors(result, 1, f"was killed by {by.name}", "barrier #4")
 
 
-def test_crash(drill: Drill) -> None:
-    result = drill.run(steps, 3, faults=[crash(rank=0, at=2, of="all_reduce", code=7)])
+def test_crash(runner: FaultRunner) -> None:
+    result = runner.run(steps, 3, faults=[crash(rank=0, nth=2, operation="all_reduce", code=7)])
     assert result[0].code == 7
-    lost(result, 0, "exited with code 7", "all_reduce #3")
+    check_survivors(result, 0, "exited with code 7", "all_reduce #3")
 
 
-def test_kill_in_the_middle(drill: Drill) -> None:
-    """The other rank comes late, so the victim is inside of the operation when it dies."""
-    faults = [kill(rank=0, at=3, after=0.05), delay(rank=1, at=3, seconds=0.3)]
-    result = drill.run(steps, 2, faults=faults)
-    killed, delayed = result.struck.values()
+def test_kill_in_the_middle(runner: FaultRunner) -> None:
+    """The other rank arrives late, so the victim dies inside the operation."""
+    faults = [kill(rank=0, nth=3, after=0.05), delay(rank=1, nth=3, seconds=0.3)]
+    result = runner.run(steps, 2, faults=faults)
+    killed, delayed = result.fault_times.values()
     assert killed - delayed > 0.02
     assert isinstance(result.errors[1], PeerLost), result
-    # What it had published before its end counted.
+    # The victim had published its part of operation 3.
     assert "barrier #4" in str(result.errors[1])
 
 
-def test_fail(drill: Drill) -> None:
-    result = drill.run(steps, 2, faults=[fail(rank=1, at=3, error=MemoryError("no more"))])
+def test_fail(runner: FaultRunner) -> None:
+    result = runner.run(steps, 2, faults=[fail(rank=1, nth=3, error=MemoryError("no more"))])
     assert isinstance(result.errors[1], MemoryError)
     assert result[1].code == 1
     assert "MemoryError: no more" in result[1].stderr
-    # `phalanx.init` as a context manager tells the others at once.
-    lost(result, 1, "failed with MemoryError: no more", "all_reduce #")
+    # `phalanx.init` as a context manager notifies the others immediately.
+    check_survivors(result, 1, "failed with MemoryError: no more", "all_reduce #")
 
 
-def test_stop_and_go_on(drill: Drill) -> None:
-    fault = stop(rank=0, at=2, seconds=0.3)
-    result = drill.run(steps, 2, faults=[fault])
+def test_stop_and_resume(runner: FaultRunner) -> None:
+    fault = stop(rank=0, nth=2, seconds=0.3)
+    result = runner.run(steps, 2, faults=[fault])
     assert result.values == {0: [2.0] * 5, 1: [2.0] * 5}
     for rank in result:
-        assert rank.time - result.struck[fault] > 0.3
+        assert rank.time - result.fault_times[fault] > 0.3
 
 
-def test_stop_for_good(drill: Drill) -> None:
-    result = drill.run(steps, 3, (5, 0.5), faults=[stop(rank=2, at=3)])
+def test_stop_for_good(runner: FaultRunner) -> None:
+    result = runner.run(steps, 3, (5, 0.5), faults=[stop(rank=2, nth=3)])
     assert result[2].code == -signal.SIGKILL
     assert not result[2].hung
     for rank in (0, 1):
@@ -133,23 +133,23 @@ def test_stop_for_good(drill: Drill) -> None:
         assert f"rank 2 (pid {result[2].pid})" in str(result.errors[rank])
 
 
-def test_delay(drill: Drill) -> None:
-    fault = delay(rank=1, at=2, of="barrier", seconds=0.2)
-    result = drill.run(steps, 2, faults=[fault])
+def test_delay(runner: FaultRunner) -> None:
+    fault = delay(rank=1, nth=2, operation="barrier", seconds=0.2)
+    result = runner.run(steps, 2, faults=[fault])
     assert result.values == {0: [2.0] * 5, 1: [2.0] * 5}
-    assert all(rank.time - result.struck[fault] > 0.2 for rank in result)
+    assert all(rank.time - result.fault_times[fault] > 0.2 for rank in result)
 
 
-def test_skip(drill: Drill) -> None:
-    result = drill.run(steps, 3, faults=[skip(rank=1, at=1)])
+def test_skip(runner: FaultRunner) -> None:
+    result = runner.run(steps, 3, faults=[skip(rank=1, nth=1)])
     for rank in result:
         assert isinstance(rank.error, CollectiveMismatch), result
         assert "all_reduce #1 float32[3] SUM" in str(rank.error)
         assert "barrier #1" in str(rank.error)
 
 
-def in_all_ways() -> list[str]:
-    """Every way in which PyTorch comes to an operation."""
+def call_all_operations() -> list[str]:
+    """Call operations by every interface of PyTorch."""
     with phalanx.init() as session:
         peer = 1 - session.rank
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
@@ -172,11 +172,11 @@ def in_all_ways() -> list[str]:
     return []
 
 
-def test_every_operation_counts(drill: Drill) -> None:
-    result = drill.run(in_all_ways, 2)
+def test_every_operation_counts(runner: FaultRunner) -> None:
+    result = runner.run(call_all_operations, 2)
     first, second = (rank.operations for rank in result)
     assert result.values == {0: [], 1: []}, result
-    # What DDP does when it is made comes before.
+    # Operations of the constructor of DDP come before.
     assert first[-9:] == (
         "all_reduce",  # DDP's reducer
         "all_reduce",
@@ -191,22 +191,22 @@ def test_every_operation_counts(drill: Drill) -> None:
     assert second == (*first[:-2], "recv", "monitored_barrier")
 
 
-def test_a_kill_at_every_operation(drill: Drill) -> None:
-    """As the documentation has it: count them once, then die at each."""
-    calm = drill.run(in_all_ways, 2)
-    for at, name in enumerate(calm[1].operations, 1):
-        result = drill.run(in_all_ways, 2, faults=[kill(rank=1, at=at)])
-        assert result[1].operations == calm[1].operations[:at]
+def test_a_kill_at_every_operation(runner: FaultRunner) -> None:
+    """As in the documentation: count the operations once, then kill the rank at each."""
+    baseline = runner.run(call_all_operations, 2)
+    for at, name in enumerate(baseline[1].operations, 1):
+        result = runner.run(call_all_operations, 2, faults=[kill(rank=1, nth=at)])
+        assert result[1].operations == baseline[1].operations[:at]
         assert result[1].code == -signal.SIGKILL
-        # A send is done when it stands in shared memory.
-        if at < len(calm[1].operations) or name != "recv":
-            # DDP's reducer knows exceptions by their words alone.
+        # A send completes when the message is in shared memory.
+        if at < len(baseline[1].operations) or name != "recv":
+            # DDP's reducer keeps only the text of exceptions.
             error = result[0].error
             assert "PeerLost" in f"{type(error)}: {error}", (at, name, str(result))
 
 
-def skipped(kind: str) -> list[float]:
-    """Rank 1 leaves its operation out, and thinks that it has done it."""
+def skip_operation(kind: str) -> list[float]:
+    """Skip an operation on rank 1, where it appears to have completed."""
     with phalanx.init(timeout=1) as session:
         tensor = torch.full((2, 2), 5.0).t()  # not contiguous
         if kind == "recv":
@@ -233,8 +233,8 @@ def skipped(kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ("recv", "send", "all_reduce"))
-def test_a_skipped_operation_changes_nothing(drill: Drill, kind: str) -> None:
-    result = drill.run(skipped, 2, (kind,), faults=[skip(rank=1, at=1, of=kind)])
+def test_a_skipped_operation_changes_nothing(runner: FaultRunner, kind: str) -> None:
+    result = runner.run(skip_operation, 2, (kind,), faults=[skip(rank=1, nth=1, operation=kind)])
     assert result[1].value == [5.0] * 4, result
     if kind != "recv":
         assert isinstance(result.errors[0], CollectiveMismatch), result
@@ -242,32 +242,33 @@ def test_a_skipped_operation_changes_nothing(drill: Drill, kind: str) -> None:
         assert "has left the group" in str(result.errors[0])
 
 
-def hanging() -> None:
+def hang() -> None:
     with phalanx.init() as session:
         if session.rank == 1:
             threading.Event().wait()
         dist.barrier()
 
 
-def test_a_hang_is_bounded(drill: Drill) -> None:
+def test_a_hang_is_killed(runner: FaultRunner) -> None:
     start = time.monotonic()
-    with pytest.raises(LaunchError, match=r"after 1 s these ranks still ran: 0, 1") as caught:
-        drill.run(hanging, 2, timeout=1)
+    with pytest.raises(LaunchError, match=r"ranks 0, 1 were still running after 1 s") as caught:
+        runner.run(hang, 2, timeout=1)
     assert time.monotonic() - start < 10
-    # Where each of them was: the stacks of their threads.
-    assert str(caught.value).count("in hanging") == 2, caught.value
+    # The message contains the stacks of their threads.
+    assert str(caught.value).count("in hang") == 2, caught.value
     assert "rank 1 (pid " in str(caught.value)
 
 
-def test_a_fault_that_does_not_happen(drill: Drill) -> None:
-    fault = kill(rank=1, at=6, of="barrier")
+def test_a_missed_fault(runner: FaultRunner) -> None:
+    fault = kill(rank=1, nth=6, operation="barrier")
     words = (
-        r"kill\(rank=1, at=6, of='barrier', by=SIGKILL\) didn't happen: rank 1 made 5 barrier op"
+        r"kill\(rank=1, nth=6, operation='barrier', sig=SIGKILL\) was not injected: "
+        r"rank 1 made 5 barrier op"
     )
     with pytest.raises(UsageError, match=words):
-        drill.run(steps, 2, faults=[fault])
-    result = drill.run(steps, 2, faults=[fault], may_miss=True)
-    assert result.missed == [fault]
+        runner.run(steps, 2, faults=[fault])
+    result = runner.run(steps, 2, faults=[fault], allow_missed=True)
+    assert result.missed_faults == [fault]
 
 
 def on_gloo() -> None:
@@ -275,111 +276,115 @@ def on_gloo() -> None:
     dist.barrier()
 
 
-def test_faults_of_another_backend_do_not_happen(drill: Drill) -> None:
+def test_faults_of_another_backend_do_not_happen(runner: FaultRunner) -> None:
     with pytest.raises(UsageError, match="0 operations in groups of Phalanx"):
-        drill.run(on_gloo, 2, faults=[kill(0, 1)], env={"GLOO_SOCKET_IFNAME": "lo"})
+        runner.run(on_gloo, 2, faults=[kill(0, 1)], env={"GLOO_SOCKET_IFNAME": "lo"})
 
 
-class Stubborn(Exception):
+class UnpicklableError(Exception):
     def __init__(self, one: int, two: int) -> None:
         super().__init__("stubborn")
 
 
-def hands_back(what: str) -> object:
-    print("said on stdout")
-    if what == "lock":
+def return_or_raise(case: str) -> object:
+    print("text on stdout")
+    if case == "lock":
         return threading.Lock()
-    if what == "exit":
+    if case == "exit":
         sys.exit(3)
-    raise Stubborn(1, 2)
+    raise UnpicklableError(1, 2)
 
 
 @pytest.mark.parametrize(
-    ("what", "kind", "words", "code"),
+    ("case", "kind", "words", "code"),
     [
         ("lock", TypeError, "the result, of type lock, can't be pickled", 0),
         ("exit", SystemExit, "3", 3),
-        ("stubborn", RuntimeError, "Stubborn: stubborn", 1),
+        ("stubborn", RuntimeError, "UnpicklableError: stubborn", 1),
     ],
 )
-def test_what_a_rank_hands_back(
-    drill: Drill, what: str, kind: type[BaseException], words: str, code: int
+def test_results_that_cannot_be_pickled(
+    runner: FaultRunner, case: str, kind: type[BaseException], words: str, code: int
 ) -> None:
-    (rank,) = drill.run(hands_back, 1, (what,))
+    (rank,) = runner.run(return_or_raise, 1, (case,))
     assert type(rank.error) is kind
     assert words in str(rank.error)
     assert (rank.code, rank.returned) == (code, False)
-    assert rank.stdout == "said on stdout\n"
+    assert rank.stdout == "text on stdout\n"
 
 
-def starts_something() -> int:
+def start_child() -> int:
     child = subprocess.Popen(["sleep", "1000"])
     os.kill(os.getpid(), signal.SIGKILL)
     return child.pid
 
 
-def kept_jobs() -> list[str]:
+def list_job_records() -> list[str]:
     path = os.environ["PHALANX_JOBS_DIR"]
     return sorted(os.listdir(path)) if os.path.isdir(path) else []
 
 
-def test_nothing_is_left_behind(
-    drill: Drill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_process_file_or_record_remains(
+    runner: FaultRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Processes of the ranks' are looked for by a fixture of all tests."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # drills of other tests run at once
-    descriptors, jobs = len(os.listdir("/proc/self/fd")), kept_jobs()
-    (rank,) = drill.run(starts_something, 1)
+    """A fixture of all tests checks for remaining processes."""
+    # Other tests use the default folder at the same time.
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    descriptors, jobs = len(os.listdir("/proc/self/fd")), list_job_records()
+    (rank,) = runner.run(start_child, 1)
     assert rank.code == -signal.SIGKILL
     with pytest.raises(LaunchError):
-        drill.run(hanging, 2, timeout=0.3)
+        runner.run(hang, 2, timeout=0.3)
     assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert kept_jobs() == jobs
+    assert list_job_records() == jobs
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_server_ends_with_its_client() -> None:
     script = (
-        "from phalanx.testing import Drill; drill = Drill()\n"
-        "print(drill.run(lambda: 5, 2).values, flush=True); import os; os.kill(os.getpid(), 9)"
+        "from phalanx.testing import FaultRunner; runner = FaultRunner()\n"
+        "print(runner.run(lambda: 5, 2).values, flush=True); import os; os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (ended.stdout, ended.returncode) == ("{0: 5, 1: 5}\n", -signal.SIGKILL)
 
 
-def test_a_closed_drill() -> None:
-    drill = Drill()
-    drill.close()
-    drill.close()
+def test_a_closed_runner() -> None:
+    runner = FaultRunner()
+    runner.close()
+    runner.close()
     with pytest.raises(LaunchError, match="has ended"):
-        drill.run(steps, 2)
+        runner.run(steps, 2)
 
 
-WRONG: dict[str, tuple[Callable[[Drill], object], str]] = {
-    "no function": (lambda drill: drill.run(3, 2), "fn is 3: expected a function"),  # type: ignore[arg-type]
-    "no ranks": (lambda drill: drill.run(steps, 0), "ranks is 0: expected an integer, at least 1"),
-    "no tuple": (lambda drill: drill.run(steps, 1, 5), r"args is 5: expected a tuple"),  # type: ignore[arg-type]
-    "no time": (lambda drill: drill.run(steps, 1, timeout=0), "timeout is 0: expected seconds"),
-    "fault of a rank that isn't there": (
-        lambda drill: drill.run(steps, 2, faults=[kill(2, 1)]),
+WRONG: dict[str, tuple[Callable[[FaultRunner], object], str]] = {
+    "no function": (lambda runner: runner.run(3, 2), "fn is 3: expected a function"),  # type: ignore[arg-type]
+    "no ranks": (
+        lambda runner: runner.run(steps, 0),
+        "nprocs is 0: expected an integer, at least 1",
+    ),
+    "no tuple": (lambda runner: runner.run(steps, 1, 5), r"args is 5: expected a tuple"),  # type: ignore[arg-type]
+    "no time": (lambda runner: runner.run(steps, 1, timeout=0), "timeout is 0: expected seconds"),
+    "fault of an unknown rank": (
+        lambda runner: runner.run(steps, 2, faults=[kill(2, 1)]),
         "rank 2, expected 0 to 1",
     ),
     "unpicklable": (
-        lambda drill: drill.run(steps, 2, (threading.Lock(),)),
-        "the call can't be pickled",
+        lambda runner: runner.run(steps, 2, (threading.Lock(),)),
+        "can't pickle the call",
     ),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(drill: Drill, name: str) -> None:
+def test_wrong_arguments(runner: FaultRunner, name: str) -> None:
     call, message = WRONG[name]
     with pytest.raises(UsageError, match=message):
-        call(drill)
+        call(runner)
 
 
-def armed_by_itself(faults: list[Fault]) -> str:
-    arm(faults)
+def enable_faults_and_run(faults: list[Fault]) -> str:
+    enable_faults(faults)
     try:
         with phalanx.init():
             dist.barrier()
@@ -388,21 +393,21 @@ def armed_by_itself(faults: list[Fault]) -> str:
     return "nothing"
 
 
-def test_arming_under_another_launcher() -> None:
+def test_faults_under_another_launcher() -> None:
     with pytest.raises(LaunchError, match=r"rank 1 \(pid \d+\) exited with code 9"):
-        phalanx.launch(armed_by_itself, 2, ([crash(1, 1, code=9)],), timeout=60)
+        phalanx.launch(enable_faults_and_run, 2, ([crash(1, 1, code=9)],), timeout=60)
 
 
-def class_of_the_group(armed: bool) -> tuple[Any, bool]:
-    disarm()
-    if armed:
-        arm([])
+def group_class(enabled: bool) -> tuple[Any, bool]:
+    disable_faults()
+    if enabled:
+        enable_faults([])
     with phalanx.init() as session:
         kind = type(dist.group.WORLD)
         dist.barrier()
     return kind.__name__, session.rank == 0
 
 
-def test_without_faults_armed_nothing_is_in_the_way(drill: Drill) -> None:
-    assert drill.run(class_of_the_group, 1, (False,))[0].value[0] == ProcessGroup.__name__
-    assert drill.run(class_of_the_group, 1, (True,))[0].value[0] != ProcessGroup.__name__
+def test_without_faults_the_class_of_the_group_is_unchanged(runner: FaultRunner) -> None:
+    assert runner.run(group_class, 1, (False,))[0].value[0] == ProcessGroup.__name__
+    assert runner.run(group_class, 1, (True,))[0].value[0] != ProcessGroup.__name__

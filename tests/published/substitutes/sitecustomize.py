@@ -1,12 +1,12 @@
-"""What Python imports first in each process of an example, on both transports alike.
+"""Python imports this first in each process of an example, on both RPC implementations.
 
-It stands in for what the machine lacks (accelerators, a torchvision built for this torch), fixes
-the seeds, makes the example short, and notes each loss. The example's files are not touched.
+It substitutes what the machine lacks (accelerators, a torchvision built for this torch), fixes the
+seeds, shortens the example, and records each loss. The files of the example are not changed.
 
-Environment: `PUBLISHED_SET`, a JSON object of expressions by global name of the example's main
-module; `PUBLISHED_LOSSES`, the folder to note losses in; `PUBLISHED_WHO`, a name for this process
-and those that it starts; `PUBLISHED_RANDOM`, "no": weights and data that aren't drawn;
-`PUBLISHED_ACCELERATORS`, "2": who asks is told that there are two.
+Environment variables: `PUBLISHED_SET`, a JSON object of expressions by name of a global of the
+example's main module; `PUBLISHED_LOSSES`, the folder for losses; `PUBLISHED_PROCESS`, a name for
+this process and its children; `PUBLISHED_RANDOM`, "no" for deterministic weights and data;
+`PUBLISHED_ACCELERATORS`, "2" to report two accelerators.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import threading
 import types
 
 
-def _no_accelerator(torch):
-    """What is moved to an accelerator is copied on the CPU; as there, it is another tensor."""
+def _replace_accelerators(torch):
+    """Replace moves to an accelerator by copies on the CPU; the result is another tensor, too."""
 
     def is_elsewhere(device):
         if isinstance(device, torch.device):
@@ -44,16 +44,16 @@ def _no_accelerator(torch):
     torch.nn.Module.cuda = lambda self, *_, **__: self
 
 
-def _two_accelerators(torch):
-    """For who asks whether there are."""
+def _report_two_accelerators(torch):
+    """Report two accelerators."""
     torch.accelerator.is_available = lambda: True
     torch.accelerator.device_count = lambda: 2
     torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
     torch.accelerator.device_index = lambda _: contextlib.nullcontext()
 
 
-def _operators_of_torchvision(torch):
-    """Its wheel may be built for another torch; then its operators aren't there, nor needed."""
+def _ignore_torchvision_operators(torch):
+    """Ignore missing operators, since torchvision's wheel may be built for another torch."""
     real = torch.library.register_fake
 
     def register_fake(op, *args, **kwargs):
@@ -64,11 +64,11 @@ def _operators_of_torchvision(torch):
     torch.library.register_fake = register_fake
 
 
-def _nothing_random(torch):
-    """Where threads, or memory that nobody has written, would decide what is drawn."""
+def _remove_randomness(torch):
+    """Replace random values that depend on the order of threads or on uninitialized memory."""
     longs = torch.LongTensor
 
-    class LongTensor:  # a class still: TorchScript asks whether others are subclasses of it
+    class LongTensor:  # must be a class: TorchScript checks for subclasses of it
         def __new__(cls, *sizes):
             if not all(isinstance(size, int) for size in sizes):
                 return longs(*sizes)
@@ -82,8 +82,8 @@ def _nothing_random(torch):
     torch.nn.functional.dropout = lambda input, *_, **__: input
 
 
-def _whole_additions(torch):
-    """`a += b` by several threads at the same time loses some of them, on any transport."""
+def _make_additions_atomic(torch):
+    """Make `a += b` atomic: concurrent additions by several threads would lose some of them."""
     lock, add = threading.Lock(), torch.Tensor.__iadd__
 
     def add_alone(self, other):
@@ -93,20 +93,20 @@ def _whole_additions(torch):
     torch.Tensor.__iadd__ = add_alone
 
 
-def _note_losses(functional, folder):
-    def noted(function):
+def _record_losses(functional, folder):
+    def recorded(function):
         def calculate(*args, **kwargs):
             loss = function(*args, **kwargs)
             name = multiprocessing.process.current_process().name
-            who = f"{os.environ.get('PUBLISHED_WHO', '')}-{name}"
-            with open(os.path.join(folder, who), "a", encoding="utf-8") as file:
+            process = f"{os.environ.get('PUBLISHED_PROCESS', '')}-{name}"
+            with open(os.path.join(folder, process), "a", encoding="utf-8") as file:
                 file.write(f"{loss.item()!r}\n")
             return loss
 
         return calculate
 
     for name in ("cross_entropy", "mse_loss", "nll_loss"):
-        setattr(functional, name, noted(getattr(functional, name)))
+        setattr(functional, name, recorded(getattr(functional, name)))
 
 
 def _shorten(values):
@@ -116,38 +116,42 @@ def _shorten(values):
     def import_main(path):
         real(path)
         main = vars(sys.modules["__main__"])
-        # Not the module's own dict: it was copied.
-        seen = next((each.__globals__ for each in main.values() if _is_of_main(each)), main)
+        # Not the module's own dict, which was copied.
+        module_globals = next(
+            (each.__globals__ for each in main.values() if _is_main_function(each)), main
+        )
         for name, expression in values.items():
-            if name not in seen:
-                raise RuntimeError(f"{path} has no {name!r}: it isn't the example it was")
-            seen[name] = eval(expression)
+            if name not in module_globals:
+                raise RuntimeError(
+                    f"{path} has no {name!r}: this is another version of the example"
+                )
+            module_globals[name] = eval(expression)
 
     multiprocessing.spawn._fixup_main_from_path = import_main
 
 
-def _is_of_main(what):
-    return isinstance(what, types.FunctionType) and what.__module__ == "__mp_main__"
+def _is_main_function(value):
+    return isinstance(value, types.FunctionType) and value.__module__ == "__mp_main__"
 
 
-def _begin():
+def _set_up():
     import torch
 
     random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    _no_accelerator(torch)
+    _replace_accelerators(torch)
     if os.environ.get("PUBLISHED_ACCELERATORS") == "2":
-        _two_accelerators(torch)
-    _operators_of_torchvision(torch)
-    _whole_additions(torch)
+        _report_two_accelerators(torch)
+    _ignore_torchvision_operators(torch)
+    _make_additions_atomic(torch)
     if os.environ.get("PUBLISHED_RANDOM") == "no":
-        _nothing_random(torch)
+        _remove_randomness(torch)
     if folder := os.environ.get("PUBLISHED_LOSSES"):
-        _note_losses(torch.nn.functional, folder)
+        _record_losses(torch.nn.functional, folder)
     _shorten(json.loads(os.environ.get("PUBLISHED_SET", "{}")))
 
 
-# Not in a process that multiprocessing has for itself.
+# Not in a helper process of multiprocessing.
 if "-c" not in sys.orig_argv or any("spawn_main" in each for each in sys.orig_argv):
-    _begin()
+    _set_up()

@@ -1,4 +1,4 @@
-"""The drills' shorter form: fresh random deaths, desyncs and operations (`make drill` has more)."""
+"""A short form of `make faults`: random kills, desyncs and operations from a new seed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.drill import calls, desyncs, endurance, kills, tables
-from tests.drill.__main__ import app
-from tests.drill.leaks import Holdings
-from tests.drill.pool import Answer, Pool
+from tests.fault_injection import calls, desyncs, endurance, kills, tables
+from tests.fault_injection.__main__ import app
+from tests.fault_injection.leaks import Resources
+from tests.fault_injection.pool import Answer, Pool
 
 MOST = 8
 
@@ -29,14 +29,14 @@ def pool() -> Iterator[Pool]:
 
 @pytest.fixture
 def seed() -> int:
-    """A failure prints it, and `make drill ARGS="... --seed N"` repeats it."""
+    """A random seed; a failure prints it, and `make faults ARGS="... --seed N"` repeats it."""
     return random.SystemRandom().randrange(2**31)
 
 
-def test_fifty_deaths(pool: Pool, seed: int) -> None:
-    board = kills.Board()
+def test_fifty_kills(pool: Pool, seed: int) -> None:
+    page = kills.SharedPage()
     drawn = [kills.draw(seed, number, 2, MOST) for number in range(50)]
-    trials = [kills.run(pool, kill, board, "phalanx") for kill in drawn]
+    trials = [kills.run(pool, kill, page, "phalanx") for kill in drawn]
     summary = tables.summarize_kills(trials, [])
     assert tables.find_kill_failures(summary, timed=False) == []
 
@@ -50,16 +50,22 @@ def test_desyncs(pool: Pool, seed: int) -> None:
 
 def test_operations(pool: Pool, seed: int) -> None:
     for samples in endurance.run(pool, 3, seed, 10_000, 100):
-        assert endurance.verdict(samples).flat, samples
+        assert endurance.growth(samples).is_flat, samples
         assert samples[-1].operations == 10_000
 
 
-# That they find what they look for.
+# The drivers must detect failures.
 
-HELD = Holdings(9, 0, 1, 100 * 2**20)
+RESOURCES = Resources(9, 0, 1, 100 * 2**20)
 KILL = kills.Kill(0, "", 3, 1, kills.MOMENTS[0], "SIGKILL", 0, 0.0, 1)
-GOOD = kills.Caught(
-    10_000_000, "PeerLost", "rank 1 (pid 81) was killed by SIGKILL", "barrier", 0.1, HELD, HELD
+GOOD = kills.CaughtError(
+    10_000_000,
+    "PeerLost",
+    "rank 1 (pid 81) was killed by SIGKILL",
+    "barrier",
+    0.1,
+    RESOURCES,
+    RESOURCES,
 )
 
 
@@ -67,16 +73,19 @@ GOOD = kills.Caught(
     ("changes", "wrong"),
     [
         ({}, ""),
-        ({"error": "CollectiveTimeout"}, "doesn't name rank 1 (pid 81)"),
-        ({"text": "rank 1 (pid 82) has died"}, "doesn't name rank 1 (pid 81)"),
+        ({"error": "CollectiveTimeout"}, "does not name rank 1 (pid 81)"),
+        ({"text": "rank 1 (pid 82) has died"}, "does not name rank 1 (pid 81)"),
         ({"text": "rank 1 (pid 81) was killed by SIGTERM"}, "it died by SIGKILL"),
-        ({"left": 5.0}, "took 5.0 s to leave the group"),
-        ({"holds": dataclasses.replace(HELD, descriptors=10)}, "holds more descriptors"),
-        ({"holds": dataclasses.replace(HELD, segments=1, threads=2)}, "more segments, threads"),
-        ({"holds": dataclasses.replace(HELD, resident=2**30)}, "has grown by 924 MiB"),
+        ({"leave_seconds": 5.0}, "took 5.0 s to leave the group"),
+        ({"resources": dataclasses.replace(RESOURCES, descriptors=10)}, "holds more descriptors"),
+        (
+            {"resources": dataclasses.replace(RESOURCES, segments=1, threads=2)},
+            "more segments, threads",
+        ),
+        ({"resources": dataclasses.replace(RESOURCES, resident=2**30)}, "has grown by 924 MiB"),
     ],
 )
-def test_what_a_survivor_must_say(changes: dict[str, object], wrong: str) -> None:
+def test_checks_of_a_survivor(changes: dict[str, object], wrong: str) -> None:
     trial = kills.Trial(KILL)
     caught = dataclasses.replace(GOOD, **changes)  # type: ignore[arg-type]
     kills.judge(trial, 0, Answer(caught), 81, 4_000_000, "phalanx")
@@ -84,7 +93,7 @@ def test_what_a_survivor_must_say(changes: dict[str, object], wrong: str) -> Non
     assert [wrong in text for text in trial.wrong] == [True] * bool(wrong)
 
 
-def test_what_a_summary_must_have() -> None:
+def test_checks_of_a_summary() -> None:
     trials = [kills.Trial(KILL, [0.001, 0.2], 2, 2), kills.Trial(KILL, [0.02, 2.0], 1, 0, ["bad"])]
     summary = tables.summarize_kills(trials, ["/dev/shm/x"])
     assert tables.find_kill_failures(summary, timed=True) == [
@@ -97,50 +106,50 @@ def test_what_a_summary_must_have() -> None:
     ]
 
 
-def test_what_a_desync_must_say() -> None:
+def test_checks_of_a_desync() -> None:
     sides = (desyncs.Side((calls.Call("barrier"),)), desyncs.Side((calls.Call("reduce"),)))
     desync = desyncs.Desync(0, "", "operation", 2, 1, 3, 0, *sides, ("work", "work"))
     words = "rank 0 is in reduce #4 float32[1] SUM root 0 at rank_0.py:10, rank 1 in barrier #4 at "
 
-    def wrong(error: str, text: str) -> list[str]:
-        return desyncs.judge(desync, 0, desyncs.Caught(error, f"place: {text}", 0.1, ""))
+    def failures(error: str, text: str) -> list[str]:
+        return desyncs.judge(desync, 0, desyncs.CaughtError(error, f"place: {text}", 0.1, ""))
 
-    assert wrong("CollectiveMismatch", f"{words}rank_1.py:20") == []
-    assert wrong("CollectiveMismatch", words) == [
+    assert failures("CollectiveMismatch", f"{words}rank_1.py:20") == []
+    assert failures("CollectiveMismatch", words) == [
         "the odd rank's call site rank_1.py:20 is missing"
     ]
-    assert wrong("CollectiveMismatch", "barrier #4 at rank_1.py:20") == [
+    assert failures("CollectiveMismatch", "barrier #4 at rank_1.py:20") == [
         "the call site of the others is missing",
         "'reduce #4 float32[1] SUM root 0' is missing",
     ]
-    assert wrong("PeerLost", "") == ["expected CollectiveMismatch"]
+    assert failures("PeerLost", "") == ["expected CollectiveMismatch"]
 
 
 @pytest.mark.parametrize(
-    ("of_each", "descriptors", "flat"), [(0, 0, True), (100_000, 0, False), (0, 1, False)]
+    ("growth", "descriptors", "flat"), [(0, 0, True), (100_000, 0, False), (0, 1, False)]
 )
-def test_what_grows_is_seen(of_each: int, descriptors: int, flat: bool) -> None:
+def test_growth_is_detected(growth: int, descriptors: int, flat: bool) -> None:
     samples = [
         endurance.Sample(
             number,
             0.0,
             dataclasses.replace(
-                HELD,
-                resident=HELD.resident + number * of_each,
-                descriptors=HELD.descriptors + descriptors * (number == 99),
+                RESOURCES,
+                resident=RESOURCES.resident + number * growth,
+                descriptors=RESOURCES.descriptors + descriptors * (number == 99),
             ),
             0,
         )
         for number in range(100)
     ]
-    assert endurance.verdict(samples).flat is flat
+    assert endurance.growth(samples).is_flat is flat
 
 
-def test_a_trial_depends_on_nothing_before_it(seed: int) -> None:
+def test_a_trial_depends_only_on_seed_and_number(seed: int) -> None:
     assert kills.draw(seed, 7, 2, 8) == kills.draw(seed, 7, 2, 8)
     assert desyncs.draw(seed, 7, 2, 8) == desyncs.draw(seed, 7, 2, 8)
     drawn = [kills.draw(seed, number, 2, 8) for number in range(500)]
-    assert {kill.way for kill in drawn} == set(kills.WAYS)
+    assert {kill.method for kill in drawn} == set(kills.METHODS)
     assert {kill.moment for kill in drawn} == set(kills.MOMENTS)
     assert {kill.ranks for kill in drawn} == set(range(2, 9))
     fields = {desyncs.draw(seed, number, 2, 8).field for number in range(20)}
@@ -150,16 +159,19 @@ def test_a_trial_depends_on_nothing_before_it(seed: int) -> None:
 @pytest.mark.parametrize(
     ("command", "last"),
     [
-        ("kills --count 3 --ranks 2-3 --no-timed", "every survivor has named the victim"),
-        ("kills --count 2 --ranks 2 --backend gloo", "so many survivors had the exception"),
-        ("desyncs --count 3 --ranks 3", "every rank has named both sides and both call sites"),
-        ("operations --count 3000", "memory and descriptors have stayed as they were"),
+        ("kills --count 3 --nproc-per-node 2-3 --no-timed", "every survivor named the victim"),
+        (
+            "kills --count 2 --nproc-per-node 2 --backend gloo",
+            "so many survivors had the exception",
+        ),
+        ("desyncs --count 3 --nproc-per-node 3", "every rank named both sides and both call sites"),
+        ("operations --count 3000", "memory and descriptors did not grow"),
     ],
 )
 def test_the_command_line(repository: Path, tmp_path: Path, command: str, last: str) -> None:
     record = tmp_path / "found"
     ended = subprocess.run(
-        [sys.executable, "-m", "tests.drill", *command.split(), "--record", str(record)],
+        [sys.executable, "-m", "tests.fault_injection", *command.split(), "--record", str(record)],
         cwd=repository,
         capture_output=True,
         text=True,
@@ -169,14 +181,14 @@ def test_the_command_line(repository: Path, tmp_path: Path, command: str, last: 
     assert last in " ".join(ended.stdout.split())
     assert re.match(r"seed \d+\n", ended.stdout)
     assert '"machine"' in record.with_suffix(".json").read_text()
-    assert "make drill ARGS=" in record.with_suffix(".md").read_text()
+    assert "make faults ARGS=" in record.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("kills --ranks 1-4", "'1-4': expected a number of ranks or a range, as 2-8"),
-        ("desyncs --ranks 4-3", "'4-3': expected a number of ranks or a range"),
+        ("kills --nproc-per-node 1-4", "'1-4': expected a number of ranks or a range such as 2-8"),
+        ("desyncs --nproc-per-node 4-3", "'4-3': expected a number of ranks or a range"),
         ("kills --backend mpi", "backend 'mpi': expected phalanx or gloo"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a process holds: descriptors, mappings of segments, memory."""
+"""The resources of a process: descriptors, mappings of segments, threads and memory."""
 
 from __future__ import annotations
 
@@ -11,43 +11,43 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Holdings:
-    """What a process holds at one moment."""
+class Resources:
+    """The resources of a process at one moment."""
 
     descriptors: int
     segments: int
-    """Mappings of memory files of Phalanx."""
+    """Number of mappings of Phalanx's memory files."""
     threads: int
     resident: int
     """Bytes of private and shared memory."""
 
-    def exceeds(self, before: Holdings | None) -> list[str]:
-        """What there is more of than before, memory aside."""
+    def exceeds(self, before: Resources | None) -> list[str]:
+        """Return the names of the resources that have grown, except memory."""
         if before is None:
             return []
         names = ("descriptors", "segments", "threads")
         return [name for name in names if getattr(self, name) > getattr(before, name)]
 
 
-def settled(before: Holdings | None) -> Holdings:
-    """Of this process, now, without what its allocator keeps for later.
+def settled_resources(before: Resources | None) -> Resources:
+    """Measure this process after it has returned free memory to the kernel.
 
-    Ends of threads and the like have half a second, if it holds more than before.
+    If resources have grown, wait up to half a second, for example for threads to end.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     deadline = time.monotonic() + 0.5
-    while (now := holdings()).exceeds(before) and time.monotonic() < deadline:
+    while (now := measure_resources()).exceeds(before) and time.monotonic() < deadline:
         time.sleep(0.005)
     return now
 
 
-def holdings() -> Holdings:
-    """Of this process, now."""
+def measure_resources() -> Resources:
+    """Measure the resources of this process."""
     maps = Path("/proc/self/maps").read_text()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return Holdings(
-        len(os.listdir("/proc/self/fd")) - 1,  # less the one that lists them
+    return Resources(
+        len(os.listdir("/proc/self/fd")) - 1,  # minus the one that lists them
         maps.count("/memfd:phalanx"),
         len(os.listdir("/proc/self/task")),
         pages * os.sysconf("SC_PAGE_SIZE"),
@@ -55,5 +55,5 @@ def holdings() -> Holdings:
 
 
 def shared_files() -> frozenset[str]:
-    """What lies in /dev/shm."""
+    """Return the names of the files in /dev/shm."""
     return frozenset(os.listdir("/dev/shm"))

@@ -1,6 +1,6 @@
-"""One call of each operation, as a line of source: so its call site can be whatever a test wants.
+"""One call of each operation, as a line of source, so that a test can choose its call site.
 
-A `Call` says what to do and with what; `Prepared` has the tensors, and runs the line.
+A `Call` describes an operation; a `PreparedCall` has its tensors and runs the line.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# What the names in the lines are: see `Prepared`.
+# `_Namespace` defines the names in these lines.
 LINES = {
     "all_reduce": "dist.all_reduce(t, op, group, async_op)",
     "reduce": "dist.reduce(t, root, op, group, async_op)",
@@ -49,9 +49,9 @@ BLOCKING = ("monitored_barrier", "objects", "ring", "any_source")
 WITHOUT_TENSORS = ("barrier", "monitored_barrier", "objects")
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "bfloat16")
 REDUCTIONS = ("SUM", "MAX", "MIN", "PRODUCT")
-# In the caller's thread; in the group's, waited for at once, by its work or by its future.
-WAYS = ("blocking", "work", "future")
-# On either side of what fits beside the flag, and of a chunk.
+# In the caller's thread, or in the group's thread and awaited by its work or by its future.
+MODES = ("blocking", "work", "future")
+# Below and above the inline limit and the size of a chunk.
 COUNTS = (1, 16, 1000, 4095, 5000, 60_000, 300_000)
 ON_GLOO = (
     "all_reduce",
@@ -69,16 +69,16 @@ ON_GLOO = (
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of all ranks.
+    """An operation of all ranks.
 
     Attributes:
-        kind: One of `LINES`.
-        dtype: Of the tensors.
-        count: Elements of a tensor, or of a part where there is one for each rank.
-        root: A rank.
-        reduction: SUM and the like.
-        way: One of `WAYS`.
-        tag: Of messages. Those from any source need one of their own for each call.
+        kind: A name in `LINES`.
+        dtype: Name of the dtype of the tensors.
+        count: Number of elements of a tensor, or of each part if there is one for each rank.
+        root: Rank of the root.
+        reduction: Name of the reduction, such as SUM.
+        mode: A name in `MODES`.
+        tag: Tag of messages; each receive from any source needs its own.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Call:
     count: int = 1
     root: int = 0
     reduction: str = "SUM"
-    way: str = "blocking"
+    mode: str = "blocking"
     tag: int = 0
 
     def __str__(self) -> str:
@@ -97,11 +97,11 @@ class Call:
             words.append(self.reduction)
         if self.kind in ROOTED or self.kind == "any_source":
             words.append(f"root {self.root}")
-        return " ".join([*words, self.way])
+        return " ".join([*words, self.mode])
 
 
 def draw(random: Random, size: int, kinds: tuple[str, ...] = tuple(LINES), tag: int = 0) -> Call:
-    """A call at random for so many ranks."""
+    """Draw a random call for a group of `size` ranks."""
     kind = random.choice(kinds)
     return Call(
         kind,
@@ -109,46 +109,46 @@ def draw(random: Random, size: int, kinds: tuple[str, ...] = tuple(LINES), tag: 
         random.choice(COUNTS) // (size if kind in ("all_to_all", "all_gather") else 1),
         random.randrange(size),
         random.choice(REDUCTIONS),
-        "blocking" if kind in BLOCKING else random.choice(WAYS),
+        "blocking" if kind in BLOCKING else random.choice(MODES),
         tag,
     )
 
 
-class Prepared:
-    """A call on this rank: its tensors are there, and its line is compiled.
+class PreparedCall:
+    """A call on this rank, with its tensors allocated and its line compiled.
 
     Args:
-        call: What to do.
-        group: Who does it; all ranks of the world, so that ranks in it are ranks of the world.
-        file: What the line's call site says for a file.
-        number: The same for the line.
+        call: The call.
+        group: A group of all ranks, so that ranks in it are global ranks.
+        file: File name of the call site.
+        number: Line number of the call site.
     """
 
-    def __init__(self, call: Call, group: Any, file: str = "drill.py", number: int = 1) -> None:
+    def __init__(self, call: Call, group: Any, file: str = "call.py", number: int = 1) -> None:
         self._call = call
         self._code = compile("\n" * (number - 1) + LINES[call.kind], file, "eval")
-        names = _Names(call, group)
-        # Only what the line uses: the tensors of all kinds would be many.
+        names = _Namespace(call, group)
+        # Only the names that the line uses, to save memory.
         self._names = {
             name: getattr(names, name) for name in self._code.co_names if hasattr(names, name)
         }
 
     def begin(self) -> list[Any]:
-        """Make the call; what there is to wait for, works or futures."""
+        """Make the call and return its works or futures."""
         works = eval(self._code, self._names)
         works = works if isinstance(works, list) else [works]
         return [work for work in works if hasattr(work, "wait")]
 
     def run(self) -> None:
-        """Make the call, and wait in the call's own way."""
+        """Make the call and wait for it in its mode."""
         for work in self.begin():
-            if self._call.way == "future" and isinstance(work, dist.Work):
+            if self._call.mode == "future" and isinstance(work, dist.Work):
                 work.get_future().wait()
             work.wait()
 
 
-class _Names:
-    """What the names in the lines are."""
+class _Namespace:
+    """The names that the lines use."""
 
     dist = dist
     text = "x" * 100
@@ -159,7 +159,7 @@ class _Names:
         self.left, self.right = (self.rank - 1) % self.size, (self.rank + 1) % self.size
         self.root, self.tag = call.root, call.tag
         self.op = getattr(dist.ReduceOp, call.reduction)
-        self.async_op = call.way != "blocking"
+        self.async_op = call.mode != "blocking"
         self._dtype = getattr(torch, call.dtype)
         self._count = call.count
 

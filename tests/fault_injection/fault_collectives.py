@@ -1,4 +1,4 @@
-"""Faults of the matrix: ranks that disagree, finish early or come late."""
+"""Faults of the matrix: ranks that call different operations, finish early or arrive late."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from tests.drill.faults import Body, case_of, leave_and_stay, strike
+from tests.fault_injection.faults import Body, leave_and_sleep, make_case, mark_fault
 
 _BRANCH = "conditions that lead"
 _MORE = "call more operations than it does"
@@ -22,52 +22,52 @@ def _all_reduce(count: int = 100, **options: Any) -> Any:
     return dist.all_reduce(torch.ones(count), **options)
 
 
-def _disagree(victim: int, strange: Callable[[], object], usual: Callable[[], object]) -> Body:
+def _disagree(victim: int, odd: Callable[[], object], others: Callable[[], object]) -> Body:
     def body(rank: int) -> None:
         if rank == victim:
-            strike()
-            strange()
+            mark_fault()
+            odd()
         else:
-            usual()
+            others()
         dist.barrier()
 
     return body
 
 
-def _other_order(rank: int) -> None:
+def _order_differently(rank: int) -> None:
     first, second = dist.new_group(), dist.new_group()
-    strike()
+    mark_fault()
     for group in (second, first) if rank == 1 else (first, second):
         _all_reduce(group=group)
 
 
-def _three_pairs(rank: int) -> None:
+def _order_in_ring(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([0, 2])]
-    strike()
+    mark_fault()
     _all_reduce(group=pairs[rank])
     _all_reduce(group=pairs[(rank + 2) % 3])
 
 
-def _fewer(victim: int, leave: Callable[[], object] = lambda: None) -> Body:
+def _finish_early(victim: int, leave: Callable[[], object] = lambda: None) -> Body:
     def body(rank: int) -> None:
         for _ in range(5 if rank == victim else 8):
             _all_reduce()
         if rank == victim:
-            strike()
+            mark_fault()
             leave()
 
     return body
 
 
-def _slow(seconds: float) -> Body:
+def _arrive_late(seconds: float) -> Body:
     def body(rank: int) -> None:
         if rank == 1:
-            strike()
+            mark_fault()
             time.sleep(seconds)
         try:
             _all_reduce()
         finally:
-            if rank == 0:  # else the launcher may end the late rank before it has come
+            if rank == 0:  # else the launcher may end the late rank before it arrives
                 time.sleep(seconds)
 
     return body
@@ -75,14 +75,14 @@ def _slow(seconds: float) -> Body:
 
 def _abort(rank: int) -> None:
     if rank == 1:
-        strike()
+        mark_fault()
         phalanx.abort(dist.group.WORLD, "the loss is not finite")
     _all_reduce()
 
 
 def _stop_in_own_code(rank: int) -> None:
     if rank == 1:
-        strike()
+        mark_fault()
         os.kill(os.getpid(), signal.SIGSTOP)
     _all_reduce()
 
@@ -92,7 +92,7 @@ _DOUBLE = lambda: dist.all_reduce(torch.ones(100).double())  # noqa: E731
 _ROOT = [lambda root=root: dist.broadcast(torch.ones(4), root) for root in (0, 1)]
 
 CASES = (
-    case_of(
+    make_case(
         "operation",
         3,
         _disagree(1, dist.barrier, _SUM),
@@ -101,7 +101,7 @@ CASES = (
         "Rank 1 .*different branch.*barrier.*all_reduce",
         _BRANCH,
     ),
-    case_of(
+    make_case(
         "operation_of_2",
         2,
         _disagree(1, dist.barrier, _SUM),
@@ -110,7 +110,7 @@ CASES = (
         "different branches.*barrier",
         _BRANCH,
     ),
-    case_of(
+    make_case(
         "count",
         4,
         _disagree(2, lambda: _all_reduce(99), _SUM),
@@ -119,10 +119,12 @@ CASES = (
         r"Rank 2 .*\[99\].*\[100\]",
         _BRANCH,
     ),
-    case_of("dtype", 3, _disagree(0, _DOUBLE, _SUM), 0, "branch", "Rank 0 .*float64", _BRANCH),
-    case_of("operator", 3, _disagree(1, _MAX, _SUM), 1, "branch", "Rank 1 .*MAX.*SUM", _BRANCH),
-    case_of("root", 3, _disagree(2, *_ROOT[::-1]), 2, "branch", "Rank 2 .*root 1.*root 0", _BRANCH),
-    case_of(
+    make_case("dtype", 3, _disagree(0, _DOUBLE, _SUM), 0, "branch", "Rank 0 .*float64", _BRANCH),
+    make_case("operator", 3, _disagree(1, _MAX, _SUM), 1, "branch", "Rank 1 .*MAX.*SUM", _BRANCH),
+    make_case(
+        "root", 3, _disagree(2, *_ROOT[::-1]), 2, "branch", "Rank 2 .*root 1.*root 0", _BRANCH
+    ),
+    make_case(
         "missing_collective",
         3,
         _disagree(1, lambda: None, _SUM),
@@ -131,7 +133,7 @@ CASES = (
         "Rank 1 .*barrier #2.*all_reduce #2",
         _BRANCH,
     ),
-    case_of(
+    make_case(
         "extra_collective",
         4,
         _disagree(3, _SUM, lambda: None),
@@ -140,7 +142,7 @@ CASES = (
         "Rank 3 .*all_reduce #2.*barrier #2",
         _BRANCH,
     ),
-    case_of(
+    make_case(
         "asynchronous_count",
         3,
         _disagree(
@@ -153,29 +155,35 @@ CASES = (
         r"Rank 1 .*\[9\].*\[100\]",
         _BRANCH,
     ),
-    case_of(
+    make_case(
         "order_of_groups",
         3,
-        _other_order,
+        _order_differently,
         1,
         "order",
         "different orders.*[Rr]ank 1 .*minority",
         "same order on every rank",
     ),
-    case_of(
+    make_case(
         "ring_of_groups",
         3,
-        _three_pairs,
+        _order_in_ring,
         (0, 1, 2),
         "order",
         "different orders",
         "same order on every rank",
     ),
-    case_of("fewer_batches", 2, _fewer(0), 0, "finished", "Rank 0 .*after 6 collectives", _MORE),
-    case_of("early_end", 3, _fewer(1), 1, "finished", "Rank 1 .*finished early", _MORE),
-    case_of("early_leave", 4, _fewer(2, leave_and_stay), 2, "finished", "Rank 2 .*left", _MORE),
-    case_of("late", 2, _slow(4.5), 1, "late", "Rank 1 .*arrived too late", "more time", timeout=3),
-    case_of(
+    make_case(
+        "fewer_batches", 2, _finish_early(0), 0, "finished", "Rank 0 .*after 6 collectives", _MORE
+    ),
+    make_case("early_end", 3, _finish_early(1), 1, "finished", "Rank 1 .*finished early", _MORE),
+    make_case(
+        "early_leave", 4, _finish_early(2, leave_and_sleep), 2, "finished", "Rank 2 .*left", _MORE
+    ),
+    make_case(
+        "late", 2, _arrive_late(4.5), 1, "late", "Rank 1 .*arrived too late", "more time", timeout=3
+    ),
+    make_case(
         "stopped_until_deadline",
         3,
         _stop_in_own_code,
@@ -185,7 +193,7 @@ CASES = (
         "kill -(CONT|STOP)",
         timeout=3,
     ),
-    case_of(
+    make_case(
         "abort",
         3,
         _abort,

@@ -1,4 +1,4 @@
-"""Running an example in a folder of its own."""
+"""Running of an example in its own folder."""
 
 from __future__ import annotations
 
@@ -15,71 +15,71 @@ from pathlib import Path
 
 from tests.published import digits
 from tests.published.cases import Case
-from tests.published.imports import changed
+from tests.published.imports import change_imports
 
-__all__ = ["Ran", "copy", "run"]
+__all__ = ["RunResult", "copy", "run"]
 
-_STAND_IN = Path(__file__).parent / "stand_in"
+_SUBSTITUTES = Path(__file__).parent / "substitutes"
 _ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What a run of an example left.
+class RunResult:
+    """The result of a run of an example.
 
     Attributes:
-        lines: What it printed, by all processes.
-        complaints: What it said on stderr.
-        losses: Each loss, in order, by process.
-        seconds: How long it took.
-        code: Its exit code; None: it took too long and was ended.
+        lines: Lines on stdout of all processes.
+        stderr_lines: Lines on stderr of all processes.
+        losses: Losses in order, by process.
+        seconds: Duration of the run.
+        code: Exit code; None if the run exceeded its time limit and was killed.
     """
 
     lines: list[str]
-    complaints: list[str]
+    stderr_lines: list[str]
     losses: dict[str, list[float]]
     seconds: float
     code: int | None
 
 
 def copy(examples: Path, case: Case, to: Path, is_changed: bool) -> int:
-    """Copy an example into a folder; returns how many lines were changed in it."""
+    """Copy an example into a folder; return the number of changed lines."""
     shutil.copytree(examples / "distributed" / "rpc" / case.folder, to / case.folder)
     lines = 0
     if is_changed:
         for path in (to / case.folder).rglob("*.py"):
-            text, count = changed(path.read_text(encoding="utf-8"))
+            text, count = change_imports(path.read_text(encoding="utf-8"))
             path.write_text(text, encoding="utf-8")
             lines += count
-    if case.digits:
+    if case.needs_digits:
         digits.make(to / "data")
     return lines
 
 
-def run(case: Case, folder: Path, limit: float, is_full: bool) -> Ran:
+def run(case: Case, folder: Path, limit: float, is_full: bool) -> RunResult:
     """Run an example that was copied to a folder.
 
     Args:
-        case: Which.
-        folder: Where it was copied to.
-        limit: Seconds; then it is ended.
-        is_full: Whether to leave it as long as it is.
+        case: The example.
+        folder: Folder of the copy.
+        limit: Time limit in seconds.
+        is_full: Whether not to shorten the example.
     """
     losses = folder / "losses"
     losses.mkdir()
     start = time.monotonic()
     started = []
-    for number, command in enumerate(case.commands):
-        place = os.environ | {
-            "PYTHONPATH": os.pathsep.join((str(_STAND_IN), str(_ROOT))),
+    for index, command in enumerate(case.commands):
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join((str(_SUBSTITUTES), str(_ROOT))),
             "OMP_NUM_THREADS": "1",
             "PUBLISHED_LOSSES": str(losses),
-            "PUBLISHED_WHO": str(number),
+            "PUBLISHED_PROCESS": str(index),
             "PUBLISHED_RANDOM": "yes" if case.is_random else "no",
             "PUBLISHED_ACCELERATORS": str(case.accelerators),
             "PUBLISHED_SET": "{}" if is_full else json.dumps(case.values),
         }
-        started.append(_start(command, folder, case.folder, number, place))
+        started.append(_start(command, folder, case.folder, index, environment))
     end = start + limit
     code: int | None = 0
     try:
@@ -90,7 +90,7 @@ def run(case: Case, folder: Path, limit: float, is_full: bool) -> Ran:
     finally:
         for process in started:
             _end(process)
-    return Ran(
+    return RunResult(
         _lines(folder, "stdout"),
         _lines(folder, "stderr"),
         {path.name: _numbers(path) for path in sorted(losses.iterdir())},
@@ -100,16 +100,16 @@ def run(case: Case, folder: Path, limit: float, is_full: bool) -> Ran:
 
 
 def _start(
-    command: tuple[str, ...], folder: Path, inside: str, number: int, place: dict[str, str]
+    command: tuple[str, ...], folder: Path, inside: str, index: int, environment: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     with (
-        open(folder / f"{number}.stdout", "ab") as stdout,
-        open(folder / f"{number}.stderr", "ab") as stderr,
+        open(folder / f"{index}.stdout", "ab") as stdout,
+        open(folder / f"{index}.stderr", "ab") as stderr,
     ):
         return subprocess.Popen(
             [sys.executable, *command],
             cwd=folder / inside,
-            env=place,
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
@@ -118,7 +118,7 @@ def _start(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End it and all that it started."""
+    """Kill a process and all processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Faults of the matrix: ranks that hang, wait for each other, or don't wait for a message."""
+"""Faults of the matrix: ranks that hang, deadlock, or do not wait for a message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,14 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from tests.drill.faults import Body, Case, case_of, leave_and_stay, stay, strike
+from tests.fault_injection.faults import (
+    Body,
+    Case,
+    leave_and_sleep,
+    make_case,
+    mark_fault,
+    sleep_until_killed,
+)
 
 _LARGE = 2_000_000
 _SLOW = "an infinite loop"
@@ -47,59 +54,61 @@ def _broadcast() -> None:
     dist.broadcast(torch.ones(4), 1)
 
 
-def _hung(do: Callable[[], object], victim: int, wait: Callable[[], object] = _all_reduce) -> Body:
-    """The victim hangs in code of its own, and the others wait in an operation."""
+def _hang_in_own_code(
+    action: Callable[[], object], victim: int, wait: Callable[[], object] = _all_reduce
+) -> Body:
+    """Return a body in which the victim hangs in its own code and the others wait for it."""
 
     def body(rank: int) -> None:
         if rank == victim:
-            strike()
-            do()
+            mark_fault()
+            action()
         wait()
 
     return body
 
 
-def _stopped_inside(rank: int) -> None:
+def _stop_inside(rank: int) -> None:
     if rank == 1:
-        threading.Timer(0.3, lambda: (strike(), _stop())).start()
+        threading.Timer(0.3, lambda: (mark_fault(), _stop())).start()
         dist.recv(torch.ones(4), 0)
     time.sleep(2)
     _all_reduce()
 
 
-def _busy_with_work(rank: int) -> None:
+def _sleep_with_work(rank: int) -> None:
     work = _all_reduce(async_op=True)
     if rank == 1:
-        strike()
-        stay()
+        mark_fault()
+        sleep_until_killed()
     work.wait()
     dist.barrier()
 
 
-def _chain(rank: int) -> None:
+def _sleep_in_chain(rank: int) -> None:
     pair = dist.new_group([1, 2])
     if rank == 1:
-        strike()
-        stay()
+        mark_fault()
+        sleep_until_killed()
     if rank == 2:
         _all_reduce(group=pair)
     dist.barrier()
 
 
-def _not_formed(do: Callable[[], object], victim: int) -> Body:
+def _hang_before_init(action: Callable[[], object], victim: int) -> Body:
     def body(rank: int) -> None:
         if rank == victim:
-            strike()
-            do()
+            mark_fault()
+            action()
         else:
             dist.init_process_group("phalanx")
 
     return body
 
 
-def _group_of_some(rank: int) -> None:
+def _new_group_on_some(rank: int) -> None:
     if rank == 2:
-        strike()
+        mark_fault()
     else:
         dist.new_group()
     dist.barrier()
@@ -108,45 +117,45 @@ def _group_of_some(rank: int) -> None:
 # Messages.
 
 
-def _unsent(tag: int, sent: int | None, source: int | None = 1) -> Body:
+def _recv_without_send(tag: int, sent: int | None, source: int | None = 1) -> Body:
     def body(rank: int) -> None:
         if rank == 1 and sent is not None:
             dist.isend(torch.ones(4), 0, tag=sent)
         if rank == 0:
-            strike()
+            mark_fault()
             dist.recv(torch.ones(4), source, tag=tag)
         dist.barrier()
 
     return body
 
 
-def _unreceived(rank: int) -> None:
+def _send_without_recv(rank: int) -> None:
     if rank == 0:
-        strike()
+        mark_fault()
         dist.send(torch.ones(_LARGE), 1)
     dist.barrier()
 
 
-def _ring(do: Callable[[torch.Tensor, int], object], count: int) -> Body:
+def _ring(action: Callable[[torch.Tensor, int], object], count: int) -> Body:
     def body(rank: int) -> None:
-        strike()
-        do(torch.ones(count), (rank + 1) % dist.get_world_size())
+        mark_fault()
+        action(torch.ones(count), (rank + 1) % dist.get_world_size())
 
     return body
 
 
-def _ends_before(rank: int) -> None:
+def _end_without_send(rank: int) -> None:
     if rank == 0:
         dist.recv(torch.ones(4), 1)
     else:
-        strike()
+        mark_fault()
 
 
-def _unawaited_send(leave: Callable[[], object]) -> Body:
+def _isend_without_wait(leave: Callable[[], object]) -> Body:
     def body(rank: int) -> None:
         if rank == 0:
             dist.isend(torch.ones(_LARGE), 1)
-            strike()
+            mark_fault()
             leave()
         if rank == 1:
             time.sleep(0.5)
@@ -155,18 +164,18 @@ def _unawaited_send(leave: Callable[[], object]) -> Body:
     return body
 
 
-def _unawaited_recv(rank: int) -> None:
+def _irecv_without_wait(rank: int) -> None:
     if rank == 1:
         dist.irecv(torch.ones(_LARGE), 0)
-        strike()
+        mark_fault()
     elif rank == 0:
         time.sleep(0.5)
         dist.send(torch.ones(_LARGE), 1)
 
 
-def _unfit(sent: torch.Tensor) -> Body:
+def _send_mismatched(sent: torch.Tensor) -> Body:
     def body(rank: int) -> None:
-        strike()
+        mark_fault()
         if rank == 0:
             dist.send(sent, 1)
         else:
@@ -175,83 +184,131 @@ def _unfit(sent: torch.Tensor) -> Body:
     return body
 
 
-def _hang(*arguments: Any, **more: Any) -> Case:
-    return case_of(*arguments, hangs=True, **more)
+def _make_hang(*arguments: Any, **options: Any) -> Case:
+    return make_case(*arguments, hangs=True, **options)
 
 
-_FORM = {"forms": False}
+_NO_GROUP = {"forms": False}
 
 CASES = (
-    _hang("SIGSTOP", 3, _hung(_stop, 1), 1, "stopped", "Rank 1 .*stopped by a signal", _DEBUGGER),
-    _hang("SIGSTOP_inside", 2, _stopped_inside, 1, "stopped", "Rank 1 .*in recv", _DEBUGGER),
-    _hang(
+    _make_hang(
+        "SIGSTOP",
+        3,
+        _hang_in_own_code(_stop, 1),
+        1,
+        "stopped",
+        "Rank 1 .*stopped by a signal",
+        _DEBUGGER,
+    ),
+    _make_hang("SIGSTOP_inside", 2, _stop_inside, 1, "stopped", "Rank 1 .*in recv", _DEBUGGER),
+    _make_hang(
         "SIGSTOP_before_init",
         3,
-        _not_formed(_stop, 1),
+        _hang_before_init(_stop, 1),
         1,
         "stopped",
         "Rank 1 .*stopped",
         _DEBUGGER,
-        **_FORM,
+        **_NO_GROUP,
     ),
-    _hang("endless_loop", 4, _hung(_loop, 3), 3, "busy", "Rank 3 .*its own code", _SLOW),
-    _hang("sleep", 2, _hung(stay, 0, dist.barrier), 0, "busy", "Rank 0 .*its own code", _SLOW),
-    _hang(
+    _make_hang(
+        "endless_loop", 4, _hang_in_own_code(_loop, 3), 3, "busy", "Rank 3 .*its own code", _SLOW
+    ),
+    _make_hang(
+        "sleep",
+        2,
+        _hang_in_own_code(sleep_until_killed, 0, dist.barrier),
+        0,
+        "busy",
+        "Rank 0 .*its own code",
+        _SLOW,
+    ),
+    _make_hang(
         "lock",
         3,
-        _hung(_lock, 1, lambda: dist.broadcast(torch.ones(4), 1)),
+        _hang_in_own_code(_lock, 1, lambda: dist.broadcast(torch.ones(4), 1)),
         1,
         "busy",
         "Rank 1 .*own",
         _SLOW,
     ),
-    _hang("sleep_with_work", 3, _busy_with_work, 1, "busy", "Rank 1 .*own.*barrier", _SLOW),
-    _hang("sleep_in_a_chain", 4, _chain, 1, "busy", "Rank 1 .*its own code", _SLOW),
-    _hang(
+    _make_hang("sleep_with_work", 3, _sleep_with_work, 1, "busy", "Rank 1 .*own.*barrier", _SLOW),
+    _make_hang(
+        "sleep_in_a_chain", 4, _sleep_in_chain, 1, "busy", "Rank 1 .*its own code", _SLOW
+    ),
+    _make_hang(
         "sleep_before_init",
         3,
-        _not_formed(stay, 1),
+        _hang_before_init(sleep_until_killed, 1),
         1,
         "missing",
         "Rank 1 .*not join(ed)? the group",
         "Check that rank 1 was started",
-        **_FORM,
+        **_NO_GROUP,
     ),
-    _hang(
+    _make_hang(
         "loop_before_init",
         2,
-        _not_formed(_loop, 0),
+        _hang_before_init(_loop, 0),
         0,
         "missing",
         "Rank 0 .*not join(ed)? the group",
         "Check that rank 0 was started",
-        **_FORM,
+        **_NO_GROUP,
     ),
-    _hang(
+    _make_hang(
         "end_before_init",
         3,
-        _not_formed(lambda: None, 2),
+        _hang_before_init(lambda: None, 2),
         2,
         "finished",
         "Rank 2 .*before it joined any group",
         "Check that rank 2",
-        **_FORM,
+        **_NO_GROUP,
     ),
-    _hang(
+    _make_hang(
         "new_group_on_some",
         3,
-        _group_of_some,
+        _new_group_on_some,
         2,
         "missing",
         "[Rr]ank 2\\b.*new_group",
         "every rank of the job must call `new_group`",
     ),
-    _hang("recv_without_send", 2, _unsent(0, None), 0, "unsent", "Rank 0 .*no rank s", _RECV),
-    _hang("recv_of_another_tag", 3, _unsent(7, 3), 0, "unsent", "sent instead.*tag 3", _RECV),
-    _hang("recv_from_any", 3, _unsent(0, None, None), 0, "unsent", "Rank 0 .*any rank", _RECV),
-    _hang("send_without_recv", 2, _unreceived, 0, "unreceived", "Rank 0 .*to be received", _RECV),
-    _hang("ring_of_recv", 2, _ring(dist.recv, 4), (0, 1), "deadlock", "for each other", _ONE_SIDE),
-    _hang(
+    _make_hang(
+        "recv_without_send", 2, _recv_without_send(0, None), 0, "unsent", "Rank 0 .*no rank s", _RECV
+    ),
+    _make_hang(
+        "recv_of_another_tag",
+        3,
+        _recv_without_send(7, 3),
+        0,
+        "unsent",
+        "sent instead.*tag 3",
+        _RECV,
+    ),
+    _make_hang(
+        "recv_from_any",
+        3,
+        _recv_without_send(0, None, None),
+        0,
+        "unsent",
+        "Rank 0 .*any rank",
+        _RECV,
+    ),
+    _make_hang(
+        "send_without_recv",
+        2,
+        _send_without_recv,
+        0,
+        "unreceived",
+        "Rank 0 .*to be received",
+        _RECV,
+    ),
+    _make_hang(
+        "ring_of_recv", 2, _ring(dist.recv, 4), (0, 1), "deadlock", "for each other", _ONE_SIDE
+    ),
+    _make_hang(
         "ring_of_send",
         3,
         _ring(dist.send, _LARGE),
@@ -260,47 +317,49 @@ CASES = (
         "each other.*send",
         _ONE_SIDE,
     ),
-    case_of("source_ends", 2, _ends_before, 0, "unsent", "Rank 1 .*without sending it", _RECV),
-    case_of(
+    make_case(
+        "source_ends", 2, _end_without_send, 0, "unsent", "Rank 1 .*without sending it", _RECV
+    ),
+    make_case(
         "isend_unawaited",
         2,
-        _unawaited_send(lambda: None),
+        _isend_without_wait(lambda: None),
         0,
         "unawaited",
         "Rank 0 .*without waiting for.*send float32",
         _WAIT,
     ),
-    case_of(
+    make_case(
         "isend_unawaited_left",
         3,
-        _unawaited_send(leave_and_stay),
+        _isend_without_wait(leave_and_sleep),
         0,
         "unawaited",
         "Rank 0 .*left the group.*without waiting for.*send",
         _WAIT,
     ),
-    case_of(
+    make_case(
         "irecv_unawaited",
         3,
-        _unawaited_recv,
+        _irecv_without_wait,
         1,
         "unawaited",
         "Rank 1 .*without waiting for.*recv",
         _WAIT,
     ),
-    case_of(
+    make_case(
         "message_size",
         2,
-        _unfit(torch.ones(10)),
+        _send_mismatched(torch.ones(10)),
         (0, 1),
         "message",
         r"\[10\].*\[20\]",
         "number of elements",
     ),
-    case_of(
+    make_case(
         "message_dtype",
         2,
-        _unfit(torch.ones(20).int()),
+        _send_mismatched(torch.ones(20).int()),
         (0, 1),
         "message",
         "int32.*float32",

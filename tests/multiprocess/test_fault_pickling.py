@@ -1,4 +1,4 @@
-"""What a drill hands to its ranks: exceptions of the user's own, and the environment."""
+"""The transfer of faults to ranks: exceptions of user classes, and the environment."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch.distributed as dist
 import phalanx
 from phalanx.errors import UsageError
 from phalanx.observe import job_reader
-from phalanx.testing import Drill, fail
+from phalanx.testing import FaultRunner, fail
 
 
 @pytest.fixture(scope="module")
-def drill() -> Iterator[Drill]:
-    with Drill() as drill:
-        yield drill
+def runner() -> Iterator[FaultRunner]:
+    with FaultRunner() as runner:
+        yield runner
 
 
 def barrier() -> None:
@@ -30,7 +30,7 @@ def barrier() -> None:
 
 
 class OwnError(Exception):
-    """An exception of the script that plans it."""
+    """An exception class of this script."""
 
 
 class Unpicklable(Exception):
@@ -40,7 +40,7 @@ class Unpicklable(Exception):
 
 SCRIPT = """
 import torch, torch.distributed as dist, phalanx
-from phalanx.testing import Drill, fail
+from phalanx.testing import FaultRunner, fail
 
 class OwnError(Exception):
     pass
@@ -50,11 +50,11 @@ def body():
         dist.all_reduce(torch.ones(1))
 
 if __name__ == "__main__":
-    with Drill() as drill:
-        result = drill.run(body, 2, faults=[fail(rank=1, at=1, error=OwnError("mine"))])
+    with FaultRunner() as runner:
+        result = runner.run(body, 2, faults=[fail(rank=1, nth=1, error=OwnError("mine"))])
         assert isinstance(result.errors[1], OwnError), result
         assert "failed with OwnError: mine" in str(result.errors[0]), result
-        assert drill.run(body, 2).errors == {}
+        assert runner.run(body, 2).errors == {}
 """
 
 
@@ -65,11 +65,11 @@ def test_an_exception_of_the_users_script(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_fault_that_cannot_travel(drill: Drill) -> None:
+def test_a_fault_that_cannot_be_pickled(runner: FaultRunner) -> None:
     for error in (Unpicklable("a", "b"), OwnError(threading.Lock())):
-        with pytest.raises(UsageError, match=r"fail\(rank=1, at=1, error=.*can't be pickled"):
-            drill.run(barrier, 2, faults=[fail(rank=1, at=1, error=error)])
-    assert drill.run(barrier, 2).errors == {}  # the server is there still
+        with pytest.raises(UsageError, match=r"can't pickle fail\(rank=1, nth=1, error="):
+            runner.run(barrier, 2, faults=[fail(rank=1, nth=1, error=error)])
+    assert runner.run(barrier, 2).errors == {}  # the fork server still works
 
 
 def job_of_rank() -> tuple[str | None, str]:
@@ -78,11 +78,11 @@ def job_of_rank() -> tuple[str | None, str]:
         return os.environ.get("PHALANX_JOB"), job_reader.read_job().name
 
 
-def test_a_drill_is_no_part_of_a_surrounding_job(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_belong_to_a_surrounding_job(monkeypatch: pytest.MonkeyPatch) -> None:
     outer = "20261121-0901-k3f9x2"
-    monkeypatch.setenv("PHALANX_JOB", outer)  # of which there is no directory
-    with Drill() as inside:
-        values = inside.run(job_of_rank, 2).values
+    monkeypatch.setenv("PHALANX_JOB", outer)  # without a directory
+    with FaultRunner() as runner:
+        values = runner.run(job_of_rank, 2).values
     assert values[0] == values[1]
     assert values[0][0] == ""
     assert values[0][1] != outer

@@ -1,4 +1,4 @@
-"""Faults of the matrix: ranks that end, by all that ends a process, at all moments."""
+"""Faults of the matrix: ranks that end, for every cause and at every moment."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
-from tests.drill.faults import Body, Case, stay, strike, wait_for_strike
+from tests.fault_injection.faults import Body, Case, mark_fault, sleep_until_killed, wait_for_fault
 
 _MEMORY = "[Uu]se less memory"
 
 
-class Way(NamedTuple):
-    """What ends a rank, and what must be said of it."""
+class Cause(NamedTuple):
+    """A cause of a rank's end, and the expected diagnosis."""
 
     end: Callable[[], object]
     kind: str
@@ -54,26 +54,26 @@ def _allocate() -> None:
 
 
 _TRACEBACK = r"traceback is in the stderr of rank {}"
-WAYS = {
-    "SIGKILL": Way(_signal(signal.SIGKILL), "killed", "killed by SIGKILL", "journalctl"),
-    "SIGSEGV": Way(lambda: ctypes.string_at(0), "killed", "killed by SIGSEGV", "in native code"),
-    "SIGTERM": Way(_signal(signal.SIGTERM), "killed", "killed by SIGTERM", "terminated it"),
-    "_exit": Way(lambda: os._exit(7), "exited", "exit code 7", r"os\._exit"),
-    "_exit-0": Way(lambda: os._exit(0), "finished", "reached the end", "more operations than"),
-    "sys.exit": Way(lambda: sys.exit(3), "exited", "exit code 3", r"sys\.exit"),
-    "ValueError": Way(
+CAUSES = {
+    "SIGKILL": Cause(_signal(signal.SIGKILL), "killed", "killed by SIGKILL", "journalctl"),
+    "SIGSEGV": Cause(lambda: ctypes.string_at(0), "killed", "killed by SIGSEGV", "in native code"),
+    "SIGTERM": Cause(_signal(signal.SIGTERM), "killed", "killed by SIGTERM", "terminated it"),
+    "_exit": Cause(lambda: os._exit(7), "exited", "exit code 7", r"os\._exit"),
+    "_exit-0": Cause(lambda: os._exit(0), "finished", "reached the end", "more operations than"),
+    "sys.exit": Cause(lambda: sys.exit(3), "exited", "exit code 3", r"sys\.exit"),
+    "ValueError": Cause(
         _raise(ValueError("broken batch")), "failed", "ValueError: broken batch", _TRACEBACK
     ),
-    "MemoryError": Way(_raise(MemoryError()), "failed", "MemoryError", _MEMORY),
-    "allocation": Way(_allocate, "failed", "RuntimeError: .*allocate memory", _MEMORY),
-    "shapes": Way(_wrong_shapes, "failed", "RuntimeError: ", _TRACEBACK),
-    "cause": Way(_raise_from, "failed", "RuntimeError: bad config.*KeyError: 'lr'", _TRACEBACK),
-    "KeyboardInterrupt": Way(
+    "MemoryError": Cause(_raise(MemoryError()), "failed", "MemoryError", _MEMORY),
+    "allocation": Cause(_allocate, "failed", "RuntimeError: .*allocate memory", _MEMORY),
+    "shapes": Cause(_wrong_shapes, "failed", "RuntimeError: ", _TRACEBACK),
+    "cause": Cause(_raise_from, "failed", "RuntimeError: bad config.*KeyError: 'lr'", _TRACEBACK),
+    "KeyboardInterrupt": Cause(
         _raise(KeyboardInterrupt()), "interrupted", r"interrupted \(Ctrl-C\)", "Ctrl-C"
     ),
 }
 
-# Operations that every rank but the victim is in; `v` is the victim.
+# Operations in which every rank except the victim `v` waits.
 OPERATIONS: dict[str, Callable[[int], Any]] = {
     "all_reduce": lambda _: dist.all_reduce(torch.ones(1000)),
     "large all_reduce": lambda _: dist.all_reduce(torch.ones(2_000_000)),
@@ -96,7 +96,7 @@ def _parts() -> list[torch.Tensor]:
 
 
 def _begin(operation: str, victim: int) -> list[Any]:
-    """Start an operation of the group's thread, or a message, and keep what it returns."""
+    """Start asynchronous collectives or a message, and return the works."""
     if operation == "irecv":
         return [dist.irecv(torch.ones(10), (victim + 1) % dist.get_world_size())]
     if operation == "isend":
@@ -106,72 +106,72 @@ def _begin(operation: str, victim: int) -> list[Any]:
     return [dist.all_reduce(torch.ones(1000), async_op=True) for _ in range(3)]
 
 
-def _in_own_code(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """The others wait in an operation."""
+def _die_in_own_code(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which the victim ends in its own code and the others wait for it."""
 
     def body(rank: int) -> None:
         if rank != victim:
             OPERATIONS[operation](victim)
-            stay()
-        strike()
+            sleep_until_killed()
+        mark_fault()
         end()
 
     return body
 
 
-def _inside(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """The victim waits in an operation, and the others are in code of their own."""
+def _die_inside(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which the victim ends inside an operation that no other rank has joined."""
 
     def later() -> None:
-        strike()
+        mark_fault()
         end()
 
     def body(rank: int) -> None:
         if rank == victim:
             threading.Timer(0.3, later).start()
             OPERATIONS[operation]((victim + 1) % dist.get_world_size())
-        stay()
+        sleep_until_killed()
 
     return body
 
 
-def _alone(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """Nobody waits for the victim: all are in code of their own."""
+def _die_alone(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which the victim ends while no rank waits for it."""
     del operation
 
     def body(rank: int) -> None:
         if rank == victim:
-            strike()
+            mark_fault()
             end()
-        stay()
+        sleep_until_killed()
 
     return body
 
 
-def _asynchronous(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """An asynchronous operation of the victim is under way; the others come to it or to none."""
+def _die_with_async_work(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which the victim ends while an asynchronous operation of it is pending."""
 
     def body(rank: int) -> None:
         if rank == victim:
             works = _begin(operation, victim)
-            strike()
+            mark_fault()
             end()
             del works
         if operation == "all_reduce" and rank == 0:
             for _ in range(100):
                 dist.all_reduce(torch.ones(1000), async_op=True).wait()
-        stay()
+        sleep_until_killed()
 
     return body
 
 
-def _met(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """All start the same asynchronous operations; the victim ends before it waits for them."""
+def _die_before_wait(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which all start the same works, and the victim ends before it waits."""
 
     def body(rank: int) -> None:
         works = _begin(operation, victim)
         if rank == victim:
-            strike()
+            mark_fault()
             end()
         for work in works:
             work.wait()
@@ -180,13 +180,13 @@ def _met(end: Callable[[], object], operation: str, victim: int) -> Body:
     return body
 
 
-def _in_a_group(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """Some ranks wait for the victim in a group of their own, the others for those."""
+def _die_in_subgroup(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which some ranks wait for the victim in a subgroup, the others for them."""
 
     def body(rank: int) -> None:
         pair = dist.new_group([victim, (victim + 1) % dist.get_world_size()])
         if rank == victim:
-            strike()
+            mark_fault()
             end()
         if rank == (victim + 1) % dist.get_world_size():
             dist.all_reduce(torch.ones(10), group=pair)
@@ -195,46 +195,46 @@ def _in_a_group(end: Callable[[], object], operation: str, victim: int) -> Body:
     return body
 
 
-def _before_init(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """The victim never comes to form the group in which the others wait for it."""
+def _die_before_init(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which the victim ends before the group is formed."""
     del operation
 
     def body(rank: int) -> None:
         if rank == victim:
-            strike()
+            mark_fault()
             end()
         dist.init_process_group("phalanx")
 
     return body
 
 
-def _after_leaving(end: Callable[[], object], operation: str, victim: int) -> Body:
-    """All have left the group already."""
+def _die_after_leaving(end: Callable[[], object], operation: str, victim: int) -> Body:
+    """Return a body in which the victim ends after all ranks have left the group."""
     del operation
 
     def body(rank: int) -> None:
         dist.destroy_process_group()
         if rank == victim:
-            strike()
+            mark_fault()
             end()
-        wait_for_strike()
+        wait_for_fault()
 
     return body
 
 
 _MOMENTS = {
-    "in own code": _in_own_code,
-    "inside": _inside,
-    "alone": _alone,
-    "asynchronous": _asynchronous,
-    "met": _met,
-    "in a group": _in_a_group,
-    "before init": _before_init,
-    "after leaving": _after_leaving,
+    "in own code": _die_in_own_code,
+    "inside": _die_inside,
+    "alone": _die_alone,
+    "asynchronous": _die_with_async_work,
+    "met": _die_before_wait,
+    "in a group": _die_in_subgroup,
+    "before init": _die_before_init,
+    "after leaving": _die_after_leaving,
 }
 
-# How, at which moment, in which operation, the victim, and of how many ranks.
-_DRAWN = (
+# Cause, moment, operation, victim and world size.
+_SELECTION = (
     ("SIGKILL", "in own code", "broadcast", 1, 3),
     ("SIGSEGV", "in own code", "reduce_scatter", 0, 3),
     ("SIGTERM", "in own code", "gather", 1, 2),
@@ -264,13 +264,15 @@ _DRAWN = (
 
 
 def _cases() -> Iterator[Case]:
-    for way, moment, operation, victim, size in _DRAWN:
-        end, kind, cause, advice = WAYS[way]
+    for cause_name, moment, operation, victim, size in _SELECTION:
+        end, kind, cause, advice = CAUSES[cause_name]
         body = _MOMENTS[moment](end, operation, victim)
         words = f"[Rr]ank {victim}\\b.*{cause}"
-        if moment == "before init" and kind == "failed":  # Phalanx is not there to see it
+        if moment == "before init" and kind == "failed":  # Phalanx is not loaded yet
             kind, words, advice = "exited", f"Rank {victim}\\b.*exit code 1", "end of its output"
-        name = " ".join(filter(None, (way, moment, operation, f"of {size}"))).replace(" ", "_")
+        name = " ".join(filter(None, (cause_name, moment, operation, f"of {size}"))).replace(
+            " ", "_"
+        )
         forms = moment != "before init"
         yield Case(name, size, body, (victim,), kind, words, advice.format(victim), forms=forms)
 

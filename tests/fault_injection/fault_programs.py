@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import phalanx
-from tests.drill.faults import Body, Case, Process, stay, strike
+from tests.fault_injection.faults import Body, Case, Process, mark_fault, sleep_until_killed
 
 _TRACEBACK = "traceback is in the stderr of rank {}"
 
 
 class _Samples(Dataset[torch.Tensor]):
-    """Samples of which the 21st is bad on one rank."""
+    """Samples; loading the 21st calls `bad` unless it is None."""
 
     def __init__(self, bad: Callable[[], object] | None) -> None:
         self._bad = bad
@@ -30,7 +30,7 @@ class _Samples(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if index == 21 and self._bad is not None:
-            strike()
+            mark_fault()
             self._bad()
         return torch.ones(4)
 
@@ -46,7 +46,7 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _loading(bad: Callable[[], object]) -> Body:
+def _load_data(bad: Callable[[], object]) -> Body:
     def body(rank: int) -> None:
         samples = _Samples(bad if rank == 1 else None)
         for batch in DataLoader(samples, batch_size=4, num_workers=2):
@@ -59,97 +59,97 @@ class _Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.whole = True
+        self.uses_second = True
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)
-        return self.second(x) if self.whole else x
+        return self.second(x) if self.uses_second else x
 
 
-def _steps(
-    rank: int, count: int, prepare: Callable[[_Model, int], object], marked: int = -1
+def _train(
+    rank: int, count: int, prepare: Callable[[_Model, int], object], marked_step: int = -1
 ) -> None:
-    """Train a model; rank 1 notes a fault before step `marked`."""
+    """Train a model; rank 1 records the time of its fault before `marked_step`."""
     model = _Model()
     prepare(model, rank)
     wrapped = DistributedDataParallel(model)
     for step in range(count):
-        if rank == 1 and step == marked:
-            strike()
+        if rank == 1 and step == marked_step:
+            mark_fault()
         wrapped(torch.ones(2, 4)).sum().backward()
 
 
-def _in_backward(rank: int) -> None:
+def _fail_in_backward(rank: int) -> None:
     def fail(_: torch.Tensor) -> None:
-        strike()
+        mark_fault()
         raise ValueError("the gradient is not finite")
 
     def prepare(model: _Model, rank: int) -> None:
         if rank == 1:
             model.first.weight.register_hook(fail)
 
-    _steps(rank, 3, prepare)
+    _train(rank, 3, prepare)
 
 
-def _unused(rank: int) -> None:
-    _steps(rank, 3, lambda model, rank: setattr(model, "whole", rank != 1), marked=1)
+def _skip_parameters(rank: int) -> None:
+    _train(rank, 3, lambda model, rank: setattr(model, "uses_second", rank != 1), marked_step=1)
 
 
-def _uneven(rank: int) -> None:
-    _steps(rank, 3 if rank == 1 else 6, lambda *_: None)
+def _train_unevenly(rank: int) -> None:
+    _train(rank, 3 if rank == 1 else 6, lambda *_: None)
     if rank == 1:
-        strike()
+        mark_fault()
 
 
 def _load(path: str) -> Any:
     return torch.load(path, weights_only=True)
 
 
-def _restoring(victim: int, load: Callable[[str], object]) -> Body:
-    """A rank can't load its checkpoint."""
+def _restore(victim: int, load: Callable[[str], object]) -> Body:
+    """Return a body in which the victim can't load its checkpoint."""
 
     def body(rank: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "model.pt")
             torch.save(_Model().state_dict(), path)
             if rank == victim:
-                strike()
+                mark_fault()
                 load(path)
             dist.barrier()
 
     return body
 
 
-def _truncated(path: str) -> None:
+def _load_truncated(path: str) -> None:
     os.truncate(path, os.path.getsize(path) // 2)
     _load(path)
 
 
-def _session(begin: Callable[[], object]) -> Body:
+def _fail_in_session(begin: Callable[[], object]) -> Body:
     def body(rank: int) -> None:
         with phalanx.init():
             dist.all_reduce(torch.ones(8))
             if rank == 1:
                 works = begin()
-                strike()
+                mark_fault()
                 raise ValueError(f"broken batch after {type(works).__name__}")
-            stay()
+            sleep_until_killed()
 
     return body
 
 
-def _import(rank: int) -> None:
+def _fail_to_import(rank: int) -> None:
     if rank == 1:
-        strike()
-        __import__("no_such_module_of_the_drill")
+        mark_fault()
+        __import__("no_such_module")
     dist.init_process_group("phalanx")
 
 
-def _steady(rank: int) -> None:
+def _run_steadily(rank: int) -> None:
     for step in range(10_000):
         dist.all_reduce(torch.ones(1000))
         if step == 100 and rank == 0:
-            strike()
+            mark_fault()
 
 
 # RPC.
@@ -159,7 +159,7 @@ def _square(x: torch.Tensor) -> torch.Tensor:
     return x * x
 
 
-def _calling(remote: Callable[..., object]) -> Body:
+def _call_remote(remote: Callable[..., object]) -> Body:
     def body(rank: int) -> None:
         import phalanx.rpc as rpc
 
@@ -173,62 +173,78 @@ def _calling(remote: Callable[..., object]) -> Body:
 
 
 def _hang_remotely() -> None:
-    strike()
-    stay()
+    mark_fault()
+    sleep_until_killed()
 
 
 def _die_remotely() -> None:
-    strike()
+    mark_fault()
     _kill()
 
 
-def _send(number: signal.Signals) -> Callable[[Process], None]:
+def _signal_launcher(number: signal.Signals) -> Callable[[Process], None]:
     return lambda process: process.send_signal(number)
 
 
-def _async() -> Any:
+def _all_reduce_async() -> Any:
     return dist.all_reduce(torch.ones(1000), async_op=True)
 
 
-def _failed(name: str, size: int, body: Body, rank: int, cause: str, advice: str = "") -> Case:
+def _make_failure(
+    name: str, size: int, body: Body, rank: int, cause: str, advice: str = ""
+) -> Case:
     words, advice = f"Rank {rank} .*{cause}", advice or _TRACEBACK.format(rank)
     return Case(name, size, body, (rank,), "failed", words, advice, forms="session" not in name)
 
 
 CASES = (
-    _failed(
+    _make_failure(
         "worker_killed",
         2,
-        _loading(_kill),
+        _load_data(_kill),
         1,
         r"DataLoader worker \(pid.*signal: Killed",
         "DataLoader.*journalctl",
     ),
-    _failed(
+    _make_failure(
         "worker_MemoryError",
         2,
-        _loading(_raise(MemoryError())),
+        _load_data(_raise(MemoryError())),
         1,
         "MemoryError",
         "[Uu]se less memory",
     ),
-    _failed("DDP_hook", 2, _in_backward, 1, "ValueError: the gradient is not finite"),
-    _failed("DDP_unused", 2, _unused, 1, "Expected to have finished", "find_unused_parameters"),
-    Case("DDP_uneven", 3, _uneven, (1,), "finished", "Rank 1 .*finished early", "as many batches"),
-    _failed("checkpoint_truncated", 2, _restoring(0, _truncated), 0, "Error: "),
-    _failed(
+    _make_failure("DDP_hook", 2, _fail_in_backward, 1, "ValueError: the gradient is not finite"),
+    _make_failure(
+        "DDP_unused", 2, _skip_parameters, 1, "Expected to have finished", "find_unused_parameters"
+    ),
+    Case(
+        "DDP_uneven",
+        3,
+        _train_unevenly,
+        (1,),
+        "finished",
+        "Rank 1 .*finished early",
+        "as many batches",
+    ),
+    _make_failure("checkpoint_truncated", 2, _restore(0, _load_truncated), 0, "Error: "),
+    _make_failure(
         "checkpoint_missing",
         3,
-        _restoring(1, lambda path: _load(f"{path}.old")),
+        _restore(1, lambda path: _load(f"{path}.old")),
         1,
         r"FileNotFoundError: .*model\.pt\.old",
     ),
-    _failed("session_exception", 3, _session(lambda: None), 1, "ValueError: broken batch"),
-    _failed("session_with_work", 2, _session(_async), 1, "ValueError: broken batch"),
+    _make_failure(
+        "session_exception", 3, _fail_in_session(lambda: None), 1, "ValueError: broken batch"
+    ),
+    _make_failure(
+        "session_with_work", 2, _fail_in_session(_all_reduce_async), 1, "ValueError: broken batch"
+    ),
     Case(
         "import_error",
         2,
-        _import,
+        _fail_to_import,
         (1,),
         "exited",
         "Rank 1 .*exit code 1",
@@ -238,32 +254,34 @@ CASES = (
     Case(
         "launcher_SIGKILL",
         2,
-        _steady,
+        _run_steadily,
         (0, 1),
         "launcher",
         "launcher .*disappeared.*SIGKILL",
         "journalctl",
-        disturb=_send(signal.SIGKILL),
+        disturb=_signal_launcher(signal.SIGKILL),
     ),
     Case(
         "launcher_SIGTERM",
         3,
-        _steady,
+        _run_steadily,
         (0, 1, 2),
         "launcher",
         "launcher stopped ranks 0-2",
         "signal",
-        disturb=_send(signal.SIGTERM),
+        disturb=_signal_launcher(signal.SIGTERM),
     ),
     Case(
         "RPC_hung",
         2,
-        _calling(_hang_remotely),
+        _call_remote(_hang_remotely),
         (1,),
         "unanswered",
         "'worker1'.* not answered the call of .*_hang_remotely.*'worker0'.*executing",
         "py-spy|loop",
         hangs=True,
     ),
-    Case("RPC_dead", 2, _calling(_die_remotely), (1,), "killed", "Rank 1 .*SIGKILL", "journalctl"),
+    Case(
+        "RPC_dead", 2, _call_remote(_die_remotely), (1,), "killed", "Rank 1 .*SIGKILL", "journalctl"
+    ),
 )
