@@ -394,7 +394,7 @@ def test_invalid_arguments_start_no_process(call, message, monkeypatch):
     def start(*args):
         pytest.fail("a process was started")
 
-    monkeypatch.setattr("phalanx.launcher.rank_processes.Ranks.start", start)
+    monkeypatch.setattr("phalanx.launcher.rank_processes.RankProcesses.start", start)
     with pytest.raises(UsageError, match=message):
         call()
 

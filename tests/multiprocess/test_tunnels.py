@@ -107,7 +107,7 @@ def test_unauthenticated_connections_have_no_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This includes idle ones, of which there are more than the limit of pending handshakes."""
-    monkeypatch.setattr(tunnel_server, "_MOST_PENDING", 64)
+    monkeypatch.setattr(tunnel_server, "_MAX_PENDING", 64)
     guarded_store.store.set("own", "value")
     keys = guarded_store.store.num_keys()
     with contextlib.ExitStack() as stack:
@@ -130,7 +130,7 @@ def test_unauthenticated_connections_have_no_effect(
 def test_a_flood_from_one_address_spares_other_addresses(
     guarded_store: GuardedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunnel_server, "_MOST_PENDING", 8)
+    monkeypatch.setattr(tunnel_server, "_MAX_PENDING", 8)
     with contextlib.ExitStack() as stack:
         slow = socket.create_connection((HOST, guarded_store.port), LIMIT, ("127.0.0.2", 0))
         stack.enter_context(slow)

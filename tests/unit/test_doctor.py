@@ -299,8 +299,8 @@ def test_an_answer_over_ssh_contains_the_number_of_its_command() -> None:
 def test_a_configuration_of_ssh_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "CONFIGURATION_LIMIT", 0.2)
-    with pytest.raises(LaunchError, match=r"-G -- node-a` didn't end within 0.2 s: see what ssh's"):
+    monkeypatch.setattr(connection, "CONFIGURATION_TIMEOUT", 0.2)
+    with pytest.raises(LaunchError, match=r"-G -- node-a` did not end within 0.2 s: check for commands in ssh's"):
         connection.resolve_address(
             HostSpec("node-a", None), make_ssh(tmp_path, "import time; time.sleep(60)")
         )

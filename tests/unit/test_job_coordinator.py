@@ -149,7 +149,7 @@ def test_a_lost_host_is_reported(
     coordinators: list[JobCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All hosts get the report, even the one that made it, unless the lost host had finished."""
-    monkeypatch.setattr("phalanx.launcher.job_coordinator._MISS_SECONDS", 0.1)
+    monkeypatch.setattr("phalanx.launcher.job_coordinator._LOSS_DELAY_SECONDS", 0.1)
     coordinators[0].report_lost_host("x", "a stranger")
     coordinators[0].report_lost_host("c", "node-c")
     for each in coordinators[:2]:
@@ -243,7 +243,7 @@ def test_the_deciding_host_is_lost(
 def test_a_host_lost_during_the_rendezvous_is_reported(
     coordinators: list[JobCoordinator], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("phalanx.launcher.job_coordinator._MISS_SECONDS", 0.1)
+    monkeypatch.setattr("phalanx.launcher.job_coordinator._LOSS_DELAY_SECONDS", 0.1)
     coordinators[0].begin_attempt(0, ())
     coordinators[0].report_lost_host("c", "node-c")
     coordinators[0].begin_attempt(1, HOSTS)
