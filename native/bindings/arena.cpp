@@ -17,7 +17,7 @@ struct Block {
   std::byte* data;
 };
 
-Bytes shared_bytes(std::size_t size) {
+Bytes allocate_shared(std::size_t size) {
   Status status;
   Arena* arena = Arena::own(status);
   std::byte* data = arena == nullptr ? nullptr : arena->allocate(size, status);
@@ -43,7 +43,7 @@ std::size_t shared_bytes_in_use() {
 }  // namespace
 
 void bind_arena(nb::module_& module) {
-  module.def("shared_bytes", &shared_bytes, nb::arg("size"));
+  module.def("allocate_shared", &allocate_shared, nb::arg("size"));
   module.def("shared_bytes_in_use", &shared_bytes_in_use);
 }
 

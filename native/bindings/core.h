@@ -24,8 +24,8 @@ using Address = std::uintptr_t;
 // A group and its mailbox. Calls that block hold a reference of their own, so that close() in one
 // thread doesn't pull the memory from under another.
 struct Core {
-  Core(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
-      : group(std::move(segment), rank, note), mailbox(group) {}
+  Core(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
+      : group(std::move(segment), rank, entry), mailbox(group) {}
   Group group;
   Mailbox mailbox;
 };
@@ -51,7 +51,7 @@ const char* name_of(DType dtype);
 const char* name_of(ReduceOp op);
 
 // What a flight recorder's bytes hold, as _native.pyi says. Raises ValueError.
-nb::dict box_to_python(const std::vector<std::byte>& bytes, std::size_t history);
+nb::dict recorder_to_python(const std::vector<std::byte>& bytes, std::size_t history);
 
 // None for ok, a Status object otherwise; raises what a Python signal handler raised.
 nb::object to_python(const Status& status);
@@ -84,12 +84,12 @@ void bind_flight_recorder(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_overlap(nb::module_& module);
 void bind_arena(nb::module_& module);
-void bind_commons(nb::module_& module);
+void bind_cow_memory(nb::module_& module);
 void bind_rows(nb::module_& module);
 void bind_row_gradients(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);
 void bind_collectives(nb::class_<PyGroup>& group);
-void bind_compose(nb::class_<PyGroup>& group);
+void bind_composite(nb::class_<PyGroup>& group);
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group);
 
 }  // namespace phalanx::bindings

@@ -11,11 +11,11 @@ NB_MODULE(_native, module) {
   bind_call_site(module);
   bind_flight_recorder(module);
   bind_arena(module);
-  bind_commons(module);
+  bind_cow_memory(module);
   bind_rows(module);
   bind_row_gradients(module);
   auto group = bind_group(module);
   bind_collectives(group);
-  bind_compose(group);
+  bind_composite(group);
   bind_mailbox(module, group);
 }

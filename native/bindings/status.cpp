@@ -13,7 +13,7 @@ const char* name_of(Code code) {
     case Code::out_of_memory: return "out_of_memory";
     case Code::system: return "system";
     case Code::left: return "left";
-    case Code::ring: return "ring";
+    case Code::deadlock: return "deadlock";
   }
   return "unknown";
 }
@@ -47,7 +47,7 @@ Kind kind_of(std::string_view name) {
 }
 
 Code code_of(std::string_view name) {
-  for (int number = 0; number <= static_cast<int>(Code::ring); ++number) {
+  for (int number = 0; number <= static_cast<int>(Code::deadlock); ++number) {
     if (name == name_of(static_cast<Code>(number))) {
       return static_cast<Code>(number);
     }
@@ -63,17 +63,17 @@ PyObject* watcher = nullptr;
 // When this thread's operation began, and after how long its watcher is called next.
 struct Wait {
   Clock::time_point began;
-  Clock::duration patience;
+  Clock::duration next_call;
 };
 thread_local Wait current_wait;
-constexpr auto kFirstLook = std::chrono::seconds(1);
-constexpr auto kSecondLook = std::chrono::milliseconds(500);
+constexpr auto kFirstCall = std::chrono::seconds(1);
+constexpr auto kRepeatedCall = std::chrono::milliseconds(500);
 
 // Looks seldom at a wait that goes on for long, and soon again when something was suspected. True
 // when a signal arrived meanwhile whose handler has raised: that error stands.
 bool watch(Clock::time_point now) {
   const Clock::duration waited = now - current_wait.began;
-  if (watcher == nullptr || waited < current_wait.patience) {
+  if (watcher == nullptr || waited < current_wait.next_call) {
     return false;
   }
   const nb::object suspected = nb::steal(PyObject_CallNoArgs(watcher));
@@ -84,7 +84,7 @@ bool watch(Clock::time_point now) {
     PyErr_WriteUnraisable(watcher);
   }
   const bool soon = suspected.is_valid() && suspected.is(nb::bool_(true));
-  current_wait.patience = soon ? waited + kSecondLook : 2 * waited;
+  current_wait.next_call = soon ? waited + kRepeatedCall : 2 * waited;
   return false;
 }
 
@@ -103,7 +103,7 @@ void set_watcher(nb::object call) { watcher = call.release().ptr(); }
 Bounds bounds_for(double seconds) {
   const auto now = Clock::now();
   const std::chrono::duration<double> span(seconds);
-  current_wait = {.began = now, .patience = kFirstLook};
+  current_wait = {.began = now, .next_call = kFirstCall};
   const bool endless = span >= std::chrono::hours(24 * 365);
   return {.deadline = endless ? Clock::time_point::max()
                               : now + std::chrono::duration_cast<Clock::duration>(span),

@@ -15,7 +15,7 @@
 #define MOVE_ALL 3 /* all_gather: everybody produces and consumes */
 #define REDUCE 4   /* the large all_reduce */
 #define EXCHANGE 5 /* reduce_scatter, all_to_all */
-#define DIRECT 6   /* all_reduce of tensors in arenas */
+#define ZERO_COPY 6   /* all_reduce of tensors in arenas */
 #define OTHER 7    /* a fingerprint that differs */
 
 /* Codes; the abort word holds one with the rank that it is about, and the witness. */
@@ -55,16 +55,16 @@ byte inline_buffer[2 * RANKS];
 byte staging[2 * RANKS * RANKS];
 byte tensor[RANKS * RANKS];
 byte word;            /* the abort word */
-bool trouble[RANKS];  /* what a witness publishes beside it */
+bool fingerprints_published[RANKS];  /* what a witness publishes beside it */
 bool left[RANKS], dead[RANKS];
 byte deaths = DEATHS; /* to come */
 byte timeouts = TIMEOUTS, mismatches = MISMATCHES;
 byte differs;         /* the operation in which a rank is in another one than the rest */
-bool refused[RANKS];  /* has failed once */
+bool has_failed[RANKS];  /* has failed once */
 
 hidden byte each;
 
-#ifdef NO_LOOK_AT_PROCESS
+#ifdef NO_PROCESS_CHECK
 #define lost(r) false
 #else
 #define lost(r) dead[r]
@@ -73,7 +73,7 @@ hidden byte each;
 #ifdef AWAIT_ONLY_PEER
 #define absent(r) false
 #else
-#define absent(r) ((lost(r) || left[r]) && step[r] < met)
+#define absent(r) ((lost(r) || left[r]) && step[r] < entry_step)
 #endif
 #if RANKS == 2
 #define someone_absent (absent(0) || absent(1))
@@ -82,24 +82,24 @@ hidden byte each;
 #endif
 
 /* LATE */
-#define gone(r) (dead[r] || left[r])
+#define has_ended(r) (dead[r] || left[r])
 #define hopeless(r) (dead[r] && step[r] <= step[me])
 
 /* Group::abort: the first failure wins, and is what everybody reports. */
-inline give_up(why) {
+inline abort_group(why) {
   status = word;
   if
   :: status == 0 ->
-#ifdef WORD_BEFORE_TROUBLE
+#ifdef WORD_BEFORE_FINGERPRINTS
      atomic {
        if
        :: word == 0 -> word = why
        :: else
        fi
      };
-     trouble[me] = true;
+     fingerprints_published[me] = true;
 #else
-     trouble[me] = true;
+     fingerprints_published[me] = true;
      atomic {
 #ifdef ABORT_STORES
        word = why
@@ -114,24 +114,24 @@ inline give_up(why) {
      status = word
   :: else
   fi;
-  assert(trouble[witness(status)]);
+  assert(fingerprints_published[witness(status)]);
   goto failed
 }
 
 /* Group::trouble_with: of one that has left, a death may be the reason. */
-inline look_at(whom) {
+inline check_peer(whom) {
   if
-  :: lost(whom) -> verdict = pack(LOST, whom)
+  :: lost(whom) -> peer_status = pack(LOST, whom)
   :: else ->
      if
      :: left[whom] ->
         if
-        :: whom != 0 && me != 0 && lost(0) -> verdict = pack(LOST, 0)
-        :: whom != 1 && me != 1 && lost(1) -> verdict = pack(LOST, 1)
+        :: whom != 0 && me != 0 && lost(0) -> peer_status = pack(LOST, 0)
+        :: whom != 1 && me != 1 && lost(1) -> peer_status = pack(LOST, 1)
 #if RANKS == 3
-        :: whom != 2 && me != 2 && lost(2) -> verdict = pack(LOST, 2)
+        :: whom != 2 && me != 2 && lost(2) -> peer_status = pack(LOST, 2)
 #endif
-        :: else -> verdict = pack(LEFT, whom)
+        :: else -> peer_status = pack(LEFT, whom)
         fi
      :: else
      fi
@@ -139,17 +139,17 @@ inline look_at(whom) {
 }
 
 /* Group::trouble_while_awaiting */
-inline look_for_trouble() {
-  verdict = word;
+inline check_peers() {
+  peer_status = word;
   if
-  :: verdict == 0 -> look_at(peer)
+  :: peer_status == 0 -> check_peer(peer)
   :: else
   fi;
   other = 0;
   do
-  :: other < RANKS && verdict == 0 ->
+  :: other < RANKS && peer_status == 0 ->
      if
-     :: other != me && other != peer && absent(other) -> look_at(other)
+     :: other != me && other != peer && absent(other) -> check_peer(other)
      :: else
      fi;
      other++
@@ -161,35 +161,35 @@ inline look_for_trouble() {
 /* A slice may be over, and the look for trouble come, some time after the look at the step. One such
  * look in vain is allowed for each wait. */
 inline await(target) {
-  looked = false;
+  checked = false;
   do
-  :: d_step { step[peer] >= target -> looked = false; verdict = 0 }; break
+  :: d_step { step[peer] >= target -> checked = false; peer_status = 0 }; break
   :: atomic { step[peer] < target && timeouts > 0 -> timeouts-- };
-     give_up(pack(TIMEOUT, peer))
+     abort_group(pack(TIMEOUT, peer))
   :: step[peer] < target &&
-     (!looked || word != 0 || left[peer] || lost(peer) || someone_absent) ->
-     looked = true;
-     look_for_trouble();
+     (!checked || word != 0 || left[peer] || lost(peer) || someone_absent) ->
+     checked = true;
+     check_peers();
      if
-     :: verdict == 0
+     :: peer_status == 0
      :: else ->
-#ifndef NO_LAST_LOOK
+#ifndef NO_LAST_CHECK
         if
-        :: d_step { step[peer] >= target -> looked = false; verdict = 0 }; break
+        :: d_step { step[peer] >= target -> checked = false; peer_status = 0 }; break
         :: else
         fi;
 #endif
         /* Nobody is said to be missing who had come. */
-        assert(code_of(verdict) == MISMATCH || code_of(verdict) == TIMEOUT || word != 0 ||
-               step[about(verdict)] < target || left[peer]);
-        give_up(verdict)
+        assert(code_of(peer_status) == MISMATCH || code_of(peer_status) == TIMEOUT || word != 0 ||
+               step[about(peer_status)] < target || left[peer]);
+        abort_group(peer_status)
      fi
   od
 }
 
 inline advance() { step[me] = step[me] + 1 }
 
-inline meet() {
+inline enter_collective() {
 #ifdef FINGERPRINT_AFTER_STEP
   advance();
   FINGERPRINT(me, k) = mine;
@@ -197,14 +197,14 @@ inline meet() {
   FINGERPRINT(me, k) = mine;
   advance();
 #endif
-  met = step[me];
+  entry_step = step[me];
   peer = 0;
   do
   :: peer < RANKS && peer != me ->
-     await(met);
+     await(entry_step);
 #ifndef NO_COMPARE
      if
-     :: FINGERPRINT(peer, k) != mine -> give_up(pack(MISMATCH, peer))
+     :: FINGERPRINT(peer, k) != mine -> abort_group(pack(MISMATCH, peer))
      :: else
      fi;
 #endif
@@ -368,7 +368,7 @@ inline reduce_chunks() {
 }
 
 /* reduction.cpp: SharedReduction, on tensors of which slice r is combined by rank r */
-inline reduce_in_place() {
+inline reduce_zero_copy() {
   d_step {
     each = 0;
     do
@@ -383,7 +383,7 @@ inline reduce_in_place() {
   :: else -> break
   od;
   peer = 0;
-#ifndef NO_PARTING
+#ifndef NO_EXIT_BARRIER
   advance();
   await_all(step[me]);
 #endif
@@ -403,7 +403,7 @@ inline begin() {
     mine = (k == 1 -> OP1 : (k == 2 -> OP2 : OP3));
     each = 0;
     do /* the user's data */
-    :: each < RANKS && mine == DIRECT && !refused[me] -> TENSOR(me, each) = INPUT(k, 0); each++
+    :: each < RANKS && mine == ZERO_COPY && !has_failed[me] -> TENSOR(me, each) = INPUT(k, 0); each++
     :: else -> break
     od;
     each = 0;
@@ -430,8 +430,8 @@ inline begin() {
 }
 
 proctype rank(byte me) {
-  byte k, mine, met, base, c, peer, other, verdict, status;
-  bool looked;
+  byte k, mine, entry_step, base, c, peer, other, peer_status, status;
+  bool checked;
   {
     k = 1;
     do
@@ -440,18 +440,18 @@ proctype rank(byte me) {
        /* Rank 0 computes until the others have gone on, once they can't need it. */
        if
        :: skip
-       :: me == 0 && (hopeless(1) || hopeless(2)) -> (gone(1) && gone(2))
+       :: me == 0 && (hopeless(1) || hopeless(2)) -> (has_ended(1) && has_ended(2))
        fi;
 #endif
        begin();
-       meet();
+       enter_collective();
        if
        :: mine == SMALL -> read_inline()
        :: mine == MOVE_ONE -> move_chunks(me == 0, me != 0)
        :: mine == MOVE_ALL -> move_chunks(true, true)
        :: mine == REDUCE -> reduce_chunks()
        :: mine == EXCHANGE -> exchange()
-       :: mine == DIRECT -> reduce_in_place()
+       :: mine == ZERO_COPY -> reduce_zero_copy()
        fi;
 failed:
        if
@@ -460,7 +460,7 @@ failed:
           assert(code_of(status) != LOST || dead[about(status)]);
           assert(code_of(status) != LEFT || left[about(status)]);
           assert(code_of(status) != MISMATCH || differs != 0);
-          d_step { refused[me] = true; status = 0; verdict = 0; looked = false; peer = 0; other = 0 }
+          d_step { has_failed[me] = true; status = 0; peer_status = 0; checked = false; peer = 0; other = 0 }
        :: else
        fi;
        d_step { c = 0; base = 0; k++ }

@@ -18,7 +18,7 @@
 
 bool dead[RANKS];
 bool asleep[RANKS];
-byte bed[RANKS];      /* whose event one sleeps on */
+byte sleeps_on[RANKS];      /* whose event one sleeps on */
 byte deaths = DEATHS; /* to come */
 byte spurious = SPURIOUS;
 
@@ -36,7 +36,7 @@ inline sleep(owner) {
     d_step { join(view[me], view[KERNEL(owner)]) };
     load(TICKET(owner), relaxed, value);
     if
-    :: value == seen -> asleep[me] = true; bed[me] = owner
+    :: value == seen -> asleep[me] = true; sleeps_on[me] = owner
     :: else
     fi;
     value = 0
@@ -48,7 +48,7 @@ inline sleep(owner) {
   fi
 }
 
-inline rise(owner) {
+inline retract(owner) {
   add(SLEEPERS(owner), SLEEPERS_SUB, -1, value);
   seen = 0
 }
@@ -61,7 +61,7 @@ inline wake(owner) {
     do
     :: other < RANKS ->
        if
-       :: asleep[other] && bed[other] == owner -> asleep[other] = false
+       :: asleep[other] && sleeps_on[other] == owner -> asleep[other] = false
        :: else
        fi;
        other++

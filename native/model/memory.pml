@@ -19,7 +19,7 @@
 #define IS_SC(order) ((order & 4) != 0)
 
 typedef View { byte at[LOCATIONS] };
-typedef Value { byte what; View view };
+typedef Value { byte data; View view };
 typedef Location { Value past[VALUES]; byte last; byte last_sc };
 
 Location memory[LOCATIONS];
@@ -27,7 +27,7 @@ View view[THREADS];
 
 hidden byte each;
 
-#define LATEST(x) memory[x].past[memory[x].last].what
+#define LATEST(x) memory[x].past[memory[x].last].data
 
 inline join(into, from) {
   each = 0;
@@ -62,7 +62,7 @@ inline load(x, order, result) {
       :: ACQUIRES(order) -> join(view[me], memory[x].past[place].view)
       :: else
       fi;
-      result = memory[x].past[place].what;
+      result = memory[x].past[place].data;
       place = 0
     }
   }
@@ -72,7 +72,7 @@ inline append(x, order, content) {
   assert(memory[x].last + 1 < VALUES);
   memory[x].last++;
   view[me].at[x] = memory[x].last;
-  memory[x].past[memory[x].last].what = content;
+  memory[x].past[memory[x].last].data = content;
   memory[x].past[memory[x].last].view.at[x] = memory[x].last;
   if
   :: RELEASES(order) -> join(memory[x].past[memory[x].last].view, view[me])

@@ -68,7 +68,7 @@ Arena* Arena::make(Status& status) {
   return arena;
 }
 
-std::optional<Place> Arena::locate(const void* data, std::size_t bytes) {
+std::optional<ArenaLocation> Arena::locate(const void* data, std::size_t bytes) {
   // Pairs with the store in make.
   const Arena* arena = current.load(std::memory_order_acquire);
   if (arena == nullptr || data == nullptr) {
@@ -79,7 +79,7 @@ std::optional<Place> Arena::locate(const void* data, std::size_t bytes) {
   if (offset >= arena->bytes_ || bytes > arena->bytes_ - offset || arena->owner_ != getpid()) {
     return std::nullopt;
   }
-  return Place{.descriptor = arena->fd_, .offset = offset};
+  return ArenaLocation{.descriptor = arena->fd_, .offset = offset};
 }
 
 std::byte* Arena::allocate(std::size_t bytes, Status& status) {

@@ -30,7 +30,7 @@ constexpr std::uint64_t kPidfdInfoExit = 1 << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
 // Milliseconds for the end of a process whose wait status may not be there yet.
-constexpr int kPatience = 200;
+constexpr int kWaitStatusTimeout = 200;
 
 std::optional<int> reaped_status(int handle) {
   PidfdInfo info{};
@@ -107,15 +107,15 @@ bool exiting(int pid) {
 }  // namespace
 
 struct Process::Handle {
-  Handle(int of, int fd) : pid(of), descriptor(fd) {}
+  Handle(int process, int fd) : pid(process), descriptor(fd) {}
   ~Handle() { ::close(descriptor); }
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
   // Whether the kernel is done with it, in so many milliseconds at most.
-  bool ended(int patience = 0) const {
+  bool ended(int timeout = 0) const {
     pollfd poller{.fd = descriptor, .events = POLLIN, .revents = 0};
-    return poll(&poller, 1, patience) == 1;
+    return poll(&poller, 1, timeout) == 1;
   }
 
   int pid;
@@ -154,7 +154,7 @@ std::optional<int> Process::wait_status() const {
   auto stat = stat_of(handle_->pid);
   if (stat && stat->exiting() && stat->wait_status == 0) {
     // Not written yet, on some kernels.
-    handle_->ended(kPatience);
+    handle_->ended(kWaitStatusTimeout);
     stat = stat_of(handle_->pid);
   }
   const auto status =

@@ -24,7 +24,7 @@ constexpr std::size_t whole(std::size_t bytes, std::size_t unit) {
 }
 
 struct Offsets {
-  std::size_t writers, locks, values, aside, end;
+  std::size_t writers, locks, values, backups, end;
   std::size_t stride, part_bytes;
 };
 
@@ -40,8 +40,8 @@ constexpr Offsets offsets_for(const RowsShape& shape) {
   o.writers = kPage;
   o.locks = o.writers + whole(kRowWriters * sizeof(RowWriter), kPage);
   o.values = o.locks + whole(locks_for(shape) * sizeof(std::uint64_t), kPage);
-  o.aside = o.values + shape.parts * o.part_bytes;
-  o.end = o.aside + whole(kRowWriters * shape.parts * whole(o.stride, kLine), kPage);
+  o.backups = o.values + shape.parts * o.part_bytes;
+  o.end = o.backups + whole(kRowWriters * shape.parts * whole(o.stride, kCacheLine), kPage);
   return o;
 }
 
@@ -50,21 +50,21 @@ static_assert(offsets_for({.rows = 5, .width = 3, .parts = 2}).end ==
               "a changed layout needs a new kRowsVersion");
 // Nothing that is computed of a shape that is valid is too large: the largest is 4 parts of 2^59
 // bytes, and little more.
-static_assert(offsets_for({.rows = kMostRows,
-                           .width = kMostRowElements,
-                           .parts = kMostRowParts,
+static_assert(offsets_for({.rows = kMaxRows,
+                           .width = kMaxRowElements,
+                           .parts = kMaxRowParts,
                            .dtype = DType::float64})
                   .end < std::uint64_t{1} << 62);
 
 bool valid(const RowsShape& shape) {
-  return shape.rows <= kMostRows && shape.width >= 1 && shape.width <= kMostRowElements &&
-         shape.parts >= 1 && shape.parts <= kMostRowParts &&
+  return shape.rows <= kMaxRows && shape.width >= 1 && shape.width <= kMaxRowElements &&
+         shape.parts >= 1 && shape.parts <= kMaxRowParts &&
          (shape.dtype == DType::float32 || shape.dtype == DType::float64);
 }
 
 // Whether a process and this one mean the same processes by pids, as those who write must: in the
 // memory stands whose row it is.
-bool knows_pids_of(int pid) {
+bool shares_pid_namespace(int pid) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/ns/pid", pid);
   char own[64] = {};
@@ -82,9 +82,9 @@ Rows::Rows(std::byte* base, const RowsShape& shape, std::size_t bytes, int fd)
   stride_ = o.stride;
   part_bytes_ = o.part_bytes;
   locks_ = base + o.locks;
-  last_lock_ = locks_for(shape) - 1;
+  lock_mask_ = locks_for(shape) - 1;
   values_ = base + o.values;
-  aside_ = base + o.aside;
+  backups_ = base + o.backups;
 }
 
 Rows::~Rows() {
@@ -163,7 +163,7 @@ std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, S
   const int seals = fcntl(fd, F_GET_SEALS);
   const auto known = static_cast<ssize_t>(offsetof(RowsHeader, step));
   RowsShape shape;
-  bool good = knows_pids_of(pid) && seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
+  bool good = shares_pid_namespace(pid) && seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
               fstat(fd, &info) == 0 &&
               pread(fd, &header, static_cast<std::size_t>(known), 0) == known &&
               header.magic == kRowsMagic && header.version == kRowsVersion && header.nonce == nonce;
@@ -187,16 +187,16 @@ std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, S
   return opened;
 }
 
-RowWriter& Rows::writer(std::size_t place) const {
-  return reinterpret_cast<RowWriter*>(base_ + kPage)[place];
+RowWriter& Rows::writer(std::size_t slot) const {
+  return reinterpret_cast<RowWriter*>(base_ + kPage)[slot];
 }
 
 Rows::Word* Rows::words(std::uint32_t part, std::uint64_t row) const {
   return reinterpret_cast<Word*>(values_ + part * part_bytes_ + row * stride_);
 }
 
-std::byte* Rows::aside(std::size_t place, std::uint32_t part) const {
-  return aside_ + (place * shape_.parts + part) * whole(stride_, kLine);
+std::byte* Rows::backup(std::size_t slot, std::uint32_t part) const {
+  return backups_ + (slot * shape_.parts + part) * whole(stride_, kCacheLine);
 }
 
 RowsResult Rows::check(const RowList& list) const {

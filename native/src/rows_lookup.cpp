@@ -8,7 +8,7 @@ namespace {
 
 constexpr std::size_t kBlock = RowReader::kBlock;
 // How many rows ahead memory is asked for.
-constexpr std::size_t kAhead = 16;
+constexpr std::size_t kPrefetchAhead = 16;
 
 RowsResult check(const Bags& bags, std::size_t count) {
   std::int64_t last = 0;
@@ -38,13 +38,13 @@ void divide(const Bags& bags, std::size_t count, std::size_t width, T* out) {
 
 // Of the block that begins kAhead after number i; at the beginning of those before it too.
 void Rows::prefetch_block(const RowList& list, std::size_t i, std::uint32_t parts) const {
-  const std::size_t end = std::min(i + kAhead + kBlock, list.count);
-  for (std::size_t k = i == 0 ? 0 : i + kAhead; k < end; ++k) {
+  const std::size_t end = std::min(i + kPrefetchAhead + kBlock, list.count);
+  for (std::size_t k = i == 0 ? 0 : i + kPrefetchAhead; k < end; ++k) {
     prefetch(static_cast<std::uint64_t>(list.rows[k]), parts);
   }
 }
 
-RowsResult Rows::gather(const RowList& list, void* const* parts, Patience patience) {
+RowsResult Rows::gather(const RowList& list, void* const* parts, Timeout timeout) {
   if (const RowsResult result = check(list); !result.ok()) {
     return result;
   }
@@ -53,7 +53,7 @@ RowsResult Rows::gather(const RowList& list, void* const* parts, Patience patien
   while (wanted > 0 && parts[wanted - 1] == nullptr) {
     --wanted;
   }
-  RowReader reader(*this, patience);
+  RowReader reader(*this, timeout);
   for (std::size_t i = 0; i < list.count; i += kBlock) {
     const std::size_t count = std::min(kBlock, list.count - i);
     prefetch_block(list, i, wanted);
@@ -61,7 +61,7 @@ RowsResult Rows::gather(const RowList& list, void* const* parts, Patience patien
       const auto row = static_cast<std::uint64_t>(list.rows[i + k]);
       for (std::uint32_t part = 0; part < wanted; ++part) {
         if (parts[part] != nullptr) {
-          take_row(static_cast<std::byte*>(parts[part]) + (i + k) * size, words(part, row), size);
+          load_row(static_cast<std::byte*>(parts[part]) + (i + k) * size, words(part, row), size);
         }
       }
     });
@@ -74,13 +74,13 @@ RowsResult Rows::gather(const RowList& list, void* const* parts, Patience patien
 
 template <class T>
 RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling, const T* weights,
-                         T* out, Patience patience) {
+                         T* out, Timeout timeout) {
   const std::size_t width = shape_.width;
   std::vector<T> block(kBlock * width);
   const kernels::CombineRows combine =
       kernels::in_use().combine_rows[static_cast<std::size_t>(shape_.dtype)];
-  const auto use = pooling == Pooling::max ? kernels::RowUse::largest : kernels::RowUse::sum;
-  RowReader reader(*this, patience);
+  const auto use = pooling == Pooling::max ? kernels::RowCombine::max : kernels::RowCombine::sum;
+  RowReader reader(*this, timeout);
   const auto end_of = [&](std::size_t bag) {
     return bag + 1 < bags.count ? static_cast<std::size_t>(bags.offsets[bag + 1]) : list.count;
   };
@@ -99,7 +99,7 @@ RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling,
     const std::size_t count = std::min(kBlock, all - i);
     prefetch_block(list, i, 1);
     const std::size_t read = reader.read(list.rows + i, count, [&](std::size_t k) {
-      take_row(reinterpret_cast<std::byte*>(block.data() + k * width),
+      load_row(reinterpret_cast<std::byte*>(block.data() + k * width),
                words(0, static_cast<std::uint64_t>(list.rows[i + k])), row_bytes());
     });
     if (read != count) {
@@ -120,7 +120,7 @@ RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling,
 }
 
 RowsResult Rows::pool(const RowList& list, const Bags& bags, Pooling pooling, const void* weights,
-                      void* out, Patience patience) {
+                      void* out, Timeout timeout) {
   if (const RowsResult result = check(list); !result.ok()) {
     return result;
   }
@@ -129,10 +129,10 @@ RowsResult Rows::pool(const RowList& list, const Bags& bags, Pooling pooling, co
   }
   if (shape_.dtype == DType::float64) {
     return pool_as(list, bags, pooling, static_cast<const double*>(weights),
-                   static_cast<double*>(out), patience);
+                   static_cast<double*>(out), timeout);
   }
   return pool_as(list, bags, pooling, static_cast<const float*>(weights), static_cast<float*>(out),
-                 patience);
+                 timeout);
 }
 
 }  // namespace phalanx

@@ -76,17 +76,17 @@ bool ended(std::uint64_t identity) {
 // beginning of what stands here, up to one instruction: stores that release stay behind all that
 // stands before them. So no look at what the dead has left needs to pair with its stores; it does
 // where that costs nothing.
-bool Rows::repair(std::size_t place) {
-  if (place >= kRowWriters) {
+bool Rows::repair(std::size_t slot) {
+  if (slot >= kRowWriters) {
     return false;  // no place that a writer of ours has
   }
-  RowWriter& dead = writer(place);
+  RowWriter& dead = writer(slot);
   // Pairs with the claim of the place.
   std::uint64_t identity = dead.owner.load(std::memory_order_acquire);
   if (identity == 0 || !ended(identity)) {
     return false;
   }
-  PHALANX_STEP("rows: take over");
+  PHALANX_STEP("rows: take over the slot");
   // One wins. From here on this process is the writer: if it dies too, it is repaired likewise.
   // Acquires what an earlier repair did, and what it had acquired.
   if (!dead.owner.compare_exchange_strong(identity, own_identity(), std::memory_order_acq_rel)) {
@@ -96,26 +96,26 @@ bool Rows::repair(std::size_t place) {
   const std::uint64_t row = dead.row.load(std::memory_order_relaxed);
   // Pairs with its taking (RowPlace::take).
   const std::uint64_t word = row < shape_.rows ? lock(row).load(std::memory_order_acquire) : 0;
-  if ((word & kRowOwner) == place + 1) {
+  if ((word & kRowOwner) == slot + 1) {
     // Set aside before the first change. Else there was no change. Pairs with the store in
     // RowPlace::take, after which the old contents stand there.
     if (dead.saved.load(std::memory_order_acquire) == row + 1) {
       for (std::uint32_t part = 0; part < shape_.parts; ++part) {
-        PHALANX_STEP("rows: put back");
-        put_row(words(part, row), aside(place, part), row_bytes());
+        PHALANX_STEP("rows: restore");
+        store_row(words(part, row), backup(slot, part), row_bytes());
       }
     }
-    PHALANX_STEP("rows: free what was put back");
+    PHALANX_STEP("rows: release the restored row");
     // As in RowPlace::free.
     lock(row).store(next_version(word), std::memory_order_release);
   }
-  PHALANX_STEP("rows: give back the place");
+  PHALANX_STEP("rows: free the slot");
   // Pairs with the next claim.
   dead.owner.store(0, std::memory_order_release);
   return true;
 }
 
-int Rows::writer_of(std::uint64_t word) const {
+int Rows::writer_pid(std::uint64_t word) const {
   const std::uint64_t owner = word & kRowOwner;
   // To be told to people: nothing depends on it.
   return owner == 0 || owner > kRowWriters
@@ -123,90 +123,90 @@ int Rows::writer_of(std::uint64_t word) const {
              : pid_of(writer(owner - 1).owner.load(std::memory_order_relaxed));
 }
 
-RowPlace::RowPlace(Rows& rows, Rows::Patience patience) : rows_(rows), patience_(patience) {
-  RowWait wait(patience);
+RowWriterSlot::RowWriterSlot(Rows& rows, Rows::Timeout timeout) : rows_(rows), timeout_(timeout) {
+  RowWait wait(timeout);
   while (!claim()) {
-    const auto look = [&] {
+    const auto check = [&] {
       bool any = false;
-      for (std::size_t place = 0; place < kRowWriters; ++place) {
-        any = rows_.repair(place) || any;
+      for (std::size_t slot = 0; slot < kRowWriters; ++slot) {
+        any = rows_.repair(slot) || any;
       }
       return any;
     };
-    if (!wait.pause(look)) {
+    if (!wait.pause(check)) {
       return;
     }
   }
 }
 
-bool RowPlace::claim() {
+bool RowWriterSlot::claim() {
   const std::uint64_t own = own_identity();
   // Processes begin at different places, so that they seldom want the same.
   const auto first = static_cast<std::size_t>(pid_of(own));
   for (std::size_t i = 0; i < kRowWriters; ++i) {
-    const std::size_t place = (first + i) % kRowWriters;
-    RowWriter& writer = rows_.writer(place);
+    const std::size_t slot = (first + i) % kRowWriters;
+    RowWriter& writer = rows_.writer(slot);
     std::uint64_t nobody = 0;
-    PHALANX_STEP("rows: claim a place");
+    PHALANX_STEP("rows: claim a slot");
     // Acquires what its last owner did there, whose return of it this pairs with.
     if (writer.owner.load(std::memory_order_relaxed) == 0 &&
         writer.owner.compare_exchange_strong(nobody, own, std::memory_order_acq_rel)) {
-      place_ = place;
+      slot_ = slot;
       return true;
     }
   }
   return false;
 }
 
-RowPlace::~RowPlace() {
-  if (found()) {
+RowWriterSlot::~RowWriterSlot() {
+  if (valid()) {
     // Pairs with the next claim: what stands aside may be overwritten.
-    rows_.writer(place_).owner.store(0, std::memory_order_release);
+    rows_.writer(slot_).owner.store(0, std::memory_order_release);
   }
 }
 
-bool RowPlace::take(std::uint64_t row) {
-  RowWriter& self = rows_.writer(place_);
+bool RowWriterSlot::acquire(std::uint64_t row) {
+  RowWriter& self = rows_.writer(slot_);
   auto& lock = rows_.lock(row);
   // For who repairs: nothing is set aside yet, and this is the row that may be taken. Both stand
   // before the row is taken, since taking it releases.
   self.saved.store(0, std::memory_order_relaxed);
   self.row.store(row, std::memory_order_relaxed);
-  RowWait wait(patience_);
+  RowWait wait(timeout_);
   while (true) {
-    PHALANX_STEP("rows: take a row");
+    PHALANX_STEP("rows: acquire a row");
     word_ = lock.load(std::memory_order_relaxed);
     // Acquires what the last writer wrote (free), and releases which row this place has.
     if ((word_ & kRowOwner) == 0 &&
-        lock.compare_exchange_strong(word_, word_ | (place_ + 1), std::memory_order_acq_rel)) {
+        lock.compare_exchange_strong(word_, word_ | (slot_ + 1), std::memory_order_acq_rel)) {
       break;
     }
     const std::uint64_t owner = word_ & kRowOwner;
     if (!wait.pause([&] { return owner != 0 && rows_.repair(owner - 1); })) {
-      pid_ = rows_.writer_of(word_);
+      pid_ = rows_.writer_pid(word_);
       row_ = row;
       return false;
     }
   }
   row_ = row;
   for (std::uint32_t part = 0; part < rows_.shape_.parts; ++part) {
-    PHALANX_STEP("rows: set aside");
-    take_row(rows_.aside(place_, part), rows_.words(part, row), rows_.row_bytes());
+    PHALANX_STEP("rows: back up");
+    load_row(rows_.backup(slot_, part), rows_.words(part, row), rows_.row_bytes());
   }
-  PHALANX_STEP("rows: it is set aside");
+  PHALANX_STEP("rows: publish the backup");
   // Pairs with the load in Rows::repair. The stores of `put` release too, and so come after it.
   self.saved.store(row + 1, std::memory_order_release);
   return true;
 }
 
-void RowPlace::free() {
-  PHALANX_STEP("rows: free");
+void RowWriterSlot::release() {
+  PHALANX_STEP("rows: release");
   // Pairs with the first look of a reader, and with the next writer's `take`.
   rows_.lock(row_).store(next_version(word_), std::memory_order_release);
 }
 
-RowsResult RowPlace::stuck(std::size_t at) const {
-  if (!found()) {
+RowsResult RowWriterSlot::stuck(std::size_t at) const {
+  if (!valid()) {
     return {.kind = RowsResult::Kind::full, .at = at};
   }
   return {.kind = RowsResult::Kind::stuck,

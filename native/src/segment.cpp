@@ -46,12 +46,12 @@ std::size_t Segment::bytes_for(int ranks) {
 }
 
 std::size_t Segment::fitting_chunk(int ranks) {
-  return ranks > usable_cores() ? kCrowdedChunkBytes : kChunkBytes;
+  return ranks > usable_cores() ? kOversubscribedChunkBytes : kChunkBytes;
 }
 
 std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, std::size_t chunk_bytes,
                                          Status& status) {
-  if (!valid(ranks) || chunk_bytes > kCrowdedChunkBytes || chunk_bytes % kLine != 0) {
+  if (!valid(ranks) || chunk_bytes > kOversubscribedChunkBytes || chunk_bytes % kCacheLine != 0) {
     status = system_error(EINVAL);
     return nullptr;
   }

@@ -17,20 +17,20 @@ namespace few_rows {
 
 using namespace phalanx;
 using ranks::Random;
-using Came = RowsResult::Kind;
+using ResultKind = RowsResult::Kind;
 
 #if defined(PHALANX_HOOKS)
 // As ranks::give_way, but seldom between words: there are hundreds of them in a row's write.
 inline void give_way(const char* step) {
   thread_local unsigned words = 0;
-  if (!std::string_view(step).starts_with("rows: a word") || ++words % 32 == 0) {
+  if (!std::string_view(step).starts_with("rows: word") || ++words % 32 == 0) {
     ranks::give_way(step);
   }
 }
 inline const bool gives_way = (step_hook.store(&give_way), true);
 #endif
 
-inline constexpr auto kPatience = std::chrono::seconds(60);
+inline constexpr auto kTimeout = std::chrono::seconds(60);
 inline constexpr std::uint64_t kNonce = 42;
 
 inline std::unique_ptr<Rows> create(const RowsShape& shape) {
@@ -88,21 +88,21 @@ inline bool one_write(const Buffers<float>& buffers, std::size_t i) {
   return true;
 }
 
-inline bool all_whole(Rows& rows, Rows::Patience patience = kPatience) {
+inline bool all_whole(Rows& rows, Rows::Timeout timeout = kTimeout) {
   std::vector<std::int64_t> all(rows.shape().rows);
   std::iota(all.begin(), all.end(), 0);
   Buffers<float> buffers(rows, all);
-  if (!CHECK(rows.gather(buffers.list(), buffers.to.data(), patience).ok())) return false;
+  if (!CHECK(rows.gather(buffers.list(), buffers.to.data(), timeout).ok())) return false;
   bool good = true;
   for (std::size_t i = 0; i < all.size(); ++i) good = good && one_write(buffers, i);
   return good;
 }
 
 inline RowsResult write_one(Rows& rows, std::int64_t row, float value,
-                            Rows::Patience patience = kPatience) {
+                            Rows::Timeout timeout = kTimeout) {
   Buffers<float> buffers(rows, {row});
   for (auto& part : buffers.parts) std::fill(part.begin(), part.end(), value);
-  return rows.write(buffers.list(), buffers.from.data(), patience);
+  return rows.write(buffers.list(), buffers.from.data(), timeout);
 }
 
 inline std::unique_ptr<Rows> few() {
@@ -122,13 +122,13 @@ class Raw {
   Raw& operator=(const Raw&) = delete;
 
   RowsHeader& header() const { return at<RowsHeader>(0)[0]; }
-  RowWriter& writer(std::size_t place) const { return at<RowWriter>(4096)[place]; }
+  RowWriter& writer(std::size_t slot) const { return at<RowWriter>(4096)[slot]; }
   std::uint64_t& lock(std::size_t row) const { return at<std::uint64_t>(8192)[row]; }
   float* row(std::size_t part, std::size_t row) const {
     return at<float>(12288 + part * 4096 + row * kRowBytes);
   }
-  float* aside(std::size_t place, std::size_t part) const {
-    return at<float>(12288 + kParts * 4096 + (place * kParts + part) * 192);
+  float* backup(std::size_t slot, std::size_t part) const {
+    return at<float>(12288 + kParts * 4096 + (slot * kParts + part) * 192);
   }
 
   static constexpr std::size_t kRowBytes = 152;  // 37 floats, and 4 bytes to whole words

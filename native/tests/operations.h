@@ -88,9 +88,9 @@ class Buffer {
  public:
   Buffer(std::size_t count, DType dtype, Random& random, bool shared = false)
       : size_(count * size_of(dtype)),
-        start_(kFence + random.below(4) * size_of(dtype)),
+        start_(kGuard + random.below(4) * size_of(dtype)),
         poison_(static_cast<std::byte>(random.below(255) + 1)),
-        memory_(size_ + 2 * kFence + 64, poison_, shared) {}
+        memory_(size_ + 2 * kGuard + 64, poison_, shared) {}
 
   std::byte* data() { return memory_.data() + start_; }
   std::size_t size() const { return size_; }
@@ -104,7 +104,7 @@ class Buffer {
   void set(std::size_t i, T value) {
     std::memcpy(memory_.data() + start_ + i * sizeof(T), &value, sizeof value);
   }
-  bool fences_stand() const {
+  bool guards_intact() const {
     for (std::size_t i = 0; i < memory_.size(); ++i) {
       if (i == start_) i += size_;
       if (i < memory_.size() && memory_[i] != poison_) return false;
@@ -120,7 +120,7 @@ class Buffer {
   }
 
  private:
-  static constexpr std::size_t kFence = 64;
+  static constexpr std::size_t kGuard = 64;
   std::size_t size_, start_;
   std::byte poison_;
   Memory memory_;

@@ -78,7 +78,7 @@ class Random {
 inline Bounds within(Clock::duration time = 60s) { return {.deadline = Clock::now() + time}; }
 
 // Lets others go first, for a time that nobody can predict; never a sleep.
-inline void dawdle(Random& random) {
+inline void random_delay(Random& random) {
   switch (random.below(8)) {
     case 0:
       for (std::size_t i = random.below(4); i > 0; --i) {
@@ -136,9 +136,9 @@ struct Rank {
 
 // Stops ranks at any instruction, for some microseconds: signals whose handler spins. That reaches
 // the places inside an operation where a delay from outside can't be put.
-class Disturber {
+class SignalSender {
  public:
-  explicit Disturber(std::vector<pthread_t> victims) : victims_(std::move(victims)) {
+  explicit SignalSender(std::vector<pthread_t> victims) : victims_(std::move(victims)) {
     struct sigaction action{};
     action.sa_handler = [](int) {
       for (int i = 0; i < 3; ++i) {
@@ -186,7 +186,7 @@ inline std::unique_ptr<Segment> view_of(const Segment& owner, Mapping mapping,
 // Runs `body` in `size` ranks, and returns when all have. Each leaves the group as its body ends,
 // unless it has left before: peers must bear that.
 inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
-                bool disturbed = false) {
+                bool send_signals = false) {
   constexpr std::uint64_t nonce = 0x1234567890abcdef;
   Status status;
   const auto owner = Segment::create(size, nonce, kChunkBytes, status);
@@ -209,17 +209,17 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
       ended.arrive_and_wait();
     });
   }
-  std::unique_ptr<Disturber> disturber;
-  if (disturbed) {
+  std::unique_ptr<SignalSender> signal_sender;
+  if (send_signals) {
     std::vector<pthread_t> victims;
     for (std::thread& thread : threads) {
       victims.push_back(thread.native_handle());
     }
-    disturber = std::make_unique<Disturber>(std::move(victims));
+    signal_sender = std::make_unique<SignalSender>(std::move(victims));
   }
   ended.arrive_and_wait();
-  if (disturber) {
-    disturber->stop();
+  if (signal_sender) {
+    signal_sender->stop();
   }
   ended.arrive_and_wait();
   for (std::thread& thread : threads) {

@@ -5,11 +5,11 @@
 #include <array>
 #include <numeric>
 
-#include "letters.h"
+#include "messages.h"
 
 using namespace phalanx;
 using namespace std::chrono_literals;
-using namespace letters;
+using namespace messages;
 
 namespace {
 
@@ -83,7 +83,7 @@ TEST(thousands_outstanding_in_two_random_orders) {
   }
 }
 
-TEST(recvs_of_one_tag_are_served_in_the_order_of_their_posts) {
+TEST(recvs_of_one_tag_are_matched_in_posting_order) {
   ranks::run(3, [](Rank& rank) {
     // Each source sends enough for all recvs, since those of any source may all take from one.
     // What is left over fits into the channel.
@@ -100,7 +100,7 @@ TEST(recvs_of_one_tag_are_served_in_the_order_of_their_posts) {
     for (std::int32_t& value : in) {
       const int source = std::array{kAnySource, 1, 2}[rank.random.below(3)];
       messages.push_back(rank.mailbox.recv(&value, 1, DType::int32, source, 4, false));
-      ranks::dawdle(rank.random);
+      ranks::random_delay(rank.random);
     }
     std::int32_t next[3] = {};
     for (std::size_t i = 0; i < in.size(); ++i) {
@@ -111,7 +111,7 @@ TEST(recvs_of_one_tag_are_served_in_the_order_of_their_posts) {
   });
 }
 
-TEST(more_bytes_than_32_bits_count) {
+TEST(a_message_larger_than_4_gib) {
   constexpr std::size_t size = (std::size_t{1} << 32) + 12'345;
   if (ranks::kShare != 1) return;  // no sanitizer looks at sizes, and they take minutes
   ranks::run(2, [](Rank& rank) {
@@ -128,7 +128,7 @@ TEST(more_bytes_than_32_bits_count) {
   });
 }
 
-TEST(a_flood_of_others_does_not_hide_the_deadline) {
+TEST(a_flood_of_other_messages_does_not_hide_the_deadline) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
     if (rank.self == 1) {
@@ -143,11 +143,11 @@ TEST(a_flood_of_others_does_not_hide_the_deadline) {
     const Status status = wait_for(rank, message, within(30ms));
     CHECK_EQ(status.code, Code::timeout);
     CHECK_EQ(status.mine.sequence, 2u);
-    CHECK(rank.mailbox.early_peak() > 0);
+    CHECK(rank.mailbox.unexpected_peak() > 0);
   });
 }
 
-TEST(private_memory_is_accounted_for) {
+TEST(unexpected_messages_are_accounted_for) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> data(1000);
     if (rank.self == 0) {
@@ -160,13 +160,13 @@ TEST(private_memory_is_accounted_for) {
         CHECK(
             wait_for(rank, rank.mailbox.recv(data.data(), 1000, DType::uint8, 0, tag, false)).ok());
       }
-      CHECK_EQ(rank.mailbox.early_peak(), 2000u);
+      CHECK_EQ(rank.mailbox.unexpected_peak(), 2000u);
     }
   });
 }
 
 // One thread of each rank streams all the time; the others get their turns.
-TEST(a_long_message_holds_up_no_other_thread) {
+TEST(a_long_message_does_not_delay_other_threads) {
   ranks::run(2, [](Rank& rank) {
     const auto rounds = static_cast<std::size_t>(std::max(20, ranks::scaled(200)));
     std::vector<std::byte> large(16 * kRingBytes);
@@ -187,7 +187,7 @@ TEST(a_long_message_holds_up_no_other_thread) {
   });
 }
 
-TEST(looking_moves_messages_too) {
+TEST(test_makes_progress) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> out(3 * kRingBytes, std::byte{0x11}), in(3 * kRingBytes);
     const int peer = 1 - rank.self;

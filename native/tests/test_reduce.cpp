@@ -218,7 +218,7 @@ T reduced(DType dtype, ReduceOp op, const std::vector<T>& values, double divisor
 }  // namespace
 
 // First: the choice is made once per process, so the children must come before any use here.
-TEST(environment_lowers_the_instruction_set) {
+TEST(the_environment_lowers_the_instruction_set) {
   std::string widest;
   for (const Variant& variant : usable()) widest = variant.name;
   std::vector<std::pair<std::string, std::string>> cases = {{"nonsense", widest}};

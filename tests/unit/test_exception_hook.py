@@ -61,7 +61,7 @@ def test_the_loader_may_raise_while_the_words_are_sought(monkeypatch: pytest.Mon
         signal.raise_signal(signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lose_worker)
-    monkeypatch.setattr(_native, "note_ending", lambda *words: said.append(words))
+    monkeypatch.setattr(_native, "record_ending", lambda *words: said.append(words))
     monkeypatch.setattr(multiprocessing.connection, "wait", wait)
     try:
         announce(raised(LOADER, ConnectionResetError(104, "reset")))

@@ -61,7 +61,7 @@ class Group:
     def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
         return self.boxes.get(rank)
 
-    def failing(self, _rank: int) -> bool:
+    def is_failing(self, _rank: int) -> bool:
         return False
 
     def pid(self, rank: int) -> int:
@@ -70,7 +70,7 @@ class Group:
     def host(self, rank: int) -> str:
         return "node-b" if rank == 7 else ""
 
-    def behind(self, _rank: int) -> list[int]:
+    def ranks_behind(self, _rank: int) -> list[int]:
         return list(self.late)
 
     def wait_status(self, rank: int) -> int | None:
@@ -205,7 +205,7 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
 def box(**fields: Any) -> dict[str, Any]:
     note = {"identity": 77, "name": "0", "left_at": "", "why": ""}
     other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "why": ""}
-    known = {"ending": "", "last_words": "", "groups": [note, other], "reports": []}
+    known = {"ending": "", "exception": "", "groups": [note, other], "reports": []}
     return {**known, "open": [], "done": [], **fields}
 
 
@@ -338,7 +338,7 @@ def test_what_a_dead_rank_did_last() -> None:
         ", after all_reduce #40 float32[1024] at train.py:40"
     )
     assert "failed with ValueError: \\x1b[2J" in text(
-        ending="failed", last_words="ValueError: \x1b[2J"
+        ending="failed", exception="ValueError: \x1b[2J"
     )
 
 
@@ -346,7 +346,7 @@ def test_why_a_group_was_aborted() -> None:
     note = {"identity": 77, "name": "0", "left_at": "/a/train.py:8", "why": "loss is NaN\n!"}
     _, text = explain(Status("aborted", reporter=3), Group(boxes={3: box(groups=[note])}))
     assert text == "the group was aborted by rank 3 at train.py:8: loss is NaN\\n!"
-    _, text = explain(Status("ring", peer=5, reporter=3), Group(boxes={3: box(groups=[note])}))
+    _, text = explain(Status("deadlock", peer=5, reporter=3), Group(boxes={3: box(groups=[note])}))
     assert text == "loss is NaN\\n!"
     _, text = explain(
         Status("left", peer=3, reporter=5, mine=ALL_REDUCE), Group(boxes={3: box(groups=[note])})

@@ -40,7 +40,7 @@ def test_peers_are_told_whatever_becomes_of_the_words(monkeypatch: pytest.Monkey
 
     told: list[bool] = []
     monkeypatch.setattr(exception_hook, "_callbacks", [lambda: told.append(True)])
-    monkeypatch.setattr(exception_hook, "_native", SimpleNamespace(note_ending=full))
+    monkeypatch.setattr(exception_hook, "_native", SimpleNamespace(record_ending=full))
     with pytest.raises(OSError, match="no space"):
         exception_hook.announce(ValueError("x"))
     assert told == [True]
@@ -174,7 +174,7 @@ def test_last_words_are_the_line_that_names_the_exception(
     monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
 ) -> None:
     said: list[tuple[str, str]] = []
-    monkeypatch.setattr(_native, "note_ending", lambda *given: said.append(given))
+    monkeypatch.setattr(_native, "record_ending", lambda *given: said.append(given))
     monkeypatch.setattr(exception_hook, "_callbacks", [])
     exception_hook.announce(error)
     assert said == [("failed", words)]

@@ -33,7 +33,7 @@ def test_every_mutant_applies() -> None:
 
 def test_an_access_that_is_gone_is_told(tmp_path: Path) -> None:
     orders = load(NATIVE / "model" / "orders.py")
-    for file, _ in orders.PLACES.values():
+    for file, _ in orders.ACCESSES.values():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text((NATIVE / file).read_text().replace("sleepers", "resters"))
     with pytest.raises(orders.MissingAccessError, match=r"SLEEPERS_ADD is found 0 times"):

@@ -19,7 +19,7 @@
 namespace phalanx {
 
 // Where something lies in its owner's arena.
-struct Place {
+struct ArenaLocation {
   std::int32_t descriptor = -1;
   std::uint64_t offset = 0;
 };
@@ -30,7 +30,7 @@ class Arena {
   // and errno when that fails.
   static Arena* own(Status& status);
   // The place of [data, data + bytes), if it lies in this process's arena.
-  static std::optional<Place> locate(const void* data, std::size_t bytes);
+  static std::optional<ArenaLocation> locate(const void* data, std::size_t bytes);
 
   // Whole pages, backed by memory. Null with `out_of_memory` and errno.
   std::byte* allocate(std::size_t bytes, Status& status);

@@ -27,15 +27,15 @@
 
 namespace phalanx {
 
-inline constexpr std::uint64_t kBoxMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
-inline constexpr std::uint32_t kBoxVersion = 2;
-inline constexpr std::size_t kBoxGroups = 128;
-inline constexpr std::size_t kBoxSites = 1024;
-inline constexpr std::size_t kBoxOpen = 64;
+inline constexpr std::uint64_t kRecorderMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
+inline constexpr std::uint32_t kRecorderVersion = 2;
+inline constexpr std::size_t kRecorderGroups = 128;
+inline constexpr std::size_t kRecorderSites = 1024;
+inline constexpr std::size_t kRecorderOpen = 64;
 // Messages have these places alone: in any number they don't hide the collective that a rank is in.
-inline constexpr std::size_t kBoxMessages = 56;
-inline constexpr std::size_t kBoxReports = 256;
-inline constexpr std::size_t kBoxHistory = 4096;
+inline constexpr std::size_t kRecorderMessages = 56;
+inline constexpr std::size_t kRecorderReports = 256;
+inline constexpr std::size_t kRecorderHistory = 4096;
 
 // One operation, as it stands in the box.
 struct Record {
@@ -74,7 +74,7 @@ class SharedRecord {
   static constexpr std::size_t kPeers = offsetof(Record, peer) / 8;
   // The first word is the number, written last; `framed_` the number, written first.
   std::atomic<std::uint64_t> words_[kWords];
-  std::atomic<std::uint64_t> framed_;
+  std::atomic<std::uint64_t> frame_;
 };
 static_assert(sizeof(SharedRecord) == 72);
 
@@ -83,7 +83,7 @@ static_assert(sizeof(SharedRecord) == 72);
 template <std::size_t N>
 using Text = char[N];
 
-struct BoxHeader {
+struct RecorderHeader {
   // Written before the box is used, constant from then on.
   std::uint64_t magic;
   std::uint32_t version;
@@ -97,25 +97,25 @@ struct BoxHeader {
   Text<128> host;
   Text<128> job;
   // Writers: threads of the process, each field for itself.
-  alignas(kLine) std::atomic<std::uint64_t> begun;  // operations
-  std::atomic<std::uint64_t> ended;                 // how many went to the history
+  alignas(kCacheLine) std::atomic<std::uint64_t> operations_begun;  // operations
+  std::atomic<std::uint64_t> operations_ended;                      // how many went to the history
   std::atomic<std::uint64_t> reports;
   std::atomic<std::uint32_t> sites;  // call sites that stand in the table; published by a release
   std::atomic<std::uint32_t> groups;
   std::atomic<std::uint64_t> ending_time;  // monotonic; published with `ending`
   // The number of the operation of a group's thread that the main thread waits for, once it has
   // done so for a while; 0: none. Writer: the main thread.
-  std::atomic<std::uint64_t> main_waits;
+  std::atomic<std::uint64_t> main_thread_wait;
   std::atomic<std::uint32_t> ending;  // 0: not yet, else an Ending; published by a release
-  Text<512> last_words;
+  Text<512> exception;
   Text<256> note;
 };
-static_assert(sizeof(BoxHeader) <= kPage);
-static_assert(offsetof(BoxHeader, begun) == 320);
+static_assert(sizeof(RecorderHeader) <= kPage);
+static_assert(offsetof(RecorderHeader, operations_begun) == 320);
 
 enum class Ending : std::uint32_t { none = 0, left = 1, exited = 2, failed = 3 };
 
-struct GroupNote {
+struct GroupEntry {
   std::atomic<std::uint64_t> identity;  // the segment's nonce; 0 while the group is being formed
   std::atomic<std::uint64_t> sequence;  // collectives begun; writer: who holds the group's turn
   std::atomic<std::uint32_t> id;        // 0: unused; written last
@@ -128,7 +128,7 @@ struct GroupNote {
   Text<128> members;  // ranks in the job: "0-3,6"; empty: too many
   Text<640> why;      // why this rank aborted it; has room for a ring of six ranks
 };
-static_assert(sizeof(GroupNote) == 896);
+static_assert(sizeof(GroupEntry) == 896);
 
 struct CallSite {
   Text<128> text;  // "path:line"
@@ -143,27 +143,27 @@ struct SharedReport {
   std::atomic<std::uint64_t> time;
   std::atomic<std::int64_t> step;
   std::atomic<std::uint64_t> loss;  // the bits of a double; kNoLoss: none was given
-  std::atomic<std::uint64_t> framed;
+  std::atomic<std::uint64_t> frame;
 };
 static_assert(sizeof(SharedReport) == 40);
 
-struct BoxLayout {
-  BoxHeader header;
-  alignas(kPage) GroupNote groups[kBoxGroups];
-  alignas(kPage) CallSite sites[kBoxSites];
-  alignas(kPage) SharedRecord open[kBoxOpen];
-  alignas(kLine) SharedReport reports[kBoxReports];
-  alignas(kPage) SharedRecord history[kBoxHistory];
+struct RecorderLayout {
+  RecorderHeader header;
+  alignas(kPage) GroupEntry groups[kRecorderGroups];
+  alignas(kPage) CallSite sites[kRecorderSites];
+  alignas(kPage) SharedRecord open[kRecorderOpen];
+  alignas(kCacheLine) SharedReport reports[kRecorderReports];
+  alignas(kPage) SharedRecord history[kRecorderHistory];
 };
-static_assert(offsetof(BoxLayout, groups) == 4096);
-static_assert(offsetof(BoxLayout, sites) == 118784);
-static_assert(offsetof(BoxLayout, open) == 249856);
-static_assert(offsetof(BoxLayout, reports) == 254464);
-static_assert(offsetof(BoxLayout, history) == 266240);
-static_assert(sizeof(BoxLayout) == 561152, "a changed layout needs a new kBoxVersion");
+static_assert(offsetof(RecorderLayout, groups) == 4096);
+static_assert(offsetof(RecorderLayout, sites) == 118784);
+static_assert(offsetof(RecorderLayout, open) == 249856);
+static_assert(offsetof(RecorderLayout, reports) == 254464);
+static_assert(offsetof(RecorderLayout, history) == 266240);
+static_assert(sizeof(RecorderLayout) == 561152, "a changed layout needs a new kRecorderVersion");
 
 // Who a box is of.
-struct BoxIdentity {
+struct RecorderIdentity {
   int rank = 0;
   int world_size = 1;
   int attempt = 0;
@@ -180,7 +180,8 @@ class FlightRecorder {
  public:
   // Maps the file behind `fd`, which has the size of a BoxLayout and is all zero, and keeps the
   // descriptor. Null and a status (system) when that fails.
-  static std::unique_ptr<FlightRecorder> open(int fd, const BoxIdentity& identity, Status& status);
+  static std::unique_ptr<FlightRecorder> open(int fd, const RecorderIdentity& identity,
+                                              Status& status);
   ~FlightRecorder();
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
@@ -188,45 +189,45 @@ class FlightRecorder {
   // The one of this process; null while there is none. It is never destroyed, since groups and
   // threads may write to it until the end.
   static FlightRecorder* own();
-  static void adopt(std::unique_ptr<FlightRecorder> box);
+  static void install(std::unique_ptr<FlightRecorder> recorder);
   // In a forked child, whose parent's it is.
-  static void forget();
+  static void detach();
 
   int descriptor() const { return fd_; }
-  const BoxLayout& layout() const { return *box_; }
+  const RecorderLayout& layout() const { return *layout_; }
 
   // The id of a note; when the table is full the oldest group that was left makes room, or the
   // group goes unnoted (0).
   std::uint16_t add_group(int rank, int size);
-  GroupNote* group(std::uint16_t id);
-  static void name_group(GroupNote& note, std::string_view name, std::string_view members);
-  static void set_why(GroupNote& note, std::string_view why);
+  GroupEntry* group(std::uint16_t id);
+  static void name_group(GroupEntry& entry, std::string_view name, std::string_view members);
+  static void set_why(GroupEntry& entry, std::string_view why);
 
   // Numbers an operation and shows it as under way; which place it has, -1 if all are taken.
   int begin(Record& record);
-  void waiting_for(int place, const Record& record) { box_->open[place].waiting_for(record); }
+  void waiting_for(int slot, const Record& record) { layout_->open[slot].waiting_for(record); }
   // Moves it to the history.
-  void end(int place, const Record& record);
+  void end(int slot, const Record& record);
 
   // For the main thread: the number of the operation that it waits for while a group's thread does
   // it; 0: none any more. Numbers are given once, so no order with the records is needed.
-  void main_waits(std::uint64_t number) {
-    box_->header.main_waits.store(number, std::memory_order_relaxed);
+  void set_main_thread_wait(std::uint64_t number) {
+    layout_->header.main_thread_wait.store(number, std::memory_order_relaxed);
   }
 
   void report(std::int64_t step, std::optional<double> loss, std::string_view note);
   // The first ending that isn't `left` stands.
-  void set_ending(Ending ending, std::string_view words);
+  void record_ending(Ending ending, std::string_view exception);
   // Publishes call sites that are new; see call_site.h.
   void publish_sites();
 
  private:
-  FlightRecorder(BoxLayout* box, int fd) : box_(box), fd_(fd) {}
+  FlightRecorder(RecorderLayout* layout, int fd) : layout_(layout), fd_(fd) {}
 
-  BoxLayout* box_;
+  RecorderLayout* layout_;
   int fd_;
   // Which places of `open` are taken.
-  std::atomic<std::uint64_t> taken_ = 0;
+  std::atomic<std::uint64_t> used_slots_ = 0;
   std::mutex mutex_;  // of groups, sites, reports and the ending
   std::uint16_t last_group_ = 0;
 };

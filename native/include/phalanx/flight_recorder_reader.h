@@ -14,7 +14,7 @@
 
 namespace phalanx {
 
-struct BoxGroup {
+struct RecordedGroup {
   std::uint64_t identity = 0;
   std::uint64_t sequence = 0;
   std::uint16_t id = 0;
@@ -27,13 +27,13 @@ struct BoxGroup {
   std::string why;
 };
 
-struct BoxReport {
+struct RecordedReport {
   std::uint64_t time = 0;
   std::int64_t step = 0;
   std::optional<double> loss;
 };
 
-struct BoxContents {
+struct RecorderContents {
   int pid = 0;
   int rank = 0;
   int world_size = 0;
@@ -44,24 +44,25 @@ struct BoxContents {
   std::uint64_t opened = 0;
   Ending ending = Ending::none;
   std::uint64_t ending_time = 0;
-  std::string last_words;
+  std::string exception;
   std::string note;
   std::uint64_t operations = 0;
-  std::uint64_t main_waits = 0;
-  std::vector<BoxGroup> groups;    // in the order in which they were formed
-  std::vector<Record> open;        // oldest first
-  std::vector<Record> done;        // oldest first
-  std::vector<std::string> sites;  // by number
-  std::vector<BoxReport> reports;  // oldest first
-  int torn = 0;                    // records that were being written
+  std::uint64_t main_thread_wait = 0;
+  std::vector<RecordedGroup> groups;    // in the order in which they were formed
+  std::vector<Record> open;             // oldest first
+  std::vector<Record> done;             // oldest first
+  std::vector<std::string> sites;       // by number
+  std::vector<RecordedReport> reports;  // oldest first
+  int torn = 0;                         // records that were being written
 };
 
 // Fills `contents`, with the newest `history` of the ended operations. Returns why it can't, in
 // words; empty if it could.
-std::string read_box(std::span<const std::byte> bytes, std::size_t history, BoxContents& contents);
+std::string parse_recorder(std::span<const std::byte> bytes, std::size_t history,
+                           RecorderContents& contents);
 
 // A copy of the box of a process: through its descriptor while it lives, else from the directory in
 // which the own box lies. Empty if there is none.
-std::vector<std::byte> copy_box(int pid, int descriptor);
+std::vector<std::byte> copy_recorder(int pid, int descriptor);
 
 }  // namespace phalanx

@@ -28,7 +28,7 @@ struct Envelope {
   DType dtype;
   std::uint8_t reserved[43];
 };
-static_assert(sizeof(Envelope) == kLine);
+static_assert(sizeof(Envelope) == kCacheLine);
 
 // Shared by its caller and, until it is done, by the mailbox. Fields are guarded by the mailbox's
 // mutex until done() is true.
@@ -65,14 +65,14 @@ class Message {
   DType dtype_;
   int peer_;
   std::int32_t tag_;
-  std::int16_t name_ = -1;  // of a rank of another host, which it is from or for
-  std::size_t moved_ = 0;   // of a send: bytes of envelope, payload and padding in the channel
+  std::int16_t global_rank_ = -1;  // of a rank of another host, which it is from or for
+  std::size_t moved_ = 0;  // of a send: bytes of envelope, payload and padding in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Status status_;
   // What the flight recorder says of it, and where.
   Record record_;
-  int place_ = -1;
+  int slot_ = -1;
   std::uint64_t wait_began_ = 0;    // nanoseconds; 0: nobody waits for it
   std::atomic<bool> done_ = false;  // writer: who drives the mailbox; pairs with done()
 };
@@ -80,7 +80,7 @@ class Message {
 using MessagePtr = std::shared_ptr<Message>;
 
 // A message in private memory, because another one of its channel was asked for first.
-struct Early {
+struct UnexpectedMessage {
   Envelope envelope{};
   std::unique_ptr<std::byte[]> data;
 };
@@ -90,30 +90,31 @@ struct Early {
 // for messages of any source costs that for every rank.
 class Matching {
  public:
-  explicit Matching(int ranks) : from_(static_cast<std::size_t>(ranks)) {}
+  explicit Matching(int ranks) : recv_counts_(static_cast<std::size_t>(ranks)) {}
 
-  void expect(MessagePtr recv);
+  void post_recv(MessagePtr recv);
   // The oldest recv that a message of `source` is for, taken out; null where there is none.
-  MessagePtr receiver_of(int source, std::int32_t tag);
+  MessagePtr match(int source, std::int32_t tag);
   // Whether a message of `source` may be for some recv.
-  bool expects(int source) const { return expects_from(source) || from_any_ != 0; }
+  bool has_recv_for(int source) const { return has_recv_from(source) || any_source_recvs_ != 0; }
   // Whether some recv names just this source, which may be kAnySource.
-  bool expects_from(int source) const {
-    return source == kAnySource ? from_any_ != 0 : from_[static_cast<std::size_t>(source)] != 0;
+  bool has_recv_from(int source) const {
+    return source == kAnySource ? any_source_recvs_ != 0
+                                : recv_counts_[static_cast<std::size_t>(source)] != 0;
   }
   // One of those. Looks through all of them.
-  MessagePtr example(int source) const;
+  MessagePtr any_recv_from(int source) const;
   // Takes out one that is still there; null if it isn't.
   MessagePtr withdraw(const Message& recv);
   // Takes out all recvs.
-  std::vector<MessagePtr> forsake();
+  std::vector<MessagePtr> take_all_receives();
 
-  void keep(int source, Early early);
+  void add_unexpected(int source, UnexpectedMessage unexpected);
   // The oldest message for a recv, whose source may be kAnySource, and where it came from.
-  const Early* find_early(const Message& recv, int* source) const;
-  void drop_early(int source, std::int32_t tag);
+  const UnexpectedMessage* find_unexpected(const Message& recv, int* source) const;
+  void drop_unexpected(int source, std::int32_t tag);
   // Payload of the messages kept.
-  std::size_t early_bytes() const { return early_bytes_; }
+  std::size_t unexpected_bytes() const { return unexpected_bytes_; }
 
  private:
   using Key = std::uint64_t;
@@ -121,16 +122,17 @@ class Matching {
     return static_cast<Key>(static_cast<std::uint32_t>(source)) << 32 |
            static_cast<std::uint32_t>(tag);
   }
-  std::size_t& waiting(int source) {
-    return source == kAnySource ? from_any_ : from_[static_cast<std::size_t>(source)];
+  std::size_t& recv_count(int source) {
+    return source == kAnySource ? any_source_recvs_
+                                : recv_counts_[static_cast<std::size_t>(source)];
   }
 
   // No queue in them is empty.
   std::unordered_map<Key, std::list<MessagePtr>> recvs_;
-  std::unordered_map<Key, std::list<Early>> early_;
-  std::vector<std::size_t> from_;  // by source: how many recvs wait for it by name
-  std::size_t from_any_ = 0;
-  std::size_t early_bytes_ = 0;
+  std::unordered_map<Key, std::list<UnexpectedMessage>> unexpected_;
+  std::vector<std::size_t> recv_counts_;  // by source: how many recvs wait for it by name
+  std::size_t any_source_recvs_ = 0;
+  std::size_t unexpected_bytes_ = 0;
 };
 
 }  // namespace phalanx

@@ -21,20 +21,21 @@ struct BagGradients {
 };
 
 // Which rows are wanted: those that leave `rest` when they are divided by `shares`.
-struct RowShare {
-  std::int64_t rest = 0;
-  std::int64_t shares = 1;
+struct RowShard {
+  std::int64_t remainder = 0;
+  std::int64_t count = 1;
 };
 
 // Where they are put: room for as many rows and gradients as come in.
-struct GradientRoom {
+struct GradientOutput {
   std::int64_t* rows;
   void* gradients;
 };
 
 // The gradient of each row: added up over its places in all batches, in their order, and divided
 // by `divisor`. float32 or float64. Returns how many rows there are.
-std::size_t add_up(const std::vector<BagGradients>& batches, std::size_t width, DType dtype,
-                   double divisor, const RowShare& share, const GradientRoom& room);
+std::size_t coalesce_gradients(const std::vector<BagGradients>& batches, std::size_t width,
+                               DType dtype, double divisor, const RowShard& shard,
+                               const GradientOutput& output);
 
 }  // namespace phalanx

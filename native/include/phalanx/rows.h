@@ -47,9 +47,9 @@ inline constexpr std::uint32_t kRowsVersion = 1;
 // Calls that write at the same time, in all processes together; others wait.
 inline constexpr std::size_t kRowWriters = 64;
 inline constexpr std::uint64_t kRowLocks = std::uint64_t{1} << 13;
-inline constexpr std::uint64_t kMostRows = std::uint64_t{1} << 36;
-inline constexpr std::uint32_t kMostRowElements = 1U << 20;
-inline constexpr std::uint32_t kMostRowParts = 4;
+inline constexpr std::uint64_t kMaxRows = std::uint64_t{1} << 36;
+inline constexpr std::uint32_t kMaxRowElements = 1U << 20;
+inline constexpr std::uint32_t kMaxRowParts = 4;
 
 struct RowsShape {
   std::uint64_t rows = 0;
@@ -69,21 +69,21 @@ struct RowsHeader {
   std::uint32_t width;
   std::uint32_t parts;
   // Updates that have begun. Writers: all who update.
-  alignas(kLine) std::atomic<std::uint64_t> step;
+  alignas(kCacheLine) std::atomic<std::uint64_t> step;
 };
-static_assert(sizeof(RowsHeader) == 2 * kLine);
+static_assert(sizeof(RowsHeader) == 2 * kCacheLine);
 
 // The place of one call that writes.
 struct RowWriter {
   // Whose place it is: pid and start time; 0: nobody's. Taken by a compare-and-swap from 0, or, by
   // who repairs, from that of a process that has ended; given back by its owner.
-  alignas(kLine) std::atomic<std::uint64_t> owner;
+  alignas(kCacheLine) std::atomic<std::uint64_t> owner;
   // Writer of both: the owner. The row that it takes or has taken, which stands there before the
   // row is taken; and, once all of the row's old contents are set aside, the same + 1; 0 before.
   std::atomic<std::uint64_t> row;
   std::atomic<std::uint64_t> saved;
 };
-static_assert(sizeof(RowWriter) == kLine);
+static_assert(sizeof(RowWriter) == kCacheLine);
 
 // What a call came to.
 struct [[nodiscard]] RowsResult {
@@ -120,26 +120,26 @@ struct Bags {
   std::size_t count;
 };
 
-enum class RowRule : std::uint8_t { sgd = 0, adagrad = 1, adam = 2 };
+enum class RowOptimizer : std::uint8_t { sgd = 0, adagrad = 1, adam = 2 };
 
 // One step of an optimizer, on rows alone, as PyTorch's SGD, Adagrad and SparseAdam make it with a
 // sparse gradient. State: Adagrad's sum of squares; Adam's first and second moments.
-struct RowsStep {
-  RowRule rule = RowRule::sgd;
-  double rate = 0;
-  double rate_decay = 0;  // Adagrad's
-  double epsilon = 0;     // Adagrad's and Adam's
-  double beta1 = 0;       // Adam's
+struct OptimizerStep {
+  RowOptimizer optimizer = RowOptimizer::sgd;
+  double lr = 0;
+  double lr_decay = 0;  // Adagrad's
+  double eps = 0;       // Adagrad's and Adam's
+  double beta1 = 0;     // Adam's
   double beta2 = 0;
   // Which step it is, if several calls make it; 0: the next one, which this call counts.
   std::uint64_t number = 0;
 
-  std::uint32_t parts() const { return static_cast<std::uint32_t>(rule) + 1; }
+  std::uint32_t parts() const { return static_cast<std::uint32_t>(optimizer) + 1; }
 };
 
 class Rows {
  public:
-  using Patience = std::chrono::steady_clock::duration;
+  using Timeout = std::chrono::steady_clock::duration;
 
   // Zeros, backed by memory. Null with `out_of_memory` or `system`, and errno; EINVAL: the shape.
   static std::unique_ptr<Rows> create(const RowsShape& shape, std::uint64_t nonce, Status& status);
@@ -170,22 +170,22 @@ class Rows {
 
   // Copies rows. `parts`: for each part of the shape where it goes to; null: nowhere. A row and its
   // state are of one moment.
-  RowsResult gather(const RowList& list, void* const* parts, Patience patience);
+  RowsResult gather(const RowList& list, void* const* parts, Timeout timeout);
   // Replaces rows. `parts`: for each part where it comes from; null: it stays as it is.
-  RowsResult write(const RowList& list, const void* const* parts, Patience patience);
+  RowsResult write(const RowList& list, const void* const* parts, Timeout timeout);
   // Combines the rows of each bag; an empty one gives zeros. `weights`: one per number of a row, of
   // the table's dtype, for sum; null: 1.
   RowsResult pool(const RowList& list, const Bags& bags, Pooling pooling, const void* weights,
-                  void* out, Patience patience);
+                  void* out, Timeout timeout);
   // One step of an optimizer with the gradients of these rows, none of which is there twice. Counts
   // as a step of the table, also with no row at all. `step.parts()` is at most that of the shape.
   // Where it is stuck, rows before that one have been updated.
-  RowsResult update(const RowList& list, const void* gradients, const RowsStep& step,
-                    Patience patience);
+  RowsResult update(const RowList& list, const void* gradients, const OptimizerStep& step,
+                    Timeout timeout);
 
  private:
   friend class RowReader;
-  friend class RowPlace;
+  friend class RowWriterSlot;
   using Word = std::atomic<std::uint64_t>;
 
   Rows(std::byte* base, const RowsShape& shape, std::size_t bytes, int fd);
@@ -193,36 +193,36 @@ class Rows {
                                    Status& status);
 
   RowsHeader& header() const { return *reinterpret_cast<RowsHeader*>(base_); }
-  RowWriter& writer(std::size_t place) const;
-  Word& lock(std::uint64_t row) const { return reinterpret_cast<Word*>(locks_)[row & last_lock_]; }
+  RowWriter& writer(std::size_t slot) const;
+  Word& lock(std::uint64_t row) const { return reinterpret_cast<Word*>(locks_)[row & lock_mask_]; }
   Word* words(std::uint32_t part, std::uint64_t row) const;
   // Where the writer of a place sets aside.
-  std::byte* aside(std::size_t place, std::uint32_t part) const;
+  std::byte* backup(std::size_t slot, std::uint32_t part) const;
   RowsResult check(const RowList& list) const;
   void prefetch(std::uint64_t row, std::uint32_t parts) const;
   void prefetch_block(const RowList& list, std::size_t i, std::uint32_t parts) const;
   // The pid of who has a row whose lock says this; 0: nobody.
-  int writer_of(std::uint64_t word) const;
+  int writer_pid(std::uint64_t word) const;
   // If the writer of this place has ended: puts right what it has left, and frees the place. True
   // if that was done.
-  bool repair(std::size_t place);
+  bool repair(std::size_t slot);
 
   template <class T>
   RowsResult pool_as(const RowList& list, const Bags& bags, Pooling pooling, const T* weights,
-                     T* out, Patience patience);
+                     T* out, Timeout timeout);
   template <class T>
-  RowsResult update_as(const RowList& list, const T* gradients, const RowsStep& step,
-                       Patience patience);
+  RowsResult update_as(const RowList& list, const T* gradients, const OptimizerStep& step,
+                       Timeout timeout);
 
   std::byte* base_;
   RowsShape shape_;
   std::size_t stride_;
   std::size_t bytes_;
   std::byte* locks_;
-  std::uint64_t last_lock_;
+  std::uint64_t lock_mask_;
   std::byte* values_;
   std::size_t part_bytes_;
-  std::byte* aside_;
+  std::byte* backups_;
   int fd_;
 };
 

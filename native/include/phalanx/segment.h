@@ -23,7 +23,7 @@ namespace phalanx {
 inline constexpr std::uint64_t kMagic = 0x584e414c41485001;  // "\1PHALANX"
 inline constexpr std::uint32_t kLayoutVersion = 2;
 inline constexpr std::size_t kPage = 4096;
-inline constexpr std::size_t kLine = 64;
+inline constexpr std::size_t kCacheLine = 64;
 inline constexpr int kMaxRanks = 512;
 
 // Payloads up to this size travel beside the flag, in one synchronisation.
@@ -31,14 +31,14 @@ inline constexpr std::size_t kInlineBytes = 16 * 1024;
 // What moves at once: small enough for the caches of a core. Where ranks outnumber cores, a peer is
 // waited for in time slices rather than in nanoseconds, and fewer, larger chunks cost less.
 inline constexpr std::size_t kChunkBytes = 256 * 1024;
-inline constexpr std::size_t kCrowdedChunkBytes = 1024 * 1024;
+inline constexpr std::size_t kOversubscribedChunkBytes = 1024 * 1024;
 // A rank's staging area holds two chunks, so that one is filled while the other is read.
-inline constexpr std::size_t kStagingBytes = 2 * kCrowdedChunkBytes;
+inline constexpr std::size_t kStagingBytes = 2 * kOversubscribedChunkBytes;
 // What a channel holds of the messages on their way from one rank to another.
 inline constexpr std::size_t kRingBytes = 256 * 1024;
 
 // Where waiters sleep and how they are woken; see wait.h.
-struct alignas(kLine) Event {
+struct alignas(kCacheLine) Event {
   std::atomic<std::uint32_t> sleepers;  // writers: ranks that go to sleep here, and wake
   std::atomic<std::uint32_t> ticket;    // writers: ranks that wake others
 };
@@ -52,41 +52,43 @@ struct Header {
   std::uint64_t bytes;
   std::uint64_t chunk_bytes;
   // Writer: the first rank that gives up (compare-and-swap from 0); see Group::abort.
-  alignas(kLine) std::atomic<std::uint64_t> abort_word;
+  alignas(kCacheLine) std::atomic<std::uint64_t> abort_word;
 };
-static_assert(sizeof(Header) == 2 * kLine);
-static_assert(offsetof(Header, abort_word) == kLine);
+static_assert(sizeof(Header) == 2 * kCacheLine);
+static_assert(offsetof(Header, abort_word) == kCacheLine);
 
 // failing: an exception that nobody caught ends the process; it will take part in nothing more.
 enum class Presence : std::uint32_t { absent = 0, joined = 1, left = 2, failing = 3 };
 
 struct RankControl {
   // Line 1, writer: the owner. Read by all peers in every collective.
-  alignas(kLine) std::atomic<std::uint64_t> step;
+  alignas(kCacheLine) std::atomic<std::uint64_t> step;
   SharedFingerprint fingerprints[2];  // of the operation with sequence & 1
   // Line 2: those who wait for `step`.
-  Event stepped;
+  Event step_event;
   // Line 3: where the owner sleeps when it waits for messages, or for room to send them.
-  Event bell;
+  Event message_event;
   // Line 4, writer: the owner.
-  alignas(kLine) std::atomic<std::int32_t> pid;
+  alignas(kCacheLine) std::atomic<std::int32_t> pid;
   std::atomic<Presence> presence;
-  SharedFingerprint trouble[2];   // own and peer's operation, when the owner breaks the group
-  std::atomic<std::int32_t> box;  // the owner's descriptor of its flight recorder; -1: none
+  SharedFingerprint
+      failure_fingerprints[2];  // own and peer's operation, when the owner breaks the group
+  std::atomic<std::int32_t>
+      recorder_descriptor;  // the owner's descriptor of its flight recorder; -1: none
   std::int32_t reserved;
 };
-static_assert(sizeof(RankControl) == 4 * kLine);
-static_assert(offsetof(RankControl, stepped) == 1 * kLine);
-static_assert(offsetof(RankControl, bell) == 2 * kLine);
-static_assert(offsetof(RankControl, pid) == 3 * kLine);
+static_assert(sizeof(RankControl) == 4 * kCacheLine);
+static_assert(offsetof(RankControl, step_event) == 1 * kCacheLine);
+static_assert(offsetof(RankControl, message_event) == 2 * kCacheLine);
+static_assert(offsetof(RankControl, pid) == 3 * kCacheLine);
 
 // Messages from one rank to another: a ring of bytes, positions count from the beginning of time.
 struct Channel {
-  alignas(kLine) std::atomic<std::uint64_t> head;  // writer: the sender; bytes written
-  alignas(kLine) std::atomic<std::uint64_t> tail;  // writer: the receiver; bytes read
-  alignas(kPage) std::byte ring[kRingBytes];       // writer: the sender
+  alignas(kCacheLine) std::atomic<std::uint64_t> head;  // writer: the sender; bytes written
+  alignas(kCacheLine) std::atomic<std::uint64_t> tail;  // writer: the receiver; bytes read
+  alignas(kPage) std::byte ring[kRingBytes];            // writer: the sender
 };
-static_assert(offsetof(Channel, tail) == kLine);
+static_assert(offsetof(Channel, tail) == kCacheLine);
 static_assert(offsetof(Channel, ring) == kPage);
 static_assert((kRingBytes & (kRingBytes - 1)) == 0);
 

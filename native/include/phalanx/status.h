@@ -19,7 +19,8 @@ enum class Code : std::uint8_t {
   out_of_memory = 6,  // rank `reporter` could not get the pages of its part of the segment
   system = 7,         // a system call failed; `error` is its errno
   left = 8,           // rank `peer` has left the group (shut it down) and will not come
-  ring = 9,  // ranks wait for each other in several groups; `reporter`'s flight recorder says how
+  deadlock =
+      9,  // ranks wait for each other in several groups; `reporter`'s flight recorder says how
 };
 
 struct [[nodiscard]] Status {

@@ -30,9 +30,9 @@ inline std::byte* at(void* data, std::size_t offset) {
 
 // The chunks in which so many bytes are moved: at least four, as far as they stay large enough to
 // be worth a synchronisation each, so that consumers needn't wait for most of it.
-inline std::size_t moving_chunk(const Group& group, std::size_t total) {
+inline std::size_t move_chunk_bytes(const Group& group, std::size_t total) {
   const std::size_t whole = group.segment().chunk_bytes();
-  return std::min(whole, std::max(whole, total) / 4 / kLine * kLine);
+  return std::min(whole, std::max(whole, total) / 4 / kCacheLine * kCacheLine);
 }
 
 // Moves ceil(total / chunk_bytes) chunks after a meeting. `produces(r)` and `consumes(r)` say which
@@ -110,7 +110,7 @@ class Parts {
   static std::size_t staged(const Group& group) {
     // There is one rank at least, which clang-tidy can't know.
     const auto ranks = static_cast<std::size_t>(std::max(1, group.ranks()));
-    return group.segment().chunk_bytes() / ranks / kLine * kLine;
+    return group.segment().chunk_bytes() / ranks / kCacheLine * kCacheLine;
   }
 
  private:

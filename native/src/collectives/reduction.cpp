@@ -2,8 +2,8 @@
 
 #include <array>
 
-#include "direct.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 namespace {
@@ -12,9 +12,9 @@ namespace {
 // for.
 std::size_t even_slice(std::size_t total, std::size_t ranks, std::size_t chunk_bytes) {
   const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
-  const std::size_t largest = chunk_bytes / ranks / kLine * kLine;
+  const std::size_t largest = chunk_bytes / ranks / kCacheLine * kCacheLine;
   const std::size_t chunks = parts(total, largest * ranks);
-  return parts(parts(total, chunks * ranks), kLine) * kLine;
+  return parts(parts(total, chunks * ranks), kCacheLine) * kCacheLine;
 }
 
 // The reduction of large tensors. The tensor is cut into chunks; of each chunk rank r owns slice r.
@@ -38,7 +38,7 @@ class LargeReduction {
         chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_) {}
 
   // After a meeting. `wanted`: whether this rank takes the result.
-  Status run(bool wanted) {
+  Status run(bool takes_result) {
     // Steps: stage 0 | stage 1, combine 0 | stage 2, combine 1 | ... | combine last.
     const std::uint64_t base = group_.step();
     stage(0);
@@ -60,7 +60,7 @@ class LargeReduction {
       if (const Status s = group_.wait_steps(combined, bounds_); !s.ok()) {
         return s;
       }
-      if (wanted) {
+      if (takes_result) {
         copy_out(chunk);
       }
     }
@@ -149,32 +149,32 @@ Status reduce_of_two(Group& group, void* data, const Fingerprint& own, const Bou
 
 // The reduction of large tensors that all lie in arenas: every rank combines a slice of its own,
 // and writes the result to all who want it.
-class SharedReduction {
+class ZeroCopyReduction {
  public:
-  SharedReduction(Group& group, void* data, const Fingerprint& own)
+  ZeroCopyReduction(Group& group, void* data, const Fingerprint& own)
       : group_(group), data_(static_cast<std::byte*>(data)), own_(own) {}
 
   // After a meeting.
   template <class Gives>
-  Status run(const Shared<Gives>& shared, const Bounds& bounds) {
+  Status run(const ZeroCopySources<Gives>& zero_copy, const Bounds& bounds) {
     const auto ranks = static_cast<std::size_t>(group_.ranks());
     for (std::size_t rank = 0; rank < ranks; ++rank) {
       Status status;
       tensors_[rank] = static_cast<int>(rank) == group_.rank()
                            ? data_
-                           : shared.reach(static_cast<int>(rank), 0, status);
+                           : zero_copy.map_peer(static_cast<int>(rank), 0, status);
       if (tensors_[rank] == nullptr) {
         return status;
       }
     }
     const std::size_t total = own_.count * size_of(own_.dtype);
-    const std::size_t slice = (total / ranks + kLine) / kLine * kLine;
+    const std::size_t slice = (total / ranks + kCacheLine) / kCacheLine * kCacheLine;
     const std::size_t begin = std::min(slice * static_cast<std::size_t>(group_.rank()), total);
     const std::size_t end = std::min(begin + slice, total);
     for (std::size_t at = begin; at < end; at += kBlock) {
       combine({at, std::min(kBlock, end - at)});
     }
-    return part_together(group_, bounds);
+    return exit_barrier(group_, bounds);
   }
 
  private:
@@ -206,10 +206,10 @@ class SharedReduction {
 }  // namespace
 
 Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
-                 bool wanted) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+                 bool takes_result) {
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
   const std::size_t bytes = own.count * size_of(own.dtype);
   const bool small = bytes <= kInlineBytes;
@@ -220,26 +220,27 @@ Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds&
   if (small) {
     copy_bytes(group.next_inline_buffer(), data, bytes);
   } else {
-    Sources(group.next_inline_buffer()).publish(data, bytes);
+    SourceLocations(group.next_inline_buffer()).publish(data, bytes);
   }
-  status = group.meet(own, bounds);
+  status = group.enter_collective(own, bounds);
   if (!status.ok() || own.count == 0) {
     return status;
   }
-  if (const Shared shared(group, [](int) { return true; }); !small && shared.all()) {
-    return SharedReduction(group, data, own).run(shared, bounds);
+  if (const ZeroCopySources zero_copy(group, [](int) { return true; });
+      !small && zero_copy.available()) {
+    return ZeroCopyReduction(group, data, own).run(zero_copy, bounds);
   }
   if (!small && own.root >= 0 && group.ranks() == 2) {
     return reduce_of_two(group, data, own, bounds);
   }
   if (!small) {
-    return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(wanted);
+    return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(takes_result);
   }
-  if (wanted) {
+  if (takes_result) {
     std::array<const void*, kMaxRanks> sources;
     for (int rank = 0; rank < group.ranks(); ++rank) {
       sources[static_cast<std::size_t>(rank)] =
-          rank == group.rank() ? data : group.met_inline_buffer(rank);
+          rank == group.rank() ? data : group.current_inline_buffer(rank);
     }
     phalanx::reduce(data, sources.data(), static_cast<std::size_t>(group.ranks()), own.count,
                     own.dtype, own.op, group.ranks());

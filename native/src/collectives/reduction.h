@@ -7,6 +7,6 @@ namespace phalanx {
 
 // `own.count`, `dtype` and `op` say what is reduced; `wanted`: whether this rank takes the result.
 Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
-                 bool wanted);
+                 bool takes_result);
 
 }  // namespace phalanx

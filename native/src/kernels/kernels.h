@@ -20,16 +20,16 @@ using Fold = void (*)(void* out, const void* const* sources, size_t n_sources, s
                       double parameter);
 
 // What is done with a row of a table that others may be writing to: see rows.h beside this.
-enum class RowUse : unsigned char { sum, largest };
-using TakeRow = void (*)(void* to, const void* from, size_t bytes);
-using CombineRows = void (*)(void* out, const void* rows, size_t count, size_t width, RowUse use,
-                             const void* weights, bool first);
+enum class RowCombine : unsigned char { sum, max };
+using LoadRow = void (*)(void* to, const void* from, size_t bytes);
+using CombineRows = void (*)(void* out, const void* rows, size_t count, size_t width,
+                             RowCombine use, const void* weights, bool first);
 
 // By element type and operator; null where the operator has no meaning for the element type.
 struct Table {
   Fold reduce[n_dtypes][n_ops];
   Fold scale[n_dtypes];                // of one source
-  TakeRow take_row;                    // null where only the language's own atomics will do
+  LoadRow load_row;                    // null where only the language's own atomics will do
   CombineRows combine_rows[n_dtypes];  // float32 and float64
 };
 

@@ -16,7 +16,7 @@ namespace {
 using RowPack = Vector<uint8_t>;
 
 // One instruction, which the compiler doesn't see as an access to memory.
-inline RowPack load_row(const uint8_t* from) {
+inline RowPack load_pack(const uint8_t* from) {
   RowPack pack;
 #if defined(__AVX512F__)
   asm volatile("vmovdqu64 %1, %0" : "=v"(pack) : "m"(*(const uint8_t(*)[sizeof pack])from));
@@ -33,16 +33,16 @@ inline RowPack load_row(const uint8_t* from) {
 // read), and from moving others across. The processor makes loads in their order, and others see a
 // writer's stores in theirs: so whoever gets a byte of a write sees in a later look at the lock
 // that the row was taken for it. A word may even be torn.
-void take_row(void* to, const void* from, size_t bytes) {
+void load_row(void* to, const void* from, size_t bytes) {
   const auto* in = static_cast<const uint8_t*>(from);
   auto* out = static_cast<uint8_t*>(to);
   asm volatile("" ::: "memory");
   if (bytes >= sizeof(RowPack)) {
     for (size_t at = 0; at + sizeof(RowPack) < bytes; at += sizeof(RowPack)) {
-      const RowPack pack = load_row(in + at);
+      const RowPack pack = load_pack(in + at);
       __builtin_memcpy(out + at, &pack, sizeof pack);
     }
-    const RowPack last = load_row(in + bytes - sizeof(RowPack));
+    const RowPack last = load_pack(in + bytes - sizeof(RowPack));
     __builtin_memcpy(out + bytes - sizeof last, &last, sizeof last);
   } else {
     for (size_t at = 0; at + sizeof(uint32_t) <= bytes; at += sizeof(uint32_t)) {
@@ -58,12 +58,12 @@ void take_row(void* to, const void* from, size_t bytes) {
 
 // One element, or one vector, of all rows and of what there is already.
 template <class T, class Pack>
-inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowUse use,
+inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowCombine use,
                     const T* weights, bool first) {
   for (size_t row = 0; row < count; ++row, from += width) {
     Pack next;
     __builtin_memcpy(&next, from, sizeof next);
-    if (use == RowUse::largest) {
+    if (use == RowCombine::max) {
       sum = (first && row == 0) ? next : (next > sum ? next : sum);
     } else if (weights != nullptr) {
       sum += next * weights[row];
@@ -77,7 +77,7 @@ inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowUse 
 // out = out + row 0 + row 1 ..., or with a weight for each, or the largest; `first` says that there
 // is nothing in `out` yet.
 template <class T>
-void combine_rows(void* out, const void* rows, size_t count, size_t width, RowUse use,
+void combine_rows(void* out, const void* rows, size_t count, size_t width, RowCombine use,
                   const void* weights, bool first) {
   using Pack = Vector<T>;
   constexpr size_t lanes = sizeof(Pack) / sizeof(T);

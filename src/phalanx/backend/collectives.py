@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx._native import misplaced, overlap
+from phalanx._native import is_misplaced, overlap
 from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import code_of, factor_of, reduction
 from phalanx.backend.execution import NativeCall, Running, Tensors, divided, in_turn
@@ -125,7 +125,7 @@ class Collectives(Running):
         native = self._native
         if [output.numel() for output in flats] == [flat.numel()] * self._size:
             addresses = [output.data_ptr() for output in flats]
-            if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
                 flat = flat.clone()
             call: NativeCall = partial(
                 native.all_gather, flat.data_ptr(), addresses, flat.numel(), code
@@ -160,7 +160,7 @@ class Collectives(Running):
         flats = [writable(output, "gather") for output in outputs]
         code = code_of(tensor.dtype, "gather")
         addresses = [output.data_ptr() for output in flats]
-        if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
             flat = flat.clone()
         call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
         pairs = list(zip(outputs, flats, strict=True))
@@ -186,7 +186,7 @@ class Collectives(Running):
         flats = [dense(item, "scatter") for item in inputs]
         code = code_of(tensor.dtype, "scatter")
         addresses = [item.data_ptr() for item in flats]
-        if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
             flat = torch.empty_like(flat)
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         pairs = [(tensor, flat)]
@@ -216,7 +216,7 @@ class Collectives(Running):
         native = self._native
         if [source.numel() for source in sources] == [flat.numel()] * self._size:
             addresses = [source.data_ptr() for source in sources]
-            if misplaced(flat.data_ptr(), addresses, flat.numel(), how.dtype, self._rank):
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), how.dtype, self._rank):
                 flat = torch.empty_like(flat)
             call: NativeCall = partial(
                 native.reduce_scatter,
@@ -313,7 +313,7 @@ class Collectives(Running):
             operator = "monitored_barrier", opts.timeout, wait_all_ranks
             self._collective("monitored_barrier", native.barrier, None, opts, [], operator)
         except CollectiveTimeout as error:
-            late = [] if native.closed else native.behind(0)
+            late = [] if native.closed else native.ranks_behind(0)
             words = _in_torchs_words(self._rank, late if wait_all_ranks else late[:1])
             raise CollectiveTimeout(f"{error}. {words}") from None
 

@@ -91,8 +91,8 @@ def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
     """
     if threading.current_thread() is not threading.main_thread() or broken.closed:
         return
-    status = broken.broken()
-    if status is None or status.code != "ring":
+    status = broken.failure()
+    if status is None or status.code != "deadlock":
         return
     own = broken.flight_recorder(broken.rank, _HISTORY)
     if own is None or _has_others(own):
@@ -101,9 +101,9 @@ def pass_on(broken: _native.Group, groups: Iterable[_native.Group]) -> None:
     why = getattr(status, "words", "") or peer_state.reason(broken, status.reporter)
     boxes: dict[int, Box | None] = {}
     for group in groups:
-        peer = None if group.broken() else _in_vain(own, group, boxes)
+        peer = None if group.failure() else _in_vain(own, group, boxes)
         if peer is not None:
-            group.abort_ring(peer, why)
+            group.abort_deadlock(peer, why)
 
 
 def _in_vain(own: Box, group: _native.Group, boxes: dict[int, Box | None]) -> int | None:
@@ -174,7 +174,7 @@ def _wait(box: Box) -> Box | None:
     in other operations too, those may end the wait, since a callback may call anything.
     """
     waits = [each for each in box["open"] if each["thread"] == _MAIN and each["group"] >= 0]
-    awaited = [each for each in _in_threads(box) if each["number"] == box["main_waits"]]
+    awaited = [each for each in _in_threads(box) if each["number"] == box["main_thread_wait"]]
     if awaited and not waits and awaited == _in_threads(box):
         waits = awaited
     if len(waits) != 1 or waits[0]["kind"] in ("send", "recv", "join") or _has_others(box):
@@ -228,4 +228,4 @@ def _break(ring: tuple[_Link, ...], groups: dict[int, _native.Group]) -> None:
     why = "ranks use groups in different orders: " + ", ".join(link.words for link in ring)
     for link in ring:
         if link.identity in groups:
-            groups[link.identity].abort_ring(link.peer_in_group, why)
+            groups[link.identity].abort_deadlock(link.peer_in_group, why)

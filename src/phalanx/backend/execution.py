@@ -138,7 +138,7 @@ class Running(Messages):
         operation, the switch to another thread and back takes longer than the operation.
         """
         small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
-        return small and not self._collectives.pending and self._native.awaited()
+        return small and not self._collectives.pending and self._native.is_awaited()
 
     def _failed(
         self,

@@ -38,7 +38,7 @@ _ENDED = ("", "Z", "X")
 _KINDS = {
     "peer_lost": PeerLost,
     "mismatch": CollectiveMismatch,
-    "ring": CollectiveMismatch,
+    "deadlock": CollectiveMismatch,
     "left": CollectiveMismatch,
     "timeout": CollectiveTimeout,
     "aborted": Aborted,
@@ -120,7 +120,7 @@ def unfinished(
         seconds: The timeout of the wait, in seconds.
         called: The time at which the operation was called, in monotonic seconds.
     """
-    late = [] if group.closed else group.behind(rank)
+    late = [] if group.closed else group.ranks_behind(rank)
     names = ", ".join(peer_state.named(group, other) for other in late) or "its peers"
     return CollectiveTimeout(
         f"[{place} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} until "
@@ -191,7 +191,7 @@ def _explain(
                 f"ranks disagree: rank {reporter} is in {_placed(status.mine, group, reporter)}, "
                 f"rank {peer} in {_placed(status.theirs, group, peer)}"
             )
-        case "ring":
+        case "deadlock":
             return CollectiveMismatch, peer_state.reason(group, reporter) or (
                 f"rank {reporter} found that ranks wait for each other in several groups"
             )
@@ -256,7 +256,7 @@ def _places(group: _native.Group, late: list[int]) -> str:
 def _late(status: _native.Status, group: _native.Group) -> list[int]:
     """Return the ranks that a rank waited for until its deadline: all late ones in a collective."""
     if status.mine.kind not in ("send", "recv") and not group.closed:
-        late = group.behind(status.reporter)
+        late = group.ranks_behind(status.reporter)
         if late:
             return late
     return [status.peer] if status.peer >= 0 else []
@@ -269,7 +269,7 @@ def _ending(group: _native.Group, peer: int) -> str:
         return f"failed with {words}"
     wait_status = None if group.closed else group.wait_status(peer)
     if wait_status is None:
-        failing = not group.closed and group.failing(peer)
+        failing = not group.closed and group.is_failing(peer)
         return "failed with an exception that nobody caught" if failing else "has died"
     code = os.waitstatus_to_exitcode(wait_status)
     if code < 0:

@@ -112,7 +112,7 @@ def failed(native: _native.Group) -> None:
 
 def _in_child() -> None:
     parent = os.getppid()
-    _native.forget_flight_recorder()
+    _native.detach_flight_recorder()
     for group in list(_groups):
         _parents_groups.append(group._native)
         group.replace_native(_inherited(parent))

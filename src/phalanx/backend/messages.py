@@ -209,11 +209,11 @@ def _check_tag(tag: int, name: str) -> None:
 
 def _received(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
     settle(tensor, flat)
-    if native.early_peak > _MUCH_EARLY:
+    if native.unexpected_peak > _MUCH_EARLY:
         tell_once(
             "early",
-            f"{native.early_peak >> 20} MiB of messages came before they were asked for, and took "
-            "private memory: receive in the order in which the other rank sends",
+            f"{native.unexpected_peak >> 20} MiB of messages came before they were asked for, and "
+            "took private memory: receive in the order in which the other rank sends",
         )
 
 

@@ -66,7 +66,7 @@ def last_words(group: _native.Group, rank: int) -> str:
     if note and note["why"].startswith(SESSION_ENDED):  # takes precedence over the process's end
         return escape(note["why"].removeprefix(SESSION_ENDED), _LONG)
     box = _box(group, rank)
-    return escape(box["last_words"], _LONG) if box and box["ending"] == "failed" else ""
+    return escape(box["exception"], _LONG) if box and box["ending"] == "failed" else ""
 
 
 def last_deed(group: _native.Group, rank: int) -> str:

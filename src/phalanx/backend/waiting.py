@@ -41,7 +41,7 @@ def until(ended: threading.Event, native: _native.Group) -> None:
             waited = time.monotonic() - begin
             look = waited + _SECOND_LOOK if suspected else 2 * waited
     finally:
-        _native.main_waits(0)
+        _native.set_main_thread_wait(0)
 
 
 def _show(ended: threading.Event, native: _native.Group) -> None:
@@ -57,7 +57,7 @@ def _show(ended: threading.Event, native: _native.Group) -> None:
     # Checked after `_under_way`: if the operation has not ended yet, the number read above is that
     # of this operation or an earlier one.
     over = ended.is_set() or lifetime.busy_elsewhere(native)
-    _native.main_waits(0 if over else number)
+    _native.set_main_thread_wait(0 if over else number)
 
 
 def _under_way(native: _native.Group) -> int:

@@ -87,7 +87,7 @@ def added_up(
     """
     most = sum(batch[1] for batch in batches)
     rows, sums = torch.empty(most, dtype=torch.int64), torch.empty(most, width, dtype=dtype)
-    count = _native.add_up_rows(
+    count = _native.coalesce_rows(
         batches, width, DTYPES[dtype], divisor, share, (rows.data_ptr(), sums.data_ptr())
     )
     return rows[:count], sums[:count]

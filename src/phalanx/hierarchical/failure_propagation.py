@@ -234,7 +234,7 @@ class Failing:
         with self._lock:
             first, self.told = self.told is None, self.told or told
         if first:
-            if not self._native.closed and self._native.broken() is None:
+            if not self._native.closed and self._native.failure() is None:
                 self._native.abort(self._words.reason(told)[:_MOST_WHY])
             self._transport.abort()
         return self.told

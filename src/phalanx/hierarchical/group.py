@@ -64,7 +64,7 @@ class HostsGroup(HostsMessages):
         transport: Transport,
         words: Words,
     ) -> None:
-        native.set_names(layout.ranks, places[0].nonce)
+        native.set_global_ranks(layout.ranks, places[0].nonce)
         story = Story(store)
         failing = Failing(native, layout, places, story, transport, words)
         super().__init__(native, layout, failing, transport)
@@ -103,31 +103,31 @@ class HostsGroup(HostsMessages):
         local = self._local(rank)
         return None if local is None else self._native.wait_status(local)
 
-    def failing(self, rank: int) -> bool:
+    def is_failing(self, rank: int) -> bool:
         local = self._local(rank)
-        return local is not None and self._native.failing(local)
+        return local is not None and self._native.is_failing(local)
 
     def flight_recorder(self, rank: int, history: int) -> dict[str, Any] | None:
         local = self._local(rank)
         return None if local is None else self._native.flight_recorder(local, history)
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         """Return False: the progress of ranks of other hosts is unknown."""
         return False
 
-    def behind(self, rank: int) -> list[int]:
+    def ranks_behind(self, rank: int) -> list[int]:
         """Return the ranks of this host that are behind `rank` in the group's collectives.
 
         Returns none if `rank` is on another host.
         """
         local = self._local(rank)
-        late = [] if local is None else self._native.behind(local)
+        late = [] if local is None else self._native.ranks_behind(local)
         return [self._layout.ranks[other] for other in late]
 
-    def broken(self) -> Answer:
+    def failure(self) -> Answer:
         if self._failing.told is None:
             try:
-                status = self._native.broken()
+                status = self._native.failure()
             except ValueError:  # closed
                 return Told("left", f"rank {self.rank} has left the group", self.rank, self.rank)
             if status is not None:
@@ -139,8 +139,8 @@ class HostsGroup(HostsMessages):
         words = f"the group was aborted by rank {self.rank}{site}{': ' + why if why else ''}"
         return self._failing.tell(Told("aborted", words, self.rank))
 
-    def abort_ring(self, peer: int, why: str) -> Answer:
-        return self._failing.tell(Told("ring", why, self.rank, peer))
+    def abort_deadlock(self, peer: int, why: str) -> Answer:
+        return self._failing.tell(Told("deadlock", why, self.rank, peer))
 
     def fail(self, wake: bool, why: str = "") -> None:
         """Report an exception that ends this rank's part: for its peers it is lost from now on.
@@ -153,7 +153,7 @@ class HostsGroup(HostsMessages):
         if wake and self._failing.told is None:
             box = self._native.flight_recorder(self._layout.local_rank, 0)
             last = why.removeprefix(SESSION_ENDED) or escape(
-                box["last_words"] if box else "", _MOST_WORDS
+                box["exception"] if box else "", _MOST_WORDS
             )
             ending = f"failed with {last or 'an exception that nobody caught'}"
             words = f"{self._failing.name(self.rank)} {ending}"
@@ -300,18 +300,18 @@ class HostsGroup(HostsMessages):
             looking = self._failing.looking
             run = Run(self._layout, self._native, self._transport, deadline, looking)
             try:
-                status = self._native.compose(kind, count, dtype, op, root, timeout)
+                status = self._native.begin_composite(kind, count, dtype, op, root, timeout)
                 if status is not None:
                     return self._failing.seen(status, timeout)
                 answer = self._run(run, own, timeout, body)
             except BaseException:
                 if self._native.closed:  # another thread has left the group meanwhile
-                    return self.broken()
+                    return self.failure()
                 self._interrupted(own)
                 raise
             finally:
                 run.settle()
-            self._native.compose_end(answer.code if answer else "ok")
+            self._native.end_composite(answer.code if answer else "ok")
             return answer
         finally:
             self._turn.release()
@@ -331,7 +331,7 @@ class HostsGroup(HostsMessages):
         except Refused as refused:
             return self._failing.seen(refused.status, timeout)
         except Broken:
-            return self.broken()
+            return self.failure()
         except Gone as gone:
             return self._failing.gone(gone, self._failing.operation(header))
         except Late as late:
@@ -344,7 +344,7 @@ class HostsGroup(HostsMessages):
         """Report that a Python exception, such as Ctrl-C or out of memory, ended an operation."""
         words = f"rank {self.rank} was interrupted in {self._words.operation(own, _site())}"
         self._failing.tell(Told("interrupted", words, self.rank))
-        self._native.compose_end("interrupted")
+        self._native.end_composite("interrupted")
 
     def _compare(self, run: Run, own: Header) -> Answer:
         """Check that all hosts are in the same operation, before they exchange any data.

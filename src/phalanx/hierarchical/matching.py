@@ -276,7 +276,7 @@ class Inbox:
             return
         nobody = len(self._gone) == len(self._elsewhere)
         if nobody:
-            self._native.expect_foreign(False)
+            self._native.expect_remote(False)
         alone = nobody and len(self._layout.ranks) == 1 and not self.to_itself
         for source, tag in list(self._waiting):
             if everything or source in self._gone or (source < 0 and alone):

@@ -95,14 +95,14 @@ class RemoteMessage:
         Not for a recv that is posted in memory too: the native group records that one.
         """
         its = self.own.fingerprint
-        self._record = self._group.native.begin_foreign(
+        self._record = self._group.native.begin_remote(
             its.kind, its.count, its.dtype, self.peer, its.sequence
         )
 
     def show_wait(self) -> None:
         """Record that a caller waits for the message."""
         if self._record is not None:
-            self._group.native.foreign_waits(self._record)
+            self._group.native.begin_remote_wait(self._record)
 
     def advance(self, seconds: float) -> bool:
         """Wait for the message and return whether it is done.
@@ -162,7 +162,7 @@ class RemoteMessage:
             self.done = True
         if self._record is not None:
             outcome = "ok" if status is None else status.code
-            self._group.native.end_foreign(self._record, outcome, self.peer)
+            self._group.native.end_remote(self._record, outcome, self.peer)
 
 
 class HostsMessages:
@@ -189,15 +189,15 @@ class HostsMessages:
         self._posting = threading.Lock()
         self._inbox = Inbox(native, layout, transport, failing.lost)
         self._sent = [0] * layout.size
-        native.expect_foreign(True)
+        native.expect_remote(True)
 
     @property
     def outstanding(self) -> int:
         return self._native.outstanding
 
     @property
-    def early_peak(self) -> int:
-        return self._native.early_peak
+    def unexpected_peak(self) -> int:
+        return self._native.unexpected_peak
 
     def send(
         self, data: int, count: int, dtype: int, destination: int, tag: int, timeout: float
@@ -271,7 +271,7 @@ class HostsMessages:
         try:
             while not message.done and not message.advance(_SLICE):
                 look()
-                if (broken := self.broken()) is not None:
+                if (broken := self.failure()) is not None:
                     message.end(broken)
                 elif time.monotonic() >= deadline:
                     late = Late(message.peer)
@@ -313,7 +313,7 @@ class HostsMessages:
         """The native group of this host."""
         return self._native
 
-    def broken(self) -> Answer:
+    def failure(self) -> Answer:
         raise NotImplementedError
 
     def seen(self, status: _native.Status | None, timeout: float = 0.0) -> Answer:
@@ -334,7 +334,7 @@ class HostsMessages:
         return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
 
     def _fail(self, message: RemoteMessage, gone: Gone) -> None:
-        if (broken := self.broken()) is not None:
+        if (broken := self.failure()) is not None:
             message.end(broken)
         else:
             message.end(self._failing.gone(gone, self._doing(message)))

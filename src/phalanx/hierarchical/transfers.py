@@ -126,15 +126,15 @@ class Links:
             if transfer.wait(0):
                 return
             began = time.monotonic()
-            self._native.compose_waits(peer)
+            self._native.begin_composite_wait(peer)
             look = self._looking()
             while not transfer.wait(_SLICE):
                 look()
-                if self._native.broken() is not None:
+                if self._native.failure() is not None:
                     raise Broken
                 if time.monotonic() >= self.deadline:
                     raise Late(peer)
-            self._native.compose_waited(peer, time.monotonic() - began)
+            self._native.end_composite_wait(peer, time.monotonic() - began)
         except TransportError as error:
             raise Gone(peer, error) from None
 

@@ -272,7 +272,7 @@ def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None
         recorder["clock"],
         recorder["opened"],
         recorder["ending"],
-        recorder["last_words"],
+        recorder["exception"],
         recorder["ended"],
         tuple(
             model.Group(**{**group, "members": _parse_members(group)})

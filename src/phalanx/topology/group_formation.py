@@ -71,7 +71,7 @@ def join(
         # A group of one rank needs no store. PyTorch gives such groups the same prefix in the
         # store if `new_subgroups` makes them inside of different groups.
         store = HashStore()
-    joining = _native.Joining(name, rank, size, ranges(members or range(size)))
+    joining = _native.GroupFormation(name, rank, size, ranges(members or range(size)))
     seconds = timeout.total_seconds()
     meeting = Meeting(store, rank, size, time.monotonic(), seconds, joining, where, members)
     try:
@@ -169,7 +169,7 @@ def _enter(meeting: Meeting, layout: Layout) -> _native.Group:
 def _create(meeting: Meeting, layout: Layout) -> _native.Group:
     nonce, ranks = secrets.randbits(64), len(layout.ranks)
     try:
-        group = _native.Group.create(ranks, 0, nonce, meeting.joining.note)
+        group = _native.Group.create(ranks, 0, nonce, meeting.joining.entry)
     except OSError as error:
         raise OSError(f"no shared memory for {ranks} ranks ({error.strerror})") from None
     where = {"pid": os.getpid(), "descriptor": group.descriptor, "nonce": nonce}
@@ -187,7 +187,7 @@ def _open(meeting: Meeting, layout: Layout) -> _native.Group:
             len(layout.ranks),
             layout.local_rank,
             where["nonce"],
-            meeting.joining.note,
+            meeting.joining.entry,
         )
     except OSError as error:
         raise OSError(
@@ -204,7 +204,7 @@ def _wait_for_all(meeting: Meeting, layout: Layout, group: _native.Group) -> Non
     """
 
     def absent() -> list[int]:
-        return [layout.ranks[local] for local in group.absent()]
+        return [layout.ranks[local] for local in group.absent_ranks()]
 
     for _ in meeting.tries(absent):
         missing = absent()
@@ -214,5 +214,5 @@ def _wait_for_all(meeting: Meeting, layout: Layout, group: _native.Group) -> Non
         try:
             meeting.raise_failure()
         except DistError:
-            if group.absent():
+            if group.absent_ranks():
                 raise

@@ -44,7 +44,7 @@ class Meeting(NamedTuple):
     size: int
     start: float
     seconds: float
-    joining: _native.Joining
+    joining: _native.GroupFormation
     where: Callable[[int, str], str] | None
     members: Sequence[int] = ()
 

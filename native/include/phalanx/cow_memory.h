@@ -21,19 +21,20 @@ namespace phalanx {
 // of all pages, or, where neither can be had, by taking all of them for written.
 enum class PageFinder { scan, map, none };
 
-class Commons {
+class CowMemory {
  public:
   // Whole pages, backed by memory. Null with `out_of_memory` or `system`, and errno.
-  static std::unique_ptr<Commons> create(std::size_t bytes, Status& status);
+  static std::unique_ptr<CowMemory> create(std::size_t bytes, Status& status);
   // What another process has made, as long as it keeps the descriptor open. Null with `system`:
   // EPROTO if it is something else, or of another size.
-  static std::unique_ptr<Commons> open(int pid, int descriptor, std::size_t bytes, Status& status);
-  ~Commons();
-  Commons(const Commons&) = delete;
-  Commons& operator=(const Commons&) = delete;
+  static std::unique_ptr<CowMemory> open(int pid, int descriptor, std::size_t bytes,
+                                         Status& status);
+  ~CowMemory();
+  CowMemory(const CowMemory&) = delete;
+  CowMemory& operator=(const CowMemory&) = delete;
 
-  std::byte* common() const { return common_; }
-  std::byte* own() const { return own_; }
+  std::byte* shared_view() const { return shared_; }
+  std::byte* private_view() const { return private_; }
   // In whole pages.
   std::size_t bytes() const { return bytes_; }
   int descriptor() const { return fd_; }
@@ -49,11 +50,11 @@ class Commons {
   std::size_t drop(std::size_t offset, std::size_t bytes, PageFinder finder = PageFinder::scan);
 
  private:
-  Commons(std::byte* common, std::byte* own, std::size_t bytes, int fd);
-  static std::unique_ptr<Commons> map(int fd, std::size_t bytes, Status& status);
+  CowMemory(std::byte* shared, std::byte* priv, std::size_t bytes, int fd);
+  static std::unique_ptr<CowMemory> map(int fd, std::size_t bytes, Status& status);
 
-  std::byte* common_;
-  std::byte* own_;
+  std::byte* shared_;
+  std::byte* private_;
   std::size_t bytes_;
   int fd_;
 };

@@ -17,14 +17,14 @@
 
 namespace kills {
 
-constexpr std::size_t kMostLatencies = 1 << 20;
+constexpr std::size_t kMaxLatencies = 1 << 20;
 
 // What all processes share.
 struct Shared {
   Steps steps;
   std::atomic<std::uint64_t> next, cases, deaths, failures;
   std::atomic<std::size_t> n_latencies;
-  std::array<std::atomic<std::int32_t>, kMostLatencies> latencies;  // us
+  std::array<std::atomic<std::int32_t>, kMaxLatencies> latencies;  // us
 };
 
 template <class T>
@@ -39,7 +39,7 @@ T& in_shared_memory() {
 
 inline std::string text_of(const Case& c) {
   std::ostringstream out;
-  out << kWhatNames[static_cast<std::size_t>(c.task.what)] << ' '
+  out << kOperationNames[static_cast<std::size_t>(c.task.operation)] << ' '
       << kPathNames[static_cast<std::size_t>(c.task.path)] << ' ' << c.task.size << ' '
       << c.task.root << ' ' << c.task.salt << ' ' << c.victim << ' ' << c.fatal << ' ' << c.second
       << ' ' << c.second_fatal << ' ' << kOrderNames[static_cast<std::size_t>(c.order)] << ' '
@@ -63,40 +63,41 @@ inline Case case_of(const std::string& text) {
   Case c;
   in >> what >> path >> c.task.size >> c.task.root >> c.task.salt >> c.victim >> c.fatal >>
       c.second >> c.second_fatal >> order >> c.yields >> c.every_word;
-  find(kWhatNames, what, c.task.what);
+  find(kOperationNames, what, c.task.operation);
   find(kPathNames, path, c.task.path);
   find(kOrderNames, order, c.order);
   return c;
 }
 
 // One case after another, in a process of its own.
-class Lane {
+class CaseRunner {
  public:
-  explicit Lane(Shared& shared) : shared_(shared), seats_(in_shared_memory<Seats>()) {}
+  explicit CaseRunner(Shared& shared) : shared_(shared), states_(in_shared_memory<RankStates>()) {}
 
   // Whether the victim, or the second one, died at its step, rather than after the task.
   bool run(const Case& c) {
-    new (&seats_) Seats{};
+    new (&states_) RankStates{};
     Status status;
     const auto segment = Segment::create(c.task.size, kNonce, kTestChunk, status);
     if (segment == nullptr) return fail(c, "no segment"), false;
     std::vector<int> pids;
-    open_boxes(c);
+    open_recorders(c);
     for (int rank = 0; rank < c.task.size; ++rank) {
       pids.push_back(fork());
       if (pids.back() == 0) {
         alarm(2 * kHang.count());
-        Rank(c, rank, seats_, shared_.steps)
-            .live(getppid(), segment->descriptor(), kNonce, boxes_[static_cast<std::size_t>(rank)]);
+        Rank(c, rank, states_, shared_.steps)
+            .live(getppid(), segment->descriptor(), kNonce,
+                  recorders_[static_cast<std::size_t>(rank)]);
         _exit(0);
       }
     }
     const std::string wrong = reap(c, pids);
-    const std::string judged = wrong.empty() ? judge(c) + judge_boxes(c) : wrong;
-    for (const int box : boxes_) ::close(box);
+    const std::string judged = wrong.empty() ? judge(c) + judge_recorders(c) : wrong;
+    for (const int recorder : recorders_) ::close(recorder);
     if (!judged.empty()) fail(c, judged);
     shared_.cases.fetch_add(1);
-    return !seat(c.second < 0 ? c.victim : c.second).done.load();
+    return !state(c.second < 0 ? c.victim : c.second).done.load();
   }
 
   // All deaths of one rank in one task: until it has lived through it three times in a row, as the
@@ -106,7 +107,7 @@ class Lane {
     const int orders = c.task.size > 2 && c.second < 0 ? 4 : 3;
     std::uint32_t& step = c.second < 0 ? c.fatal : c.second_fatal;
     if (c.second >= 0) c.fatal = 1;
-    for (int lived = 0; lived < 3 && shared_.failures.load() < kMostFailures;) {
+    for (int lived = 0; lived < 3 && shared_.failures.load() < kMaxFailures;) {
       ++step;
       ++c.task.salt;
       const auto turn = static_cast<int>(step) + c.victim + c.task.size;
@@ -115,20 +116,20 @@ class Lane {
     }
   }
 
-  static constexpr std::uint64_t kMostFailures = 5;
+  static constexpr std::uint64_t kMaxFailures = 5;
 
  private:
   static constexpr std::uint64_t kNonce = 0x7068616c616e78;
 
-  const Seat& seat(int rank) const { return seats_[static_cast<std::size_t>(rank)]; }
+  const RankState& state(int rank) const { return states_[static_cast<std::size_t>(rank)]; }
 
   // Waits for all ranks, the doomed ones last: they are reaped when the survivors have ended, as a
   // launcher would that is slow. What was wrong with how they ended.
   std::string reap(const Case& c, const std::vector<int>& pids) {
     std::string wrong;
-    for (const bool doomed : {false, true}) {
+    for (const bool is_victim : {false, true}) {
       for (int rank = 0; rank < c.task.size; ++rank) {
-        if (c.doomed(rank) != doomed) continue;
+        if (c.is_victim(rank) != is_victim) continue;
         const int pid = pids[static_cast<std::size_t>(rank)];
         const bool ended = has_ended(pid);
         if (!ended) {
@@ -137,8 +138,8 @@ class Lane {
         }
         int status = 0;
         waitpid(pid, &status, 0);
-        const bool as_expected = doomed ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL
-                                        : WIFEXITED(status) && WEXITSTATUS(status) == 0;
+        const bool as_expected = is_victim ? WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL
+                                           : WIFEXITED(status) && WEXITSTATUS(status) == 0;
         if (ended && !as_expected) {
           wrong += " rank " + std::to_string(rank) + " ended with " + std::to_string(status) + ";";
         }
@@ -147,25 +148,26 @@ class Lane {
     return wrong;
   }
 
-  void open_boxes(const Case& c) {
-    boxes_.clear();
+  void open_recorders(const Case& c) {
+    recorders_.clear();
     for (int rank = 0; rank < c.task.size; ++rank) {
-      boxes_.push_back(memfd_create("box", MFD_CLOEXEC));
-      if (ftruncate(boxes_.back(), sizeof(BoxLayout)) != 0) std::perror("ftruncate");
+      recorders_.push_back(memfd_create("box", MFD_CLOEXEC));
+      if (ftruncate(recorders_.back(), sizeof(RecorderLayout)) != 0) std::perror("ftruncate");
     }
   }
 
-  // What is wrong with the flight recorders. At most one record of each thread is torn by a death, and
-  // who died while it waited is seen to wait.
-  std::string judge_boxes(const Case& c) const {
+  // What is wrong with the flight recorders. At most one record of each thread is torn by a death,
+  // and who died while it waited is seen to wait.
+  std::string judge_recorders(const Case& c) const {
     std::string wrong;
     for (int rank = 0; rank < c.task.size; ++rank) {
-      std::vector<std::byte> bytes(sizeof(BoxLayout));
-      BoxContents box;
-      const int file = boxes_[static_cast<std::size_t>(rank)];
-      const bool whole = pread(file, bytes.data(), bytes.size(), 0) == sizeof(BoxLayout);
-      const std::string refused = whole ? read_box(bytes, kBoxHistory, box) : "unreadable";
-      if (!refused.empty() || !sound(c, rank, box)) {
+      std::vector<std::byte> bytes(sizeof(RecorderLayout));
+      RecorderContents contents;
+      const int file = recorders_[static_cast<std::size_t>(rank)];
+      const bool whole = pread(file, bytes.data(), bytes.size(), 0) == sizeof(RecorderLayout);
+      const std::string refused =
+          whole ? parse_recorder(bytes, kRecorderHistory, contents) : "unreadable";
+      if (!refused.empty() || !sound(c, rank, contents)) {
         wrong += " rank " + std::to_string(rank) + " leaves a flight recorder that is " +
                  (refused.empty() ? "not right" : refused) + ";";
       }
@@ -173,18 +175,20 @@ class Lane {
     return wrong;
   }
 
-  bool sound(const Case& c, int rank, const BoxContents& box) const {
-    const auto numbered = [&](const Record& each) { return each.number <= box.operations; };
-    if (!std::ranges::all_of(box.done, numbered) || !std::ranges::all_of(box.open, numbered)) {
+  bool sound(const Case& c, int rank, const RecorderContents& contents) const {
+    const auto numbered = [&](const Record& each) { return each.number <= contents.operations; };
+    if (!std::ranges::all_of(contents.done, numbered) ||
+        !std::ranges::all_of(contents.open, numbered)) {
       return false;
     }
-    if (!c.doomed(rank)) return box.torn == 0 && box.open.empty() && !box.done.empty();
-    if (seat(rank).done.load()) return box.torn == 0;
-    const bool waits = std::strncmp(seat(rank).step.load(), "wait: ", 6) == 0;
-    if (box.torn > (c.task.what == What::served ? 2 : 1)) return false;
-    const bool shown =
-        std::ranges::any_of(box.open, [](const Record& each) { return each.waiting_for >= 0; });
-    return !waits || !collective(c.task.what) || (box.torn == 0 && shown);
+    if (!c.is_victim(rank))
+      return contents.torn == 0 && contents.open.empty() && !contents.done.empty();
+    if (state(rank).done.load()) return contents.torn == 0;
+    const bool waits = std::strncmp(state(rank).step.load(), "wait: ", 6) == 0;
+    if (contents.torn > (c.task.operation == Operation::served ? 2 : 1)) return false;
+    const bool shown = std::ranges::any_of(
+        contents.open, [](const Record& each) { return each.waiting_for >= 0; });
+    return !waits || !collective(c.task.operation) || (contents.torn == 0 && shown);
   }
 
   static bool has_ended(int pid) {
@@ -200,12 +204,12 @@ class Lane {
   std::string judge(const Case& c) {
     std::string wrong;
     const bool all_lived =
-        seat(c.victim).done.load() && seat(c.victim).task.ok() &&
-        (c.second < 0 || (seat(c.second).done.load() && seat(c.second).task.ok()));
+        state(c.victim).done.load() && state(c.victim).task.ok() &&
+        (c.second < 0 || (state(c.second).done.load() && state(c.second).task.ok()));
     int named = -1;
     for (int rank = 0; rank < c.task.size; ++rank) {
-      const Seat& its = seat(rank);
-      if (c.doomed(rank)) continue;
+      const RankState& its = state(rank);
+      if (c.is_victim(rank)) continue;
       const auto say = [&](const char* what) {
         wrong += " rank " + std::to_string(rank) + " " + what + ";";
       };
@@ -231,29 +235,29 @@ class Lane {
   // Whether who has completed a task knows that nobody needs anybody any more: nothing that goes
   // wrong afterwards is to spoil it for a slower rank. A sender knows of its own part alone.
   static bool settles(const Task& task) {
-    switch (task.what) {
-      case What::gather:
-      case What::reduce:
-      case What::messages:
-      case What::served: return task.size == 2;
-      case What::leaving: return false;
+    switch (task.operation) {
+      case Operation::gather:
+      case Operation::reduce:
+      case Operation::messages:
+      case Operation::served: return task.size == 2;
+      case Operation::leaving: return false;
       default: return true;
     }
   }
 
   bool names(const Case& c, const Status& status) const {
-    const bool left = c.task.what == What::leaving && status.code == Code::left;
-    return (status.code == Code::peer_lost || left) && c.doomed(status.peer);
+    const bool left = c.task.operation == Operation::leaving && status.code == Code::left;
+    return (status.code == Code::peer_lost || left) && c.is_victim(status.peer);
   }
 
-  bool timely(const Seat& its, const Case& c) {
+  bool timely(const RankState& its, const Case& c) {
     const std::int64_t died =
-        seat(c.doomed(its.after.peer) ? its.after.peer : c.victim).died.load();
+        state(c.is_victim(its.after.peer) ? its.after.peer : c.victim).died.load();
     const std::int64_t took =
         its.task.ok() ? its.returned_after.load() - std::max(died, its.began_after.load())
                       : its.returned.load() - std::max(died, its.began.load());
     const std::size_t i = shared_.n_latencies.fetch_add(1);
-    if (i < kMostLatencies) shared_.latencies[i].store(static_cast<std::int32_t>(took / 1000));
+    if (i < kMaxLatencies) shared_.latencies[i].store(static_cast<std::int32_t>(took / 1000));
     return took < std::chrono::nanoseconds(kSoon).count();
   }
 
@@ -261,9 +265,9 @@ class Lane {
     std::ostringstream out;
     out << "FAILED:" << what << "\n  --case '" << text_of(c) << "'\n";
     for (int rank = 0; rank < c.task.size; ++rank) {
-      const Seat& its = seat(rank);
+      const RankState& its = state(rank);
       const char* step = its.step.load();
-      out << "  rank " << rank << (c.doomed(rank) ? " (doomed)" : "") << ": task code "
+      out << "  rank " << rank << (c.is_victim(rank) ? " (doomed)" : "") << ": task code "
           << static_cast<int>(its.task.code) << " peer " << its.task.peer << " reporter "
           << its.task.reporter << " errno " << its.task.error << ", after it code "
           << static_cast<int>(its.after.code) << " peer " << its.after.peer << "; at step "
@@ -274,8 +278,8 @@ class Lane {
   }
 
   Shared& shared_;
-  Seats& seats_;
-  std::vector<int> boxes_;  // by rank
+  RankStates& states_;
+  std::vector<int> recorders_;  // by rank
 };
 
 }  // namespace kills

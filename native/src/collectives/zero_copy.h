@@ -14,9 +14,9 @@ namespace phalanx {
 
 // What a rank publishes: the descriptor of its arena plus one, or 0 where not all of its sources
 // lie there, and the offset of each source.
-class Sources {
+class SourceLocations {
  public:
-  explicit Sources(std::byte* inline_buffer)
+  explicit SourceLocations(std::byte* inline_buffer)
       : words_(reinterpret_cast<std::uint64_t*>(inline_buffer)) {}
   static constexpr std::size_t bytes_for(std::size_t count) {
     return (1 + count) * sizeof(std::uint64_t);
@@ -25,19 +25,20 @@ class Sources {
   // `source(i)` and `bytes(i)` for i < count.
   template <class Source, class Bytes>
   void publish(int count, Source source, Bytes bytes) {
-    PHALANX_STEP("direct: publish the places");
+    PHALANX_STEP("zero_copy: publish the locations");
     words_[0] = 0;
     std::uint64_t descriptor = 0;
     for (int i = 0; i < count; ++i) {
-      const auto place = bytes(i) == 0 ? Place{.descriptor = 0, .offset = 0}
-                                       : Arena::locate(source(i), bytes(i)).value_or(Place{});
-      if (place.descriptor < 0) {
+      const auto location = bytes(i) == 0
+                                ? ArenaLocation{.descriptor = 0, .offset = 0}
+                                : Arena::locate(source(i), bytes(i)).value_or(ArenaLocation{});
+      if (location.descriptor < 0) {
         return;
       }
       if (bytes(i) != 0) {
-        descriptor = static_cast<std::uint64_t>(place.descriptor) + 1;
+        descriptor = static_cast<std::uint64_t>(location.descriptor) + 1;
       }
-      words_[1 + i] = place.offset;
+      words_[1 + i] = location.offset;
     }
     words_[0] = descriptor;
   }
@@ -45,23 +46,23 @@ class Sources {
   void publish(const void* source, std::size_t bytes) {
     publish(1, [source](int) { return source; }, [bytes](int) { return bytes; });
   }
-  bool shared() const { return words_[0] != 0; }
+  bool in_arena() const { return words_[0] != 0; }
   // Source i as this process sees it; null with a status when the arena can't be mapped.
-  std::byte* reach(Group& group, int owner, int i, Status& status) const {
-    return group.reach(
-        owner,
-        Place{.descriptor = static_cast<std::int32_t>(words_[0] - 1), .offset = words_[1 + i]},
-        status);
+  std::byte* map_peer(Group& group, int owner, int i, Status& status) const {
+    return group.map_peer(owner,
+                          ArenaLocation{.descriptor = static_cast<std::int32_t>(words_[0] - 1),
+                                        .offset = words_[1 + i]},
+                          status);
   }
 
  private:
   std::uint64_t* words_;
 };
-static_assert(Sources::bytes_for(kMaxRanks) <= kInlineBytes);
+static_assert(SourceLocations::bytes_for(kMaxRanks) <= kInlineBytes);
 
 // Ends an operation in which peers read, or write, each other's tensors: none may go on before all
 // have done that.
-inline Status part_together(Group& group, const Bounds& bounds) {
+inline Status exit_barrier(Group& group, const Bounds& bounds) {
   group.advance();
   return group.wait_steps(group.step(), bounds);
 }
@@ -69,16 +70,16 @@ inline Status part_together(Group& group, const Bounds& bounds) {
 // What the ranks have published, after the meeting. `gives(r)` says which of them give something
 // and is the same on all ranks; `offset`: where in the inline buffers it stands.
 template <class Gives>
-class Shared {
+class ZeroCopySources {
  public:
-  Shared(Group& group, Gives gives, std::size_t offset = 0)
+  ZeroCopySources(Group& group, Gives gives, std::size_t offset = 0)
       : group_(group), gives_(gives), offset_(offset) {}
 
   // Whether all that is given lies in arenas.
-  bool all() const {
-    PHALANX_STEP("direct: read the places");
+  bool available() const {
+    PHALANX_STEP("zero_copy: read the locations");
     for (int rank = 0; rank < group_.ranks(); ++rank) {
-      if (gives_(rank) && !sources_of(rank).shared()) {
+      if (gives_(rank) && !sources_of(rank).in_arena()) {
         return false;
       }
     }
@@ -86,30 +87,32 @@ class Shared {
   }
 
   // Source `index` of a rank as this process sees it; null with a status when that fails.
-  std::byte* reach(int rank, int index, Status& status) const {
-    return sources_of(rank).reach(group_, rank, index, status);
+  std::byte* map_peer(int rank, int index, Status& status) const {
+    return sources_of(rank).map_peer(group_, rank, index, status);
   }
 
   // If this rank takes: `take(peer, source)` with source `index` of every peer that gives.
   template <class Takes, class Take>
-  Status move(int index, const Bounds& bounds, Takes takes, Take take) const {
+  Status copy(int index, const Bounds& bounds, Takes takes, Take take) const {
     const int self = group_.rank();
     for (int i = 1; takes(self) && i < group_.ranks(); ++i) {
       const int peer = (self + i) % group_.ranks();  // not all from the same one at once
       if (gives_(peer)) {
         Status status;
-        const std::byte* source = reach(peer, index, status);
+        const std::byte* source = map_peer(peer, index, status);
         if (source == nullptr) {
           return status;
         }
         take(peer, source);
       }
     }
-    return part_together(group_, bounds);
+    return exit_barrier(group_, bounds);
   }
 
  private:
-  Sources sources_of(int rank) const { return Sources(group_.met_inline_buffer(rank) + offset_); }
+  SourceLocations sources_of(int rank) const {
+    return SourceLocations(group_.current_inline_buffer(rank) + offset_);
+  }
 
   Group& group_;
   Gives gives_;

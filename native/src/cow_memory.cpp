@@ -1,4 +1,4 @@
-#include "phalanx/commons.h"
+#include "phalanx/cow_memory.h"
 
 #include <fcntl.h>
 #include <sys/ioctl.h>
@@ -34,7 +34,7 @@ constexpr std::uint64_t kScanSwapped = 1U << 4;
 // A word of /proc/self/pagemap for each page; these bits say what lies there.
 constexpr std::uint64_t kPresent = 1ULL << 63;
 constexpr std::uint64_t kSwapped = 1ULL << 62;
-constexpr std::uint64_t kOfFile = 1ULL << 61;
+constexpr std::uint64_t kFileBacked = 1ULL << 61;
 
 Status system_error(int error) { return Status{.code = Code::system, .error = error}; }
 
@@ -86,7 +86,7 @@ void read(int map, std::byte* base, std::size_t bytes, Each each) {
     }
     for (std::size_t i = 0; i < pages; ++i, done += kPage) {
       const bool copied =
-          (words[i] & kSwapped) != 0 || (words[i] & (kPresent | kOfFile)) == kPresent;
+          (words[i] & kSwapped) != 0 || (words[i] & (kPresent | kFileBacked)) == kPresent;
       if (copied) {
         run += kPage;
       } else if (run != 0) {
@@ -103,7 +103,7 @@ void read(int map, std::byte* base, std::size_t bytes, Each each) {
 // Calls `each(start, bytes)` for every run of pages in [base, base + bytes) that a private mapping
 // of a file has copies of.
 template <class Each>
-void for_copied(std::byte* base, std::size_t bytes, PageFinder finder, Each each) {
+void for_each_copy(std::byte* base, std::size_t bytes, PageFinder finder, Each each) {
   const int map =
       finder == PageFinder::none ? -1 : ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   if (finder != PageFinder::scan || map < 0 || !scan(map, base, bytes, each)) {
@@ -116,27 +116,27 @@ void for_copied(std::byte* base, std::size_t bytes, PageFinder finder, Each each
 
 }  // namespace
 
-Commons::Commons(std::byte* common, std::byte* own, std::size_t bytes, int fd)
-    : common_(common), own_(own), bytes_(bytes), fd_(fd) {}
+CowMemory::CowMemory(std::byte* shared, std::byte* priv, std::size_t bytes, int fd)
+    : shared_(shared), private_(priv), bytes_(bytes), fd_(fd) {}
 
-Commons::~Commons() {
-  munmap(common_, bytes_);
-  munmap(own_, bytes_);
+CowMemory::~CowMemory() {
+  munmap(shared_, bytes_);
+  munmap(private_, bytes_);
   close_descriptor();
 }
 
-void Commons::close_descriptor() {
+void CowMemory::close_descriptor() {
   if (fd_ >= 0) {
     ::close(std::exchange(fd_, -1));
   }
 }
 
-std::unique_ptr<Commons> Commons::map(int fd, std::size_t bytes, Status& status) {
-  void* common = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  void* own = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
-  if (common == MAP_FAILED || own == MAP_FAILED) {
+std::unique_ptr<CowMemory> CowMemory::map(int fd, std::size_t bytes, Status& status) {
+  void* shared = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  void* priv = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, fd, 0);
+  if (shared == MAP_FAILED || priv == MAP_FAILED) {
     status = system_error(errno);
-    for (void* base : {common, own}) {
+    for (void* base : {shared, priv}) {
       if (base != MAP_FAILED) {
         munmap(base, bytes);
       }
@@ -144,17 +144,17 @@ std::unique_ptr<Commons> Commons::map(int fd, std::size_t bytes, Status& status)
     ::close(fd);
     return nullptr;
   }
-  return std::unique_ptr<Commons>(
-      new Commons(static_cast<std::byte*>(common), static_cast<std::byte*>(own), bytes, fd));
+  return std::unique_ptr<CowMemory>(
+      new CowMemory(static_cast<std::byte*>(shared), static_cast<std::byte*>(priv), bytes, fd));
 }
 
-std::unique_ptr<Commons> Commons::create(std::size_t bytes, Status& status) {
+std::unique_ptr<CowMemory> CowMemory::create(std::size_t bytes, Status& status) {
   if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage)) {
     status = system_error(ENOTSUP);  // copies come and go by the kernel's pages
     return nullptr;
   }
   const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
-  const int fd = memfd_create("phalanx-commons", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  const int fd = memfd_create("phalanx-cow", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (fd < 0) {
     status = system_error(errno);
     return nullptr;
@@ -168,7 +168,7 @@ std::unique_ptr<Commons> Commons::create(std::size_t bytes, Status& status) {
   }
   auto made = map(fd, size, status);
   if (made) {
-    status = Segment::prefault(made->common_, size);
+    status = Segment::prefault(made->shared_, size);
     if (!status.ok()) {
       return nullptr;
     }
@@ -176,7 +176,8 @@ std::unique_ptr<Commons> Commons::create(std::size_t bytes, Status& status) {
   return made;
 }
 
-std::unique_ptr<Commons> Commons::open(int pid, int descriptor, std::size_t bytes, Status& status) {
+std::unique_ptr<CowMemory> CowMemory::open(int pid, int descriptor, std::size_t bytes,
+                                           Status& status) {
   const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
@@ -196,21 +197,21 @@ std::unique_ptr<Commons> Commons::open(int pid, int descriptor, std::size_t byte
   return map(fd, size, status);
 }
 
-std::size_t Commons::publish(std::size_t offset, std::size_t bytes, PageFinder finder) {
+std::size_t CowMemory::publish(std::size_t offset, std::size_t bytes, PageFinder finder) {
   std::size_t pages = 0;
-  for_copied(own_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
-    std::memcpy(common_ + (start - own_), start, size);
+  for_each_copy(private_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
+    std::memcpy(shared_ + (start - private_), start, size);
     madvise(start, size, MADV_DONTNEED);  // a locked page stays a copy, of the right bytes
     pages += size / kPage;
   });
   return pages;
 }
 
-std::size_t Commons::drop(std::size_t offset, std::size_t bytes, PageFinder finder) {
+std::size_t CowMemory::drop(std::size_t offset, std::size_t bytes, PageFinder finder) {
   std::size_t pages = 0;
-  for_copied(own_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
+  for_each_copy(private_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
     if (madvise(start, size, MADV_DONTNEED) != 0) {  // locked pages stay copies
-      std::memcpy(start, common_ + (start - own_), size);
+      std::memcpy(start, shared_ + (start - private_), size);
     }
     pages += size / kPage;
   });

@@ -12,12 +12,14 @@ namespace phalanx {
 namespace {
 
 // What is published at once: small enough for the receiver to read while the sender writes on.
-constexpr std::size_t kPiece = 32 * 1024;
+constexpr std::size_t kPieceBytes = 32 * 1024;
 // A turn of driving ends after so many, so that others of this rank get theirs.
-constexpr int kPiecesPerTurn = 16;
+constexpr int kPiecesPerRound = 16;
 
 // Messages begin on cache lines, so that an envelope never wraps around the end of the ring.
-constexpr std::size_t padded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+constexpr std::size_t padded(std::size_t bytes) {
+  return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
 
 // memcpy may not be given the null pointer of an empty tensor.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
@@ -28,14 +30,15 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
 }
 
 // Copies between a buffer and the ring, around its end.
-void to_ring(Channel& channel, std::uint64_t position, const std::byte* from, std::size_t bytes) {
+void write_ring(Channel& channel, std::uint64_t position, const std::byte* from,
+                std::size_t bytes) {
   const std::size_t start = position & (kRingBytes - 1);
   const std::size_t first = std::min(bytes, kRingBytes - start);
   copy_bytes(channel.ring + start, from, first);
   copy_bytes(channel.ring, from + first, bytes - first);
 }
 
-void from_ring(const Channel& channel, std::uint64_t position, std::byte* to, std::size_t bytes) {
+void read_ring(const Channel& channel, std::uint64_t position, std::byte* to, std::size_t bytes) {
   const std::size_t start = position & (kRingBytes - 1);
   const std::size_t first = std::min(bytes, kRingBytes - start);
   copy_bytes(to, channel.ring + start, first);
@@ -44,18 +47,18 @@ void from_ring(const Channel& channel, std::uint64_t position, std::byte* to, st
 
 }  // namespace
 
-bool Mailbox::drive_sends(int peer) {
+bool Mailbox::progress_sends(int peer) {
   auto& queue = sends_[static_cast<std::size_t>(peer)];
-  Channel& channel = to(peer);
+  Channel& channel = send_channel(peer);
   int pieces = 0;
-  for (; pieces < kPiecesPerTurn && !queue.empty(); ++pieces) {
+  for (; pieces < kPiecesPerRound && !queue.empty(); ++pieces) {
     const std::uint64_t head = channel.head.load(std::memory_order_relaxed);
-    PHALANX_STEP("send: look for room");
+    PHALANX_STEP("send: check for space");
     // Pairs with the store in drive_recvs: what is overwritten has been read.
     const std::uint64_t tail = channel.tail.load(std::memory_order_seq_cst);
     const std::size_t room = kRingBytes - (head - tail);
     Message& message = *queue.front();
-    const std::size_t moved = move_out(message, channel, head, room);
+    const std::size_t moved = write_piece(message, channel, head, room);
     if (moved == 0) {
       break;
     }
@@ -63,7 +66,7 @@ bool Mailbox::drive_sends(int peer) {
     PHALANX_STEP("send: publish the head");
     // Publishes the bytes. Pairs with the load in drive_recvs; seq_cst for the sake of notify.
     channel.head.store(head + moved, std::memory_order_seq_cst);
-    notify(bell(peer));
+    notify(message_event(peer));
     if (message.moved_ == sizeof(Envelope) + padded(message.bytes())) {
       const MessagePtr done = std::move(queue.front());
       queue.pop_front();
@@ -74,8 +77,8 @@ bool Mailbox::drive_sends(int peer) {
 }
 
 // Writes the next piece behind `head`; how many bytes, padding included. Always whole lines.
-std::size_t Mailbox::move_out(Message& message, Channel& channel, std::uint64_t head,
-                              std::size_t room) {
+std::size_t Mailbox::write_piece(Message& message, Channel& channel, std::uint64_t head,
+                                 std::size_t room) {
   const std::size_t bytes = message.bytes();
   std::size_t moved = 0;
   if (message.moved_ == 0) {
@@ -87,56 +90,56 @@ std::size_t Mailbox::move_out(Message& message, Channel& channel, std::uint64_t 
                             .tag = message.tag_,
                             .dtype = message.dtype_,
                             .reserved = {}};
-    to_ring(channel, head, reinterpret_cast<const std::byte*>(&envelope), sizeof envelope);
+    write_ring(channel, head, reinterpret_cast<const std::byte*>(&envelope), sizeof envelope);
     moved = sizeof envelope;
   }
   const std::size_t done = message.moved_ + moved - sizeof(Envelope);
-  const std::size_t piece = std::min({kPiece, room - moved, padded(bytes) - done});
+  const std::size_t piece = std::min({kPieceBytes, room - moved, padded(bytes) - done});
   if (piece != 0) {
-    to_ring(channel, head + moved, message.data_ + done, std::min(piece, bytes - done));
+    write_ring(channel, head + moved, message.data_ + done, std::min(piece, bytes - done));
   }
   return moved + piece;
 }
 
-bool Mailbox::drive_recvs(int peer) {
+bool Mailbox::progress_recvs(int peer) {
   Incoming& incoming = incoming_[static_cast<std::size_t>(peer)];
-  Channel& channel = from(peer);
+  Channel& channel = recv_channel(peer);
   int pieces = 0;
-  for (; pieces < kPiecesPerTurn && (incoming.begun || matching_.expects(peer)); ++pieces) {
+  for (; pieces < kPiecesPerRound && (incoming.begun || matching_.has_recv_for(peer)); ++pieces) {
     std::uint64_t tail = channel.tail.load(std::memory_order_relaxed);
-    PHALANX_STEP("recv: look for bytes");
+    PHALANX_STEP("recv: check for bytes");
     // Pairs with the store in drive_sends.
     const std::uint64_t head = channel.head.load(std::memory_order_seq_cst);
     if (head == tail) {
       break;
     }
     if (!incoming.begun) {
-      if (!begin(peer, incoming, channel, tail)) {
-        fail_all(group_.broken());
+      if (!begin_message(peer, incoming, channel, tail)) {
+        fail_all(group_.failure());
         return true;
       }
       tail += sizeof(Envelope);
     }
-    const std::size_t moved = move_in(incoming, channel, tail, head - tail);
-    PHALANX_STEP("recv: give the room back");
+    const std::size_t moved = read_piece(incoming, channel, tail, head - tail);
+    PHALANX_STEP("recv: publish the tail");
     // Gives the room back. Pairs with the load in drive_sends; seq_cst for the sake of notify.
     channel.tail.store(tail + moved, std::memory_order_seq_cst);
-    notify(bell(peer));
+    notify(message_event(peer));
     if (incoming.moved == padded(incoming.envelope.bytes)) {
-      end(peer, incoming);
+      end_message(peer, incoming);
     }
   }
   return pieces != 0;
 }
 
 // Reads the next piece behind `tail`, of which `there` bytes have come; how many, with padding.
-std::size_t Mailbox::move_in(Incoming& incoming, const Channel& channel, std::uint64_t tail,
-                             std::size_t there) {
+std::size_t Mailbox::read_piece(Incoming& incoming, const Channel& channel, std::uint64_t tail,
+                                std::size_t available) {
   const std::size_t bytes = incoming.envelope.bytes;
-  const std::size_t piece = std::min({kPiece, there, padded(bytes) - incoming.moved});
+  const std::size_t piece = std::min({kPieceBytes, available, padded(bytes) - incoming.moved});
   if (piece != 0) {
-    std::byte* target = incoming.aside ? incoming.aside.get() : incoming.receiver->data_;
-    from_ring(channel, tail, target + incoming.moved, std::min(piece, bytes - incoming.moved));
+    std::byte* target = incoming.buffer ? incoming.buffer.get() : incoming.receiver->data_;
+    read_ring(channel, tail, target + incoming.moved, std::min(piece, bytes - incoming.moved));
     incoming.moved += piece;
   }
   return piece;
@@ -144,34 +147,35 @@ std::size_t Mailbox::move_in(Incoming& incoming, const Channel& channel, std::ui
 
 // False when the message is not what its recv asks for, or when there is no memory to put it aside:
 // the group is broken then.
-bool Mailbox::begin(int peer, Incoming& incoming, const Channel& channel, std::uint64_t tail) {
-  from_ring(channel, tail, reinterpret_cast<std::byte*>(&incoming.envelope), sizeof(Envelope));
+bool Mailbox::begin_message(int peer, Incoming& incoming, const Channel& channel,
+                            std::uint64_t tail) {
+  read_ring(channel, tail, reinterpret_cast<std::byte*>(&incoming.envelope), sizeof(Envelope));
   const Envelope& envelope = incoming.envelope;
-  incoming.receiver = matching_.receiver_of(peer, envelope.tag);
+  incoming.receiver = matching_.match(peer, envelope.tag);
   if (incoming.receiver) {
-    incoming.begun = fits(*incoming.receiver, peer, envelope);
+    incoming.begun = matches(*incoming.receiver, peer, envelope);
     return incoming.begun;
   }
-  incoming.aside.reset(new (std::nothrow) std::byte[envelope.bytes]);
-  if (!incoming.aside) {
+  incoming.buffer.reset(new (std::nothrow) std::byte[envelope.bytes]);
+  if (!incoming.buffer) {
     const int rank = group_.rank();
     (void)group_.abort({.code = Code::out_of_memory, .reporter = rank, .error = ENOMEM});
     return false;
   }
-  const std::size_t early = matching_.early_bytes() + envelope.bytes;
-  if (early > early_peak_.load(std::memory_order_relaxed)) {
-    early_peak_.store(early, std::memory_order_relaxed);
+  const std::size_t unexpected = matching_.unexpected_bytes() + envelope.bytes;
+  if (unexpected > unexpected_peak_.load(std::memory_order_relaxed)) {
+    unexpected_peak_.store(unexpected, std::memory_order_relaxed);
   }
   incoming.begun = true;
   return true;
 }
 
-void Mailbox::end(int peer, Incoming& incoming) {
+void Mailbox::end_message(int peer, Incoming& incoming) {
   const MessagePtr receiver = std::move(incoming.receiver);
   if (!receiver) {
-    matching_.keep(peer, {incoming.envelope, std::move(incoming.aside)});
-  } else if (incoming.aside) {
-    copy_bytes(receiver->data_, incoming.aside.get(), incoming.envelope.bytes);
+    matching_.add_unexpected(peer, {incoming.envelope, std::move(incoming.buffer)});
+  } else if (incoming.buffer) {
+    copy_bytes(receiver->data_, incoming.buffer.get(), incoming.envelope.bytes);
   }
   incoming = Incoming{};
   if (receiver) {
@@ -180,24 +184,25 @@ void Mailbox::end(int peer, Incoming& incoming) {
 }
 
 // Gives a new recv a message that has come, or is coming, before it was asked for.
-bool Mailbox::take_early(const MessagePtr& recv) {
+bool Mailbox::take_unexpected(const MessagePtr& recv) {
   int source = kAnySource;
-  if (const Early* early = matching_.find_early(*recv, &source); early != nullptr) {
-    if (fits(*recv, source, early->envelope)) {
+  if (const UnexpectedMessage* unexpected = matching_.find_unexpected(*recv, &source);
+      unexpected != nullptr) {
+    if (matches(*recv, source, unexpected->envelope)) {
       recv->peer_ = source;
-      copy_bytes(recv->data_, early->data.get(), early->envelope.bytes);
-      matching_.drop_early(source, recv->tag_);
+      copy_bytes(recv->data_, unexpected->data.get(), unexpected->envelope.bytes);
+      matching_.drop_unexpected(source, recv->tag_);
       finish(recv, {});
     } else {
-      finish(recv, group_.broken());
+      finish(recv, group_.failure());
     }
     return true;
   }
   if (recv->peer_ != kAnySource) {
-    return adopt(recv, recv->peer_);
+    return attach_receiver(recv, recv->peer_);
   }
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    if (adopt(recv, peer)) {
+    if (attach_receiver(recv, peer)) {
       return true;
     }
   }
@@ -205,22 +210,22 @@ bool Mailbox::take_early(const MessagePtr& recv) {
 }
 
 // Makes a recv the receiver of the message that is on its way to private memory, if it is that.
-bool Mailbox::adopt(const MessagePtr& recv, int peer) {
+bool Mailbox::attach_receiver(const MessagePtr& recv, int peer) {
   Incoming& incoming = incoming_[static_cast<std::size_t>(peer)];
   if (!incoming.begun || incoming.receiver || incoming.envelope.tag != recv->tag_) {
     return false;
   }
-  if (fits(*recv, peer, incoming.envelope)) {
+  if (matches(*recv, peer, incoming.envelope)) {
     recv->peer_ = peer;
     incoming.receiver = recv;
   } else {
-    finish(recv, group_.broken());
+    finish(recv, group_.failure());
   }
   return true;
 }
 
 // Whether the message is what the recv asks for; breaks the group when it is not.
-bool Mailbox::fits(Message& message, int source, const Envelope& envelope) {
+bool Mailbox::matches(Message& message, int source, const Envelope& envelope) {
   if (message.count_ == envelope.count && message.dtype_ == envelope.dtype) {
     return true;
   }

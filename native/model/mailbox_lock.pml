@@ -10,8 +10,8 @@
 #define THREADS 3
 
 bool locked;            /* the mutex */
-byte wanted;            /* how many wait for it */
-bool missed;            /* somebody tried in vain */
+byte lock_waiters;            /* how many wait for it */
+bool lock_missed;            /* somebody tried in vain */
 bool arrived[WAITERS];  /* in the channels */
 bool done[WAITERS];
 byte sleepers;          /* on the bell */
@@ -20,7 +20,7 @@ bool asleep[THREADS];
 
 hidden byte each;
 
-inline ring() {
+inline notify() {
   if
   :: sleepers != 0 ->
      d_step { current[0] = false; current[1] = false };
@@ -39,10 +39,10 @@ inline ring() {
 /* `held` is a local variable. Who wants the mutex has not got it yet, so a later unlock is sure. */
 inline try_lock() {
   if
-  :: wanted != 0 -> held = false
+  :: lock_waiters != 0 -> owns_lock = false
   :: else ->
      atomic {
-       held = !locked;
+       owns_lock = !locked;
        locked = true
      }
   fi
@@ -50,26 +50,26 @@ inline try_lock() {
 
 inline unlock() {
   locked = false;
-#ifndef NO_RING
+#ifndef NO_NOTIFY_AFTER_UNLOCK
   if
-  :: missed ->
-     atomic { held = missed; missed = false };
+  :: lock_missed ->
+     atomic { owns_lock = lock_missed; lock_missed = false };
      if
-     :: held -> ring()
+     :: owns_lock -> notify()
      :: else
      fi
   :: else
   fi;
 #endif
-  held = false
+  owns_lock = false
 }
 
-inline drive() {
+inline progress() {
   message = 0;
   do
   :: message < WAITERS ->
      if
-     :: arrived[message] && !done[message] -> done[message] = true; moved = true; ring()
+     :: arrived[message] && !done[message] -> done[message] = true; moved = true; notify()
      :: else
      fi;
      message++
@@ -79,13 +79,13 @@ inline drive() {
 }
 
 /* Hold(mailbox, try_to_lock), then drive(). */
-inline try_drive() {
+inline try_progress() {
   moved = false;
   try_lock();
   if
-  :: !held ->
+  :: !owns_lock ->
 #ifndef NO_MISSED
-     missed = true;
+     lock_missed = true;
 #endif
 #ifndef NO_SECOND_TRY
      try_lock()
@@ -93,15 +93,15 @@ inline try_drive() {
   :: else
   fi;
   if
-  :: held -> drive(); unlock()
+  :: owns_lock -> progress(); unlock()
   :: else
   fi
 }
 
-inline look() {
+inline check() {
   if
   :: done[me] -> moved = true
-  :: else -> try_drive()
+  :: else -> try_progress()
   fi;
   if
   :: done[me] -> moved = true
@@ -111,17 +111,17 @@ inline look() {
 
 proctype waiter(byte me) {
   byte message;
-  bool held, moved;
+  bool owns_lock, moved;
   do
   :: done[me] -> break
   :: else ->
-     look();
+     check();
      if
      :: moved
      :: else ->
         sleepers++;
         current[me] = true;
-        look();
+        check();
         if
         :: moved -> current[me] = false
         :: else ->
@@ -136,23 +136,23 @@ proctype waiter(byte me) {
 
 proctype poster() {
   byte message;
-  bool held, moved;
+  bool owns_lock, moved;
   try_lock();
   if
-  :: held
+  :: owns_lock
   :: else ->
-     wanted++;
+     lock_waiters++;
      atomic { !locked -> locked = true };
-     wanted--
+     lock_waiters--
   fi;
-  drive(); /* what it posts may be done at once, or something else */
+  progress(); /* what it posts may be done at once, or something else */
   unlock()
 }
 
 proctype peer() {
   byte to;
   do
-  :: to < WAITERS -> arrived[to] = true; ring(); to++
+  :: to < WAITERS -> arrived[to] = true; notify(); to++
   :: else -> break
   od
 }

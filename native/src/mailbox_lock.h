@@ -16,45 +16,46 @@ namespace phalanx {
 //   try:      missed = true; if (!try_lock()) sleep on the bell
 //   holder:   unlock; if (missed) ring the bell
 // A try that fails comes before the unlock, so its store of `missed_` does too.
-class Mailbox::Hold {
+class Mailbox::MailboxLock {
  public:
-  explicit Hold(Mailbox& mailbox) : mailbox_(mailbox), held_(true) {
+  explicit MailboxLock(Mailbox& mailbox) : mailbox_(mailbox), owns_(true) {
     if (!mailbox_.mutex_.try_lock()) {
-      mailbox_.wanted_.fetch_add(1, std::memory_order_seq_cst);
+      mailbox_.lock_waiters_.fetch_add(1, std::memory_order_seq_cst);
       mailbox_.mutex_.lock();
-      mailbox_.wanted_.fetch_sub(1, std::memory_order_seq_cst);
+      mailbox_.lock_waiters_.fetch_sub(1, std::memory_order_seq_cst);
     }
   }
-  Hold(Mailbox& mailbox, std::try_to_lock_t) : mailbox_(mailbox), held_(try_lock()) {
-    if (!held_) {
+  MailboxLock(Mailbox& mailbox, std::try_to_lock_t) : mailbox_(mailbox), owns_(try_lock()) {
+    if (!owns_) {
       // Pairs with the exchange below.
-      mailbox_.missed_.store(true, std::memory_order_seq_cst);
-      held_ = try_lock();
+      mailbox_.lock_missed_.store(true, std::memory_order_seq_cst);
+      owns_ = try_lock();
     }
   }
-  Hold(const Hold&) = delete;
-  Hold& operator=(const Hold&) = delete;
-  ~Hold() {
-    if (!held_) {
+  MailboxLock(const MailboxLock&) = delete;
+  MailboxLock& operator=(const MailboxLock&) = delete;
+  ~MailboxLock() {
+    if (!owns_) {
       return;
     }
     mailbox_.mutex_.unlock();
-    if (mailbox_.missed_.load(std::memory_order_seq_cst) &&
-        mailbox_.missed_.exchange(false, std::memory_order_seq_cst)) {
-      notify(mailbox_.bell(mailbox_.group_.rank()));
+    if (mailbox_.lock_missed_.load(std::memory_order_seq_cst) &&
+        mailbox_.lock_missed_.exchange(false, std::memory_order_seq_cst)) {
+      notify(mailbox_.message_event(mailbox_.group_.rank()));
     }
   }
 
-  bool held() const { return held_; }
+  bool owns_lock() const { return owns_; }
 
  private:
   // Who wants it has not got it yet, so a later unlock is sure.
   bool try_lock() {
-    return mailbox_.wanted_.load(std::memory_order_seq_cst) == 0 && mailbox_.mutex_.try_lock();
+    return mailbox_.lock_waiters_.load(std::memory_order_seq_cst) == 0 &&
+           mailbox_.mutex_.try_lock();
   }
 
   Mailbox& mailbox_;
-  bool held_;
+  bool owns_;
 };
 
 }  // namespace phalanx
