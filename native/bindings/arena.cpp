@@ -11,7 +11,7 @@ namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// What the owner of an array holds on to.
+// The allocation that an array's owner releases.
 struct Block {
   Arena* arena;
   std::byte* data;

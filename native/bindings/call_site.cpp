@@ -1,6 +1,6 @@
-// Finds the place in the user's code that an operation comes from: the innermost frame that belongs
-// neither to torch nor to Phalanx. It is looked up for every operation, so what is known of a code
-// object is kept, and only a place that is new costs more than a walk along the frames.
+// Finds the call site of an operation in the user's code: the innermost frame that belongs neither
+// to torch nor to Phalanx. The search runs for every operation. So results are cached by code
+// object, and only a new call site costs more than a walk along the frames.
 #include "phalanx/call_site.h"
 
 #include <Python.h>
@@ -17,16 +17,16 @@
 namespace phalanx::bindings {
 namespace {
 
-// The number of a code object's places is bounded only by its length.
+// The number of call sites of a code object is bounded only by its length.
 struct Code {
-  nb::object owner;  // so that no other code object gets its address
+  nb::object owner;  // keeps the address from being reused
   bool is_library = false;
   std::unordered_map<int, std::uint32_t> sites;  // by address
 };
 
-// All of it is guarded by the GIL.
+// Guarded by the GIL.
 struct Codes {
-  std::vector<std::string> library_prefixes;  // beginnings of paths
+  std::vector<std::string> library_prefixes;
   std::unordered_map<PyCodeObject*, Code> known;
 };
 
@@ -41,7 +41,7 @@ constexpr std::size_t kMaxCodes = 8192;
 std::string path_of(PyCodeObject* code) {
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(code->co_filename, &size);
-  if (text == nullptr) {  // a path that isn't valid Unicode
+  if (text == nullptr) {  // a path that is not valid Unicode
     PyErr_Clear();
     return "?";
   }
@@ -53,8 +53,8 @@ Code& known(PyCodeObject* code) {
   if (const auto found = all.known.find(code); found != all.known.end()) {
     return found->second;
   }
-  // Of a notebook that has run very many cells. What goes with the last reference to a code object
-  // may run Python, so it goes when the table is whole again.
+  // A notebook that has run very many cells. Dropping the last reference to a code object may run
+  // Python, so that happens once the table is consistent again.
   std::unordered_map<PyCodeObject*, Code> old;
   if (all.known.size() == kMaxCodes) {
     old.swap(all.known);
@@ -80,7 +80,7 @@ std::uint32_t site_of(const Frames& at, Code& code) {
   return site->second;
 }
 
-// The GIL is held.
+// Requires the GIL.
 std::uint32_t find_call_site() {
   for (Frames at; !at.end(); at.next()) {
     if (Code& code = known(at.code()); !code.is_library) {
@@ -96,7 +96,7 @@ void set_library_code(std::vector<std::string> prefixes) {
   old.swap(codes().known);
 }
 
-// Of a thread that runs operations for others.
+// Whether this thread runs operations for others.
 bool runs_for_others() { return current_caller().thread == Caller::kGroup; }
 
 void set_caller(std::uint32_t site) { current_caller() = {.site = site, .thread = Caller::kGroup}; }

@@ -22,7 +22,7 @@ CowMemoryPtr made(std::unique_ptr<CowMemory> memory, const Status& status) {
   return memory;
 }
 
-// What is made of it keeps all of it.
+// An array keeps the whole memory alive.
 Bytes view(const CowMemoryPtr& memory, std::byte* base, std::size_t offset, std::size_t bytes) {
   if (offset > memory->bytes() || bytes > memory->bytes() - offset) {
     throw nb::value_error("a range inside is expected");

@@ -11,7 +11,7 @@
 namespace phalanx::bindings {
 namespace {
 
-// Whatever bytes somebody wrote.
+// Decodes arbitrary bytes.
 nb::object text(const std::string& bytes) {
   PyObject* decoded =
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
@@ -146,7 +146,8 @@ void open(int descriptor, int rank, int world_size, int attempt, std::string_vie
   FlightRecorder::install(std::move(recorder));
 }
 
-// A group that is being formed: a note and an operation that shows whom it waits for.
+// The record of a group that is being formed: an entry, and an operation that shows the awaited
+// rank.
 class GroupFormation {
  public:
   GroupFormation(std::string_view name, int rank, int size, std::string_view members) {

@@ -48,7 +48,7 @@ std::vector<int> absent_ranks(const PyGroup& self) {
   const Segment& segment = self.held()->group.segment();
   std::vector<int> ranks;
   for (int rank = 0; rank < segment.ranks(); ++rank) {
-    // Pairs with the store in Group's constructor: who is present has stored its pid.
+    // Pairs with the store in Group's constructor: a rank that is present has stored its pid.
     if (segment.control(rank).presence.load(std::memory_order_seq_cst) == Presence::absent) {
       ranks.push_back(rank);
     }
@@ -56,12 +56,12 @@ std::vector<int> absent_ranks(const PyGroup& self) {
   return ranks;
 }
 
-// What this rank says of why it breaks the group, for others to read in its flight recorder.
+// Records in this rank's flight recorder, for others to read, why it breaks the group.
 void set_why(Group& group, std::string_view why) {
   if (GroupEntry* entry = group.entry(); entry != nullptr && group.failure().ok()) {
     mark_call_site();
     FlightRecorder::set_why(*entry, why);
-    // Who finds in a copy of the box where, may read why.
+    // A reader that finds the call site in a copy of the file may read the reason.
     entry->left_at.store(current_caller().site, std::memory_order_release);
   }
 }
@@ -75,7 +75,7 @@ nb::object abort(const PyGroup& self, std::string_view why) {
 nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view why) {
   Group& group = self.held()->group;
   set_why(group, why);
-  // All groups of the ring are broken before anybody leaves one of them because of it.
+  // All groups of the deadlock are broken before any rank leaves one of them because of it.
   const Status status{.code = Code::deadlock, .peer = peer, .reporter = group.rank()};
   return to_python(group.abort(status, false));
 }
@@ -97,7 +97,7 @@ nb::object flight_recorder(const PyGroup& self, int rank, std::size_t history) {
   }
   try {
     return recorder_to_python(bytes, history);
-  } catch (const nb::builtin_exception&) {  // one of another version, or damaged
+  } catch (const nb::builtin_exception&) {  // of another version, or damaged
     return nb::none();
   }
 }

@@ -7,7 +7,7 @@
 namespace phalanx::bindings {
 namespace {
 
-// All without the GIL: another thread may hold the mailbox while a long message moves.
+// All without the GIL: another thread may hold the mailbox's lock while a long message moves.
 
 MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dtype,
                     int destination, int tag) {
@@ -74,7 +74,7 @@ MessagePtr py_begin_remote(const PyGroup& self, std::string_view kind, std::size
                                     static_cast<std::int16_t>(rank), tag);
 }
 
-// These two do nothing once the group is closed: the end of a message may be seen after it.
+// These two do nothing once the group is closed: the end of a message may be noticed after that.
 void py_begin_remote_wait(const PyGroup& self, Message& message) {
   if (const auto core = self.core) {
     const nb::gil_scoped_release release;

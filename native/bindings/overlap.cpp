@@ -1,4 +1,4 @@
-// Whether buffers that a caller gave share memory.
+// Overlap checks for the buffers of a caller.
 #include <algorithm>
 
 #include "core.h"

@@ -8,7 +8,7 @@
 namespace phalanx::bindings {
 namespace {
 
-// Addresses of rows, offsets, weights and outputs (0: none), each but the last two with a count.
+// Addresses of rows, offsets, weights and outputs (0: none); the first two with a count.
 using Batch = std::tuple<Address, std::size_t, Address, std::size_t, int, Address, Address>;
 
 BagGradients batch_of(const Batch& batch) {

@@ -30,7 +30,7 @@ RowsPtr create(std::uint64_t rows, std::uint32_t width, std::uint32_t parts, std
   Status status;
   std::unique_ptr<Rows> created;
   {
-    const nb::gil_scoped_release release;  // the kernel clears all of it
+    const nb::gil_scoped_release release;  // the kernel zeroes all of it
     created = Rows::create(shape, nonce, status);
   }
   return made(std::move(created), status);
@@ -53,7 +53,7 @@ const char* name_of(RowsResult::Kind kind) {
   return "unknown";
 }
 
-// Runs without the GIL. None for done, else (kind, at, value, pid).
+// Runs without the GIL. Returns None for done, otherwise (kind, at, value, pid).
 template <class Operation>
 nb::object run_rows(double timeout, Operation&& operation) {
   const auto span = std::chrono::duration_cast<Rows::Timeout>(
@@ -84,7 +84,7 @@ std::vector<void*> pointers(const Rows& self, const std::vector<Address>& parts)
   return all;
 }
 
-// What is made of it keeps all of it.
+// An array keeps the whole table alive.
 Bytes view(const RowsPtr& self, std::uint32_t part) {
   if (part >= self->shape().parts) {
     throw nb::value_error("there is no such part");

@@ -1,4 +1,4 @@
-// The one place where a status of the core turns into something that Python sees.
+// The only place that converts a status of the core to a Python object.
 #include "core.h"
 
 namespace phalanx::bindings {
@@ -57,10 +57,11 @@ Code code_of(std::string_view name) {
 
 namespace {
 
-// Who is called in a thread that has waited for long; see set_watcher. Guarded by the GIL.
+// The function called in a thread that has waited for long; see set_watcher. Guarded by the GIL.
 PyObject* watcher = nullptr;
 
-// When this thread's operation began, and after how long its watcher is called next.
+// The begin of this thread's operation, and the waiting time after which the watcher is called
+// next.
 struct Wait {
   Clock::time_point began;
   Clock::duration next_call;
@@ -69,8 +70,8 @@ thread_local Wait current_wait;
 constexpr auto kFirstCall = std::chrono::seconds(1);
 constexpr auto kRepeatedCall = std::chrono::milliseconds(500);
 
-// Looks seldom at a wait that goes on for long, and soon again when something was suspected. True
-// when a signal arrived meanwhile whose handler has raised: that error stands.
+// Calls the watcher at growing intervals, and again soon if it suspected something. Returns true if
+// a signal handler has raised meanwhile: that error stands.
 bool watch(Clock::time_point now) {
   const Clock::duration waited = now - current_wait.began;
   if (watcher == nullptr || waited < current_wait.next_call) {

@@ -161,10 +161,10 @@ WRITING = [
         STEPS,
         (
             (
-                "    // Acquires what the last writer wrote (free), and releases",
+                "    // Acquires the writes of the last writer (release), and releases",
                 "    load_row(rows_.backup(slot_, 0), rows_.words(0, row), rows_.row_bytes());\n"
                 '    PHALANX_STEP("rows: acquire now");\n'
-                "    // Acquires what the last writer wrote (free), and releases",
+                "    // Acquires the writes of the last writer (release), and releases",
             ),
             (
                 "  for (std::uint32_t part = 0; part < rows_.shape_.parts; ++part) {\n"
@@ -284,9 +284,9 @@ DYING = [
         (
             (_RELEASE_RESTORED, ""),
             (
-                "    // Set aside before the first change. Else there was no change.",
+                "    // The backup precedes the first change. Without it there was no change.",
                 _RELEASE_RESTORED
-                + "    // Set aside before the first change. Else there was no change.",
+                + "    // The backup precedes the first change. Without it there was no change.",
             ),
         ),
     ),

@@ -18,7 +18,7 @@ struct Sites {
 };
 
 Sites& sites() {
-  // Never destroyed: threads may ask until the end of the process.
+  // Never destroyed: threads may use it until the end of the process.
   static Sites* const all = new Sites;
   return *all;
 }

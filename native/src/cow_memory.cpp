@@ -18,7 +18,7 @@
 namespace phalanx {
 namespace {
 
-// What <linux/fs.h> has from Linux 6.7 on: the ioctl that finds pages by what they are.
+// Declared in <linux/fs.h> from Linux 6.7 on: the ioctl that finds pages by category.
 struct ScanArguments {
   std::uint64_t size, flags, start, end, walk_end, vec, vec_len, max_pages;
   std::uint64_t category_inverted, category_mask, category_anyof_mask, return_mask;
@@ -31,7 +31,7 @@ constexpr std::uint64_t kScanFile = 1U << 2;
 constexpr std::uint64_t kScanPresent = 1U << 3;
 constexpr std::uint64_t kScanSwapped = 1U << 4;
 
-// A word of /proc/self/pagemap for each page; these bits say what lies there.
+// /proc/self/pagemap has a word per page, with these bits.
 constexpr std::uint64_t kPresent = 1ULL << 63;
 constexpr std::uint64_t kSwapped = 1ULL << 62;
 constexpr std::uint64_t kFileBacked = 1ULL << 61;
@@ -40,8 +40,8 @@ Status system_error(int error) { return Status{.code = Code::system, .error = er
 
 std::size_t whole_pages(std::size_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
 
-// Calls `each(start, bytes)` for every run of copied pages. False, at the beginning, where the
-// kernel has no such call.
+// Calls `each(start, bytes)` for every run of copied pages. Returns false, before the first call,
+// if the kernel lacks the ioctl.
 template <class Each>
 bool scan(int map, std::byte* base, std::size_t bytes, Each each) {
   std::array<ScanRegion, 256> found;
@@ -70,7 +70,7 @@ bool scan(int map, std::byte* base, std::size_t bytes, Each each) {
   return true;
 }
 
-// The same by reading what the kernel says of every page. Where it doesn't, all count as copied.
+// The same by reading the kernel's word of every page. Without it, all pages count as copied.
 template <class Each>
 void read(int map, std::byte* base, std::size_t bytes, Each each) {
   std::array<std::uint64_t, 512> words;
@@ -150,7 +150,7 @@ std::unique_ptr<CowMemory> CowMemory::map(int fd, std::size_t bytes, Status& sta
 
 std::unique_ptr<CowMemory> CowMemory::create(std::size_t bytes, Status& status) {
   if (sysconf(_SC_PAGESIZE) != static_cast<long>(kPage)) {
-    status = system_error(ENOTSUP);  // copies come and go by the kernel's pages
+    status = system_error(ENOTSUP);  // pages are copied in units of the kernel's page size
     return nullptr;
   }
   const std::size_t size = whole_pages(std::max<std::size_t>(bytes, 1));
@@ -201,7 +201,7 @@ std::size_t CowMemory::publish(std::size_t offset, std::size_t bytes, PageFinder
   std::size_t pages = 0;
   for_each_copy(private_ + offset, bytes, finder, [&](std::byte* start, std::size_t size) {
     std::memcpy(shared_ + (start - private_), start, size);
-    madvise(start, size, MADV_DONTNEED);  // a locked page stays a copy, of the right bytes
+    madvise(start, size, MADV_DONTNEED);  // a locked page stays a copy, with the right bytes
     pages += size / kPage;
   });
   return pages;

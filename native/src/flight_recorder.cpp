@@ -21,7 +21,7 @@ using Words = std::array<std::uint64_t, sizeof(Record) / 8>;
 
 std::atomic<FlightRecorder*> own_recorder = nullptr;
 
-// Cut at the end, but not in the middle of a character of UTF-8.
+// Truncates at the end, but not within a UTF-8 character.
 template <std::size_t N>
 void put(Text<N>& to, std::string_view text) {
   std::size_t size = std::min(text.size(), N - 1);
@@ -32,7 +32,7 @@ void put(Text<N>& to, std::string_view text) {
   std::memset(to + size, 0, N - size);
 }
 
-// Cut at the beginning: of a path, the end tells most.
+// Truncates at the beginning: the end of a path is the most informative part.
 void put_site(CallSite& to, std::string_view text) {
   constexpr std::size_t kMaxBytes = sizeof(to.text) - 1;
   put(to.text, text.size() <= kMaxBytes ? text : text.substr(text.size() - kMaxBytes));
@@ -47,9 +47,9 @@ std::int64_t wall_clock_offset() {
 
 }  // namespace
 
-// Every store of a word is a release: who sees it also sees that `framed_` changed before. Readers
-// copy the file with a system call, in no order that the language knows; the processor's order is
-// what they count on, and the frame is what they check.
+// Every store of a word is a release: a reader that sees it also sees that `frame_` changed before.
+// Readers copy the file with a system call, in an order that the language does not define. They
+// rely on the processor's order, and check the frame.
 void SharedRecord::store(const Record& value) {
   const auto words = std::bit_cast<Words>(value);
   PHALANX_STEP("record: frame");
@@ -104,7 +104,7 @@ std::unique_ptr<FlightRecorder> FlightRecorder::open(int fd, const RecorderIdent
   header.opened = nanoseconds(Clock::now());
   put(header.host, identity.host);
   put(header.job, identity.job);
-  // Who finds it in a copy of the box may read what stands above.
+  // A reader that finds it in a copy of the file may read the fields stored above.
   std::atomic_ref(header.magic).store(kRecorderMagic, std::memory_order_release);
   auto made = std::unique_ptr<FlightRecorder>(new FlightRecorder(layout, fd));
   made->publish_sites();
@@ -125,7 +125,7 @@ void FlightRecorder::install(std::unique_ptr<FlightRecorder> recorder) {
 
 void FlightRecorder::detach() {
   own_recorder.store(nullptr, std::memory_order_relaxed);
-  current_caller() = {.site = 0, .thread = Caller::kMain};  // the thread that forks is the only one
+  current_caller() = {.site = 0, .thread = Caller::kMain};  // the forking thread is the only one
 }
 
 std::uint16_t FlightRecorder::add_group(int rank, int size) {
@@ -146,8 +146,8 @@ std::uint16_t FlightRecorder::add_group(int rank, int size) {
     return 0;
   }
   entry->id.store(0, std::memory_order_relaxed);
-  // Each a release, so that none comes before the id was taken away: who reads something of the new
-  // group in a copy of the box finds no old id there.
+  // Each a release, so that none comes before the id is cleared: a reader that sees a field of the
+  // new group in a copy of the file finds no old id there.
   entry->identity.store(0, std::memory_order_release);
   entry->sequence.store(0, std::memory_order_release);
   entry->left.store(0, std::memory_order_release);
@@ -159,7 +159,7 @@ std::uint16_t FlightRecorder::add_group(int rank, int size) {
   do {
     last_group_ = static_cast<std::uint16_t>(last_group_ + 1 == 0x10000 ? 1 : last_group_ + 1);
   } while (group(last_group_) != nullptr);
-  // Who sees the id may read the note. Pairs with the load in read_groups.
+  // A reader that sees the id may read the entry. Pairs with the load in read_groups.
   entry->id.store(last_group_, std::memory_order_release);
   layout_->header.groups.fetch_add(1, std::memory_order_relaxed);
   return last_group_;
@@ -184,7 +184,7 @@ void FlightRecorder::set_why(GroupEntry& entry, std::string_view why) { put(entr
 
 int FlightRecorder::begin(Record& record) {
   record.number = layout_->header.operations_begun.fetch_add(1, std::memory_order_relaxed) + 1;
-  // Claims a place: no other thread writes there until end().
+  // Claims a slot: no other thread writes there until end().
   const bool message = record.kind == Kind::send || record.kind == Kind::recv;
   const std::uint64_t reserved = message ? ~std::uint64_t{0} << kRecorderMessages : 0;
   std::uint64_t used_slots = used_slots_.load(std::memory_order_relaxed);
@@ -214,8 +214,8 @@ void FlightRecorder::report(std::int64_t step, std::optional<double> loss, std::
   const std::lock_guard lock(mutex_);
   const std::uint64_t number = layout_->header.reports.load(std::memory_order_relaxed) + 1;
   SharedReport& report = layout_->reports[(number - 1) % kRecorderReports];
-  // Each a release, so that none comes before `framed`. They pair with the loads in read_reports,
-  // which go the other way round.
+  // Each a release, so that none comes before `frame`. They pair with the loads in read_reports,
+  // which go in the opposite order.
   report.frame.store(number, std::memory_order_relaxed);
   report.loss.store(loss ? std::bit_cast<std::uint64_t>(*loss) : kNoLoss,
                     std::memory_order_release);
@@ -235,7 +235,7 @@ void FlightRecorder::record_ending(Ending ending, std::string_view exception) {
   }
   put(header.exception, exception);
   header.ending_time.store(nanoseconds(Clock::now()), std::memory_order_relaxed);
-  // Who sees the ending may read the words.
+  // A reader that sees the ending may read the exception.
   header.ending.store(static_cast<std::uint32_t>(ending), std::memory_order_release);
 }
 
@@ -246,7 +246,7 @@ void FlightRecorder::publish_sites() {
   for (std::uint32_t number = there; number < all; ++number) {
     put_site(layout_->sites[number], call_site_text(number));
   }
-  // Who sees a number may read its text.
+  // A reader that sees a number may read its text.
   layout_->header.sites.store(std::max(there, all), std::memory_order_release);
 }
 

@@ -67,7 +67,7 @@ void read_header(const RecorderHeader& header, RecorderContents& to) {
   to.opened = header.opened;
   to.operations = header.operations_begun.load(std::memory_order_relaxed);
   to.main_thread_wait = header.main_thread_wait.load(std::memory_order_relaxed);
-  // Pairs with the store in FlightRecorder::set_ending.
+  // Pairs with the store in FlightRecorder::record_ending.
   const auto ending = header.ending.load(std::memory_order_acquire);
   to.ending = ending <= static_cast<std::uint32_t>(Ending::failed) ? static_cast<Ending>(ending)
                                                                    : Ending::none;
@@ -119,12 +119,12 @@ void read_records(const RecorderLayout& layout, std::size_t history, RecorderCon
   for (std::uint64_t index = ended - count; index != ended; ++index) {
     add(layout.history[index % kRecorderHistory], to.done);
   }
-  // The newest place of a history that is full may still hold what stood there before.
+  // The newest slot of a full history may still hold the previous record.
   std::ranges::stable_sort(to.done, {}, &Record::end);
   for (const SharedRecord& shared : layout.open) {
     add(shared, to.open);
   }
-  // One that ended in the middle of the copy may stand in both, or in neither.
+  // A record that ended during the copy may be in both, or in neither.
   std::erase_if(to.open, [&to](const Record& open) {
     return std::ranges::any_of(to.done,
                                [&open](const Record& done) { return done.number == open.number; });
@@ -152,7 +152,7 @@ void read_reports(const RecorderLayout& layout, RecorderContents& to) {
 }
 
 std::vector<std::byte> copy_file(const char* path) {
-  // O_NONBLOCK: where the pid means another process, the path may be a pipe.
+  // O_NONBLOCK: if the pid belongs to another process here, the path may be a pipe.
   const int fd = ::open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) {
     return {};

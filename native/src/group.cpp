@@ -11,7 +11,7 @@ namespace phalanx {
 namespace {
 
 // The abort word: the code, three ranks of twelve bits, plus one so that "none" fits, and the
-// errno. The witness is the rank whose `trouble` holds the fingerprints.
+// errno. The witness is the rank whose `failure_fingerprints` hold the fingerprints.
 constexpr int kPeer = 8;
 constexpr int kReporter = 20;
 constexpr int kWitness = 32;
@@ -19,7 +19,7 @@ constexpr int kError = 44;
 constexpr std::uint64_t kRankBits = 0xfff;
 static_assert(kMaxRanks < static_cast<int>(kRankBits));
 
-// A look at a process takes some 10 us. This many others are looked at once in a slice.
+// Checking a process takes some 10 us. So many other ranks are checked per slice.
 constexpr int kRanksPerCheck = 8;
 
 std::uint64_t pack(const Status& status, int witness) {
@@ -52,7 +52,7 @@ Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
     entry_ = recorder_->group(recorder_group_);
   }
   if (entry_ != nullptr) {
-    // Who finds it in a copy of the box may read name and members.
+    // A reader that finds it in a copy of the file may read name and members.
     entry_->identity.store(segment_->header().nonce, std::memory_order_release);
   }
   own.presence.store(Presence::joined, std::memory_order_seq_cst);
@@ -61,7 +61,7 @@ Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
 Status Group::connect() {
   for (int peer = 0; peer < ranks(); ++peer) {
     if (peer == rank_ || pid(peer) == getpid()) {
-      continue;  // ranks of one process (the native tests) live and die together
+      continue;  // ranks of one process (in the native tests) live and die together
     }
     const int error = processes_[static_cast<std::size_t>(peer)].open(pid(peer));
     if (error == ESRCH) {
@@ -128,8 +128,8 @@ std::byte* Group::map_peer(int owner, const ArenaLocation& location, Status& sta
   if (!view) {
     PHALANX_STEP("map_peer: map the arena");
     view = ArenaView::open(pid(owner), location.descriptor, status);
-    // What was opened may belong to a later process of the same pid, and what was not to one that
-    // is ending: it closes its files first.
+    // The opened file may belong to a later process with the same pid; and if the open failed, the
+    // owner may be exiting, since it closes its files first.
     if (is_lost(owner)) {
       view = nullptr;
       status = Status{.code = Code::peer_lost, .mine = current_};
@@ -147,7 +147,7 @@ std::byte* Group::map_peer(int owner, const ArenaLocation& location, Status& sta
 void Group::advance() {
   RankControl& own = segment_->control(rank_);
   PHALANX_STEP("advance: publish the step");
-  // Publishes all that was written before. Pairs with the load in wait_step; seq_cst, not release,
+  // Publishes all earlier writes. Pairs with the load in wait_step; seq_cst rather than release,
   // for the sake of notify.
   own.step.store(++step_, std::memory_order_seq_cst);
   notify(own.step_event);
@@ -215,13 +215,14 @@ bool Group::is_awaited() const {
 
 Status Group::abort(Status why, bool wake) {
   const std::lock_guard lock(aborting_);
-  // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What
-  // this rank has published of an earlier failure stays, since peers read it.
+  // An interrupted rank reports the interrupt even after another failure, since its own signal
+  // handler raised. The fingerprints that this rank has published for an earlier failure stay,
+  // since peers read them.
   if (const Status earlier = failure(); !earlier.ok()) {
     return why.code == Code::interrupted ? why : earlier;
   }
   if (why.code == Code::aborted && is_failing(rank_)) {
-    // An exception ends this process, which gives up what it has under way.
+    // An exception ends this process, which abandons its operations.
     why = Status{.code = Code::peer_lost, .peer = rank_, .reporter = rank_};
   }
   RankControl& own = segment_->control(rank_);
@@ -231,7 +232,7 @@ Status Group::abort(Status why, bool wake) {
   std::uint64_t none = 0;
   auto& word = segment_->header().abort_word;
   PHALANX_STEP("abort: claim the abort word");
-  // Pairs with the load in broken: who sees the word may read the witness's fingerprints.
+  // Pairs with the load in failure: a rank that sees the word may read the witness's fingerprints.
   if (word.compare_exchange_strong(none, pack(why, rank_), std::memory_order_seq_cst)) {
     PHALANX_STEP("abort: wake all");
     for (int rank = 0; wake && rank < ranks(); ++rank) {
@@ -267,11 +268,11 @@ void Group::leave() {
   left_ = true;
   if (entry_ != nullptr) {
     entry_->left_at.store(current_caller().site, std::memory_order_relaxed);
-    // Who finds it in a copy of the box may read where.
+    // A reader that finds it in a copy of the file may read the call site.
     entry_->left.store(1, std::memory_order_release);
     recorder_->publish_sites();
   }
-  // Who has said that it ends by an exception is lost to its peers, however it ends.
+  // A rank that has announced its end by an exception is lost to its peers, however it ends.
   announce(is_failing(rank_) ? Presence::failing : Presence::left, true);
 }
 
@@ -301,7 +302,7 @@ Status Group::peer_status(int peer) const {
     return Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_};
   }
   if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
-    // It may have left because another rank is dead, which it has met in another group.
+    // It may have left because it detected in another group that another rank is dead.
     for (int other = 0; other < ranks(); ++other) {
       if (other != rank_ && is_lost(other)) {
         return Status{.code = Code::peer_lost, .peer = other, .reporter = rank_};
@@ -313,7 +314,7 @@ Status Group::peer_status(int peer) const {
 }
 
 bool Group::is_lost(int peer) const {
-  // Looked at first: what a process that has ended says of itself is final.
+  // Checked first: the presence of a process that has ended is final.
   const bool ended = processes_[static_cast<std::size_t>(peer)].ended();
   PHALANX_STEP("peer_status: check the presence");
   const auto presence = segment_->control(peer).presence.load(std::memory_order_seq_cst);

@@ -1,5 +1,5 @@
-// The part of a group that takes turns and keeps the flight recorder: what its collectives are,
-// when they began and ended, and whom they waited for.
+// The part of a group that locks collectives and writes the flight recorder: kinds, begins, ends
+// and waits of its collectives.
 #include <algorithm>
 #include <utility>
 
@@ -9,7 +9,7 @@
 namespace phalanx {
 namespace {
 
-// How long a thread waits for its turn before it looks at deadline, signals and the group.
+// The time that a thread waits for the lock before it checks deadline, signals and the group.
 constexpr auto kLockSlice = std::chrono::milliseconds(10);
 
 }  // namespace
@@ -26,7 +26,7 @@ Group::CollectiveLock::~CollectiveLock() {
   }
   group_.end_record();
   group_.collective_mutex_.unlock();
-  // A thread that begins to wait just then finds the turn free in its next slice.
+  // A thread that begins to wait at this moment finds the lock free in its next slice.
   if (group_.collective_waiters_.load(std::memory_order_relaxed) != 0) {
     group_.collective_released_.notify_one();
   }
@@ -173,7 +173,7 @@ void Group::end_record() {
   record_.end = nanoseconds(Clock::now());
   if (record_.waiting_for < 0) {
     record_.waiting_for = longest_wait_rank_;
-  } else {  // a wait that was in vain
+  } else {  // the wait failed
     record_.waited = record_.end - record_.begin;
   }
   recorder_->end(slot_, record_);

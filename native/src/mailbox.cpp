@@ -1,5 +1,5 @@
-// The half of the mailbox that keeps its books: posting, waiting, failing. What moves bytes is in
-// mailbox_traffic.cpp, what the service thread does in mailbox_service.cpp.
+// The part of the mailbox that posts, waits and fails. mailbox_progress.cpp moves bytes, and
+// mailbox_service.cpp is the service thread.
 #include "phalanx/mailbox.h"
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 namespace phalanx {
 namespace {
 
-// How often a wait in which messages move all the time looks at everything else.
+// The interval of checks in a wait during which messages move all the time.
 constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 
 }  // namespace
@@ -43,7 +43,7 @@ MessagePtr Mailbox::post(MessagePtr message, bool detached) {
     message->id_ = ++posted_;
     record_poster(*message);
     begin_record(*message);
-    // seq_cst: pairs with the load in rest().
+    // seq_cst: pairs with the load in idle().
     outstanding_.fetch_add(1, std::memory_order_seq_cst);
     if (message->kind_ == Kind::send) {
       prefault(message->peer_);
@@ -80,7 +80,7 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   const auto ready = [&] { return message.done() || try_progress() || message.done(); };
   const auto peer_status = [&] { return recheck_peers(); };
   Status status;
-  // Every wait is one for something to move, so that a long message is waited for piece by piece.
+  // Each wait ends when anything moves, so that a long message is awaited piece by piece.
   while (status.ok() && !message.done()) {
     status = wait_until(message_event(group_.rank()), spin_policy, bounds, ready, peer_status);
     if (status.ok() && !message.done()) {
@@ -94,7 +94,7 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
     const MailboxLock lock(*this);
     spin_policy_ = spin_policy;
   }
-  // seq_cst: pairs with the loads in rest().
+  // seq_cst: pairs with the loads in idle().
   if (waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1 && outstanding() != 0) {
     wake();
   }
@@ -160,7 +160,8 @@ bool Mailbox::progress() {
   const bool moved = progress_channels();
   if (outstanding() != 0) {
     if (const Status status = failed_.ok() ? group_.failure() : failed_; !status.ok()) {
-      // What peers published before the group broke still counts, and may have come since.
+      // Messages that peers published before the group broke still count, and may have arrived
+      // since.
       while (failed_.ok() && progress_channels()) {
       }
       fail_all(failed_.ok() ? status : failed_);
@@ -189,8 +190,8 @@ bool Mailbox::progress_for(const Message& message) {
   return progress();
 }
 
-// A message of any source may come from this rank itself, although all others have left. That is
-// taken to be possible once it has sent to itself, or once a second thread has posted anything.
+// A message of any source may come from this rank itself, even if all others have left. That is
+// assumed to be possible once it has sent to itself, or once a second thread has posted anything.
 void Mailbox::record_poster(const Message& message) {
   const std::thread::id self = std::this_thread::get_id();
   if (first_poster_ == std::thread::id()) {
@@ -244,10 +245,10 @@ void Mailbox::fail_all(const Status& status) {
   }
 }
 
-// Ends a wait that was in vain, and with it the group. What to report.
+// Ends a failed wait, and thereby breaks the group. Returns the status to report.
 Status Mailbox::fail(const Message& message, Status status) {
   const MailboxLock lock(*this);
-  if (status.reporter < 0) {  // not the trouble of some operation, but the end of this one's wait
+  if (status.reporter < 0) {  // not the failure of another operation, but the end of this wait
     status.mine = message.fingerprint();
     status.reporter = group_.rank();
     status.peer = message.peer_;
@@ -275,8 +276,8 @@ Status Mailbox::check_peer(int peer) const {
   return status;
 }
 
-// A message of any source can't come when all others have left, unless this rank may send to itself
-// (note_poster). When one of them has died, it may be the one that was meant.
+// A message of any source cannot come if all others have left, unless this rank may send to itself
+// (record_poster). If one of the others has died, it may have been the intended sender.
 Status Mailbox::check_any_source() const {
   int left = 0;
   Status last;
@@ -313,9 +314,9 @@ Status Mailbox::check_peers() {
   return matching_.has_recv_from(kAnySource) ? check_any_source() : Status{};
 }
 
-// The trouble that remains after a second look. What a peer published before it left or died still
-// counts, and may have come after the last look at its channel. While something moves, the wait
-// goes on, and there will be another look.
+// The status after a second check. Messages that a peer published before it left or died still
+// count, and may have arrived after the last check of its channel. While anything moves, the wait
+// continues, and there will be another check.
 Status Mailbox::recheck_peers() {
   const MailboxLock lock(*this);
   if (const Status status = check_peers(); status.ok() || progress()) {

@@ -8,14 +8,15 @@ namespace phalanx {
 
 // Holds the mutex of a mailbox.
 //
-// Who posts waits for it; who drives lets it go after each turn, and those who post come first. Who
-// waits for a message only tries, since somebody else may drive all operations for a long time, and
-// its own may be done, or its deadline come, in between. What a try would have found is not lost:
-// `missed_` makes whoever holds the mutex ring the rank's own bell after it, and the order is that
-// of an event count (see wait.h):
-//   try:      missed = true; if (!try_lock()) sleep on the bell
-//   holder:   unlock; if (missed) ring the bell
-// A try that fails comes before the unlock, so its store of `missed_` does too.
+// A thread that posts blocks on it. A thread that makes progress releases it after each round, and
+// posting threads get it first. A thread that waits for a message only tries to lock, since another
+// thread may make progress on all operations for a long time; meanwhile its own message may be
+// done, or its deadline may come. A failed try loses nothing: `lock_missed_` makes the holder
+// notify the rank's own message event after the unlock, in the order of an event count (see
+// wait.h):
+//   try:      missed = true; if (!try_lock()) sleep on the event
+//   holder:   unlock; if (missed) notify the event
+// A failed try comes before the unlock, so its store of `lock_missed_` does too.
 class Mailbox::MailboxLock {
  public:
   explicit MailboxLock(Mailbox& mailbox) : mailbox_(mailbox), owns_(true) {
@@ -48,7 +49,7 @@ class Mailbox::MailboxLock {
   bool owns_lock() const { return owns_; }
 
  private:
-  // Who wants it has not got it yet, so a later unlock is sure.
+  // A thread that waits for the lock does not have it yet, so a later unlock is certain.
   bool try_lock() {
     return mailbox_.lock_waiters_.load(std::memory_order_seq_cst) == 0 &&
            mailbox_.mutex_.try_lock();

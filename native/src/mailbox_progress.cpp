@@ -1,4 +1,4 @@
-// The half of the mailbox that moves bytes: through the channels, and to those who asked for them.
+// The part of the mailbox that moves bytes: through the channels, and to their receivers.
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -11,9 +11,9 @@
 namespace phalanx {
 namespace {
 
-// What is published at once: small enough for the receiver to read while the sender writes on.
+// The unit of publication: small enough for the receiver to read while the sender writes on.
 constexpr std::size_t kPieceBytes = 32 * 1024;
-// A turn of driving ends after so many, so that others of this rank get theirs.
+// A round of progress ends after so many pieces, so that other threads of this rank get the lock.
 constexpr int kPiecesPerRound = 16;
 
 // Messages begin on cache lines, so that an envelope never wraps around the end of the ring.
@@ -21,7 +21,7 @@ constexpr std::size_t padded(std::size_t bytes) {
   return (bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
 }
 
-// memcpy may not be given the null pointer of an empty tensor.
+// memcpy does not accept the null pointer of an empty tensor.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   if (bytes != 0) {
     PHALANX_STEP("message: copy");
@@ -29,7 +29,7 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) {
   }
 }
 
-// Copies between a buffer and the ring, around its end.
+// Copy between a buffer and the ring, which wraps around.
 void write_ring(Channel& channel, std::uint64_t position, const std::byte* from,
                 std::size_t bytes) {
   const std::size_t start = position & (kRingBytes - 1);
@@ -54,7 +54,7 @@ bool Mailbox::progress_sends(int peer) {
   for (; pieces < kPiecesPerRound && !queue.empty(); ++pieces) {
     const std::uint64_t head = channel.head.load(std::memory_order_relaxed);
     PHALANX_STEP("send: check for space");
-    // Pairs with the store in drive_recvs: what is overwritten has been read.
+    // Pairs with the store in progress_recvs: overwritten bytes have been read.
     const std::uint64_t tail = channel.tail.load(std::memory_order_seq_cst);
     const std::size_t room = kRingBytes - (head - tail);
     Message& message = *queue.front();
@@ -64,7 +64,7 @@ bool Mailbox::progress_sends(int peer) {
     }
     message.moved_ += moved;
     PHALANX_STEP("send: publish the head");
-    // Publishes the bytes. Pairs with the load in drive_recvs; seq_cst for the sake of notify.
+    // Publishes the bytes. Pairs with the load in progress_recvs; seq_cst for the sake of notify.
     channel.head.store(head + moved, std::memory_order_seq_cst);
     notify(message_event(peer));
     if (message.moved_ == sizeof(Envelope) + padded(message.bytes())) {
@@ -76,7 +76,7 @@ bool Mailbox::progress_sends(int peer) {
   return pieces != 0;
 }
 
-// Writes the next piece behind `head`; how many bytes, padding included. Always whole lines.
+// Writes the next piece after `head`. Returns the number of bytes, padding included: whole lines.
 std::size_t Mailbox::write_piece(Message& message, Channel& channel, std::uint64_t head,
                                  std::size_t room) {
   const std::size_t bytes = message.bytes();
@@ -108,7 +108,7 @@ bool Mailbox::progress_recvs(int peer) {
   for (; pieces < kPiecesPerRound && (incoming.begun || matching_.has_recv_for(peer)); ++pieces) {
     std::uint64_t tail = channel.tail.load(std::memory_order_relaxed);
     PHALANX_STEP("recv: check for bytes");
-    // Pairs with the store in drive_sends.
+    // Pairs with the store in progress_sends.
     const std::uint64_t head = channel.head.load(std::memory_order_seq_cst);
     if (head == tail) {
       break;
@@ -122,7 +122,7 @@ bool Mailbox::progress_recvs(int peer) {
     }
     const std::size_t moved = read_piece(incoming, channel, tail, head - tail);
     PHALANX_STEP("recv: publish the tail");
-    // Gives the room back. Pairs with the load in drive_sends; seq_cst for the sake of notify.
+    // Returns the space. Pairs with the load in progress_sends; seq_cst for the sake of notify.
     channel.tail.store(tail + moved, std::memory_order_seq_cst);
     notify(message_event(peer));
     if (incoming.moved == padded(incoming.envelope.bytes)) {
@@ -132,7 +132,8 @@ bool Mailbox::progress_recvs(int peer) {
   return pieces != 0;
 }
 
-// Reads the next piece behind `tail`, of which `there` bytes have come; how many, with padding.
+// Reads the next piece after `tail`, of which `available` bytes have arrived. Returns the number of
+// bytes, padding included.
 std::size_t Mailbox::read_piece(Incoming& incoming, const Channel& channel, std::uint64_t tail,
                                 std::size_t available) {
   const std::size_t bytes = incoming.envelope.bytes;
@@ -145,8 +146,8 @@ std::size_t Mailbox::read_piece(Incoming& incoming, const Channel& channel, std:
   return piece;
 }
 
-// False when the message is not what its recv asks for, or when there is no memory to put it aside:
-// the group is broken then.
+// False if the message does not match its recv, or if there is no memory for an unexpected one: the
+// group is broken then.
 bool Mailbox::begin_message(int peer, Incoming& incoming, const Channel& channel,
                             std::uint64_t tail) {
   read_ring(channel, tail, reinterpret_cast<std::byte*>(&incoming.envelope), sizeof(Envelope));
@@ -183,7 +184,7 @@ void Mailbox::end_message(int peer, Incoming& incoming) {
   }
 }
 
-// Gives a new recv a message that has come, or is coming, before it was asked for.
+// Gives a new recv an unexpected message that has arrived, or is arriving.
 bool Mailbox::take_unexpected(const MessagePtr& recv) {
   int source = kAnySource;
   if (const UnexpectedMessage* unexpected = matching_.find_unexpected(*recv, &source);
@@ -209,7 +210,7 @@ bool Mailbox::take_unexpected(const MessagePtr& recv) {
   return false;
 }
 
-// Makes a recv the receiver of the message that is on its way to private memory, if it is that.
+// Makes a recv the receiver of a message that is moving to private memory, if it matches.
 bool Mailbox::attach_receiver(const MessagePtr& recv, int peer) {
   Incoming& incoming = incoming_[static_cast<std::size_t>(peer)];
   if (!incoming.begun || incoming.receiver || incoming.envelope.tag != recv->tag_) {
@@ -224,7 +225,7 @@ bool Mailbox::attach_receiver(const MessagePtr& recv, int peer) {
   return true;
 }
 
-// Whether the message is what the recv asks for; breaks the group when it is not.
+// Whether the message has the count and dtype of the recv; breaks the group if it does not.
 bool Mailbox::matches(Message& message, int source, const Envelope& envelope) {
   if (message.count_ == envelope.count && message.dtype_ == envelope.dtype) {
     return true;

@@ -1,4 +1,4 @@
-// What the flight recorder says of messages.
+// The flight recorder's records of messages.
 #include "mailbox_lock.h"
 #include "phalanx/mailbox.h"
 
@@ -33,7 +33,7 @@ std::int16_t Mailbox::global_rank_of(const Message& message) const {
 }
 
 void Mailbox::begin_record(Message& message) {
-  // Of what a broken group refuses the first is enough; see Group::refuse.
+  // Only the first operation that a broken group refuses is recorded; see Group::refuse.
   if (group_.recorder_ != nullptr && failed_.ok()) {
     message.record_ = group_.record_of(message.fingerprint(), {});
     message.record_.peer = global_rank_of(message);

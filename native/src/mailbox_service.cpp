@@ -1,9 +1,10 @@
-// What the service thread of a mailbox does: operations go on while nobody waits for them.
+// The service thread of a mailbox, which makes progress on operations while no thread waits for
+// them.
 //
-// Most are waited for soon after they were posted. So the thread isn't woken for each, and doesn't
-// stand in the way of who waits: while operations come, it glances every millisecond, and takes
-// over only when one is outstanding and nobody has waited for a whole glance. When none has come
-// for a while it dozes, and then the next one wakes it.
+// Most operations are waited for soon after they are posted. So the thread is not woken for each,
+// and does not compete with waiting threads. While operations are posted, it polls every
+// millisecond, and takes over only if one is outstanding and no wait has begun since the last poll.
+// After a while without new operations it sleeps until the next one wakes it.
 #include <utility>
 
 #include "mailbox_lock.h"
@@ -36,7 +37,7 @@ std::vector<MessagePtr> Mailbox::serve() {
 }
 
 bool Mailbox::should_yield() const {
-  // Pair with the stores of those who post, wait, finish and stop.
+  // Pair with the stores of threads that post, wait, finish and stop.
   return stopped_.load(std::memory_order_seq_cst) || has_reports_.load(std::memory_order_seq_cst) ||
          outstanding() == 0 || waiters_.load(std::memory_order_seq_cst) != 0;
 }
@@ -50,8 +51,8 @@ void Mailbox::idle(std::unique_lock<std::mutex>& lock) {
     service_event_.wait_for(lock, kPollInterval);
     return;
   }
-  // Pairs with the load in rouse(): either that sees that it has to wake this thread, or the thread
-  // sees here why.
+  // Pairs with the load in wake(): either that load sees that this thread must be woken, or this
+  // thread sees the reason here.
   asleep_.store(true, std::memory_order_seq_cst);
   if (should_yield() && !service_now_ && pending_reports_.empty() &&
       !stopped_.load(std::memory_order_seq_cst)) {
@@ -59,19 +60,19 @@ void Mailbox::idle(std::unique_lock<std::mutex>& lock) {
   }
   asleep_.store(false, std::memory_order_seq_cst);
   idle_polls_ = 0;
-  --waits_seen_;  // no count of waits: the next thing is a glance
+  --waits_seen_;  // not a count of waits: forces a poll next
 }
 
 void Mailbox::wake() {
   if (asleep_.load(std::memory_order_seq_cst)) {
     const std::lock_guard service_lock(
-        service_mutex_);  // so that it sleeps already, or looks again
+        service_mutex_);  // so that it sleeps already, or checks again
     service_event_.notify_one();
   }
 }
 
 void Mailbox::service() {
-  SpinPolicy spin_policy = SpinPolicy::no_spin();  // who computes meanwhile needs the core
+  SpinPolicy spin_policy = SpinPolicy::no_spin();  // computing threads need the core
   const auto ready = [this] { return should_yield() || try_progress(); };
   const auto peer_status = [this] { return recheck_peers(); };
   while (!should_yield()) {
@@ -113,11 +114,11 @@ void Mailbox::report(const MessagePtr& message) {
   {
     const std::lock_guard service_lock(service_mutex_);
     pending_reports_.push_back(message);
-    // Pairs with the load in relieved().
+    // Pairs with the load in should_yield().
     has_reports_.store(true, std::memory_order_seq_cst);
     service_event_.notify_one();
   }
-  notify(message_event(group_.rank()));  // wherever serve() sleeps
+  notify(message_event(group_.rank()));  // on either event that serve() sleeps on
 }
 
 }  // namespace phalanx

@@ -45,7 +45,7 @@ const Variant variants[n_variants] = {
 
 namespace {
 
-// The widest variant that runs here, but none past the one that PHALANX_ISA names.
+// Returns the widest variant that runs here, but none beyond the one that PHALANX_ISA names.
 const Variant& choose() {
   const char* limit = std::getenv("PHALANX_ISA");
   const auto is_limit = [limit](const Variant& variant) {

@@ -5,7 +5,7 @@
 namespace phalanx {
 namespace {
 
-// A row, where its gradient is, and by what that is multiplied.
+// A row, the address of its gradient, and the factor of the gradient.
 template <class T>
 struct Term {
   std::int64_t row;
@@ -18,7 +18,7 @@ bool precedes(const Term<T>& one, const Term<T>& other) {
   return one.row < other.row;
 }
 
-// Sums of terms that are in ascending order of rows.
+// Sums the terms, which are in ascending order of rows.
 template <class T>
 std::size_t sum_terms(const std::vector<Term<T>>& terms, std::size_t width, T divisor,
                       const GradientOutput& output) {

@@ -29,7 +29,7 @@ struct Offsets {
 };
 
 constexpr std::uint64_t locks_for(const RowsShape& shape) {
-  return std::min(std::bit_ceil(shape.rows), kRowLocks);  // of no rows too one
+  return std::min(std::bit_ceil(shape.rows), kRowLocks);  // one, even if there are no rows
 }
 
 constexpr Offsets offsets_for(const RowsShape& shape) {
@@ -48,8 +48,8 @@ constexpr Offsets offsets_for(const RowsShape& shape) {
 static_assert(offsets_for({.rows = 5, .width = 3, .parts = 2}).end ==
                   4096 + 4096 + 4096 + 2 * 4096 + 64 * 2 * 64,
               "a changed layout needs a new kRowsVersion");
-// Nothing that is computed of a shape that is valid is too large: the largest is 4 parts of 2^59
-// bytes, and little more.
+// No offset of a valid shape overflows: the largest table is 4 parts of 2^59 bytes, and little
+// more.
 static_assert(offsets_for({.rows = kMaxRows,
                            .width = kMaxRowElements,
                            .parts = kMaxRowParts,
@@ -62,8 +62,8 @@ bool valid(const RowsShape& shape) {
          (shape.dtype == DType::float32 || shape.dtype == DType::float64);
 }
 
-// Whether a process and this one mean the same processes by pids, as those who write must: in the
-// memory stands whose row it is.
+// Whether a process and this one are in the same pid namespace, as all writers must be: the memory
+// holds the pids of writers.
 bool shares_pid_namespace(int pid) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/ns/pid", pid);
@@ -105,8 +105,8 @@ std::unique_ptr<Rows> Rows::map(int fd, const RowsShape& shape, std::size_t byte
     ::close(fd);
     return nullptr;
   }
-  // Rows are met in no order: with large pages there is hardly one whose address isn't known. Where
-  // the machine allows none it stays as it is.
+  // Rows are accessed in random order. With large pages there are few TLB misses. If the machine
+  // allows none, this has no effect.
   madvise(base, bytes, MADV_HUGEPAGE);
   return std::unique_ptr<Rows>(new Rows(static_cast<std::byte*>(base), shape, bytes, fd));
 }
@@ -152,7 +152,7 @@ std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, 
 std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, Status& status) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
-  // O_NONBLOCK: on a host where the pid means another process, the path may be a pipe.
+  // O_NONBLOCK: if the pid belongs to another process on this host, the path may be a pipe.
   const int fd = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) {
     status = system_error(errno);
@@ -200,7 +200,7 @@ std::byte* Rows::backup(std::size_t slot, std::uint32_t part) const {
 }
 
 RowsResult Rows::check(const RowList& list) const {
-  // Without a branch per number, which the compiler turns into vector instructions.
+  // Without a branch per number, so that the compiler vectorises the loop.
   std::uint64_t largest = 0;
   for (std::size_t i = 0; i < list.count; ++i) {
     largest = std::max(largest, static_cast<std::uint64_t>(list.rows[i]));

@@ -1,4 +1,4 @@
-// Inside of rows_*.cpp: how one row is read, and how one is written to.
+// Internal to rows_*.cpp: reading and writing of single rows.
 #pragma once
 
 #include <sched.h>
@@ -15,13 +15,12 @@
 
 namespace phalanx {
 
-// The lock word: the version of its rows, and the place of who writes to one of them + 1.
+// The lock word: the version of its rows, and the slot of the writer of one of them + 1.
 constexpr std::uint64_t kRowOwner = 0xff;
 static_assert(kRowWriters < kRowOwner);
 constexpr std::uint64_t next_version(std::uint64_t word) { return (word | kRowOwner) + 1; }
 
-// Copies the first `bytes` of a row. Each load pairs with the store of who has written it
-// (put_row).
+// Copies the first `bytes` of a row. Each load pairs with the store of the writer (store_row).
 inline void load_words(std::byte* to, const std::atomic<std::uint64_t>* from, std::size_t bytes) {
   const std::size_t whole = bytes / sizeof(std::uint64_t);
   for (std::size_t i = 0; i < whole; ++i) {
@@ -35,8 +34,8 @@ inline void load_words(std::byte* to, const std::atomic<std::uint64_t>* from, st
   }
 }
 
-// The same, by as wide loads as the processor has (kernels/rows.h); where a test steps in between
-// any two words, word by word.
+// The same, with the widest loads of the processor (kernels/rows.h); word by word if a test hooks
+// in between any two words.
 inline void load_row(std::byte* to, const std::atomic<std::uint64_t>* from, std::size_t bytes) {
 #if !defined(PHALANX_HOOKS)
   if (const kernels::LoadRow take = kernels::in_use().load_row; take != nullptr) {
@@ -47,7 +46,8 @@ inline void load_row(std::byte* to, const std::atomic<std::uint64_t>* from, std:
   load_words(to, from, bytes);
 }
 
-// Replaces them, by who has taken the row. Each store pairs with the loads of readers (take_row).
+// Replaces a row, which the caller has acquired. Each store pairs with the loads of readers
+// (load_row).
 inline void store_row(std::atomic<std::uint64_t>* to, const std::byte* from, std::size_t bytes) {
   for (std::size_t at = 0; at < bytes; at += sizeof(std::uint64_t)) {
     std::uint64_t word = 0;
@@ -57,11 +57,13 @@ inline void store_row(std::atomic<std::uint64_t>* to, const std::byte* from, std
   }
 }
 
-// Asks for the memory of a row that comes soon: a core that waits for one row at a time is slow.
-// Inlined, since GCC leaves out calls of a function that does nothing but this.
+// Prefetches the memory of a row that is needed soon: a core that waits for one row at a time is
+// slow. Inlined, since GCC drops calls of a function that only prefetches.
 [[gnu::always_inline]] inline void Rows::prefetch(std::uint64_t row, std::uint32_t parts) const {
-  constexpr std::size_t kMaxBytes = 8 * kCacheLine;  // from there on the core goes ahead by itself
-  // A core waits for some 24 lines at a time for its first cache; for its second for more.
+  // beyond that, the hardware prefetcher takes over
+  constexpr std::size_t kMaxBytes = 8 * kCacheLine;
+  // A core has room for some 24 outstanding lines for its first-level cache, and for more for its
+  // second.
   const bool wide = stride_ > 4 * kCacheLine;
   __builtin_prefetch(&lock(row));
   for (std::uint32_t part = 0; part < parts; ++part) {
@@ -78,14 +80,14 @@ inline void store_row(std::atomic<std::uint64_t>* to, const std::byte* from, std
   }
 }
 
-// How long a call still waits for one row. Whoever is waited for works for less than a microsecond,
-// unless it lost its core, was stopped, or died.
+// Limits the wait of a call for one row. The holder of a row works for less than a microsecond,
+// unless it is preempted, stopped or dead.
 class RowWait {
  public:
   explicit RowWait(Rows::Timeout timeout) : timeout_(timeout) {}
 
-  // A pause, ever longer. `look` is called now and then, and says whether all is well again. False
-  // once the patience is over.
+  // Pauses for increasing times. `check` is called from time to time, and returns whether the wait
+  // is over. False once the timeout has passed.
   template <class Check>
   bool pause(Check&& check) {
     if (++pauses_ <= kSpins) {
@@ -127,21 +129,22 @@ class RowWait {
   Clock::time_point next_check_;
 };
 
-// Reads rows, each as some write has left it.
+// Reads rows, each as some write left it.
 class RowReader {
  public:
   static constexpr std::size_t kBlock = 8;
 
   RowReader(Rows& rows, Rows::Timeout timeout) : rows_(rows), timeout_(timeout) {}
 
-  // Reads up to kBlock rows: `copy(k)` copies number k, and may be called several times; what it
-  // has got last counts when this returns `count`. Else it returns which one is stuck. In blocks,
-  // so that a core fetches many rows at a time: nothing in them waits for another.
+  // Reads up to kBlock rows: `copy(k)` copies number k, and may be called several times; its last
+  // copy counts if this returns `count`. Otherwise it returns the number of the stuck row. Rows are
+  // read in blocks, so that a core fetches many at a time, without dependencies between them.
   template <class Copy>
   std::size_t read(const std::int64_t* rows, std::size_t count, Copy&& copy) {
     std::array<std::uint64_t, kBlock> words;
     for (std::size_t k = 0; k < count; ++k) {
-      // Pairs with the store that freed the row (RowPlace::free): what was written before is there.
+      // Pairs with the store that released the row (RowWriterSlot::release): earlier writes are
+      // visible.
       words[k] = lock_of(rows[k]).load(std::memory_order_acquire);
     }
     for (std::size_t k = 0; k < count; ++k) {
@@ -158,7 +161,7 @@ class RowReader {
     }
     return count;
   }
-  // Where `read` came to a row that is stuck: who writes to it.
+  // The result if `read` gets stuck at a row: names its writer.
   RowsResult stuck(std::size_t at, std::int64_t row) const {
     return {.kind = RowsResult::Kind::stuck, .at = at, .value = row, .pid = pid_};
   }
@@ -173,8 +176,9 @@ class RowReader {
     const auto& lock = lock_of(row);
     RowWait wait(timeout_);
     while (true) {
-      // Pairs with the store that freed the row, as the first look does; and, where the row is
-      // taken, with its taking (RowPlace::take), before which stands which row the place has.
+      // Pairs with the store that released the row, as the first check does; and, if the row is
+      // held, with its acquisition (RowWriterSlot::acquire), before which the row number is stored
+      // in the slot.
       const std::uint64_t word = lock.load(std::memory_order_acquire);
       const std::uint64_t owner = word & kRowOwner;
       if (owner == 0) {
@@ -198,7 +202,7 @@ class RowReader {
   std::int32_t pid_ = 0;
 };
 
-// The place of a call that writes. It has at most one row at a time.
+// The slot of a writing call. It holds at most one row at a time.
 class RowWriterSlot {
  public:
   RowWriterSlot(Rows& rows, Rows::Timeout timeout);
@@ -207,9 +211,9 @@ class RowWriterSlot {
   RowWriterSlot& operator=(const RowWriterSlot&) = delete;
 
   bool valid() const { return slot_ != kRowWriters; }
-  // Takes a row and sets all parts of it aside. False when somebody else has it for too long.
+  // Acquires a row and backs up all parts of it. False if another process holds it for too long.
   bool acquire(std::uint64_t row);
-  // What was set aside: the row as it is.
+  // The backup: the row before the write.
   const std::byte* old(std::uint32_t part) const { return rows_.backup(slot_, part); }
   void store(std::uint32_t part, const std::byte* from) {
     PHALANX_STEP("rows: store");
@@ -225,8 +229,8 @@ class RowWriterSlot {
   Rows::Timeout timeout_;
   std::size_t slot_ = kRowWriters;
   std::uint64_t row_ = 0;
-  std::uint64_t word_ = 0;  // of the lock, as it was
-  std::int32_t pid_ = 0;    // who has the row
+  std::uint64_t word_ = 0;  // of the lock, before
+  std::int32_t pid_ = 0;    // the holder of the row
 };
 
 }  // namespace phalanx

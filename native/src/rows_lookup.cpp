@@ -1,4 +1,4 @@
-// Rows read: as they are, or combined bag by bag.
+// Reading rows: unchanged, or pooled into bags.
 #include <vector>
 
 #include "rows_access.h"
@@ -7,7 +7,7 @@ namespace phalanx {
 namespace {
 
 constexpr std::size_t kBlock = RowReader::kBlock;
-// How many rows ahead memory is asked for.
+// The prefetch distance, in rows.
 constexpr std::size_t kPrefetchAhead = 16;
 
 RowsResult check(const Bags& bags, std::size_t count) {
@@ -36,7 +36,8 @@ void divide(const Bags& bags, std::size_t count, std::size_t width, T* out) {
 
 }  // namespace
 
-// Of the block that begins kAhead after number i; at the beginning of those before it too.
+// Prefetches the block that begins kPrefetchAhead after number i; at the beginning also those
+// before it.
 void Rows::prefetch_block(const RowList& list, std::size_t i, std::uint32_t parts) const {
   const std::size_t end = std::min(i + kPrefetchAhead + kBlock, list.count);
   for (std::size_t k = i == 0 ? 0 : i + kPrefetchAhead; k < end; ++k) {
@@ -49,7 +50,7 @@ RowsResult Rows::gather(const RowList& list, void* const* parts, Timeout timeout
     return result;
   }
   const std::size_t size = row_bytes();
-  std::uint32_t wanted = shape_.parts;  // none after these
+  std::uint32_t wanted = shape_.parts;  // the parts after these are not requested
   while (wanted > 0 && parts[wanted - 1] == nullptr) {
     --wanted;
   }
@@ -85,8 +86,8 @@ RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling,
     return bag + 1 < bags.count ? static_cast<std::size_t>(bags.offsets[bag + 1]) : list.count;
   };
   std::size_t bag = 0;
-  bool first = true;  // row of the bag
-  // Goes on to the bag that row number i is in; those before it are empty.
+  bool first = true;  // the first row of the bag
+  // Advances to the bag that contains row number i; those before it are empty.
   const auto find = [&](std::size_t i) {
     for (; bag < bags.count && i == end_of(bag); ++bag, first = true) {
       if (first) {

@@ -1,4 +1,4 @@
-// Rows written: replaced, or taken a step further by an optimizer.
+// Writing rows: replacing them, or updating them with an optimizer.
 #include <cmath>
 #include <vector>
 
@@ -10,8 +10,8 @@ namespace {
 constexpr std::size_t kPrefetchAhead = 4;
 
 // The arithmetic of PyTorch's optimizers on sparse gradients (torch.optim.SGD, Adagrad,
-// SparseAdam), operation by operation, in the table's own type. What differs for each step comes in
-// as a factor.
+// SparseAdam), operation by operation, in the table's own type. Values that differ between steps
+// are passed as factors.
 template <class T>
 struct Factors {
   Factors(const OptimizerStep& step, double number)
@@ -33,7 +33,7 @@ struct Factors {
   T left2;
 };
 
-// A row's parts before and after; of those that a rule doesn't have nothing is used.
+// The parts of a row before and after a step; parts that an optimizer lacks are not used.
 constexpr std::uint32_t kOptimizerParts = 3;
 template <class T>
 struct Change {
@@ -108,7 +108,7 @@ RowsResult Rows::update_as(const RowList& list, const T* gradients, const Optimi
   if (!slot.valid()) {
     return slot.stuck(0);
   }
-  // A count only: what is in the rows is ordered by their locks.
+  // Only a count: the locks order the contents of the rows.
   const std::uint64_t number =
       step.number > 0 ? step.number : header().step.fetch_add(1, std::memory_order_relaxed) + 1;
   const Factors<T> by(step, static_cast<double>(number));

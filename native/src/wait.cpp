@@ -15,11 +15,11 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Bounds how late a death, an abort or a deadline is seen by a rank that sleeps.
+// Limits the delay until a sleeping rank notices a death, an abort or a deadline.
 constexpr long kSliceNanoseconds = 5'000'000;
 constexpr auto kLongestSpin = 1000us;
 constexpr auto kShortestSpin = 20us;
-// With yields at every look: the peer is most likely waiting for this very core.
+// With a yield at every check: the peer is most likely waiting for this very core.
 constexpr auto kOversubscribedSpin = 50us;
 constexpr auto kContendedSpin = 5us;
 
@@ -51,7 +51,7 @@ int usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
   if (sched_getaffinity(0, sizeof set, &set) != 0) {
-    // More than CPU_SETSIZE processors.
+    // There are more than CPU_SETSIZE processors.
     return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
   }
   return std::max(1, CPU_COUNT(&set));
@@ -75,8 +75,8 @@ Clock::duration SpinPolicy::spin_limit() const {
   if (contended_waits_ > 0) {
     return kContendedSpin;
   }
-  // A spin that ends in sleep all the same is a core burnt for nothing; one that ends just before
-  // the peer comes costs a wake-up. A few times the typical wait catches nearly all.
+  // A spin that ends in sleep wastes the core; a spin that ends just before the peer comes costs a
+  // wake-up. A few times the typical wait covers nearly all waits.
   return typical_wait_ > kLongestSpin
              ? Clock::duration(kShortestSpin)
              : std::clamp<Clock::duration>(4 * typical_wait_, 5 * kShortestSpin, kLongestSpin);

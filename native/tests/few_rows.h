@@ -1,4 +1,4 @@
-// What the tests of rows share: small tables, and buffers for their rows.
+// Common parts of the tests of rows: small tables, and buffers for their rows.
 #pragma once
 
 #include <sys/mman.h>
@@ -20,7 +20,7 @@ using ranks::Random;
 using ResultKind = RowsResult::Kind;
 
 #if defined(PHALANX_HOOKS)
-// As ranks::give_way, but seldom between words: there are hundreds of them in a row's write.
+// Like ranks::give_way, but seldom between words: the write of a row has hundreds of them.
 inline void give_way(const char* step) {
   thread_local unsigned words = 0;
   if (!std::string_view(step).starts_with("rows: word") || ++words % 32 == 0) {
@@ -78,7 +78,7 @@ inline constexpr std::uint32_t kWidth = 37;
 inline constexpr std::uint32_t kParts = 3;
 inline constexpr std::size_t kFew = 6;
 
-// Whether a row and its state are of one write: all of the same number.
+// Whether a row and its state come from one write: all elements are the same number.
 inline bool one_write(const Buffers<float>& buffers, std::size_t i) {
   for (const auto& part : buffers.parts) {
     for (std::size_t k = 0; k < kWidth; ++k) {
@@ -109,7 +109,7 @@ inline std::unique_ptr<Rows> few() {
   return create({.rows = kFew, .width = kWidth, .parts = kParts});
 }
 
-// The memory of `few`, where the layout has it.
+// The memory of `few`, by the offsets of the layout.
 class Raw {
  public:
   explicit Raw(const Rows& rows) : bytes_(rows.bytes()) {
@@ -131,7 +131,7 @@ class Raw {
     return at<float>(12288 + kParts * 4096 + (slot * kParts + part) * 192);
   }
 
-  static constexpr std::size_t kRowBytes = 152;  // 37 floats, and 4 bytes to whole words
+  static constexpr std::size_t kRowBytes = 152;  // 37 floats, and 4 bytes of padding to whole words
 
  private:
   template <class T>

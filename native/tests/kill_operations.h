@@ -1,5 +1,5 @@
-// What ranks do in the tests that kill them: every collective and messages, on each of their paths,
-// with data that tell whose they are.
+// The operations of the tests that kill ranks: every collective and messages, on each of their
+// paths, with data that identify their sender.
 #pragma once
 
 #include <sched.h>
@@ -20,8 +20,8 @@ namespace kills {
 
 using namespace phalanx;
 
-// `served`: messages that a service thread moves, while nobody waits for them. `leaving`: the rank
-// to be killed leaves the group instead of taking part.
+// `served`: messages that a service thread moves while no thread waits for them. `leaving`: the
+// victim leaves the group instead of taking part.
 enum class Operation : std::uint8_t {
   barrier,
   broadcast,
@@ -41,7 +41,7 @@ inline constexpr std::array kOperationNames = {
     "all_gather", "reduce_scatter", "all_to_all", "messages",   "served", "leaving"};
 inline constexpr auto kOperations = static_cast<int>(kOperationNames.size());
 
-// Of messages: `staged` in several pieces, `full` in more than a channel holds.
+// For messages: `staged` in several pieces, `full` in more than a channel holds.
 enum class Path : std::uint8_t { small, staged, zero_copy, full };
 inline constexpr std::array kPathNames = {"small", "staged", "zero_copy", "full"};
 
@@ -57,7 +57,7 @@ inline bool has_path(Operation operation, Path path) {
 
 inline bool collective(Operation operation) { return operation < Operation::messages; }
 
-// Small, so that what is large takes few copies, and some chunks.
+// Small, so that large operations need few copies and several chunks.
 inline constexpr std::size_t kTestChunk = 8 * 1024;
 
 struct Task {
@@ -79,7 +79,7 @@ inline std::uint64_t element(const Task& task, int from, int to, std::size_t i) 
   return (bits + i) * 0x9e3779b97f4a7c15;
 }
 
-// Memory for a part: ordinary, or of the arena, which goes with the process.
+// Memory for a part: ordinary, or in the arena, which disappears with the process.
 class Memory {
  public:
   Memory(std::size_t count, bool shared) : count_(count), ordinary_(shared ? 0 : count, kPoison) {
@@ -116,10 +116,10 @@ class RankTask {
     }
   }
 
-  // `reported`: how many messages the service thread has reported.
+  // `reported`: the number of messages that the service thread has reported.
   Status run(Group& group, Mailbox& mailbox, const Bounds& bounds,
              std::atomic<std::size_t>& reported);
-  // After ok: whether this rank has got what it should have.
+  // After ok: whether this rank has received the right data.
   bool right() const;
 
  private:
@@ -170,7 +170,7 @@ inline Status RankTask::run(Group& group, Mailbox& mailbox, const Bounds& bounds
   }
 }
 
-// To every peer and from every peer, two messages each way, taken in the other order than sent.
+// Sends two messages to every peer and receives two, in the opposite order.
 inline Status RankTask::run_messages(Mailbox& mailbox, const Bounds& bounds,
                                      std::atomic<std::size_t>& reported) {
   const std::size_t before = reported.load();
@@ -226,7 +226,7 @@ inline std::uint64_t RankTask::expected(int from, std::size_t i) const {
 inline bool RankTask::right() const {
   for (int from = 0; from < task_.size; ++from) {
     if (!expects(from)) continue;
-    // Scattered parts, and what was combined, stand at one place.
+    // Scattered parts and combined results are in one place.
     const bool one = combines() || task_.operation == Operation::scatter;
     const auto place = static_cast<std::size_t>(one ? self_ : from);
     const std::uint64_t* data = (in_place() ? given_ : taken_)[place].data();

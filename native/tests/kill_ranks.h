@@ -1,5 +1,5 @@
 // One case of the tests that kill ranks: ranks as processes, of which one or two end themselves by
-// SIGKILL before their n-th step (hooks.h), and what the others do then.
+// SIGKILL before their n-th step (hooks.h), and the reaction of the others.
 #pragma once
 
 #include <fcntl.h>
@@ -21,9 +21,9 @@ namespace kills {
 
 using namespace std::chrono_literals;
 
-// Who goes first. `victim_first`: the others begin when the victim has died, sleeps or is done.
-// `victim_last`: the victim begins when all others sleep or are done. `lonely`: as victim_first,
-// and the last survivor comes when the others have returned, where they can't need it.
+// The order in which ranks begin. `victim_first`: the others begin when the victim has died, sleeps
+// or is done. `victim_last`: the victim begins when all others sleep or are done. `last_alone`: as
+// victim_first, and the last survivor begins when the others have returned, if they cannot need it.
 enum class Order : std::uint8_t { free, victim_first, victim_last, last_alone };
 inline constexpr std::array kOrderNames = {"free", "victim_first", "victim_last", "lonely"};
 
@@ -31,11 +31,11 @@ struct Case {
   Task task;
   int victim = 0;
   std::uint32_t fatal = 0;  // the step of the task before which it dies, from 1
-  int second = -1;          // another one that dies, or -1
+  int second = -1;          // a second victim, or -1
   std::uint32_t second_fatal = 0;
   Order order = Order::free;
-  bool yields = false;      // ranks give way to others at random steps
-  bool every_word = false;  // of a record in the flight recorder, else one of eight
+  bool yields = false;      // ranks yield to others at random steps
+  bool every_word = false;  // die at every word of a record, otherwise at one of eight
 
   bool is_victim(int rank) const { return rank == victim || rank == second; }
   int last_survivor() const {
@@ -49,8 +49,8 @@ inline constexpr int kMaxRanksOfACase = 5;
 inline constexpr auto kHang = 20s;
 inline constexpr auto kSoon = 1s;
 
-// How often each step was passed, and was one's last. Literals stand at the same address in all
-// processes of a test, as they are forks of one.
+// Counts how often each step was passed, and how often it was a rank's last. Literals have the same
+// address in all processes of a test, as they are forks of one.
 struct Steps {
   struct Entry {
     std::atomic<const char*> step;
@@ -66,7 +66,7 @@ struct Steps {
   std::array<Entry, 256> entries;
 };
 
-// What a rank shows to the others, and to those who judge.
+// The state that a rank shows to the others and to the judge.
 struct RankState {
   std::atomic<const char*> step;  // the last one
   std::atomic<std::uint32_t> steps;
@@ -81,7 +81,7 @@ inline std::int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 
-// Until `ready`, for as long as it takes to say that something hangs.
+// Waits until `ready`, up to the limit after which a rank is considered to hang.
 template <class Ready>
 bool eventually(Ready&& ready, Clock::duration limit = kHang) {
   const auto end = Clock::now() + limit;
@@ -92,18 +92,18 @@ bool eventually(Ready&& ready, Clock::duration limit = kHang) {
   return true;
 }
 
-// What the hook of this process knows.
+// The state of this process's hook.
 struct FaultInjector {
   RankState* state = nullptr;
   Steps* steps = nullptr;
-  std::atomic<std::uint32_t> fatal = 0;  // armed when not 0
-  std::uint64_t yields = 0;              // a random state; 0: it never gives way
+  std::atomic<std::uint32_t> fatal = 0;  // enabled if not 0
+  std::uint64_t yields = 0;              // a random state; 0: never yields
   std::array<std::atomic<const char*>, 16> looks{};
-  std::atomic<std::uint64_t> words = 0;  // of records; where it begins to count chooses which
+  std::atomic<std::uint64_t> words = 0;  // of records; the start of the count selects the words
   bool every_word = false;
 
-  // Who spins looks at the same things again and again. A death before the second look is no other
-  // than one before the first, unless something was written in between.
+  // A spinning thread repeats the same checks. A death before the second check is equivalent to one
+  // before the first, unless something was written in between.
   bool counts(const char* step) {
     if (std::strcmp(step, "record: write") == 0 && !every_word && words.fetch_add(1) % 8 != 0) {
       return false;
@@ -173,7 +173,8 @@ class Rank {
     step_hook.store(&on_step);
   }
 
-  // `owner`: the process that holds the segment; `box`: the file of the rank's flight recorder.
+  // `owner`: the process that holds the segment; `recorder`: the file of the rank's flight
+  // recorder.
   void live(int owner, int descriptor, std::uint64_t nonce, int recorder) {
     Status status;
     FlightRecorder::install(FlightRecorder::open(recorder, RecorderIdentity{}, status));
@@ -199,7 +200,7 @@ class Rank {
     }
     return true;
   }
-  // Everybody but `one` sleeps, is done or dead.
+  // Whether all ranks but `one` sleep, are done or are dead.
   bool others_settled(int one) const {
     for (int rank = 0; rank < case_.task.size; ++rank) {
       const RankState& each = state(rank);
@@ -228,7 +229,7 @@ class Rank {
   std::atomic<std::size_t> reported_ = 0;  // writer: the service thread
 };
 
-// Once without a death, then the task, then what can't succeed any more.
+// Runs the task once without a death, then with it, then an operation that cannot succeed any more.
 inline void Rank::take_part(Group& group, Mailbox& mailbox) {
   Task usual = case_.task;
   ++usual.salt;
@@ -296,8 +297,8 @@ inline void Rank::await_turn(const Group& group) {
   if (case_.order == Order::last_alone && self_ == case_.last_survivor()) come_last(group, victim);
 }
 
-// A rank that died before the meeting, or that has left, can't take part any more: nobody has to
-// wait for this one to say so. (Messages know no meeting.)
+// A rank that died before it entered the collective, or that has left, cannot take part any more.
+// The others must not wait for this rank to report that. (Messages have no entry.)
 inline void Rank::come_last(const Group& group, const Process& victim) {
   const std::uint64_t begun = group.segment().control(self_).step.load();
   const bool meets =

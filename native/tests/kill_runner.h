@@ -1,4 +1,4 @@
-// Runs cases, one after another, and judges what the survivors came to.
+// Runs cases one after another, and judges the results of the survivors.
 #pragma once
 
 #include <poll.h>
@@ -19,7 +19,7 @@ namespace kills {
 
 constexpr std::size_t kMaxLatencies = 1 << 20;
 
-// What all processes share.
+// The state shared by all processes.
 struct Shared {
   Steps steps;
   std::atomic<std::uint64_t> next, cases, deaths, failures;
@@ -69,12 +69,12 @@ inline Case case_of(const std::string& text) {
   return c;
 }
 
-// One case after another, in a process of its own.
+// Runs one case after another, in a process of its own.
 class CaseRunner {
  public:
   explicit CaseRunner(Shared& shared) : shared_(shared), states_(in_shared_memory<RankStates>()) {}
 
-  // Whether the victim, or the second one, died at its step, rather than after the task.
+  // Returns whether the victim, or the second one, died at its step, rather than after the task.
   bool run(const Case& c) {
     new (&states_) RankStates{};
     Status status;
@@ -100,9 +100,9 @@ class CaseRunner {
     return !state(c.second < 0 ? c.victim : c.second).done.load();
   }
 
-  // All deaths of one rank in one task: until it has lived through it three times in a row, as the
-  // number of its steps depends on how often it sleeps. With a second one: all of its deaths, while
-  // it finds out about the first.
+  // Runs all deaths of one rank in one task, until it has survived it three times in a row: the
+  // number of its steps depends on how often it sleeps. With a second victim: all of its deaths
+  // while it learns of the first.
   void run_all_steps(Case c, std::optional<Order> order) {
     const int orders = c.task.size > 2 && c.second < 0 ? 4 : 3;
     std::uint32_t& step = c.second < 0 ? c.fatal : c.second_fatal;
@@ -123,8 +123,8 @@ class CaseRunner {
 
   const RankState& state(int rank) const { return states_[static_cast<std::size_t>(rank)]; }
 
-  // Waits for all ranks, the doomed ones last: they are reaped when the survivors have ended, as a
-  // launcher would that is slow. What was wrong with how they ended.
+  // Waits for all ranks, the victims last: they are reaped when the survivors have ended, as by a
+  // slow launcher. Returns what was wrong with their ends.
   std::string reap(const Case& c, const std::vector<int>& pids) {
     std::string wrong;
     for (const bool is_victim : {false, true}) {
@@ -156,8 +156,8 @@ class CaseRunner {
     }
   }
 
-  // What is wrong with the flight recorders. At most one record of each thread is torn by a death,
-  // and who died while it waited is seen to wait.
+  // Returns what is wrong with the flight recorders. A death tears at most one record of each
+  // thread, and the record of a victim that died while it waited shows the wait.
   std::string judge_recorders(const Case& c) const {
     std::string wrong;
     for (int rank = 0; rank < c.task.size; ++rank) {
@@ -200,7 +200,7 @@ class CaseRunner {
     return ended;
   }
 
-  // What is wrong with what the survivors came to; nothing if all is well.
+  // Returns what is wrong with the results of the survivors; empty if all is well.
   std::string judge(const Case& c) {
     std::string wrong;
     const bool all_lived =
@@ -232,8 +232,8 @@ class CaseRunner {
     return wrong;
   }
 
-  // Whether who has completed a task knows that nobody needs anybody any more: nothing that goes
-  // wrong afterwards is to spoil it for a slower rank. A sender knows of its own part alone.
+  // Whether a rank that has completed a task knows that no rank needs any other any more: a later
+  // failure must not spoil it for a slower rank. A sender knows only about its own part.
   static bool settles(const Task& task) {
     switch (task.operation) {
       case Operation::gather:

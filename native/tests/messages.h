@@ -1,5 +1,5 @@
-// Messages that know what is in them, and the thread that serves a mailbox: what the tests of the
-// mailbox share.
+// Common parts of the tests of the mailbox: messages with known content, and the thread that serves
+// a mailbox.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ using namespace phalanx;
 using ranks::Rank;
 using ranks::within;
 
-// A message is known by its source, destination, tag, and number among those; size and bytes
-// follow.
+// A message is identified by source, destination, tag, and its number among those. They determine
+// its size and bytes.
 struct MessageId {
   int source, destination, tag;
   int number = 0;
@@ -44,7 +44,7 @@ struct MessageId {
   }
 };
 
-// The bytes of a message, or poison for them, between fences.
+// The bytes of a message, or poison in their place, between guards.
 struct TestMessage {
   TestMessage(const MessageId& its_id, bool filled)
       : id(its_id), bytes(its_id.size() + 2 * kGuard, std::byte{0xa5}) {
@@ -88,7 +88,7 @@ inline bool arrived(Rank& rank, TestMessage& message) {
   return false;
 }
 
-// The thread that moves what nobody waits for.
+// The service thread, which makes progress on messages without waiters.
 class Server {
  public:
   explicit Server(Mailbox& mailbox) : mailbox_(mailbox), thread_([this] { run(); }) {}

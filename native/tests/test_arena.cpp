@@ -1,4 +1,4 @@
-// The arena: what is allocated is apart, zeroed, found again, and given back.
+// The arena: blocks are disjoint, zeroed, located by address, and freed.
 #include <sys/wait.h>
 #include <unistd.h>
 

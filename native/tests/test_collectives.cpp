@@ -1,5 +1,5 @@
 // Every collective against a naive oracle: all sizes at which the path changes, and long random
-// mixtures, in which buffers are used again by operations of other kinds.
+// mixtures, in which operations of other kinds reuse the buffers.
 #include <algorithm>
 #include <array>
 
@@ -66,7 +66,7 @@ bool right_scattered(Rank& rank, const Operation& o) {
   return status.ok() && output.guards_intact() && output == input_of(o, rank.self, random);
 }
 
-// The same operation as seen by `to`, whose part has a salt of its own.
+// The same operation for rank `to`, whose part has a salt of its own.
 Operation part_for(const Operation& o, int to) {
   Operation part = o;
   part.salt += static_cast<std::uint64_t>(to) * 1'000'003;
@@ -95,8 +95,8 @@ bool right_reduced_parts(Rank& rank, const Operation& o) {
   return good && got == reduced(part_for(o, rank.self), rank.size, random);
 }
 
-// What `from` gives to `to`: from nothing to twice the count, and now and then nothing at all from
-// a rank, so that some parts go inline and others in chunks.
+// The part from `from` to `to`: from nothing to twice the count. Some ranks send nothing at all, so
+// that some parts go inline and others in chunks.
 Operation part_between(const Operation& o, int from, int to) {
   Operation part = part_for(o, to);
   if (o.uneven) {
@@ -153,7 +153,7 @@ constexpr std::array kKinds = {Kind::barrier,    Kind::broadcast,      Kind::red
                                Kind::all_reduce, Kind::gather,         Kind::scatter,
                                Kind::all_gather, Kind::reduce_scatter, Kind::all_to_all};
 
-// Where something changes, in bytes: nothing, an element, the inline buffers, chunks, slices.
+// Sizes in bytes near a change of path: nothing, an element, the inline buffers, chunks, slices.
 std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
   const std::size_t off = script.below(130);
   switch (script.below(large ? 10 : 4)) {
@@ -190,7 +190,7 @@ Operation random_operation(Random& script, int size, bool large) {
   return o;
 }
 
-// A random mixture: `large` of so many is larger than inline.
+// A random mixture, in which one of `large_one_in` operations is larger than inline.
 void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping,
              bool send_signals) {
   ranks::run(
@@ -200,8 +200,8 @@ void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping
         for (int i = 0; i < operations; ++i) {
           const bool large = large_one_in != 0 && script.one_in(large_one_in);
           Operation o = random_operation(script, size, large);
-          // The arena has one address for all ranks here: ThreadSanitizer would see tensors being
-          // read there, and not the steps before it, which it knows by other addresses.
+          // The arena has one address for all ranks here. ThreadSanitizer would see the accesses to
+          // tensors, but not the steps that order them, which are at other addresses.
           o.ordinary = mapping == Mapping::own;
           ranks::random_delay(rank.random);
           if (!check_right(rank, o)) return;
@@ -361,7 +361,7 @@ TEST(counts_that_disagree_are_refused_on_every_rank) {
     std::vector<Buffer> outputs = parts_of(o, 3, false, rank.random);
     const std::vector<void*> from = pointers(inputs), to = pointers(outputs);
     const std::vector<std::uint64_t> given(3, 4);
-    // Rank 2 expects less of rank 1 than it gives.
+    // Rank 2 expects less from rank 1 than it sends.
     const std::vector<std::uint64_t> taken = {4, rank.self == 2 ? 3UL : 4UL, 4};
     const Splits own{from.data(), given.data(), to.data(), taken.data()};
     const Status status = all_to_all(rank.group, own, o.dtype, within());
@@ -376,7 +376,7 @@ TEST(counts_that_disagree_are_refused_on_every_rank) {
 
 TEST(threads_of_one_rank_run_one_collective_at_a_time) {
   ranks::run(2, [](Rank& rank) {
-    // The same operation from two threads: whichever comes first, all ranks do the same.
+    // The same operation from two threads: in either order, all ranks do the same.
     const auto work = [&] {
       for (int i = 0; i < ranks::scaled(300); ++i) {
         std::int32_t value = 1;

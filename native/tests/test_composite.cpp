@@ -1,5 +1,5 @@
-// Operations that are composed of others, for groups that span hosts: one operation to the black
-// box and to those who count, several meetings to the ranks. And recvs that another host answers.
+// Composite operations, for groups that span hosts: one operation in the flight recorder and in the
+// sequence, several entered collectives for the ranks. And recvs that another host answers.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -15,7 +15,7 @@ using ranks::within;
 
 namespace {
 
-// Ranks are threads here, so all of them write to the one box of this process.
+// Ranks are threads here, so all of them write to the one flight recorder of this process.
 const FlightRecorder& test_recorder() {
   static const FlightRecorder* recorder = [] {
     const int fd = memfd_create("box", MFD_CLOEXEC);

@@ -1,4 +1,4 @@
-// Memory held in common: who writes to his own sees that, the others don't, until it is published.
+// Copy-on-write memory: only its owner sees writes to a private view, until they are published.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -34,7 +34,7 @@ std::unique_ptr<CowMemory> open(const CowMemory& other, std::size_t bytes = kByt
   return opened;
 }
 
-// Bytes that this process has of such memory and nobody else.
+// The bytes of such memory that only this process has.
 std::size_t copied() {
   std::ifstream file("/proc/self/smaps");
   std::size_t kilobytes = 0;
@@ -87,7 +87,7 @@ TEST(a_dropped_page_follows_the_shared_view_again) {
   CHECK(one->private_view()[kPage + 1] == std::byte{2});
 }
 
-// Any writes by two ranks, published and dropped at random, against plain arrays.
+// Random writes by two ranks, published and dropped at random, against plain arrays.
 void publish_and_drop(PageFinder finder) {
   const auto one = create();
   const auto other = open(*one);

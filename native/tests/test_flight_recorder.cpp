@@ -1,5 +1,5 @@
-// The flight recorder: what is written is what is read, from several threads, while it is being
-// written, after the tables are full, and out of files that hold anything.
+// The flight recorder: readers get what was written, by several threads, during writes, with full
+// tables, and from files with arbitrary contents.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@ using namespace phalanx;
 
 namespace {
 
-// The numbers of layout version 2: who changes one must change kBoxVersion.
+// The numbers of layout version 2: a change of any of them requires a new kRecorderVersion.
 static_assert(kRecorderVersion == 2 && kRecorderMagic == 0x584f424c4b434201);
 static_assert(sizeof(Record) == 64 && sizeof(SharedRecord) == 72);
 static_assert(offsetof(Record, sequence) == 32 && offsetof(Record, peer) == 48);
@@ -171,9 +171,9 @@ TEST(entries_of_groups_that_were_left_are_reused) {
   FlightRecorder::name_group(*entry, std::string(300, 'n'), std::string(300, '1'));
   const RecorderContents read = contents(*recorder);
   CHECK_EQ(read.groups.size(), kRecorderGroups);
-  CHECK_EQ(read.groups.back().id, fresh);  // in the order in which they were formed
+  CHECK_EQ(read.groups.back().id, fresh);  // in the order of their formation
   CHECK_EQ(read.groups.back().name.size(), sizeof entry->name - 1);
-  CHECK_EQ(read.groups.back().members, "");  // rather none than wrong ones
+  CHECK_EQ(read.groups.back().members, "");  // no members rather than wrong ones
 }
 
 TEST(group_ids_wrap_around_without_collision) {
@@ -221,12 +221,12 @@ TEST(more_call_sites_than_slots) {
   CHECK_EQ(call_site_number("many.py:7"), call_site_number("many.py:7"));
   const RecorderContents read = contents(*recorder);
   CHECK_EQ(read.sites.size(), kRecorderSites);
-  // A path is cut at its beginning.
+  // A path is truncated at its beginning.
   const auto fresh = make();
   CHECK_EQ(contents(*fresh).sites.size(), kRecorderSites);
 }
 
-// Several threads write while one reads: what is read as whole is whole.
+// Several threads write while one reads: records that are read as complete are complete.
 TEST(reads_during_writes) {
   const auto recorder = make();
   constexpr int kThreads = 3;
@@ -276,7 +276,7 @@ TEST(other_files_are_rejected) {
   CHECK(parse_recorder(other, 10, read).starts_with("written in layout version 9"));
 }
 
-// Whatever stands behind a good beginning, reading ends, within bounds (under ASan and UBSan too).
+// Reading arbitrary bytes after a valid beginning ends, within bounds (also under ASan and UBSan).
 TEST(hostile_contents) {
   const auto recorder = make();
   Record record = some_record(1);

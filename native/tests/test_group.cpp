@@ -1,4 +1,4 @@
-// Meeting, breaking and leaving: every mistake is reported on every rank, and nothing hangs.
+// Entering, breaking and leaving: every mistake is reported on every rank, and nothing hangs.
 #include <sys/mman.h>
 
 #include <array>
@@ -15,13 +15,13 @@ using ranks::within;
 
 namespace {
 
-// What each rank came to.
+// The status of each rank.
 class Statuses {
  public:
   explicit Statuses(int size) : all_(static_cast<std::size_t>(size)) {}
   Status& operator[](int rank) { return all_[static_cast<std::size_t>(rank)]; }
 
-  // The first failure wins and is what all report.
+  // The first failure wins, and all ranks report it.
   void check_same(Code code) {
     for (const Status& each : all_) {
       CHECK_EQ(each.code, code);
@@ -41,7 +41,7 @@ void sleepers_on_rank(Rank& rank, int on, std::uint32_t count) {
   CHECK(ranks::eventually([&] { return event.sleepers.load() >= count; }));
 }
 
-// All operations on a broken group: each gives `code` at once.
+// Runs all operations on a broken group: each returns `code` at once.
 void check_refused(Rank& rank, Code code) {
   const std::uint64_t step = rank.group.step();
   for (const std::size_t count : {std::size_t{0}, std::size_t{3}, kInlineBytes + 1}) {
@@ -201,7 +201,8 @@ TEST(every_field_of_a_failure_survives_the_abort_word) {
 }
 
 TEST(one_of_several_concurrent_failures_wins) {
-  // Two threads of one rank, as a blocking call and the thread of the messages, and one of another.
+  // Two threads of one rank, like a blocking call and the thread of the messages, and one of
+  // another.
   constexpr int n_failures = 3;
   const int rounds = ranks::scaled(6000);
   std::vector<std::unique_ptr<Group>> groups(2);
@@ -217,7 +218,7 @@ TEST(one_of_several_concurrent_failures_wins) {
         groups[0] = std::make_unique<Group>(std::move(segment), 0);
       }
       together.arrive_and_wait();
-      // From a barrier threads come one after another; from a spin, all at once.
+      // After a barrier threads start one after another; after a spin, all at once.
       for (++started; started < n_failures * (round + 1);) {
         if (turns++ % 4096 == 0) sched_yield();
       }
@@ -277,8 +278,8 @@ TEST(the_deadline_names_the_missing_rank) {
   }
 }
 
-// A peer that was left behind in an operation may still read the inline buffer which the next one
-// but one would fill.
+// A peer that was left behind in an operation may still read the inline buffer that the next
+// operation but one would fill.
 TEST(a_broken_group_is_not_written_to) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> data(kInlineBytes, static_cast<std::byte>(0x10 + rank.self));
@@ -312,7 +313,7 @@ TEST(waiting_for_a_rank_that_left_fails) {
         if (rank.self == 0) {
           if (asleep) sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
           rank.group.leave();
-          rank.group.leave();  // a second time does nothing
+          rank.group.leave();  // a second call does nothing
           statuses[0] = {.code = Code::left};
         } else {
           statuses[rank.self] = barrier(rank.group, within());
@@ -324,7 +325,6 @@ TEST(waiting_for_a_rank_that_left_fails) {
   }
 }
 
-// Ranks leave at once when they are done; those who have all they need must succeed.
 TEST(a_rank_that_fails_and_then_leaves_is_lost) {
   ranks::run(2, [](Rank& rank) {
     if (rank.self == 1) {
@@ -340,6 +340,7 @@ TEST(a_rank_that_fails_and_then_leaves_is_lost) {
   });
 }
 
+// Ranks leave as soon as they are done; ranks that have all they need must succeed.
 TEST(a_rank_that_leaves_after_its_part_causes_no_failure) {
   ranks::Random random(77);
   for (int round = 0; round < ranks::scaled(400); ++round) {
@@ -414,7 +415,7 @@ TEST(a_rank_without_memory_fails_all_ranks) {
         3,
         [&](Rank& rank) {
           if (rank.self == poor) {
-            // What is not mapped can't be had: the answer of a host without memory.
+            // Unmapped pages cannot be allocated: this simulates a host without memory.
             munmap(rank.group.segment().staging(poor, 0), 2 * kChunkBytes);
           }
           std::vector<std::byte> data(kInlineBytes + 1);
@@ -428,7 +429,7 @@ TEST(a_rank_without_memory_fails_all_ranks) {
   }
 }
 
-// Nothing but the fingerprints and the abort word tells ranks apart that disagree at random.
+// Only the fingerprints and the abort word distinguish ranks that disagree at random.
 TEST(random_disagreement_never_hangs) {
   ranks::Random random(3);
   for (int round = 0; round < ranks::scaled(200); ++round) {

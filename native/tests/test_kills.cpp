@@ -1,9 +1,10 @@
-// Ranks that are killed before each step that touches shared memory: whatever they were doing, all
-// others say who is lost, soon, and leave nothing behind; what they were told is done is right.
+// Ranks that are killed before each step that touches shared memory. Whatever they were doing, all
+// others report the lost rank soon and leak nothing, and results that were reported as ok are
+// right.
 //
 //   test_kills                            every step x rank x operation at 2 and 3 ranks, in one of
-//                                         the orders of who comes first, and some second deaths;
-//                                         1000 cases at random
+//                                         the orders of beginning, and some second deaths;
+//                                         1000 random cases
 //   test_kills --all --random 100000      the same in every order, and every second death
 //   test_kills --case '...'               one case, as a failure prints it
 #include <algorithm>
@@ -22,7 +23,7 @@ struct Options {
   std::uint64_t random = 1000;
   std::uint64_t seed = std::random_device{}();
   int workers = 8;
-  std::string only;  // one operation
+  std::string only;  // only this operation
   std::string one_case;
 };
 
@@ -78,7 +79,7 @@ Case random_case(std::uint64_t seed) {
   return c;
 }
 
-// What a lane does: it takes the next piece of work until there is none.
+// The loop of a worker: takes the next case until there is none.
 void run_cases(CaseRunner& runner, Shared& shared, const Options& options) {
   const std::vector<Case> cases = exhaustive_cases(options);
   const std::uint64_t kinds = options.all ? kOrderNames.size() : 1;
@@ -113,7 +114,7 @@ int run_worker(Shared& shared, const Options& options) {
   return clean ? 0 : 1;
 }
 
-// Every step that was passed was also the last of some rank.
+// Whether every step that was passed was also the last step of some rank.
 bool every_step_was_fatal(const Shared& shared) {
   std::map<std::string, std::pair<std::uint64_t, std::uint64_t>> steps;
   for (const auto& entry : shared.steps.entries) {

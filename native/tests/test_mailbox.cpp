@@ -13,7 +13,7 @@ using ranks::Random;
 
 namespace {
 
-// All letters of one rank in an exchange of everybody with everybody, itself included.
+// All messages of one rank in an all-to-all exchange that includes itself.
 struct Exchange {
   Exchange(const Rank& rank, int tags, int per_tag) {
     for (int peer = 0; peer < rank.size; ++peer) {
@@ -257,7 +257,8 @@ TEST(a_server_and_waiters_share_the_work) {
 TEST(a_server_stops_while_it_sleeps) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
-    Server idle(rank.mailbox);  // whether it has nothing to do, or waits for what never comes
+    // whether it has nothing to do, or waits for a message that never comes
+    Server idle(rank.mailbox);
     if (rank.self == 0) (void)rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, true);
     ranks::random_delay(rank.random);
   });

@@ -1,4 +1,4 @@
-// Messages that can't arrive: who waits for somebody who will not come is told, and only then.
+// Messages that cannot arrive: a rank that waits for one gets an error, and only then.
 #include <algorithm>
 #include <memory>
 
@@ -26,7 +26,7 @@ TEST(messages_of_a_different_size_or_type_are_refused) {
           if (recv_first) rank.together.arrive_and_wait();
           const auto sent = rank.mailbox.send(data.data(), each.sent, each.sent_as, 1, 3, false);
           if (!recv_first) rank.together.arrive_and_wait();
-          (void)wait_for(rank, sent);  // it may have gone out before the receiver saw it
+          (void)wait_for(rank, sent);  // it may have been sent before the receiver saw it
           status = barrier(rank.group, within());
         } else if (rank.self == 1) {
           if (!recv_first) rank.together.arrive_and_wait();
@@ -77,15 +77,15 @@ TEST(messages_sent_before_a_rank_left_arrive) {
   }
 }
 
-// What the server waits for comes from two ranks: that one of them has sent its part and left is no
+// The server waits for messages of two ranks. That one of them has sent its part and left is no
 // reason to give up the other's.
 TEST(a_server_accepts_a_rank_that_left_after_its_part) {
   for (int round = 0; round < std::max(10, ranks::scaled(40)); ++round) {
     ranks::run(3, [](Rank& rank) {
       if (rank.self == 0) {
         TestMessage first({2, 0, 0, 0}, false), second({1, 0, 0, 0}, false);
-        // So many others that looking for trouble takes long: the time in which rank 2 can do its
-        // part.
+        // So many other recvs that checking the peers takes long: during that time rank 2 can send
+        // its part.
         std::byte byte{};
         for (int i = 0; i < ranks::scaled(50'000); ++i) {
           const int source = i == 0 ? kAnySource : 1;
@@ -96,7 +96,7 @@ TEST(a_server_accepts_a_rank_that_left_after_its_part) {
         Server server(rank.mailbox);
         CHECK(ranks::eventually([&] { return first.message->done(); }));
         CHECK(ranks::eventually([&] { return !present(rank, 2); }));
-        // Two slices, in which a server that is wrong about rank 2 breaks the group.
+        // Two slices, in which a server with this mistake breaks the group.
         const auto end = Clock::now() + 12ms;
         while (Clock::now() < end) sched_yield();
         CHECK(rank.group.failure().ok());
@@ -156,12 +156,12 @@ TEST(any_source_includes_other_threads_of_the_same_rank) {
       }
       const auto message = rank.mailbox.recv(&value, 1, DType::int32, kAnySource, 0, false);
       if (second_thread) {
-        // Its tag is another one: that it was posted is enough.
+        // It has another tag: that it was posted is enough.
         std::thread([&] {
           CHECK(rank.mailbox.send(&sent, 1, DType::int32, 0, 7, false) != nullptr);
         }).join();
       }
-      // Long enough for looks at who has left.
+      // Long enough for checks of ranks that have left.
       CHECK_EQ(rank.mailbox.wait(*message, within(350ms)).code, Code::timeout);
     });
   }
@@ -260,7 +260,7 @@ TEST(an_interrupted_wait_breaks_the_group) {
   });
 }
 
-// Blocking calls of one thread do not hide the death of a peer that only the others wait for.
+// Blocking calls of one thread do not hide the death of a peer that only other threads wait for.
 TEST(a_waiter_detects_failures_of_other_messages) {
   ranks::run(3, [](Rank& rank) {
     if (rank.self == 2) {
@@ -305,7 +305,7 @@ TEST(closing_ends_the_waits_of_other_threads) {
     CHECK_EQ(wait_for(rank, vain).code, Code::left);
     const auto late = rank.mailbox.send(data.data(), 1, DType::uint8, 1, 0, true);
     CHECK_EQ(wait_for(rank, late).code, Code::left);
-    CHECK(rank.group.failure().ok());  // for the others nothing has happened yet
+    CHECK(rank.group.failure().ok());  // the others are not affected yet
     rank.together.arrive_and_wait();
   });
 }

@@ -1,4 +1,4 @@
-// Messages in numbers and in sizes: thousands outstanding, gigabytes long, floods of others.
+// Many messages and long ones: thousands outstanding, gigabytes long, floods of others.
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@ using namespace messages;
 
 namespace {
 
-// Many bytes in little memory: the same pages, mapped one after the other.
+// A large range of addresses with little memory: the same pages, mapped one after another.
 class Endless {
  public:
   Endless(std::size_t bytes, std::byte value) : bytes_((bytes + kPart - 1) / kPart * kPart) {
@@ -85,8 +85,8 @@ TEST(thousands_outstanding_in_two_random_orders) {
 
 TEST(recvs_of_one_tag_are_matched_in_posting_order) {
   ranks::run(3, [](Rank& rank) {
-    // Each source sends enough for all recvs, since those of any source may all take from one.
-    // What is left over fits into the channel.
+    // Each source sends enough for all recvs, since those of any source may all match one. The rest
+    // fits into the channel.
     constexpr std::int32_t n = 1000;
     if (rank.self != 0) {
       for (std::int32_t i = 0; i < n; ++i) {
@@ -113,7 +113,7 @@ TEST(recvs_of_one_tag_are_matched_in_posting_order) {
 
 TEST(a_message_larger_than_4_gib) {
   constexpr std::size_t size = (std::size_t{1} << 32) + 12'345;
-  if (ranks::kShare != 1) return;  // no sanitizer looks at sizes, and they take minutes
+  if (ranks::kShare != 1) return;  // sanitizers do not check sizes, and would take minutes
   ranks::run(2, [](Rank& rank) {
     Endless memory(size + 1, rank.self == 0 ? std::byte{0x3c} : std::byte{0});
     if (rank.self == 0) {
@@ -165,7 +165,7 @@ TEST(unexpected_messages_are_accounted_for) {
   });
 }
 
-// One thread of each rank streams all the time; the others get their turns.
+// One thread of each rank streams all the time; the others still make progress.
 TEST(a_long_message_does_not_delay_other_threads) {
   ranks::run(2, [](Rank& rank) {
     const auto rounds = static_cast<std::size_t>(std::max(20, ranks::scaled(200)));

@@ -1,5 +1,5 @@
-// Processes that end, and what their peers learn. ThreadSanitizer does not follow forks of a
-// process that has threads: under it, only what needs no child is tested here.
+// Processes that end, and how their peers detect that. ThreadSanitizer does not follow forks of a
+// process that has threads: under it, only tests without a child run.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
@@ -57,13 +57,13 @@ TEST(a_running_process_has_not_ended) {
 
 namespace {
 
-// A child process that runs `body`, which ends it.
+// Forks a child process that runs `body`, which ends it.
 template <class Body>
 int fork_child(Body&& body) {
   std::fflush(nullptr);
   const int pid = fork();
   if (pid == 0) {
-    alarm(60);  // an orphan doesn't stay
+    alarm(60);  // an orphan must not stay
     body();
     _exit(99);
   }
@@ -71,7 +71,7 @@ int fork_child(Body&& body) {
   return pid;
 }
 
-// An end of a pipe is closed when the child ends: no child waits for a parent that has failed.
+// The pipe is closed when the child ends: no child waits for a parent that has failed.
 struct Gate {
   Gate() { CHECK_EQ(pipe(ends), 0); }
   ~Gate() {
@@ -86,7 +86,7 @@ struct Gate {
   int ends[2];
 };
 
-// The wait status that a handle tells, while the child is a zombie and after.
+// Checks the wait status that a handle reports, while the child is a zombie and after.
 template <class Body>
 void check_end(Body&& end_child, int expected) {
   const Gate gate;
@@ -106,7 +106,7 @@ void check_end(Body&& end_child, int expected) {
   CHECK_EQ(waitpid(pid, &status, 0), pid);
   CHECK_EQ(status, expected);
   CHECK(process.ended());
-  // From Linux 6.15 on the kernel tells; before, nobody does.
+  // From Linux 6.15 on the kernel reports it; earlier kernels do not.
   const auto reaped = process.wait_status();
   CHECK(!reaped.has_value() || *reaped == expected);
 }

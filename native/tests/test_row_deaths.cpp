@@ -1,4 +1,4 @@
-// Rows whose writers are killed or stopped: what is read is some whole write all the same.
+// Rows whose writers are killed or stopped: a reader still gets whole rows.
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -34,7 +34,7 @@ TEST(a_writer_killed_at_any_time_leaves_whole_rows) {
 #if defined(PHALANX_HOOKS)
 namespace {
 
-// What row 2 is, which is one write.
+// The value of row 2, which must come from one write.
 float second(Rows& rows) {
   CHECK(all_whole(rows));
   Buffers<float> buffers(rows, {2});
@@ -46,11 +46,11 @@ float second(Rows& rows) {
 
 TEST(a_writer_killed_at_every_step_leaves_the_old_or_the_new_row) {
   const auto rows = few();
-  float last = 1;  // never is it an older one again
+  float last = 1;  // never an older one again
   for (int step = 0; check::failures == 0; ++step) {
     CHECK(write_one(*rows, 2, 1).ok());
     const pid_t child = run_with_fault(step, SIGKILL, [&] {
-      // In one place, so that what the first has set aside is there when the second begins.
+      // In one slot, so that the backup of the first write is there when the second begins.
       Buffers<float> buffers(*rows, {2, 2});
       for (auto& part : buffers.parts) {
         std::fill_n(part.begin(), kWidth, 5.0F);
@@ -75,7 +75,7 @@ TEST(a_repair_that_dies_is_repaired) {
   for (int step = 0; check::failures == 0; ++step) {
     CHECK(write_one(*rows, 2, 1).ok());
     bool repaired = false;
-    for (const int first : {4, 6, 8}) {  // some with the row set aside, some before
+    for (const int first : {4, 6, 8}) {  // some with a backup of the row, some before
       CHECK(run_with_fault(first, SIGKILL, [&] { (void)write_one(*rows, 2, 9); }) != 0);
       const pid_t child = run_with_fault(step, SIGKILL, [&] { (void)all_whole(*rows); });
       repaired = repaired || child == 0;
@@ -105,7 +105,7 @@ TEST(a_stopped_writer_is_reported) {
     CHECK_EQ(result.pid, child);
   }
   end(child, SIGKILL);
-  CHECK(write_one(*rows, 1, 1).ok());  // which the update has made of several numbers
+  CHECK(write_one(*rows, 1, 1).ok());  // the update may have written several values
   CHECK_EQ(second(*rows), 1.0F);
 }
 
@@ -157,7 +157,7 @@ TEST(a_reused_pid_is_another_process) {
   if (child == 0) {
     while (true) pause();
   }
-  // A row that place 5 has, half of it written, its old contents set aside.
+  // A row held by slot 5, half written, with a backup.
   const auto leave = [&](std::uint64_t owner) {
     CHECK(write_one(*rows, 2, 4).ok());
     raw.row(0, 2)[0] = 9;
@@ -169,10 +169,10 @@ TEST(a_reused_pid_is_another_process) {
     raw.writer(5).owner = owner;
     raw.lock(2) = (raw.lock(2) & ~0xffULL) | 6;
   };
-  // One tick after the kernel itself began none of this has.
+  // No process started one tick after the kernel.
   leave(1ULL << 22 | static_cast<std::uint64_t>(child));
   CHECK_EQ(second(*rows), 7.0F);
-  // Where it isn't known when the owner began, who has the pid is believed to be the owner.
+  // If the start time of the owner is unknown, the process with its pid is taken for the owner.
   leave(static_cast<std::uint64_t>(child));
   const RowsResult result = write_one(*rows, 2, 3, std::chrono::milliseconds(30));
   CHECK(result.kind == ResultKind::stuck);
@@ -186,7 +186,7 @@ TEST(invalid_numbers_are_not_followed) {
   const auto rows = few();
   const Raw raw(*rows);
   const auto brief = std::chrono::milliseconds(30);
-  raw.lock(2) = 0x100 | 200;  // there is no such place
+  raw.lock(2) = 0x100 | 200;  // no such slot
   RowsResult result = write_one(*rows, 2, 3, brief);
   CHECK(result.kind == ResultKind::stuck);
   CHECK_EQ(result.pid, 0);
@@ -194,7 +194,7 @@ TEST(invalid_numbers_are_not_followed) {
   result = rows->gather(buffers.list(), buffers.to.data(), brief);
   CHECK(result.kind == ResultKind::stuck);
   raw.lock(2) = 0x100 | 6;
-  raw.writer(5).row = 1ULL << 40;  // nor such a row
+  raw.writer(5).row = 1ULL << 40;  // no such row
   raw.writer(5).owner = 1ULL << 22 | static_cast<std::uint64_t>(getpid());
   CHECK(write_one(*rows, 2, 3, brief).kind == ResultKind::stuck);
   CHECK_EQ(raw.writer(5).owner.load(), 0UL);

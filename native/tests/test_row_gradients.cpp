@@ -1,4 +1,4 @@
-// Gradients of rows put together, against sums in a map.
+// Coalesced gradients of rows, against sums in a map.
 #include <map>
 #include <vector>
 
@@ -29,7 +29,7 @@ struct Case {
   }
 };
 
-// Small whole numbers: sums of them are exact in any order; lengths of bags are powers of two.
+// Small integers: their sums are exact in any order; lengths of bags are powers of two.
 template <class T>
 T some(Random& random) {
   return static_cast<T>(random.below(17)) - T{8};

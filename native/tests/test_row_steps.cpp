@@ -1,4 +1,4 @@
-// Rows while others step in between any two steps, or words, of a call.
+// Rows, with other calls between any two steps, or words, of a call.
 #include <unistd.h>
 
 #include <condition_variable>
@@ -36,7 +36,7 @@ bool with(int step, Other&& other, Body&& body) {
   return to_come < 0;
 }
 
-// Row 2, if it can be read at once; it is whole, and of which write is in `value`.
+// Reads row 2, if that is possible at once. The row must be whole; `value` identifies the write.
 bool try_read(Rows& rows, float& value) {
   Buffers<float> buffers(rows, {2});
   const RowsResult result = rows.gather(buffers.list(), buffers.to.data(), kBrief);
@@ -95,7 +95,7 @@ TEST(a_second_write_at_any_word_of_the_second_attempt) {
   static int second_at;
   static bool inside;
   table = rows.get();
-  // A try reads some 50 words.
+  // An attempt reads some 50 words.
   for (second_at = 4; second_at < 120; ++second_at) {
     CHECK(write_one(*rows, 2, 1).ok());
     words = 0;
@@ -157,7 +157,7 @@ TEST(a_writer_that_dies_and_is_repaired_during_a_read) {
   const auto rows = few();
   for (int word = 0; check::failures == 0; ++word) {
     CHECK(write_one(*rows, 2, 1).ok());
-    // At a word of the read a writer leaves half of a row; before the second look it is repaired.
+    // At a word of the read a writer leaves half of a row; before the second check it is repaired.
     static int words_left;
     static pid_t child;
     static Rows* table;
@@ -189,7 +189,7 @@ TEST(a_writer_that_dies_and_is_repaired_during_a_read) {
 
 namespace {
 
-// Threads that stop before a step, each with a role of its own, until they are let go.
+// Threads that stop before a step, each with a role of its own, until they are released.
 class Stops {
  public:
   static void arrive(const char* step) {
@@ -231,7 +231,7 @@ std::thread stopping(std::size_t role, std::string_view before, std::function<vo
 
 }  // namespace
 
-// All places are taken; then there is one whose owner is dead, whom two repair, one of them late.
+// All slots are in use; then one has a dead owner, and two processes repair it, one of them late.
 TEST(slots_run_out_and_are_repaired_once) {
   const auto rows = create({.rows = kRowWriters + 10, .width = kWidth, .parts = kParts});
   CHECK(write_one(*rows, 2, 1).ok());
@@ -245,7 +245,7 @@ TEST(slots_run_out_and_are_repaired_once) {
         stopping(0, "rows: release", [&rows, row] { CHECK(write_one(*rows, row, 5).ok()); }));
   }
   Stops::await(kRowWriters - 1);
-  // Of the places that are left none, until somebody has noticed that one owner is dead.
+  // No slot is free until some process notices that one owner is dead.
   auto late = stopping(1, "rows: take over the slot", [&] {
     Buffers<float> buffers(*rows, {2});
     CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
@@ -253,7 +253,7 @@ TEST(slots_run_out_and_are_repaired_once) {
   });
   Stops::await(kRowWriters);
   CHECK_EQ(second(*rows), 1.0F);
-  // That place is taken again, and its row half written, when the other goes on.
+  // That slot is in use again, and its row half written, when the other process continues.
   CHECK(write_one(*rows, 3, 2).ok());
   auto next = stopping(2, "rows: store", [&] {
     Stops::passes = 2;

@@ -1,4 +1,4 @@
-// Rows in shared memory: what is read is always some whole write.
+// Rows in shared memory: a reader always gets a whole write.
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ using namespace few_rows;
 
 namespace {
 
-// The numbers of layout version 1: who changes one must change kRowsVersion.
+// The numbers of layout version 1: a change of any of them requires a new kRowsVersion.
 static_assert(kRowsVersion == 1);
 static_assert(kRowsMagic == 0x53574f5258485002);
 static_assert(kRowWriters == 64 && kRowLocks == 8192);
@@ -29,7 +29,7 @@ static_assert(sizeof(RowWriter) == 64 && offsetof(RowWriter, owner) == 0);
 static_assert(offsetof(RowWriter, row) == 8 && offsetof(RowWriter, saved) == 16);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-// Writes and reads at random, against plain arrays.
+// Random writes and reads, against plain arrays.
 template <class T>
 void like_arrays(DType dtype, std::uint32_t width, std::uint32_t parts) {
   constexpr std::size_t kRows = 50;
@@ -70,7 +70,7 @@ void like_arrays(DType dtype, std::uint32_t width, std::uint32_t parts) {
 template <class T>
 void pooled_like_a_loop(DType dtype) {
   constexpr std::size_t kRows = 30;
-  constexpr std::uint32_t kThin = 45;  // whole vectors, and a rest
+  constexpr std::uint32_t kThin = 45;  // whole vectors, and a remainder
   const auto rows = create({.rows = kRows, .width = kThin, .dtype = dtype});
   Random random(5);
   std::vector<std::int64_t> all(kRows);
@@ -135,9 +135,9 @@ TEST(bags_are_pooled) {
   pooled_like_a_loop<double>(DType::float64);
 }
 
-// Each is chosen once for a process, so in one of its own.
+// The instruction set is chosen once per process, so each one needs its own.
 TEST(narrower_instruction_sets_give_the_same_results) {
-  if (std::getenv("PHALANX_ISA") != nullptr) return;  // this is such a one
+  if (std::getenv("PHALANX_ISA") != nullptr) return;  // this is such a process
   for (const char* limit : {"baseline", "avx2"}) {
     const pid_t child = fork();
     if (child == 0) {
@@ -208,7 +208,7 @@ TEST(memory_follows_the_layout) {
   CHECK_EQ(header.parts, kParts);
   CHECK(write_one(*rows, 3, 5).ok());
   CHECK(write_one(*rows, 3, 6).ok());
-  CHECK_EQ(raw.lock(3), 0x200UL);  // its second version, and nobody has it
+  CHECK_EQ(raw.lock(3), 0x200UL);  // its second version, and not held
   for (std::size_t row = 0; row < kFew; ++row) {
     CHECK(row == 3 || raw.lock(row) == 0);
     for (std::uint32_t part = 0; part < kParts; ++part) {
@@ -264,7 +264,7 @@ TEST(a_process_in_another_pid_namespace_is_refused) {
   const pid_t parent = getpid();
   const pid_t child = fork();
   if (child == 0) {
-    // Root may, others in a namespace of their own users, and some containers forbid both.
+    // Root may, others in their own user namespace, and some containers forbid both.
     if (unshare(CLONE_NEWPID) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWPID) != 0) _exit(2);
     const pid_t inner = fork();
     if (inner == 0) {
@@ -383,7 +383,7 @@ TEST(no_update_is_lost) {
 }
 
 TEST(optimizer_steps) {
-  // By hand; all rules at length are compared with PyTorch's in the tests of the package.
+  // By hand; the tests of the package compare all optimizers at length with PyTorch's.
   const auto rows = create({.rows = 3, .width = 1, .parts = 3, .dtype = DType::float64});
   const std::vector<std::int64_t> numbers = {2};
   const double gradient = 3;
@@ -396,7 +396,7 @@ TEST(optimizer_steps) {
   CHECK(rows->update(list, &gradient, adagrad, kTimeout).ok());
   CHECK(rows->gather(got.list(), got.to.data(), kTimeout).ok());
   CHECK_EQ(got.parts[1][0], 9.0);
-  CHECK_EQ(got.parts[0][0], -2.0);  // the table's second step: half the rate
+  CHECK_EQ(got.parts[0][0], -2.0);  // the table's second step: half the learning rate
   CHECK_EQ(got.parts[0][1], 0.0);
   CHECK(rows->update({.rows = nullptr, .count = 0}, nullptr, adagrad, kTimeout).ok());
   CHECK_EQ(rows->step(), 3UL);

@@ -1,4 +1,4 @@
-// The segment: its layout, its seals, and that nothing but itself is taken for it.
+// The segment: its layout and seals, and that other memory is refused.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::uint64_t kNonce = 0xfeedface12345678;
 
-// The numbers of layout version 2: who changes one must change kLayoutVersion.
+// The numbers of layout version 2: a change of any of them requires a new kLayoutVersion.
 static_assert(kLayoutVersion == 2);
 static_assert(kMagic == 0x584e414c41485001);
 static_assert(kInlineBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
@@ -133,7 +133,7 @@ TEST(the_descriptor_is_private_and_closed_on_exec) {
   segment->close_descriptor();
   CHECK_EQ(segment->descriptor(), -1);
   CHECK_EQ(fcntl(fd, F_GETFD), -1);
-  segment->close_descriptor();  // a second time does nothing
+  segment->close_descriptor();  // a second call does nothing
 }
 
 TEST(the_size_is_sealed) {
@@ -230,7 +230,7 @@ TEST(prefaulting_changes_nothing_and_fails_without_memory) {
     same = same && segment->staging(1, 0)[i] == std::byte{0x5a};
   }
   CHECK(same);
-  // Pages that are not mapped can't be had: what a host without memory answers.
+  // Unmapped pages cannot be allocated: this simulates a host without memory.
   CHECK_EQ(munmap(segment->staging(0, 0), kChunkBytes), 0);
   const Status status = segment->prefault(segment->staging(0, 0), kChunkBytes);
   CHECK_EQ(status.code, Code::out_of_memory);

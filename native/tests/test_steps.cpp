@@ -1,5 +1,5 @@
-// One rank is put between two steps of another, by a hook: wherever a waiter and a notifier
-// interleave, no wake-up is lost. No clock and no luck: each place is tried, once.
+// A hook runs one rank between two steps of another: however a waiter and a notifier interleave, no
+// wake-up is lost. The tests depend on neither time nor luck: each interleaving is tried once.
 #include <array>
 #include <functional>
 #include <memory>
@@ -13,7 +13,7 @@ using ranks::within;
 
 namespace {
 
-// Has something done before each step of this process, for as long as it lives.
+// Runs an action before each step of this process, during its lifetime.
 class Hook {
  public:
   explicit Hook(std::function<void(std::string_view)> action)
@@ -52,8 +52,8 @@ struct Pair {
   std::vector<std::unique_ptr<Mailbox>> mailboxes;
 };
 
-// What wait_until does up to its sleep. The kernel doesn't let one sleep, or wakes it, when the
-// ticket is no longer the one seen.
+// Does what wait_until does before its sleep. If the ticket has changed since, the kernel does not
+// let the thread sleep, or wakes it.
 class Sleeper {
  public:
   explicit Sleeper(Event& event) : event_(event) {
@@ -69,8 +69,8 @@ class Sleeper {
 
 constexpr auto kPeersAlive = [] { return Status{}; };
 
-// Runs `work`; before its step `where` a waiter comes, which goes to sleep unless it is `ready`.
-// Whether the step was reached, and the waiter doesn't sleep on when `work` is done.
+// Runs `work`. Before its step `at_step` a waiter arrives, which goes to sleep unless it is
+// `ready`. Returns whether the step was reached and the waiter is not asleep when `work` is done.
 bool wakes(std::string_view at_step, Event& event, const std::function<bool()>& ready,
            const std::function<void()>& work) {
   bool reached = false;
@@ -126,7 +126,7 @@ TEST(a_waiter_at_any_step_of_an_advance_is_woken) {
   }
 }
 
-// While a waiter finds out that a peer has left, it comes to know what that peer did before.
+// While a waiter detects that a peer has left, it also sees what that peer did before.
 TEST(a_step_that_was_published_before_a_rank_left_counts) {
   const Pair pair;
   bool left = false;
@@ -146,8 +146,9 @@ TEST(a_rank_that_has_left_is_not_awaited) {
   CHECK_EQ(pair.groups[1]->wait_step(0, 1, within(std::chrono::seconds(1))).code, Code::left);
 }
 
-// Rank 2 waits for a message of rank 0, from which others come all the time. While it looks around,
-// rank 1, of which it wants one too, sends that and leaves: not the end of the wait.
+// Rank 2 waits for a message of rank 0, which sends other messages all the time. Rank 2 also has a
+// recv from rank 1. While rank 2 checks its peers, rank 1 sends that message and leaves, which must
+// not end the wait.
 TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   const Pair three(3);
   const std::byte sent{7};
@@ -168,7 +169,7 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
     } else if (step == "wait: check the peers") {
       in_slice = true;
     } else if (step == "peer_status: check the presence" && !in_slice && checks++ == 1) {
-      send(1, 0);  // the first look is at rank 0
+      send(1, 0);  // the first check is of rank 0
       three.groups[1]->leave();
     }
   });
@@ -176,8 +177,8 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   CHECK(checks > 1 && other->done() && first == sent && second == sent);
 }
 
-// Rank 2 has looked for the message of rank 0, and now looks for that of rank 1: the first comes,
-// and the group breaks.
+// Rank 2 has checked for the message of rank 0, and now checks for that of rank 1. At this moment
+// the first one arrives, and the group breaks.
 TEST(a_message_that_was_sent_before_the_group_broke_arrives) {
   const Pair three(3);
   const std::byte sent{7};
@@ -275,7 +276,7 @@ TEST(a_sender_at_any_step_of_a_receive_is_woken) {
   }
 }
 
-// A thread that finds the mutex of its mailbox taken sleeps, and is roused by whoever has it.
+// A thread that finds the mutex of its mailbox locked sleeps, and the holder wakes it.
 TEST(a_thread_that_finds_the_mailbox_locked_is_woken) {
   const Pair pair;
   std::array<std::byte, 2> data{};
@@ -284,7 +285,7 @@ TEST(a_thread_that_finds_the_mailbox_locked_is_woken) {
   bool done = false;
   const Hook hook([&](std::string_view step) {
     if (step != "recv: check for bytes" || sleeper != nullptr) return;
-    // In another thread, since this one has the mutex.
+    // In another thread, since this one holds the mutex.
     sleeper = std::make_unique<Sleeper>(pair.control(1).message_event);
     std::thread([&] { done = pair.mailboxes[1]->test(*first); }).join();
   });

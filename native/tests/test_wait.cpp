@@ -23,7 +23,7 @@ struct Counter {
     notified.store(to, std::memory_order_seq_cst);
   }
 
-  // `ready` is false until the waiter has announced that it sleeps: no wait ends by spinning.
+  // `ready` is false until the waiter has announced its sleep: no wait ends by spinning.
   bool await(std::uint64_t target, SpinPolicy& spin_policy, const Bounds& bounds) {
     const auto ready = [&] {
       return event.sleepers.load() != 0 && value.load(std::memory_order_seq_cst) >= target;
@@ -31,8 +31,8 @@ struct Counter {
     return wait_until(event, spin_policy, bounds, ready, kPeersAlive).ok();
   }
 
-  // The hand-shake of wait_until, step by step, to see what no clock tells on a busy machine: a
-  // notifier that is through with a waiter which announced itself before, and has left it asleep.
+  // The handshake of wait_until, step by step. It detects what no clock shows on a busy machine: a
+  // notifier that has finished, and has left a waiter asleep that had announced itself before.
   int await_watching(std::uint64_t target) {
     const auto ready = [&] { return value.load(std::memory_order_seq_cst) >= target; };
     int lost = 0;
@@ -52,7 +52,7 @@ std::atomic<int> asked;
 
 }  // namespace
 
-// Two threads in turn: up to `rounds` rounds, in the time that a test may take.
+// Two threads alternate: up to `rounds` rounds, in the time that a test may take.
 template <class Await>
 void ping_pong(int rounds, Await&& await) {
   Counter ping, pong;
@@ -67,7 +67,7 @@ void ping_pong(int rounds, Await&& await) {
     }
   });
   for (int i = 1; i <= last; ++i) {
-    if (Clock::now() > end) last = i;  // before the peer can look at it after this round
+    if (Clock::now() > end) last = i;  // before the peer can read it after this round
     ping.advance(static_cast<std::uint64_t>(i));
     await(pong, static_cast<std::uint64_t>(i), 1);
   }
@@ -87,7 +87,7 @@ TEST(no_wake_up_is_lost) {
 TEST(sleeping_waits_end) {
   SpinPolicy spin_policy[] = {SpinPolicy(2), SpinPolicy(2)};
   for (SpinPolicy& each : spin_policy) {
-    for (int i = 0; i < 100; ++i) each.record_wait(1s);  // the shortest spins there are
+    for (int i = 0; i < 100; ++i) each.record_wait(1s);  // the shortest possible spins
   }
   ping_pong(100'000, [&](Counter& counter, std::uint64_t target, int player) {
     CHECK(counter.await(target, spin_policy[player], within()));
@@ -112,7 +112,7 @@ TEST(one_notification_wakes_all) {
   }
 }
 
-// Whether the kernel says that a thread of this process sleeps.
+// Whether the kernel reports that a thread of this process sleeps.
 bool asleep(int thread) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
@@ -123,8 +123,8 @@ bool asleep(int thread) {
   return name_end != std::string::npos && stat.compare(name_end, 3, ") S") == 0;
 }
 
-// All threads that were seen asleep wake for the notification, not because their slice is over. On
-// a busy machine a slice may be over first, hence several tries.
+// All threads that were seen asleep are woken by the notification, not because their slice ends. On
+// a busy machine a slice may end first, hence several attempts.
 TEST(threads_asleep_in_the_kernel_are_woken) {
   constexpr int n_sleepers = 3;
   const auto all_woken = [] {
@@ -182,7 +182,7 @@ TEST(the_deadline_ends_a_wait_and_not_too_early) {
       CHECK_EQ(status.code, Code::timeout);
       const auto took = Clock::now() - start;
       CHECK(took >= time);
-      CHECK(took < time + 20s);  // bounded, on a machine that may be busy
+      CHECK(took < time + 20s);  // bounded, even on a busy machine
       CHECK_EQ(event.sleepers.load(), 0u);
     }
   }
@@ -233,7 +233,7 @@ TEST(the_caller_can_interrupt_a_wait) {
 TEST(a_signal_is_noticed_soon) {
   struct sigaction action{};
   action.sa_handler = [](int) {};
-  action.sa_flags = SA_RESTART;  // as Python's handlers have it, unless told otherwise
+  action.sa_flags = SA_RESTART;  // as Python's handlers do by default
   sigaction(SIGUSR2, &action, nullptr);
   Event event{};
   std::atomic<bool> ended = false;

@@ -1,12 +1,12 @@
-// Memory that the ranks of a host hold once, and of which each can still change its own.
+// Memory that the ranks of a host hold once, with copy-on-write for each rank's own changes.
 //
-// It is mapped twice in every process. What is written to `common` all ranks see. `own` shows the
-// same pages, until this process writes to one: from then on that page is a private copy (the
-// kernel's copy-on-write), which no other rank sees and which no longer follows `common`, until it
-// is published or dropped. So replicas of a model cost the memory of one for as long as they are
+// Every process maps it twice. All ranks see what is written to the shared view. The private view
+// shows the same pages until this process writes to one. From then on that page is a private copy
+// (the kernel's copy-on-write): no other rank sees it, and it no longer follows the shared view,
+// until it is published or dropped. So replicas of a model cost the memory of one while they are
 // equal, and behave like replicas when they are not.
 //
-// Nothing here synchronises: ranks agree by other means on who writes to `common`, and when.
+// Nothing here synchronises: ranks agree by other means on who writes to the shared view, and when.
 #pragma once
 
 #include <cstddef>
@@ -17,16 +17,16 @@
 
 namespace phalanx {
 
-// How pages are found that this process has written: by the kernel's scan (Linux 6.7), by its map
-// of all pages, or, where neither can be had, by taking all of them for written.
+// The way of finding the pages that this process has written: the kernel's scan (Linux 6.7), its
+// map of all pages, or none, in which case all pages count as written.
 enum class PageFinder { scan, map, none };
 
 class CowMemory {
  public:
-  // Whole pages, backed by memory. Null with `out_of_memory` or `system`, and errno.
+  // Creates memory of whole pages. Null with `out_of_memory` or `system`, and errno.
   static std::unique_ptr<CowMemory> create(std::size_t bytes, Status& status);
-  // What another process has made, as long as it keeps the descriptor open. Null with `system`:
-  // EPROTO if it is something else, or of another size.
+  // Opens the memory of another process, which must keep the descriptor open. Null with `system`;
+  // EPROTO if it is other memory or has another size.
   static std::unique_ptr<CowMemory> open(int pid, int descriptor, std::size_t bytes,
                                          Status& status);
   ~CowMemory();
@@ -38,15 +38,16 @@ class CowMemory {
   // In whole pages.
   std::size_t bytes() const { return bytes_; }
   int descriptor() const { return fd_; }
-  // Once everybody has opened it: the memory lives as long as somebody maps it.
+  // Call it once all processes have opened the memory, which lives as long as it is mapped.
   void close_descriptor();
 
-  // Ranges are in bytes, and of whole pages.
+  // Ranges are in bytes, and consist of whole pages.
 
-  // Copies the pages in the range that this process has written in `own` to `common`, and drops
-  // them. Returns how many those were.
+  // Copies the pages in the range that this process has written to in the private view to the
+  // shared view, and drops the private copies. Returns the number of pages.
   std::size_t publish(std::size_t offset, std::size_t bytes, PageFinder finder = PageFinder::scan);
-  // Drops what this process has written there: `own` shows `common` again. Returns how many pages.
+  // Drops the private copies in the range: the private view shows the shared pages again. Returns
+  // the number of pages.
   std::size_t drop(std::size_t offset, std::size_t bytes, PageFinder finder = PageFinder::scan);
 
  private:

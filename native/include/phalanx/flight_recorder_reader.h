@@ -1,6 +1,5 @@
-// Reading a flight recorder: a copy of its file, looked at with distrust. Nothing in it is believed
-// before it was checked, so that a damaged or forged file gives an error or odd texts, never a
-// crash.
+// The reader of flight recorders. It works on a copy of the file and trusts nothing in it before it
+// is checked: a damaged or forged file yields an error or odd texts, never a crash.
 #pragma once
 
 #include <cstddef>
@@ -48,7 +47,7 @@ struct RecorderContents {
   std::string note;
   std::uint64_t operations = 0;
   std::uint64_t main_thread_wait = 0;
-  std::vector<RecordedGroup> groups;    // in the order in which they were formed
+  std::vector<RecordedGroup> groups;    // in the order of their formation
   std::vector<Record> open;             // oldest first
   std::vector<Record> done;             // oldest first
   std::vector<std::string> sites;       // by number
@@ -56,13 +55,13 @@ struct RecorderContents {
   int torn = 0;                         // records that were being written
 };
 
-// Fills `contents`, with the newest `history` of the ended operations. Returns why it can't, in
-// words; empty if it could.
+// Fills `contents`, with the newest `history` of the ended operations. Returns an error message;
+// empty on success.
 std::string parse_recorder(std::span<const std::byte> bytes, std::size_t history,
                            RecorderContents& contents);
 
-// A copy of the box of a process: through its descriptor while it lives, else from the directory in
-// which the own box lies. Empty if there is none.
+// Copies the flight recorder of a process: through its descriptor while the process lives,
+// otherwise from the directory of this process's own flight recorder. Empty if there is none.
 std::vector<std::byte> copy_recorder(int pid, int descriptor);
 
 }  // namespace phalanx

@@ -1,12 +1,12 @@
-// Waiting for a peer: a spin whose length follows what was measured, then sleep on a futex.
+// Waiting for a peer: a spin with an adaptive length, then sleep on a futex.
 //
-// The hand-shake that loses no wake-up (an event count):
+// The handshake that loses no wake-up (an event count):
 //   waiter:   sleepers += 1; t = ticket; if (!ready()) futex_wait(ticket, t); sleepers -= 1
 //   notifier: make ready() true; if (sleepers != 0) { ticket += 1; futex_wake(ticket) }
-// All five accesses to shared memory are seq_cst: either the waiter sees ready(), or the notifier
-// sees the sleeper, in which case the ticket has changed before the kernel compares it, or the wake
-// finds the waiter asleep. A waiter killed in between leaves `sleepers` too high: a needless wake
-// from then on, never a missing one.
+// All five accesses to shared memory are seq_cst. Either the waiter sees ready(), or the notifier
+// sees the sleeper. In the latter case the ticket has changed before the kernel compares it, or the
+// wake-up finds the waiter asleep. A waiter killed in between leaves `sleepers` too high, which
+// causes needless wake-ups from then on, but never a lost one.
 #pragma once
 
 #include <chrono>
@@ -23,48 +23,48 @@ using Clock = std::chrono::steady_clock;
 // The limits of one call.
 struct Bounds {
   Clock::time_point deadline = Clock::time_point::max();
-  // When the call began; unset: when somebody asks.
+  // The begin of the call; if unset, the time when it is first needed.
   Clock::time_point begin = {};
-  // Asked while waiting, some ten times a second and when a signal arrives: true ends the wait.
+  // Called while waiting, some ten times a second and when a signal arrives; true ends the wait.
   bool (*interrupted)() = nullptr;
 };
 
-// Wakes all who sleep on `event`. The store that makes them ready comes before and is seq_cst.
+// Wakes all sleepers on `event`. The store that makes them ready comes before and is seq_cst.
 void notify(Event& event);
-// The same, whether or not somebody is known to sleep.
+// The same, even if no sleeper is known.
 void notify_always(Event& event);
 
-// Processors that this process may run on.
+// The number of processors that this process may run on.
 int usable_cores();
 
-// How long to spin before sleep. Three things shorten it: ranks that outnumber the cores; other
-// work on the machine, seen by the core being taken away in the middle of a spin (the peer may be
-// waiting for this very core); and past waits that outlasted the spin anyway. Belongs to one thread
-// at a time.
+// Decides how long to spin before sleep. Three things shorten the spin: more ranks than cores;
+// other work on the machine, detected by preemption during a spin (the peer may be waiting for this
+// very core); and past waits that outlasted the spin anyway. Used by one thread at a time.
 class SpinPolicy {
  public:
   explicit SpinPolicy(int ranks);
-  // Of a thread that stands behind all others: it doesn't spin.
+  // For a thread of low priority, which does not spin.
   static SpinPolicy no_spin();
 
-  // True once `ready` is; false when it is time to sleep.
+  // Returns true once `ready` is; false when it is time to sleep.
   template <class Ready>
   bool spin(Ready&& ready);
 
-  // A wait begins; it may be over before there is anything to learn from it.
+  // Marks the begin of a wait, which may end before there is anything to record.
   void begin() { last_wait_ = {}; }
-  // Feeds back how long the wait took in all.
+  // Records the total length of a wait.
   void record_wait(Clock::duration waited);
-  // How long the last wait took; zero: no time.
+  // The length of the last wait; zero if it was satisfied at once.
   Clock::duration last_wait() const { return last_wait_; }
 
  private:
   static constexpr int kPausesPerCheck = 32;
-  // Past this the core is offered to others; where nobody wants it, that costs half a microsecond.
+  // After this time the spin yields the core. If no other thread wants it, that costs half a
+  // microsecond.
   static constexpr Clock::duration kYieldAfter = std::chrono::microseconds(10);
-  // No look takes that long unless somebody else was given the core.
+  // A check takes this long only if the thread was preempted.
   static constexpr Clock::duration kPreempted = std::chrono::microseconds(30);
-  // For how many waits that is remembered.
+  // The number of waits for which contention is remembered.
   static constexpr int kContendedWaits = 200;
 
   static void pause();
@@ -80,7 +80,7 @@ class SpinPolicy {
 
 enum class WakeReason { by_peer, by_time, by_signal };
 
-// One sleep of at most a slice: after it, the caller looks at peers, deadline and signals.
+// Sleeps for at most one slice. Afterwards the caller checks peers, deadline and signals.
 WakeReason sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen);
 
 template <class Ready>
@@ -94,7 +94,7 @@ bool SpinPolicy::spin(Ready&& ready) {
   const auto start = Clock::now();
   const auto limit = start + spin_limit();
   for (auto now = start, before = start; now < limit; before = now, now = Clock::now()) {
-    // (Where ranks share cores, a yield takes that long by itself.)
+    // (If ranks share cores, a yield alone takes that long.)
     if (!oversubscribed_ && now - before > kPreempted) {
       contended_waits_ = kContendedWaits;
       break;
@@ -112,9 +112,9 @@ bool SpinPolicy::spin(Ready&& ready) {
   return ready();
 }
 
-// Waits until `ready()`. `trouble()` is asked once a slice and returns a status that is not ok when
-// the wait is in vain; what a peer published before its end still counts. Returns ok, the trouble,
-// `timeout` or `interrupted`.
+// Waits until `ready()`. `peer_status()` is called once per slice and returns a status that is not
+// ok if waiting is futile; what a peer published before its end still counts. Returns ok, the
+// peer's status, `timeout` or `interrupted`.
 template <class Ready, class PeerStatus>
 Status wait_until(Event& event, SpinPolicy& spin_policy, const Bounds& bounds, Ready&& ready,
                   PeerStatus&& peer_status) {

@@ -7,9 +7,9 @@
 namespace phalanx {
 namespace {
 
-// What a rank publishes in its inline buffer before the meeting: its counts, and the parts
-// themselves where all of them fit behind, else where they lie (Sources). Everything a peer needs
-// to check the exchange, and to know how many chunks it takes, the same number on all ranks.
+// The contents of a rank's inline buffer at the entry: its counts, and the parts themselves if all
+// of them fit behind, otherwise their locations (SourceLocations). That is all a peer needs to
+// check the exchange and to compute the number of chunks, which is the same on all ranks.
 class PublishedCounts {
  public:
   PublishedCounts(std::byte* buffer, int ranks)
@@ -99,7 +99,7 @@ class AllToAll {
     return PublishedCounts(group_.current_inline_buffer(rank), group_.ranks());
   }
 
-  // Chunks that it takes to move the longest part; none where all fit into the inline buffer.
+  // The number of chunks of the longest part; 0 if all parts fit into the inline buffer.
   std::uint64_t own_chunks() const {
     std::size_t all = 0;
     std::size_t longest = 0;

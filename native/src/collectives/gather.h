@@ -6,7 +6,7 @@
 
 namespace phalanx {
 
-// gather and all_gather differ in who consumes.
+// gather and all_gather differ only in the ranks that consume.
 template <class Consumes>
 Status gather_to(Group& group, const void* input, void* const* outputs, std::size_t bytes,
                  const Fingerprint& own, const Bounds& bounds, Consumes consumes) {

@@ -7,13 +7,13 @@
 namespace phalanx {
 namespace {
 
-// One rank's part in the reduction of what all ranks have for it.
+// One rank's part of the result: combines the sources that all ranks have for it.
 class OwnPart {
  public:
   OwnPart(const Group& group, const void* input, void* output, const Fingerprint& own)
       : group_(group), input_(input), output_(output), own_(own) {}
 
-  // `place(peer)`: where the peer has put its source for this rank's span.
+  // `source(peer)`: the peer's source for this rank's span.
   template <class Source>
   void combine(Span span, Source source) {
     for (int rank = 0; rank < group_.ranks(); ++rank) {
@@ -30,7 +30,7 @@ class OwnPart {
   const void* input_;
   void* output_;
   const Fingerprint& own_;
-  // Fixed in size: nothing after a meeting may fail on one rank alone.
+  // Fixed in size: once a collective is entered, nothing may fail on one rank alone.
   std::array<const void*, kMaxRanks> sources_;
 };
 

@@ -8,8 +8,7 @@
 namespace phalanx {
 namespace {
 
-// Bytes of a slice: as even as whole cache lines allow, and no larger than a staging area has room
-// for.
+// The size of a slice: as even as whole cache lines allow, and at most its share of a staging area.
 std::size_t even_slice(std::size_t total, std::size_t ranks, std::size_t chunk_bytes) {
   const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
   const std::size_t largest = chunk_bytes / ranks / kCacheLine * kCacheLine;
@@ -18,11 +17,11 @@ std::size_t even_slice(std::size_t total, std::size_t ranks, std::size_t chunk_b
 }
 
 // The reduction of large tensors. The tensor is cut into chunks; of each chunk rank r owns slice r.
-// Every rank stages all slices but its own; the owner combines its own slice with the staged ones,
-// leaves the result where its own slice would have been staged, and those who want it copy it out.
-// Staging chunk c + 1 goes before combining chunk c, so that a rank that is early does useful work.
-// That is reduce-scatter followed by all-gather (Rabenseifner 2004) in shared memory, with the
-// least traffic that user buffers outside the segment allow.
+// Every rank stages all slices but its own. The owner combines its own slice with the staged ones,
+// and stores the result at the position of its own slice in its staging area. Ranks that take the
+// result copy it from there. Chunk c + 1 is staged before chunk c is combined, so that an early
+// rank does useful work. This is reduce-scatter followed by all-gather (Rabenseifner 2004) in
+// shared memory, with the least memory traffic possible for user buffers outside the segment.
 class LargeReduction {
  public:
   LargeReduction(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
@@ -37,7 +36,7 @@ class LargeReduction {
         chunk_bytes_(slice_bytes_ * ranks()),
         chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_) {}
 
-  // After a meeting. `wanted`: whether this rank takes the result.
+  // Call it once the collective is entered. `takes_result`: whether this rank takes the result.
   Status run(bool takes_result) {
     // Steps: stage 0 | stage 1, combine 0 | stage 2, combine 1 | ... | combine last.
     const std::uint64_t base = group_.step();
@@ -50,7 +49,7 @@ class LargeReduction {
         stage(chunk + 1);
         group_.advance();
       }
-      // A peer that has staged this chunk has also copied out chunk - 2, whose place is reused.
+      // A peer that has staged this chunk has also copied out chunk - 2, whose slot is reused.
       if (const Status s = group_.wait_steps(staged, bounds_); !s.ok()) {
         return s;
       }
@@ -117,17 +116,17 @@ class LargeReduction {
   ReduceOp op_;
   const Bounds& bounds_;
   std::size_t total_;
-  // The same for all chunks: where a slice lies in the staging area must not move, since the result
-  // of chunk c - 2 may still be read there while chunk c is staged around it.
+  // The same for all chunks: the position of a slice in the staging area must not change, since the
+  // result of chunk c - 2 may still be read there while chunk c is staged around it.
   std::size_t slice_bytes_;
   std::size_t chunk_bytes_;
   std::uint64_t chunks_;
-  // Fixed in size: nothing after a meeting may fail on one rank alone.
+  // Fixed in size: once a collective is entered, nothing may fail on one rank alone.
   std::array<const void*, kMaxRanks> sources_;
 };
 
-// The reduction of large tensors of two ranks to one of them, which combines alone: the other would
-// save it half of that, and cost it a copy of what it combined.
+// The reduction of large tensors of two ranks to one of them, which combines alone. If the other
+// rank combined half, it would save the root half of that work, but cost it a copy of the result.
 Status reduce_of_two(Group& group, void* data, const Fingerprint& own, const Bounds& bounds) {
   const int self = group.rank();
   const Segment& segment = group.segment();
@@ -147,14 +146,14 @@ Status reduce_of_two(Group& group, void* data, const Fingerprint& own, const Bou
       });
 }
 
-// The reduction of large tensors that all lie in arenas: every rank combines a slice of its own,
-// and writes the result to all who want it.
+// The reduction of large tensors that all lie in arenas: every rank combines its own slice, and
+// writes the result to all ranks that take it.
 class ZeroCopyReduction {
  public:
   ZeroCopyReduction(Group& group, void* data, const Fingerprint& own)
       : group_(group), data_(static_cast<std::byte*>(data)), own_(own) {}
 
-  // After a meeting.
+  // Call it once the collective is entered.
   template <class Gives>
   Status run(const ZeroCopySources<Gives>& zero_copy, const Bounds& bounds) {
     const auto ranks = static_cast<std::size_t>(group_.ranks());
@@ -178,7 +177,7 @@ class ZeroCopyReduction {
   }
 
  private:
-  // What is combined at once, so that the result is still in the cache when it is handed out.
+  // The unit of combination: the result is still in the cache when it is copied to the other ranks.
   static constexpr std::size_t kBlock = 32 * 1024;
 
   void combine(Span span) {

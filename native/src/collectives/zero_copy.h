@@ -1,6 +1,6 @@
-// The direct path of large operations: where all sources lie in arenas, those who take read them
-// there, and nothing is staged. Ranks agree on it without a word more than they exchange anyway:
-// each publishes in its inline buffer, before the meeting, where its sources lie.
+// The zero-copy path of large operations: if all sources lie in arenas, the receivers read them
+// there, and nothing is staged. Ranks agree on this path without additional communication: each
+// publishes the locations of its sources in its inline buffer, before it enters the collective.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 
 namespace phalanx {
 
-// What a rank publishes: the descriptor of its arena plus one, or 0 where not all of its sources
-// lie there, and the offset of each source.
+// The locations that a rank publishes: the descriptor of its arena plus one, or 0 if not all of its
+// sources lie there, and the offset of each source.
 class SourceLocations {
  public:
   explicit SourceLocations(std::byte* inline_buffer)
@@ -47,7 +47,7 @@ class SourceLocations {
     publish(1, [source](int) { return source; }, [bytes](int) { return bytes; });
   }
   bool in_arena() const { return words_[0] != 0; }
-  // Source i as this process sees it; null with a status when the arena can't be mapped.
+  // Source i in this process; null with a status if the arena cannot be mapped.
   std::byte* map_peer(Group& group, int owner, int i, Status& status) const {
     return group.map_peer(owner,
                           ArenaLocation{.descriptor = static_cast<std::int32_t>(words_[0] - 1),
@@ -60,22 +60,22 @@ class SourceLocations {
 };
 static_assert(SourceLocations::bytes_for(kMaxRanks) <= kInlineBytes);
 
-// Ends an operation in which peers read, or write, each other's tensors: none may go on before all
-// have done that.
+// Ends an operation in which peers read, or write, each other's tensors: no rank may continue
+// before all have done so.
 inline Status exit_barrier(Group& group, const Bounds& bounds) {
   group.advance();
   return group.wait_steps(group.step(), bounds);
 }
 
-// What the ranks have published, after the meeting. `gives(r)` says which of them give something
-// and is the same on all ranks; `offset`: where in the inline buffers it stands.
+// The published locations of all ranks, once the collective is entered. `gives(r)` tells which
+// ranks have sources, and is the same on all ranks; `offset`: the position in the inline buffers.
 template <class Gives>
 class ZeroCopySources {
  public:
   ZeroCopySources(Group& group, Gives gives, std::size_t offset = 0)
       : group_(group), gives_(gives), offset_(offset) {}
 
-  // Whether all that is given lies in arenas.
+  // Whether all sources lie in arenas.
   bool available() const {
     PHALANX_STEP("zero_copy: read the locations");
     for (int rank = 0; rank < group_.ranks(); ++rank) {
@@ -86,17 +86,18 @@ class ZeroCopySources {
     return true;
   }
 
-  // Source `index` of a rank as this process sees it; null with a status when that fails.
+  // Source `index` of a rank in this process; null with a status if that fails.
   std::byte* map_peer(int rank, int index, Status& status) const {
     return sources_of(rank).map_peer(group_, rank, index, status);
   }
 
-  // If this rank takes: `take(peer, source)` with source `index` of every peer that gives.
+  // If this rank is a receiver: calls `take(peer, source)` with source `index` of every peer that
+  // has sources.
   template <class Takes, class Take>
   Status copy(int index, const Bounds& bounds, Takes takes, Take take) const {
     const int self = group_.rank();
     for (int i = 1; takes(self) && i < group_.ranks(); ++i) {
-      const int peer = (self + i) % group_.ranks();  // not all from the same one at once
+      const int peer = (self + i) % group_.ranks();  // spread the load over the peers
       if (gives_(peer)) {
         Status status;
         const std::byte* source = map_peer(peer, index, status);

@@ -1,5 +1,4 @@
-// Rows of a table (rows.h): one is copied while others may write to it; one is combined with
-// others.
+// Rows of a table (rows.h): copying one while other processes may write to it, and combining them.
 #pragma once
 
 #include <stddef.h>
@@ -15,7 +14,7 @@ namespace {
 
 using RowPack = Vector<uint8_t>;
 
-// One instruction, which the compiler doesn't see as an access to memory.
+// One instruction, which the compiler does not treat as a memory access.
 inline RowPack load_pack(const uint8_t* from) {
   RowPack pack;
 #if defined(__AVX512F__)
@@ -28,11 +27,11 @@ inline RowPack load_pack(const uint8_t* from) {
   return pack;
 }
 
-// Copies a row, of whole elements of 4 or 8 bytes, that others may be writing to. The language has
-// no such loads, so the compiler is kept from knowing about them (that they race, or what they
-// read), and from moving others across. The processor makes loads in their order, and others see a
-// writer's stores in theirs: so whoever gets a byte of a write sees in a later look at the lock
-// that the row was taken for it. A word may even be torn.
+// Copies a row, of whole elements of 4 or 8 bytes, that other processes may be writing to. The
+// language has no such loads. So the compiler must neither know about them (that they race, or what
+// they read) nor move other accesses across them. The processor executes loads in order, and others
+// see a writer's stores in order: a reader that gets a byte of a write sees in a later load of the
+// lock that the row was acquired for it. A word may even be torn.
 void load_row(void* to, const void* from, size_t bytes) {
   const auto* in = static_cast<const uint8_t*>(from);
   auto* out = static_cast<uint8_t*>(to);
@@ -56,7 +55,7 @@ void load_row(void* to, const void* from, size_t bytes) {
 
 #endif
 
-// One element, or one vector, of all rows and of what there is already.
+// Combines one element, or one vector, of all rows with the previous value.
 template <class T, class Pack>
 inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowCombine use,
                     const T* weights, bool first) {
@@ -74,8 +73,8 @@ inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowComb
   return sum;
 }
 
-// out = out + row 0 + row 1 ..., or with a weight for each, or the largest; `first` says that there
-// is nothing in `out` yet.
+// out = out + row 0 + row 1 ..., or with a weight for each, or the maximum; `first`: `out` has no
+// value yet.
 template <class T>
 void combine_rows(void* out, const void* rows, size_t count, size_t width, RowCombine use,
                   const void* weights, bool first) {
