@@ -25,7 +25,7 @@ CowMemoryPtr made(std::unique_ptr<CowMemory> memory, const Status& status) {
 // An array keeps the whole memory alive.
 Bytes view(const CowMemoryPtr& memory, std::byte* base, std::size_t offset, std::size_t bytes) {
   if (offset > memory->bytes() || bytes > memory->bytes() - offset) {
-    throw nb::value_error("a range inside is expected");
+    throw nb::value_error("the range exceeds the memory");
   }
   const nb::capsule owner(new CowMemoryPtr(memory),
                           [](void* held) noexcept { delete static_cast<CowMemoryPtr*>(held); });
@@ -35,7 +35,7 @@ Bytes view(const CowMemoryPtr& memory, std::byte* base, std::size_t offset, std:
 void check(const CowMemory& memory, std::size_t offset, std::size_t bytes) {
   if (offset % kPage != 0 || bytes % kPage != 0 || offset > memory.bytes() ||
       bytes > memory.bytes() - offset) {
-    throw nb::value_error("a range of whole pages inside is expected");
+    throw nb::value_error("the range must consist of whole pages within the memory");
   }
 }
 

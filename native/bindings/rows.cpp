@@ -75,7 +75,7 @@ RowList list_of(Address rows, std::size_t count) {
 
 std::vector<void*> pointers(const Rows& self, const std::vector<Address>& parts) {
   if (parts.size() != self.shape().parts) {
-    throw nb::value_error("an address for each part is expected");
+    throw nb::value_error("expected one address per part");
   }
   std::vector<void*> all;
   for (const Address part : parts) {
@@ -87,7 +87,7 @@ std::vector<void*> pointers(const Rows& self, const std::vector<Address>& parts)
 // An array keeps the whole table alive.
 Bytes view(const RowsPtr& self, std::uint32_t part) {
   if (part >= self->shape().parts) {
-    throw nb::value_error("there is no such part");
+    throw nb::value_error("the table has no such part");
   }
   const nb::capsule owner(new RowsPtr(self),
                           [](void* held) noexcept { delete static_cast<RowsPtr*>(held); });
@@ -139,7 +139,7 @@ void bind_calls(nb::class_<Rows>& rows) {
                                  .beta2 = factors[4],
                                  .number = number};
         if (step.parts() > self.shape().parts) {
-          throw nb::value_error("the table has no place for this optimizer's state");
+          throw nb::value_error("the table has too few parts for this optimizer's state");
         }
         return run_rows(timeout, [&](Rows::Timeout span) {
           return self.update(list_of(list, count), pointer(gradients), step, span);

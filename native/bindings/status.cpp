@@ -43,7 +43,7 @@ Kind kind_of(std::string_view name) {
       return static_cast<Kind>(number);
     }
   }
-  throw nb::value_error("no such operation");
+  throw nb::value_error("unknown operation");
 }
 
 Code code_of(std::string_view name) {
@@ -52,7 +52,7 @@ Code code_of(std::string_view name) {
       return static_cast<Code>(number);
     }
   }
-  throw nb::value_error("no such outcome");
+  throw nb::value_error("unknown outcome");
 }
 
 namespace {

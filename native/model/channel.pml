@@ -1,6 +1,6 @@
-/* A channel of the mailbox: rank 0 sends PIECES pieces through a ring that holds CAPACITY of them, rank 1
- * receives. Each rings the other's bell. HEAD_STORE, HEAD_LOAD, TAIL_STORE and TAIL_LOAD come from
- * the sources.
+/* A channel of the mailbox: rank 0 sends PIECES pieces through a ring of CAPACITY pieces, and rank
+ * 1 receives them. Each notifies the other's message event. HEAD_STORE, HEAD_LOAD, TAIL_STORE and
+ * TAIL_LOAD come from the sources.
  */
 
 #define RANKS 2
@@ -15,7 +15,7 @@
 #define full (i - value > CAPACITY) /* `value`: the tail; piece i is the next */
 #define empty (value < i)       /* `value`: the head */
 
-/* wait_until the channel is no longer what it was, seen by `look`. */
+/* wait_until the channel has changed; `reload` loads its position. */
 #define await(reload, blocked, last_check)                                \
   reload;                                                                 \
   do                                                                      \
@@ -91,7 +91,7 @@ proctype rank(byte me) {
     goto done;
 failed:
     assert(dead[1 - me]);
-    /* What was sent before the death has been received. */
+    /* All pieces sent before the death have been received. */
     assert(me == 0 || LATEST(HEAD) == i - 1);
 done:
     skip

@@ -1,22 +1,22 @@
-/* Group::meet and the collectives built on it: RANKS ranks do the operations OP1, OP2, OP3 and
- * leave. Each access to shared memory is one transition; any rank may be killed before any of them
- * (DEATHS in all), may give up waiting (TIMEOUTS), and one may be in another operation than the
- * rest (MISMATCHES).
+/* Group::enter_collective and the collectives built on it: RANKS ranks run the operations OP1, OP2,
+ * OP3 and leave. Each access to shared memory is one transition. Any rank may be killed before any
+ * of them (DEATHS in all), may stop waiting (TIMEOUTS), and one may be in a different operation
+ * (MISMATCHES).
  *
- * Memory holds tags instead of data: which operation and chunk wrote there. Whoever reads asserts
- * that it finds what the protocol says. How a rank is woken is waiting.pml's matter: here it goes on
- * when something has changed that its slices would show it.
+ * Memory holds tags instead of data: the operation and chunk that wrote there. Readers assert that
+ * they find what the protocol guarantees. Wake-ups are the subject of waiting.pml: here a rank
+ * continues when something has changed that its slices would reveal.
  */
 
 /* Operations. */
 #define NONE 0
-#define SMALL 1    /* what fits into the inline buffers */
-#define MOVE_ONE 2 /* broadcast and its kin: rank 0 produces chunks */
-#define MOVE_ALL 3 /* all_gather: everybody produces and consumes */
+#define SMALL 1    /* fits into the inline buffers */
+#define MOVE_ONE 2 /* broadcast and similar: rank 0 produces chunks */
+#define MOVE_ALL 3 /* all_gather: all ranks produce and consume */
 #define REDUCE 4   /* the large all_reduce */
 #define EXCHANGE 5 /* reduce_scatter, all_to_all */
 #define ZERO_COPY 6   /* all_reduce of tensors in arenas */
-#define OTHER 7    /* a fingerprint that differs */
+#define OTHER 7    /* a different fingerprint */
 
 /* Codes; the abort word holds one with the rank that it is about, and the witness. */
 #define LOST 1
@@ -45,7 +45,7 @@
 #endif
 #define TENSOR(r, s) tensor[RANKS * (r) + (s)]
 
-/* What stands in a slice: of which operation, which chunk, and whether combined. */
+/* The tag of a slice: operation, chunk, and whether it is combined. */
 #define INPUT(k, c) ((k) * 16 + (c) * 2)
 #define RESULT(k, c) ((k) * 16 + (c) * 2 + 1)
 
@@ -54,13 +54,13 @@ byte fingerprint[2 * RANKS];
 byte inline_buffer[2 * RANKS];
 byte staging[2 * RANKS * RANKS];
 byte tensor[RANKS * RANKS];
-byte word;            /* the abort word */
-bool fingerprints_published[RANKS];  /* what a witness publishes beside it */
+byte word;                          /* the abort word */
+bool fingerprints_published[RANKS]; /* published by the witness before the word */
 bool left[RANKS], dead[RANKS];
-byte deaths = DEATHS; /* to come */
+byte deaths = DEATHS; /* remaining */
 byte timeouts = TIMEOUTS, mismatches = MISMATCHES;
-byte differs;         /* the operation in which a rank is in another one than the rest */
-bool has_failed[RANKS];  /* has failed once */
+byte differs;           /* the operation in which one rank differs */
+bool has_failed[RANKS]; /* has failed before */
 
 hidden byte each;
 
@@ -69,7 +69,7 @@ hidden byte each;
 #else
 #define lost(r) dead[r]
 #endif
-/* For whom nobody needs to wait any more, since it will never come to this meeting. */
+/* A rank that will never enter this collective, so that no rank needs to wait any longer. */
 #ifdef AWAIT_ONLY_PEER
 #define absent(r) false
 #else
@@ -85,7 +85,7 @@ hidden byte each;
 #define has_ended(r) (dead[r] || left[r])
 #define hopeless(r) (dead[r] && step[r] <= step[me])
 
-/* Group::abort: the first failure wins, and is what everybody reports. */
+/* Group::abort: the first failure wins, and all ranks report it. */
 inline abort_group(why) {
   status = word;
   if
@@ -118,7 +118,7 @@ inline abort_group(why) {
   goto failed
 }
 
-/* Group::trouble_with: of one that has left, a death may be the reason. */
+/* Group::peer_status: a rank may have left because of a death. */
 inline check_peer(whom) {
   if
   :: lost(whom) -> peer_status = pack(LOST, whom)
@@ -138,7 +138,7 @@ inline check_peer(whom) {
   fi
 }
 
-/* Group::trouble_while_awaiting */
+/* Group::status_while_waiting */
 inline check_peers() {
   peer_status = word;
   if
@@ -158,8 +158,9 @@ inline check_peers() {
   other = 0
 }
 
-/* A slice may be over, and the look for trouble come, some time after the look at the step. One such
- * look in vain is allowed for each wait. */
+/* A slice may end, and the check of the peers come, some time after the check of the step. One such
+ * check without effect is allowed for each wait.
+ */
 inline await(target) {
   checked = false;
   do
@@ -179,7 +180,7 @@ inline await(target) {
         :: else
         fi;
 #endif
-        /* Nobody is said to be missing who had come. */
+        /* No rank is reported as missing that had come. */
         assert(code_of(peer_status) == MISMATCH || code_of(peer_status) == TIMEOUT || word != 0 ||
                step[about(peer_status)] < target || left[peer]);
         abort_group(peer_status)
@@ -225,8 +226,9 @@ inline await_all(target) {
   peer = 0
 }
 
-/* One transition at any time between two steps: if what is read were overwritten before the reader
- * is through with it, this would be seen in some run. */
+/* One transition at any time between two steps: if the data were overwritten before the reader is
+ * done with it, some run would show it.
+ */
 inline read_inline() {
   d_step {
     each = 0;
@@ -367,7 +369,7 @@ inline reduce_chunks() {
   od
 }
 
-/* reduction.cpp: SharedReduction, on tensors of which slice r is combined by rank r */
+/* reduction.cpp: ZeroCopyReduction, on tensors of which rank r combines slice r */
 inline reduce_zero_copy() {
   d_step {
     each = 0;
@@ -397,13 +399,15 @@ inline reduce_zero_copy() {
   }
 }
 
-/* Group::prepare, and what a collective does before the meeting */
+/* Group::prepare, and the part of a collective before the entry */
 inline begin() {
   d_step {
     mine = (k == 1 -> OP1 : (k == 2 -> OP2 : OP3));
     each = 0;
     do /* the user's data */
-    :: each < RANKS && mine == ZERO_COPY && !has_failed[me] -> TENSOR(me, each) = INPUT(k, 0); each++
+    :: each < RANKS && mine == ZERO_COPY && !has_failed[me] ->
+       TENSOR(me, each) = INPUT(k, 0);
+       each++
     :: else -> break
     od;
     each = 0;
@@ -437,7 +441,7 @@ proctype rank(byte me) {
     do
     :: k <= OPS ->
 #ifdef LATE
-       /* Rank 0 computes until the others have gone on, once they can't need it. */
+       /* Rank 0 computes until the others have gone on, once they cannot need it. */
        if
        :: skip
        :: me == 0 && (hopeless(1) || hopeless(2)) -> (has_ended(1) && has_ended(2))
@@ -460,7 +464,14 @@ failed:
           assert(code_of(status) != LOST || dead[about(status)]);
           assert(code_of(status) != LEFT || left[about(status)]);
           assert(code_of(status) != MISMATCH || differs != 0);
-          d_step { has_failed[me] = true; status = 0; peer_status = 0; checked = false; peer = 0; other = 0 }
+          d_step {
+            has_failed[me] = true;
+            status = 0;
+            peer_status = 0;
+            checked = false;
+            peer = 0;
+            other = 0
+          }
        :: else
        fi;
        d_step { c = 0; base = 0; k++ }

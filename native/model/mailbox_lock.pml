@@ -1,21 +1,21 @@
-/* mailbox_hold.h: threads of one rank that share its mailbox. Two wait for a message each, one posts
- * something, and the peer sends both messages. Who waits never blocks on the mutex: it sleeps on the
- * rank's bell, and whoever held the mutex rings that. Each access to something shared is one
- * transition; memory is sequentially consistent, as all these accesses are. There are no slices here:
- * a thread that is not woken sleeps for ever.
+/* mailbox_lock.h: threads of one rank that share its mailbox. Two wait for a message each, one
+ * posts an operation, and the peer sends both messages. A waiting thread never blocks on the mutex:
+ * it sleeps on the rank's message event, which the holder of the mutex notifies. Each access to
+ * shared state is one transition; memory is sequentially consistent, as all these accesses are.
+ * There are no slices here: a thread that is not woken sleeps forever.
  */
 
 #define WAITERS 2
 #define POSTER 2
 #define THREADS 3
 
-bool locked;            /* the mutex */
-byte lock_waiters;            /* how many wait for it */
-bool lock_missed;            /* somebody tried in vain */
-bool arrived[WAITERS];  /* in the channels */
+bool locked;           /* the mutex */
+byte lock_waiters;     /* number of threads that block on it */
+bool lock_missed;      /* a try_lock has failed */
+bool arrived[WAITERS]; /* in the channels */
 bool done[WAITERS];
-byte sleepers;          /* on the bell */
-bool current[WAITERS];  /* the ticket is still what this one has seen */
+byte sleepers;         /* on the message event */
+bool current[WAITERS]; /* the ticket has not changed since this thread read it */
 bool asleep[THREADS];
 
 hidden byte each;
@@ -36,7 +36,9 @@ inline notify() {
   fi
 }
 
-/* `held` is a local variable. Who wants the mutex has not got it yet, so a later unlock is sure. */
+/* `owns_lock` is a local variable. A thread that waits for the mutex does not have it yet, so a
+ * later unlock is certain.
+ */
 inline try_lock() {
   if
   :: lock_waiters != 0 -> owns_lock = false
@@ -78,7 +80,7 @@ inline progress() {
   message = 0
 }
 
-/* Hold(mailbox, try_to_lock), then drive(). */
+/* MailboxLock(mailbox, try_to_lock), then progress(). */
 inline try_progress() {
   moved = false;
   try_lock();
@@ -145,7 +147,7 @@ proctype poster() {
      atomic { !locked -> locked = true };
      lock_waiters--
   fi;
-  progress(); /* what it posts may be done at once, or something else */
+  progress(); /* this may complete the posted operation or another one */
   unlock()
 }
 

@@ -1,12 +1,12 @@
-/* A row of rows.h: its lock word, two words of it, two writers that update it, a reader at any time,
- * and, where a writer may be killed, somebody who repairs. A reader whose second look says what the
- * first has said has the words of that version and no others; a writer finds the row as the last
- * one has left it. ROW_CHECK, ROW_CHECK_AGAIN, ROW_LOAD, ROW_ACQUIRE, ROW_STORE and ROW_RELEASE come from
+/* A row of rows.h: its lock word, two words of data, two writers that update it, a reader at any
+ * time and, if a writer may be killed, a repairer. A reader whose second load of the lock equals
+ * the first has the words of that version and no others. A writer finds the row as the last writer
+ * left it. ROW_CHECK, ROW_CHECK_AGAIN, ROW_LOAD, ROW_ACQUIRE, ROW_STORE and ROW_RELEASE come from
  * the sources.
  */
 
-#define THREADS 4 /* the reader, two writers, who repairs */
-#define LOCK 0    /* the version * 4 + who has the row */
+#define THREADS 4 /* the reader, two writers, the repairer */
+#define LOCK 0    /* the version * 4 + the holder of the row */
 #define WORD(i) (1 + (i))
 #define LOCATIONS 3
 #define OWNER(word) ((word) % 4)
@@ -14,11 +14,11 @@
 
 #include "memory.pml"
 
-byte content[VALUES]; /* of each version: what must be read */
+byte content[VALUES]; /* the expected data of each version */
 byte next_content = 1;
 byte deaths = DEATHS;
 bool dead[THREADS];
-bool saved[THREADS]; /* with what is set aside: seen by who has seen the end */
+bool saved[THREADS]; /* published with the backup; visible to a process that has seen the end */
 byte backup[THREADS];
 
 inline may_die() {
@@ -69,7 +69,7 @@ inline update() {
 }
 
 active proctype first_writer() {
-  byte me = 1, was, first, other, place;
+  byte me = 1, was, first, other, position;
   update();
   update();
 done:
@@ -77,13 +77,13 @@ done:
 }
 
 active proctype second_writer() {
-  byte me = 2, was, first, other, place;
+  byte me = 2, was, first, other, position;
   update();
 done:
   skip
 }
 
-/* The end of a process makes all that it did known to who sees it. */
+/* A process that sees the end of another sees all that it did. */
 active proctype repairer() {
   byte me = 3, word;
 end:
@@ -106,7 +106,7 @@ end:
 }
 
 active proctype reader() {
-  byte me = 0, word, again, first, other, place;
+  byte me = 0, word, again, first, other, position;
   load(LOCK, ROW_CHECK, word);
   load(WORD(0), ROW_LOAD, first);
   load(WORD(1), ROW_LOAD, other);

@@ -1,5 +1,5 @@
-/* Group::advance and Group::wait_step: ranks that meet ROUNDS times, and have something for each
- * other each time. Every access is one transition. STEP_STORE and STEP_LOAD come from the sources.
+/* Group::advance and Group::wait_step: ranks that enter ROUNDS collectives, and pass data to each
+ * other in each. Every access is one transition. STEP_STORE and STEP_LOAD come from the sources.
  */
 
 #define STEP(r) (r)

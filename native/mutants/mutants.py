@@ -199,8 +199,8 @@ ENTERING = [
         "plain:test_composite",
         (
             (
-                "  taken->global_rank_ = global_rank;\n  finish(taken, {});\n",
-                "  taken->global_rank_ = global_rank;\n",
+                "  withdrawn->global_rank_ = global_rank;\n  finish(withdrawn, {});\n",
+                "  withdrawn->global_rank_ = global_rank;\n",
             ),
         ),
     ),

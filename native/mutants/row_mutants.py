@@ -86,7 +86,7 @@ ORDERS = [
         "a writer slot is claimed without acquire",
         WRITERS,
         TSAN_ROWS,
-        "writer.owner.compare_exchange_strong(nobody, own, ",
+        "writer.owner.compare_exchange_strong(no_owner, own, ",
         "acq_rel",
         "release",
     ),

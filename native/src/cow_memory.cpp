@@ -80,8 +80,8 @@ void read(int map, std::byte* base, std::size_t bytes, Each each) {
   while (done < bytes) {
     const std::size_t pages = std::min(words.size(), (bytes - done) / kPage);
     const std::size_t wanted = pages * sizeof(std::uint64_t);
-    const auto place = static_cast<off_t>((first + done / kPage) * sizeof(std::uint64_t));
-    if (map < 0 || pread(map, words.data(), wanted, place) != static_cast<ssize_t>(wanted)) {
+    const auto position = static_cast<off_t>((first + done / kPage) * sizeof(std::uint64_t));
+    if (map < 0 || pread(map, words.data(), wanted, position) != static_cast<ssize_t>(wanted)) {
       words.fill(kPresent);
     }
     for (std::size_t i = 0; i < pages; ++i, done += kPage) {

@@ -43,11 +43,11 @@ std::string check_layout(std::span<const std::byte> bytes) {
     std::memcpy(&version, bytes.data() + sizeof magic, sizeof version);
   }
   if (magic != kRecorderMagic) {
-    return "no flight recorder, or one whose beginning was never written";
+    return "not a flight recorder, or its header was never written";
   }
   if (version != kRecorderVersion) {
-    return "written in layout version " + std::to_string(version) + ", this one reads version " +
-           std::to_string(kRecorderVersion);
+    return "written in layout version " + std::to_string(version) +
+           "; this reader supports version " + std::to_string(kRecorderVersion);
   }
   if (bytes.size() != sizeof(RecorderLayout)) {
     return "damaged: " + std::to_string(bytes.size()) + " bytes, expected " +

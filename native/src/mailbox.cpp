@@ -113,12 +113,12 @@ bool Mailbox::withdraw(Message& message, std::int16_t global_rank) {
   if (message.done()) {
     return false;
   }
-  const MessagePtr taken = matching_.withdraw(message);
-  if (!taken) {
+  const MessagePtr withdrawn = matching_.withdraw(message);
+  if (!withdrawn) {
     return false;
   }
-  taken->global_rank_ = global_rank;
-  finish(taken, {});
+  withdrawn->global_rank_ = global_rank;
+  finish(withdrawn, {});
   return true;
 }
 

@@ -49,18 +49,18 @@ MessagePtr Matching::withdraw(const Message& recv) {
     return nullptr;
   }
   auto& queue = found->second;
-  const auto place = std::find_if(queue.begin(), queue.end(),
-                                  [&](const MessagePtr& each) { return each.get() == &recv; });
-  if (place == queue.end()) {
+  const auto position = std::find_if(queue.begin(), queue.end(),
+                                     [&](const MessagePtr& each) { return each.get() == &recv; });
+  if (position == queue.end()) {
     return nullptr;
   }
-  MessagePtr taken = std::move(*place);
-  queue.erase(place);
+  MessagePtr withdrawn = std::move(*position);
+  queue.erase(position);
   if (queue.empty()) {
     recvs_.erase(found);
   }
   --recv_count(recv.peer_);
-  return taken;
+  return withdrawn;
 }
 
 std::vector<MessagePtr> Matching::take_all_receives() {

@@ -52,8 +52,9 @@ const Variant& choose() {
     return limit != nullptr && std::strcmp(limit, variant.name) == 0;
   };
   if (limit != nullptr && std::none_of(std::begin(variants), std::end(variants), is_limit)) {
-    std::fprintf(
-        stderr, "phalanx: PHALANX_ISA=%s names no instruction set of this build: ignored\n", limit);
+    std::fprintf(stderr,
+                 "phalanx: PHALANX_ISA=%s is not an instruction set of this build; ignored\n",
+                 limit);
   }
   const Variant* widest = &variants[0];
   for (const Variant& variant : variants) {

@@ -145,11 +145,11 @@ bool RowWriterSlot::claim() {
   for (std::size_t i = 0; i < kRowWriters; ++i) {
     const std::size_t slot = (first + i) % kRowWriters;
     RowWriter& writer = rows_.writer(slot);
-    std::uint64_t nobody = 0;
+    std::uint64_t no_owner = 0;
     PHALANX_STEP("rows: claim a slot");
     // Acquires the writes of the last owner, whose store to free the slot this pairs with.
     if (writer.owner.load(std::memory_order_relaxed) == 0 &&
-        writer.owner.compare_exchange_strong(nobody, own, std::memory_order_acq_rel)) {
+        writer.owner.compare_exchange_strong(no_owner, own, std::memory_order_acq_rel)) {
       slot_ = slot;
       return true;
     }

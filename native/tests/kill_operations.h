@@ -228,8 +228,8 @@ inline bool RankTask::right() const {
     if (!expects(from)) continue;
     // Scattered parts and combined results are in one place.
     const bool one = combines() || task_.operation == Operation::scatter;
-    const auto place = static_cast<std::size_t>(one ? self_ : from);
-    const std::uint64_t* data = (in_place() ? given_ : taken_)[place].data();
+    const auto index = static_cast<std::size_t>(one ? self_ : from);
+    const std::uint64_t* data = (in_place() ? given_ : taken_)[index].data();
     for (std::size_t i = 0; i < task_.count(); ++i) {
       if (data[i] != expected(from, i)) return false;
     }

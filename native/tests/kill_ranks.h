@@ -219,7 +219,7 @@ class Rank {
 
   void take_part(Group& group, Mailbox& mailbox);
   void run_task(Group& group, Mailbox& mailbox);
-  void await_turn(const Group& group);
+  void await_order(const Group& group);
   void come_last(const Group& group, const Process& victim);
 
   const Case& case_;
@@ -262,7 +262,7 @@ inline void Rank::run_task(Group& group, Mailbox& mailbox) {
   state_.asleep.store(false);
   state_.entered.store(true);
   state_.ready = eventually([this] { return all(&RankState::entered); });
-  await_turn(group);
+  await_order(group);
   state_.began.store(now_ns());
   injector.fatal = self_ == case_.victim   ? case_.fatal
                    : self_ == case_.second ? case_.second_fatal
@@ -281,7 +281,7 @@ inline void Rank::run_task(Group& group, Mailbox& mailbox) {
   }
 }
 
-inline void Rank::await_turn(const Group& group) {
+inline void Rank::await_order(const Group& group) {
   if (self_ == case_.victim) {
     if (case_.order == Order::victim_last) {
       state_.ready = eventually([this] { return others_settled(self_); });

@@ -29,12 +29,13 @@ struct Shared {
 
 template <class T>
 T& in_shared_memory() {
-  void* place = mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-  if (place == MAP_FAILED) {
+  void* memory =
+      mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) {
     std::perror("mmap");
     std::exit(2);
   }
-  return *new (place) T{};
+  return *new (memory) T{};
 }
 
 inline std::string text_of(const Case& c) {
@@ -51,7 +52,7 @@ template <class Enum, std::size_t n>
 void find(const std::array<const char*, n>& names, const std::string& name, Enum& value) {
   const auto found = std::find(names.begin(), names.end(), name);
   if (found == names.end()) {
-    std::fprintf(stderr, "unknown word in a case: %s\n", name.c_str());
+    std::fprintf(stderr, "unknown name in a case: %s\n", name.c_str());
     std::exit(2);
   }
   value = static_cast<Enum>(found - names.begin());
@@ -93,9 +94,9 @@ class CaseRunner {
       }
     }
     const std::string wrong = reap(c, pids);
-    const std::string judged = wrong.empty() ? judge(c) + judge_recorders(c) : wrong;
+    const std::string problems = wrong.empty() ? judge(c) + judge_recorders(c) : wrong;
     for (const int recorder : recorders_) ::close(recorder);
-    if (!judged.empty()) fail(c, judged);
+    if (!problems.empty()) fail(c, problems);
     shared_.cases.fetch_add(1);
     return !state(c.second < 0 ? c.victim : c.second).done.load();
   }
@@ -151,7 +152,7 @@ class CaseRunner {
   void open_recorders(const Case& c) {
     recorders_.clear();
     for (int rank = 0; rank < c.task.size; ++rank) {
-      recorders_.push_back(memfd_create("box", MFD_CLOEXEC));
+      recorders_.push_back(memfd_create("recorder", MFD_CLOEXEC));
       if (ftruncate(recorders_.back(), sizeof(RecorderLayout)) != 0) std::perror("ftruncate");
     }
   }
@@ -169,7 +170,7 @@ class CaseRunner {
           whole ? parse_recorder(bytes, kRecorderHistory, contents) : "unreadable";
       if (!refused.empty() || !sound(c, rank, contents)) {
         wrong += " rank " + std::to_string(rank) + " leaves a flight recorder that is " +
-                 (refused.empty() ? "not right" : refused) + ";";
+                 (refused.empty() ? "incorrect" : refused) + ";";
       }
     }
     return wrong;
@@ -210,24 +211,24 @@ class CaseRunner {
     for (int rank = 0; rank < c.task.size; ++rank) {
       const RankState& its = state(rank);
       if (c.is_victim(rank)) continue;
-      const auto say = [&](const char* what) {
+      const auto report = [&](const char* what) {
         wrong += " rank " + std::to_string(rank) + " " + what + ";";
       };
-      if (!its.ready) say("was never ready");
-      if (!its.right) say("has wrong data");
-      if (!its.clean) say("left something behind");
-      if (its.missed) say("was waited for in vain");
-      if (!its.task.ok() && !names(c, its.task)) say("names the wrong rank in the task");
-      if (!names(c, its.after)) say("does not name the lost rank after the task");
+      if (!its.ready) report("was never ready");
+      if (!its.right) report("has wrong data");
+      if (!its.clean) report("leaked resources");
+      if (its.missed) report("was awaited in vain");
+      if (!its.task.ok() && !names(c, its.task)) report("names the wrong rank in the task");
+      if (!names(c, its.after)) report("does not name the lost rank after the task");
       if (!its.task.ok() && (its.after.code != its.task.code || its.after.peer != its.task.peer)) {
-        say("says first this, then that");
+        report("reports two different failures");
       }
       if (all_lived && settles(c.task) && !its.task.ok()) {
-        say("failed in a task that the victim completed");
+        report("failed in a task that the victim completed");
       }
-      if (named >= 0 && its.after.peer != named) say("names another rank than the others");
+      if (named >= 0 && its.after.peer != named) report("names another rank than the others");
       named = its.after.peer;
-      if (!timely(its, c)) say("was told too late");
+      if (!timely(its, c)) report("was notified too late");
     }
     return wrong;
   }
@@ -267,7 +268,7 @@ class CaseRunner {
     for (int rank = 0; rank < c.task.size; ++rank) {
       const RankState& its = state(rank);
       const char* step = its.step.load();
-      out << "  rank " << rank << (c.is_victim(rank) ? " (doomed)" : "") << ": task code "
+      out << "  rank " << rank << (c.is_victim(rank) ? " (victim)" : "") << ": task code "
           << static_cast<int>(its.task.code) << " peer " << its.task.peer << " reporter "
           << its.task.reporter << " errno " << its.task.error << ", after it code "
           << static_cast<int>(its.after.code) << " peer " << its.after.peer << "; at step "

@@ -18,7 +18,7 @@ namespace {
 // Ranks are threads here, so all of them write to the one flight recorder of this process.
 const FlightRecorder& test_recorder() {
   static const FlightRecorder* recorder = [] {
-    const int fd = memfd_create("box", MFD_CLOEXEC);
+    const int fd = memfd_create("recorder", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, sizeof(RecorderLayout)) == 0);
     Status status;
     FlightRecorder::install(FlightRecorder::open(fd, RecorderIdentity{}, status));
@@ -150,8 +150,8 @@ TEST(a_recv_that_a_remote_rank_may_answer_outlasts_the_local_ranks) {
       rank.together.arrive_and_wait();
       rank.mailbox.expect_remote(remote);
       std::uint64_t value = 0;
-      const auto vain = rank.mailbox.recv(&value, 1, DType::int64, kAnySource, 5, false);
-      const Status status = rank.mailbox.wait(*vain, within(remote ? 200ms : 60'000ms));
+      const auto unanswered = rank.mailbox.recv(&value, 1, DType::int64, kAnySource, 5, false);
+      const Status status = rank.mailbox.wait(*unanswered, within(remote ? 200ms : 60'000ms));
       CHECK_EQ(status.code, remote ? Code::timeout : Code::left);
     });
   }
@@ -163,12 +163,12 @@ TEST(remote_messages_are_recorded) {
     rank.group.set_global_ranks({6}, 78);
     const auto ours = [](const Record& each) { return each.sequence == 4'321; };
     const auto sent = rank.mailbox.begin_remote(Kind::send, 8, DType::float32, 40, 4'321);
-    const auto awaited = rank.mailbox.begin_remote(Kind::recv, 9, DType::int64, -1, 4'321);
-    rank.mailbox.begin_remote_wait(*awaited);
+    const auto received = rank.mailbox.begin_remote(Kind::recv, 9, DType::int64, -1, 4'321);
+    rank.mailbox.begin_remote_wait(*received);
     CHECK(std::ranges::none_of(ended_records(Kind::send), ours));
     rank.mailbox.end_remote(*sent, Code::ok, 40);
-    rank.mailbox.end_remote(*awaited, Code::peer_lost, 41);
-    rank.mailbox.end_remote(*awaited, Code::ok, 42);  // only the first counts
+    rank.mailbox.end_remote(*received, Code::peer_lost, 41);
+    rank.mailbox.end_remote(*received, Code::ok, 42);  // only the first counts
     std::vector<Record> sends = ended_records(Kind::send);
     std::erase_if(sends, [&](const Record& each) { return !ours(each); });
     if (CHECK_EQ(sends.size(), 1U)) {

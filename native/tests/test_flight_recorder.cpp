@@ -34,7 +34,7 @@ static_assert(sizeof(CallSite) == 128 && sizeof(SharedReport) == 40);
 static_assert(sizeof(RecorderLayout) == 561152 && offsetof(RecorderLayout, history) == 266240);
 
 std::unique_ptr<FlightRecorder> make() {
-  const int fd = memfd_create("box", MFD_CLOEXEC);
+  const int fd = memfd_create("recorder", MFD_CLOEXEC);
   CHECK(fd >= 0 && ftruncate(fd, sizeof(RecorderLayout)) == 0);
   Status status;
   auto recorder = FlightRecorder::open(
@@ -267,9 +267,9 @@ TEST(other_files_are_rejected) {
   const auto recorder = make();
   const std::vector<std::byte> whole = copy_of(*recorder);
   RecorderContents read;
-  CHECK(parse_recorder({}, 10, read).starts_with("no flight recorder"));
+  CHECK(parse_recorder({}, 10, read).starts_with("not a flight recorder"));
   CHECK(parse_recorder(std::vector<std::byte>(sizeof(RecorderLayout)), 10, read)
-            .starts_with("no flight recorder"));
+            .starts_with("not a flight recorder"));
   CHECK(parse_recorder(std::span(whole).first(5000), 10, read).starts_with("damaged: 5000 bytes"));
   std::vector<std::byte> other = whole;
   other[8] = std::byte{9};

@@ -94,8 +94,8 @@ TEST(the_last_rank_is_awaited) {
   for (const int size : {1, 2, 3, 5}) {
     ranks::run(size, [](Rank& rank) {
       for (int last = 0; last < rank.size; ++last) {
-        const auto awaited = [&] { return rank.group.is_awaited(); };
-        CHECK(rank.self == last ? ranks::eventually(awaited) : !awaited());
+        const auto is_awaited = [&] { return rank.group.is_awaited(); };
+        CHECK(rank.self == last ? ranks::eventually(is_awaited) : !is_awaited());
         CHECK(barrier(rank.group, within()).ok());
       }
     });

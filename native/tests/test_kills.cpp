@@ -110,7 +110,7 @@ int run_worker(Shared& shared, const Options& options) {
     run_cases(runner, shared, options);
   }
   const bool clean = Resources::now() == before && waitpid(-1, nullptr, WNOHANG) < 0;
-  if (!clean) std::fputs("FAILED: something was left behind\n", stderr);
+  if (!clean) std::fputs("FAILED: resources were leaked\n", stderr);
   return clean ? 0 : 1;
 }
 
@@ -143,7 +143,7 @@ void print_latencies(const Shared& shared) {
   const auto at = [&](double part) {
     return all[static_cast<std::size_t>(part * static_cast<double>(n - 1))] / 1000.0;
   };
-  std::printf("survivors were told after: half of them %.1f ms, 99%% %.1f ms, all %.1f ms\n",
+  std::printf("survivors were notified after: half of them %.1f ms, 99%% %.1f ms, all %.1f ms\n",
               at(0.5), at(0.99), at(1));
 }
 
@@ -159,14 +159,14 @@ Options parse(int argc, char** argv) {
       options.seed = std::strtoull(argv[++i], nullptr, 10);
     } else if (i + 1 < argc && word == "--only") {
       options.only = argv[++i];
-    } else if (i + 1 < argc && word == "--lanes") {
+    } else if (i + 1 < argc && word == "--workers") {
       options.workers = std::max(1, std::atoi(argv[++i]));
     } else if (i + 1 < argc && word == "--case") {
       options.one_case = argv[++i];
       options.workers = 1;
     } else {
       std::fputs(
-          "usage: test_kills [--all] [--random N] [--seed N] [--lanes N] [--only OPERATION]\n"
+          "usage: test_kills [--all] [--random N] [--seed N] [--workers N] [--only OPERATION]\n"
           "                  [--case '...']\n",
           stderr);
       std::exit(2);
@@ -195,7 +195,7 @@ int main(int argc, char** argv) {
   }
   const bool partial = !options.one_case.empty() || !options.only.empty();
   const bool covered = every_step_was_fatal(shared) || partial;
-  if (!covered) std::fputs("FAILED: some steps were nobody's last\n", stderr);
+  if (!covered) std::fputs("FAILED: no rank died at some steps\n", stderr);
   const std::chrono::duration<double> took = Clock::now() - start;
   std::printf("%llu cases in %.1f s, %llu failures\n",
               static_cast<unsigned long long>(shared.cases.load()), took.count(),

@@ -271,12 +271,12 @@ TEST(a_waiter_detects_failures_of_other_messages) {
     std::byte byte{};
     if (rank.self == 0) {
       Server server(rank.mailbox);
-      const auto vain = rank.mailbox.recv(&byte, 1, DType::uint8, 2, 0, true);
+      const auto unanswered = rank.mailbox.recv(&byte, 1, DType::uint8, 2, 0, true);
       const auto waited = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
       const Status status = wait_for(rank, waited);
       CHECK_EQ(status.code, Code::left);
       CHECK_EQ(status.peer, 2);
-      CHECK(vain->done());
+      CHECK(unanswered->done());
     } else {
       CHECK(ranks::eventually([&] { return !rank.group.failure().ok(); }));
     }
@@ -290,7 +290,7 @@ TEST(closing_ends_the_waits_of_other_threads) {
       return;
     }
     std::vector<std::byte> data(2 * kRingBytes);
-    const auto vain = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, true);
+    const auto unanswered = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, true);
     std::thread other([&rank] {
       std::byte byte{};
       const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
@@ -302,7 +302,7 @@ TEST(closing_ends_the_waits_of_other_threads) {
     CHECK(ranks::eventually([&] { return message_event.sleepers != 0; }));
     rank.mailbox.close();
     other.join();
-    CHECK_EQ(wait_for(rank, vain).code, Code::left);
+    CHECK_EQ(wait_for(rank, unanswered).code, Code::left);
     const auto late = rank.mailbox.send(data.data(), 1, DType::uint8, 1, 0, true);
     CHECK_EQ(wait_for(rank, late).code, Code::left);
     CHECK(rank.group.failure().ok());  // the others are not affected yet

@@ -159,7 +159,7 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
   const auto send = [&](int from, std::int32_t tag) {
     (void)three.mailboxes[from]->send(&sent, 1, DType::uint8, 2, tag, false);
   };
-  const auto awaited = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);
+  const auto received = three.mailboxes[2]->recv(&first, 1, DType::uint8, 0, 0, false);
   const auto other = three.mailboxes[2]->recv(&second, 1, DType::uint8, 1, 0, false);
   const Hook hook([&](std::string_view step) {
     if (step == "wait: announce") {
@@ -173,7 +173,7 @@ TEST(a_message_that_was_sent_before_a_rank_left_arrives) {
       three.groups[1]->leave();
     }
   });
-  CHECK(three.mailboxes[2]->wait(*awaited, within()).ok());
+  CHECK(three.mailboxes[2]->wait(*received, within()).ok());
   CHECK(checks > 1 && other->done() && first == sent && second == sent);
 }
 

@@ -1,4 +1,4 @@
-"""What verifies the core follows the core: its mutants apply, its models find their accesses."""
+"""The verification of the core matches the core: mutants apply, models find their accesses."""
 
 import importlib.util
 import re
@@ -20,7 +20,7 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(path.parent))  # as for a program that lies there
+        patch.syspath_prepend(str(path.parent))  # as for a script in that directory
         spec.loader.exec_module(module)
     return module
 
@@ -31,7 +31,7 @@ def test_every_mutant_applies() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_an_access_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_missing_access_is_reported(tmp_path: Path) -> None:
     orders = load(NATIVE / "model" / "orders.py")
     for file, _ in orders.ACCESSES.values():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ def test_an_access_that_is_gone_is_told(tmp_path: Path) -> None:
 
 
 def rows_of(result: Path, columns: int) -> list[list[str]]:
-    """The cells of all tables with so many columns in a recorded result."""
+    """Return the cells of all tables with so many columns in a recorded result."""
     lines = [line for line in result.read_text().splitlines() if line.startswith("| ")]
     rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return [row for row in rows if len(row) == columns]
 
 
 def test_every_mutant_was_found() -> None:
-    """In the recorded run, which takes half an hour: none is new, none was missed."""
+    """The recorded run, which takes half an hour, has all mutants and missed none."""
     mutants = load(NATIVE / "mutants" / "mutants.py").MUTANTS
     recorded = rows_of(NATIVE / "mutants" / "RESULT.md", 4)[1:]
     assert [(row[0], row[1]) for row in recorded] == [(m.name, m.caught_by) for m in mutants]

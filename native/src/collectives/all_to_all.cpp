@@ -173,7 +173,7 @@ class AllToAll {
           for (int rank = 0; gives && rank < group_.ranks(); ++rank) {
             if (rank != self()) {
               const Span span = piece(chunk, given_bytes(rank));
-              copy_bytes(Parts::place(segment.staging(self(), chunk), rank, part),
+              copy_bytes(Parts::part_at(segment.staging(self(), chunk), rank, part),
                          at(own_.inputs[rank], span.begin), span.size);
             }
           }
@@ -182,7 +182,7 @@ class AllToAll {
           if (published(peer).chunks() != 0) {
             const Span span = piece(chunk, taken_bytes(peer));
             deliver(at(own_.outputs[peer], span.begin),
-                    Parts::place(segment.staging(peer, chunk), self(), part), span.size,
+                    Parts::part_at(segment.staging(peer, chunk), self(), part), span.size,
                     taken_bytes(peer));
           }
         });

@@ -102,9 +102,9 @@ class Parts {
 
   bool small() const { return small_; }
   std::size_t size() const { return size_; }
-  std::byte* of(std::byte* buffer, int rank) const { return place(buffer, rank, size_); }
+  std::byte* of(std::byte* buffer, int rank) const { return part_at(buffer, rank, size_); }
 
-  static std::byte* place(std::byte* buffer, int rank, std::size_t size) {
+  static std::byte* part_at(std::byte* buffer, int rank, std::size_t size) {
     return buffer + static_cast<std::size_t>(rank) * size;
   }
   // The bytes in a staging area for each rank.
