@@ -26,8 +26,8 @@ Bytes allocate_shared(std::size_t size) {
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  const nb::capsule owner(new Block{arena, data}, [](void* held) noexcept {
-    const auto* block = static_cast<Block*>(held);
+  const nb::capsule owner(new Block{arena, data}, [](void* owner_data) noexcept {
+    const auto* block = static_cast<Block*>(owner_data);
     block->arena->release(block->data);
     delete block;
   });

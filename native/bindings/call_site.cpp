@@ -27,7 +27,7 @@ struct Code {
 // Guarded by the GIL.
 struct Codes {
   std::vector<std::string> library_prefixes;
-  std::unordered_map<PyCodeObject*, Code> known;
+  std::unordered_map<PyCodeObject*, Code> cached_code;
 };
 
 Codes& codes() {
@@ -48,24 +48,24 @@ std::string path_of(PyCodeObject* code) {
   return {text, static_cast<std::size_t>(size)};
 }
 
-Code& known(PyCodeObject* code) {
+Code& cached_code(PyCodeObject* code) {
   Codes& all = codes();
-  if (const auto found = all.known.find(code); found != all.known.end()) {
+  if (const auto found = all.cached_code.find(code); found != all.cached_code.end()) {
     return found->second;
   }
   // A notebook that has run very many cells. Dropping the last reference to a code object may run
   // Python, so that happens once the table is consistent again.
   std::unordered_map<PyCodeObject*, Code> old;
-  if (all.known.size() == kMaxCodes) {
-    old.swap(all.known);
+  if (all.cached_code.size() == kMaxCodes) {
+    old.swap(all.cached_code);
   }
-  Code& made = all.known[code];
-  made.owner = nb::borrow(reinterpret_cast<PyObject*>(code));
+  Code& added = all.cached_code[code];
+  added.owner = nb::borrow(reinterpret_cast<PyObject*>(code));
   const std::string path = path_of(code);
   for (const std::string& prefix : all.library_prefixes) {
-    made.is_library = made.is_library || path.starts_with(prefix);
+    added.is_library = added.is_library || path.starts_with(prefix);
   }
-  return made;
+  return added;
 }
 
 std::uint32_t site_of(const Frames& at, Code& code) {
@@ -83,7 +83,7 @@ std::uint32_t site_of(const Frames& at, Code& code) {
 // Requires the GIL.
 std::uint32_t find_call_site() {
   for (Frames at; !at.end(); at.next()) {
-    if (Code& code = known(at.code()); !code.is_library) {
+    if (Code& code = cached_code(at.code()); !code.is_library) {
       return site_of(at, code);
     }
   }
@@ -93,7 +93,7 @@ std::uint32_t find_call_site() {
 void set_library_code(std::vector<std::string> prefixes) {
   codes().library_prefixes = std::move(prefixes);
   std::unordered_map<PyCodeObject*, Code> old;
-  old.swap(codes().known);
+  old.swap(codes().cached_code);
 }
 
 // Whether this thread runs operations for others.

@@ -22,7 +22,7 @@ nb::object begin_composite(const PyGroup& self, std::string_view kind, std::size
 void end_composite_wait(const PyGroup& self, int rank, double seconds) {
   const auto waited = std::chrono::duration_cast<Clock::duration>(
       std::chrono::duration<double>(std::max(0.0, seconds)));
-  self.held()->group.end_composite_wait(static_cast<std::int16_t>(rank), waited);
+  self.require_core()->group.end_composite_wait(static_cast<std::int16_t>(rank), waited);
 }
 
 }  // namespace
@@ -33,7 +33,7 @@ void bind_composite(nb::class_<PyGroup>& group) {
           "set_global_ranks",
           [](const PyGroup& self, const std::vector<std::int16_t>& global_ranks,
              std::uint64_t identity) {
-            self.held()->group.set_global_ranks(global_ranks, identity);
+            self.require_core()->group.set_global_ranks(global_ranks, identity);
           },
           nb::arg("global_ranks"), nb::arg("identity"))
       .def("begin_composite", &begin_composite, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"),
@@ -50,7 +50,7 @@ void bind_composite(nb::class_<PyGroup>& group) {
       .def(
           "begin_composite_wait",
           [](const PyGroup& self, int rank) {
-            self.held()->group.begin_composite_wait(static_cast<std::int16_t>(rank));
+            self.require_core()->group.begin_composite_wait(static_cast<std::int16_t>(rank));
           },
           nb::arg("rank"))
       .def("end_composite_wait", &end_composite_wait, nb::arg("rank"), nb::arg("seconds"));

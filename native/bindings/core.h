@@ -34,7 +34,7 @@ struct Core {
 struct PyGroup {
   std::shared_ptr<Core> core;
 
-  std::shared_ptr<Core> held() const {
+  std::shared_ptr<Core> require_core() const {
     if (!core) {
       throw nb::value_error("the group is closed");
     }
@@ -67,7 +67,7 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 // Runs `operation(core, bounds)` without the GIL.
 template <class Operation>
 nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
-  const std::shared_ptr<Core> core = self.held();
+  const std::shared_ptr<Core> core = self.require_core();
   mark_call_site();
   const Bounds bounds = bounds_for(seconds);
   Status status;

@@ -13,7 +13,7 @@ namespace {
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using CowMemoryPtr = std::shared_ptr<CowMemory>;
 
-CowMemoryPtr made(std::unique_ptr<CowMemory> memory, const Status& status) {
+CowMemoryPtr ptr_or_raise(std::unique_ptr<CowMemory> memory, const Status& status) {
   if (!memory) {
     errno = status.error;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -27,8 +27,9 @@ Bytes view(const CowMemoryPtr& memory, std::byte* base, std::size_t offset, std:
   if (offset > memory->bytes() || bytes > memory->bytes() - offset) {
     throw nb::value_error("the range exceeds the memory");
   }
-  const nb::capsule owner(new CowMemoryPtr(memory),
-                          [](void* held) noexcept { delete static_cast<CowMemoryPtr*>(held); });
+  const nb::capsule owner(new CowMemoryPtr(memory), [](void* owner_data) noexcept {
+    delete static_cast<CowMemoryPtr*>(owner_data);
+  });
   return Bytes(base + offset, {bytes}, owner);
 }
 
@@ -48,7 +49,7 @@ void bind_cow_memory(nb::module_& module) {
           [](std::size_t bytes) {
             Status status;
             auto memory = CowMemory::create(bytes, status);
-            return made(std::move(memory), status);
+            return ptr_or_raise(std::move(memory), status);
           },
           nb::arg("size"))
       .def_static(
@@ -56,7 +57,7 @@ void bind_cow_memory(nb::module_& module) {
           [](int pid, int descriptor, std::size_t bytes) {
             Status status;
             auto memory = CowMemory::open(pid, descriptor, bytes, status);
-            return made(std::move(memory), status);
+            return ptr_or_raise(std::move(memory), status);
           },
           nb::arg("pid"), nb::arg("descriptor"), nb::arg("size"))
       .def_prop_ro("descriptor", &CowMemory::descriptor)

@@ -37,7 +37,7 @@ Ending ending_of(std::string_view name) {
       return ending;
     }
   }
-  throw nb::value_error("no such ending");
+  throw nb::value_error("unknown ending");
 }
 
 nb::dict group_to_python(const RecordedGroup& group) {
@@ -241,7 +241,7 @@ void bind_flight_recorder(nb::module_& module) {
       },
       nb::arg("ending"), nb::arg("exception"));
   nb::class_<GroupFormation>(module, "GroupFormation",
-                             "A group that is being formed, as the flight recorder shows it.")
+                             "The record of a group that is being formed, in the flight recorder.")
       .def(nb::init<std::string_view, int, int, std::string_view>(), nb::arg("name"),
            nb::arg("rank"), nb::arg("size"), nb::arg("members"))
       .def_prop_ro("entry", &GroupFormation::entry)

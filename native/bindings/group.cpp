@@ -45,7 +45,7 @@ void close(PyGroup& self) {
 }
 
 std::vector<int> absent_ranks(const PyGroup& self) {
-  const Segment& segment = self.held()->group.segment();
+  const Segment& segment = self.require_core()->group.segment();
   std::vector<int> ranks;
   for (int rank = 0; rank < segment.ranks(); ++rank) {
     // Pairs with the store in Group's constructor: a rank that is present has stored its pid.
@@ -67,13 +67,13 @@ void set_why(Group& group, std::string_view why) {
 }
 
 nb::object abort(const PyGroup& self, std::string_view why) {
-  Group& group = self.held()->group;
+  Group& group = self.require_core()->group;
   set_why(group, why);
   return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}));
 }
 
 nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view why) {
-  Group& group = self.held()->group;
+  Group& group = self.require_core()->group;
   set_why(group, why);
   // All groups of the deadlock are broken before any rank leaves one of them because of it.
   const Status status{.code = Code::deadlock, .peer = peer, .reporter = group.rank()};
@@ -81,7 +81,7 @@ nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view why) {
 }
 
 void fail(const PyGroup& self, bool wake, std::string_view why) {
-  Group& group = self.held()->group;
+  Group& group = self.require_core()->group;
   if (!why.empty()) {
     set_why(group, why);
   }
@@ -89,7 +89,7 @@ void fail(const PyGroup& self, bool wake, std::string_view why) {
 }
 
 nb::object flight_recorder(const PyGroup& self, int rank, std::size_t history) {
-  const Group& group = self.held()->group;
+  const Group& group = self.require_core()->group;
   const std::vector<std::byte> bytes =
       copy_recorder(group.pid(rank), group.recorder_descriptor(rank));
   if (bytes.empty()) {
@@ -118,35 +118,45 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
                   nb::arg("entry") = 0)
       .def_static("open", &open, nb::arg("pid"), nb::arg("descriptor"), nb::arg("ranks"),
                   nb::arg("rank"), nb::arg("nonce"), nb::arg("entry") = 0)
-      .def_prop_ro("descriptor",
-                   [](const PyGroup& self) { return self.held()->group.segment().descriptor(); })
-      .def_prop_ro("rank", [](const PyGroup& self) { return self.held()->group.rank(); })
-      .def("connect", [](const PyGroup& self) { return to_python(self.held()->group.connect()); })
+      .def_prop_ro(
+          "descriptor",
+          [](const PyGroup& self) { return self.require_core()->group.segment().descriptor(); })
+      .def_prop_ro("rank", [](const PyGroup& self) { return self.require_core()->group.rank(); })
+      .def("connect",
+           [](const PyGroup& self) { return to_python(self.require_core()->group.connect()); })
       .def("absent_ranks", &absent_ranks)
       .def(
-          "pid", [](const PyGroup& self, int rank) { return self.held()->group.pid(rank); },
+          "pid", [](const PyGroup& self, int rank) { return self.require_core()->group.pid(rank); },
           nb::arg("rank"))
       .def(
           "wait_status",
-          [](const PyGroup& self, int rank) { return self.held()->group.wait_status(rank); },
+          [](const PyGroup& self, int rank) {
+            return self.require_core()->group.wait_status(rank);
+          },
           nb::arg("rank"))
-      .def_prop_ro("sequence", [](const PyGroup& self) { return self.held()->group.sequence(); })
+      .def_prop_ro("sequence",
+                   [](const PyGroup& self) { return self.require_core()->group.sequence(); })
       .def(
           "ranks_behind",
-          [](const PyGroup& self, int rank) { return self.held()->group.ranks_behind(rank); },
+          [](const PyGroup& self, int rank) {
+            return self.require_core()->group.ranks_behind(rank);
+          },
           nb::arg("rank"))
-      .def("is_awaited", [](const PyGroup& self) { return self.held()->group.is_awaited(); })
-      .def("failure", [](const PyGroup& self) { return to_python(self.held()->group.failure()); })
+      .def("is_awaited",
+           [](const PyGroup& self) { return self.require_core()->group.is_awaited(); })
+      .def("failure",
+           [](const PyGroup& self) { return to_python(self.require_core()->group.failure()); })
       .def("abort", &abort, nb::arg("why"))
       .def("abort_deadlock", &abort_deadlock, nb::arg("peer"), nb::arg("why"))
       .def("fail", &fail, nb::arg("wake"), nb::arg("why") = "")
       .def(
           "is_failing",
-          [](const PyGroup& self, int rank) { return self.held()->group.is_failing(rank); },
+          [](const PyGroup& self, int rank) { return self.require_core()->group.is_failing(rank); },
           nb::arg("rank"))
       .def("flight_recorder", &flight_recorder, nb::arg("rank"), nb::arg("history"))
-      .def_prop_ro("identity",
-                   [](const PyGroup& self) { return self.held()->group.segment().header().nonce; })
+      .def_prop_ro(
+          "identity",
+          [](const PyGroup& self) { return self.require_core()->group.segment().header().nonce; })
       .def("close", &close)
       .def_prop_ro("closed", [](const PyGroup& self) { return self.core == nullptr; });
   return group;

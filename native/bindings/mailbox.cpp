@@ -11,7 +11,7 @@ namespace {
 
 MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dtype,
                     int destination, int tag) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag,
@@ -20,7 +20,7 @@ MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dt
 
 MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,
                     int tag) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
@@ -54,20 +54,20 @@ nb::object py_wait(const PyGroup& self, Message& message, double timeout) {
 }
 
 bool py_test(const PyGroup& self, Message& message) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   return core->mailbox.test(message);
 }
 
 bool py_withdraw(const PyGroup& self, Message& message, int rank) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   return core->mailbox.withdraw(message, static_cast<std::int16_t>(rank));
 }
 
 MessagePtr py_begin_remote(const PyGroup& self, std::string_view kind, std::size_t count, int dtype,
                            int rank, int tag) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.begin_remote(kind_of(kind), count, static_cast<DType>(dtype),
@@ -91,19 +91,19 @@ void py_end_remote(const PyGroup& self, Message& message, std::string_view outco
 }
 
 std::vector<MessagePtr> py_serve(const PyGroup& self) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   return core->mailbox.serve();
 }
 
 void py_stop(const PyGroup& self) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   core->mailbox.stop();
 }
 
 void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   core->mailbox.watch(message, bounds_for(timeout).deadline);
 }
@@ -111,7 +111,7 @@ void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
 }  // namespace
 
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
-  nb::class_<Message>(module, "Message", "One send or recv under way.")
+  nb::class_<Message>(module, "Message", "A send or recv under way.")
       .def_prop_ro("id", &Message::id)
       .def_prop_ro("done", &Message::done)
       .def_prop_ro(
@@ -133,7 +133,7 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
       .def(
           "expect_remote",
           [](const PyGroup& self, bool may_come) {
-            const auto core = self.held();
+            const auto core = self.require_core();
             const nb::gil_scoped_release release;
             core->mailbox.expect_remote(may_come);
           },
@@ -146,7 +146,7 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
       .def("stop", &py_stop)
       .def("watch", &py_watch, nb::arg("message"), nb::arg("timeout"))
       .def_prop_ro("outstanding",
-                   [](const PyGroup& self) { return self.held()->mailbox.outstanding(); })
+                   [](const PyGroup& self) { return self.require_core()->mailbox.outstanding(); })
       .def_prop_ro("unexpected_peak", [](const PyGroup& self) {
         return self.core ? self.core->mailbox.unexpected_peak() : 0;
       });

@@ -14,7 +14,7 @@ namespace {
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using RowsPtr = std::shared_ptr<Rows>;
 
-RowsPtr made(std::unique_ptr<Rows> rows, const Status& status) {
+RowsPtr ptr_or_raise(std::unique_ptr<Rows> rows, const Status& status) {
   if (!rows) {
     errno = status.error;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -33,13 +33,13 @@ RowsPtr create(std::uint64_t rows, std::uint32_t width, std::uint32_t parts, std
     const nb::gil_scoped_release release;  // the kernel zeroes all of it
     created = Rows::create(shape, nonce, status);
   }
-  return made(std::move(created), status);
+  return ptr_or_raise(std::move(created), status);
 }
 
 RowsPtr open(int pid, int descriptor, std::uint64_t nonce) {
   Status status;
   auto rows = Rows::open(pid, descriptor, nonce, status);
-  return made(std::move(rows), status);
+  return ptr_or_raise(std::move(rows), status);
 }
 
 const char* name_of(RowsResult::Kind kind) {
@@ -89,8 +89,9 @@ Bytes view(const RowsPtr& self, std::uint32_t part) {
   if (part >= self->shape().parts) {
     throw nb::value_error("the table has no such part");
   }
-  const nb::capsule owner(new RowsPtr(self),
-                          [](void* held) noexcept { delete static_cast<RowsPtr*>(held); });
+  const nb::capsule owner(new RowsPtr(self), [](void* owner_data) noexcept {
+    delete static_cast<RowsPtr*>(owner_data);
+  });
   return Bytes(self->part(part), {self->shape().rows * self->stride()}, owner);
 }
 

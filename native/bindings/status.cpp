@@ -124,14 +124,15 @@ nb::object to_python(const Status& status) {
 
 void bind_status(nb::module_& module) {
   module.def("set_watcher", &set_watcher, nb::arg("call"));
-  nb::class_<Fingerprint>(module, "Fingerprint", "What a rank said of the operation it was in.")
+  nb::class_<Fingerprint>(module, "Fingerprint",
+                          "The operation that a rank was in, as it published it.")
       .def_ro("sequence", &Fingerprint::sequence)
       .def_ro("count", &Fingerprint::count)
       .def_ro("root", &Fingerprint::root)
       .def_prop_ro("kind", [](const Fingerprint& self) { return name_of(self.kind); })
       .def_prop_ro("dtype", [](const Fingerprint& self) { return static_cast<int>(self.dtype); })
       .def_prop_ro("op", [](const Fingerprint& self) { return static_cast<int>(self.op); });
-  nb::class_<Status>(module, "Status", "Why an operation failed.")
+  nb::class_<Status>(module, "Status", "The reason for the failure of an operation.")
       .def_prop_ro("code", [](const Status& self) { return name_of(self.code); })
       .def_ro("peer", &Status::peer)
       .def_ro("reporter", &Status::reporter)

@@ -163,15 +163,15 @@ std::shared_ptr<const ArenaView> ArenaView::open(int pid, int descriptor, Status
     return nullptr;
   }
   const std::lock_guard lock(mutex);
-  auto& known = views[File(info.st_dev, info.st_ino)];
-  std::shared_ptr<const ArenaView> view = known.lock();
+  auto& cached = views[File(info.st_dev, info.st_ino)];
+  std::shared_ptr<const ArenaView> view = cached.lock();
   if (!view) {
     const auto bytes = static_cast<std::size_t>(info.st_size);
     std::byte* base = map_file(opened, bytes);
     if (base == nullptr) {
       status = system_error(errno);
     } else {
-      known = view = std::shared_ptr<const ArenaView>(new ArenaView(base, bytes));
+      cached = view = std::shared_ptr<const ArenaView>(new ArenaView(base, bytes));
     }
   }
   ::close(opened);

@@ -46,18 +46,18 @@ template <class Each>
 bool scan(int map, std::byte* base, std::size_t bytes, Each each) {
   std::array<ScanRegion, 256> found;
   const auto first = reinterpret_cast<std::uintptr_t>(base);
-  ScanArguments wanted{};
-  wanted.size = sizeof wanted;
-  wanted.start = first;
-  wanted.end = first + bytes;
-  wanted.vec = reinterpret_cast<std::uintptr_t>(found.data());
-  wanted.vec_len = found.size();
-  wanted.category_inverted = kScanFile;
-  wanted.category_mask = kScanFile;
-  wanted.category_anyof_mask = kScanPresent | kScanSwapped;
-  wanted.return_mask = kScanFile;
-  while (wanted.start < first + bytes) {
-    const int count = ioctl(map, kScan, &wanted);
+  ScanArguments arguments{};
+  arguments.size = sizeof arguments;
+  arguments.start = first;
+  arguments.end = first + bytes;
+  arguments.vec = reinterpret_cast<std::uintptr_t>(found.data());
+  arguments.vec_len = found.size();
+  arguments.category_inverted = kScanFile;
+  arguments.category_mask = kScanFile;
+  arguments.category_anyof_mask = kScanPresent | kScanSwapped;
+  arguments.return_mask = kScanFile;
+  while (arguments.start < first + bytes) {
+    const int count = ioctl(map, kScan, &arguments);
     if (count < 0) {
       return false;
     }
@@ -65,7 +65,7 @@ bool scan(int map, std::byte* base, std::size_t bytes, Each each) {
       const ScanRegion& region = found[static_cast<std::size_t>(i)];
       each(base + (region.start - first), region.end - region.start);
     }
-    wanted.start = wanted.walk_end;
+    arguments.start = arguments.walk_end;
   }
   return true;
 }
@@ -79,9 +79,9 @@ void read(int map, std::byte* base, std::size_t bytes, Each each) {
   const auto first = reinterpret_cast<std::uintptr_t>(base) / kPage;
   while (done < bytes) {
     const std::size_t pages = std::min(words.size(), (bytes - done) / kPage);
-    const std::size_t wanted = pages * sizeof(std::uint64_t);
+    const std::size_t size = pages * sizeof(std::uint64_t);
     const auto position = static_cast<off_t>((first + done / kPage) * sizeof(std::uint64_t));
-    if (map < 0 || pread(map, words.data(), wanted, position) != static_cast<ssize_t>(wanted)) {
+    if (map < 0 || pread(map, words.data(), size, position) != static_cast<ssize_t>(size)) {
       words.fill(kPresent);
     }
     for (std::size_t i = 0; i < pages; ++i, done += kPage) {
@@ -166,14 +166,14 @@ std::unique_ptr<CowMemory> CowMemory::create(std::size_t bytes, Status& status) 
     ::close(fd);
     return nullptr;
   }
-  auto made = map(fd, size, status);
-  if (made) {
-    status = Segment::prefault(made->shared_, size);
+  auto memory = map(fd, size, status);
+  if (memory) {
+    status = Segment::prefault(memory->shared_, size);
     if (!status.ok()) {
       return nullptr;
     }
   }
-  return made;
+  return memory;
 }
 
 std::unique_ptr<CowMemory> CowMemory::open(int pid, int descriptor, std::size_t bytes,

@@ -106,9 +106,9 @@ std::unique_ptr<FlightRecorder> FlightRecorder::open(int fd, const RecorderIdent
   put(header.job, identity.job);
   // A reader that finds it in a copy of the file may read the fields stored above.
   std::atomic_ref(header.magic).store(kRecorderMagic, std::memory_order_release);
-  auto made = std::unique_ptr<FlightRecorder>(new FlightRecorder(layout, fd));
-  made->publish_sites();
-  return made;
+  auto recorder = std::unique_ptr<FlightRecorder>(new FlightRecorder(layout, fd));
+  recorder->publish_sites();
+  return recorder;
 }
 
 FlightRecorder::~FlightRecorder() {

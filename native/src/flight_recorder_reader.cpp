@@ -195,9 +195,9 @@ std::vector<std::byte> copy_recorder(int pid, int descriptor) {
     return bytes;
   }
   std::snprintf(path.data(), path.size(), "/proc/self/fd/%d", own->descriptor());
-  std::array<char, PATH_MAX> where{};
-  const ssize_t size = readlink(path.data(), where.data(), where.size() - 1);
-  const std::string file(where.data(), size > 0 ? static_cast<std::size_t>(size) : 0);
+  std::array<char, PATH_MAX> link{};
+  const ssize_t size = readlink(path.data(), link.data(), link.size() - 1);
+  const std::string file(link.data(), size > 0 ? static_cast<std::size_t>(size) : 0);
   const std::size_t slash = file.rfind('/');
   if (slash == std::string::npos) {
     return {};

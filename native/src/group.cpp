@@ -192,13 +192,13 @@ std::vector<int> Group::ranks_behind(int rank) const {
   const auto step_of = [this](int r) {
     return segment_->control(r).step.load(std::memory_order_relaxed);
   };
-  std::vector<int> late;
+  std::vector<int> behind;
   for (int peer = 0; peer < ranks(); ++peer) {
     if (step_of(peer) < step_of(rank)) {
-      late.push_back(peer);
+      behind.push_back(peer);
     }
   }
-  return late;
+  return behind;
 }
 
 bool Group::is_awaited() const {

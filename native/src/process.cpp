@@ -126,8 +126,8 @@ int Process::open(int pid) {
   static std::mutex mutex;
   static std::map<int, std::weak_ptr<const Handle>> handles;
   const std::lock_guard lock(mutex);
-  auto& known = handles[pid];
-  handle_ = known.lock();
+  auto& cached = handles[pid];
+  handle_ = cached.lock();
   // The handle of a process that has ended may be that of an earlier process with this pid.
   if (handle_ && !handle_->ended()) {
     return 0;
@@ -137,7 +137,7 @@ int Process::open(int pid) {
     handle_ = nullptr;
     return errno;
   }
-  known = handle_ = std::make_shared<const Handle>(pid, static_cast<int>(descriptor));
+  cached = handle_ = std::make_shared<const Handle>(pid, static_cast<int>(descriptor));
   return 0;
 }
 

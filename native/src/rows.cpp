@@ -129,15 +129,15 @@ std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, 
     ::close(fd);
     return nullptr;
   }
-  auto made = map(fd, shape, bytes, status);
-  if (!made) {
+  auto created = map(fd, shape, bytes, status);
+  if (!created) {
     return nullptr;
   }
-  status = Segment::prefault(made->base_, bytes);
+  status = Segment::prefault(created->base_, bytes);
   if (!status.ok()) {
     return nullptr;
   }
-  RowsHeader& header = made->header();
+  RowsHeader& header = created->header();
   header.version = kRowsVersion;
   header.dtype = static_cast<std::uint32_t>(shape.dtype);
   header.nonce = nonce;
@@ -146,7 +146,7 @@ std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, 
   header.width = shape.width;
   header.parts = shape.parts;
   header.magic = kRowsMagic;
-  return made;
+  return created;
 }
 
 std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, Status& status) {
@@ -161,11 +161,11 @@ std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, S
   RowsHeader header{};
   struct stat info{};
   const int seals = fcntl(fd, F_GET_SEALS);
-  const auto known = static_cast<ssize_t>(offsetof(RowsHeader, step));
+  const auto header_bytes = static_cast<ssize_t>(offsetof(RowsHeader, step));
   RowsShape shape;
   bool good = shares_pid_namespace(pid) && seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
               fstat(fd, &info) == 0 &&
-              pread(fd, &header, static_cast<std::size_t>(known), 0) == known &&
+              pread(fd, &header, static_cast<std::size_t>(header_bytes), 0) == header_bytes &&
               header.magic == kRowsMagic && header.version == kRowsVersion && header.nonce == nonce;
   if (good) {
     shape = {.rows = header.rows,

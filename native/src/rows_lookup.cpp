@@ -50,17 +50,17 @@ RowsResult Rows::gather(const RowList& list, void* const* parts, Timeout timeout
     return result;
   }
   const std::size_t size = row_bytes();
-  std::uint32_t wanted = shape_.parts;  // the parts after these are not requested
-  while (wanted > 0 && parts[wanted - 1] == nullptr) {
-    --wanted;
+  std::uint32_t used_parts = shape_.parts;  // the parts after these are not requested
+  while (used_parts > 0 && parts[used_parts - 1] == nullptr) {
+    --used_parts;
   }
   RowReader reader(*this, timeout);
   for (std::size_t i = 0; i < list.count; i += kBlock) {
     const std::size_t count = std::min(kBlock, list.count - i);
-    prefetch_block(list, i, wanted);
+    prefetch_block(list, i, used_parts);
     const std::size_t read = reader.read(list.rows + i, count, [&](std::size_t k) {
       const auto row = static_cast<std::uint64_t>(list.rows[i + k]);
-      for (std::uint32_t part = 0; part < wanted; ++part) {
+      for (std::uint32_t part = 0; part < used_parts; ++part) {
         if (parts[part] != nullptr) {
           load_row(static_cast<std::byte*>(parts[part]) + (i + k) * size, words(part, row), size);
         }
