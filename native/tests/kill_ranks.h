@@ -56,7 +56,7 @@ struct Steps {
     std::atomic<const char*> step;
     std::atomic<std::uint64_t> passed, deaths;
   };
-  Entry& of(const char* step) {
+  Entry& entry_for(const char* step) {
     for (auto i = reinterpret_cast<std::uintptr_t>(step) / 8;; ++i) {
       Entry& entry = entries[i % entries.size()];
       const char* known = nullptr;
@@ -98,7 +98,7 @@ struct FaultInjector {
   Steps* steps = nullptr;
   std::atomic<std::uint32_t> fatal = 0;  // enabled if not 0
   std::uint64_t yields = 0;              // a random state; 0: never yields
-  std::array<std::atomic<const char*>, 16> looks{};
+  std::array<std::atomic<const char*>, 16> checks{};
   std::atomic<std::uint64_t> words = 0;  // of records; the start of the count selects the words
   bool every_word = false;
 
@@ -109,12 +109,12 @@ struct FaultInjector {
       return false;
     }
     if (std::strstr(step, "check") == nullptr) {
-      for (auto& look : looks) look.store(nullptr);
+      for (auto& check : checks) check.store(nullptr);
       return true;
     }
-    for (auto& look : looks) {
+    for (auto& check : checks) {
       const char* known = nullptr;
-      if (look.compare_exchange_strong(known, step)) return true;
+      if (check.compare_exchange_strong(known, step)) return true;
       if (known == step) return false;
     }
     return true;
@@ -127,7 +127,7 @@ inline void on_step(const char* step) {
   state.step.store(step, std::memory_order_relaxed);
   if (std::strcmp(step, "wait: sleep") == 0) state.asleep.store(true);
   if (const std::uint32_t fatal = injector.fatal.load(std::memory_order_relaxed); fatal != 0) {
-    auto& entry = injector.steps->of(step);
+    auto& entry = injector.steps->entry_for(step);
     entry.passed.fetch_add(1, std::memory_order_relaxed);
     if (injector.counts(step) && state.steps.fetch_add(1) + 1 == fatal) {
       entry.deaths.fetch_add(1, std::memory_order_relaxed);
