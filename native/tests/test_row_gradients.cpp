@@ -98,17 +98,17 @@ void like_a_map(DType dtype, std::uint64_t seed) {
       add_to(expected, one, width);
       most += one.rows.size();
     }
-    const auto count = static_cast<std::int64_t>(1 + random.below(3));
+    const auto shards = static_cast<std::int64_t>(1 + random.below(3));
     const double divisor = random.one_in(2) ? 1 : 4;
     std::size_t found = 0;
-    for (std::int64_t remainder = 0; remainder < count; ++remainder) {
+    for (std::int64_t remainder = 0; remainder < shards; ++remainder) {
       std::vector<std::int64_t> rows(most, -1);
       std::vector<T> sums(most * width, T{99});
       const std::size_t count = coalesce_gradients(batches, width, dtype, divisor,
-                                                   {.remainder = remainder, .count = count},
+                                                   {.remainder = remainder, .count = shards},
                                                    {.rows = rows.data(), .gradients = sums.data()});
       for (std::size_t i = 0; i < count; ++i) {
-        CHECK(rows[i] % count == remainder);
+        CHECK(rows[i] % shards == remainder);
         CHECK(i == 0 || rows[i - 1] < rows[i]);
         const auto& sum = expected.at(rows[i]);
         for (std::size_t k = 0; k < width; ++k) {
