@@ -30,12 +30,12 @@ os.ftruncate(fd, _native.flight_recorder_bytes())
 _native.open_flight_recorder(fd, rank, size, attempt, "node-a", "a job")
 _native.report(10 * rank, 0.5, "a note")
 _native.report(10 * rank + 1, float("nan"), "\\x1b[2Ja note")
-joining = _native.Joining("0", rank, 2, "0-1")
+joining = _native.GroupFormation("0", rank, 2, "0-1")
 joining.waiting_for(1 - rank)
 joining.end("ok")
-joining = _native.Joining("1", rank, 2, "0,1")
+joining = _native.GroupFormation("1", rank, 2, "0,1")
 if ending:
-    _native.note_ending(ending, "ValueError: why" if ending == "failed" else "")
+    _native.record_ending(ending, "ValueError: why" if ending == "failed" else "")
 print(os.getpid())
 """
 

@@ -11,13 +11,13 @@ namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// What the owner of an array holds on to.
+// The allocation that an array's owner releases.
 struct Block {
   Arena* arena;
   std::byte* data;
 };
 
-Bytes shared_bytes(std::size_t size) {
+Bytes allocate_shared(std::size_t size) {
   Status status;
   Arena* arena = Arena::own(status);
   std::byte* data = arena == nullptr ? nullptr : arena->allocate(size, status);
@@ -26,8 +26,8 @@ Bytes shared_bytes(std::size_t size) {
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  const nb::capsule owner(new Block{arena, data}, [](void* held) noexcept {
-    const auto* block = static_cast<Block*>(held);
+  const nb::capsule owner(new Block{arena, data}, [](void* owner_data) noexcept {
+    const auto* block = static_cast<Block*>(owner_data);
     block->arena->release(block->data);
     delete block;
   });
@@ -43,7 +43,7 @@ std::size_t shared_bytes_in_use() {
 }  // namespace
 
 void bind_arena(nb::module_& module) {
-  module.def("shared_bytes", &shared_bytes, nb::arg("size"));
+  module.def("allocate_shared", &allocate_shared, nb::arg("size"));
   module.def("shared_bytes_in_use", &shared_bytes_in_use);
 }
 

@@ -1,6 +1,6 @@
-// Finds the place in the user's code that an operation comes from: the innermost frame that belongs
-// neither to torch nor to Phalanx. It is looked up for every operation, so what is known of a code
-// object is kept, and only a place that is new costs more than a walk along the frames.
+// Finds the call site of an operation in the user's code: the innermost frame that belongs neither
+// to torch nor to Phalanx. The search runs for every operation. So results are cached by code
+// object, and only a new call site costs more than a walk along the frames.
 #include "phalanx/call_site.h"
 
 #include <Python.h>
@@ -17,17 +17,17 @@
 namespace phalanx::bindings {
 namespace {
 
-// The number of a code object's places is bounded only by its length.
+// The number of call sites of a code object is bounded only by its length.
 struct Code {
-  nb::object held;  // so that no other code object gets its address
-  bool foreign = false;
+  nb::object owner;  // keeps the address from being reused
+  bool is_library = false;
   std::unordered_map<int, std::uint32_t> sites;  // by address
 };
 
-// All of it is guarded by the GIL.
+// Guarded by the GIL.
 struct Codes {
-  std::vector<std::string> foreign;  // beginnings of paths
-  std::unordered_map<PyCodeObject*, Code> known;
+  std::vector<std::string> library_prefixes;
+  std::unordered_map<PyCodeObject*, Code> cached_code;
 };
 
 Codes& codes() {
@@ -36,81 +36,81 @@ Codes& codes() {
   return *all;
 }
 
-constexpr std::size_t kMostCodes = 8192;
+constexpr std::size_t kMaxCodes = 8192;
 
 std::string path_of(PyCodeObject* code) {
   Py_ssize_t size = 0;
   const char* text = PyUnicode_AsUTF8AndSize(code->co_filename, &size);
-  if (text == nullptr) {  // a path that isn't valid Unicode
+  if (text == nullptr) {  // a path that is not valid Unicode
     PyErr_Clear();
     return "?";
   }
   return {text, static_cast<std::size_t>(size)};
 }
 
-Code& known(PyCodeObject* code) {
+Code& cached_code(PyCodeObject* code) {
   Codes& all = codes();
-  if (const auto found = all.known.find(code); found != all.known.end()) {
+  if (const auto found = all.cached_code.find(code); found != all.cached_code.end()) {
     return found->second;
   }
-  // Of a notebook that has run very many cells. What goes with the last reference to a code object
-  // may run Python, so it goes when the table is whole again.
+  // A notebook that has run very many cells. Dropping the last reference to a code object may run
+  // Python, so that happens once the table is consistent again.
   std::unordered_map<PyCodeObject*, Code> old;
-  if (all.known.size() == kMostCodes) {
-    old.swap(all.known);
+  if (all.cached_code.size() == kMaxCodes) {
+    old.swap(all.cached_code);
   }
-  Code& made = all.known[code];
-  made.held = nb::borrow(reinterpret_cast<PyObject*>(code));
+  Code& added = all.cached_code[code];
+  added.owner = nb::borrow(reinterpret_cast<PyObject*>(code));
   const std::string path = path_of(code);
-  for (const std::string& beginning : all.foreign) {
-    made.foreign = made.foreign || path.starts_with(beginning);
+  for (const std::string& prefix : all.library_prefixes) {
+    added.is_library = added.is_library || path.starts_with(prefix);
   }
-  return made;
+  return added;
 }
 
 std::uint32_t site_of(const Frames& at, Code& code) {
-  const auto [place, fresh] = code.sites.try_emplace(at.address(), 0);
-  if (fresh) {
+  const auto [site, inserted] = code.sites.try_emplace(at.address(), 0);
+  if (inserted) {
     const int line = PyCode_Addr2Line(at.code(), at.address());
-    place->second = call_site_number(path_of(at.code()) + ":" + std::to_string(line));
-    if (FlightRecorder* box = FlightRecorder::own()) {
-      box->publish_sites();
+    site->second = call_site_number(path_of(at.code()) + ":" + std::to_string(line));
+    if (FlightRecorder* recorder = FlightRecorder::own()) {
+      recorder->publish_sites();
     }
   }
-  return place->second;
+  return site->second;
 }
 
-// The GIL is held.
+// Requires the GIL.
 std::uint32_t find_call_site() {
   for (Frames at; !at.end(); at.next()) {
-    if (Code& code = known(at.code()); !code.foreign) {
+    if (Code& code = cached_code(at.code()); !code.is_library) {
       return site_of(at, code);
     }
   }
   return 0;
 }
 
-void set_foreign_code(std::vector<std::string> beginnings) {
-  codes().foreign = std::move(beginnings);
+void set_library_code(std::vector<std::string> prefixes) {
+  codes().library_prefixes = std::move(prefixes);
   std::unordered_map<PyCodeObject*, Code> old;
-  old.swap(codes().known);
+  old.swap(codes().cached_code);
 }
 
-// Of a thread that runs operations for others.
-bool handed_on() { return current_caller().thread == Caller::kGroup; }
+// Whether this thread runs operations for others.
+bool runs_for_others() { return current_caller().thread == Caller::kGroup; }
 
 void set_caller(std::uint32_t site) { current_caller() = {.site = site, .thread = Caller::kGroup}; }
 
 }  // namespace
 
 void mark_call_site() {
-  if (!handed_on()) {
+  if (!runs_for_others()) {
     current_caller().site = find_call_site();
   }
 }
 
 void bind_call_site(nb::module_& module) {
-  module.def("set_foreign_code", &set_foreign_code, nb::arg("beginnings"));
+  module.def("set_library_code", &set_library_code, nb::arg("prefixes"));
   module.def("call_site", &find_call_site);
   module.def("call_site_text", &call_site_text, nb::arg("number"));
   module.def("set_caller", &set_caller, nb::arg("site"));

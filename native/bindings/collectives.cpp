@@ -11,10 +11,10 @@ void* const* pointers(const std::vector<Address>& addresses) {
   return reinterpret_cast<void* const*>(addresses.data());
 }
 
-// Where the parts of a contiguous tensor begin: one for each rank, of `count` elements each.
+// The addresses of the parts of a contiguous tensor: one per rank, of `count` elements each.
 std::vector<Address> parts_of(const PyGroup& self, Address whole, std::size_t count, int dtype) {
   const std::size_t bytes = count * size_of(static_cast<DType>(dtype));
-  std::vector<Address> parts(static_cast<std::size_t>(self.held()->group.ranks()));
+  std::vector<Address> parts(static_cast<std::size_t>(self.require_core()->group.ranks()));
   for (std::size_t rank = 0; rank < parts.size(); ++rank) {
     parts[rank] = whole + rank * bytes;
   }

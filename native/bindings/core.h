@@ -1,4 +1,4 @@
-// What the binding files share.
+// Common parts of the bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,11 +21,11 @@ namespace nb = nanobind;
 
 using Address = std::uintptr_t;
 
-// A group and its mailbox. Calls that block hold a reference of their own, so that close() in one
-// thread doesn't pull the memory from under another.
+// A group and its mailbox. Blocking calls hold a reference of their own, so that close() in one
+// thread does not unmap the memory under another.
 struct Core {
-  Core(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
-      : group(std::move(segment), rank, note), mailbox(group) {}
+  Core(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
+      : group(std::move(segment), rank, entry), mailbox(group) {}
   Group group;
   Mailbox mailbox;
 };
@@ -34,7 +34,7 @@ struct Core {
 struct PyGroup {
   std::shared_ptr<Core> core;
 
-  std::shared_ptr<Core> held() const {
+  std::shared_ptr<Core> require_core() const {
     if (!core) {
       throw nb::value_error("the group is closed");
     }
@@ -44,22 +44,22 @@ struct PyGroup {
 
 const char* name_of(Code code);
 const char* name_of(Kind kind);
-// Raise ValueError for a name of nothing.
+// Raise ValueError for an unknown name.
 Code code_of(std::string_view name);
 Kind kind_of(std::string_view name);
 const char* name_of(DType dtype);
 const char* name_of(ReduceOp op);
 
-// What a flight recorder's bytes hold, as _native.pyi says. Raises ValueError.
-nb::dict box_to_python(const std::vector<std::byte>& bytes, std::size_t history);
+// Parses the bytes of a flight recorder, see _native.pyi. Raises ValueError.
+nb::dict recorder_to_python(const std::vector<std::byte>& bytes, std::size_t history);
 
-// None for ok, a Status object otherwise; raises what a Python signal handler raised.
+// Returns None for ok, otherwise a Status object; raises what a Python signal handler raised.
 nb::object to_python(const Status& status);
 
-// Limits of a call of `seconds`; Python's signals are looked at while it waits.
+// The limits of a call of `seconds`; the call checks for Python signals while it waits.
 Bounds bounds_for(double seconds);
 
-// Marks this thread's next operation with the place in the user's code that it comes from.
+// Sets the call site in the user's code of this thread's next operation.
 void mark_call_site();
 
 inline void* pointer(Address address) { return reinterpret_cast<void*>(address); }
@@ -67,7 +67,7 @@ inline void* pointer(Address address) { return reinterpret_cast<void*>(address);
 // Runs `operation(core, bounds)` without the GIL.
 template <class Operation>
 nb::object run(const PyGroup& self, double seconds, Operation&& operation) {
-  const std::shared_ptr<Core> core = self.held();
+  const std::shared_ptr<Core> core = self.require_core();
   mark_call_site();
   const Bounds bounds = bounds_for(seconds);
   Status status;
@@ -84,12 +84,12 @@ void bind_flight_recorder(nb::module_& module);
 void bind_reduce(nb::module_& module);
 void bind_overlap(nb::module_& module);
 void bind_arena(nb::module_& module);
-void bind_commons(nb::module_& module);
+void bind_cow_memory(nb::module_& module);
 void bind_rows(nb::module_& module);
 void bind_row_gradients(nb::module_& module);
 nb::class_<PyGroup> bind_group(nb::module_& module);
 void bind_collectives(nb::class_<PyGroup>& group);
-void bind_compose(nb::class_<PyGroup>& group);
+void bind_composite(nb::class_<PyGroup>& group);
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group);
 
 }  // namespace phalanx::bindings

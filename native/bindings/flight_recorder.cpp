@@ -5,13 +5,13 @@
 #include <nanobind/stl/string_view.h>
 
 #include "core.h"
-#include "phalanx/flight_recorder_reader.h"
 #include "phalanx/call_site.h"
+#include "phalanx/flight_recorder_reader.h"
 
 namespace phalanx::bindings {
 namespace {
 
-// Whatever bytes somebody wrote.
+// Decodes arbitrary bytes.
 nb::object text(const std::string& bytes) {
   PyObject* decoded =
       PyUnicode_DecodeUTF8(bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace");
@@ -37,10 +37,10 @@ Ending ending_of(std::string_view name) {
       return ending;
     }
   }
-  throw nb::value_error("no such ending");
+  throw nb::value_error("unknown ending");
 }
 
-nb::dict group_to_python(const BoxGroup& group) {
+nb::dict group_to_python(const RecordedGroup& group) {
   nb::dict to;
   to["identity"] = group.identity;
   to["name"] = text(group.name);
@@ -54,28 +54,29 @@ nb::dict group_to_python(const BoxGroup& group) {
   return to;
 }
 
-int index_of(const BoxContents& box, std::uint16_t id) {
-  for (std::size_t index = 0; id != 0 && index < box.groups.size(); ++index) {
-    if (box.groups[index].id == id) {
+int index_of(const RecorderContents& contents, std::uint16_t id) {
+  for (std::size_t index = 0; id != 0 && index < contents.groups.size(); ++index) {
+    if (contents.groups[index].id == id) {
       return static_cast<int>(index);
     }
   }
   return -1;
 }
 
-nb::dict record_to_python(const BoxContents& box, const Record& record) {
+nb::dict record_to_python(const RecorderContents& contents, const Record& record) {
   const bool typed = record.kind != Kind::barrier && record.kind != Kind::join;
   nb::dict to;
   to["number"] = record.number;
   to["kind"] = bindings::name_of(record.kind);
-  to["group"] = index_of(box, record.group);
+  to["group"] = index_of(contents, record.group);
   to["sequence"] = record.sequence;
   to["dtype"] = typed ? bindings::name_of(record.dtype) : "";
   to["count"] = record.count;
   to["op"] = record.op == ReduceOp::none ? nb::str("")
                                          : nb::str(bindings::name_of(record.op)).attr("upper")();
   to["peer"] = record.peer;
-  to["site"] = text(record.site < box.sites.size() ? box.sites[record.site] : std::string());
+  to["site"] =
+      text(record.site < contents.sites.size() ? contents.sites[record.site] : std::string());
   to["begin"] = record.begin;
   to["end"] = record.end;
   to["waited"] = record.waited;
@@ -85,40 +86,40 @@ nb::dict record_to_python(const BoxContents& box, const Record& record) {
   return to;
 }
 
-nb::list records_to_python(const BoxContents& box, const std::vector<Record>& records) {
+nb::list records_to_python(const RecorderContents& contents, const std::vector<Record>& records) {
   nb::list list;
   for (const Record& record : records) {
-    list.append(record_to_python(box, record));
+    list.append(record_to_python(contents, record));
   }
   return list;
 }
 
-nb::dict contents_to_python(const BoxContents& box) {
+nb::dict contents_to_python(const RecorderContents& contents) {
   nb::dict to;
-  to["pid"] = box.pid;
-  to["rank"] = box.rank;
-  to["world_size"] = box.world_size;
-  to["attempt"] = box.attempt;
-  to["host"] = text(box.host);
-  to["job"] = text(box.job);
-  to["clock"] = box.clock;
-  to["opened"] = box.opened;
-  to["ending"] = name_of(box.ending);
-  to["ended"] = box.ending_time;
-  to["last_words"] = text(box.last_words);
-  to["note"] = text(box.note);
-  to["operations"] = box.operations;
-  to["main_waits"] = box.main_waits;
-  to["torn"] = box.torn;
+  to["pid"] = contents.pid;
+  to["rank"] = contents.rank;
+  to["world_size"] = contents.world_size;
+  to["attempt"] = contents.attempt;
+  to["host"] = text(contents.host);
+  to["job"] = text(contents.job);
+  to["clock"] = contents.clock;
+  to["opened"] = contents.opened;
+  to["ending"] = name_of(contents.ending);
+  to["ended"] = contents.ending_time;
+  to["exception"] = text(contents.exception);
+  to["note"] = text(contents.note);
+  to["operations"] = contents.operations;
+  to["main_thread_wait"] = contents.main_thread_wait;
+  to["torn"] = contents.torn;
   nb::list groups;
-  for (const BoxGroup& group : box.groups) {
+  for (const RecordedGroup& group : contents.groups) {
     groups.append(group_to_python(group));
   }
   to["groups"] = groups;
-  to["open"] = records_to_python(box, box.open);
-  to["done"] = records_to_python(box, box.done);
+  to["open"] = records_to_python(contents, contents.open);
+  to["done"] = records_to_python(contents, contents.done);
   nb::list reports;
-  for (const BoxReport& report : box.reports) {
+  for (const RecordedReport& report : contents.reports) {
     reports.append(nb::make_tuple(report.time, report.step, report.loss));
   }
   to["reports"] = reports;
@@ -127,81 +128,82 @@ nb::dict contents_to_python(const BoxContents& box) {
 
 nb::dict read(const nb::bytes& data, std::size_t history) {
   const auto* begin = reinterpret_cast<const std::byte*>(data.data());
-  return box_to_python({begin, begin + data.size()}, history);
+  return recorder_to_python({begin, begin + data.size()}, history);
 }
 
 void open(int descriptor, int rank, int world_size, int attempt, std::string_view host,
           std::string_view job) {
   Status status;
-  auto box = FlightRecorder::open(
+  auto recorder = FlightRecorder::open(
       descriptor,
       {.rank = rank, .world_size = world_size, .attempt = attempt, .host = host, .job = job},
       status);
-  if (!box) {
+  if (!recorder) {
     errno = status.error;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  FlightRecorder::adopt(std::move(box));
+  FlightRecorder::install(std::move(recorder));
 }
 
-// A group that is being formed: a note and an operation that shows whom it waits for.
-class Joining {
+// The record of a group that is being formed: an entry, and an operation that shows the awaited
+// rank.
+class GroupFormation {
  public:
-  Joining(std::string_view name, int rank, int size, std::string_view members) {
-    if (box_ == nullptr) {
+  GroupFormation(std::string_view name, int rank, int size, std::string_view members) {
+    if (recorder_ == nullptr) {
       return;
     }
-    id_ = box_->add_group(rank, size);
-    if (GroupNote* note = box_->group(id_)) {
-      FlightRecorder::name_group(*note, name, members);
+    entry_ = recorder_->add_group(rank, size);
+    if (GroupEntry* entry = recorder_->group(entry_)) {
+      FlightRecorder::name_group(*entry, name, members);
     }
     mark_call_site();
     record_.begin = nanoseconds(Clock::now());
     record_.kind = Kind::join;
-    record_.group = id_;
+    record_.group = entry_;
     record_.site = current_caller().site;
     record_.thread = current_caller().thread;
-    place_ = box_->begin(record_);
+    slot_ = recorder_->begin(record_);
   }
 
-  std::uint16_t id() const { return id_; }
+  std::uint16_t entry() const { return entry_; }
 
   void waiting_for(int rank) {
     record_.waiting_for = static_cast<std::int16_t>(rank);
-    if (place_ >= 0) {
-      box_->waiting_for(place_, record_);
+    if (slot_ >= 0) {
+      recorder_->waiting_for(slot_, record_);
     }
   }
 
   // A second call does nothing.
   void end(std::string_view outcome) {
     const Code code = code_of(outcome);
-    if (box_ == nullptr || record_.end != 0) {
+    if (recorder_ == nullptr || record_.end != 0) {
       return;
     }
     record_.end = nanoseconds(Clock::now());
     record_.waited = record_.waiting_for < 0 ? 0 : record_.end - record_.begin;
     record_.outcome = code;
-    box_->end(place_, record_);
-    GroupNote* note = box_->group(id_);
-    if (code != Code::ok && note != nullptr) {
-      note->left.store(1, std::memory_order_relaxed);
+    recorder_->end(slot_, record_);
+    GroupEntry* entry = recorder_->group(entry_);
+    if (code != Code::ok && entry != nullptr) {
+      entry->left.store(1, std::memory_order_relaxed);
     }
   }
 
  private:
-  FlightRecorder* box_ = FlightRecorder::own();
+  FlightRecorder* recorder_ = FlightRecorder::own();
   Record record_;
-  int place_ = -1;
-  std::uint16_t id_ = 0;
+  int slot_ = -1;
+  std::uint16_t entry_ = 0;
 };
 
 }  // namespace
 
-nb::dict box_to_python(const std::vector<std::byte>& bytes, std::size_t history) {
-  BoxContents contents;
-  if (const std::string why = read_box(bytes, history, contents); !why.empty()) {
+nb::dict recorder_to_python(const std::vector<std::byte>& bytes, std::size_t history) {
+  RecorderContents contents;
+  if (const std::string why = parse_recorder(bytes, history, contents); !why.empty()) {
     throw nb::value_error(why.c_str());
   }
   return contents_to_python(contents);
@@ -209,41 +211,42 @@ nb::dict box_to_python(const std::vector<std::byte>& bytes, std::size_t history)
 
 void bind_flight_recorder(nb::module_& module) {
   module.def("read_flight_recorder", &read, nb::arg("data"), nb::arg("history"));
-  module.def("flight_recorder_bytes", [] { return sizeof(BoxLayout); });
-  module.def("open_flight_recorder", &open, nb::arg("descriptor"), nb::arg("rank"), nb::arg("world_size"),
-             nb::arg("attempt"), nb::arg("host"), nb::arg("job"));
+  module.def("flight_recorder_bytes", [] { return sizeof(RecorderLayout); });
+  module.def("open_flight_recorder", &open, nb::arg("descriptor"), nb::arg("rank"),
+             nb::arg("world_size"), nb::arg("attempt"), nb::arg("host"), nb::arg("job"));
   module.def("has_flight_recorder", [] { return FlightRecorder::own() != nullptr; });
-  module.def("forget_flight_recorder", &FlightRecorder::forget);
+  module.def("detach_flight_recorder", &FlightRecorder::detach);
   module.def(
-      "main_waits",
+      "set_main_thread_wait",
       [](std::uint64_t number) {
-        if (FlightRecorder* box = FlightRecorder::own()) {
-          box->main_waits(number);
+        if (FlightRecorder* recorder = FlightRecorder::own()) {
+          recorder->set_main_thread_wait(number);
         }
       },
       nb::arg("number"));
   module.def(
       "report",
       [](std::int64_t step, std::optional<double> loss, std::string_view note) {
-        if (FlightRecorder* box = FlightRecorder::own()) {
-          box->report(step, loss, note);
+        if (FlightRecorder* recorder = FlightRecorder::own()) {
+          recorder->report(step, loss, note);
         }
       },
       nb::arg("step"), nb::arg("loss").none(), nb::arg("note"));
   module.def(
-      "note_ending",
-      [](std::string_view ending, std::string_view words) {
-        if (FlightRecorder* box = FlightRecorder::own()) {
-          box->set_ending(ending_of(ending), words);
+      "record_ending",
+      [](std::string_view ending, std::string_view exception) {
+        if (FlightRecorder* recorder = FlightRecorder::own()) {
+          recorder->record_ending(ending_of(ending), exception);
         }
       },
-      nb::arg("ending"), nb::arg("words"));
-  nb::class_<Joining>(module, "Joining", "A group that is being formed, as the flight recorder shows it.")
+      nb::arg("ending"), nb::arg("exception"));
+  nb::class_<GroupFormation>(module, "GroupFormation",
+                             "The record of a group that is being formed, in the flight recorder.")
       .def(nb::init<std::string_view, int, int, std::string_view>(), nb::arg("name"),
            nb::arg("rank"), nb::arg("size"), nb::arg("members"))
-      .def_prop_ro("note", &Joining::id)
-      .def("waiting_for", &Joining::waiting_for, nb::arg("rank"))
-      .def("end", &Joining::end, nb::arg("outcome"));
+      .def_prop_ro("entry", &GroupFormation::entry)
+      .def("waiting_for", &GroupFormation::waiting_for, nb::arg("rank"))
+      .def("end", &GroupFormation::end, nb::arg("outcome"));
 }
 
 }  // namespace phalanx::bindings

@@ -48,7 +48,7 @@ void Frames::next() {
   skip_incomplete();
 }
 
-// Those that the interpreter is setting up, and those that stand for its own C code.
+// Skips frames that the interpreter is setting up, and those of its own C code.
 void Frames::skip_incomplete() {
   while (frame_ != nullptr && _PyFrame_IsIncomplete(frame_in(frame_))) {
     frame_ = frame_in(frame_)->previous;

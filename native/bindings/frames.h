@@ -1,8 +1,8 @@
 // The frames of the calling thread's Python code, innermost first.
 //
-// PyFrame_GetBack makes a Python object of every frame that it passes, which costs as much as a
-// small collective's whole flight recorder. So the interpreter's own frames are read, where their
-// structure is known (3.11 to 3.13); other versions get the public functions.
+// PyFrame_GetBack creates a Python object for every frame that it passes, which costs as much as
+// the flight recorder's work for a small collective. So the interpreter's own frames are read in
+// versions with a known structure (3.11 to 3.13). Other versions use the public functions.
 #pragma once
 
 #include <Python.h>
@@ -11,9 +11,9 @@ namespace phalanx::bindings {
 
 class Frames {
  public:
-  // At the innermost frame. The GIL is held, and no Python code runs while this lives.
+  // Starts at the innermost frame. Requires the GIL; no Python code may run while this lives.
   Frames();
-  // Where the public functions are used it has a reference to drop.
+  // With the public functions there is a reference to drop.
   ~Frames();  // NOLINT(performance-trivially-destructible)
   Frames(const Frames&) = delete;
   Frames& operator=(const Frames&) = delete;
@@ -22,7 +22,7 @@ class Frames {
   void next();
   // Borrowed from the frame.
   PyCodeObject* code() const;
-  // The byte in the code that the frame stands at; PyCode_Addr2Line makes a line of it.
+  // The byte offset of the frame in its code; PyCode_Addr2Line converts it to a line.
   int address() const;
 
  private:

@@ -3,30 +3,31 @@
 #include <nanobind/stl/string_view.h>
 
 #include "core.h"
-#include "phalanx/flight_recorder_reader.h"
 #include "phalanx/call_site.h"
+#include "phalanx/flight_recorder_reader.h"
 
 namespace phalanx::bindings {
 namespace {
 
-PyGroup make(std::unique_ptr<Segment> segment, int rank, std::uint16_t note, const Status& status) {
+PyGroup make(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry,
+             const Status& status) {
   if (!segment) {
     errno = status.error;
     PyErr_SetFromErrno(PyExc_OSError);
     throw nb::python_error();
   }
-  return {std::make_shared<Core>(std::move(segment), rank, note)};
+  return {std::make_shared<Core>(std::move(segment), rank, entry)};
 }
 
-PyGroup create(int ranks, int rank, std::uint64_t nonce, std::uint16_t note) {
+PyGroup create(int ranks, int rank, std::uint64_t nonce, std::uint16_t entry) {
   Status status;
-  return make(Segment::create(ranks, nonce, status), rank, note, status);
+  return make(Segment::create(ranks, nonce, status), rank, entry, status);
 }
 
 PyGroup open(int pid, int descriptor, int ranks, int rank, std::uint64_t nonce,
-             std::uint16_t note) {
+             std::uint16_t entry) {
   Status status;
-  return make(Segment::open(pid, descriptor, ranks, nonce, status), rank, note, status);
+  return make(Segment::open(pid, descriptor, ranks, nonce, status), rank, entry, status);
 }
 
 void close(PyGroup& self) {
@@ -43,11 +44,11 @@ void close(PyGroup& self) {
   }
 }
 
-std::vector<int> absent(const PyGroup& self) {
-  const Segment& segment = self.held()->group.segment();
+std::vector<int> absent_ranks(const PyGroup& self) {
+  const Segment& segment = self.require_core()->group.segment();
   std::vector<int> ranks;
   for (int rank = 0; rank < segment.ranks(); ++rank) {
-    // Pairs with the store in Group's constructor: who is present has stored its pid.
+    // Pairs with the store in Group's constructor: a rank that is present has stored its pid.
     if (segment.control(rank).presence.load(std::memory_order_seq_cst) == Presence::absent) {
       ranks.push_back(rank);
     }
@@ -55,32 +56,32 @@ std::vector<int> absent(const PyGroup& self) {
   return ranks;
 }
 
-// What this rank says of why it breaks the group, for others to read in its flight recorder.
+// Records in this rank's flight recorder, for others to read, why it breaks the group.
 void set_why(Group& group, std::string_view why) {
-  if (GroupNote* note = group.note(); note != nullptr && group.broken().ok()) {
+  if (GroupEntry* entry = group.entry(); entry != nullptr && group.failure().ok()) {
     mark_call_site();
-    FlightRecorder::set_why(*note, why);
-    // Who finds in a copy of the box where, may read why.
-    note->left_at.store(current_caller().site, std::memory_order_release);
+    FlightRecorder::set_why(*entry, why);
+    // A reader that finds the call site in a copy of the file may read the reason.
+    entry->left_at.store(current_caller().site, std::memory_order_release);
   }
 }
 
 nb::object abort(const PyGroup& self, std::string_view why) {
-  Group& group = self.held()->group;
+  Group& group = self.require_core()->group;
   set_why(group, why);
   return to_python(group.abort(Status{.code = Code::aborted, .reporter = group.rank()}));
 }
 
-nb::object abort_ring(const PyGroup& self, int peer, std::string_view why) {
-  Group& group = self.held()->group;
+nb::object abort_deadlock(const PyGroup& self, int peer, std::string_view why) {
+  Group& group = self.require_core()->group;
   set_why(group, why);
-  // All groups of the ring are broken before anybody leaves one of them because of it.
-  const Status status{.code = Code::ring, .peer = peer, .reporter = group.rank()};
+  // All groups of the deadlock are broken before any rank leaves one of them because of it.
+  const Status status{.code = Code::deadlock, .peer = peer, .reporter = group.rank()};
   return to_python(group.abort(status, false));
 }
 
 void fail(const PyGroup& self, bool wake, std::string_view why) {
-  Group& group = self.held()->group;
+  Group& group = self.require_core()->group;
   if (!why.empty()) {
     set_why(group, why);
   }
@@ -88,14 +89,15 @@ void fail(const PyGroup& self, bool wake, std::string_view why) {
 }
 
 nb::object flight_recorder(const PyGroup& self, int rank, std::size_t history) {
-  const Group& group = self.held()->group;
-  const std::vector<std::byte> bytes = copy_box(group.pid(rank), group.box_of(rank));
+  const Group& group = self.require_core()->group;
+  const std::vector<std::byte> bytes =
+      copy_recorder(group.pid(rank), group.recorder_descriptor(rank));
   if (bytes.empty()) {
     return nb::none();
   }
   try {
-    return box_to_python(bytes, history);
-  } catch (const nb::builtin_exception&) {  // one of another version, or damaged
+    return recorder_to_python(bytes, history);
+  } catch (const nb::builtin_exception&) {  // of another version, or damaged
     return nb::none();
   }
 }
@@ -113,36 +115,48 @@ nb::class_<PyGroup> bind_group(nb::module_& module) {
   auto group = nb::class_<PyGroup>(module, "Group", "One rank's view of its group on this host.");
   group
       .def_static("create", &create, nb::arg("ranks"), nb::arg("rank"), nb::arg("nonce"),
-                  nb::arg("note") = 0)
+                  nb::arg("entry") = 0)
       .def_static("open", &open, nb::arg("pid"), nb::arg("descriptor"), nb::arg("ranks"),
-                  nb::arg("rank"), nb::arg("nonce"), nb::arg("note") = 0)
-      .def_prop_ro("descriptor",
-                   [](const PyGroup& self) { return self.held()->group.segment().descriptor(); })
-      .def_prop_ro("rank", [](const PyGroup& self) { return self.held()->group.rank(); })
-      .def("connect", [](const PyGroup& self) { return to_python(self.held()->group.connect()); })
-      .def("absent", &absent)
+                  nb::arg("rank"), nb::arg("nonce"), nb::arg("entry") = 0)
+      .def_prop_ro(
+          "descriptor",
+          [](const PyGroup& self) { return self.require_core()->group.segment().descriptor(); })
+      .def_prop_ro("rank", [](const PyGroup& self) { return self.require_core()->group.rank(); })
+      .def("connect",
+           [](const PyGroup& self) { return to_python(self.require_core()->group.connect()); })
+      .def("absent_ranks", &absent_ranks)
       .def(
-          "pid", [](const PyGroup& self, int rank) { return self.held()->group.pid(rank); },
+          "pid", [](const PyGroup& self, int rank) { return self.require_core()->group.pid(rank); },
           nb::arg("rank"))
       .def(
           "wait_status",
-          [](const PyGroup& self, int rank) { return self.held()->group.wait_status(rank); },
+          [](const PyGroup& self, int rank) {
+            return self.require_core()->group.wait_status(rank);
+          },
           nb::arg("rank"))
-      .def_prop_ro("sequence", [](const PyGroup& self) { return self.held()->group.sequence(); })
+      .def_prop_ro("sequence",
+                   [](const PyGroup& self) { return self.require_core()->group.sequence(); })
       .def(
-          "behind", [](const PyGroup& self, int rank) { return self.held()->group.behind(rank); },
+          "ranks_behind",
+          [](const PyGroup& self, int rank) {
+            return self.require_core()->group.ranks_behind(rank);
+          },
           nb::arg("rank"))
-      .def("awaited", [](const PyGroup& self) { return self.held()->group.awaited(); })
-      .def("broken", [](const PyGroup& self) { return to_python(self.held()->group.broken()); })
+      .def("is_awaited",
+           [](const PyGroup& self) { return self.require_core()->group.is_awaited(); })
+      .def("failure",
+           [](const PyGroup& self) { return to_python(self.require_core()->group.failure()); })
       .def("abort", &abort, nb::arg("why"))
-      .def("abort_ring", &abort_ring, nb::arg("peer"), nb::arg("why"))
+      .def("abort_deadlock", &abort_deadlock, nb::arg("peer"), nb::arg("why"))
       .def("fail", &fail, nb::arg("wake"), nb::arg("why") = "")
       .def(
-          "failing", [](const PyGroup& self, int rank) { return self.held()->group.failing(rank); },
+          "is_failing",
+          [](const PyGroup& self, int rank) { return self.require_core()->group.is_failing(rank); },
           nb::arg("rank"))
       .def("flight_recorder", &flight_recorder, nb::arg("rank"), nb::arg("history"))
-      .def_prop_ro("identity",
-                   [](const PyGroup& self) { return self.held()->group.segment().header().nonce; })
+      .def_prop_ro(
+          "identity",
+          [](const PyGroup& self) { return self.require_core()->group.segment().header().nonce; })
       .def("close", &close)
       .def_prop_ro("closed", [](const PyGroup& self) { return self.core == nullptr; });
   return group;

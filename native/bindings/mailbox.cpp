@@ -7,11 +7,11 @@
 namespace phalanx::bindings {
 namespace {
 
-// All without the GIL: another thread may hold the mailbox while a long message moves.
+// All without the GIL: another thread may hold the mailbox's lock while a long message moves.
 
 MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dtype,
                     int destination, int tag) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.send(pointer(data), count, static_cast<DType>(dtype), destination, tag,
@@ -20,7 +20,7 @@ MessagePtr py_isend(const PyGroup& self, Address data, std::size_t count, int dt
 
 MessagePtr py_irecv(const PyGroup& self, Address data, std::size_t count, int dtype, int source,
                     int tag) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
   return core->mailbox.recv(pointer(data), count, static_cast<DType>(dtype), source, tag, true);
@@ -54,56 +54,56 @@ nb::object py_wait(const PyGroup& self, Message& message, double timeout) {
 }
 
 bool py_test(const PyGroup& self, Message& message) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   return core->mailbox.test(message);
 }
 
-bool py_withdraw(const PyGroup& self, Message& message, int name) {
-  const auto core = self.held();
+bool py_withdraw(const PyGroup& self, Message& message, int rank) {
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
-  return core->mailbox.withdraw(message, static_cast<std::int16_t>(name));
+  return core->mailbox.withdraw(message, static_cast<std::int16_t>(rank));
 }
 
-MessagePtr py_begin_foreign(const PyGroup& self, std::string_view kind, std::size_t count,
-                            int dtype, int name, int tag) {
-  const auto core = self.held();
+MessagePtr py_begin_remote(const PyGroup& self, std::string_view kind, std::size_t count, int dtype,
+                           int rank, int tag) {
+  const auto core = self.require_core();
   mark_call_site();
   const nb::gil_scoped_release release;
-  return core->mailbox.begin_foreign(kind_of(kind), count, static_cast<DType>(dtype),
-                                     static_cast<std::int16_t>(name), tag);
+  return core->mailbox.begin_remote(kind_of(kind), count, static_cast<DType>(dtype),
+                                    static_cast<std::int16_t>(rank), tag);
 }
 
-// These two do nothing once the group is closed: the end of a message may be seen after it.
-void py_foreign_waits(const PyGroup& self, Message& message) {
+// These two do nothing once the group is closed: the end of a message may be noticed after that.
+void py_begin_remote_wait(const PyGroup& self, Message& message) {
   if (const auto core = self.core) {
     const nb::gil_scoped_release release;
-    core->mailbox.foreign_waits(message);
+    core->mailbox.begin_remote_wait(message);
   }
 }
 
-void py_end_foreign(const PyGroup& self, Message& message, std::string_view outcome, int name) {
+void py_end_remote(const PyGroup& self, Message& message, std::string_view outcome, int rank) {
   const Code code = code_of(outcome);
   if (const auto core = self.core) {
     const nb::gil_scoped_release release;
-    core->mailbox.end_foreign(message, code, static_cast<std::int16_t>(name));
+    core->mailbox.end_remote(message, code, static_cast<std::int16_t>(rank));
   }
 }
 
 std::vector<MessagePtr> py_serve(const PyGroup& self) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   return core->mailbox.serve();
 }
 
 void py_stop(const PyGroup& self) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   core->mailbox.stop();
 }
 
 void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
-  const auto core = self.held();
+  const auto core = self.require_core();
   const nb::gil_scoped_release release;
   core->mailbox.watch(message, bounds_for(timeout).deadline);
 }
@@ -111,7 +111,7 @@ void py_watch(const PyGroup& self, const MessagePtr& message, double timeout) {
 }  // namespace
 
 void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
-  nb::class_<Message>(module, "Message", "One send or recv under way.")
+  nb::class_<Message>(module, "Message", "A send or recv under way.")
       .def_prop_ro("id", &Message::id)
       .def_prop_ro("done", &Message::done)
       .def_prop_ro(
@@ -129,26 +129,26 @@ void bind_mailbox(nb::module_& module, nb::class_<PyGroup>& group) {
            nb::arg("source"), nb::arg("tag"))
       .def("wait", &py_wait, nb::arg("message"), nb::arg("timeout"))
       .def("test", &py_test, nb::arg("message"))
-      .def("withdraw", &py_withdraw, nb::arg("message"), nb::arg("name"))
+      .def("withdraw", &py_withdraw, nb::arg("message"), nb::arg("rank"))
       .def(
-          "expect_foreign",
+          "expect_remote",
           [](const PyGroup& self, bool may_come) {
-            const auto core = self.held();
+            const auto core = self.require_core();
             const nb::gil_scoped_release release;
-            core->mailbox.expect_foreign(may_come);
+            core->mailbox.expect_remote(may_come);
           },
           nb::arg("may_come"))
-      .def("begin_foreign", &py_begin_foreign, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"),
-           nb::arg("name"), nb::arg("tag"))
-      .def("foreign_waits", &py_foreign_waits, nb::arg("message"))
-      .def("end_foreign", &py_end_foreign, nb::arg("message"), nb::arg("outcome"), nb::arg("name"))
+      .def("begin_remote", &py_begin_remote, nb::arg("kind"), nb::arg("count"), nb::arg("dtype"),
+           nb::arg("rank"), nb::arg("tag"))
+      .def("begin_remote_wait", &py_begin_remote_wait, nb::arg("message"))
+      .def("end_remote", &py_end_remote, nb::arg("message"), nb::arg("outcome"), nb::arg("rank"))
       .def("serve", &py_serve)
       .def("stop", &py_stop)
       .def("watch", &py_watch, nb::arg("message"), nb::arg("timeout"))
       .def_prop_ro("outstanding",
-                   [](const PyGroup& self) { return self.held()->mailbox.outstanding(); })
-      .def_prop_ro("early_peak", [](const PyGroup& self) {
-        return self.core ? self.core->mailbox.early_peak() : 0;
+                   [](const PyGroup& self) { return self.require_core()->mailbox.outstanding(); })
+      .def_prop_ro("unexpected_peak", [](const PyGroup& self) {
+        return self.core ? self.core->mailbox.unexpected_peak() : 0;
       });
 }
 

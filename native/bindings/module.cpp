@@ -3,7 +3,7 @@
 NB_MODULE(_native, module) {
   using namespace phalanx::bindings;
   module.doc() = "The native core: messages between the ranks of a group on one host.";
-  // Groups may outlive the interpreter when a script ends without leaving them: that is no leak.
+  // Groups may outlive the interpreter if a script ends without leaving them: that is not a leak.
   nb::set_leak_warnings(false);
   bind_status(module);
   bind_reduce(module);
@@ -11,11 +11,11 @@ NB_MODULE(_native, module) {
   bind_call_site(module);
   bind_flight_recorder(module);
   bind_arena(module);
-  bind_commons(module);
+  bind_cow_memory(module);
   bind_rows(module);
   bind_row_gradients(module);
   auto group = bind_group(module);
   bind_collectives(group);
-  bind_compose(group);
+  bind_composite(group);
   bind_mailbox(module, group);
 }

@@ -1,4 +1,4 @@
-// Whether buffers that a caller gave share memory.
+// Overlap checks for the buffers of a caller.
 #include <algorithm>
 
 #include "core.h"
@@ -36,8 +36,8 @@ bool overlap(const std::vector<Address>& inputs, const std::vector<std::size_t>&
   });
 }
 
-bool misplaced(Address part, const std::vector<Address>& parts, std::size_t count, int dtype,
-               std::size_t rank) {
+bool is_misplaced(Address part, const std::vector<Address>& parts, std::size_t count, int dtype,
+                  std::size_t rank) {
   const std::size_t size = count * size_of(static_cast<DType>(dtype));
   for (std::size_t owner = 0; owner < parts.size(); ++owner) {
     const bool apart = part >= parts[owner] + size || parts[owner] >= part + size;
@@ -53,7 +53,7 @@ bool misplaced(Address part, const std::vector<Address>& parts, std::size_t coun
 void bind_overlap(nb::module_& module) {
   module.def("overlap", &overlap, nb::arg("inputs"), nb::arg("input_counts"), nb::arg("outputs"),
              nb::arg("output_counts"), nb::arg("dtype"));
-  module.def("misplaced", &misplaced, nb::arg("part"), nb::arg("parts"), nb::arg("count"),
+  module.def("is_misplaced", &is_misplaced, nb::arg("part"), nb::arg("parts"), nb::arg("count"),
              nb::arg("dtype"), nb::arg("rank"));
 }
 

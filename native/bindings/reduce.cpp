@@ -7,7 +7,7 @@
 namespace phalanx::bindings {
 namespace {
 
-// By their numbers.
+// Indexed by their numbers.
 constexpr std::array kDTypes = {"bool",     "uint8",   "int8",    "uint16",    "int16",
                                 "uint32",   "int32",   "uint64",  "int64",     "float16",
                                 "bfloat16", "float32", "float64", "complex64", "complex128"};

@@ -8,7 +8,7 @@
 namespace phalanx::bindings {
 namespace {
 
-// Addresses of rows, offsets, weights and outputs (0: none), each but the last two with a count.
+// Addresses of rows, offsets, weights and outputs (0: none); the first two with a count.
 using Batch = std::tuple<Address, std::size_t, Address, std::size_t, int, Address, Address>;
 
 BagGradients batch_of(const Batch& batch) {
@@ -20,25 +20,26 @@ BagGradients batch_of(const Batch& batch) {
           .outputs = pointer(outputs)};
 }
 
-std::size_t add_up_rows(const std::vector<Batch>& batches, std::size_t width, std::uint8_t dtype,
-                        double divisor, const std::pair<std::int64_t, std::int64_t>& share,
-                        const std::pair<Address, Address>& room) {
+std::size_t coalesce_rows(const std::vector<Batch>& batches, std::size_t width, std::uint8_t dtype,
+                          double divisor, const std::pair<std::int64_t, std::int64_t>& shard,
+                          const std::pair<Address, Address>& output) {
   std::vector<BagGradients> all;
   all.reserve(batches.size());
   for (const Batch& batch : batches) {
     all.push_back(batch_of(batch));
   }
   const nb::gil_scoped_release release;
-  return add_up(
-      all, width, static_cast<DType>(dtype), divisor, {.rest = share.first, .shares = share.second},
-      {.rows = static_cast<std::int64_t*>(pointer(room.first)), .gradients = pointer(room.second)});
+  return coalesce_gradients(all, width, static_cast<DType>(dtype), divisor,
+                            {.remainder = shard.first, .count = shard.second},
+                            {.rows = static_cast<std::int64_t*>(pointer(output.first)),
+                             .gradients = pointer(output.second)});
 }
 
 }  // namespace
 
 void bind_row_gradients(nb::module_& module) {
-  module.def("add_up_rows", &add_up_rows, nb::arg("batches"), nb::arg("width"), nb::arg("dtype"),
-             nb::arg("divisor"), nb::arg("share"), nb::arg("room"));
+  module.def("coalesce_rows", &coalesce_rows, nb::arg("batches"), nb::arg("width"),
+             nb::arg("dtype"), nb::arg("divisor"), nb::arg("shard"), nb::arg("output"));
 }
 
 }  // namespace phalanx::bindings

@@ -12,9 +12,9 @@ namespace phalanx::bindings {
 namespace {
 
 using Bytes = nb::ndarray<std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Held = std::shared_ptr<Rows>;
+using RowsPtr = std::shared_ptr<Rows>;
 
-Held made(std::unique_ptr<Rows> rows, const Status& status) {
+RowsPtr ptr_or_raise(std::unique_ptr<Rows> rows, const Status& status) {
   if (!rows) {
     errno = status.error;
     PyErr_SetFromErrno(PyExc_OSError);
@@ -23,23 +23,23 @@ Held made(std::unique_ptr<Rows> rows, const Status& status) {
   return rows;
 }
 
-Held create(std::uint64_t rows, std::uint32_t width, std::uint32_t parts, std::uint8_t dtype,
-            std::uint64_t nonce) {
+RowsPtr create(std::uint64_t rows, std::uint32_t width, std::uint32_t parts, std::uint8_t dtype,
+               std::uint64_t nonce) {
   const RowsShape shape{
       .rows = rows, .width = width, .parts = parts, .dtype = static_cast<DType>(dtype)};
   Status status;
   std::unique_ptr<Rows> created;
   {
-    const nb::gil_scoped_release release;  // the kernel clears all of it
+    const nb::gil_scoped_release release;  // the kernel zeroes all of it
     created = Rows::create(shape, nonce, status);
   }
-  return made(std::move(created), status);
+  return ptr_or_raise(std::move(created), status);
 }
 
-Held open(int pid, int descriptor, std::uint64_t nonce) {
+RowsPtr open(int pid, int descriptor, std::uint64_t nonce) {
   Status status;
   auto rows = Rows::open(pid, descriptor, nonce, status);
-  return made(std::move(rows), status);
+  return ptr_or_raise(std::move(rows), status);
 }
 
 const char* name_of(RowsResult::Kind kind) {
@@ -53,11 +53,11 @@ const char* name_of(RowsResult::Kind kind) {
   return "unknown";
 }
 
-// Runs without the GIL. None for done, else (kind, at, value, pid).
+// Runs without the GIL. Returns None for done, otherwise (kind, at, value, pid).
 template <class Operation>
-nb::object run_rows(double patience, Operation&& operation) {
-  const auto span = std::chrono::duration_cast<Rows::Patience>(
-      std::chrono::duration<double>(std::min(patience, 1e6)));
+nb::object run_rows(double timeout, Operation&& operation) {
+  const auto span = std::chrono::duration_cast<Rows::Timeout>(
+      std::chrono::duration<double>(std::min(timeout, 1e6)));
   RowsResult result;
   {
     const nb::gil_scoped_release release;
@@ -75,7 +75,7 @@ RowList list_of(Address rows, std::size_t count) {
 
 std::vector<void*> pointers(const Rows& self, const std::vector<Address>& parts) {
   if (parts.size() != self.shape().parts) {
-    throw nb::value_error("an address for each part is expected");
+    throw nb::value_error("expected one address per part");
   }
   std::vector<void*> all;
   for (const Address part : parts) {
@@ -84,13 +84,14 @@ std::vector<void*> pointers(const Rows& self, const std::vector<Address>& parts)
   return all;
 }
 
-// What is made of it keeps all of it.
-Bytes view(const Held& self, std::uint32_t part) {
+// An array keeps the whole table alive.
+Bytes view(const RowsPtr& self, std::uint32_t part) {
   if (part >= self->shape().parts) {
-    throw nb::value_error("there is no such part");
+    throw nb::value_error("the table has no such part");
   }
-  const nb::capsule owner(new Held(self),
-                          [](void* held) noexcept { delete static_cast<Held*>(held); });
+  const nb::capsule owner(new RowsPtr(self), [](void* owner_data) noexcept {
+    delete static_cast<RowsPtr*>(owner_data);
+  });
   return Bytes(self->part(part), {self->shape().rows * self->stride()}, owner);
 }
 
@@ -98,55 +99,55 @@ void bind_calls(nb::class_<Rows>& rows) {
   rows.def(
       "gather",
       [](Rows& self, Address list, std::size_t count, const std::vector<Address>& parts,
-         double patience) {
+         double timeout) {
         const auto to = pointers(self, parts);
-        return run_rows(patience, [&](Rows::Patience span) {
+        return run_rows(timeout, [&](Rows::Timeout span) {
           return self.gather(list_of(list, count), to.data(), span);
         });
       },
-      nb::arg("rows"), nb::arg("count"), nb::arg("parts"), nb::arg("patience"));
+      nb::arg("rows"), nb::arg("count"), nb::arg("parts"), nb::arg("timeout"));
   rows.def(
       "write",
       [](Rows& self, Address list, std::size_t count, const std::vector<Address>& parts,
-         double patience) {
+         double timeout) {
         const auto from = pointers(self, parts);
-        return run_rows(patience, [&](Rows::Patience span) {
+        return run_rows(timeout, [&](Rows::Timeout span) {
           return self.write(list_of(list, count), from.data(), span);
         });
       },
-      nb::arg("rows"), nb::arg("count"), nb::arg("parts"), nb::arg("patience"));
+      nb::arg("rows"), nb::arg("count"), nb::arg("parts"), nb::arg("timeout"));
   rows.def(
       "pool",
       [](Rows& self, Address list, std::size_t count, Address offsets, std::size_t bags, int mode,
-         Address weights, Address output, double patience) {
+         Address weights, Address output, double timeout) {
         const Bags of{.offsets = static_cast<const std::int64_t*>(pointer(offsets)), .count = bags};
-        return run_rows(patience, [&](Rows::Patience span) {
+        return run_rows(timeout, [&](Rows::Timeout span) {
           return self.pool(list_of(list, count), of, static_cast<Pooling>(mode), pointer(weights),
                            pointer(output), span);
         });
       },
       nb::arg("rows"), nb::arg("count"), nb::arg("offsets"), nb::arg("bags"), nb::arg("mode"),
-      nb::arg("weights"), nb::arg("output"), nb::arg("patience"));
+      nb::arg("weights"), nb::arg("output"), nb::arg("timeout"));
   rows.def(
       "update",
-      [](Rows& self, Address list, std::size_t count, Address gradients, int rule,
-         const std::array<double, 5>& factors, std::uint64_t number, double patience) {
-        const RowsStep step{.rule = static_cast<RowRule>(rule),
-                            .rate = factors[0],
-                            .rate_decay = factors[1],
-                            .epsilon = factors[2],
-                            .beta1 = factors[3],
-                            .beta2 = factors[4],
-                            .number = number};
+      [](Rows& self, Address list, std::size_t count, Address gradients, int optimizer,
+         const std::array<double, 5>& factors, std::uint64_t number, double timeout) {
+        const OptimizerStep step{.optimizer = static_cast<RowOptimizer>(optimizer),
+                                 .lr = factors[0],
+                                 .lr_decay = factors[1],
+                                 .eps = factors[2],
+                                 .beta1 = factors[3],
+                                 .beta2 = factors[4],
+                                 .number = number};
         if (step.parts() > self.shape().parts) {
-          throw nb::value_error("the table has no place for this optimizer's state");
+          throw nb::value_error("the table has too few parts for this optimizer's state");
         }
-        return run_rows(patience, [&](Rows::Patience span) {
+        return run_rows(timeout, [&](Rows::Timeout span) {
           return self.update(list_of(list, count), pointer(gradients), step, span);
         });
       },
-      nb::arg("rows"), nb::arg("count"), nb::arg("gradients"), nb::arg("rule"), nb::arg("factors"),
-      nb::arg("number"), nb::arg("patience"));
+      nb::arg("rows"), nb::arg("count"), nb::arg("gradients"), nb::arg("optimizer"),
+      nb::arg("factors"), nb::arg("step"), nb::arg("timeout"));
 }
 
 }  // namespace

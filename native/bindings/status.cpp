@@ -1,4 +1,4 @@
-// The one place where a status of the core turns into something that Python sees.
+// The only place that converts a status of the core to a Python object.
 #include "core.h"
 
 namespace phalanx::bindings {
@@ -13,7 +13,7 @@ const char* name_of(Code code) {
     case Code::out_of_memory: return "out_of_memory";
     case Code::system: return "system";
     case Code::left: return "left";
-    case Code::ring: return "ring";
+    case Code::deadlock: return "deadlock";
   }
   return "unknown";
 }
@@ -43,37 +43,38 @@ Kind kind_of(std::string_view name) {
       return static_cast<Kind>(number);
     }
   }
-  throw nb::value_error("no such operation");
+  throw nb::value_error("unknown operation");
 }
 
 Code code_of(std::string_view name) {
-  for (int number = 0; number <= static_cast<int>(Code::ring); ++number) {
+  for (int number = 0; number <= static_cast<int>(Code::deadlock); ++number) {
     if (name == name_of(static_cast<Code>(number))) {
       return static_cast<Code>(number);
     }
   }
-  throw nb::value_error("no such outcome");
+  throw nb::value_error("unknown outcome");
 }
 
 namespace {
 
-// Who is called in a thread that has waited for long; see set_watcher. Guarded by the GIL.
+// The function called in a thread that has waited for long; see set_watcher. Guarded by the GIL.
 PyObject* watcher = nullptr;
 
-// When this thread's operation began, and after how long its watcher is called next.
+// The begin of this thread's operation, and the waiting time after which the watcher is called
+// next.
 struct Wait {
   Clock::time_point began;
-  Clock::duration patience;
+  Clock::duration next_call;
 };
 thread_local Wait current_wait;
-constexpr auto kFirstLook = std::chrono::seconds(1);
-constexpr auto kSecondLook = std::chrono::milliseconds(500);
+constexpr auto kFirstCall = std::chrono::seconds(1);
+constexpr auto kRepeatedCall = std::chrono::milliseconds(500);
 
-// Looks seldom at a wait that goes on for long, and soon again when something was suspected. True
-// when a signal arrived meanwhile whose handler has raised: that error stands.
+// Calls the watcher at growing intervals, and again soon if it suspected something. Returns true if
+// a signal handler has raised meanwhile: that error stands.
 bool watch(Clock::time_point now) {
   const Clock::duration waited = now - current_wait.began;
-  if (watcher == nullptr || waited < current_wait.patience) {
+  if (watcher == nullptr || waited < current_wait.next_call) {
     return false;
   }
   const nb::object suspected = nb::steal(PyObject_CallNoArgs(watcher));
@@ -84,7 +85,7 @@ bool watch(Clock::time_point now) {
     PyErr_WriteUnraisable(watcher);
   }
   const bool soon = suspected.is_valid() && suspected.is(nb::bool_(true));
-  current_wait.patience = soon ? waited + kSecondLook : 2 * waited;
+  current_wait.next_call = soon ? waited + kRepeatedCall : 2 * waited;
   return false;
 }
 
@@ -103,7 +104,7 @@ void set_watcher(nb::object call) { watcher = call.release().ptr(); }
 Bounds bounds_for(double seconds) {
   const auto now = Clock::now();
   const std::chrono::duration<double> span(seconds);
-  current_wait = {.began = now, .patience = kFirstLook};
+  current_wait = {.began = now, .next_call = kFirstCall};
   const bool endless = span >= std::chrono::hours(24 * 365);
   return {.deadline = endless ? Clock::time_point::max()
                               : now + std::chrono::duration_cast<Clock::duration>(span),
@@ -123,14 +124,15 @@ nb::object to_python(const Status& status) {
 
 void bind_status(nb::module_& module) {
   module.def("set_watcher", &set_watcher, nb::arg("call"));
-  nb::class_<Fingerprint>(module, "Fingerprint", "What a rank said of the operation it was in.")
+  nb::class_<Fingerprint>(module, "Fingerprint",
+                          "The operation that a rank was in, as it published it.")
       .def_ro("sequence", &Fingerprint::sequence)
       .def_ro("count", &Fingerprint::count)
       .def_ro("root", &Fingerprint::root)
       .def_prop_ro("kind", [](const Fingerprint& self) { return name_of(self.kind); })
       .def_prop_ro("dtype", [](const Fingerprint& self) { return static_cast<int>(self.dtype); })
       .def_prop_ro("op", [](const Fingerprint& self) { return static_cast<int>(self.op); });
-  nb::class_<Status>(module, "Status", "Why an operation failed.")
+  nb::class_<Status>(module, "Status", "The reason for the failure of an operation.")
       .def_prop_ro("code", [](const Status& self) { return name_of(self.code); })
       .def_ro("peer", &Status::peer)
       .def_ro("reporter", &Status::reporter)

@@ -1,48 +1,48 @@
-/* A channel of the mailbox: rank 0 sends PIECES pieces through a ring that holds ROOM of them, rank 1
- * receives. Each rings the other's bell. HEAD_STORE, HEAD_LOAD, TAIL_STORE and TAIL_LOAD come from
- * the sources.
+/* A channel of the mailbox: rank 0 sends PIECES pieces through a ring of CAPACITY pieces, and rank
+ * 1 receives them. Each notifies the other's message event. HEAD_STORE, HEAD_LOAD, TAIL_STORE and
+ * TAIL_LOAD come from the sources.
  */
 
 #define RANKS 2
 #define HEAD 0
 #define TAIL 1
 #define EVENT(r) (2 + 2 * r)
-#define SLOT(i) (6 + ((i) % ROOM))
-#define LOCATIONS (6 + ROOM)
+#define SLOT(i) (6 + ((i) % CAPACITY))
+#define LOCATIONS (6 + CAPACITY)
 
 #include "event.pml"
 
-#define full (i - value > ROOM) /* `value`: the tail; piece i is the next */
+#define full (i - value > CAPACITY) /* `value`: the tail; piece i is the next */
 #define empty (value < i)       /* `value`: the head */
 
-/* wait_until the channel is no longer what it was, seen by `look`. */
-#define await(look, blocked, last)                                   \
-  look;                                                              \
-  do                                                                 \
-  :: d_step { !blocked -> value = 0 }; break                         \
-  :: else ->                                                         \
-     announce(me);                                                   \
-     look;                                                           \
-     if                                                              \
-     :: !blocked                                                     \
-     :: else -> sleep(me)                                            \
-     fi;                                                             \
-     rise(me);                                                       \
-     look;                                                           \
-     if                                                              \
-     :: blocked && dead[1 - me] -> learn_of_death(1 - me); last; if \
-        :: !blocked                                                  \
-        :: else -> goto failed                                       \
-        fi                                                           \
-     :: else                                                         \
-     fi                                                              \
+/* wait_until the channel has changed; `reload` loads its position. */
+#define await(reload, blocked, last_check)                                \
+  reload;                                                                 \
+  do                                                                      \
+  :: d_step { !blocked -> value = 0 }; break                              \
+  :: else ->                                                              \
+     announce(me);                                                        \
+     reload;                                                              \
+     if                                                                   \
+     :: !blocked                                                          \
+     :: else -> sleep(me)                                                 \
+     fi;                                                                  \
+     retract(me);                                                         \
+     reload;                                                              \
+     if                                                                   \
+     :: blocked && dead[1 - me] -> learn_of_death(1 - me); last_check; if \
+        :: !blocked                                                       \
+        :: else -> goto failed                                            \
+        fi                                                                \
+     :: else                                                              \
+     fi                                                                   \
   od
 
-inline look_at_tail() { load(TAIL, TAIL_LOAD, value) }
-inline look_at_head() { load(HEAD, HEAD_LOAD, value) }
+inline load_tail() { load(TAIL, TAIL_LOAD, value) }
+inline load_head() { load(HEAD, HEAD_LOAD, value) }
 
 inline send() {
-  await(look_at_tail(), full, look_at_tail());
+  await(load_tail(), full, load_tail());
 #ifdef HEAD_FIRST
   store(HEAD, HEAD_STORE, i);
   store(SLOT(i), relaxed, i);
@@ -50,16 +50,16 @@ inline send() {
   store(SLOT(i), relaxed, i);
   store(HEAD, HEAD_STORE, i);
 #endif
-#ifndef NO_BELL_FOR_BYTES
+#ifndef NO_NOTIFY_FOR_BYTES
   notify(1)
 #endif
 }
 
 inline receive() {
-#ifdef NO_LAST_LOOK
-  await(look_at_head(), empty, skip);
+#ifdef NO_LAST_CHECK
+  await(load_head(), empty, skip);
 #else
-  await(look_at_head(), empty, look_at_head());
+  await(load_head(), empty, load_head());
 #endif
 #ifdef TAIL_FIRST
   store(TAIL, TAIL_STORE, i);
@@ -70,7 +70,7 @@ inline receive() {
 #ifndef TAIL_FIRST
   store(TAIL, TAIL_STORE, i);
 #endif
-#ifndef NO_BELL_FOR_ROOM
+#ifndef NO_NOTIFY_FOR_SPACE
   notify(0)
 #endif
 }
@@ -91,7 +91,7 @@ proctype rank(byte me) {
     goto done;
 failed:
     assert(dead[1 - me]);
-    /* What was sent before the death has been received. */
+    /* All pieces sent before the death have been received. */
     assert(me == 0 || LATEST(HEAD) == i - 1);
 done:
     skip

@@ -1,4 +1,4 @@
-"""Checks the models of the protocol with Spin, exhaustively. See README.md.
+"""Check the models of the protocol exhaustively with Spin. See README.md.
 
 usage: check.py [--long] [--only PATTERN...] [--source DIR] [--jobs N] [--record]
 """
@@ -20,7 +20,7 @@ from cases import CASES, HOLDS, Case
 from orders import MissingAccessError, orders_in
 
 HERE = Path(__file__).resolve().parent
-# Of states in a search, MiB; the most that one took was 1.1 GiB.
+# The memory limit for the states of one search, MiB. The largest search took 1.1 GiB.
 MEMORY = 6000
 LIMIT = 1800  # seconds for one search
 INSTALL = "apt-get install --yes --no-install-recommends spin"
@@ -35,40 +35,40 @@ class Result:
 
 
 def need_spin() -> None:
-    """Spin from the distribution, installed if this may be done."""
+    """Install Spin from the distribution if it is missing and this process is root."""
     if shutil.which("spin"):
         return
     if os.geteuid() == 0 and shutil.which("apt-get"):
-        print(f"Spin is not here: {INSTALL}", flush=True)
+        print(f"Spin is not installed; running {INSTALL}", flush=True)
         subprocess.run(INSTALL.split(), check=False, stdout=subprocess.DEVNULL)
     if not shutil.which("spin"):
-        sys.exit(f"This needs the model checker Spin: {INSTALL}, or https://spinroot.com")
+        sys.exit(f"The model checker Spin is required: {INSTALL}, or https://spinroot.com")
 
 
-def run(command: list[str], where: str) -> str:
+def run(command: list[str], directory: str) -> str:
     result = subprocess.run(
-        command, cwd=where, capture_output=True, text=True, timeout=LIMIT, check=False
+        command, cwd=directory, capture_output=True, text=True, timeout=LIMIT, check=False
     )
     return result.stdout + result.stderr
 
 
 def search(case: Case, orders: dict[str, str]) -> Result:
-    """Makes the verifier of a case, and runs it to the end, or to the first mistake."""
+    """Build the verifier of a case, and run it to the end or to the first error."""
     given = {define.partition("=")[0] for define in case.defines}
     defines = [f"-D{name}={order}" for name, order in orders.items() if name not in given]
     defines += [f"-D{define}" for define in case.defines]
-    with tempfile.TemporaryDirectory() as where:
+    with tempfile.TemporaryDirectory() as directory:
         for file in HERE.glob("*.pml"):
-            shutil.copy(file, where)
-        made = run(["spin", "-a", *defines, f"{case.model}.pml"], where)
+            shutil.copy(file, directory)
+        log = run(["spin", "-a", *defines, f"{case.model}.pml"], directory)
         options = ["-w", "-DSAFETY", "-DCOLLAPSE", "-DVECTORSZ=8192", f"-DMEMLIM={MEMORY}"]
-        # A mistake is found sooner than a compiler has optimised the search for it.
+        # Errors are found faster than the compiler optimises the search for them.
         speed = "-O2" if case.expected == HOLDS else "-O0"
-        made += run(["gcc", speed, *options, "-o", "pan", "pan.c"], where)
-        if not (Path(where) / "pan").exists():
-            return Result(f"does not compile:\n{made}")
+        log += run(["gcc", speed, *options, "-o", "pan", "pan.c"], directory)
+        if not (Path(directory) / "pan").exists():
+            return Result(f"does not compile:\n{log}")
         start = time.monotonic()
-        output = run(["./pan", "-m200000"], where)
+        output = run(["./pan", "-m200000"], directory)
         return result_of(output, time.monotonic() - start)
 
 
@@ -77,23 +77,25 @@ def result_of(output: str, seconds: float) -> Result:
         found = re.search(pattern, output)
         return int(found[1]) if found else 0
 
-    mistake = re.search(r"^pan:1: (assertion violated|invalid end state|.*)", output, re.MULTILINE)
+    error = re.search(r"^pan:1: (assertion violated|invalid end state|.*)", output, re.MULTILINE)
     complete = "errors: 0" in output and not re.search(
         "too small|out of memory|not completed", output
     )
-    found = mistake[1] if mistake else HOLDS if complete else f"not searched to the end:\n{output}"
+    found = error[1] if error else HOLDS if complete else f"not searched to the end:\n{output}"
     return Result(found, number(r"(\d+) states, stored"), number(r"depth reached (\d+)"), seconds)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Checks the models of the protocol with Spin.")
-    parser.add_argument("--long", action="store_true", help="the large searches too, some minutes")
+    parser = argparse.ArgumentParser(description="Check the models of the protocol with Spin.")
+    parser.add_argument(
+        "--long", action="store_true", help="include the large searches, which take some minutes"
+    )
     parser.add_argument(
         "--only",
         nargs="+",
         default=[],
         metavar="PATTERN",
-        help="cases whose name one of these matches",
+        help="run the cases whose name matches one of these",
     )
     parser.add_argument(
         "--source", type=Path, default=HERE.parent, help="the core whose memory orders are checked"
@@ -113,7 +115,7 @@ def machine() -> str:
 
 
 def write_result(orders: dict[str, str], table: list[str], verdict: str) -> None:
-    """What RESULT.md holds; a test compares its orders with those of the sources."""
+    """Write RESULT.md. A test compares its orders with those of the sources."""
     head = '# Result of `make model ARGS="--long --record"`'
     rows = [f"| {name} | {order} |" for name, order in orders.items()]
     found = "\n".join(["| access | order |", "|---|---|", *rows])

@@ -1,22 +1,22 @@
-/* Group::meet and the collectives built on it: RANKS ranks do the operations OP1, OP2, OP3 and
- * leave. Each access to shared memory is one transition; any rank may be killed before any of them
- * (DEATHS in all), may give up waiting (TIMEOUTS), and one may be in another operation than the
- * rest (MISMATCHES).
+/* Group::enter_collective and the collectives built on it: RANKS ranks run the operations OP1, OP2,
+ * OP3 and leave. Each access to shared memory is one transition. Any rank may be killed before any
+ * of them (DEATHS in all), may stop waiting (TIMEOUTS), and one may be in a different operation
+ * (MISMATCHES).
  *
- * Memory holds tags instead of data: which operation and chunk wrote there. Whoever reads asserts
- * that it finds what the protocol says. How a rank is woken is waiting.pml's matter: here it goes on
- * when something has changed that its slices would show it.
+ * Memory holds tags instead of data: the operation and chunk that wrote there. Readers assert that
+ * they find what the protocol guarantees. Wake-ups are the subject of waiting.pml: here a rank
+ * continues when something has changed that its slices would reveal.
  */
 
 /* Operations. */
 #define NONE 0
-#define SMALL 1    /* what fits into the inline buffers */
-#define MOVE_ONE 2 /* broadcast and its kin: rank 0 produces chunks */
-#define MOVE_ALL 3 /* all_gather: everybody produces and consumes */
+#define SMALL 1    /* fits into the inline buffers */
+#define MOVE_ONE 2 /* broadcast and similar: rank 0 produces chunks */
+#define MOVE_ALL 3 /* all_gather: all ranks produce and consume */
 #define REDUCE 4   /* the large all_reduce */
 #define EXCHANGE 5 /* reduce_scatter, all_to_all */
-#define DIRECT 6   /* all_reduce of tensors in arenas */
-#define OTHER 7    /* a fingerprint that differs */
+#define ZERO_COPY 6   /* all_reduce of tensors in arenas */
+#define OTHER 7    /* a different fingerprint */
 
 /* Codes; the abort word holds one with the rank that it is about, and the witness. */
 #define LOST 1
@@ -45,7 +45,7 @@
 #endif
 #define TENSOR(r, s) tensor[RANKS * (r) + (s)]
 
-/* What stands in a slice: of which operation, which chunk, and whether combined. */
+/* The tag of a slice: operation, chunk, and whether it is combined. */
 #define INPUT(k, c) ((k) * 16 + (c) * 2)
 #define RESULT(k, c) ((k) * 16 + (c) * 2 + 1)
 
@@ -54,26 +54,26 @@ byte fingerprint[2 * RANKS];
 byte inline_buffer[2 * RANKS];
 byte staging[2 * RANKS * RANKS];
 byte tensor[RANKS * RANKS];
-byte word;            /* the abort word */
-bool trouble[RANKS];  /* what a witness publishes beside it */
+byte word;                          /* the abort word */
+bool fingerprints_published[RANKS]; /* published by the witness before the word */
 bool left[RANKS], dead[RANKS];
-byte deaths = DEATHS; /* to come */
+byte deaths = DEATHS; /* remaining */
 byte timeouts = TIMEOUTS, mismatches = MISMATCHES;
-byte differs;         /* the operation in which a rank is in another one than the rest */
-bool refused[RANKS];  /* has failed once */
+byte differs;           /* the operation in which one rank differs */
+bool has_failed[RANKS]; /* has failed before */
 
 hidden byte each;
 
-#ifdef NO_LOOK_AT_PROCESS
+#ifdef NO_PROCESS_CHECK
 #define lost(r) false
 #else
 #define lost(r) dead[r]
 #endif
-/* For whom nobody needs to wait any more, since it will never come to this meeting. */
+/* A rank that will never enter this collective, so that no rank needs to wait any longer. */
 #ifdef AWAIT_ONLY_PEER
 #define absent(r) false
 #else
-#define absent(r) ((lost(r) || left[r]) && step[r] < met)
+#define absent(r) ((lost(r) || left[r]) && step[r] < entry_step)
 #endif
 #if RANKS == 2
 #define someone_absent (absent(0) || absent(1))
@@ -82,24 +82,24 @@ hidden byte each;
 #endif
 
 /* LATE */
-#define gone(r) (dead[r] || left[r])
+#define has_ended(r) (dead[r] || left[r])
 #define hopeless(r) (dead[r] && step[r] <= step[me])
 
-/* Group::abort: the first failure wins, and is what everybody reports. */
-inline give_up(why) {
+/* Group::abort: the first failure wins, and all ranks report it. */
+inline abort_group(why) {
   status = word;
   if
   :: status == 0 ->
-#ifdef WORD_BEFORE_TROUBLE
+#ifdef WORD_BEFORE_FINGERPRINTS
      atomic {
        if
        :: word == 0 -> word = why
        :: else
        fi
      };
-     trouble[me] = true;
+     fingerprints_published[me] = true;
 #else
-     trouble[me] = true;
+     fingerprints_published[me] = true;
      atomic {
 #ifdef ABORT_STORES
        word = why
@@ -114,42 +114,42 @@ inline give_up(why) {
      status = word
   :: else
   fi;
-  assert(trouble[witness(status)]);
+  assert(fingerprints_published[witness(status)]);
   goto failed
 }
 
-/* Group::trouble_with: of one that has left, a death may be the reason. */
-inline look_at(whom) {
+/* Group::peer_status: a rank may have left because of a death. */
+inline check_peer(whom) {
   if
-  :: lost(whom) -> verdict = pack(LOST, whom)
+  :: lost(whom) -> peer_status = pack(LOST, whom)
   :: else ->
      if
      :: left[whom] ->
         if
-        :: whom != 0 && me != 0 && lost(0) -> verdict = pack(LOST, 0)
-        :: whom != 1 && me != 1 && lost(1) -> verdict = pack(LOST, 1)
+        :: whom != 0 && me != 0 && lost(0) -> peer_status = pack(LOST, 0)
+        :: whom != 1 && me != 1 && lost(1) -> peer_status = pack(LOST, 1)
 #if RANKS == 3
-        :: whom != 2 && me != 2 && lost(2) -> verdict = pack(LOST, 2)
+        :: whom != 2 && me != 2 && lost(2) -> peer_status = pack(LOST, 2)
 #endif
-        :: else -> verdict = pack(LEFT, whom)
+        :: else -> peer_status = pack(LEFT, whom)
         fi
      :: else
      fi
   fi
 }
 
-/* Group::trouble_while_awaiting */
-inline look_for_trouble() {
-  verdict = word;
+/* Group::status_while_waiting */
+inline check_peers() {
+  peer_status = word;
   if
-  :: verdict == 0 -> look_at(peer)
+  :: peer_status == 0 -> check_peer(peer)
   :: else
   fi;
   other = 0;
   do
-  :: other < RANKS && verdict == 0 ->
+  :: other < RANKS && peer_status == 0 ->
      if
-     :: other != me && other != peer && absent(other) -> look_at(other)
+     :: other != me && other != peer && absent(other) -> check_peer(other)
      :: else
      fi;
      other++
@@ -158,38 +158,39 @@ inline look_for_trouble() {
   other = 0
 }
 
-/* A slice may be over, and the look for trouble come, some time after the look at the step. One such
- * look in vain is allowed for each wait. */
+/* A slice may end, and the check of the peers come, some time after the check of the step. One such
+ * check without effect is allowed for each wait.
+ */
 inline await(target) {
-  looked = false;
+  checked = false;
   do
-  :: d_step { step[peer] >= target -> looked = false; verdict = 0 }; break
+  :: d_step { step[peer] >= target -> checked = false; peer_status = 0 }; break
   :: atomic { step[peer] < target && timeouts > 0 -> timeouts-- };
-     give_up(pack(TIMEOUT, peer))
+     abort_group(pack(TIMEOUT, peer))
   :: step[peer] < target &&
-     (!looked || word != 0 || left[peer] || lost(peer) || someone_absent) ->
-     looked = true;
-     look_for_trouble();
+     (!checked || word != 0 || left[peer] || lost(peer) || someone_absent) ->
+     checked = true;
+     check_peers();
      if
-     :: verdict == 0
+     :: peer_status == 0
      :: else ->
-#ifndef NO_LAST_LOOK
+#ifndef NO_LAST_CHECK
         if
-        :: d_step { step[peer] >= target -> looked = false; verdict = 0 }; break
+        :: d_step { step[peer] >= target -> checked = false; peer_status = 0 }; break
         :: else
         fi;
 #endif
-        /* Nobody is said to be missing who had come. */
-        assert(code_of(verdict) == MISMATCH || code_of(verdict) == TIMEOUT || word != 0 ||
-               step[about(verdict)] < target || left[peer]);
-        give_up(verdict)
+        /* No rank is reported as missing that had come. */
+        assert(code_of(peer_status) == MISMATCH || code_of(peer_status) == TIMEOUT || word != 0 ||
+               step[about(peer_status)] < target || left[peer]);
+        abort_group(peer_status)
      fi
   od
 }
 
 inline advance() { step[me] = step[me] + 1 }
 
-inline meet() {
+inline enter_collective() {
 #ifdef FINGERPRINT_AFTER_STEP
   advance();
   FINGERPRINT(me, k) = mine;
@@ -197,14 +198,14 @@ inline meet() {
   FINGERPRINT(me, k) = mine;
   advance();
 #endif
-  met = step[me];
+  entry_step = step[me];
   peer = 0;
   do
   :: peer < RANKS && peer != me ->
-     await(met);
+     await(entry_step);
 #ifndef NO_COMPARE
      if
-     :: FINGERPRINT(peer, k) != mine -> give_up(pack(MISMATCH, peer))
+     :: FINGERPRINT(peer, k) != mine -> abort_group(pack(MISMATCH, peer))
      :: else
      fi;
 #endif
@@ -225,8 +226,9 @@ inline await_all(target) {
   peer = 0
 }
 
-/* One transition at any time between two steps: if what is read were overwritten before the reader
- * is through with it, this would be seen in some run. */
+/* One transition at any time between two steps: if the data were overwritten before the reader is
+ * done with it, some run would show it.
+ */
 inline read_inline() {
   d_step {
     each = 0;
@@ -367,8 +369,8 @@ inline reduce_chunks() {
   od
 }
 
-/* reduction.cpp: SharedReduction, on tensors of which slice r is combined by rank r */
-inline reduce_in_place() {
+/* reduction.cpp: ZeroCopyReduction, on tensors of which rank r combines slice r */
+inline reduce_zero_copy() {
   d_step {
     each = 0;
     do
@@ -383,7 +385,7 @@ inline reduce_in_place() {
   :: else -> break
   od;
   peer = 0;
-#ifndef NO_PARTING
+#ifndef NO_EXIT_BARRIER
   advance();
   await_all(step[me]);
 #endif
@@ -397,13 +399,15 @@ inline reduce_in_place() {
   }
 }
 
-/* Group::prepare, and what a collective does before the meeting */
+/* Group::prepare, and the part of a collective before the entry */
 inline begin() {
   d_step {
     mine = (k == 1 -> OP1 : (k == 2 -> OP2 : OP3));
     each = 0;
     do /* the user's data */
-    :: each < RANKS && mine == DIRECT && !refused[me] -> TENSOR(me, each) = INPUT(k, 0); each++
+    :: each < RANKS && mine == ZERO_COPY && !has_failed[me] ->
+       TENSOR(me, each) = INPUT(k, 0);
+       each++
     :: else -> break
     od;
     each = 0;
@@ -430,28 +434,28 @@ inline begin() {
 }
 
 proctype rank(byte me) {
-  byte k, mine, met, base, c, peer, other, verdict, status;
-  bool looked;
+  byte k, mine, entry_step, base, c, peer, other, peer_status, status;
+  bool checked;
   {
     k = 1;
     do
     :: k <= OPS ->
 #ifdef LATE
-       /* Rank 0 computes until the others have gone on, once they can't need it. */
+       /* Rank 0 computes until the others have gone on, once they cannot need it. */
        if
        :: skip
-       :: me == 0 && (hopeless(1) || hopeless(2)) -> (gone(1) && gone(2))
+       :: me == 0 && (hopeless(1) || hopeless(2)) -> (has_ended(1) && has_ended(2))
        fi;
 #endif
        begin();
-       meet();
+       enter_collective();
        if
        :: mine == SMALL -> read_inline()
        :: mine == MOVE_ONE -> move_chunks(me == 0, me != 0)
        :: mine == MOVE_ALL -> move_chunks(true, true)
        :: mine == REDUCE -> reduce_chunks()
        :: mine == EXCHANGE -> exchange()
-       :: mine == DIRECT -> reduce_in_place()
+       :: mine == ZERO_COPY -> reduce_zero_copy()
        fi;
 failed:
        if
@@ -460,7 +464,14 @@ failed:
           assert(code_of(status) != LOST || dead[about(status)]);
           assert(code_of(status) != LEFT || left[about(status)]);
           assert(code_of(status) != MISMATCH || differs != 0);
-          d_step { refused[me] = true; status = 0; verdict = 0; looked = false; peer = 0; other = 0 }
+          d_step {
+            has_failed[me] = true;
+            status = 0;
+            peer_status = 0;
+            checked = false;
+            peer = 0;
+            other = 0
+          }
        :: else
        fi;
        d_step { c = 0; base = 0; k++ }

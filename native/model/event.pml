@@ -1,12 +1,12 @@
-/* The event count of wait.h, on the memory of memory.pml: how ranks sleep and wake each other.
+/* The event count of wait.h, on the memory of memory.pml: sleep and wake-up of ranks.
  *
- * Any rank may be killed before any transition. A sleep ends by a wake-up, without a reason at most
- * SPURIOUS times in all, and when its slice is over. But slices are over only when somebody has
- * died: so a wake-up that is lost is a rank that sleeps for ever, an invalid end state to Spin.
+ * Any rank may be killed before any transition. A sleep ends by a wake-up, spuriously at most
+ * SPURIOUS times in all, and at the end of its slice. But slices end only after a death: so a rank
+ * whose wake-up is lost sleeps forever, which Spin reports as an invalid end state.
  *
- * The includer defines RANKS, EVENT(r) (the first of two locations), LOCATIONS, VALUES, DEATHS and
- * SPURIOUS; and the orders SLEEPERS_ADD, SLEEPERS_SUB, TICKET_LOAD, SLEEPERS_LOAD and TICKET_ADD,
- * which come from the sources (check.py).
+ * The including model defines RANKS, EVENT(r) (the first of two locations), LOCATIONS, VALUES,
+ * DEATHS and SPURIOUS; and the orders SLEEPERS_ADD, SLEEPERS_SUB, TICKET_LOAD, SLEEPERS_LOAD and
+ * TICKET_ADD, which come from the sources (check.py).
  */
 
 #define THREADS (2 * RANKS)
@@ -18,12 +18,12 @@
 
 bool dead[RANKS];
 bool asleep[RANKS];
-byte bed[RANKS];      /* whose event one sleeps on */
-byte deaths = DEATHS; /* to come */
+byte sleeps_on[RANKS]; /* the rank on whose event it sleeps */
+byte deaths = DEATHS;  /* remaining */
 byte spurious = SPURIOUS;
 
 /* A rank is a proctype with the parameter `me` and these variables. */
-#define RANK_VARIABLES byte place, other, value, seen
+#define RANK_VARIABLES byte position, other, value, seen
 
 inline announce(owner) {
   add(SLEEPERS(owner), SLEEPERS_ADD, 1, value);
@@ -36,7 +36,7 @@ inline sleep(owner) {
     d_step { join(view[me], view[KERNEL(owner)]) };
     load(TICKET(owner), relaxed, value);
     if
-    :: value == seen -> asleep[me] = true; bed[me] = owner
+    :: value == seen -> asleep[me] = true; sleeps_on[me] = owner
     :: else
     fi;
     value = 0
@@ -48,12 +48,12 @@ inline sleep(owner) {
   fi
 }
 
-inline rise(owner) {
+inline retract(owner) {
   add(SLEEPERS(owner), SLEEPERS_SUB, -1, value);
   seen = 0
 }
 
-/* And it dequeues with the queue locked. */
+/* The kernel dequeues with the queue locked. */
 inline wake(owner) {
   d_step {
     join(view[KERNEL(owner)], view[me]);
@@ -61,7 +61,7 @@ inline wake(owner) {
     do
     :: other < RANKS ->
        if
-       :: asleep[other] && bed[other] == owner -> asleep[other] = false
+       :: asleep[other] && sleeps_on[other] == owner -> asleep[other] = false
        :: else
        fi;
        other++
@@ -86,7 +86,7 @@ inline notify(owner) {
   fi
 }
 
-/* A process that is known to have ended is known with all that it did. */
+/* A process that sees the end of another sees all that it did. */
 inline learn_of_death(whose) {
   d_step { join(view[me], view[whose]) }
 }

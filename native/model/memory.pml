@@ -1,10 +1,11 @@
-/* Memory as C++ has it, not as Spin has it: a location is the list of all values that it ever had
- * (its modification order), and a load may give any of them that is not older than what the thread
- * knows of. What a thread knows, its view, is one place in each of these lists. A release store
- * leaves the storing thread's view with the value; an acquire load that gets the value takes it
- * over. A seq_cst load gives nothing older than the last seq_cst store to that location.
+/* The memory model of C++ rather than Spin's: a location is the list of all values that it ever had
+ * (its modification order), and a load may return any of them that is not older than the thread's
+ * view. A view is one position in each of these lists. A release store stores the thread's view
+ * with the value; an acquire load that returns the value joins that view. A seq_cst load returns
+ * nothing older than the last seq_cst store to the location.
  *
- * The includer defines THREADS, LOCATIONS and VALUES (how many values a location may come to have).
+ * The including model defines THREADS, LOCATIONS and VALUES (the maximum number of values of a
+ * location).
  */
 
 #define relaxed 0
@@ -19,7 +20,7 @@
 #define IS_SC(order) ((order & 4) != 0)
 
 typedef View { byte at[LOCATIONS] };
-typedef Value { byte what; View view };
+typedef Value { byte data; View view };
 typedef Location { Value past[VALUES]; byte last; byte last_sc };
 
 Location memory[LOCATIONS];
@@ -27,7 +28,7 @@ View view[THREADS];
 
 hidden byte each;
 
-#define LATEST(x) memory[x].past[memory[x].last].what
+#define LATEST(x) memory[x].past[memory[x].last].data
 
 inline join(into, from) {
   each = 0;
@@ -43,27 +44,27 @@ inline join(into, from) {
   each = 0
 }
 
-/* The caller is thread `me`, has a local variable `place`, and takes the result in another. */
+/* The caller is thread `me`, has a local variable `position`, and passes another for the result. */
 inline load(x, order, result) {
   atomic {
-    place = view[me].at[x];
+    position = view[me].at[x];
     if
-    :: IS_SC(order) && memory[x].last_sc > place -> place = memory[x].last_sc
+    :: IS_SC(order) && memory[x].last_sc > position -> position = memory[x].last_sc
     :: else
     fi;
     do
-    :: place < memory[x].last -> place++
+    :: position < memory[x].last -> position++
     :: break
     od;
     skip; /* no jump into a d_step */
     d_step {
-      view[me].at[x] = place;
+      view[me].at[x] = position;
       if
-      :: ACQUIRES(order) -> join(view[me], memory[x].past[place].view)
+      :: ACQUIRES(order) -> join(view[me], memory[x].past[position].view)
       :: else
       fi;
-      result = memory[x].past[place].what;
-      place = 0
+      result = memory[x].past[position].data;
+      position = 0
     }
   }
 }
@@ -72,7 +73,7 @@ inline append(x, order, content) {
   assert(memory[x].last + 1 < VALUES);
   memory[x].last++;
   view[me].at[x] = memory[x].last;
-  memory[x].past[memory[x].last].what = content;
+  memory[x].past[memory[x].last].data = content;
   memory[x].past[memory[x].last].view.at[x] = memory[x].last;
   if
   :: RELEASES(order) -> join(memory[x].past[memory[x].last].view, view[me])
@@ -88,8 +89,9 @@ inline store(x, order, number) {
   d_step { append(x, order, number) }
 }
 
-/* Reads the last value there is, as an atomic read-modify-write must, and continues the release
- * sequence that it is part of. `was` is a local variable of the caller. */
+/* Reads the latest value, as an atomic read-modify-write must, and continues its release sequence.
+ * `was` is a local variable of the caller.
+ */
 inline add(x, order, summand, was) {
   d_step {
     was = LATEST(x);

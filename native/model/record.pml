@@ -1,6 +1,7 @@
-/* SharedRecord of flight_recorder.h: a writer stores records 1, 2, ... in one place; a reader at any time gets a whole record or knows that it has none. So it is too when the
- * writer was killed: a reader that comes later reads no less than one that comes now. FRAME_STORE,
- * WORD_STORE, WORD_LOAD and FRAME_LOAD come from the sources.
+/* SharedRecord of flight_recorder.h: a writer stores records 1, 2, ... in one slot. A reader at any
+ * time gets a complete record, or detects that it has none. The same holds if the writer was
+ * killed: a later reader sees no less than a reader now. FRAME_STORE, WORD_STORE, WORD_LOAD and
+ * FRAME_LOAD come from the sources.
  */
 
 #define THREADS 2
@@ -26,7 +27,7 @@ active proctype writer() {
 #ifdef FRAME_LAST
      store(FRAME, FRAME_STORE, number);
 #endif
-#ifdef CLEARED /* where operations are under way, not in the history */
+#ifdef CLEARED /* a slot of the operations under way, not of the history */
      store(FRAME, FRAME_STORE, 0);
      store(WORD(0), WORD_STORE, 0);
 #endif
@@ -36,7 +37,7 @@ active proctype writer() {
 }
 
 active proctype reader() {
-  byte me = 1, number, word, i, place;
+  byte me = 1, number, word, i, position;
   bool mixed;
   load(WORD(0), WORD_LOAD, number);
   i = 1;

@@ -1,12 +1,12 @@
-/* A row of rows.h: its lock word, two words of it, two writers that update it, a reader at any time,
- * and, where a writer may be killed, somebody who repairs. A reader whose second look says what the
- * first has said has the words of that version and no others; a writer finds the row as the last
- * one has left it. ROW_LOOK, ROW_LOOK_AGAIN, ROW_READ, ROW_TAKE, ROW_PUT and ROW_FREE come from
+/* A row of rows.h: its lock word, two words of data, two writers that update it, a reader at any
+ * time and, if a writer may be killed, a repairer. A reader whose second load of the lock equals
+ * the first has the words of that version and no others. A writer finds the row as the last writer
+ * left it. ROW_CHECK, ROW_CHECK_AGAIN, ROW_LOAD, ROW_ACQUIRE, ROW_STORE and ROW_RELEASE come from
  * the sources.
  */
 
-#define THREADS 4 /* the reader, two writers, who repairs */
-#define LOCK 0    /* the version * 4 + who has the row */
+#define THREADS 4 /* the reader, two writers, the repairer */
+#define LOCK 0    /* the version * 4 + the holder of the row */
 #define WORD(i) (1 + (i))
 #define LOCATIONS 3
 #define OWNER(word) ((word) % 4)
@@ -14,12 +14,12 @@
 
 #include "memory.pml"
 
-byte content[VALUES]; /* of each version: what must be read */
-byte fresh = 1;
+byte content[VALUES]; /* the expected data of each version */
+byte next_content = 1;
 byte deaths = DEATHS;
 bool dead[THREADS];
-bool saved[THREADS]; /* with what is set aside: seen by who has seen the end */
-byte aside[THREADS];
+bool saved[THREADS]; /* published with the backup; visible to a process that has seen the end */
+byte backup[THREADS];
 
 inline may_die() {
   if
@@ -28,14 +28,14 @@ inline may_die() {
   fi
 }
 
-inline publish(what, word) {
+inline publish(value, word) {
   d_step {
-    content[VERSION(word) + 1] = what;
+    content[VERSION(word) + 1] = value;
 #ifdef VERSION_STAYS
-    content[VERSION(word)] = what;
-    append(LOCK, ROW_FREE, word - OWNER(word))
+    content[VERSION(word)] = value;
+    append(LOCK, ROW_RELEASE, word - OWNER(word))
 #else
-    append(LOCK, ROW_FREE, 4 * (VERSION(word) + 1))
+    append(LOCK, ROW_RELEASE, 4 * (VERSION(word) + 1))
 #endif
   }
 }
@@ -44,32 +44,32 @@ inline update() {
   saved[me] = false;
   atomic {
     OWNER(LATEST(LOCK)) == 0;
-    add(LOCK, ROW_TAKE, me, was)
+    add(LOCK, ROW_ACQUIRE, me, was)
   };
 #ifdef SAVED_FIRST
   saved[me] = true;
 #endif
   may_die();
-  load(WORD(0), ROW_READ, first);
-  load(WORD(1), ROW_READ, other);
+  load(WORD(0), ROW_LOAD, first);
+  load(WORD(1), ROW_LOAD, other);
   assert(first == content[VERSION(was)] && other == first);
-  atomic { aside[me] = first; first = fresh; fresh++ };
+  atomic { backup[me] = first; first = next_content; next_content++ };
   saved[me] = true;
   may_die();
-#ifdef FREED_FIRST
+#ifdef RELEASED_FIRST
   publish(first, was + me);
 #endif
-  store(WORD(0), ROW_PUT, first);
+  store(WORD(0), ROW_STORE, first);
   may_die();
-  store(WORD(1), ROW_PUT, first);
+  store(WORD(1), ROW_STORE, first);
   may_die();
-#ifndef FREED_FIRST
+#ifndef RELEASED_FIRST
   publish(first, was + me)
 #endif
 }
 
 active proctype first_writer() {
-  byte me = 1, was, first, other, place;
+  byte me = 1, was, first, other, position;
   update();
   update();
 done:
@@ -77,13 +77,13 @@ done:
 }
 
 active proctype second_writer() {
-  byte me = 2, was, first, other, place;
+  byte me = 2, was, first, other, position;
   update();
 done:
   skip
 }
 
-/* The end of a process makes all that it did known to who sees it. */
+/* A process that sees the end of another sees all that it did. */
 active proctype repairer() {
   byte me = 3, word;
 end:
@@ -94,10 +94,10 @@ end:
        d_step { join(view[me], view[OWNER(word)]) }
      };
      if
-#ifndef NOT_PUT_BACK
+#ifndef NOT_RESTORED
      :: saved[OWNER(word)] ->
-        store(WORD(0), ROW_PUT, aside[OWNER(word)]);
-        store(WORD(1), ROW_PUT, aside[OWNER(word)])
+        store(WORD(0), ROW_STORE, backup[OWNER(word)]);
+        store(WORD(1), ROW_STORE, backup[OWNER(word)])
 #endif
      :: else
      fi;
@@ -106,16 +106,16 @@ end:
 }
 
 active proctype reader() {
-  byte me = 0, word, again, first, other, place;
-  load(LOCK, ROW_LOOK, word);
-  load(WORD(0), ROW_READ, first);
-  load(WORD(1), ROW_READ, other);
-#ifdef NO_SECOND_LOOK
+  byte me = 0, word, again, first, other, position;
+  load(LOCK, ROW_CHECK, word);
+  load(WORD(0), ROW_LOAD, first);
+  load(WORD(1), ROW_LOAD, other);
+#ifdef NO_SECOND_CHECK
   again = word;
 #else
-  load(LOCK, ROW_LOOK_AGAIN, again);
+  load(LOCK, ROW_CHECK_AGAIN, again);
 #endif
-#ifdef TAKEN_IS_READ
+#ifdef LOCKED_ROW_IS_READ
   assert(again != word || (first == content[VERSION(word)] && other == first))
 #else
   assert(again != word || OWNER(word) != 0 ||

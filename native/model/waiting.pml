@@ -1,5 +1,5 @@
-/* Group::advance and Group::wait_step: ranks that meet MEETINGS times, and have something for each
- * other each time. Every access is one transition. STEP_STORE and STEP_LOAD come from the sources.
+/* Group::advance and Group::wait_step: ranks that enter ROUNDS collectives, and pass data to each
+ * other in each. Every access is one transition. STEP_STORE and STEP_LOAD come from the sources.
  */
 
 #define STEP(r) (r)
@@ -9,7 +9,7 @@
 
 #include "event.pml"
 
-bool broke[RANKS];
+bool has_failed[RANKS];
 
 inline await(target) {
   load(STEP(peer), STEP_LOAD, value);
@@ -17,7 +17,7 @@ inline await(target) {
   :: d_step { value >= target -> value = 0 }; break
   :: else ->
      announce(peer);
-#ifdef NO_LOOK_BEFORE_SLEEP
+#ifdef NO_CHECK_BEFORE_SLEEP
      value = 0;
 #else
      load(STEP(peer), STEP_LOAD, value);
@@ -26,12 +26,12 @@ inline await(target) {
      :: value >= target
      :: else -> sleep(peer)
      fi;
-     rise(peer);
+     retract(peer);
      load(STEP(peer), STEP_LOAD, value);
      if
-     :: value < target && (dead[peer] || broke[peer]) ->
+     :: value < target && (dead[peer] || has_failed[peer]) ->
         learn_of_death(peer);
-#ifndef NO_LAST_LOOK
+#ifndef NO_LAST_CHECK
         load(STEP(peer), STEP_LOAD, value);
 #endif
         if
@@ -49,7 +49,7 @@ proctype rank(byte me) {
   {
     k = 1;
     do
-    :: k <= MEETINGS ->
+    :: k <= ROUNDS ->
        store(DATA(me, k), relaxed, k);
 #ifdef NOTIFY_FIRST
        notify(me);
@@ -81,7 +81,7 @@ proctype rank(byte me) {
     od;
     goto done;
 failed:
-    broke[me] = true;
+    has_failed[me] = true;
 done:
     skip
   } unless { dead[me] }

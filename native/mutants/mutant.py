@@ -1,4 +1,4 @@
-"""What a mutant is."""
+"""A mutant: a mistake seeded into the core."""
 
 from dataclasses import dataclass
 

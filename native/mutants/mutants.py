@@ -1,7 +1,7 @@
-"""The mutants: one mistake each, somebody's slip of tomorrow, and who must find it.
+"""The mutants: one plausible mistake each, and the test or model that must find it.
 
-Texts are replaced where they stand exactly once. A mutant that no longer applies fails the check
-that runs with the tests: then the source has changed, and the mutant has to follow.
+A mutant replaces texts that occur exactly once. A mutant that no longer applies fails a check that
+runs with the tests. Then the source has changed, and the mutant must follow.
 """
 
 from mutant import Mutant
@@ -13,21 +13,21 @@ WAIT_H = "include/phalanx/wait.h"
 SEGMENT = "src/segment.cpp"
 PIPELINE = "src/collectives/pipeline.h"
 REDUCTION = "src/collectives/reduction.cpp"
-DIRECT = "src/collectives/direct.h"
-TRAFFIC = "src/mailbox_traffic.cpp"
-HOLD = "src/mailbox_hold.h"
-BOX = "src/flight_recorder.cpp"
+ZERO_COPY = "src/collectives/zero_copy.h"
+MAILBOX_PROGRESS = "src/mailbox_progress.cpp"
+MAILBOX_LOCK = "src/mailbox_lock.h"
+RECORDER = "src/flight_recorder.cpp"
 
-# What finds them: a test, plain or under ThreadSanitizer, or a case of the models.
-WAITING_MODEL = "model:waiting RANKS=2 MEETINGS=2"
-CHANNEL_MODEL = "model:channel ROOM=1 PIECES=2"
+# Detectors: a test, plain or under ThreadSanitizer, or a case of the models.
+WAITING_MODEL = "model:waiting RANKS=2 ROUNDS=2"
+CHANNEL_MODEL = "model:channel CAPACITY=1 PIECES=2"
 RECORD_MODEL = "model:record RECORDS=4"
 TSAN_COLLECTIVES = "thread:test_collectives"
 TSAN_MAILBOX = "thread:test_mailbox"
 
 
 def weaker(name: str, file: str, caught_by: str, access: str, order: str) -> Mutant:
-    """Another memory order for an access whose text stops before the order."""
+    """Weaken the memory order of an access, given by the text before the order."""
     old = f"{access}std::memory_order_seq_cst)"
     return Mutant(name, file, caught_by, ((old, f"{access}std::memory_order_{order})"),))
 
@@ -71,20 +71,24 @@ ORDERS = [
     ),
     weaker(
         "head stored with release",
-        TRAFFIC,
+        MAILBOX_PROGRESS,
         CHANNEL_MODEL,
         "store(head + moved, ",
         "release",
     ),
-    weaker("head stored relaxed", TRAFFIC, TSAN_MAILBOX, "store(head + moved, ", "relaxed"),
+    weaker(
+        "head stored relaxed", MAILBOX_PROGRESS, TSAN_MAILBOX, "store(head + moved, ", "relaxed"
+    ),
     weaker(
         "tail stored with release",
-        TRAFFIC,
+        MAILBOX_PROGRESS,
         CHANNEL_MODEL,
         "store(tail + moved, ",
         "release",
     ),
-    weaker("tail stored relaxed", TRAFFIC, TSAN_MAILBOX, "store(tail + moved, ", "relaxed"),
+    weaker(
+        "tail stored relaxed", MAILBOX_PROGRESS, TSAN_MAILBOX, "store(tail + moved, ", "relaxed"
+    ),
 ]
 
 WAITING = [
@@ -94,12 +98,12 @@ WAITING = [
         "plain:test_steps",
         (
             (
-                "(++step_, std::memory_order_seq_cst);\n  notify(own.stepped);\n",
+                "(++step_, std::memory_order_seq_cst);\n  notify(own.step_event);\n",
                 "(++step_, std::memory_order_seq_cst);\n",
             ),
             (
                 '  PHALANX_STEP("advance: publish the step");\n',
-                '  notify(own.stepped);\n  PHALANX_STEP("advance: publish the step");\n',
+                '  notify(own.step_event);\n  PHALANX_STEP("advance: publish the step");\n',
             ),
         ),
     ),
@@ -109,7 +113,12 @@ WAITING = [
         "plain:test_wait",
         (("  futex(event.ticket, FUTEX_WAKE, INT_MAX, nullptr);\n", ""),),
     ),
-    Mutant("one is woken", WAIT, "plain:test_wait", (("FUTEX_WAKE, INT_MAX", "FUTEX_WAKE, 1"),)),
+    Mutant(
+        "only one sleeper is woken",
+        WAIT,
+        "plain:test_wait",
+        (("FUTEX_WAKE, INT_MAX", "FUTEX_WAKE, 1"),),
+    ),
     Mutant(
         "ticket not changed",
         WAIT,
@@ -117,23 +126,23 @@ WAITING = [
         (("  event.ticket.fetch_add(1, std::memory_order_seq_cst);\n", ""),),
     ),
     Mutant(
-        "no look before sleep",
+        "no check before sleep",
         WAIT_H,
         "plain:test_steps",
         (("    done = ready();\n", "    done = false;\n"),),
     ),
     Mutant(
-        "ticket read after the look",
+        "ticket read after the check",
         WAIT_H,
         "plain:test_steps",
         (
             (
                 """    PHALANX_STEP("wait: read the ticket");
     const auto seen = event.ticket.load(std::memory_order_seq_cst);
-    PHALANX_STEP("wait: look again");
+    PHALANX_STEP("wait: check again");
     done = ready();
 """,
-                """    PHALANX_STEP("wait: look again");
+                """    PHALANX_STEP("wait: check again");
     done = ready();
     PHALANX_STEP("wait: read the ticket");
     const auto seen = event.ticket.load(std::memory_order_seq_cst);
@@ -142,7 +151,7 @@ WAITING = [
         ),
     ),
     Mutant(
-        "no last look",
+        "no last check",
         WAIT_H,
         "plain:test_steps",
         (
@@ -160,48 +169,54 @@ WAITING = [
     ),
 ]
 
-MEETING = [
+ENTERING = [
     Mutant(
         "fingerprint after the step",
         GROUP,
         "plain:test_group",
         (
             (
-                "  segment_->control(rank_).fingerprints[meetings_ & 1].store(own);\n"
-                "  advance();\n",
-                "  advance();\n"
-                "  segment_->control(rank_).fingerprints[meetings_ & 1].store(own);\n",
+                "  segment_->control(rank_).fingerprints[entries_ & 1].store(own);\n  advance();\n",
+                "  advance();\n  segment_->control(rank_).fingerprints[entries_ & 1].store(own);\n",
             ),
         ),
     ),
     Mutant(
-        "nothing compared", GROUP, "plain:test_group", (("if (theirs != own) {", "if (false) {"),)
+        "no comparison of fingerprints",
+        GROUP,
+        "plain:test_group",
+        (("if (theirs != own) {", "if (false) {"),),
     ),
     Mutant(
-        "parts of a composed operation count",
+        "parts of a composite operation count",
         "src/group_record.cpp",
-        "plain:test_compose",
-        (("  composed_ = status.ok();\n", "  composed_ = false;\n"),),
+        "plain:test_composite",
+        (("  composite_ = status.ok();\n", "  composite_ = false;\n"),),
     ),
     Mutant(
-        "a recv is not taken back",
+        "a withdrawn recv is not finished",
         "src/mailbox.cpp",
-        "plain:test_compose",
-        (("  taken->name_ = name;\n  finish(taken, {});\n", "  taken->name_ = name;\n"),),
+        "plain:test_composite",
+        (
+            (
+                "  withdrawn->global_rank_ = global_rank;\n  finish(withdrawn, {});\n",
+                "  withdrawn->global_rank_ = global_rank;\n",
+            ),
+        ),
     ),
     Mutant(
-        "no message comes from elsewhere",
+        "no message comes from other hosts",
         "src/mailbox.cpp",
-        "plain:test_compose",
-        ((" && !foreign_ ? last", " ? last"),),
+        "plain:test_composite",
+        ((" && !expects_remote_ ? last", " ? last"),),
     ),
     Mutant(
         "one fingerprint",
         GROUP,
         "plain:test_collectives",
         (
-            ("fingerprints[meetings_ & 1].store", "fingerprints[0].store"),
-            ("fingerprints[meetings_ & 1].load", "fingerprints[0].load"),
+            ("fingerprints[entries_ & 1].store", "fingerprints[0].store"),
+            ("fingerprints[entries_ & 1].load", "fingerprints[0].load"),
         ),
     ),
     Mutant(
@@ -225,7 +240,7 @@ MEETING = [
 
 LARGE = [
     Mutant(
-        "one staging place",
+        "one staging slot",
         SEGMENT,
         TSAN_COLLECTIVES,
         (("start + (chunk & 1) * chunk_bytes()", "start + (chunk & 0) * chunk_bytes()"),),
@@ -249,8 +264,8 @@ LARGE = [
         (("base + 2 * chunk + (last ? 2 : 3)", "base + 2 * chunk + (last ? 1 : 2)"),),
     ),
     Mutant(
-        "no parting",
-        DIRECT,
+        "no exit barrier",
+        ZERO_COPY,
         TSAN_COLLECTIVES,
         (
             (
@@ -267,8 +282,8 @@ FAILING = [
         GROUP,
         "plain:test_steps",
         (
-            ("      notify_always(segment_->control(rank).stepped);\n", ""),
-            ("      notify_always(segment_->control(rank).bell);\n", ""),
+            ("      notify_always(segment_->control(rank).step_event);\n", ""),
+            ("      notify_always(segment_->control(rank).message_event);\n", ""),
         ),
     ),
     Mutant(
@@ -284,102 +299,107 @@ FAILING = [
         ),
     ),
     Mutant(
-        "abort word before what it tells",
+        "abort word before the fingerprints",
         GROUP,
         "plain:test_steps",
         (
-            ("  own.trouble[0].store(why.mine);\n  own.trouble[1].store(why.theirs);\n", ""),
+            (
+                "  own.failure_fingerprints[0].store(why.mine);\n"
+                "  own.failure_fingerprints[1].store(why.theirs);\n",
+                "",
+            ),
             (
                 '    PHALANX_STEP("abort: wake all");\n',
                 '    PHALANX_STEP("abort: wake all");\n'
-                "    own.trouble[0].store(why.mine);\n    own.trouble[1].store(why.theirs);\n",
+                "    own.failure_fingerprints[0].store(why.mine);\n"
+                "    own.failure_fingerprints[1].store(why.theirs);\n",
             ),
         ),
     ),
     Mutant(
-        "no look at processes",
+        "no check of processes",
         GROUP,
         "plain:test_kills",
         (("failing || (ended && presence != Presence::left);", "failing || (ended && false);"),),
     ),
     Mutant(
-        "no look at who left",
+        "no check of ranks that left",
         GROUP,
         "plain:test_steps",
         (("presence.load(std::memory_order_seq_cst) == Presence::left) {", "pid.load() < 0) {"),),
     ),
     Mutant(
-        "only who is waited for is looked at",
+        "only the awaited rank is checked",
         GROUP,
         "plain:test_kills",
-        (("{ return trouble_while_awaiting(peer); }", "{ return trouble_with(peer); }"),),
+        (("{ return status_while_waiting(peer); }", "{ return peer_status(peer); }"),),
     ),
     Mutant(
-        "the arena of a dead rank is an error of the system",
+        "the arena of a dead rank is a system error",
         GROUP,
         "plain:test_kills",
-        (("if (lost(owner)) {", "if (false) {"),),
+        (("if (is_lost(owner)) {", "if (false) {"),),
     ),
 ]
 
 MESSAGES = [
     Mutant(
         "head before bytes",
-        TRAFFIC,
+        MAILBOX_PROGRESS,
         TSAN_MAILBOX,
         (
             (
-                "    const std::size_t moved = move_out(message, channel, head, room);\n",
-                "    channel.head.store(head + (room == 0 ? 0 : kLine));\n"
-                "    const std::size_t moved = move_out(message, channel, head, room);\n",
+                "    const std::size_t moved = write_piece(message, channel, head, room);\n",
+                "    channel.head.store(head + (room == 0 ? 0 : kCacheLine));\n"
+                "    const std::size_t moved = write_piece(message, channel, head, room);\n",
             ),
         ),
     ),
     Mutant(
-        "no bell for bytes",
-        TRAFFIC,
+        "no notification for bytes",
+        MAILBOX_PROGRESS,
         "plain:test_steps",
         (
             (
-                "head + moved, std::memory_order_seq_cst);\n    notify(bell(peer));\n",
+                "head + moved, std::memory_order_seq_cst);\n    notify(message_event(peer));\n",
                 "head + moved, std::memory_order_seq_cst);\n",
             ),
         ),
     ),
     Mutant(
-        "no bell for room",
-        TRAFFIC,
+        "no notification for space",
+        MAILBOX_PROGRESS,
         "plain:test_steps",
         (
             (
-                "tail + moved, std::memory_order_seq_cst);\n    notify(bell(peer));\n",
+                "tail + moved, std::memory_order_seq_cst);\n    notify(message_event(peer));\n",
                 "tail + moved, std::memory_order_seq_cst);\n",
             ),
         ),
     ),
     Mutant(
-        "messages without a last look",
+        "messages without a last check",
         "src/mailbox.cpp",
         "plain:test_steps",
         (
             (
-                "if (const Status status = trouble(); status.ok() || drive()) {",
-                "if (const Status status = trouble(); status.ok()) {",
+                "if (const Status status = check_peers(); status.ok() || progress()) {",
+                "if (const Status status = check_peers(); status.ok()) {",
             ),
         ),
     ),
     Mutant(
-        "a try in vain is not told",
-        HOLD,
+        "a failed try_lock is not announced",
+        MAILBOX_LOCK,
         "plain:test_steps",
-        (("      mailbox_.missed_.store(true, std::memory_order_seq_cst);\n", ""),),
+        (("      mailbox_.lock_missed_.store(true, std::memory_order_seq_cst);\n", ""),),
     ),
 ]
 
 RECORDS = [
     Mutant(
         "words of a record stored relaxed",
-        BOX,
+        RECORDER,
         RECORD_MODEL,
         (
             (
@@ -390,4 +410,4 @@ RECORDS = [
     ),
 ]
 
-MUTANTS = [*ORDERS, *WAITING, *MEETING, *LARGE, *FAILING, *MESSAGES, *RECORDS, *ROWS]
+MUTANTS = [*ORDERS, *WAITING, *ENTERING, *LARGE, *FAILING, *MESSAGES, *RECORDS, *ROWS]

@@ -18,24 +18,24 @@ SUMS_TEST = "plain:test_row_gradients"
 
 
 def order(name: str, file: str, caught_by: str, access: str, old: str, new: str) -> Mutant:
-    """Another memory order for an access whose text stops before the order."""
+    """Change the memory order of an access, given by the text before the order."""
     before, after = (f"{access}std::memory_order_{each})" for each in (old, new))
     return Mutant(name, file, caught_by, ((before, after),))
 
 
-_PUT_BACK = """      for (std::uint32_t part = 0; part < shape_.parts; ++part) {
-        PHALANX_STEP("rows: put back");
-        put_row(words(part, row), aside(place, part), row_bytes());
+_RESTORE = """      for (std::uint32_t part = 0; part < shape_.parts; ++part) {
+        PHALANX_STEP("rows: restore");
+        store_row(words(part, row), backup(slot, part), row_bytes());
       }
 """
-_FREE_PUT_BACK = """    PHALANX_STEP("rows: free what was put back");
-    // As in RowPlace::free.
+_RELEASE_RESTORED = """    PHALANX_STEP("rows: release the restored row");
+    // As in RowWriterSlot::release.
     lock(row).store(next_version(word), std::memory_order_release);
 """
 
 ORDERS = [
     order(
-        "a row is looked at without acquire",
+        "the lock of a row is loaded without acquire",
         ACCESS,
         ROW_MODEL,
         "words[k] = lock_of(rows[k]).load(",
@@ -59,15 +59,15 @@ ORDERS = [
         "relaxed",
     ),
     order(
-        "a row is taken without acquire",
+        "a row is acquired without acquire order",
         WRITERS,
         ROW_MODEL,
-        "lock.compare_exchange_strong(word_, word_ | (place_ + 1), ",
+        "lock.compare_exchange_strong(word_, word_ | (slot_ + 1), ",
         "acq_rel",
         "release",
     ),
     order(
-        "a row is freed without release",
+        "a row is released without release order",
         WRITERS,
         ROW_MODEL,
         "rows_.lock(row_).store(next_version(word_), ",
@@ -75,18 +75,18 @@ ORDERS = [
         "relaxed",
     ),
     order(
-        "a writer's place is given back without release",
+        "a writer slot is freed without release",
         WRITERS,
         TSAN_ROWS,
-        "rows_.writer(place_).owner.store(0, ",
+        "rows_.writer(slot_).owner.store(0, ",
         "release",
         "relaxed",
     ),
     order(
-        "a writer's place is claimed without acquire",
+        "a writer slot is claimed without acquire",
         WRITERS,
         TSAN_ROWS,
-        "writer.owner.compare_exchange_strong(nobody, own, ",
+        "writer.owner.compare_exchange_strong(no_owner, own, ",
         "acq_rel",
         "release",
     ),
@@ -94,7 +94,7 @@ ORDERS = [
 
 READING = [
     Mutant(
-        "no second look at a row",
+        "no second check of a row",
         ACCESS,
         STEPS,
         (
@@ -105,7 +105,7 @@ READING = [
         ),
     ),
     Mutant(
-        "no second look once a row was waited for",
+        "no second check after a wait for a row",
         ACCESS,
         STEPS,
         (
@@ -116,26 +116,26 @@ READING = [
         ),
     ),
     Mutant(
-        "a row that is taken is read",
+        "a locked row is read",
         ACCESS,
         STEPS,
         (("now == words[k] && (now & kRowOwner) == 0;", "now == words[k];"),),
     ),
     Mutant(
-        "a row that is taken is read after a wait",
+        "a locked row is read after a wait",
         ACCESS,
         STEPS,
         (("      if (owner == 0) {\n        copy();", "      {\n        copy();"),),
     ),
     Mutant(
-        "indices to read aren't looked at first",
+        "indices to read are not validated first",
         LOOKUP,
         ROWS_TEST,
         (
             (
-                "Rows::gather(const RowList& list, void* const* parts, Patience patience) {\n"
+                "Rows::gather(const RowList& list, void* const* parts, Timeout timeout) {\n"
                 "  if (const RowsResult result = check(list); !result.ok()) {\n",
-                "Rows::gather(const RowList& list, void* const* parts, Patience patience) {\n"
+                "Rows::gather(const RowList& list, void* const* parts, Timeout timeout) {\n"
                 "  if (const RowsResult result = check({list.rows, 0}); !result.ok()) {\n",
             ),
         ),
@@ -150,42 +150,42 @@ WRITING = [
         (("rows_.lock(row_).store(next_version(word_), ", "rows_.lock(row_).store(word_, "),),
     ),
     Mutant(
-        "a row is taken that somebody has",
+        "a locked row is acquired",
         WRITERS,
         STEPS,
         (("    if ((word_ & kRowOwner) == 0 &&\n", "    if (\n"),),
     ),
     Mutant(
-        "a row is read before it is taken",
+        "a row is read before it is acquired",
         WRITERS,
         STEPS,
         (
             (
-                "    // Acquires what the last writer wrote (free), and releases",
-                "    take_row(rows_.aside(place_, 0), rows_.words(0, row), rows_.row_bytes());\n"
-                '    PHALANX_STEP("rows: take it now");\n'
-                "    // Acquires what the last writer wrote (free), and releases",
+                "    // Acquires the writes of the last writer (release), and releases",
+                "    load_row(rows_.backup(slot_, 0), rows_.words(0, row), rows_.row_bytes());\n"
+                '    PHALANX_STEP("rows: acquire now");\n'
+                "    // Acquires the writes of the last writer (release), and releases",
             ),
             (
                 "  for (std::uint32_t part = 0; part < rows_.shape_.parts; ++part) {\n"
-                '    PHALANX_STEP("rows: set aside");',
+                '    PHALANX_STEP("rows: back up");',
                 "  for (std::uint32_t part = 1; part < rows_.shape_.parts; ++part) {\n"
-                '    PHALANX_STEP("rows: set aside");',
+                '    PHALANX_STEP("rows: back up");',
             ),
         ),
     ),
     Mutant(
-        "a row is freed before its last part is written",
+        "a row is released before its last part is written",
         UPDATE,
         STEPS,
         (
             (
-                "      if (parts[part] != nullptr) {\n        place.put(",
-                "      if (part + 1 == shape_.parts) {\n        place.free();\n      }\n"
-                "      if (parts[part] != nullptr) {\n        place.put(",
+                "      if (parts[part] != nullptr) {\n        slot.store(",
+                "      if (part + 1 == shape_.parts) {\n        slot.release();\n      }\n"
+                "      if (parts[part] != nullptr) {\n        slot.store(",
             ),
             (
-                "i * row_bytes());\n      }\n    }\n    place.free();\n",
+                "i * row_bytes());\n      }\n    }\n    slot.release();\n",
                 "i * row_bytes());\n      }\n    }\n",
             ),
         ),
@@ -196,32 +196,32 @@ WRITING = [
         STEPS,
         (
             (
-                "    if (!place.take(static_cast<std::uint64_t>(list.rows[i]))) {\n"
-                "      return place.stuck(i);\n    }\n    Change<T> row{};",
-                "    std::vector<T> early(width);\n"
-                "    take_row(reinterpret_cast<std::byte*>(early.data()),\n"
+                "    if (!slot.acquire(static_cast<std::uint64_t>(list.rows[i]))) {\n"
+                "      return slot.stuck(i);\n    }\n    Change<T> row{};",
+                "    std::vector<T> stale(width);\n"
+                "    load_row(reinterpret_cast<std::byte*>(stale.data()),\n"
                 "             words(0, static_cast<std::uint64_t>(list.rows[i])), row_bytes());\n"
-                "    if (!place.take(static_cast<std::uint64_t>(list.rows[i]))) {\n"
-                "      return place.stuck(i);\n    }\n    Change<T> row{};",
+                "    if (!slot.acquire(static_cast<std::uint64_t>(list.rows[i]))) {\n"
+                "      return slot.stuck(i);\n    }\n    Change<T> row{};",
             ),
             (
                 "    apply(row, gradients",
-                "    row.old[0] = early.data();\n    apply(row, gradients",
+                "    row.old[0] = stale.data();\n    apply(row, gradients",
             ),
         ),
     ),
     Mutant(
-        "indices to update are looked at afterwards",
+        "indices to update are validated afterwards",
         UPDATE,
         ROWS_TEST,
         (
             (
-                "                        Patience patience) {\n"
+                "                        Timeout timeout) {\n"
                 "  if (const RowsResult result = check(list); !result.ok()) {\n"
                 "    return result;\n  }\n  if (shape_.dtype",
-                "                        Patience patience) {\n"
+                "                        Timeout timeout) {\n"
                 "  if (shape_.dtype == DType::float32) {\n"
-                "    (void)update_as(list, static_cast<const float*>(gradients), step, patience);\n"
+                "    (void)update_as(list, static_cast<const float*>(gradients), step, timeout);\n"
                 "    return check(list);\n  }\n  if (shape_.dtype",
             ),
         ),
@@ -230,7 +230,7 @@ WRITING = [
 
 DYING = [
     Mutant(
-        "said to be set aside too early",
+        "backup published too early",
         WRITERS,
         DEATHS,
         (
@@ -242,56 +242,56 @@ DYING = [
         ),
     ),
     Mutant(
-        "said to be set aside from before",
+        "backup still published from before",
         WRITERS,
         DEATHS,
         (("  self.saved.store(0, std::memory_order_relaxed);\n", ""),),
     ),
     Mutant(
-        "never said to be set aside",
+        "backup never published",
         WRITERS,
         DEATHS,
         (("  self.saved.store(row + 1, std::memory_order_release);\n", ""),),
     ),
     Mutant(
-        "which row is taken stands there too late",
+        "row number published too late",
         WRITERS,
         DEATHS,
         (
             ("  self.row.store(row, std::memory_order_relaxed);\n", ""),
             (
-                '  PHALANX_STEP("rows: it is set aside");\n',
+                '  PHALANX_STEP("rows: publish the backup");\n',
                 "  self.row.store(row, std::memory_order_relaxed);\n",
             ),
         ),
     ),
-    Mutant("nothing is put back", WRITERS, DEATHS, ((_PUT_BACK, ""),)),
+    Mutant("nothing is restored", WRITERS, DEATHS, ((_RESTORE, ""),)),
     Mutant(
-        "values are put back, state isn't",
+        "values are restored, state is not",
         WRITERS,
         DEATHS,
         (
             (
-                'part < shape_.parts; ++part) {\n        PHALANX_STEP("rows: put back");',
-                'part < 1; ++part) {\n        PHALANX_STEP("rows: put back");',
+                'part < shape_.parts; ++part) {\n        PHALANX_STEP("rows: restore");',
+                'part < 1; ++part) {\n        PHALANX_STEP("rows: restore");',
             ),
         ),
     ),
     Mutant(
-        "freed before it is put back",
+        "released before it is restored",
         WRITERS,
         DEATHS,
         (
-            (_FREE_PUT_BACK, ""),
+            (_RELEASE_RESTORED, ""),
             (
-                "    // Set aside before the first change. Else there was no change.",
-                _FREE_PUT_BACK
-                + "    // Set aside before the first change. Else there was no change.",
+                "    // The backup precedes the first change. Without it there was no change.",
+                _RELEASE_RESTORED
+                + "    // The backup precedes the first change. Without it there was no change.",
             ),
         ),
     ),
     Mutant(
-        "a repair leaves the version",
+        "a repair keeps the version",
         WRITERS,
         STEPS,
         (
@@ -302,7 +302,7 @@ DYING = [
         ),
     ),
     Mutant(
-        "two take a place over",
+        "two processes take over a slot",
         WRITERS,
         STEPS,
         (
@@ -314,7 +314,7 @@ DYING = [
         ),
     ),
     Mutant(
-        "who repairs doesn't take the place over",
+        "a repair does not take over the slot",
         WRITERS,
         STEPS,
         (
@@ -326,19 +326,19 @@ DYING = [
         ),
     ),
     Mutant(
-        "a pid that was given out again is taken for its last owner",
+        "a reused pid is taken for its last owner",
         WRITERS,
         DEATHS,
         (("found != identity) {\n    return true;", "found != identity) {\n    return false;"),),
     ),
     Mutant(
-        "whose beginning isn't known is taken for dead",
+        "a process with an unknown start time is taken for dead",
         WRITERS,
         DEATHS,
         ((" && start_of(identity) != 0 &&", " &&"),),
     ),
     Mutant(
-        "places that can't be are followed",
+        "invalid slots are followed",
         WRITERS,
         DEATHS,
         (("row < shape_.rows ? lock(row)", "row < ~0ULL ? lock(row)"),),
@@ -347,13 +347,13 @@ DYING = [
 
 POOLING = [
     Mutant(
-        "an empty bag is left as it was",
+        "an empty bag is not cleared",
         LOOKUP,
         ROWS_TEST,
         (("      if (first) {\n        std::fill_n", "      if (false) {\n        std::fill_n"),),
     ),
     Mutant(
-        "a bag goes on with the one before",
+        "a bag continues the one before",
         LOOKUP,
         ROWS_TEST,
         (("++bag, first = true)", "++bag)"),),
@@ -368,7 +368,7 @@ OPENING = [
         ((" && header.version == kRowsVersion", ""),),
     ),
     Mutant(
-        "memory that isn't sealed is opened",
+        "memory without seals is opened",
         STORE,
         ROWS_TEST,
         (("(seals & F_SEAL_SHRINK) != 0", "seals != F_SEAL_SHRINK"),),
@@ -383,43 +383,43 @@ OPENING = [
 
 ADDING = [
     Mutant(
-        "a row that comes twice counts once",
+        "a duplicate row counts once",
         GRADIENTS,
         SUMS_TEST,
         (("sum[k] += terms[i].factor", "sum[k] = terms[i].factor"),),
     ),
     Mutant(
-        "sums of gradients aren't divided",
+        "sums of gradients are not divided",
         GRADIENTS,
         SUMS_TEST,
         (("if (divisor != T{1}) {", "if (divisor == T{0}) {"),),
     ),
     Mutant(
-        "rows stay in the order in which they come",
+        "rows are not sorted",
         GRADIENTS,
         SUMS_TEST,
         (("if (!std::is_sorted(", "if (std::is_sorted("),),
     ),
     Mutant(
-        "batches aren't merged",
+        "batches are not merged",
         GRADIENTS,
         SUMS_TEST,
         (
             (
                 "    std::inplace_merge(terms.begin(), terms.begin() + begin, terms.end(), "
-                "comes_before<T>);\n",
+                "precedes<T>);\n",
                 "",
             ),
         ),
     ),
     Mutant(
-        "another one's share of the rows is added up",
+        "another shard of the rows is summed",
         GRADIENTS,
         SUMS_TEST,
-        (("% share.shares == share.rest)", "% share.shares != share.rest)"),),
+        (("% shard.count == shard.remainder)", "% shard.count != shard.remainder)"),),
     ),
     Mutant(
-        "a mean's gradient isn't divided among its rows",
+        "the gradient of a mean is not divided among its rows",
         GRADIENTS,
         SUMS_TEST,
         (("batch.pooling == Pooling::mean && end", "batch.pooling == Pooling::max && end"),),
@@ -431,16 +431,16 @@ ADDING = [
         (("weights == nullptr ? equal : weights[i]", "equal"),),
     ),
     Mutant(
-        "the last bag's rows have no gradient",
+        "the rows of the last bag have no gradient",
         GRADIENTS,
         SUMS_TEST,
         ((": batch.list.count;\n    const T equal", ": begin;\n    const T equal"),),
     ),
     Mutant(
-        "rows apart get the gradients of those before them",
+        "unpooled rows get the gradients of the rows before them",
         GRADIENTS,
         SUMS_TEST,
-        (("const auto begin = apart ? bag :", "const auto begin = apart ? 0 :"),),
+        (("const auto begin = unpooled ? bag :", "const auto begin = unpooled ? 0 :"),),
     ),
 ]
 

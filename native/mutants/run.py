@@ -1,4 +1,4 @@
-"""Seeds one mistake at a time into a copy of the core, and sees that it is found. See README.md.
+"""Seed one mistake at a time into a copy of the core, and check that it is found. See README.md.
 
 usage: run.py [--check] [--only WORD...] [--jobs N] [--record]
 """
@@ -22,10 +22,10 @@ NATIVE = Path(__file__).resolve().parents[1]
 ROOT = NATIVE.parent
 WORK = ROOT / "build" / "mutants"
 SOURCE = WORK / "source"
-LIMIT = 600  # seconds that a mutant may take until it is found
+LIMIT = 600  # seconds for finding one mutant
 SANITIZERS = {"plain": "", "thread": "thread"}
 RESULT = NATIVE / "mutants" / "RESULT.md"
-TABLE = ["| mutant | found by | s | what it said |", "|---|---|---:|---|"]
+TABLE = ["| mutant | found by | s | output |", "|---|---|---:|---|"]
 MISSED = "**nothing: NOT FOUND**"
 
 
@@ -36,15 +36,15 @@ class NotFoundError(Exception):
 @dataclass
 class Finding:
     seconds: float
-    said: str
+    output: str
 
 
 def mutated(mutant: Mutant, text: str) -> str:
     for old, new in mutant.changes:
         if text.count(old) != 1:
             raise NotFoundError(
-                f"{mutant.name}: in {mutant.file} this stands {text.count(old)} times, expected "
-                f"once; the source has changed, so the mutant has to follow:\n{old}"
+                f"{mutant.name}: {mutant.file} contains the text below {text.count(old)} times, "
+                f"expected once. The source has changed; adapt the mutant:\n{old}"
             )
         text = text.replace(old, new)
     return text
@@ -62,7 +62,7 @@ def seeded(mutant: Mutant) -> Iterator[None]:
 
 
 def run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
-    # A race is found when it is seen once; to print all of them takes minutes.
+    # One race is enough; printing all of them takes minutes.
     return subprocess.run(
         ["nice", *command],
         capture_output=True,
@@ -74,27 +74,27 @@ def run(command: list[str | Path]) -> subprocess.CompletedProcess[str]:
 
 
 def build(kind: str, test: str, jobs: int) -> None:
-    where = WORK / kind
-    if not (where / "build.ninja").exists():
+    directory = WORK / kind
+    if not (directory / "build.ninja").exists():
         options = ["-DPHALANX_PYTHON=OFF", "-DPHALANX_TESTS=ON"]
         options += [f"-DPHALANX_SANITIZE={SANITIZERS[kind]}", "-G", "Ninja"]
         subprocess.run(
-            ["cmake", "-S", SOURCE, "-B", where, *options], check=True, capture_output=True
+            ["cmake", "-S", SOURCE, "-B", directory, *options], check=True, capture_output=True
         )
-    made = run(["cmake", "--build", where, "--parallel", str(jobs), "--target", test])
-    if made.returncode != 0:
-        raise NotFoundError(f"does not compile:\n{made.stdout}{made.stderr}")
+    built = run(["cmake", "--build", directory, "--parallel", str(jobs), "--target", test])
+    if built.returncode != 0:
+        raise NotFoundError(f"does not compile:\n{built.stdout}{built.stderr}")
 
 
 def search(caught_by: str, jobs: int) -> Finding | None:
-    """Runs what should find something in the copy. Builds are no part of the time."""
-    kind, _, what = caught_by.partition(":")
+    """Run the detector on the copy. The time does not include builds."""
+    kind, _, detector = caught_by.partition(":")
     if kind == "model":
         command = [sys.executable, NATIVE / "model" / "check.py", "--source", SOURCE / "native"]
-        command += ["--only", f"^{what}$"]
+        command += ["--only", f"^{detector}$"]
     else:
-        build(kind, what, jobs)
-        command = [WORK / kind / "native" / "tests" / what]
+        build(kind, detector, jobs)
+        command = [WORK / kind / "native" / "tests" / detector]
         if kind == "thread" and run(["setarch", "-R", "true"]).returncode == 0:
             command = ["setarch", "-R", *command]
     start = time.monotonic()
@@ -104,11 +104,11 @@ def search(caught_by: str, jobs: int) -> Finding | None:
         return Finding(LIMIT, "does not end")
     if result.returncode == 0:
         return None
-    return Finding(time.monotonic() - start, first_words(result.stdout + result.stderr))
+    return Finding(time.monotonic() - start, summarize(result.stdout + result.stderr))
 
 
-def first_words(output: str) -> str:
-    """The line of the output that tells most."""
+def summarize(output: str) -> str:
+    """Return the most informative line of the output."""
     patterns = [
         r"WARNING: ThreadSanitizer: (.*?) \(pid",
         r"FAILED: ?(.*)",
@@ -119,11 +119,11 @@ def first_words(output: str) -> str:
     for pattern in patterns:
         if found := re.search(pattern, output):
             return " in ".join(found.groups())
-    return output.strip().splitlines()[-1] if output.strip() else "ended without a word"
+    return output.strip().splitlines()[-1] if output.strip() else "no output"
 
 
 def copy_source() -> None:
-    """Files that have not changed keep their times, so that only what is new is compiled."""
+    """Copy the source. Unchanged files keep their times, so that only changed ones are compiled."""
     SOURCE.mkdir(parents=True, exist_ok=True)
     for file in [ROOT / "CMakeLists.txt", *NATIVE.rglob("*")]:
         copy = SOURCE / file.relative_to(ROOT)
@@ -142,23 +142,23 @@ def check_applies(mutants: list[Mutant]) -> None:
         mutated(mutant, (NATIVE / mutant.file).read_text())
 
 
-def check_sound(mutants: list[Mutant], jobs: int) -> None:
-    """What finds mutants must find nothing without one."""
+def check_detectors(mutants: list[Mutant], jobs: int) -> None:
+    """Check that the detectors find nothing in the core without a mutant."""
     for caught_by in sorted({mutant.caught_by for mutant in mutants}):
         if finding := search(caught_by, jobs):
-            raise NotFoundError(f"{caught_by} fails without a mutant: {finding.said}")
-        print(f"sound: {caught_by}", flush=True)
+            raise NotFoundError(f"{caught_by} fails without a mutant: {finding.output}")
+        print(f"passes without a mutant: {caught_by}", flush=True)
 
 
 def write_result(rows: dict[str, str]) -> None:
-    """Of mutants that weren't run this time, the rows that are there stay."""
+    """Write RESULT.md; rows of mutants that were not run this time stay as they are."""
     if RESULT.exists():
         rows = {row.split(" | ")[0][2:]: row for row in RESULT.read_text().splitlines()} | rows
     kept = [rows[mutant.name] for mutant in MUTANTS if mutant.name in rows]
     missed = sum(MISSED in row for row in kept)
     text = [
         "# Result of `make mutants ARGS=--record`",
-        "Seconds are those of the test or model that found it, without the build.",
+        "Seconds are those of the test or model that found the mutant, without the build.",
         "\n".join([*TABLE, *kept]),
         f"{len(kept)} mutants, {missed} not found.",
     ]
@@ -175,8 +175,8 @@ def find_all(mutants: list[Mutant], jobs: int, record: bool) -> int:
         if finding is None:
             missed += 1
             finding = Finding(0, MISSED)
-        said = finding.said.replace("|", "\\|").strip()[:100]
-        row = f"| {mutant.name} | {mutant.caught_by} | {finding.seconds:.1f} | {said} |"
+        output = finding.output.replace("|", "\\|").strip()[:100]
+        row = f"| {mutant.name} | {mutant.caught_by} | {finding.seconds:.1f} | {output} |"
         rows[mutant.name] = row
         print(row, flush=True)
     print(f"\n{len(mutants)} mutants, {missed} not found")
@@ -186,10 +186,10 @@ def find_all(mutants: list[Mutant], jobs: int, record: bool) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seeds mistakes and sees that they are found.")
-    parser.add_argument("--check", action="store_true", help="only see that all mutants apply")
+    parser = argparse.ArgumentParser(description="Seed mistakes and check that they are found.")
+    parser.add_argument("--check", action="store_true", help="only check that all mutants apply")
     parser.add_argument(
-        "--only", nargs="+", default=[], help="mutants with one of these in the name"
+        "--only", nargs="+", default=[], help="mutants whose name contains one of these"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--record", action="store_true", help="write RESULT.md")
@@ -205,7 +205,7 @@ def main() -> None:
             print(f"{len(mutants)} mutants apply")
             return
         copy_source()
-        check_sound(mutants, options.jobs)
+        check_detectors(mutants, options.jobs)
         missed = find_all(mutants, options.jobs, options.record)
     except NotFoundError as error:
         sys.exit(str(error))

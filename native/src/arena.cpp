@@ -16,7 +16,7 @@
 namespace phalanx {
 namespace {
 
-// Writer: make, under the mutex. Never freed: tensors may outlive everything else.
+// Writer: make, under the mutex. Never freed, since tensors may outlive everything else.
 std::atomic<Arena*> current = nullptr;
 std::mutex making;
 
@@ -41,7 +41,7 @@ Arena::Arena(std::byte* base, std::size_t bytes, int fd)
 
 Arena* Arena::own(Status& status) {
   const std::lock_guard lock(making);
-  // Pairs with the store in make; acquire, for what the constructor wrote.
+  // Pairs with the store in make; acquire, for the constructor's writes.
   Arena* arena = current.load(std::memory_order_acquire);
   return arena != nullptr && arena->owner_ == getpid() ? arena : make(status);
 }
@@ -68,7 +68,7 @@ Arena* Arena::make(Status& status) {
   return arena;
 }
 
-std::optional<Place> Arena::locate(const void* data, std::size_t bytes) {
+std::optional<ArenaLocation> Arena::locate(const void* data, std::size_t bytes) {
   // Pairs with the store in make.
   const Arena* arena = current.load(std::memory_order_acquire);
   if (arena == nullptr || data == nullptr) {
@@ -79,7 +79,7 @@ std::optional<Place> Arena::locate(const void* data, std::size_t bytes) {
   if (offset >= arena->bytes_ || bytes > arena->bytes_ - offset || arena->owner_ != getpid()) {
     return std::nullopt;
   }
-  return Place{.descriptor = arena->fd_, .offset = offset};
+  return ArenaLocation{.descriptor = arena->fd_, .offset = offset};
 }
 
 std::byte* Arena::allocate(std::size_t bytes, Status& status) {
@@ -116,7 +116,7 @@ void Arena::release(std::byte* data) {
   const std::lock_guard lock(mutex_);
   auto used = used_.extract(offset);
   std::size_t size = used.mapped();
-  if (owner_ == getpid()) {  // a forked child shares the pages, and must not take them away
+  if (owner_ == getpid()) {  // a forked child shares the pages, and must not remove them
     madvise(data, size, MADV_REMOVE);
   }
   auto after = free_.lower_bound(offset);
@@ -144,7 +144,7 @@ std::size_t Arena::in_use() const {
 }
 
 std::shared_ptr<const ArenaView> ArenaView::open(int pid, int descriptor, Status& status) {
-  // By the file itself, which keeps its number for as long as a view of it lives.
+  // Keyed by the file itself, whose number is not reused while a view of it lives.
   using File = std::pair<dev_t, ino_t>;
   static std::mutex mutex;
   static std::map<File, std::weak_ptr<const ArenaView>> views;
@@ -163,15 +163,15 @@ std::shared_ptr<const ArenaView> ArenaView::open(int pid, int descriptor, Status
     return nullptr;
   }
   const std::lock_guard lock(mutex);
-  auto& known = views[File(info.st_dev, info.st_ino)];
-  std::shared_ptr<const ArenaView> view = known.lock();
+  auto& cached = views[File(info.st_dev, info.st_ino)];
+  std::shared_ptr<const ArenaView> view = cached.lock();
   if (!view) {
     const auto bytes = static_cast<std::size_t>(info.st_size);
     std::byte* base = map_file(opened, bytes);
     if (base == nullptr) {
       status = system_error(errno);
     } else {
-      known = view = std::shared_ptr<const ArenaView>(new ArenaView(base, bytes));
+      cached = view = std::shared_ptr<const ArenaView>(new ArenaView(base, bytes));
     }
   }
   ::close(opened);

@@ -9,7 +9,7 @@
 namespace phalanx {
 namespace {
 
-constexpr std::size_t kMostSites = 1 << 16;
+constexpr std::size_t kMaxSites = 1 << 16;
 
 struct Sites {
   std::mutex mutex;
@@ -18,7 +18,7 @@ struct Sites {
 };
 
 Sites& sites() {
-  // Never destroyed: threads may ask until the end of the process.
+  // Never destroyed: threads may use it until the end of the process.
   static Sites* const all = new Sites;
   return *all;
 }
@@ -31,7 +31,7 @@ std::uint32_t call_site_number(std::string_view text) {
   if (const auto known = all.numbers.find(text); known != all.numbers.end()) {
     return known->second;
   }
-  if (all.texts.size() == kMostSites) {
+  if (all.texts.size() == kMaxSites) {
     return 0;
   }
   const auto number = static_cast<std::uint32_t>(all.texts.size());

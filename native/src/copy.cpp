@@ -16,7 +16,7 @@ void stream_bytes(void* to, const void* from, std::size_t bytes) {
     copy_bytes(to, from, bytes);
     return;
   }
-  PHALANX_STEP("copy past the caches");
+  PHALANX_STEP("copy: stream");
   auto* out = static_cast<char*>(to);
   const auto* in = static_cast<const char*>(from);
   const std::size_t head = (line - reinterpret_cast<std::uintptr_t>(out) % line) % line;
@@ -36,7 +36,7 @@ void stream_bytes(void* to, const void* from, std::size_t bytes) {
     _mm_stream_si128(target + 2, c);
     _mm_stream_si128(target + 3, d);
   }
-  // Streamed stores are ordered with nothing; the steps that follow them publish.
+  // Streaming stores are not ordered with anything, and the following steps publish the data.
   _mm_sfence();
   std::memcpy(out, in, bytes - head - lines * line);
 }

@@ -19,9 +19,9 @@ namespace {
 
 using Words = std::array<std::uint64_t, sizeof(Record) / 8>;
 
-std::atomic<FlightRecorder*> own_box = nullptr;
+std::atomic<FlightRecorder*> own_recorder = nullptr;
 
-// Cut at the end, but not in the middle of a character of UTF-8.
+// Truncates at the end, but not within a UTF-8 character.
 template <std::size_t N>
 void put(Text<N>& to, std::string_view text) {
   std::size_t size = std::min(text.size(), N - 1);
@@ -32,10 +32,10 @@ void put(Text<N>& to, std::string_view text) {
   std::memset(to + size, 0, N - size);
 }
 
-// Cut at the beginning: of a path, the end tells most.
+// Truncates at the beginning: the end of a path is the most informative part.
 void put_site(CallSite& to, std::string_view text) {
-  constexpr std::size_t kMost = sizeof(to.text) - 1;
-  put(to.text, text.size() <= kMost ? text : text.substr(text.size() - kMost));
+  constexpr std::size_t kMaxBytes = sizeof(to.text) - 1;
+  put(to.text, text.size() <= kMaxBytes ? text : text.substr(text.size() - kMaxBytes));
 }
 
 std::int64_t wall_clock_offset() {
@@ -47,13 +47,13 @@ std::int64_t wall_clock_offset() {
 
 }  // namespace
 
-// Every store of a word is a release: who sees it also sees that `framed_` changed before. Readers
-// copy the file with a system call, in no order that the language knows; the processor's order is
-// what they count on, and the frame is what they check.
+// Every store of a word is a release: a reader that sees it also sees that `frame_` changed before.
+// Readers copy the file with a system call, in an order that the language does not define. They
+// rely on the processor's order, and check the frame.
 void SharedRecord::store(const Record& value) {
   const auto words = std::bit_cast<Words>(value);
   PHALANX_STEP("record: frame");
-  framed_.store(value.number, std::memory_order_relaxed);
+  frame_.store(value.number, std::memory_order_relaxed);
   for (std::size_t i = kWords; i-- > 0;) {
     PHALANX_STEP("record: write");
     words_[i].store(words[i], std::memory_order_release);
@@ -62,12 +62,12 @@ void SharedRecord::store(const Record& value) {
 
 void SharedRecord::clear() {
   PHALANX_STEP("record: clear");
-  framed_.store(0, std::memory_order_relaxed);
+  frame_.store(0, std::memory_order_relaxed);
   words_[0].store(0, std::memory_order_release);
 }
 
 void SharedRecord::waiting_for(const Record& value) {
-  PHALANX_STEP("record: whom it waits for");
+  PHALANX_STEP("record: publish the awaited rank");
   words_[kPeers].store(std::bit_cast<Words>(value)[kPeers], std::memory_order_release);
 }
 
@@ -78,23 +78,24 @@ bool SharedRecord::load(Record& value) const {
     words[i] = words_[i].load(std::memory_order_acquire);
   }
   value = std::bit_cast<Record>(words);
-  return value.number != 0 && value.number == framed_.load(std::memory_order_relaxed);
+  return value.number != 0 && value.number == frame_.load(std::memory_order_relaxed);
 }
 
 bool SharedRecord::empty() const {
   return words_[0].load(std::memory_order_relaxed) == 0 &&
-         framed_.load(std::memory_order_relaxed) == 0;
+         frame_.load(std::memory_order_relaxed) == 0;
 }
 
-std::unique_ptr<FlightRecorder> FlightRecorder::open(int fd, const BoxIdentity& identity, Status& status) {
-  void* base = mmap(nullptr, sizeof(BoxLayout), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+std::unique_ptr<FlightRecorder> FlightRecorder::open(int fd, const RecorderIdentity& identity,
+                                                     Status& status) {
+  void* base = mmap(nullptr, sizeof(RecorderLayout), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (base == MAP_FAILED) {
     status = Status{.code = Code::system, .error = errno};
     return nullptr;
   }
-  auto* box = static_cast<BoxLayout*>(base);
-  BoxHeader& header = box->header;
-  header.version = kBoxVersion;
+  auto* layout = static_cast<RecorderLayout*>(base);
+  RecorderHeader& header = layout->header;
+  header.version = kRecorderVersion;
   header.rank = identity.rank;
   header.world_size = identity.world_size;
   header.attempt = identity.attempt;
@@ -103,148 +104,150 @@ std::unique_ptr<FlightRecorder> FlightRecorder::open(int fd, const BoxIdentity& 
   header.opened = nanoseconds(Clock::now());
   put(header.host, identity.host);
   put(header.job, identity.job);
-  // Who finds it in a copy of the box may read what stands above.
-  std::atomic_ref(header.magic).store(kBoxMagic, std::memory_order_release);
-  auto made = std::unique_ptr<FlightRecorder>(new FlightRecorder(box, fd));
-  made->publish_sites();
-  return made;
+  // A reader that finds it in a copy of the file may read the fields stored above.
+  std::atomic_ref(header.magic).store(kRecorderMagic, std::memory_order_release);
+  auto recorder = std::unique_ptr<FlightRecorder>(new FlightRecorder(layout, fd));
+  recorder->publish_sites();
+  return recorder;
 }
 
 FlightRecorder::~FlightRecorder() {
-  munmap(box_, sizeof(BoxLayout));
+  munmap(layout_, sizeof(RecorderLayout));
   ::close(fd_);
 }
 
-FlightRecorder* FlightRecorder::own() { return own_box.load(std::memory_order_acquire); }
+FlightRecorder* FlightRecorder::own() { return own_recorder.load(std::memory_order_acquire); }
 
-void FlightRecorder::adopt(std::unique_ptr<FlightRecorder> box) {
+void FlightRecorder::install(std::unique_ptr<FlightRecorder> recorder) {
   // Pairs with the load in own().
-  own_box.store(box.release(), std::memory_order_release);
+  own_recorder.store(recorder.release(), std::memory_order_release);
 }
 
-void FlightRecorder::forget() {
-  own_box.store(nullptr, std::memory_order_relaxed);
-  current_caller() = {.site = 0, .thread = Caller::kMain};  // the thread that forks is the only one
+void FlightRecorder::detach() {
+  own_recorder.store(nullptr, std::memory_order_relaxed);
+  current_caller() = {.site = 0, .thread = Caller::kMain};  // the forking thread is the only one
 }
 
 std::uint16_t FlightRecorder::add_group(int rank, int size) {
   const std::lock_guard lock(mutex_);
-  GroupNote* note = nullptr;
-  for (GroupNote& candidate : box_->groups) {
+  GroupEntry* entry = nullptr;
+  for (GroupEntry& candidate : layout_->groups) {
     if (candidate.id.load(std::memory_order_relaxed) == 0) {
-      note = &candidate;
+      entry = &candidate;
       break;
     }
     const bool left = candidate.left.load(std::memory_order_relaxed) != 0;
-    if (left && (note == nullptr || candidate.id.load(std::memory_order_relaxed) <
-                                        note->id.load(std::memory_order_relaxed))) {
-      note = &candidate;
+    if (left && (entry == nullptr || candidate.id.load(std::memory_order_relaxed) <
+                                         entry->id.load(std::memory_order_relaxed))) {
+      entry = &candidate;
     }
   }
-  if (note == nullptr) {
+  if (entry == nullptr) {
     return 0;
   }
-  note->id.store(0, std::memory_order_relaxed);
-  // Each a release, so that none comes before the id was taken away: who reads something of the new
-  // group in a copy of the box finds no old id there.
-  note->identity.store(0, std::memory_order_release);
-  note->sequence.store(0, std::memory_order_release);
-  note->left.store(0, std::memory_order_release);
-  note->left_at.store(0, std::memory_order_release);
-  note->rank = rank;
-  note->size = size;
-  name_group(*note, "", "");
-  set_why(*note, "");
+  entry->id.store(0, std::memory_order_relaxed);
+  // Each a release, so that none comes before the id is cleared: a reader that sees a field of the
+  // new group in a copy of the file finds no old id there.
+  entry->identity.store(0, std::memory_order_release);
+  entry->sequence.store(0, std::memory_order_release);
+  entry->left.store(0, std::memory_order_release);
+  entry->left_at.store(0, std::memory_order_release);
+  entry->rank = rank;
+  entry->size = size;
+  name_group(*entry, "", "");
+  set_why(*entry, "");
   do {
     last_group_ = static_cast<std::uint16_t>(last_group_ + 1 == 0x10000 ? 1 : last_group_ + 1);
   } while (group(last_group_) != nullptr);
-  // Who sees the id may read the note. Pairs with the load in read_groups.
-  note->id.store(last_group_, std::memory_order_release);
-  box_->header.groups.fetch_add(1, std::memory_order_relaxed);
+  // A reader that sees the id may read the entry. Pairs with the load in read_groups.
+  entry->id.store(last_group_, std::memory_order_release);
+  layout_->header.groups.fetch_add(1, std::memory_order_relaxed);
   return last_group_;
 }
 
-GroupNote* FlightRecorder::group(std::uint16_t id) {
-  for (GroupNote& note : box_->groups) {
-    if (id != 0 && note.id.load(std::memory_order_relaxed) == id) {
-      return &note;
+GroupEntry* FlightRecorder::group(std::uint16_t id) {
+  for (GroupEntry& entry : layout_->groups) {
+    if (id != 0 && entry.id.load(std::memory_order_relaxed) == id) {
+      return &entry;
     }
   }
   return nullptr;
 }
 
-void FlightRecorder::name_group(GroupNote& note, std::string_view name, std::string_view members) {
-  put(note.name, name);
-  put(note.members, members.size() < sizeof note.members ? members : "");
+void FlightRecorder::name_group(GroupEntry& entry, std::string_view name,
+                                std::string_view members) {
+  put(entry.name, name);
+  put(entry.members, members.size() < sizeof entry.members ? members : "");
 }
 
-void FlightRecorder::set_why(GroupNote& note, std::string_view why) { put(note.why, why); }
+void FlightRecorder::set_why(GroupEntry& entry, std::string_view why) { put(entry.why, why); }
 
 int FlightRecorder::begin(Record& record) {
-  record.number = box_->header.begun.fetch_add(1, std::memory_order_relaxed) + 1;
-  // Claims a place: no other thread writes there until end().
+  record.number = layout_->header.operations_begun.fetch_add(1, std::memory_order_relaxed) + 1;
+  // Claims a slot: no other thread writes there until end().
   const bool message = record.kind == Kind::send || record.kind == Kind::recv;
-  const std::uint64_t reserved = message ? ~std::uint64_t{0} << kBoxMessages : 0;
-  std::uint64_t taken = taken_.load(std::memory_order_relaxed);
-  while (~(taken | reserved) != 0) {
-    const int place = std::countr_one(taken | reserved);
-    if (taken_.compare_exchange_weak(taken, taken | std::uint64_t{1} << place,
-                                     std::memory_order_acquire, std::memory_order_relaxed)) {
-      box_->open[place].store(record);
-      return place;
+  const std::uint64_t reserved = message ? ~std::uint64_t{0} << kRecorderMessages : 0;
+  std::uint64_t used_slots = used_slots_.load(std::memory_order_relaxed);
+  while (~(used_slots | reserved) != 0) {
+    const int slot = std::countr_one(used_slots | reserved);
+    if (used_slots_.compare_exchange_weak(used_slots, used_slots | std::uint64_t{1} << slot,
+                                          std::memory_order_acquire, std::memory_order_relaxed)) {
+      layout_->open[slot].store(record);
+      return slot;
     }
   }
   return -1;
 }
 
-void FlightRecorder::end(int place, const Record& record) {
-  const std::uint64_t index = box_->header.ended.fetch_add(1, std::memory_order_relaxed);
-  box_->history[index % kBoxHistory].store(record);
-  if (place >= 0) {
-    box_->open[place].clear();
+void FlightRecorder::end(int slot, const Record& record) {
+  const std::uint64_t index =
+      layout_->header.operations_ended.fetch_add(1, std::memory_order_relaxed);
+  layout_->history[index % kRecorderHistory].store(record);
+  if (slot >= 0) {
+    layout_->open[slot].clear();
     // Pairs with the exchange in begin().
-    taken_.fetch_and(~(std::uint64_t{1} << place), std::memory_order_release);
+    used_slots_.fetch_and(~(std::uint64_t{1} << slot), std::memory_order_release);
   }
 }
 
 void FlightRecorder::report(std::int64_t step, std::optional<double> loss, std::string_view note) {
   const std::lock_guard lock(mutex_);
-  const std::uint64_t number = box_->header.reports.load(std::memory_order_relaxed) + 1;
-  SharedReport& report = box_->reports[(number - 1) % kBoxReports];
-  // Each a release, so that none comes before `framed`. They pair with the loads in read_reports,
-  // which go the other way round.
-  report.framed.store(number, std::memory_order_relaxed);
+  const std::uint64_t number = layout_->header.reports.load(std::memory_order_relaxed) + 1;
+  SharedReport& report = layout_->reports[(number - 1) % kRecorderReports];
+  // Each a release, so that none comes before `frame`. They pair with the loads in read_reports,
+  // which go in the opposite order.
+  report.frame.store(number, std::memory_order_relaxed);
   report.loss.store(loss ? std::bit_cast<std::uint64_t>(*loss) : kNoLoss,
                     std::memory_order_release);
   report.step.store(step, std::memory_order_release);
   report.time.store(nanoseconds(Clock::now()), std::memory_order_release);
   report.number.store(number, std::memory_order_release);
-  box_->header.reports.store(number, std::memory_order_release);
-  put(box_->header.note, note);
+  layout_->header.reports.store(number, std::memory_order_release);
+  put(layout_->header.note, note);
 }
 
-void FlightRecorder::set_ending(Ending ending, std::string_view words) {
+void FlightRecorder::record_ending(Ending ending, std::string_view exception) {
   const std::lock_guard lock(mutex_);
-  BoxHeader& header = box_->header;
+  RecorderHeader& header = layout_->header;
   const auto known = static_cast<Ending>(header.ending.load(std::memory_order_relaxed));
   if (known != Ending::none && known != Ending::left) {
     return;
   }
-  put(header.last_words, words);
+  put(header.exception, exception);
   header.ending_time.store(nanoseconds(Clock::now()), std::memory_order_relaxed);
-  // Who sees the ending may read the words.
+  // A reader that sees the ending may read the exception.
   header.ending.store(static_cast<std::uint32_t>(ending), std::memory_order_release);
 }
 
 void FlightRecorder::publish_sites() {
   const std::lock_guard lock(mutex_);
-  const std::uint32_t there = box_->header.sites.load(std::memory_order_relaxed);
-  const auto all = std::min(call_site_count(), static_cast<std::uint32_t>(kBoxSites));
+  const std::uint32_t there = layout_->header.sites.load(std::memory_order_relaxed);
+  const auto all = std::min(call_site_count(), static_cast<std::uint32_t>(kRecorderSites));
   for (std::uint32_t number = there; number < all; ++number) {
-    put_site(box_->sites[number], call_site_text(number));
+    put_site(layout_->sites[number], call_site_text(number));
   }
-  // Who sees a number may read its text.
-  box_->header.sites.store(std::max(there, all), std::memory_order_release);
+  // A reader that sees a number may read its text.
+  layout_->header.sites.store(std::max(there, all), std::memory_order_release);
 }
 
 }  // namespace phalanx

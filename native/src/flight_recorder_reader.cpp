@@ -18,15 +18,15 @@ namespace {
 
 struct FreeLayout {
   void operator()(std::byte* bytes) const {
-    ::operator delete[](bytes, std::align_val_t{alignof(BoxLayout)});
+    ::operator delete[](bytes, std::align_val_t{alignof(RecorderLayout)});
   }
 };
 using LayoutCopy = std::unique_ptr<std::byte[], FreeLayout>;
 
 LayoutCopy aligned_copy(std::span<const std::byte> bytes) {
   auto* memory = static_cast<std::byte*>(
-      ::operator new[](sizeof(BoxLayout), std::align_val_t{alignof(BoxLayout)}));
-  std::memcpy(memory, bytes.data(), sizeof(BoxLayout));
+      ::operator new[](sizeof(RecorderLayout), std::align_val_t{alignof(RecorderLayout)}));
+  std::memcpy(memory, bytes.data(), sizeof(RecorderLayout));
   return LayoutCopy(memory);
 }
 
@@ -35,28 +35,28 @@ std::string text_of(const Text<N>& text) {
   return {text, strnlen(text, N)};
 }
 
-std::string refusal(std::span<const std::byte> bytes) {
+std::string check_layout(std::span<const std::byte> bytes) {
   std::uint64_t magic = 0;
   std::uint32_t version = 0;
   if (bytes.size() >= sizeof magic + sizeof version) {
     std::memcpy(&magic, bytes.data(), sizeof magic);
     std::memcpy(&version, bytes.data() + sizeof magic, sizeof version);
   }
-  if (magic != kBoxMagic) {
-    return "no flight recorder, or one whose beginning was never written";
+  if (magic != kRecorderMagic) {
+    return "not a flight recorder, or its header was never written";
   }
-  if (version != kBoxVersion) {
-    return "written in layout version " + std::to_string(version) + ", this one reads version " +
-           std::to_string(kBoxVersion);
+  if (version != kRecorderVersion) {
+    return "written in layout version " + std::to_string(version) +
+           "; this reader supports version " + std::to_string(kRecorderVersion);
   }
-  if (bytes.size() != sizeof(BoxLayout)) {
+  if (bytes.size() != sizeof(RecorderLayout)) {
     return "damaged: " + std::to_string(bytes.size()) + " bytes, expected " +
-           std::to_string(sizeof(BoxLayout));
+           std::to_string(sizeof(RecorderLayout));
   }
   return {};
 }
 
-void read_header(const BoxHeader& header, BoxContents& to) {
+void read_header(const RecorderHeader& header, RecorderContents& to) {
   to.pid = header.pid;
   to.rank = header.rank;
   to.world_size = header.world_size;
@@ -65,47 +65,47 @@ void read_header(const BoxHeader& header, BoxContents& to) {
   to.job = text_of(header.job);
   to.clock = header.clock;
   to.opened = header.opened;
-  to.operations = header.begun.load(std::memory_order_relaxed);
-  to.main_waits = header.main_waits.load(std::memory_order_relaxed);
-  // Pairs with the store in FlightRecorder::set_ending.
+  to.operations = header.operations_begun.load(std::memory_order_relaxed);
+  to.main_thread_wait = header.main_thread_wait.load(std::memory_order_relaxed);
+  // Pairs with the store in FlightRecorder::record_ending.
   const auto ending = header.ending.load(std::memory_order_acquire);
   to.ending = ending <= static_cast<std::uint32_t>(Ending::failed) ? static_cast<Ending>(ending)
                                                                    : Ending::none;
   to.ending_time = header.ending_time.load(std::memory_order_relaxed);
-  to.last_words = text_of(header.last_words);
+  to.exception = text_of(header.exception);
   to.note = text_of(header.note);
 }
 
-void read_sites(const BoxLayout& box, BoxContents& to) {
+void read_sites(const RecorderLayout& layout, RecorderContents& to) {
   // Pairs with the store in FlightRecorder::publish_sites.
-  const std::size_t count = box.header.sites.load(std::memory_order_acquire);
-  for (std::size_t number = 0; number < std::min(count, kBoxSites); ++number) {
-    to.sites.push_back(text_of(box.sites[number].text));
+  const std::size_t count = layout.header.sites.load(std::memory_order_acquire);
+  for (std::size_t number = 0; number < std::min(count, kRecorderSites); ++number) {
+    to.sites.push_back(text_of(layout.sites[number].text));
   }
 }
 
-void read_groups(const BoxLayout& box, BoxContents& to) {
-  for (const GroupNote& note : box.groups) {
-    const std::uint32_t id = note.id.load(std::memory_order_acquire);
+void read_groups(const RecorderLayout& layout, RecorderContents& to) {
+  for (const GroupEntry& entry : layout.groups) {
+    const std::uint32_t id = entry.id.load(std::memory_order_acquire);
     if (id == 0 || id > UINT16_MAX) {
       continue;
     }
-    const std::size_t left_at = note.left_at.load(std::memory_order_relaxed);
-    to.groups.push_back({.identity = note.identity.load(std::memory_order_relaxed),
-                         .sequence = note.sequence.load(std::memory_order_relaxed),
+    const std::size_t left_at = entry.left_at.load(std::memory_order_relaxed);
+    to.groups.push_back({.identity = entry.identity.load(std::memory_order_relaxed),
+                         .sequence = entry.sequence.load(std::memory_order_relaxed),
                          .id = static_cast<std::uint16_t>(id),
-                         .rank = note.rank,
-                         .size = note.size,
-                         .left = note.left.load(std::memory_order_relaxed) != 0,
+                         .rank = entry.rank,
+                         .size = entry.size,
+                         .left = entry.left.load(std::memory_order_relaxed) != 0,
                          .left_at = left_at < to.sites.size() ? to.sites[left_at] : "",
-                         .name = text_of(note.name),
-                         .members = text_of(note.members),
-                         .why = text_of(note.why)});
+                         .name = text_of(entry.name),
+                         .members = text_of(entry.members),
+                         .why = text_of(entry.why)});
   }
-  std::ranges::sort(to.groups, {}, &BoxGroup::id);
+  std::ranges::sort(to.groups, {}, &RecordedGroup::id);
 }
 
-void read_records(const BoxLayout& box, std::size_t history, BoxContents& to) {
+void read_records(const RecorderLayout& layout, std::size_t history, RecorderContents& to) {
   const auto add = [&to](const SharedRecord& shared, std::vector<Record>& list) {
     Record record;
     if (shared.load(record)) {
@@ -114,17 +114,17 @@ void read_records(const BoxLayout& box, std::size_t history, BoxContents& to) {
       ++to.torn;
     }
   };
-  const std::uint64_t ended = box.header.ended.load(std::memory_order_relaxed);
-  const std::size_t count = std::min<std::uint64_t>({ended, history, kBoxHistory});
+  const std::uint64_t ended = layout.header.operations_ended.load(std::memory_order_relaxed);
+  const std::size_t count = std::min<std::uint64_t>({ended, history, kRecorderHistory});
   for (std::uint64_t index = ended - count; index != ended; ++index) {
-    add(box.history[index % kBoxHistory], to.done);
+    add(layout.history[index % kRecorderHistory], to.done);
   }
-  // The newest place of a history that is full may still hold what stood there before.
+  // The newest slot of a full history may still hold the previous record.
   std::ranges::stable_sort(to.done, {}, &Record::end);
-  for (const SharedRecord& shared : box.open) {
+  for (const SharedRecord& shared : layout.open) {
     add(shared, to.open);
   }
-  // One that ended in the middle of the copy may stand in both, or in neither.
+  // A record that ended during the copy may be in both, or in neither.
   std::erase_if(to.open, [&to](const Record& open) {
     return std::ranges::any_of(to.done,
                                [&open](const Record& done) { return done.number == open.number; });
@@ -132,18 +132,18 @@ void read_records(const BoxLayout& box, std::size_t history, BoxContents& to) {
   std::ranges::sort(to.open, {}, &Record::number);
 }
 
-void read_reports(const BoxLayout& box, BoxContents& to) {
-  const std::uint64_t number = box.header.reports.load(std::memory_order_relaxed);
-  const std::uint64_t count = std::min<std::uint64_t>(number, kBoxReports);
+void read_reports(const RecorderLayout& layout, RecorderContents& to) {
+  const std::uint64_t number = layout.header.reports.load(std::memory_order_relaxed);
+  const std::uint64_t count = std::min<std::uint64_t>(number, kRecorderReports);
   for (std::uint64_t index = number - count; index != number; ++index) {
-    const SharedReport& report = box.reports[index % kBoxReports];
+    const SharedReport& report = layout.reports[index % kRecorderReports];
     const std::uint64_t loss = report.loss.load(std::memory_order_acquire);
-    const std::uint64_t its = report.number.load(std::memory_order_acquire);
-    const BoxReport read{
+    const std::uint64_t number_read = report.number.load(std::memory_order_acquire);
+    const RecordedReport read{
         .time = report.time.load(std::memory_order_acquire),
         .step = report.step.load(std::memory_order_acquire),
         .loss = loss == kNoLoss ? std::nullopt : std::optional(std::bit_cast<double>(loss))};
-    if (its != index + 1 || its != report.framed.load(std::memory_order_relaxed)) {
+    if (number_read != index + 1 || number_read != report.frame.load(std::memory_order_relaxed)) {
       ++to.torn;
     } else {
       to.reports.push_back(read);
@@ -152,15 +152,15 @@ void read_reports(const BoxLayout& box, BoxContents& to) {
 }
 
 std::vector<std::byte> copy_file(const char* path) {
-  // O_NONBLOCK: where the pid means another process, the path may be a pipe.
+  // O_NONBLOCK: if the pid belongs to another process here, the path may be a pipe.
   const int fd = ::open(path, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) {
     return {};
   }
   struct stat info{};
   std::vector<std::byte> bytes;
-  if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_size == sizeof(BoxLayout)) {
-    bytes.resize(sizeof(BoxLayout));
+  if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode) && info.st_size == sizeof(RecorderLayout)) {
+    bytes.resize(sizeof(RecorderLayout));
     if (pread(fd, bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size())) {
       bytes.clear();
     }
@@ -171,21 +171,22 @@ std::vector<std::byte> copy_file(const char* path) {
 
 }  // namespace
 
-std::string read_box(std::span<const std::byte> bytes, std::size_t history, BoxContents& contents) {
-  if (std::string why = refusal(bytes); !why.empty()) {
+std::string parse_recorder(std::span<const std::byte> bytes, std::size_t history,
+                           RecorderContents& contents) {
+  if (std::string why = check_layout(bytes); !why.empty()) {
     return why;
   }
   const LayoutCopy copy = aligned_copy(bytes);
-  const auto& box = *reinterpret_cast<const BoxLayout*>(copy.get());
-  read_header(box.header, contents);
-  read_sites(box, contents);
-  read_groups(box, contents);
-  read_records(box, history, contents);
-  read_reports(box, contents);
+  const auto& layout = *reinterpret_cast<const RecorderLayout*>(copy.get());
+  read_header(layout.header, contents);
+  read_sites(layout, contents);
+  read_groups(layout, contents);
+  read_records(layout, history, contents);
+  read_reports(layout, contents);
   return {};
 }
 
-std::vector<std::byte> copy_box(int pid, int descriptor) {
+std::vector<std::byte> copy_recorder(int pid, int descriptor) {
   std::array<char, PATH_MAX> path{};
   std::snprintf(path.data(), path.size(), "/proc/%d/fd/%d", pid, descriptor);
   std::vector<std::byte> bytes = copy_file(path.data());
@@ -194,9 +195,9 @@ std::vector<std::byte> copy_box(int pid, int descriptor) {
     return bytes;
   }
   std::snprintf(path.data(), path.size(), "/proc/self/fd/%d", own->descriptor());
-  std::array<char, PATH_MAX> where{};
-  const ssize_t size = readlink(path.data(), where.data(), where.size() - 1);
-  const std::string file(where.data(), size > 0 ? static_cast<std::size_t>(size) : 0);
+  std::array<char, PATH_MAX> link{};
+  const ssize_t size = readlink(path.data(), link.data(), link.size() - 1);
+  const std::string file(link.data(), size > 0 ? static_cast<std::size_t>(size) : 0);
   const std::size_t slash = file.rfind('/');
   if (slash == std::string::npos) {
     return {};

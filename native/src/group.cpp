@@ -11,7 +11,7 @@ namespace phalanx {
 namespace {
 
 // The abort word: the code, three ranks of twelve bits, plus one so that "none" fits, and the
-// errno. The witness is the rank whose `trouble` holds the fingerprints.
+// errno. The witness is the rank whose `failure_fingerprints` hold the fingerprints.
 constexpr int kPeer = 8;
 constexpr int kReporter = 20;
 constexpr int kWitness = 32;
@@ -19,8 +19,8 @@ constexpr int kError = 44;
 constexpr std::uint64_t kRankBits = 0xfff;
 static_assert(kMaxRanks < static_cast<int>(kRankBits));
 
-// A look at a process takes some 10 us. This many others are looked at once in a slice.
-constexpr int kOthersPerLook = 8;
+// Checking a process takes some 10 us. So many other ranks are checked per slice.
+constexpr int kRanksPerCheck = 8;
 
 std::uint64_t pack(const Status& status, int witness) {
   const auto rank = [](std::int32_t value, int shift) {
@@ -37,22 +37,23 @@ std::int32_t rank_in(std::uint64_t word, int shift) {
 
 }  // namespace
 
-Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
+Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t entry)
     : segment_(std::move(segment)),
       rank_(rank),
-      patience_(segment_->ranks()),
+      spin_policy_(segment_->ranks()),
       processes_(static_cast<std::size_t>(segment_->ranks())),
       arenas_(static_cast<std::size_t>(segment_->ranks())) {
   RankControl& own = segment_->control(rank_);
   own.pid.store(getpid(), std::memory_order_relaxed);
-  own.box.store(box_ == nullptr ? -1 : box_->descriptor(), std::memory_order_relaxed);
-  if (box_ != nullptr) {
-    box_group_ = note != 0 ? note : box_->add_group(rank_, ranks());
-    note_ = box_->group(box_group_);
+  own.recorder_descriptor.store(recorder_ == nullptr ? -1 : recorder_->descriptor(),
+                                std::memory_order_relaxed);
+  if (recorder_ != nullptr) {
+    recorder_group_ = entry != 0 ? entry : recorder_->add_group(rank_, ranks());
+    entry_ = recorder_->group(recorder_group_);
   }
-  if (note_ != nullptr) {
-    // Who finds it in a copy of the box may read name and members.
-    note_->identity.store(segment_->header().nonce, std::memory_order_release);
+  if (entry_ != nullptr) {
+    // A reader that finds it in a copy of the file may read name and members.
+    entry_->identity.store(segment_->header().nonce, std::memory_order_release);
   }
   own.presence.store(Presence::joined, std::memory_order_seq_cst);
 }
@@ -60,7 +61,7 @@ Group::Group(std::unique_ptr<Segment> segment, int rank, std::uint16_t note)
 Status Group::connect() {
   for (int peer = 0; peer < ranks(); ++peer) {
     if (peer == rank_ || pid(peer) == getpid()) {
-      continue;  // ranks of one process (the native tests) live and die together
+      continue;  // ranks of one process (in the native tests) live and die together
     }
     const int error = processes_[static_cast<std::size_t>(peer)].open(pid(peer));
     if (error == ESRCH) {
@@ -74,27 +75,27 @@ Status Group::connect() {
   return {};
 }
 
-Status Group::meet(Fingerprint own, const Bounds& bounds) {
-  if (const Status status = broken(); !status.ok()) {
+Status Group::enter_collective(Fingerprint own, const Bounds& bounds) {
+  if (const Status status = failure(); !status.ok()) {
     return refuse(own, bounds, status);
   }
-  own.sequence = begin(own, bounds);
-  ++meetings_;
-  PHALANX_STEP("meet: publish the fingerprint");
-  segment_->control(rank_).fingerprints[meetings_ & 1].store(own);
+  own.sequence = begin_collective(own, bounds);
+  ++entries_;
+  PHALANX_STEP("enter: publish the fingerprint");
+  segment_->control(rank_).fingerprints[entries_ & 1].store(own);
   advance();
-  met_ = step_;
+  entry_step_ = step_;
   for (int peer = 0; peer < ranks(); ++peer) {
     if (peer == rank_) {
       continue;
     }
-    if (const Status status = wait_step(peer, met_, bounds); !status.ok()) {
+    if (const Status status = wait_step(peer, entry_step_, bounds); !status.ok()) {
       return status;
     }
-    PHALANX_STEP("meet: compare");
-    const Fingerprint theirs = segment_->control(peer).fingerprints[meetings_ & 1].load();
+    PHALANX_STEP("enter: compare");
+    const Fingerprint theirs = segment_->control(peer).fingerprints[entries_ & 1].load();
     if (theirs != own) {
-      return fails(Status{
+      return fail_collective(Status{
           .code = Code::mismatch, .peer = peer, .reporter = rank_, .mine = own, .theirs = theirs});
     }
   }
@@ -102,13 +103,13 @@ Status Group::meet(Fingerprint own, const Bounds& bounds) {
 }
 
 Status Group::prepare(const Fingerprint& own, const Bounds& bounds, bool staging) {
-  if (const Status status = broken(); !status.ok()) {
+  if (const Status status = failure(); !status.ok()) {
     return refuse(own, bounds, status);
   }
   if (!staging || staging_ready_) {
     return {};
   }
-  PHALANX_STEP("prepare: get pages");
+  PHALANX_STEP("prepare: prefault");
   Status status = Segment::prefault(segment_->staging(rank_, 0), 2 * segment_->chunk_bytes());
   if (!status.ok()) {
     status.reporter = rank_;
@@ -118,18 +119,18 @@ Status Group::prepare(const Fingerprint& own, const Bounds& bounds, bool staging
   return {};
 }
 
-std::byte* Group::reach(int owner, const Place& place, Status& status) {
+std::byte* Group::map_peer(int owner, const ArenaLocation& location, Status& status) {
   if (owner == rank_ || pid(owner) == getpid()) {
     const Arena* arena = Arena::own(status);
-    return arena == nullptr ? nullptr : arena->base() + place.offset;
+    return arena == nullptr ? nullptr : arena->base() + location.offset;
   }
   auto& view = arenas_[static_cast<std::size_t>(owner)];
   if (!view) {
-    PHALANX_STEP("reach: map the arena");
-    view = ArenaView::open(pid(owner), place.descriptor, status);
-    // What was opened may belong to a later process of the same pid, and what was not to one that
-    // is ending: it closes its files first.
-    if (lost(owner)) {
+    PHALANX_STEP("map_peer: map the arena");
+    view = ArenaView::open(pid(owner), location.descriptor, status);
+    // The opened file may belong to a later process with the same pid; and if the open failed, the
+    // owner may be exiting, since it closes its files first.
+    if (is_lost(owner)) {
       view = nullptr;
       status = Status{.code = Code::peer_lost, .mine = current_};
     }
@@ -137,19 +138,19 @@ std::byte* Group::reach(int owner, const Place& place, Status& status) {
   if (!view) {
     status.peer = owner;
     status.reporter = rank_;
-    status = fails(status);
+    status = fail_collective(status);
     return nullptr;
   }
-  return view->at(place.offset);
+  return view->at(location.offset);
 }
 
 void Group::advance() {
   RankControl& own = segment_->control(rank_);
   PHALANX_STEP("advance: publish the step");
-  // Publishes all that was written before. Pairs with the load in wait_step; seq_cst, not release,
+  // Publishes all earlier writes. Pairs with the load in wait_step; seq_cst rather than release,
   // for the sake of notify.
   own.step.store(++step_, std::memory_order_seq_cst);
-  notify(own.stepped);
+  notify(own.step_event);
 }
 
 Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
@@ -159,11 +160,11 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
   if (ready()) {
     return {};
   }
-  show_wait(peer);
-  const auto trouble = [&] { return trouble_while_awaiting(peer); };
-  Status status = wait_until(control.stepped, patience_, bounds, ready, trouble);
+  begin_wait(peer);
+  const auto check = [&] { return status_while_waiting(peer); };
+  Status status = wait_until(control.step_event, spin_policy_, bounds, ready, check);
   if (status.ok()) {
-    note_wait(peer, patience_.last());
+    end_wait(peer, spin_policy_.last_wait());
     return status;
   }
   if (status.code == Code::timeout) {
@@ -173,7 +174,7 @@ Status Group::wait_step(int peer, std::uint64_t target, const Bounds& bounds) {
     status.reporter = rank_;
   }
   status.mine = current_;
-  return fails(status);
+  return fail_collective(status);
 }
 
 Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {
@@ -187,20 +188,20 @@ Status Group::wait_steps(std::uint64_t target, const Bounds& bounds) {
   return {};
 }
 
-std::vector<int> Group::behind(int rank) const {
+std::vector<int> Group::ranks_behind(int rank) const {
   const auto step_of = [this](int r) {
     return segment_->control(r).step.load(std::memory_order_relaxed);
   };
-  std::vector<int> late;
+  std::vector<int> behind;
   for (int peer = 0; peer < ranks(); ++peer) {
     if (step_of(peer) < step_of(rank)) {
-      late.push_back(peer);
+      behind.push_back(peer);
     }
   }
-  return late;
+  return behind;
 }
 
-bool Group::awaited() const {
+bool Group::is_awaited() const {
   const auto step_of = [this](int r) {
     return segment_->control(r).step.load(std::memory_order_relaxed);
   };
@@ -214,37 +215,38 @@ bool Group::awaited() const {
 
 Status Group::abort(Status why, bool wake) {
   const std::lock_guard lock(aborting_);
-  // Who is interrupted reports that, whatever else went wrong: its own signal handler raised. What
-  // this rank has published of an earlier failure stays, since peers read it.
-  if (const Status earlier = broken(); !earlier.ok()) {
+  // An interrupted rank reports the interrupt even after another failure, since its own signal
+  // handler raised. The fingerprints that this rank has published for an earlier failure stay,
+  // since peers read them.
+  if (const Status earlier = failure(); !earlier.ok()) {
     return why.code == Code::interrupted ? why : earlier;
   }
-  if (why.code == Code::aborted && failing(rank_)) {
-    // An exception ends this process, which gives up what it has under way.
+  if (why.code == Code::aborted && is_failing(rank_)) {
+    // An exception ends this process, which abandons its operations.
     why = Status{.code = Code::peer_lost, .peer = rank_, .reporter = rank_};
   }
   RankControl& own = segment_->control(rank_);
-  PHALANX_STEP("abort: publish what differs");
-  own.trouble[0].store(why.mine);
-  own.trouble[1].store(why.theirs);
+  PHALANX_STEP("abort: publish the fingerprints");
+  own.failure_fingerprints[0].store(why.mine);
+  own.failure_fingerprints[1].store(why.theirs);
   std::uint64_t none = 0;
   auto& word = segment_->header().abort_word;
-  PHALANX_STEP("abort: claim the word");
-  // Pairs with the load in broken: who sees the word may read the witness's fingerprints.
+  PHALANX_STEP("abort: claim the abort word");
+  // Pairs with the load in failure: a rank that sees the word may read the witness's fingerprints.
   if (word.compare_exchange_strong(none, pack(why, rank_), std::memory_order_seq_cst)) {
     PHALANX_STEP("abort: wake all");
     for (int rank = 0; wake && rank < ranks(); ++rank) {
-      notify_always(segment_->control(rank).stepped);
-      notify_always(segment_->control(rank).bell);
+      notify_always(segment_->control(rank).step_event);
+      notify_always(segment_->control(rank).message_event);
     }
   } else if (why.code == Code::interrupted) {
     return why;
   }
-  return broken();
+  return failure();
 }
 
-Status Group::broken() const {
-  PHALANX_STEP("broken: look at the word");
+Status Group::failure() const {
+  PHALANX_STEP("failure: check the abort word");
   const std::uint64_t word = segment_->header().abort_word.load(std::memory_order_seq_cst);
   if (word == 0) {
     return {};
@@ -254,8 +256,8 @@ Status Group::broken() const {
                 .peer = rank_in(word, kPeer),
                 .reporter = rank_in(word, kReporter),
                 .error = static_cast<std::int32_t>(word >> kError),
-                .mine = witness.trouble[0].load(),
-                .theirs = witness.trouble[1].load()};
+                .mine = witness.failure_fingerprints[0].load(),
+                .theirs = witness.failure_fingerprints[1].load()};
 }
 
 void Group::leave() {
@@ -264,14 +266,14 @@ void Group::leave() {
     return;
   }
   left_ = true;
-  if (note_ != nullptr) {
-    note_->left_at.store(current_caller().site, std::memory_order_relaxed);
-    // Who finds it in a copy of the box may read where.
-    note_->left.store(1, std::memory_order_release);
-    box_->publish_sites();
+  if (entry_ != nullptr) {
+    entry_->left_at.store(current_caller().site, std::memory_order_relaxed);
+    // A reader that finds it in a copy of the file may read the call site.
+    entry_->left.store(1, std::memory_order_release);
+    recorder_->publish_sites();
   }
-  // Who has said that it ends by an exception is lost to its peers, however it ends.
-  announce(failing(rank_) ? Presence::failing : Presence::left, true);
+  // A rank that has announced its end by an exception is lost to its peers, however it ends.
+  announce(is_failing(rank_) ? Presence::failing : Presence::left, true);
 }
 
 void Group::fail(bool wake) { announce(Presence::failing, wake); }
@@ -281,28 +283,28 @@ void Group::announce(Presence presence, bool wake) {
   if (pid(rank_) != getpid()) {
     return;
   }
-  PHALANX_STEP("leave: say so");
+  PHALANX_STEP("leave: publish the presence");
   segment_->control(rank_).presence.store(presence, std::memory_order_seq_cst);
   if (!wake) {
     return;
   }
-  notify(segment_->control(rank_).stepped);
+  notify(segment_->control(rank_).step_event);
   for (int rank = 0; rank < ranks(); ++rank) {
-    notify(segment_->control(rank).bell);
+    notify(segment_->control(rank).message_event);
   }
 }
 
-Status Group::trouble_with(int peer) const {
-  if (Status status = broken(); !status.ok()) {
+Status Group::peer_status(int peer) const {
+  if (Status status = failure(); !status.ok()) {
     return status;
   }
-  if (lost(peer)) {
+  if (is_lost(peer)) {
     return Status{.code = Code::peer_lost, .peer = peer, .reporter = rank_};
   }
   if (segment_->control(peer).presence.load(std::memory_order_seq_cst) == Presence::left) {
-    // It may have left because another rank is dead, which it has met in another group.
+    // It may have left because it detected in another group that another rank is dead.
     for (int other = 0; other < ranks(); ++other) {
-      if (other != rank_ && lost(other)) {
+      if (other != rank_ && is_lost(other)) {
         return Status{.code = Code::peer_lost, .peer = other, .reporter = rank_};
       }
     }
@@ -311,27 +313,27 @@ Status Group::trouble_with(int peer) const {
   return {};
 }
 
-bool Group::lost(int peer) const {
-  // Looked at first: what a process that has ended says of itself is final.
+bool Group::is_lost(int peer) const {
+  // Checked first: the presence of a process that has ended is final.
   const bool ended = processes_[static_cast<std::size_t>(peer)].ended();
-  PHALANX_STEP("trouble: look for who left");
+  PHALANX_STEP("peer_status: check the presence");
   const auto presence = segment_->control(peer).presence.load(std::memory_order_seq_cst);
   return presence == Presence::failing || (ended && presence != Presence::left);
 }
 
-Status Group::trouble_while_awaiting(int peer) {
-  Status status = trouble_with(peer);
-  for (int i = 0; status.ok() && i < std::min(kOthersPerLook, ranks()); ++i) {
-    next_other_ = (next_other_ + 1) % ranks();
-    const int other = next_other_;
-    const auto missing = [&] {
-      return segment_->control(other).step.load(std::memory_order_seq_cst) < met_;
+Status Group::status_while_waiting(int peer) {
+  Status status = peer_status(peer);
+  for (int i = 0; status.ok() && i < std::min(kRanksPerCheck, ranks()); ++i) {
+    next_checked_ = (next_checked_ + 1) % ranks();
+    const int other = next_checked_;
+    const auto is_missing = [&] {
+      return segment_->control(other).step.load(std::memory_order_seq_cst) < entry_step_;
     };
-    if (other == rank_ || other == peer || !missing()) {
+    if (other == rank_ || other == peer || !is_missing()) {
       continue;
     }
-    status = trouble_with(other);
-    if (!missing()) {
+    status = peer_status(other);
+    if (!is_missing()) {
       status = {};  // it came before its end
     }
   }

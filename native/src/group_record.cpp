@@ -1,5 +1,5 @@
-// The part of a group that takes turns and keeps the flight recorder: what its collectives are, when they
-// began and ended, and whom they waited for.
+// The part of a group that locks collectives and writes the flight recorder: kinds, begins, ends
+// and waits of its collectives.
 #include <algorithm>
 #include <utility>
 
@@ -9,36 +9,36 @@
 namespace phalanx {
 namespace {
 
-// How long a thread waits for its turn before it looks at deadline, signals and the group.
-constexpr auto kTurnSlice = std::chrono::milliseconds(10);
+// The time that a thread waits for the lock before it checks deadline, signals and the group.
+constexpr auto kLockSlice = std::chrono::milliseconds(10);
 
 }  // namespace
 
-Group::Turn::Turn(Group& group, const Bounds& bounds) : group_(group) {
-  if (!group_.turn_.try_lock()) {
-    status_ = wait_for_it(bounds);
+Group::CollectiveLock::CollectiveLock(Group& group, const Bounds& bounds) : group_(group) {
+  if (!group_.collective_mutex_.try_lock()) {
+    status_ = acquire(bounds);
   }
 }
 
-Group::Turn::~Turn() {
+Group::CollectiveLock::~CollectiveLock() {
   if (!status_.ok()) {
     return;
   }
   group_.end_record();
-  group_.turn_.unlock();
-  // A thread that begins to wait just then finds the turn free in its next slice.
-  if (group_.waiting_for_turn_.load(std::memory_order_relaxed) != 0) {
-    group_.turn_over_.notify_one();
+  group_.collective_mutex_.unlock();
+  // A thread that begins to wait at this moment finds the lock free in its next slice.
+  if (group_.collective_waiters_.load(std::memory_order_relaxed) != 0) {
+    group_.collective_released_.notify_one();
   }
 }
 
-Status Group::Turn::wait_for_it(const Bounds& bounds) {
-  group_.waiting_for_turn_.fetch_add(1, std::memory_order_relaxed);
+Status Group::CollectiveLock::acquire(const Bounds& bounds) {
+  group_.collective_waiters_.fetch_add(1, std::memory_order_relaxed);
   Status status;
   std::mutex own;
   std::unique_lock lock(own);
-  while (!group_.turn_.try_lock()) {
-    group_.turn_over_.wait_for(lock, kTurnSlice);
+  while (!group_.collective_mutex_.try_lock()) {
+    group_.collective_released_.wait_for(lock, kLockSlice);
     if (bounds.interrupted != nullptr && bounds.interrupted()) {
       status = {.code = Code::interrupted, .reporter = group_.rank_};
     } else if (Clock::now() >= bounds.deadline) {
@@ -49,7 +49,7 @@ Status Group::Turn::wait_for_it(const Bounds& bounds) {
       break;
     }
   }
-  group_.waiting_for_turn_.fetch_sub(1, std::memory_order_relaxed);
+  group_.collective_waiters_.fetch_sub(1, std::memory_order_relaxed);
   return status;
 }
 
@@ -64,33 +64,33 @@ Record Group::record_of(const Fingerprint& own, const Bounds& bounds) const {
           .op = own.op,
           .thread = caller.thread,
           .site = caller.site,
-          .group = box_group_,
+          .group = recorder_group_,
           .kind = own.kind};
 }
 
 void Group::begin_record(const Fingerprint& own, const Bounds& bounds) {
-  if (box_ == nullptr) {
+  if (recorder_ == nullptr) {
     return;
   }
   record_ = record_of(own, bounds);
   longest_wait_ = {};
-  longest_peer_ = -1;
-  if (note_ != nullptr) {
-    note_->sequence.store(own.sequence, std::memory_order_relaxed);
+  longest_wait_rank_ = -1;
+  if (entry_ != nullptr) {
+    entry_->sequence.store(own.sequence, std::memory_order_relaxed);
   }
-  place_ = box_->begin(record_);
+  slot_ = recorder_->begin(record_);
   recording_ = true;
 }
 
-void Group::set_names(std::vector<std::int16_t> names, std::uint64_t identity) {
-  names_ = std::move(names);
-  if (note_ != nullptr) {
-    note_->identity.store(identity, std::memory_order_release);  // as in the constructor
+void Group::set_global_ranks(std::vector<std::int16_t> global_ranks, std::uint64_t identity) {
+  global_ranks_ = std::move(global_ranks);
+  if (entry_ != nullptr) {
+    entry_->identity.store(identity, std::memory_order_release);  // as in the constructor
   }
 }
 
-std::uint64_t Group::begin(Fingerprint own, const Bounds& bounds) {
-  if (!composed_) {
+std::uint64_t Group::begin_collective(Fingerprint own, const Bounds& bounds) {
+  if (!composite_) {
     own.sequence = sequence() + 1;
     sequence_.store(own.sequence, std::memory_order_relaxed);
     current_ = own;
@@ -99,36 +99,36 @@ std::uint64_t Group::begin(Fingerprint own, const Bounds& bounds) {
   return sequence();
 }
 
-Status Group::compose(const Fingerprint& own, const Bounds& bounds) {
-  const Turn turn(*this, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+Status Group::begin_composite(const Fingerprint& own, const Bounds& bounds) {
+  const CollectiveLock lock(*this, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
-  const Status status = meet(own, bounds);
-  composed_ = status.ok();
+  const Status status = enter_collective(own, bounds);
+  composite_ = status.ok();
   return status;
 }
 
-void Group::compose_end(Code outcome) {
-  const std::lock_guard turn(turn_);
-  composed_ = false;
+void Group::end_composite(Code outcome) {
+  const std::lock_guard lock(collective_mutex_);
+  composite_ = false;
   record_.outcome = outcome;
   end_record();
 }
 
-void Group::compose_waits(std::int16_t name) {
-  const std::lock_guard turn(turn_);
-  show_name(name);
+void Group::begin_composite_wait(std::int16_t global_rank) {
+  const std::lock_guard lock(collective_mutex_);
+  begin_wait_for(global_rank);
 }
 
-void Group::compose_waited(std::int16_t name, Clock::duration waited) {
-  const std::lock_guard turn(turn_);
-  note_name(name, waited);
+void Group::end_composite_wait(std::int16_t global_rank, Clock::duration waited) {
+  const std::lock_guard lock(collective_mutex_);
+  end_wait_for(global_rank, waited);
 }
 
 Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& why) {
-  if (composed_) {
-    return outcome(why);
+  if (composite_) {
+    return record_outcome(why);
   }
   own.sequence = sequence() + 1;
   sequence_.store(own.sequence, std::memory_order_relaxed);
@@ -136,47 +136,47 @@ Status Group::refuse(Fingerprint own, const Bounds& bounds, const Status& why) {
     refused_ = true;
     begin_record(own, bounds);
   }
-  return outcome(why);
+  return record_outcome(why);
 }
 
-void Group::show_wait(int peer) { show_name(name_of(peer)); }
+void Group::begin_wait(int peer) { begin_wait_for(global_rank(peer)); }
 
-void Group::show_name(std::int16_t name) {
-  if (recording_ && place_ >= 0) {
-    record_.waiting_for = name;
-    box_->waiting_for(place_, record_);
+void Group::begin_wait_for(std::int16_t global_rank) {
+  if (recording_ && slot_ >= 0) {
+    record_.waiting_for = global_rank;
+    recorder_->waiting_for(slot_, record_);
   }
 }
 
-void Group::note_wait(int peer, Clock::duration waited) { note_name(name_of(peer), waited); }
+void Group::end_wait(int peer, Clock::duration waited) { end_wait_for(global_rank(peer), waited); }
 
-void Group::note_name(std::int16_t name, Clock::duration waited) {
+void Group::end_wait_for(std::int16_t global_rank, Clock::duration waited) {
   if (!recording_) {
     return;
   }
   record_.waited += static_cast<std::uint64_t>(std::chrono::nanoseconds(waited).count());
   if (waited >= longest_wait_) {
     longest_wait_ = waited;
-    longest_peer_ = name;
+    longest_wait_rank_ = global_rank;
   }
   record_.waiting_for = -1;
-  if (place_ >= 0) {
-    box_->waiting_for(place_, record_);
+  if (slot_ >= 0) {
+    recorder_->waiting_for(slot_, record_);
   }
 }
 
 void Group::end_record() {
-  if (!recording_ || composed_) {
+  if (!recording_ || composite_) {
     return;
   }
   recording_ = false;
   record_.end = nanoseconds(Clock::now());
   if (record_.waiting_for < 0) {
-    record_.waiting_for = longest_peer_;
-  } else {  // a wait that was in vain
+    record_.waiting_for = longest_wait_rank_;
+  } else {  // the wait failed
     record_.waited = record_.end - record_.begin;
   }
-  box_->end(place_, record_);
+  recorder_->end(slot_, record_);
 }
 
 }  // namespace phalanx

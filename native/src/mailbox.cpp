@@ -1,17 +1,17 @@
-// The half of the mailbox that keeps its books: posting, waiting, failing. What moves bytes is in
-// mailbox_traffic.cpp, what the service thread does in mailbox_service.cpp.
+// The part of the mailbox that posts, waits and fails. mailbox_progress.cpp moves bytes, and
+// mailbox_service.cpp is the service thread.
 #include "phalanx/mailbox.h"
 
 #include <algorithm>
 #include <utility>
 
-#include "mailbox_hold.h"
+#include "mailbox_lock.h"
 
 namespace phalanx {
 namespace {
 
-// How often a wait in which messages move all the time looks at everything else.
-constexpr auto kLookAround = std::chrono::milliseconds(100);
+// The interval of checks in a wait during which messages move all the time.
+constexpr auto kCheckInterval = std::chrono::milliseconds(100);
 
 }  // namespace
 
@@ -21,7 +21,7 @@ Mailbox::Mailbox(Group& group)
       matching_(group.ranks()),
       incoming_(static_cast<std::size_t>(group.ranks())),
       prefaulted_(static_cast<std::size_t>(group.ranks())),
-      patience_(group.ranks()) {}
+      spin_policy_(group.ranks()) {}
 
 MessagePtr Mailbox::send(const void* data, std::size_t count, DType dtype, int destination,
                          std::int32_t tag, bool detached) {
@@ -39,28 +39,28 @@ MessagePtr Mailbox::recv(void* data, std::size_t count, DType dtype, int source,
 
 MessagePtr Mailbox::post(MessagePtr message, bool detached) {
   {
-    const Hold hold(*this);
+    const MailboxLock lock(*this);
     message->id_ = ++posted_;
-    note_poster(*message);
+    record_poster(*message);
     begin_record(*message);
-    // seq_cst: pairs with the load in rest().
+    // seq_cst: pairs with the load in idle().
     outstanding_.fetch_add(1, std::memory_order_seq_cst);
     if (message->kind_ == Kind::send) {
       prefault(message->peer_);
       sends_[static_cast<std::size_t>(message->peer_)].push_back(message);
-    } else if (!failed_.ok() || !take_early(message)) {
-      matching_.expect(message);
+    } else if (!failed_.ok() || !take_unexpected(message)) {
+      matching_.post_recv(message);
     }
-    const Status status = failed_.ok() ? group_.broken() : failed_;
+    const Status status = failed_.ok() ? group_.failure() : failed_;
     if (status.ok()) {
-      (void)drive_for(*message);
+      (void)progress_for(*message);
     } else {
       fail_all(status);
     }
   }
   if (detached && !message->done()) {
     detached_.fetch_add(1, std::memory_order_relaxed);
-    rouse();
+    wake();
   }
   return message;
 }
@@ -71,97 +71,98 @@ Status Mailbox::wait(Message& message, const Bounds& bounds) {
   }
   waits_.fetch_add(1, std::memory_order_relaxed);
   waiters_.fetch_add(1, std::memory_order_seq_cst);
-  Patience patience = [&] {
-    const Hold hold(*this);
-    show_wait(message);
-    return patience_;
+  SpinPolicy spin_policy = [&] {
+    const MailboxLock lock(*this);
+    begin_wait(message);
+    return spin_policy_;
   }();
-  auto next_look = Clock::now() + kLookAround;
-  const auto ready = [&] { return message.done() || try_drive() || message.done(); };
-  const auto troubled = [&] { return settled_trouble(); };
+  auto next_check = Clock::now() + kCheckInterval;
+  const auto ready = [&] { return message.done() || try_progress() || message.done(); };
+  const auto peer_status = [&] { return recheck_peers(); };
   Status status;
-  // Every wait is one for something to move, so that a long message is waited for piece by piece.
+  // Each wait ends when anything moves, so that a long message is awaited piece by piece.
   while (status.ok() && !message.done()) {
-    status = wait_until(bell(group_.rank()), patience, bounds, ready, troubled);
+    status = wait_until(message_event(group_.rank()), spin_policy, bounds, ready, peer_status);
     if (status.ok() && !message.done()) {
-      status = look_around(bounds, next_look);
+      status = check_wait(bounds, next_check);
     }
   }
   if (!status.ok()) {
     status = fail(message, status);
   }
   {
-    const Hold hold(*this);
-    patience_ = patience;
+    const MailboxLock lock(*this);
+    spin_policy_ = spin_policy;
   }
-  // seq_cst: pairs with the loads in rest().
+  // seq_cst: pairs with the loads in idle().
   if (waiters_.fetch_sub(1, std::memory_order_seq_cst) == 1 && outstanding() != 0) {
-    rouse();
+    wake();
   }
   return status.code == Code::interrupted ? status : message.status();
 }
 
 bool Mailbox::test(Message& message) {
   if (!message.done()) {
-    (void)try_drive();
+    (void)try_progress();
   }
   return message.done();
 }
 
-bool Mailbox::withdraw(Message& message, std::int16_t name) {
-  const Hold hold(*this);
+bool Mailbox::withdraw(Message& message, std::int16_t global_rank) {
+  const MailboxLock lock(*this);
   if (message.done()) {
     return false;
   }
-  const MessagePtr taken = matching_.withdraw(message);
-  if (!taken) {
+  const MessagePtr withdrawn = matching_.withdraw(message);
+  if (!withdrawn) {
     return false;
   }
-  taken->name_ = name;
-  finish(taken, {});
+  withdrawn->global_rank_ = global_rank;
+  finish(withdrawn, {});
   return true;
 }
 
-void Mailbox::expect_foreign(bool may_come) {
-  const Hold hold(*this);
-  foreign_ = may_come;
+void Mailbox::expect_remote(bool may_come) {
+  const MailboxLock lock(*this);
+  expects_remote_ = may_come;
 }
 
 void Mailbox::close() {
-  const Hold hold(*this);
+  const MailboxLock lock(*this);
   const int rank = group_.rank();
   fail_all({.code = Code::left, .peer = rank, .reporter = rank});
 }
 
-bool Mailbox::try_drive() {
-  const Hold hold(*this, std::try_to_lock);
-  return hold.held() && drive();
+bool Mailbox::try_progress() {
+  const MailboxLock lock(*this, std::try_to_lock);
+  return lock.owns_lock() && progress();
 }
 
-Status Mailbox::look_around(const Bounds& bounds, Clock::time_point& next_look) {
+Status Mailbox::check_wait(const Bounds& bounds, Clock::time_point& next_check) {
   const auto now = Clock::now();
   if (now >= bounds.deadline) {
     return {.code = Code::timeout};
   }
-  if (now < next_look) {
+  if (now < next_check) {
     return {};
   }
-  next_look = now + kLookAround;
+  next_check = now + kCheckInterval;
   if (bounds.interrupted != nullptr && bounds.interrupted()) {
     return {.code = Code::interrupted};
   }
-  return settled_trouble();
+  return recheck_peers();
 }
 
-bool Mailbox::drive() {
+bool Mailbox::progress() {
   if (outstanding() == 0) {
     return false;
   }
-  const bool moved = drive_channels();
+  const bool moved = progress_channels();
   if (outstanding() != 0) {
-    if (const Status status = failed_.ok() ? group_.broken() : failed_; !status.ok()) {
-      // What peers published before the group broke still counts, and may have come since.
-      while (failed_.ok() && drive_channels()) {
+    if (const Status status = failed_.ok() ? group_.failure() : failed_; !status.ok()) {
+      // Messages that peers published before the group broke still count, and may have arrived
+      // since.
+      while (failed_.ok() && progress_channels()) {
       }
       fail_all(failed_.ok() ? status : failed_);
       return true;
@@ -170,33 +171,33 @@ bool Mailbox::drive() {
   return moved;
 }
 
-bool Mailbox::drive_channels() {
+bool Mailbox::progress_channels() {
   bool moved = false;
   for (int peer = 0; failed_.ok() && peer < group_.ranks(); ++peer) {
-    moved = drive_sends(peer) || moved;
-    moved = drive_recvs(peer) || moved;
+    moved = progress_sends(peer) || moved;
+    moved = progress_recvs(peer) || moved;
   }
   return moved;
 }
 
-bool Mailbox::drive_for(const Message& message) {
+bool Mailbox::progress_for(const Message& message) {
   if (message.kind_ == Kind::send) {
-    return drive_sends(message.peer_);
+    return progress_sends(message.peer_);
   }
   if (message.peer_ != kAnySource) {
-    return drive_recvs(message.peer_);
+    return progress_recvs(message.peer_);
   }
-  return drive();
+  return progress();
 }
 
-// A message of any source may come from this rank itself, although all others have left. That is
-// taken to be possible once it has sent to itself, or once a second thread has posted anything.
-void Mailbox::note_poster(const Message& message) {
+// A message of any source may come from this rank itself, even if all others have left. That is
+// assumed to be possible once it has sent to itself, or once a second thread has posted anything.
+void Mailbox::record_poster(const Message& message) {
   const std::thread::id self = std::this_thread::get_id();
-  if (poster_ == std::thread::id()) {
-    poster_ = self;
+  if (first_poster_ == std::thread::id()) {
+    first_poster_ = self;
   }
-  to_itself_ = to_itself_ || poster_ != self || message.peer_ == group_.rank();
+  may_send_to_self_ = may_send_to_self_ || first_poster_ != self || message.peer_ == group_.rank();
 }
 
 void Mailbox::prefault(int peer) {
@@ -205,8 +206,8 @@ void Mailbox::prefault(int peer) {
     return;
   }
   prefaulted_[index] = true;
-  PHALANX_STEP("send: get pages");
-  Status status = group_.segment().prefault(&to(peer), sizeof(Channel));
+  PHALANX_STEP("send: prefault");
+  Status status = group_.segment().prefault(&send_channel(peer), sizeof(Channel));
   if (!status.ok()) {
     status.reporter = group_.rank();
     (void)group_.abort(status);
@@ -223,12 +224,12 @@ void Mailbox::finish(const MessagePtr& message, const Status& status) {
   if (message->watched_) {
     report(message);
   }
-  notify(bell(group_.rank()));
+  notify(message_event(group_.rank()));
 }
 
 void Mailbox::fail_all(const Status& status) {
   failed_ = status;
-  std::vector<MessagePtr> failed = matching_.forsake();
+  std::vector<MessagePtr> failed = matching_.take_all_receives();
   for (auto& queue : sends_) {
     failed.insert(failed.end(), queue.begin(), queue.end());
     queue.clear();
@@ -244,10 +245,10 @@ void Mailbox::fail_all(const Status& status) {
   }
 }
 
-// Ends a wait that was in vain, and with it the group. What to report.
+// Ends a failed wait, and thereby breaks the group. Returns the status to report.
 Status Mailbox::fail(const Message& message, Status status) {
-  const Hold hold(*this);
-  if (status.reporter < 0) {  // not the trouble of some operation, but the end of this one's wait
+  const MailboxLock lock(*this);
+  if (status.reporter < 0) {  // not the failure of another operation, but the end of this wait
     status.mine = message.fingerprint();
     status.reporter = group_.rank();
     status.peer = message.peer_;
@@ -259,43 +260,43 @@ Status Mailbox::fail(const Message& message, Status status) {
   return status;
 }
 
-Status Mailbox::trouble_from(int peer) const {
+Status Mailbox::check_peer(int peer) const {
   const auto index = static_cast<std::size_t>(peer);
   MessagePtr message = incoming_[index].receiver;
   if (!message && !sends_[index].empty()) {
     message = sends_[index].front();
   }
-  if (!message && !matching_.expects_from(peer)) {
+  if (!message && !matching_.has_recv_from(peer)) {
     return {};
   }
-  Status status = group_.trouble_with(peer);
+  Status status = group_.peer_status(peer);
   if (!status.ok()) {
-    status.mine = (message ? message : matching_.example(peer))->fingerprint();
+    status.mine = (message ? message : matching_.any_recv_from(peer))->fingerprint();
   }
   return status;
 }
 
-// A message of any source can't come when all others have left, unless this rank may send to itself
-// (note_poster). When one of them has died, it may be the one that was meant.
-Status Mailbox::trouble_from_any() const {
+// A message of any source cannot come if all others have left, unless this rank may send to itself
+// (record_poster). If one of the others has died, it may have been the intended sender.
+Status Mailbox::check_any_source() const {
   int left = 0;
   Status last;
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    Status status = peer == group_.rank() ? group_.broken() : group_.trouble_with(peer);
+    Status status = peer == group_.rank() ? group_.failure() : group_.peer_status(peer);
     if (status.ok()) {
       continue;
     }
-    status.mine = matching_.example(kAnySource)->fingerprint();
+    status.mine = matching_.any_recv_from(kAnySource)->fingerprint();
     if (status.code != Code::left) {
       return status;
     }
     ++left;
     last = status;
   }
-  return left + 1 == group_.ranks() && !to_itself_ && !foreign_ ? last : Status{};
+  return left + 1 == group_.ranks() && !may_send_to_self_ && !expects_remote_ ? last : Status{};
 }
 
-Status Mailbox::trouble() {
+Status Mailbox::check_peers() {
   std::erase_if(watched_, [](const MessagePtr& message) { return message->done(); });
   for (const MessagePtr& message : watched_) {
     if (Clock::now() >= message->deadline_) {
@@ -306,22 +307,22 @@ Status Mailbox::trouble() {
     }
   }
   for (int peer = 0; peer < group_.ranks(); ++peer) {
-    if (const Status status = trouble_from(peer); !status.ok()) {
+    if (const Status status = check_peer(peer); !status.ok()) {
       return status;
     }
   }
-  return matching_.expects_from(kAnySource) ? trouble_from_any() : Status{};
+  return matching_.has_recv_from(kAnySource) ? check_any_source() : Status{};
 }
 
-// The trouble that remains after a second look. What a peer published before it left or died still
-// counts, and may have come after the last look at its channel. While something moves, the wait
-// goes on, and there will be another look.
-Status Mailbox::settled_trouble() {
-  const Hold hold(*this);
-  if (const Status status = trouble(); status.ok() || drive()) {
+// The status after a second check. Messages that a peer published before it left or died still
+// count, and may have arrived after the last check of its channel. While anything moves, the wait
+// continues, and there will be another check.
+Status Mailbox::recheck_peers() {
+  const MailboxLock lock(*this);
+  if (const Status status = check_peers(); status.ok() || progress()) {
     return {};
   }
-  return trouble();
+  return check_peers();
 }
 
 }  // namespace phalanx

@@ -1,81 +1,85 @@
-// What the service thread of a mailbox does: operations go on while nobody waits for them.
+// The service thread of a mailbox, which makes progress on operations while no thread waits for
+// them.
 //
-// Most are waited for soon after they were posted. So the thread isn't woken for each, and doesn't
-// stand in the way of who waits: while operations come, it glances every millisecond, and takes
-// over only when one is outstanding and nobody has waited for a whole glance. When none has come
-// for a while it dozes, and then the next one wakes it.
+// Most operations are waited for soon after they are posted. So the thread is not woken for each,
+// and does not compete with waiting threads. While operations are posted, it polls every
+// millisecond, and takes over only if one is outstanding and no wait has begun since the last poll.
+// After a while without new operations it sleeps until the next one wakes it.
 #include <utility>
 
-#include "mailbox_hold.h"
+#include "mailbox_lock.h"
 #include "phalanx/mailbox.h"
 
 namespace phalanx {
 namespace {
 
-constexpr auto kGlance = std::chrono::milliseconds(1);
-constexpr int kGlancesBeforeDoze = 100;
+constexpr auto kPollInterval = std::chrono::milliseconds(1);
+constexpr int kIdlePollsBeforeSleep = 100;
 
 }  // namespace
 
 std::vector<MessagePtr> Mailbox::serve() {
-  std::unique_lock idle(idle_mutex_);
-  while (!stopped_.load(std::memory_order_seq_cst) && to_report_.empty()) {
-    rest(idle);
-    const bool unattended = waits_.load(std::memory_order_relaxed) == waits_seen_;
-    if (!relieved() && (std::exchange(hurry_, false) || unattended)) {
-      idle.unlock();
-      attend();
-      idle.lock();
+  std::unique_lock lock(service_mutex_);
+  while (!stopped_.load(std::memory_order_seq_cst) && pending_reports_.empty()) {
+    idle(lock);
+    const bool no_new_waits = waits_.load(std::memory_order_relaxed) == waits_seen_;
+    if (!should_yield() && (std::exchange(service_now_, false) || no_new_waits)) {
+      lock.unlock();
+      service();
+      lock.lock();
     }
   }
   if (stopped_.load(std::memory_order_seq_cst)) {
     return {};
   }
-  reports_.store(false, std::memory_order_seq_cst);
-  return std::exchange(to_report_, {});
+  has_reports_.store(false, std::memory_order_seq_cst);
+  return std::exchange(pending_reports_, {});
 }
 
-bool Mailbox::relieved() const {
-  // Pair with the stores of those who post, wait, finish and stop.
-  return stopped_.load(std::memory_order_seq_cst) || reports_.load(std::memory_order_seq_cst) ||
+bool Mailbox::should_yield() const {
+  // Pair with the stores of threads that post, wait, finish and stop.
+  return stopped_.load(std::memory_order_seq_cst) || has_reports_.load(std::memory_order_seq_cst) ||
          outstanding() == 0 || waiters_.load(std::memory_order_seq_cst) != 0;
 }
 
-void Mailbox::rest(std::unique_lock<std::mutex>& idle) {
+void Mailbox::idle(std::unique_lock<std::mutex>& lock) {
   const std::uint64_t detached = detached_.load(std::memory_order_relaxed);
-  quiet_glances_ = detached == detached_seen_ ? quiet_glances_ + 1 : 0;
+  idle_polls_ = detached == detached_seen_ ? idle_polls_ + 1 : 0;
   detached_seen_ = detached;
   waits_seen_ = waits_.load(std::memory_order_relaxed);
-  if (quiet_glances_ <= kGlancesBeforeDoze || !relieved()) {
-    idle_.wait_for(idle, kGlance);
+  if (idle_polls_ <= kIdlePollsBeforeSleep || !should_yield()) {
+    service_event_.wait_for(lock, kPollInterval);
     return;
   }
-  // Pairs with the load in rouse(): either that sees that it has to wake this thread, or the thread
-  // sees here why.
-  dozing_.store(true, std::memory_order_seq_cst);
-  if (relieved() && !hurry_ && to_report_.empty() && !stopped_.load(std::memory_order_seq_cst)) {
-    idle_.wait(idle);
+  // Pairs with the load in wake(): either that load sees that this thread must be woken, or this
+  // thread sees the reason here.
+  asleep_.store(true, std::memory_order_seq_cst);
+  if (should_yield() && !service_now_ && pending_reports_.empty() &&
+      !stopped_.load(std::memory_order_seq_cst)) {
+    service_event_.wait(lock);
   }
-  dozing_.store(false, std::memory_order_seq_cst);
-  quiet_glances_ = 0;
-  --waits_seen_;  // no count of waits: the next thing is a glance
+  asleep_.store(false, std::memory_order_seq_cst);
+  idle_polls_ = 0;
+  --waits_seen_;  // not a count of waits: forces a poll next
 }
 
-void Mailbox::rouse() {
-  if (dozing_.load(std::memory_order_seq_cst)) {
-    const std::lock_guard idle(idle_mutex_);  // so that it sleeps already, or looks again
-    idle_.notify_one();
+void Mailbox::wake() {
+  if (asleep_.load(std::memory_order_seq_cst)) {
+    const std::lock_guard service_lock(
+        service_mutex_);  // so that it sleeps already, or checks again
+    service_event_.notify_one();
   }
 }
 
-void Mailbox::attend() {
-  Patience patience = Patience::none();  // who computes meanwhile needs the core
-  const auto ready = [this] { return relieved() || try_drive(); };
-  const auto troubled = [this] { return settled_trouble(); };
-  while (!relieved()) {
-    const Status status = wait_until(bell(group_.rank()), patience, Bounds{}, ready, troubled);
+void Mailbox::service() {
+  SpinPolicy spin_policy = SpinPolicy::no_spin();  // computing threads need the core
+  const auto ready = [this] { return should_yield() || try_progress(); };
+  const auto peer_status = [this] { return recheck_peers(); };
+  while (!should_yield()) {
+    const Status status =
+        wait_until(message_event(group_.rank()), spin_policy, Bounds{}, ready, peer_status);
     if (!status.ok()) {
-      const Hold hold(*this);
+      const MailboxLock lock(*this);
       fail_all(group_.abort(status));
     }
   }
@@ -83,15 +87,15 @@ void Mailbox::attend() {
 
 void Mailbox::stop() {
   {
-    const std::lock_guard idle(idle_mutex_);
+    const std::lock_guard service_lock(service_mutex_);
     stopped_.store(true, std::memory_order_seq_cst);
-    idle_.notify_all();
+    service_event_.notify_all();
   }
-  notify_always(bell(group_.rank()));
+  notify_always(message_event(group_.rank()));
 }
 
 void Mailbox::watch(const MessagePtr& message, Clock::time_point deadline) {
-  const Hold hold(*this);
+  const MailboxLock lock(*this);
   if (std::exchange(message->watched_, true)) {
     return;
   }
@@ -101,20 +105,20 @@ void Mailbox::watch(const MessagePtr& message, Clock::time_point deadline) {
   }
   message->deadline_ = deadline;
   watched_.push_back(message);
-  const std::lock_guard idle(idle_mutex_);
-  hurry_ = true;
-  idle_.notify_one();
+  const std::lock_guard service_lock(service_mutex_);
+  service_now_ = true;
+  service_event_.notify_one();
 }
 
 void Mailbox::report(const MessagePtr& message) {
   {
-    const std::lock_guard idle(idle_mutex_);
-    to_report_.push_back(message);
-    // Pairs with the load in relieved().
-    reports_.store(true, std::memory_order_seq_cst);
-    idle_.notify_one();
+    const std::lock_guard service_lock(service_mutex_);
+    pending_reports_.push_back(message);
+    // Pairs with the load in should_yield().
+    has_reports_.store(true, std::memory_order_seq_cst);
+    service_event_.notify_one();
   }
-  notify(bell(group_.rank()));  // wherever serve() sleeps
+  notify(message_event(group_.rank()));  // on either event that serve() sleeps on
 }
 
 }  // namespace phalanx

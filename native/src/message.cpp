@@ -5,16 +5,16 @@
 
 namespace phalanx {
 
-void Matching::expect(MessagePtr recv) {
-  ++waiting(recv->peer_);
+void Matching::post_recv(MessagePtr recv) {
+  ++recv_count(recv->peer_);
   auto& queue = recvs_[key(recv->peer_, recv->tag_)];
   queue.push_back(std::move(recv));
 }
 
-MessagePtr Matching::receiver_of(int source, std::int32_t tag) {
-  auto found =
-      from_[static_cast<std::size_t>(source)] == 0 ? recvs_.end() : recvs_.find(key(source, tag));
-  if (from_any_ != 0) {
+MessagePtr Matching::match(int source, std::int32_t tag) {
+  auto found = recv_counts_[static_cast<std::size_t>(source)] == 0 ? recvs_.end()
+                                                                   : recvs_.find(key(source, tag));
+  if (any_source_recvs_ != 0) {
     const auto any = recvs_.find(key(kAnySource, tag));
     if (found == recvs_.end() ||
         (any != recvs_.end() && any->second.front()->id_ < found->second.front()->id_)) {
@@ -29,12 +29,12 @@ MessagePtr Matching::receiver_of(int source, std::int32_t tag) {
   if (found->second.empty()) {
     recvs_.erase(found);
   }
-  --waiting(recv->peer_);
+  --recv_count(recv->peer_);
   recv->peer_ = source;
   return recv;
 }
 
-MessagePtr Matching::example(int source) const {
+MessagePtr Matching::any_recv_from(int source) const {
   for (const auto& [unused, queue] : recvs_) {
     if (queue.front()->peer_ == source) {
       return queue.front();
@@ -49,44 +49,44 @@ MessagePtr Matching::withdraw(const Message& recv) {
     return nullptr;
   }
   auto& queue = found->second;
-  const auto place = std::find_if(queue.begin(), queue.end(),
-                                  [&](const MessagePtr& each) { return each.get() == &recv; });
-  if (place == queue.end()) {
+  const auto position = std::find_if(queue.begin(), queue.end(),
+                                     [&](const MessagePtr& each) { return each.get() == &recv; });
+  if (position == queue.end()) {
     return nullptr;
   }
-  MessagePtr taken = std::move(*place);
-  queue.erase(place);
+  MessagePtr withdrawn = std::move(*position);
+  queue.erase(position);
   if (queue.empty()) {
     recvs_.erase(found);
   }
-  --waiting(recv.peer_);
-  return taken;
+  --recv_count(recv.peer_);
+  return withdrawn;
 }
 
-std::vector<MessagePtr> Matching::forsake() {
+std::vector<MessagePtr> Matching::take_all_receives() {
   std::vector<MessagePtr> all;
   for (const auto& [unused, queue] : recvs_) {
     all.insert(all.end(), queue.begin(), queue.end());
   }
   recvs_.clear();
-  from_.assign(from_.size(), 0);
-  from_any_ = 0;
+  recv_counts_.assign(recv_counts_.size(), 0);
+  any_source_recvs_ = 0;
   return all;
 }
 
-void Matching::keep(int source, Early early) {
-  early_bytes_ += early.envelope.bytes;
-  early_[key(source, early.envelope.tag)].push_back(std::move(early));
+void Matching::add_unexpected(int source, UnexpectedMessage unexpected) {
+  unexpected_bytes_ += unexpected.envelope.bytes;
+  unexpected_[key(source, unexpected.envelope.tag)].push_back(std::move(unexpected));
 }
 
-const Early* Matching::find_early(const Message& recv, int* source) const {
-  if (early_.empty()) {
+const UnexpectedMessage* Matching::find_unexpected(const Message& recv, int* source) const {
+  if (unexpected_.empty()) {
     return nullptr;
   }
   const bool any = recv.peer_ == kAnySource;
-  const int end = any ? static_cast<int>(from_.size()) : recv.peer_ + 1;
+  const int end = any ? static_cast<int>(recv_counts_.size()) : recv.peer_ + 1;
   for (int peer = any ? 0 : recv.peer_; peer < end; ++peer) {
-    if (const auto found = early_.find(key(peer, recv.tag_)); found != early_.end()) {
+    if (const auto found = unexpected_.find(key(peer, recv.tag_)); found != unexpected_.end()) {
       *source = peer;
       return &found->second.front();
     }
@@ -94,12 +94,12 @@ const Early* Matching::find_early(const Message& recv, int* source) const {
   return nullptr;
 }
 
-void Matching::drop_early(int source, std::int32_t tag) {
-  const auto found = early_.find(key(source, tag));
-  early_bytes_ -= found->second.front().envelope.bytes;
+void Matching::drop_unexpected(int source, std::int32_t tag) {
+  const auto found = unexpected_.find(key(source, tag));
+  unexpected_bytes_ -= found->second.front().envelope.bytes;
   found->second.pop_front();
   if (found->second.empty()) {
-    early_.erase(found);
+    unexpected_.erase(found);
   }
 }
 

@@ -18,7 +18,7 @@
 namespace phalanx {
 namespace {
 
-// <linux/pidfd.h> of Linux 6.15; older headers lack it, older kernels answer with an error.
+// <linux/pidfd.h> of Linux 6.15. Older headers lack it, and older kernels return an error.
 struct PidfdInfo {
   std::uint64_t mask;
   std::uint64_t cgroup;
@@ -29,8 +29,8 @@ static_assert(sizeof(PidfdInfo) == 64);
 constexpr std::uint64_t kPidfdInfoExit = 1 << 3;
 constexpr unsigned long kPidfdGetInfo = _IOWR(0xFF, 11, PidfdInfo);
 
-// Milliseconds for the end of a process whose wait status may not be there yet.
-constexpr int kPatience = 200;
+// Milliseconds to wait for the end of a process whose wait status may not be available yet.
+constexpr int kWaitStatusTimeout = 200;
 
 std::optional<int> reaped_status(int handle) {
   PidfdInfo info{};
@@ -41,13 +41,13 @@ std::optional<int> reaped_status(int handle) {
   return info.wait_status;
 }
 
-// What /proc/<pid>/stat says of a process or a thread.
+// The fields of /proc/<pid>/stat of a process or a thread.
 struct Stat {
   char state = 0;
   unsigned long flags = 0;
   int wait_status = 0;
 
-  // It runs no more code of its own (PF_EXITING, the same since Linux 2.6).
+  // Whether it runs no more code of its own (PF_EXITING, unchanged since Linux 2.6).
   bool exiting() const { return state == 'Z' || (flags & 0x4) != 0; }
 };
 
@@ -78,8 +78,8 @@ std::optional<Stat> stat_of(int pid) {
   return stat_of(path);
 }
 
-// Whether no thread of a process runs any more code of its own. The kernel then takes its memory
-// apart, which can last a second for gigabytes; only after that the pidfd tells.
+// Whether no thread of a process runs any more code of its own. The kernel then frees its memory,
+// which can take a second for gigabytes; the pidfd becomes readable only after that.
 bool exiting(int pid) {
   const auto leader = stat_of(pid);
   if (!leader || !leader->exiting()) {
@@ -107,15 +107,15 @@ bool exiting(int pid) {
 }  // namespace
 
 struct Process::Handle {
-  Handle(int of, int fd) : pid(of), descriptor(fd) {}
+  Handle(int process, int fd) : pid(process), descriptor(fd) {}
   ~Handle() { ::close(descriptor); }
   Handle(const Handle&) = delete;
   Handle& operator=(const Handle&) = delete;
 
-  // Whether the kernel is done with it, in so many milliseconds at most.
-  bool ended(int patience = 0) const {
+  // Whether the kernel has finished with it, within so many milliseconds.
+  bool ended(int timeout = 0) const {
     pollfd poller{.fd = descriptor, .events = POLLIN, .revents = 0};
-    return poll(&poller, 1, patience) == 1;
+    return poll(&poller, 1, timeout) == 1;
   }
 
   int pid;
@@ -126,9 +126,9 @@ int Process::open(int pid) {
   static std::mutex mutex;
   static std::map<int, std::weak_ptr<const Handle>> handles;
   const std::lock_guard lock(mutex);
-  auto& known = handles[pid];
-  handle_ = known.lock();
-  // The handle of a process that has ended may be one of an earlier process with this pid.
+  auto& cached = handles[pid];
+  handle_ = cached.lock();
+  // The handle of a process that has ended may be that of an earlier process with this pid.
   if (handle_ && !handle_->ended()) {
     return 0;
   }
@@ -137,7 +137,7 @@ int Process::open(int pid) {
     handle_ = nullptr;
     return errno;
   }
-  known = handle_ = std::make_shared<const Handle>(pid, static_cast<int>(descriptor));
+  cached = handle_ = std::make_shared<const Handle>(pid, static_cast<int>(descriptor));
   return 0;
 }
 
@@ -153,13 +153,14 @@ std::optional<int> Process::wait_status() const {
   }
   auto stat = stat_of(handle_->pid);
   if (stat && stat->exiting() && stat->wait_status == 0) {
-    // Not written yet, on some kernels.
-    handle_->ended(kPatience);
+    // Not yet written, on some kernels.
+    handle_->ended(kWaitStatusTimeout);
     stat = stat_of(handle_->pid);
   }
   const auto status =
       stat && stat->exiting() ? std::optional<int>(stat->wait_status) : std::nullopt;
-  // Only now, after the read, is it sure that the pid was this process's: it is until it is reaped.
+  // Only now, after the read, is it certain that the pid was this process's: it is until it is
+  // reaped.
   const bool reaped =
       syscall(SYS_pidfd_send_signal, descriptor, 0, nullptr, 0) != 0 && errno == ESRCH;
   return reaped ? reaped_status(descriptor) : status;

@@ -45,15 +45,16 @@ const Variant variants[n_variants] = {
 
 namespace {
 
-// The widest variant that runs here, but none past the one that PHALANX_ISA names.
+// Returns the widest variant that runs here, but none beyond the one that PHALANX_ISA names.
 const Variant& choose() {
   const char* limit = std::getenv("PHALANX_ISA");
   const auto is_limit = [limit](const Variant& variant) {
     return limit != nullptr && std::strcmp(limit, variant.name) == 0;
   };
   if (limit != nullptr && std::none_of(std::begin(variants), std::end(variants), is_limit)) {
-    std::fprintf(
-        stderr, "phalanx: PHALANX_ISA=%s names no instruction set of this build: ignored\n", limit);
+    std::fprintf(stderr,
+                 "phalanx: PHALANX_ISA=%s is not an instruction set of this build; ignored\n",
+                 limit);
   }
   const Variant* widest = &variants[0];
   for (const Variant& variant : variants) {

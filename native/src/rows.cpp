@@ -24,12 +24,12 @@ constexpr std::size_t whole(std::size_t bytes, std::size_t unit) {
 }
 
 struct Offsets {
-  std::size_t writers, locks, values, aside, end;
+  std::size_t writers, locks, values, backups, end;
   std::size_t stride, part_bytes;
 };
 
 constexpr std::uint64_t locks_for(const RowsShape& shape) {
-  return std::min(std::bit_ceil(shape.rows), kRowLocks);  // of no rows too one
+  return std::min(std::bit_ceil(shape.rows), kRowLocks);  // one, even if there are no rows
 }
 
 constexpr Offsets offsets_for(const RowsShape& shape) {
@@ -40,31 +40,31 @@ constexpr Offsets offsets_for(const RowsShape& shape) {
   o.writers = kPage;
   o.locks = o.writers + whole(kRowWriters * sizeof(RowWriter), kPage);
   o.values = o.locks + whole(locks_for(shape) * sizeof(std::uint64_t), kPage);
-  o.aside = o.values + shape.parts * o.part_bytes;
-  o.end = o.aside + whole(kRowWriters * shape.parts * whole(o.stride, kLine), kPage);
+  o.backups = o.values + shape.parts * o.part_bytes;
+  o.end = o.backups + whole(kRowWriters * shape.parts * whole(o.stride, kCacheLine), kPage);
   return o;
 }
 
 static_assert(offsets_for({.rows = 5, .width = 3, .parts = 2}).end ==
                   4096 + 4096 + 4096 + 2 * 4096 + 64 * 2 * 64,
               "a changed layout needs a new kRowsVersion");
-// Nothing that is computed of a shape that is valid is too large: the largest is 4 parts of 2^59
-// bytes, and little more.
-static_assert(offsets_for({.rows = kMostRows,
-                           .width = kMostRowElements,
-                           .parts = kMostRowParts,
+// No offset of a valid shape overflows: the largest table is 4 parts of 2^59 bytes, and little
+// more.
+static_assert(offsets_for({.rows = kMaxRows,
+                           .width = kMaxRowElements,
+                           .parts = kMaxRowParts,
                            .dtype = DType::float64})
                   .end < std::uint64_t{1} << 62);
 
 bool valid(const RowsShape& shape) {
-  return shape.rows <= kMostRows && shape.width >= 1 && shape.width <= kMostRowElements &&
-         shape.parts >= 1 && shape.parts <= kMostRowParts &&
+  return shape.rows <= kMaxRows && shape.width >= 1 && shape.width <= kMaxRowElements &&
+         shape.parts >= 1 && shape.parts <= kMaxRowParts &&
          (shape.dtype == DType::float32 || shape.dtype == DType::float64);
 }
 
-// Whether a process and this one mean the same processes by pids, as those who write must: in the
-// memory stands whose row it is.
-bool knows_pids_of(int pid) {
+// Whether a process and this one are in the same pid namespace, as all writers must be: the memory
+// holds the pids of writers.
+bool shares_pid_namespace(int pid) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/ns/pid", pid);
   char own[64] = {};
@@ -82,9 +82,9 @@ Rows::Rows(std::byte* base, const RowsShape& shape, std::size_t bytes, int fd)
   stride_ = o.stride;
   part_bytes_ = o.part_bytes;
   locks_ = base + o.locks;
-  last_lock_ = locks_for(shape) - 1;
+  lock_mask_ = locks_for(shape) - 1;
   values_ = base + o.values;
-  aside_ = base + o.aside;
+  backups_ = base + o.backups;
 }
 
 Rows::~Rows() {
@@ -105,8 +105,8 @@ std::unique_ptr<Rows> Rows::map(int fd, const RowsShape& shape, std::size_t byte
     ::close(fd);
     return nullptr;
   }
-  // Rows are met in no order: with large pages there is hardly one whose address isn't known. Where
-  // the machine allows none it stays as it is.
+  // Rows are accessed in random order. With large pages there are few TLB misses. If the machine
+  // allows none, this has no effect.
   madvise(base, bytes, MADV_HUGEPAGE);
   return std::unique_ptr<Rows>(new Rows(static_cast<std::byte*>(base), shape, bytes, fd));
 }
@@ -129,15 +129,15 @@ std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, 
     ::close(fd);
     return nullptr;
   }
-  auto made = map(fd, shape, bytes, status);
-  if (!made) {
+  auto created = map(fd, shape, bytes, status);
+  if (!created) {
     return nullptr;
   }
-  status = Segment::prefault(made->base_, bytes);
+  status = Segment::prefault(created->base_, bytes);
   if (!status.ok()) {
     return nullptr;
   }
-  RowsHeader& header = made->header();
+  RowsHeader& header = created->header();
   header.version = kRowsVersion;
   header.dtype = static_cast<std::uint32_t>(shape.dtype);
   header.nonce = nonce;
@@ -146,13 +146,13 @@ std::unique_ptr<Rows> Rows::create(const RowsShape& shape, std::uint64_t nonce, 
   header.width = shape.width;
   header.parts = shape.parts;
   header.magic = kRowsMagic;
-  return made;
+  return created;
 }
 
 std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, Status& status) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, descriptor);
-  // O_NONBLOCK: on a host where the pid means another process, the path may be a pipe.
+  // O_NONBLOCK: if the pid belongs to another process on this host, the path may be a pipe.
   const int fd = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (fd < 0) {
     status = system_error(errno);
@@ -161,11 +161,11 @@ std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, S
   RowsHeader header{};
   struct stat info{};
   const int seals = fcntl(fd, F_GET_SEALS);
-  const auto known = static_cast<ssize_t>(offsetof(RowsHeader, step));
+  const auto header_bytes = static_cast<ssize_t>(offsetof(RowsHeader, step));
   RowsShape shape;
-  bool good = knows_pids_of(pid) && seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
+  bool good = shares_pid_namespace(pid) && seals >= 0 && (seals & F_SEAL_SHRINK) != 0 &&
               fstat(fd, &info) == 0 &&
-              pread(fd, &header, static_cast<std::size_t>(known), 0) == known &&
+              pread(fd, &header, static_cast<std::size_t>(header_bytes), 0) == header_bytes &&
               header.magic == kRowsMagic && header.version == kRowsVersion && header.nonce == nonce;
   if (good) {
     shape = {.rows = header.rows,
@@ -187,20 +187,20 @@ std::unique_ptr<Rows> Rows::open(int pid, int descriptor, std::uint64_t nonce, S
   return opened;
 }
 
-RowWriter& Rows::writer(std::size_t place) const {
-  return reinterpret_cast<RowWriter*>(base_ + kPage)[place];
+RowWriter& Rows::writer(std::size_t slot) const {
+  return reinterpret_cast<RowWriter*>(base_ + kPage)[slot];
 }
 
 Rows::Word* Rows::words(std::uint32_t part, std::uint64_t row) const {
   return reinterpret_cast<Word*>(values_ + part * part_bytes_ + row * stride_);
 }
 
-std::byte* Rows::aside(std::size_t place, std::uint32_t part) const {
-  return aside_ + (place * shape_.parts + part) * whole(stride_, kLine);
+std::byte* Rows::backup(std::size_t slot, std::uint32_t part) const {
+  return backups_ + (slot * shape_.parts + part) * whole(stride_, kCacheLine);
 }
 
 RowsResult Rows::check(const RowList& list) const {
-  // Without a branch per number, which the compiler turns into vector instructions.
+  // Without a branch per number, so that the compiler vectorises the loop.
   std::uint64_t largest = 0;
   for (std::size_t i = 0; i < list.count; ++i) {
     largest = std::max(largest, static_cast<std::uint64_t>(list.rows[i]));

@@ -1,4 +1,4 @@
-// Rows read: as they are, or combined bag by bag.
+// Reading rows: unchanged, or pooled into bags.
 #include <vector>
 
 #include "rows_access.h"
@@ -7,8 +7,8 @@ namespace phalanx {
 namespace {
 
 constexpr std::size_t kBlock = RowReader::kBlock;
-// How many rows ahead memory is asked for.
-constexpr std::size_t kAhead = 16;
+// The prefetch distance, in rows.
+constexpr std::size_t kPrefetchAhead = 16;
 
 RowsResult check(const Bags& bags, std::size_t count) {
   std::int64_t last = 0;
@@ -36,32 +36,33 @@ void divide(const Bags& bags, std::size_t count, std::size_t width, T* out) {
 
 }  // namespace
 
-// Of the block that begins kAhead after number i; at the beginning of those before it too.
+// Prefetches the block that begins kPrefetchAhead after number i; at the beginning also those
+// before it.
 void Rows::prefetch_block(const RowList& list, std::size_t i, std::uint32_t parts) const {
-  const std::size_t end = std::min(i + kAhead + kBlock, list.count);
-  for (std::size_t k = i == 0 ? 0 : i + kAhead; k < end; ++k) {
+  const std::size_t end = std::min(i + kPrefetchAhead + kBlock, list.count);
+  for (std::size_t k = i == 0 ? 0 : i + kPrefetchAhead; k < end; ++k) {
     prefetch(static_cast<std::uint64_t>(list.rows[k]), parts);
   }
 }
 
-RowsResult Rows::gather(const RowList& list, void* const* parts, Patience patience) {
+RowsResult Rows::gather(const RowList& list, void* const* parts, Timeout timeout) {
   if (const RowsResult result = check(list); !result.ok()) {
     return result;
   }
   const std::size_t size = row_bytes();
-  std::uint32_t wanted = shape_.parts;  // none after these
-  while (wanted > 0 && parts[wanted - 1] == nullptr) {
-    --wanted;
+  std::uint32_t used_parts = shape_.parts;  // the parts after these are not requested
+  while (used_parts > 0 && parts[used_parts - 1] == nullptr) {
+    --used_parts;
   }
-  RowReader reader(*this, patience);
+  RowReader reader(*this, timeout);
   for (std::size_t i = 0; i < list.count; i += kBlock) {
     const std::size_t count = std::min(kBlock, list.count - i);
-    prefetch_block(list, i, wanted);
+    prefetch_block(list, i, used_parts);
     const std::size_t read = reader.read(list.rows + i, count, [&](std::size_t k) {
       const auto row = static_cast<std::uint64_t>(list.rows[i + k]);
-      for (std::uint32_t part = 0; part < wanted; ++part) {
+      for (std::uint32_t part = 0; part < used_parts; ++part) {
         if (parts[part] != nullptr) {
-          take_row(static_cast<std::byte*>(parts[part]) + (i + k) * size, words(part, row), size);
+          load_row(static_cast<std::byte*>(parts[part]) + (i + k) * size, words(part, row), size);
         }
       }
     });
@@ -74,19 +75,19 @@ RowsResult Rows::gather(const RowList& list, void* const* parts, Patience patien
 
 template <class T>
 RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling, const T* weights,
-                         T* out, Patience patience) {
+                         T* out, Timeout timeout) {
   const std::size_t width = shape_.width;
   std::vector<T> block(kBlock * width);
   const kernels::CombineRows combine =
       kernels::in_use().combine_rows[static_cast<std::size_t>(shape_.dtype)];
-  const auto use = pooling == Pooling::max ? kernels::RowUse::largest : kernels::RowUse::sum;
-  RowReader reader(*this, patience);
+  const auto use = pooling == Pooling::max ? kernels::RowCombine::max : kernels::RowCombine::sum;
+  RowReader reader(*this, timeout);
   const auto end_of = [&](std::size_t bag) {
     return bag + 1 < bags.count ? static_cast<std::size_t>(bags.offsets[bag + 1]) : list.count;
   };
   std::size_t bag = 0;
-  bool first = true;  // row of the bag
-  // Goes on to the bag that row number i is in; those before it are empty.
+  bool first = true;  // the first row of the bag
+  // Advances to the bag that contains row number i; those before it are empty.
   const auto find = [&](std::size_t i) {
     for (; bag < bags.count && i == end_of(bag); ++bag, first = true) {
       if (first) {
@@ -99,7 +100,7 @@ RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling,
     const std::size_t count = std::min(kBlock, all - i);
     prefetch_block(list, i, 1);
     const std::size_t read = reader.read(list.rows + i, count, [&](std::size_t k) {
-      take_row(reinterpret_cast<std::byte*>(block.data() + k * width),
+      load_row(reinterpret_cast<std::byte*>(block.data() + k * width),
                words(0, static_cast<std::uint64_t>(list.rows[i + k])), row_bytes());
     });
     if (read != count) {
@@ -120,7 +121,7 @@ RowsResult Rows::pool_as(const RowList& list, const Bags& bags, Pooling pooling,
 }
 
 RowsResult Rows::pool(const RowList& list, const Bags& bags, Pooling pooling, const void* weights,
-                      void* out, Patience patience) {
+                      void* out, Timeout timeout) {
   if (const RowsResult result = check(list); !result.ok()) {
     return result;
   }
@@ -129,10 +130,10 @@ RowsResult Rows::pool(const RowList& list, const Bags& bags, Pooling pooling, co
   }
   if (shape_.dtype == DType::float64) {
     return pool_as(list, bags, pooling, static_cast<const double*>(weights),
-                   static_cast<double*>(out), patience);
+                   static_cast<double*>(out), timeout);
   }
   return pool_as(list, bags, pooling, static_cast<const float*>(weights), static_cast<float*>(out),
-                 patience);
+                 timeout);
 }
 
 }  // namespace phalanx

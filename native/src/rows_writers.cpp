@@ -1,4 +1,4 @@
-// Who writes to rows, and what becomes of those whose writer has ended.
+// The writers of rows, and the repair of rows whose writer has ended.
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,9 +12,8 @@
 namespace phalanx {
 namespace {
 
-// A process: its pid, which Linux keeps below 2^22, and when it began, in ticks of the kernel, or 0
-// where that couldn't be found out. So another one that has got the pid of one that has ended isn't
-// taken for it.
+// The identity of a process: its pid, which Linux keeps below 2^22, and its start time in kernel
+// ticks, or 0 if that is unknown. So another process that reuses the pid is not mistaken for it.
 constexpr int kPidBits = 22;
 constexpr std::uint64_t kPidMask = (std::uint64_t{1} << kPidBits) - 1;
 
@@ -44,10 +43,10 @@ std::uint64_t identity_of(int pid) {
 }
 
 std::uint64_t own_identity() {
-  static std::atomic<std::uint64_t> known = 0;  // what it says is all there is: relaxed
+  static std::atomic<std::uint64_t> known = 0;  // its value is all that matters: relaxed
   const int pid = getpid();
   std::uint64_t identity = known.load(std::memory_order_relaxed);
-  // Also in a child that was forked; again, where no file could be opened.
+  // Recomputed in a forked child, and if the file could not be opened before.
   if (pid_of(identity) != pid || start_of(identity) == 0) {
     identity = identity_of(pid);
     known.store(identity, std::memory_order_relaxed);
@@ -55,13 +54,14 @@ std::uint64_t own_identity() {
   return identity;
 }
 
-// Whether no thread of it runs any more.
+// Whether all of its threads have ended.
 bool ended(std::uint64_t identity) {
   Process process;
   if (const int error = process.open(pid_of(identity)); error != 0) {
     return error == ESRCH;
   }
-  // The handle is on whoever has the pid now: if that began at another time, ours is gone.
+  // The handle refers to the current process with this pid. If its start time differs, the process
+  // in question has ended.
   const std::uint64_t found = identity_of(pid_of(identity));
   if (start_of(found) != 0 && start_of(identity) != 0 && found != identity) {
     return true;
@@ -71,142 +71,141 @@ bool ended(std::uint64_t identity) {
 
 }  // namespace
 
-// What a process did before its end is seen by whoever has seen the end: between them is the
-// kernel, which takes the dead apart and tells of it under locks of its own. And what it did is the
-// beginning of what stands here, up to one instruction: stores that release stay behind all that
-// stands before them. So no look at what the dead has left needs to pair with its stores; it does
-// where that costs nothing.
-bool Rows::repair(std::size_t place) {
-  if (place >= kRowWriters) {
-    return false;  // no place that a writer of ours has
+// All that a process did is visible to a process that has seen its end: the kernel is in between,
+// and tears the process down and reports it under its own locks. And what it did is a prefix of its
+// program, up to one instruction: a release store never precedes the stores before it. So no load
+// of a dead writer's data needs to pair with its stores; it does pair wherever that costs nothing.
+bool Rows::repair(std::size_t slot) {
+  if (slot >= kRowWriters) {
+    return false;  // not a slot of a valid writer
   }
-  RowWriter& dead = writer(place);
-  // Pairs with the claim of the place.
+  RowWriter& dead = writer(slot);
+  // Pairs with the claim of the slot.
   std::uint64_t identity = dead.owner.load(std::memory_order_acquire);
   if (identity == 0 || !ended(identity)) {
     return false;
   }
-  PHALANX_STEP("rows: take over");
-  // One wins. From here on this process is the writer: if it dies too, it is repaired likewise.
-  // Acquires what an earlier repair did, and what it had acquired.
+  PHALANX_STEP("rows: take over the slot");
+  // One process wins. From here on it is the writer: if it dies too, it is repaired in the same
+  // way. Acquires the writes of an earlier repair, and all that it had acquired.
   if (!dead.owner.compare_exchange_strong(identity, own_identity(), std::memory_order_acq_rel)) {
     return false;
   }
-  // Stored before the row was taken; if it says another row, none is.
+  // Stored before the row was acquired; if the lock word disagrees, no row is held.
   const std::uint64_t row = dead.row.load(std::memory_order_relaxed);
-  // Pairs with its taking (RowPlace::take).
+  // Pairs with its acquisition (RowWriterSlot::acquire).
   const std::uint64_t word = row < shape_.rows ? lock(row).load(std::memory_order_acquire) : 0;
-  if ((word & kRowOwner) == place + 1) {
-    // Set aside before the first change. Else there was no change. Pairs with the store in
-    // RowPlace::take, after which the old contents stand there.
+  if ((word & kRowOwner) == slot + 1) {
+    // The backup precedes the first change. Without it there was no change. Pairs with the store in
+    // RowWriterSlot::acquire, after which the backup is complete.
     if (dead.saved.load(std::memory_order_acquire) == row + 1) {
       for (std::uint32_t part = 0; part < shape_.parts; ++part) {
-        PHALANX_STEP("rows: put back");
-        put_row(words(part, row), aside(place, part), row_bytes());
+        PHALANX_STEP("rows: restore");
+        store_row(words(part, row), backup(slot, part), row_bytes());
       }
     }
-    PHALANX_STEP("rows: free what was put back");
-    // As in RowPlace::free.
+    PHALANX_STEP("rows: release the restored row");
+    // As in RowWriterSlot::release.
     lock(row).store(next_version(word), std::memory_order_release);
   }
-  PHALANX_STEP("rows: give back the place");
+  PHALANX_STEP("rows: free the slot");
   // Pairs with the next claim.
   dead.owner.store(0, std::memory_order_release);
   return true;
 }
 
-int Rows::writer_of(std::uint64_t word) const {
+int Rows::writer_pid(std::uint64_t word) const {
   const std::uint64_t owner = word & kRowOwner;
-  // To be told to people: nothing depends on it.
+  // For error messages only: nothing depends on it.
   return owner == 0 || owner > kRowWriters
              ? 0
              : pid_of(writer(owner - 1).owner.load(std::memory_order_relaxed));
 }
 
-RowPlace::RowPlace(Rows& rows, Rows::Patience patience) : rows_(rows), patience_(patience) {
-  RowWait wait(patience);
+RowWriterSlot::RowWriterSlot(Rows& rows, Rows::Timeout timeout) : rows_(rows), timeout_(timeout) {
+  RowWait wait(timeout);
   while (!claim()) {
-    const auto look = [&] {
+    const auto check = [&] {
       bool any = false;
-      for (std::size_t place = 0; place < kRowWriters; ++place) {
-        any = rows_.repair(place) || any;
+      for (std::size_t slot = 0; slot < kRowWriters; ++slot) {
+        any = rows_.repair(slot) || any;
       }
       return any;
     };
-    if (!wait.pause(look)) {
+    if (!wait.pause(check)) {
       return;
     }
   }
 }
 
-bool RowPlace::claim() {
+bool RowWriterSlot::claim() {
   const std::uint64_t own = own_identity();
-  // Processes begin at different places, so that they seldom want the same.
+  // Processes start at different slots, so that they seldom compete for the same one.
   const auto first = static_cast<std::size_t>(pid_of(own));
   for (std::size_t i = 0; i < kRowWriters; ++i) {
-    const std::size_t place = (first + i) % kRowWriters;
-    RowWriter& writer = rows_.writer(place);
-    std::uint64_t nobody = 0;
-    PHALANX_STEP("rows: claim a place");
-    // Acquires what its last owner did there, whose return of it this pairs with.
+    const std::size_t slot = (first + i) % kRowWriters;
+    RowWriter& writer = rows_.writer(slot);
+    std::uint64_t no_owner = 0;
+    PHALANX_STEP("rows: claim a slot");
+    // Acquires the writes of the last owner, whose store to free the slot this pairs with.
     if (writer.owner.load(std::memory_order_relaxed) == 0 &&
-        writer.owner.compare_exchange_strong(nobody, own, std::memory_order_acq_rel)) {
-      place_ = place;
+        writer.owner.compare_exchange_strong(no_owner, own, std::memory_order_acq_rel)) {
+      slot_ = slot;
       return true;
     }
   }
   return false;
 }
 
-RowPlace::~RowPlace() {
-  if (found()) {
-    // Pairs with the next claim: what stands aside may be overwritten.
-    rows_.writer(place_).owner.store(0, std::memory_order_release);
+RowWriterSlot::~RowWriterSlot() {
+  if (valid()) {
+    // Pairs with the next claim: the backup may be overwritten.
+    rows_.writer(slot_).owner.store(0, std::memory_order_release);
   }
 }
 
-bool RowPlace::take(std::uint64_t row) {
-  RowWriter& self = rows_.writer(place_);
+bool RowWriterSlot::acquire(std::uint64_t row) {
+  RowWriter& self = rows_.writer(slot_);
   auto& lock = rows_.lock(row);
-  // For who repairs: nothing is set aside yet, and this is the row that may be taken. Both stand
-  // before the row is taken, since taking it releases.
+  // For a repair: there is no backup yet, and this is the row that may be held. Both are stored
+  // before the row is acquired, since that store releases.
   self.saved.store(0, std::memory_order_relaxed);
   self.row.store(row, std::memory_order_relaxed);
-  RowWait wait(patience_);
+  RowWait wait(timeout_);
   while (true) {
-    PHALANX_STEP("rows: take a row");
+    PHALANX_STEP("rows: acquire a row");
     word_ = lock.load(std::memory_order_relaxed);
-    // Acquires what the last writer wrote (free), and releases which row this place has.
+    // Acquires the writes of the last writer (release), and releases the row number of this slot.
     if ((word_ & kRowOwner) == 0 &&
-        lock.compare_exchange_strong(word_, word_ | (place_ + 1), std::memory_order_acq_rel)) {
+        lock.compare_exchange_strong(word_, word_ | (slot_ + 1), std::memory_order_acq_rel)) {
       break;
     }
     const std::uint64_t owner = word_ & kRowOwner;
     if (!wait.pause([&] { return owner != 0 && rows_.repair(owner - 1); })) {
-      pid_ = rows_.writer_of(word_);
+      pid_ = rows_.writer_pid(word_);
       row_ = row;
       return false;
     }
   }
   row_ = row;
   for (std::uint32_t part = 0; part < rows_.shape_.parts; ++part) {
-    PHALANX_STEP("rows: set aside");
-    take_row(rows_.aside(place_, part), rows_.words(part, row), rows_.row_bytes());
+    PHALANX_STEP("rows: back up");
+    load_row(rows_.backup(slot_, part), rows_.words(part, row), rows_.row_bytes());
   }
-  PHALANX_STEP("rows: it is set aside");
-  // Pairs with the load in Rows::repair. The stores of `put` release too, and so come after it.
+  PHALANX_STEP("rows: publish the backup");
+  // Pairs with the load in Rows::repair. The stores of `store` release too, and so come after it.
   self.saved.store(row + 1, std::memory_order_release);
   return true;
 }
 
-void RowPlace::free() {
-  PHALANX_STEP("rows: free");
-  // Pairs with the first look of a reader, and with the next writer's `take`.
+void RowWriterSlot::release() {
+  PHALANX_STEP("rows: release");
+  // Pairs with the first check of a reader, and with the next writer's `acquire`.
   rows_.lock(row_).store(next_version(word_), std::memory_order_release);
 }
 
-RowsResult RowPlace::stuck(std::size_t at) const {
-  if (!found()) {
+RowsResult RowWriterSlot::stuck(std::size_t at) const {
+  if (!valid()) {
     return {.kind = RowsResult::Kind::full, .at = at};
   }
   return {.kind = RowsResult::Kind::stuck,

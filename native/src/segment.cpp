@@ -46,12 +46,12 @@ std::size_t Segment::bytes_for(int ranks) {
 }
 
 std::size_t Segment::fitting_chunk(int ranks) {
-  return ranks > usable_cores() ? kCrowdedChunkBytes : kChunkBytes;
+  return ranks > usable_cores() ? kOversubscribedChunkBytes : kChunkBytes;
 }
 
 std::unique_ptr<Segment> Segment::create(int ranks, std::uint64_t nonce, std::size_t chunk_bytes,
                                          Status& status) {
-  if (!valid(ranks) || chunk_bytes > kCrowdedChunkBytes || chunk_bytes % kLine != 0) {
+  if (!valid(ranks) || chunk_bytes > kOversubscribedChunkBytes || chunk_bytes % kCacheLine != 0) {
     status = system_error(EINVAL);
     return nullptr;
   }
@@ -94,7 +94,7 @@ std::unique_ptr<Segment> Segment::open(int pid, int fd, int ranks, std::uint64_t
   }
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", pid, fd);
-  // O_NONBLOCK: on a host where the pid means another process, the path may be a pipe.
+  // O_NONBLOCK: if the pid belongs to another process on this host, the path may be a pipe.
   const int opened = ::open(path, O_RDWR | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
   if (opened < 0) {
     status = system_error(errno);
@@ -178,8 +178,8 @@ Status Segment::prefault(void* start, std::size_t bytes) {
   if (errno != EINVAL) {
     return Status{.code = Code::out_of_memory, .error = errno};
   }
-  // Before Linux 5.14. An atomic addition of nothing touches a page without changing what a peer
-  // may be writing there.
+  // Before Linux 5.14. An atomic or with 0 touches a page without changing what a peer may be
+  // writing there.
   for (std::size_t at = 0; at < bytes; at += kPage) {
     auto* byte = reinterpret_cast<std::atomic<std::uint8_t>*>(static_cast<std::byte*>(start) + at);
     byte->fetch_or(0, std::memory_order_relaxed);

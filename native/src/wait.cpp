@@ -15,13 +15,13 @@ namespace {
 
 using namespace std::chrono_literals;
 
-// Bounds how late a death, an abort or a deadline is seen by a rank that sleeps.
+// Limits the delay until a sleeping rank notices a death, an abort or a deadline.
 constexpr long kSliceNanoseconds = 5'000'000;
 constexpr auto kLongestSpin = 1000us;
 constexpr auto kShortestSpin = 20us;
-// With yields at every look: the peer is most likely waiting for this very core.
-constexpr auto kCrowdedSpin = 50us;
-constexpr auto kPressedSpin = 5us;
+// With a yield at every check: the peer is most likely waiting for this very core.
+constexpr auto kOversubscribedSpin = 50us;
+constexpr auto kContendedSpin = 5us;
 
 long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
            const timespec* timeout) {
@@ -32,7 +32,7 @@ long futex(std::atomic<std::uint32_t>& word, int operation, std::uint32_t value,
 }  // namespace
 
 void notify(Event& event) {
-  PHALANX_STEP("notify: look for sleepers");
+  PHALANX_STEP("notify: check for sleepers");
   // Pairs with the waiter's fetch_add in wait_until.
   if (event.sleepers.load(std::memory_order_seq_cst) != 0) {
     notify_always(event);
@@ -51,44 +51,44 @@ int usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
   if (sched_getaffinity(0, sizeof set, &set) != 0) {
-    // More than CPU_SETSIZE processors.
+    // There are more than CPU_SETSIZE processors.
     return static_cast<int>(std::max(1L, sysconf(_SC_NPROCESSORS_ONLN)));
   }
   return std::max(1, CPU_COUNT(&set));
 }
 
-Patience::Patience(int ranks) : crowded_(ranks > usable_cores()) {}
+SpinPolicy::SpinPolicy(int ranks) : oversubscribed_(ranks > usable_cores()) {}
 
-Patience Patience::none() {
-  Patience patience(1);
-  patience.spins_ = false;
-  return patience;
+SpinPolicy SpinPolicy::no_spin() {
+  SpinPolicy spin_policy(1);
+  spin_policy.spins_ = false;
+  return spin_policy;
 }
 
-Clock::duration Patience::spin_limit() const {
+Clock::duration SpinPolicy::spin_limit() const {
   if (!spins_) {
     return {};
   }
-  if (crowded_) {
-    return kCrowdedSpin;
+  if (oversubscribed_) {
+    return kOversubscribedSpin;
   }
-  if (pressed_ > 0) {
-    return kPressedSpin;
+  if (contended_waits_ > 0) {
+    return kContendedSpin;
   }
-  // A spin that ends in sleep all the same is a core burnt for nothing; one that ends just before
-  // the peer comes costs a wake-up. A few times the typical wait catches nearly all.
-  return typical_ > kLongestSpin
+  // A spin that ends in sleep wastes the core; a spin that ends just before the peer comes costs a
+  // wake-up. A few times the typical wait covers nearly all waits.
+  return typical_wait_ > kLongestSpin
              ? Clock::duration(kShortestSpin)
-             : std::clamp<Clock::duration>(4 * typical_, 5 * kShortestSpin, kLongestSpin);
+             : std::clamp<Clock::duration>(4 * typical_wait_, 5 * kShortestSpin, kLongestSpin);
 }
 
-void Patience::learn(Clock::duration waited) {
-  last_ = waited;
-  pressed_ = std::max(0, pressed_ - 1);
-  typical_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_) / 8;
+void SpinPolicy::record_wait(Clock::duration waited) {
+  last_wait_ = waited;
+  contended_waits_ = std::max(0, contended_waits_ - 1);
+  typical_wait_ += (std::min<Clock::duration>(waited, 4 * kLongestSpin) - typical_wait_) / 8;
 }
 
-void Patience::pause() {
+void SpinPolicy::pause() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -96,15 +96,15 @@ void Patience::pause() {
 #endif
 }
 
-void Patience::yield() { sched_yield(); }
+void SpinPolicy::yield() { sched_yield(); }
 
-Woken sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen) {
+WakeReason sleep_slice(std::atomic<std::uint32_t>& ticket, std::uint32_t seen) {
   PHALANX_STEP("wait: sleep");
   const timespec slice{.tv_sec = 0, .tv_nsec = kSliceNanoseconds};
   if (futex(ticket, FUTEX_WAIT, seen, &slice) == 0 || errno == EAGAIN) {
-    return Woken::by_peer;
+    return WakeReason::by_peer;
   }
-  return errno == EINTR ? Woken::by_signal : Woken::by_time;
+  return errno == EINTR ? WakeReason::by_signal : WakeReason::by_time;
 }
 
 }  // namespace phalanx

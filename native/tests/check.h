@@ -1,5 +1,5 @@
 // A test harness in one header, for one source per executable: TEST(name) { CHECK(...); } registers
-// a function; main runs all of them, or those named as arguments, and returns 1 if a check failed.
+// a function. main runs all of them, or those named as arguments, and returns 1 if a check failed.
 #pragma once
 
 #include <atomic>
@@ -28,7 +28,7 @@ inline bool fail(const char* file, int line, const std::string& what) {
   return false;
 }
 
-// Characters (int8_t, uint8_t) as numbers, scoped enumerators as their values.
+// Prints characters (int8_t, uint8_t) as numbers, and scoped enumerators as their values.
 void show(std::ostream& out, const auto& value) {
   using T = std::remove_cvref_t<decltype(value)>;
   if constexpr (std::is_enum_v<T>) {
@@ -55,7 +55,7 @@ bool equal(const auto& a, const auto& b, const char* text, const char* file, int
   [[maybe_unused]] static const bool name##_added = check::add(#name, &name); \
   static void name()
 
-// Both give whether the check held, so that a test can stop or say more.
+// Both return whether the check held, so that a test can stop or print more.
 #define CHECK(...) ((__VA_ARGS__) || check::fail(__FILE__, __LINE__, #__VA_ARGS__))
 #define CHECK_EQ(a, b) check::equal((a), (b), #a " == " #b, __FILE__, __LINE__)
 

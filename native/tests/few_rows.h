@@ -1,4 +1,4 @@
-// What the tests of rows share: small tables, and buffers for their rows.
+// Common parts of the tests of rows: small tables, and buffers for their rows.
 #pragma once
 
 #include <sys/mman.h>
@@ -17,20 +17,20 @@ namespace few_rows {
 
 using namespace phalanx;
 using ranks::Random;
-using Came = RowsResult::Kind;
+using ResultKind = RowsResult::Kind;
 
 #if defined(PHALANX_HOOKS)
-// As ranks::give_way, but seldom between words: there are hundreds of them in a row's write.
+// Like ranks::give_way, but seldom between words: the write of a row has hundreds of them.
 inline void give_way(const char* step) {
   thread_local unsigned words = 0;
-  if (!std::string_view(step).starts_with("rows: a word") || ++words % 32 == 0) {
+  if (!std::string_view(step).starts_with("rows: word") || ++words % 32 == 0) {
     ranks::give_way(step);
   }
 }
 inline const bool gives_way = (step_hook.store(&give_way), true);
 #endif
 
-inline constexpr auto kPatience = std::chrono::seconds(60);
+inline constexpr auto kTimeout = std::chrono::seconds(60);
 inline constexpr std::uint64_t kNonce = 42;
 
 inline std::unique_ptr<Rows> create(const RowsShape& shape) {
@@ -78,7 +78,7 @@ inline constexpr std::uint32_t kWidth = 37;
 inline constexpr std::uint32_t kParts = 3;
 inline constexpr std::size_t kFew = 6;
 
-// Whether a row and its state are of one write: all of the same number.
+// Whether a row and its state come from one write: all elements are the same number.
 inline bool one_write(const Buffers<float>& buffers, std::size_t i) {
   for (const auto& part : buffers.parts) {
     for (std::size_t k = 0; k < kWidth; ++k) {
@@ -88,28 +88,28 @@ inline bool one_write(const Buffers<float>& buffers, std::size_t i) {
   return true;
 }
 
-inline bool all_whole(Rows& rows, Rows::Patience patience = kPatience) {
+inline bool all_whole(Rows& rows, Rows::Timeout timeout = kTimeout) {
   std::vector<std::int64_t> all(rows.shape().rows);
   std::iota(all.begin(), all.end(), 0);
   Buffers<float> buffers(rows, all);
-  if (!CHECK(rows.gather(buffers.list(), buffers.to.data(), patience).ok())) return false;
+  if (!CHECK(rows.gather(buffers.list(), buffers.to.data(), timeout).ok())) return false;
   bool good = true;
   for (std::size_t i = 0; i < all.size(); ++i) good = good && one_write(buffers, i);
   return good;
 }
 
 inline RowsResult write_one(Rows& rows, std::int64_t row, float value,
-                            Rows::Patience patience = kPatience) {
+                            Rows::Timeout timeout = kTimeout) {
   Buffers<float> buffers(rows, {row});
   for (auto& part : buffers.parts) std::fill(part.begin(), part.end(), value);
-  return rows.write(buffers.list(), buffers.from.data(), patience);
+  return rows.write(buffers.list(), buffers.from.data(), timeout);
 }
 
 inline std::unique_ptr<Rows> few() {
   return create({.rows = kFew, .width = kWidth, .parts = kParts});
 }
 
-// The memory of `few`, where the layout has it.
+// The memory of `few`, by the offsets of the layout.
 class Raw {
  public:
   explicit Raw(const Rows& rows) : bytes_(rows.bytes()) {
@@ -122,16 +122,16 @@ class Raw {
   Raw& operator=(const Raw&) = delete;
 
   RowsHeader& header() const { return at<RowsHeader>(0)[0]; }
-  RowWriter& writer(std::size_t place) const { return at<RowWriter>(4096)[place]; }
+  RowWriter& writer(std::size_t slot) const { return at<RowWriter>(4096)[slot]; }
   std::uint64_t& lock(std::size_t row) const { return at<std::uint64_t>(8192)[row]; }
   float* row(std::size_t part, std::size_t row) const {
     return at<float>(12288 + part * 4096 + row * kRowBytes);
   }
-  float* aside(std::size_t place, std::size_t part) const {
-    return at<float>(12288 + kParts * 4096 + (place * kParts + part) * 192);
+  float* backup(std::size_t slot, std::size_t part) const {
+    return at<float>(12288 + kParts * 4096 + (slot * kParts + part) * 192);
   }
 
-  static constexpr std::size_t kRowBytes = 152;  // 37 floats, and 4 bytes to whole words
+  static constexpr std::size_t kRowBytes = 152;  // 37 floats, and 4 bytes of padding to whole words
 
  private:
   template <class T>

@@ -1,5 +1,5 @@
 // One case of the tests that kill ranks: ranks as processes, of which one or two end themselves by
-// SIGKILL before their n-th step (hooks.h), and what the others do then.
+// SIGKILL before their n-th step (hooks.h), and the reaction of the others.
 #pragma once
 
 #include <fcntl.h>
@@ -10,7 +10,7 @@
 #include <fstream>
 #include <string>
 
-#include "kill_works.h"
+#include "kill_operations.h"
 #include "phalanx/hooks.h"
 
 #if !defined(PHALANX_HOOKS)
@@ -21,42 +21,42 @@ namespace kills {
 
 using namespace std::chrono_literals;
 
-// Who goes first. `victim_first`: the others begin when the victim has died, sleeps or is done.
-// `victim_last`: the victim begins when all others sleep or are done. `lonely`: as victim_first,
-// and the last survivor comes when the others have returned, where they can't need it.
-enum class Order : std::uint8_t { free, victim_first, victim_last, lonely };
+// The order in which ranks begin. `victim_first`: the others begin when the victim has died, sleeps
+// or is done. `victim_last`: the victim begins when all others sleep or are done. `last_alone`: as
+// victim_first, and the last survivor begins when the others have returned, if they cannot need it.
+enum class Order : std::uint8_t { free, victim_first, victim_last, last_alone };
 inline constexpr std::array kOrderNames = {"free", "victim_first", "victim_last", "lonely"};
 
 struct Case {
   Task task;
   int victim = 0;
   std::uint32_t fatal = 0;  // the step of the task before which it dies, from 1
-  int second = -1;          // another one that dies, or -1
+  int second = -1;          // a second victim, or -1
   std::uint32_t second_fatal = 0;
   Order order = Order::free;
-  bool yields = false;      // ranks give way to others at random steps
-  bool every_word = false;  // of a record in the flight recorder, else one of eight
+  bool yields = false;      // ranks yield to others at random steps
+  bool every_word = false;  // die at every word of a record, otherwise at one of eight
 
-  bool doomed(int rank) const { return rank == victim || rank == second; }
+  bool is_victim(int rank) const { return rank == victim || rank == second; }
   int last_survivor() const {
     int rank = task.size - 1;
-    while (doomed(rank)) --rank;
+    while (is_victim(rank)) --rank;
     return rank;
   }
 };
 
-inline constexpr int kMostRanks = 5;
+inline constexpr int kMaxRanksOfACase = 5;
 inline constexpr auto kHang = 20s;
 inline constexpr auto kSoon = 1s;
 
-// How often each step was passed, and was one's last. Literals stand at the same address in all
-// processes of a test, as they are forks of one.
+// Counts how often each step was passed, and how often it was a rank's last. Literals have the same
+// address in all processes of a test, as they are forks of one.
 struct Steps {
   struct Entry {
     std::atomic<const char*> step;
     std::atomic<std::uint64_t> passed, deaths;
   };
-  Entry& of(const char* step) {
+  Entry& entry_for(const char* step) {
     for (auto i = reinterpret_cast<std::uintptr_t>(step) / 8;; ++i) {
       Entry& entry = entries[i % entries.size()];
       const char* known = nullptr;
@@ -66,8 +66,8 @@ struct Steps {
   std::array<Entry, 256> entries;
 };
 
-// What a rank shows to the others, and to those who judge.
-struct Seat {
+// The state that a rank shows to the others and to the judge.
+struct RankState {
   std::atomic<const char*> step;  // the last one
   std::atomic<std::uint32_t> steps;
   std::atomic<bool> present, entered, asleep, done;
@@ -75,13 +75,13 @@ struct Seat {
   Status task, after;
   bool ready, right, clean, missed;
 };
-using Seats = std::array<Seat, kMostRanks>;
+using RankStates = std::array<RankState, kMaxRanksOfACase>;
 
 inline std::int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 
-// Until `ready`, for as long as it takes to say that something hangs.
+// Waits until `ready`, up to the limit after which a rank is considered to hang.
 template <class Ready>
 bool eventually(Ready&& ready, Clock::duration limit = kHang) {
   const auto end = Clock::now() + limit;
@@ -92,62 +92,62 @@ bool eventually(Ready&& ready, Clock::duration limit = kHang) {
   return true;
 }
 
-// What the hook of this process knows.
-struct Trap {
-  Seat* seat = nullptr;
+// The state of this process's hook.
+struct FaultInjector {
+  RankState* state = nullptr;
   Steps* steps = nullptr;
-  std::atomic<std::uint32_t> fatal = 0;  // armed when not 0
-  std::uint64_t yields = 0;              // a random state; 0: it never gives way
-  std::array<std::atomic<const char*>, 16> looks{};
-  std::atomic<std::uint64_t> words = 0;  // of records; where it begins to count chooses which
+  std::atomic<std::uint32_t> fatal = 0;  // enabled if not 0
+  std::uint64_t yields = 0;              // a random state; 0: never yields
+  std::array<std::atomic<const char*>, 16> checks{};
+  std::atomic<std::uint64_t> words = 0;  // of records; the start of the count selects the words
   bool every_word = false;
 
-  // Who spins looks at the same things again and again. A death before the second look is no other
-  // than one before the first, unless something was written in between.
+  // A spinning thread repeats the same checks. A death before the second check is equivalent to one
+  // before the first, unless something was written in between.
   bool counts(const char* step) {
     if (std::strcmp(step, "record: write") == 0 && !every_word && words.fetch_add(1) % 8 != 0) {
       return false;
     }
-    if (std::strstr(step, "look") == nullptr) {
-      for (auto& look : looks) look.store(nullptr);
+    if (std::strstr(step, "check") == nullptr) {
+      for (auto& check : checks) check.store(nullptr);
       return true;
     }
-    for (auto& look : looks) {
+    for (auto& check : checks) {
       const char* known = nullptr;
-      if (look.compare_exchange_strong(known, step)) return true;
+      if (check.compare_exchange_strong(known, step)) return true;
       if (known == step) return false;
     }
     return true;
   }
 };
-inline Trap trap;
+inline FaultInjector injector;
 
 inline void on_step(const char* step) {
-  Seat& seat = *trap.seat;
-  seat.step.store(step, std::memory_order_relaxed);
-  if (std::strcmp(step, "wait: sleep") == 0) seat.asleep.store(true);
-  if (const std::uint32_t fatal = trap.fatal.load(std::memory_order_relaxed); fatal != 0) {
-    auto& entry = trap.steps->of(step);
+  RankState& state = *injector.state;
+  state.step.store(step, std::memory_order_relaxed);
+  if (std::strcmp(step, "wait: sleep") == 0) state.asleep.store(true);
+  if (const std::uint32_t fatal = injector.fatal.load(std::memory_order_relaxed); fatal != 0) {
+    auto& entry = injector.steps->entry_for(step);
     entry.passed.fetch_add(1, std::memory_order_relaxed);
-    if (trap.counts(step) && seat.steps.fetch_add(1) + 1 == fatal) {
+    if (injector.counts(step) && state.steps.fetch_add(1) + 1 == fatal) {
       entry.deaths.fetch_add(1, std::memory_order_relaxed);
-      seat.died.store(now_ns());
+      state.died.store(now_ns());
       kill(getpid(), SIGKILL);
     }
   }
-  if (trap.yields != 0) {
-    trap.yields = trap.yields * 6364136223846793005 + 1442695040888963407;
-    if (trap.yields >> 61 == 0) sched_yield();
+  if (injector.yields != 0) {
+    injector.yields = injector.yields * 6364136223846793005 + 1442695040888963407;
+    if (injector.yields >> 61 == 0) sched_yield();
   }
 }
 
 // Descriptors, and mappings of memory that groups share. A process keeps its own arena.
-struct Holdings {
+struct Resources {
   std::size_t files = 0, maps = 0;
-  friend bool operator==(const Holdings&, const Holdings&) = default;
+  friend bool operator==(const Resources&, const Resources&) = default;
 
-  static Holdings now() {
-    Holdings all;
+  static Resources now() {
+    Resources all;
     for (int fd = 0; fd < 64; ++fd) all.files += fcntl(fd, F_GETFD) >= 0;
     std::ifstream maps("/proc/self/maps");
     for (std::string line; std::getline(maps, line);) {
@@ -160,45 +160,50 @@ struct Holdings {
 // The life of a process as a rank.
 class Rank {
  public:
-  Rank(const Case& its_case, int self, Seats& seats, Steps& steps)
-      : case_(its_case), self_(self), seats_(seats), seat_(seats[static_cast<std::size_t>(self)]) {
-    trap.seat = &seat_;
-    trap.steps = &steps;
-    trap.words = case_.task.salt;
-    trap.every_word = case_.every_word;
-    if (case_.yields) trap.yields = case_.task.salt * 64 + static_cast<std::uint64_t>(self) + 1;
+  Rank(const Case& its_case, int self, RankStates& states, Steps& steps)
+      : case_(its_case),
+        self_(self),
+        states_(states),
+        state_(states[static_cast<std::size_t>(self)]) {
+    injector.state = &state_;
+    injector.steps = &steps;
+    injector.words = case_.task.salt;
+    injector.every_word = case_.every_word;
+    if (case_.yields) injector.yields = case_.task.salt * 64 + static_cast<std::uint64_t>(self) + 1;
     step_hook.store(&on_step);
   }
 
-  // `owner`: the process that holds the segment; `box`: the file of the rank's flight recorder.
-  void live(int owner, int descriptor, std::uint64_t nonce, int box) {
+  // `owner`: the process that holds the segment; `recorder`: the file of the rank's flight
+  // recorder.
+  void live(int owner, int descriptor, std::uint64_t nonce, int recorder) {
     Status status;
-    FlightRecorder::adopt(FlightRecorder::open(box, BoxIdentity{}, status));
-    if (case_.task.path == Path::direct) (void)Arena::own(status);
-    const Holdings before = Holdings::now();
+    FlightRecorder::install(FlightRecorder::open(recorder, RecorderIdentity{}, status));
+    if (case_.task.path == Path::zero_copy) (void)Arena::own(status);
+    const Resources before = Resources::now();
     {
       Group group(Segment::open(owner, descriptor, case_.task.size, nonce, status), self_);
       Mailbox mailbox(group);
-      seat_.present.store(true);
-      seat_.ready = eventually([this] { return all(&Seat::present); }) && group.connect().ok();
-      if (seat_.ready) take_part(group, mailbox);
+      state_.present.store(true);
+      state_.ready =
+          eventually([this] { return all(&RankState::present); }) && group.connect().ok();
+      if (state_.ready) take_part(group, mailbox);
     }
-    seat_.clean = Holdings::now() == before;
+    state_.clean = Resources::now() == before;
   }
 
  private:
-  Seat& seat(int rank) const { return seats_[static_cast<std::size_t>(rank)]; }
+  RankState& state(int rank) const { return states_[static_cast<std::size_t>(rank)]; }
   Bounds bounds() const { return {.deadline = Clock::now() + kHang / 2}; }
-  bool all(std::atomic<bool> Seat::* flag) const {
+  bool all(std::atomic<bool> RankState::* flag) const {
     for (int rank = 0; rank < case_.task.size; ++rank) {
-      if (!(seat(rank).*flag).load()) return false;
+      if (!(state(rank).*flag).load()) return false;
     }
     return true;
   }
-  // Everybody but `one` sleeps, is done or dead.
+  // Whether all ranks but `one` sleep, are done or are dead.
   bool others_settled(int one) const {
     for (int rank = 0; rank < case_.task.size; ++rank) {
-      const Seat& each = seat(rank);
+      const RankState& each = state(rank);
       if (rank != one && !each.asleep.load() && !each.done.load() && each.died.load() == 0) {
         return false;
       }
@@ -207,32 +212,32 @@ class Rank {
   }
   bool others_done(int one) const {
     for (int rank = 0; rank < case_.task.size; ++rank) {
-      if (rank != one && !case_.doomed(rank) && !seat(rank).done.load()) return false;
+      if (rank != one && !case_.is_victim(rank) && !state(rank).done.load()) return false;
     }
     return true;
   }
 
   void take_part(Group& group, Mailbox& mailbox);
   void run_task(Group& group, Mailbox& mailbox);
-  void await_turn(const Group& group);
+  void await_order(const Group& group);
   void come_last(const Group& group, const Process& victim);
 
   const Case& case_;
   int self_;
-  Seats& seats_;
-  Seat& seat_;
+  RankStates& states_;
+  RankState& state_;
   std::atomic<std::size_t> reported_ = 0;  // writer: the service thread
 };
 
-// Once without a death, then the task, then what can't succeed any more.
+// Runs the task once without a death, then with it, then an operation that cannot succeed any more.
 inline void Rank::take_part(Group& group, Mailbox& mailbox) {
   Task usual = case_.task;
   ++usual.salt;
   // So that no rank has mapped the arenas of the others yet.
-  if (usual.path == Path::direct) usual.path = Path::staged;
-  Work before(usual, self_);
+  if (usual.path == Path::zero_copy) usual.path = Path::staged;
+  RankTask before(usual, self_);
   std::thread server;
-  if (case_.task.what == What::served) {
+  if (case_.task.operation == Operation::served) {
     server = std::thread([this, &mailbox] {
       for (auto done = mailbox.serve(); !done.empty(); done = mailbox.serve()) {
         reported_.fetch_add(done.size());
@@ -240,12 +245,12 @@ inline void Rank::take_part(Group& group, Mailbox& mailbox) {
       }
     });
   }
-  seat_.ready = before.run(group, mailbox, bounds(), reported_).ok() && before.right() &&
-                barrier(group, bounds()).ok();
-  if (seat_.ready) run_task(group, mailbox);
-  seat_.began_after.store(now_ns());
-  seat_.after = barrier(group, bounds());
-  seat_.returned_after.store(now_ns());
+  state_.ready = before.run(group, mailbox, bounds(), reported_).ok() && before.right() &&
+                 barrier(group, bounds()).ok();
+  if (state_.ready) run_task(group, mailbox);
+  state_.began_after.store(now_ns());
+  state_.after = barrier(group, bounds());
+  state_.returned_after.store(now_ns());
   mailbox.stop();
   if (server.joinable()) server.join();
   mailbox.close();
@@ -253,53 +258,56 @@ inline void Rank::take_part(Group& group, Mailbox& mailbox) {
 }
 
 inline void Rank::run_task(Group& group, Mailbox& mailbox) {
-  Work work(case_.task, self_);
-  seat_.asleep.store(false);
-  seat_.entered.store(true);
-  seat_.ready = eventually([this] { return all(&Seat::entered); });
-  await_turn(group);
-  seat_.began.store(now_ns());
-  trap.fatal = self_ == case_.victim ? case_.fatal : self_ == case_.second ? case_.second_fatal : 0;
-  if (case_.task.what == What::leaving && self_ == case_.victim) {
+  RankTask work(case_.task, self_);
+  state_.asleep.store(false);
+  state_.entered.store(true);
+  state_.ready = eventually([this] { return all(&RankState::entered); });
+  await_order(group);
+  state_.began.store(now_ns());
+  injector.fatal = self_ == case_.victim   ? case_.fatal
+                   : self_ == case_.second ? case_.second_fatal
+                                           : 0;
+  if (case_.task.operation == Operation::leaving && self_ == case_.victim) {
     group.leave();
   } else {
-    seat_.task = work.run(group, mailbox, bounds(), reported_);
+    state_.task = work.run(group, mailbox, bounds(), reported_);
   }
-  seat_.returned.store(now_ns());
-  seat_.right = !seat_.task.ok() || work.right();
-  seat_.done.store(true);
-  if (case_.doomed(self_)) {
-    seat_.died.store(now_ns());
+  state_.returned.store(now_ns());
+  state_.right = !state_.task.ok() || work.right();
+  state_.done.store(true);
+  if (case_.is_victim(self_)) {
+    state_.died.store(now_ns());
     kill(getpid(), SIGKILL);
   }
 }
 
-inline void Rank::await_turn(const Group& group) {
+inline void Rank::await_order(const Group& group) {
   if (self_ == case_.victim) {
     if (case_.order == Order::victim_last) {
-      seat_.ready = eventually([this] { return others_settled(self_); });
+      state_.ready = eventually([this] { return others_settled(self_); });
     }
     return;
   }
-  if (case_.order != Order::victim_first && case_.order != Order::lonely) return;
+  if (case_.order != Order::victim_first && case_.order != Order::last_alone) return;
   Process victim;
   if (victim.open(group.pid(case_.victim)) != 0) return;  // it has died and was reaped
-  const Seat& its = seat(case_.victim);
+  const RankState& its = state(case_.victim);
   const auto gone = [&] { return victim.ended() || its.asleep.load() || its.done.load(); };
-  seat_.ready = eventually(gone);
-  if (case_.order == Order::lonely && self_ == case_.last_survivor()) come_last(group, victim);
+  state_.ready = eventually(gone);
+  if (case_.order == Order::last_alone && self_ == case_.last_survivor()) come_last(group, victim);
 }
 
-// A rank that died before the meeting, or that has left, can't take part any more: nobody has to
-// wait for this one to say so. (Messages know no meeting.)
+// A rank that died before it entered the collective, or that has left, cannot take part any more.
+// The others must not wait for this rank to report that. (Messages have no entry.)
 inline void Rank::come_last(const Group& group, const Process& victim) {
   const std::uint64_t begun = group.segment().control(self_).step.load();
-  const bool meets = case_.task.what != What::messages && case_.task.what != What::served;
+  const bool meets =
+      case_.task.operation != Operation::messages && case_.task.operation != Operation::served;
   const bool absent = group.segment().control(case_.victim).step.load() == begun;
   if (meets && absent && victim.ended()) {
-    seat_.missed = !eventually([this] { return others_done(self_); }, kSoon);
+    state_.missed = !eventually([this] { return others_done(self_); }, kSoon);
   } else {
-    seat_.ready = eventually([this] { return others_settled(self_); });
+    state_.ready = eventually([this] { return others_settled(self_); });
   }
 }
 

@@ -1,5 +1,5 @@
-// Operations of the tests of collectives: what each rank gives, and what the naive oracle says that
-// it must get.
+// Operations of the tests of collectives: the input of each rank, and the output that the naive
+// oracle expects.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace operations {
 using namespace phalanx;
 using ranks::Random;
 
-// One operation, the same on all ranks. Data are a function of `salt`, rank and position.
+// One operation, the same on all ranks. The data are a function of `salt`, rank and position.
 struct Operation {
   Kind kind = Kind::barrier;
   DType dtype = DType::uint8;
@@ -23,8 +23,9 @@ struct Operation {
   int root = 0;
   std::uint64_t salt = 0;
   bool uneven = false;
-  bool shared = false;    // every rank's tensors lie in the arena; else each decides for itself
-  bool ordinary = false;  // none do
+  // every rank's tensors lie in the arena; otherwise each rank decides for itself
+  bool shared = false;
+  bool ordinary = false;  // no tensor lies in the arena
 
   bool share(Random& random) const { return !ordinary && (shared || random.one_in(4)); }
 };
@@ -42,7 +43,7 @@ inline std::uint64_t word(std::uint64_t salt, int rank, std::size_t i) {
   return mixed(salt + i * 0x632be59bd9b4e019 + static_cast<std::uint64_t>(rank) * 7919);
 }
 
-// Ordinary memory, or of the arena.
+// Ordinary memory, or memory of the arena.
 class Memory {
  public:
   Memory(std::size_t size, std::byte poison, bool shared) : size_(size) {
@@ -83,14 +84,15 @@ class Memory {
   std::vector<std::byte> ordinary_;
 };
 
-// Elements between two fences, somewhere off the alignment of vectors, full of poison.
+// Elements between two guards, with an arbitrary offset from the alignment of vectors, filled with
+// poison.
 class Buffer {
  public:
   Buffer(std::size_t count, DType dtype, Random& random, bool shared = false)
       : size_(count * size_of(dtype)),
-        start_(kFence + random.below(4) * size_of(dtype)),
+        start_(kGuard + random.below(4) * size_of(dtype)),
         poison_(static_cast<std::byte>(random.below(255) + 1)),
-        memory_(size_ + 2 * kFence + 64, poison_, shared) {}
+        memory_(size_ + 2 * kGuard + 64, poison_, shared) {}
 
   std::byte* data() { return memory_.data() + start_; }
   std::size_t size() const { return size_; }
@@ -104,7 +106,7 @@ class Buffer {
   void set(std::size_t i, T value) {
     std::memcpy(memory_.data() + start_ + i * sizeof(T), &value, sizeof value);
   }
-  bool fences_stand() const {
+  bool guards_intact() const {
     for (std::size_t i = 0; i < memory_.size(); ++i) {
       if (i == start_) i += size_;
       if (i < memory_.size() && memory_[i] != poison_) return false;
@@ -120,13 +122,13 @@ class Buffer {
   }
 
  private:
-  static constexpr std::size_t kFence = 64;
+  static constexpr std::size_t kGuard = 64;
   std::size_t size_, start_;
   std::byte poison_;
   Memory memory_;
 };
 
-// Calls `use` with a value of the C++ type of `dtype`; the types that the mixtures reduce.
+// Calls `use` with a value of the C++ type of `dtype`, for the types that the mixtures reduce.
 template <class Use>
 void with_type(DType dtype, Use&& use) {
   switch (dtype) {
@@ -148,7 +150,7 @@ template <class T>
 T element(std::uint64_t salt, int rank, std::size_t i) {
   const std::uint64_t bits = word(salt, rank, i);
   if constexpr (std::is_floating_point_v<T>) {
-    // Sums of these round, so that another order would give other bits.
+    // Sums of these round, so that another order would yield other bits.
     return static_cast<T>(static_cast<double>(static_cast<std::int64_t>(bits) >> 20) * 1e-9);
   } else {
     return static_cast<T>(bits);
@@ -206,7 +208,7 @@ inline Buffer input_of(const Operation& o, int rank, Random& random) {
   return out;
 }
 
-// One buffer for each rank; `filled` with what that rank has, or poison.
+// Returns one buffer per rank; `filled` with that rank's data, otherwise with poison.
 inline std::vector<Buffer> parts_of(const Operation& o, int size, bool filled, Random& random) {
   std::vector<Buffer> parts;
   for (int rank = 0; rank < size; ++rank) {

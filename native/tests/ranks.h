@@ -1,8 +1,8 @@
-// Ranks as threads over one segment, and what the tests of the core share.
+// Ranks as threads over one segment, and common parts of the tests of the core.
 //
-// Threads see the segment at one address (Segment::share), so that ThreadSanitizer, which knows
-// memory by address, sees what one rank writes and another reads; or each at its own, as processes
-// do.
+// Threads may see the segment at one address (Segment::share). ThreadSanitizer, which identifies
+// memory by address, then sees what one rank writes and another reads. Or each thread has its own
+// mapping, as processes do.
 #pragma once
 
 #include <pthread.h>
@@ -40,7 +40,7 @@ namespace ranks {
 using namespace phalanx;
 using namespace std::chrono_literals;
 
-// What part of a long test is run: sanitizers make everything some ten times slower.
+// The divisor for the length of tests: sanitizers make everything about ten times slower.
 #if defined(PHALANX_TEST_TSAN)
 inline constexpr int kShare = 24;
 #elif defined(__SANITIZE_ADDRESS__)
@@ -51,7 +51,7 @@ inline constexpr int kShare = 1;
 
 constexpr int scaled(int rounds) { return rounds / kShare; }
 
-// Every run has a seed of its own; PHALANX_TEST_SEED repeats one.
+// Every run has a new seed; PHALANX_TEST_SEED repeats one.
 inline std::uint64_t make_seed() {
   const char* given = std::getenv("PHALANX_TEST_SEED");
   const std::uint64_t seed =
@@ -74,11 +74,11 @@ class Random {
   std::mt19937_64 engine_;
 };
 
-// No wait of a test is endless: what hangs comes out as a timeout.
+// No wait of a test is endless: a hang becomes a timeout.
 inline Bounds within(Clock::duration time = 60s) { return {.deadline = Clock::now() + time}; }
 
-// Lets others go first, for a time that nobody can predict; never a sleep.
-inline void dawdle(Random& random) {
+// Lets other threads run first, for an unpredictable time; never sleeps.
+inline void random_delay(Random& random) {
   switch (random.below(8)) {
     case 0:
       for (std::size_t i = random.below(4); i > 0; --i) {
@@ -97,8 +97,7 @@ inline void dawdle(Random& random) {
 }
 
 #if defined(PHALANX_HOOKS)
-// Gives way to others at steps of the protocol, chosen at random: that reaches interleavings which
-// whole time slices don't.
+// Yields at random steps of the protocol. That reaches interleavings that whole time slices do not.
 inline void give_way(const char*) {
   static std::atomic<std::uint64_t> streams = 1'000;
   thread_local Random random(streams.fetch_add(1));
@@ -109,7 +108,7 @@ inline void give_way(const char*) {
 inline const bool gives_way = (step_hook.store(&give_way), true);
 #endif
 
-// Until `ready`, or for a minute: then the test has failed.
+// Waits until `ready`, up to a minute, after which the test has failed.
 template <class Ready>
 bool eventually(Ready&& ready) {
   const auto end = Clock::now() + 60s;
@@ -124,21 +123,21 @@ bool eventually(Ready&& ready) {
 
 enum class Mapping { same, own };
 
-// What a rank's thread has.
+// The context of a rank's thread.
 struct Rank {
   Group& group;
   Mailbox& mailbox;
-  std::barrier<>& together;  // for the test's own synchronisation, outside of what is tested
+  std::barrier<>& together;  // for the test's own synchronisation, independent of the tested code
   Random random;
   int self;
   int size;
 };
 
-// Stops ranks at any instruction, for some microseconds: signals whose handler spins. That reaches
-// the places inside an operation where a delay from outside can't be put.
-class Disturber {
+// Pauses ranks at any instruction for some microseconds, by signals whose handler spins. That
+// reaches places within an operation where no delay can be inserted from outside.
+class SignalSender {
  public:
-  explicit Disturber(std::vector<pthread_t> victims) : victims_(std::move(victims)) {
+  explicit SignalSender(std::vector<pthread_t> victims) : victims_(std::move(victims)) {
     struct sigaction action{};
     action.sa_handler = [](int) {
       for (int i = 0; i < 3; ++i) {
@@ -183,10 +182,10 @@ inline std::unique_ptr<Segment> view_of(const Segment& owner, Mapping mapping,
   return view;
 }
 
-// Runs `body` in `size` ranks, and returns when all have. Each leaves the group as its body ends,
-// unless it has left before: peers must bear that.
+// Runs `body` in `size` ranks, and returns when all have ended. Each rank leaves the group when its
+// body ends, unless it has left before: peers must tolerate that.
 inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
-                bool disturbed = false) {
+                bool send_signals = false) {
   constexpr std::uint64_t nonce = 0x1234567890abcdef;
   Status status;
   const auto owner = Segment::create(size, nonce, kChunkBytes, status);
@@ -209,17 +208,17 @@ inline void run(int size, const Body& body, Mapping mapping = Mapping::same,
       ended.arrive_and_wait();
     });
   }
-  std::unique_ptr<Disturber> disturber;
-  if (disturbed) {
+  std::unique_ptr<SignalSender> signal_sender;
+  if (send_signals) {
     std::vector<pthread_t> victims;
     for (std::thread& thread : threads) {
       victims.push_back(thread.native_handle());
     }
-    disturber = std::make_unique<Disturber>(std::move(victims));
+    signal_sender = std::make_unique<SignalSender>(std::move(victims));
   }
   ended.arrive_and_wait();
-  if (disturber) {
-    disturber->stop();
+  if (signal_sender) {
+    signal_sender->stop();
   }
   ended.arrive_and_wait();
   for (std::thread& thread : threads) {

@@ -17,7 +17,7 @@ namespace reference {
 using phalanx::DType;
 using phalanx::ReduceOp;
 
-// More than twice the precision of the type, so that rounding twice is rounding once.
+// More than twice the precision of the type, so that double rounding equals single rounding.
 #if defined(__x86_64__)
 __extension__ using Quad = __float128;
 #else

@@ -1,4 +1,4 @@
-// The arena: what is allocated is apart, zeroed, found again, and given back.
+// The arena: blocks are disjoint, zeroed, located by address, and freed.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -32,7 +32,7 @@ bool zeroed(const std::byte* data, std::size_t bytes) {
 
 }  // namespace
 
-TEST(blocks_are_apart_and_come_back_empty) {
+TEST(blocks_are_disjoint_and_come_back_zeroed) {
   struct Block {
     std::byte* data;
     std::size_t size;
@@ -62,7 +62,7 @@ TEST(blocks_are_apart_and_come_back_empty) {
   CHECK_EQ(arena().in_use(), 0UL);
 }
 
-TEST(holes_close) {
+TEST(adjacent_free_blocks_merge) {
   std::byte* first = allocate(1);
   std::byte* second = allocate(1);
   std::byte* third = allocate(1);
@@ -75,11 +75,11 @@ TEST(holes_close) {
   arena().release(whole);
 }
 
-TEST(a_place_is_known_by_its_address) {
+TEST(a_location_is_found_by_its_address) {
   std::byte* data = allocate(1000);
-  const auto place = Arena::locate(data + 10, 100);
-  CHECK(place.has_value());
-  CHECK_EQ(place->offset, static_cast<std::uint64_t>(data + 10 - arena().base()));
+  const auto location = Arena::locate(data + 10, 100);
+  CHECK(location.has_value());
+  CHECK_EQ(location->offset, static_cast<std::uint64_t>(data + 10 - arena().base()));
   int outside = 0;
   CHECK(!Arena::locate(&outside, sizeof outside).has_value());
   CHECK(!Arena::locate(nullptr, 0).has_value());
@@ -88,7 +88,7 @@ TEST(a_place_is_known_by_its_address) {
   arena().release(data);
 }
 
-TEST(more_than_the_machine_has_is_an_error) {
+TEST(allocating_more_than_the_machine_has_is_an_error) {
   Status status;
   CHECK(arena().allocate(~std::size_t{0} / 2, status) == nullptr);
   CHECK(status.code == Code::out_of_memory);
@@ -98,20 +98,20 @@ TEST(more_than_the_machine_has_is_an_error) {
 
 TEST(a_view_shows_the_same_memory) {
   std::byte* data = allocate(5000);
-  const auto place = Arena::locate(data, 5000);
+  const auto location = Arena::locate(data, 5000);
   Status status;
-  const auto view = ArenaView::open(getpid(), place->descriptor, status);
-  const auto again = ArenaView::open(getpid(), place->descriptor, status);
+  const auto view = ArenaView::open(getpid(), location->descriptor, status);
+  const auto again = ArenaView::open(getpid(), location->descriptor, status);
   CHECK(view != nullptr);
   CHECK(view == again);
   data[4999] = std::byte{42};
-  CHECK(view->at(place->offset)[4999] == std::byte{42});
-  view->at(place->offset)[0] = std::byte{43};
+  CHECK(view->at(location->offset)[4999] == std::byte{42});
+  view->at(location->offset)[0] = std::byte{43};
   CHECK(data[0] == std::byte{43});
   arena().release(data);
 }
 
-TEST(what_is_no_arena_is_refused) {
+TEST(other_descriptors_are_refused) {
   int ends[2];
   CHECK_EQ(pipe(ends), 0);
   Status status;
@@ -123,7 +123,7 @@ TEST(what_is_no_arena_is_refused) {
   CHECK_EQ(status.error, ENOENT);
 }
 
-TEST(a_forked_child_has_an_arena_of_its_own) {
+TEST(a_forked_child_has_its_own_arena) {
   std::byte* data = allocate(100);
   data[0] = std::byte{1};
   const pid_t child = fork();

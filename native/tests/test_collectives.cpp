@@ -1,5 +1,5 @@
 // Every collective against a naive oracle: all sizes at which the path changes, and long random
-// mixtures, in which buffers are used again by operations of other kinds.
+// mixtures, in which operations of other kinds reuse the buffers.
 #include <algorithm>
 #include <array>
 
@@ -24,13 +24,13 @@ bool right_in_place(Rank& rank, const Operation& o) {
   if (o.kind == Kind::broadcast) {
     if (rank.self != o.root) data = Buffer(o.count, o.dtype, random);
     status = broadcast(rank.group, data.data(), o.count, o.dtype, o.root, within());
-    return status.ok() && data.fences_stand() && data == input_of(o, o.root, random);
+    return status.ok() && data.guards_intact() && data == input_of(o, o.root, random);
   }
   const bool everywhere = o.kind == Kind::all_reduce;
   status = everywhere ? all_reduce(rank.group, data.data(), o.count, o.dtype, o.op, within())
                       : reduce(rank.group, data.data(), o.count, o.dtype, o.op, o.root, within());
   const bool wanted = everywhere || rank.self == o.root;
-  return status.ok() && data.fences_stand() &&
+  return status.ok() && data.guards_intact() &&
          data == (wanted ? reduced(o, rank.size, random) : before);
 }
 
@@ -49,7 +49,7 @@ bool right_gathered(Rank& rank, const Operation& o) {
   bool good = status.ok() && input == before;
   for (int from = 0; from < rank.size; ++from) {
     const Buffer& output = outputs[static_cast<std::size_t>(from)];
-    good = good && output.fences_stand() &&
+    good = good && output.guards_intact() &&
            (wanted ? output == input_of(o, from, random) : output.poisoned());
   }
   return good;
@@ -63,10 +63,10 @@ bool right_scattered(Rank& rank, const Operation& o) {
   Buffer output(o.count, o.dtype, random);
   const Status status = scatter(rank.group, is_root ? from.data() : nullptr, output.data(), o.count,
                                 o.dtype, o.root, within());
-  return status.ok() && output.fences_stand() && output == input_of(o, rank.self, random);
+  return status.ok() && output.guards_intact() && output == input_of(o, rank.self, random);
 }
 
-// The same operation as seen by `to`, whose part has a salt of its own.
+// The same operation for rank `to`, whose part has a salt of its own.
 Operation part_for(const Operation& o, int to) {
   Operation part = o;
   part.salt += static_cast<std::uint64_t>(to) * 1'000'003;
@@ -86,7 +86,7 @@ bool right_reduced_parts(Rank& rank, const Operation& o) {
   void* to = in_place ? from[static_cast<std::size_t>(rank.self)] : output.data();
   const Status status =
       reduce_scatter(rank.group, from.data(), to, o.count, o.dtype, o.op, within());
-  bool good = status.ok() && output.fences_stand();
+  bool good = status.ok() && output.guards_intact();
   for (int part = 0; part < rank.size; ++part) {
     const auto i = static_cast<std::size_t>(part);
     good = good && ((in_place && part == rank.self) || inputs[i] == before[i]);
@@ -95,8 +95,8 @@ bool right_reduced_parts(Rank& rank, const Operation& o) {
   return good && got == reduced(part_for(o, rank.self), rank.size, random);
 }
 
-// What `from` gives to `to`: from nothing to twice the count, and now and then nothing at all from
-// a rank, so that some parts go inline and others in chunks.
+// The part from `from` to `to`: from nothing to twice the count. Some ranks send nothing at all, so
+// that some parts go inline and others in chunks.
 Operation part_between(const Operation& o, int from, int to) {
   Operation part = part_for(o, to);
   if (o.uneven) {
@@ -122,7 +122,7 @@ bool right_exchanged(Rank& rank, const Operation& o) {
   bool good = all_to_all(rank.group, own, o.dtype, within()).ok() && inputs == before;
   for (int peer = 0; peer < rank.size; ++peer) {
     const Buffer& output = outputs[static_cast<std::size_t>(peer)];
-    good = good && output.fences_stand() &&
+    good = good && output.guards_intact() &&
            output == input_of(part_between(o, peer, rank.self), peer, random);
   }
   return good;
@@ -144,7 +144,8 @@ bool check_right(Rank& rank, const Operation& o) {
   if (CHECK(right(rank, o))) return true;
   std::fprintf(stderr, "  rank %d of %d: kind %d dtype %d op %d count %zu root %d broken %d\n",
                rank.self, rank.size, static_cast<int>(o.kind), static_cast<int>(o.dtype),
-               static_cast<int>(o.op), o.count, o.root, static_cast<int>(rank.group.broken().code));
+               static_cast<int>(o.op), o.count, o.root,
+               static_cast<int>(rank.group.failure().code));
   return false;
 }
 
@@ -152,7 +153,7 @@ constexpr std::array kKinds = {Kind::barrier,    Kind::broadcast,      Kind::red
                                Kind::all_reduce, Kind::gather,         Kind::scatter,
                                Kind::all_gather, Kind::reduce_scatter, Kind::all_to_all};
 
-// Where something changes, in bytes: nothing, an element, the inline buffers, chunks, slices.
+// Sizes in bytes near a change of path: nothing, an element, the inline buffers, chunks, slices.
 std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
   const std::size_t off = script.below(130);
   switch (script.below(large ? 10 : 4)) {
@@ -163,7 +164,9 @@ std::size_t interesting_bytes(Random& script, std::size_t ranks, bool large) {
     case 4: return kChunkBytes - 64 + off;
     case 5: return kChunkBytes / ranks - 64 + off;
     case 6: return 2 * kChunkBytes - 64 + off;
-    case 7: return (1 + script.below(4)) * (kChunkBytes / ranks / kLine * kLine) * ranks - 64 + off;
+    case 7:
+      return (1 + script.below(4)) * (kChunkBytes / ranks / kCacheLine * kCacheLine) * ranks - 64 +
+             off;
     case 8: return script.below(5 * kChunkBytes);
     default: return kInlineBytes + script.below(kChunkBytes);
   }
@@ -187,8 +190,9 @@ Operation random_operation(Random& script, int size, bool large) {
   return o;
 }
 
-// A random mixture: `large` of so many is larger than inline.
-void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping, bool disturbed) {
+// A random mixture, in which one of `large_one_in` operations is larger than inline.
+void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping,
+             bool send_signals) {
   ranks::run(
       size,
       [&](Rank& rank) {
@@ -196,14 +200,14 @@ void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping
         for (int i = 0; i < operations; ++i) {
           const bool large = large_one_in != 0 && script.one_in(large_one_in);
           Operation o = random_operation(script, size, large);
-          // The arena has one address for all ranks here: ThreadSanitizer would see tensors being
-          // read there, and not the steps before it, which it knows by other addresses.
+          // The arena has one address for all ranks here. ThreadSanitizer would see the accesses to
+          // tensors, but not the steps that order them, which are at other addresses.
           o.ordinary = mapping == Mapping::own;
-          ranks::dawdle(rank.random);
+          ranks::random_delay(rank.random);
           if (!check_right(rank, o)) return;
         }
       },
-      mapping, disturbed);
+      mapping, send_signals);
 }
 
 }  // namespace
@@ -211,7 +215,7 @@ void mixture(int size, int operations, std::size_t large_one_in, Mapping mapping
 TEST(every_collective_at_every_size) {
   for (const int size : {1, 2, 3, 4, 5}) {
     const auto n = static_cast<std::size_t>(size);
-    const std::size_t slice = kChunkBytes / n / kLine * kLine;
+    const std::size_t slice = kChunkBytes / n / kCacheLine * kCacheLine;
     const std::array sizes = {std::size_t{0},   std::size_t{1},        std::size_t{7},
                               kInlineBytes / n, kInlineBytes - 1,      kInlineBytes,
                               kInlineBytes + 1, slice * n - 1,         slice * n,
@@ -254,7 +258,7 @@ TEST(every_operator_on_both_paths) {
   }
 }
 
-TEST(small_operations_in_a_row) {
+TEST(consecutive_small_operations) {
   for (const int size : {2, 3, 4, 5}) {
     mixture(size, ranks::scaled(2500), 0, Mapping::same, false);
   }
@@ -272,13 +276,13 @@ TEST(mixtures_with_ranks_stopped_anywhere) {
   }
 }
 
-TEST(mixtures_over_mappings_of_their_own) {
+TEST(mixtures_over_separate_mappings) {
   for (const int size : {2, 4}) {
     mixture(size, ranks::scaled(300), 4, Mapping::own, true);
   }
 }
 
-TEST(results_that_go_past_the_caches) {
+TEST(results_larger_than_the_caches) {
   ranks::run(2, [](Rank& rank) {
     std::uint64_t salt = 77;
     for (const Kind kind : kKinds) {
@@ -295,7 +299,7 @@ TEST(results_that_go_past_the_caches) {
   });
 }
 
-TEST(large_reductions_in_a_row) {
+TEST(consecutive_large_reductions) {
   for (const int size : {2, 3, 4, 5}) {
     ranks::run(
         size,
@@ -334,7 +338,7 @@ TEST(null_pointers_of_empty_tensors) {
   });
 }
 
-TEST(in_place_where_input_is_the_own_part_of_the_output) {
+TEST(in_place_input_within_the_output) {
   for (const std::size_t count : {std::size_t{9}, 3 * kChunkBytes + 5}) {
     ranks::run(3, [count](Rank& rank) {
       const Operation o{.kind = Kind::all_gather, .count = count, .salt = 4};
@@ -357,7 +361,7 @@ TEST(counts_that_disagree_are_refused_on_every_rank) {
     std::vector<Buffer> outputs = parts_of(o, 3, false, rank.random);
     const std::vector<void*> from = pointers(inputs), to = pointers(outputs);
     const std::vector<std::uint64_t> given(3, 4);
-    // Rank 2 expects less of rank 1 than it gives.
+    // Rank 2 expects less from rank 1 than it sends.
     const std::vector<std::uint64_t> taken = {4, rank.self == 2 ? 3UL : 4UL, 4};
     const Splits own{from.data(), given.data(), to.data(), taken.data()};
     const Status status = all_to_all(rank.group, own, o.dtype, within());
@@ -370,9 +374,9 @@ TEST(counts_that_disagree_are_refused_on_every_rank) {
   });
 }
 
-TEST(threads_of_one_rank_take_turns) {
+TEST(threads_of_one_rank_run_one_collective_at_a_time) {
   ranks::run(2, [](Rank& rank) {
-    // The same operation from two threads: whichever comes first, all ranks do the same.
+    // The same operation from two threads: in either order, all ranks do the same.
     const auto work = [&] {
       for (int i = 0; i < ranks::scaled(300); ++i) {
         std::int32_t value = 1;

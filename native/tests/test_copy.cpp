@@ -1,4 +1,4 @@
-// Copies past the cache give the bytes that memcpy gives, and touch no other.
+// Copies past the cache yield the bytes that memcpy yields, and touch no others.
 #include <algorithm>
 #include <vector>
 

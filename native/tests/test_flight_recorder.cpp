@@ -1,5 +1,5 @@
-// The flight recorder: what is written is what is read, from several threads, while it is being written,
-// after the tables are full, and out of files that hold anything.
+// The flight recorder: readers get what was written, by several threads, during writes, with full
+// tables, and from files with arbitrary contents.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -11,47 +11,48 @@
 #include <thread>
 
 #include "check.h"
-#include "phalanx/flight_recorder_reader.h"
 #include "phalanx/call_site.h"
+#include "phalanx/flight_recorder_reader.h"
 #include "ranks.h"
 
 using namespace phalanx;
 
 namespace {
 
-// The numbers of layout version 2: who changes one must change kBoxVersion.
-static_assert(kBoxVersion == 2 && kBoxMagic == 0x584f424c4b434201);
+// The numbers of layout version 2: a change of any of them requires a new kRecorderVersion.
+static_assert(kRecorderVersion == 2 && kRecorderMagic == 0x584f424c4b434201);
 static_assert(sizeof(Record) == 64 && sizeof(SharedRecord) == 72);
 static_assert(offsetof(Record, sequence) == 32 && offsetof(Record, peer) == 48);
 static_assert(offsetof(Record, dtype) == 52 && offsetof(Record, site) == 56);
 static_assert(offsetof(Record, group) == 60 && offsetof(Record, kind) == 62);
-static_assert(offsetof(BoxHeader, host) == 48 && offsetof(BoxHeader, job) == 176);
-static_assert(offsetof(BoxHeader, begun) == 320 && offsetof(BoxHeader, main_waits) == 360);
-static_assert(offsetof(BoxHeader, last_words) == 372);
-static_assert(sizeof(GroupNote) == 896 && offsetof(GroupNote, name) == 40);
+static_assert(offsetof(RecorderHeader, host) == 48 && offsetof(RecorderHeader, job) == 176);
+static_assert(offsetof(RecorderHeader, operations_begun) == 320 &&
+              offsetof(RecorderHeader, main_thread_wait) == 360);
+static_assert(offsetof(RecorderHeader, exception) == 372);
+static_assert(sizeof(GroupEntry) == 896 && offsetof(GroupEntry, name) == 40);
 static_assert(sizeof(CallSite) == 128 && sizeof(SharedReport) == 40);
-static_assert(sizeof(BoxLayout) == 561152 && offsetof(BoxLayout, history) == 266240);
+static_assert(sizeof(RecorderLayout) == 561152 && offsetof(RecorderLayout, history) == 266240);
 
 std::unique_ptr<FlightRecorder> make() {
-  const int fd = memfd_create("box", MFD_CLOEXEC);
-  CHECK(fd >= 0 && ftruncate(fd, sizeof(BoxLayout)) == 0);
+  const int fd = memfd_create("recorder", MFD_CLOEXEC);
+  CHECK(fd >= 0 && ftruncate(fd, sizeof(RecorderLayout)) == 0);
   Status status;
-  auto box = FlightRecorder::open(
+  auto recorder = FlightRecorder::open(
       fd, {.rank = 3, .world_size = 8, .attempt = 2, .host = "node-a", .job = "a-job"}, status);
-  CHECK(box && status.ok());
-  return box;
+  CHECK(recorder && status.ok());
+  return recorder;
 }
 
-std::vector<std::byte> copy_of(const FlightRecorder& box) {
-  std::vector<std::byte> bytes(sizeof(BoxLayout));
-  CHECK(pread(box.descriptor(), bytes.data(), bytes.size(), 0) ==
+std::vector<std::byte> copy_of(const FlightRecorder& recorder) {
+  std::vector<std::byte> bytes(sizeof(RecorderLayout));
+  CHECK(pread(recorder.descriptor(), bytes.data(), bytes.size(), 0) ==
         static_cast<ssize_t>(bytes.size()));
   return bytes;
 }
 
-BoxContents contents(const FlightRecorder& box, std::size_t history = kBoxHistory) {
-  BoxContents read;
-  CHECK_EQ(read_box(copy_of(box), history, read), "");
+RecorderContents contents(const FlightRecorder& recorder, std::size_t history = kRecorderHistory) {
+  RecorderContents read;
+  CHECK_EQ(parse_recorder(copy_of(recorder), history, read), "");
   return read;
 }
 
@@ -59,9 +60,9 @@ Record some_record(std::uint64_t sequence, std::uint32_t site = 0) {
   return {.begin = 10, .sequence = sequence, .count = 7, .site = site, .kind = Kind::all_reduce};
 }
 
-TEST(who_it_is_of) {
-  const auto box = make();
-  const BoxContents read = contents(*box);
+TEST(the_header_identifies_the_rank) {
+  const auto recorder = make();
+  const RecorderContents read = contents(*recorder);
   CHECK_EQ(read.rank, 3);
   CHECK_EQ(read.world_size, 8);
   CHECK_EQ(read.attempt, 2);
@@ -73,19 +74,19 @@ TEST(who_it_is_of) {
 }
 
 TEST(operations_under_way_and_ended) {
-  const auto box = make();
+  const auto recorder = make();
   const std::uint32_t site = call_site_number("train.py:40");
-  box->publish_sites();
+  recorder->publish_sites();
   Record first = some_record(1, site);
   Record second = some_record(2);
-  const int first_place = box->begin(first);
-  const int second_place = box->begin(second);
+  const int first_slot = recorder->begin(first);
+  const int second_slot = recorder->begin(second);
   second.waiting_for = 5;
-  box->waiting_for(second_place, second);
+  recorder->waiting_for(second_slot, second);
   first.end = 20;
   first.outcome = Code::peer_lost;
-  box->end(first_place, first);
-  const BoxContents read = contents(*box);
+  recorder->end(first_slot, first);
+  const RecorderContents read = contents(*recorder);
   CHECK_EQ(read.operations, 2U);
   CHECK(read.done.size() == 1 && read.open.size() == 1 && read.torn == 0);
   CHECK_EQ(read.done[0].number, 1U);
@@ -96,138 +97,138 @@ TEST(operations_under_way_and_ended) {
   CHECK_EQ(read.open[0].waiting_for, 5);
 }
 
-TEST(what_the_main_thread_waits_for) {
-  const auto box = make();
+TEST(the_wait_of_the_main_thread) {
+  const auto recorder = make();
   Record record = some_record(1);
-  const int place = box->begin(record);
-  CHECK_EQ(contents(*box).main_waits, 0U);
-  box->main_waits(record.number);
-  CHECK_EQ(contents(*box).main_waits, contents(*box).open[0].number);
-  box->end(place, record);
-  box->main_waits(0);
-  CHECK_EQ(contents(*box).main_waits, 0U);
+  const int slot = recorder->begin(record);
+  CHECK_EQ(contents(*recorder).main_thread_wait, 0U);
+  recorder->set_main_thread_wait(record.number);
+  CHECK_EQ(contents(*recorder).main_thread_wait, contents(*recorder).open[0].number);
+  recorder->end(slot, record);
+  recorder->set_main_thread_wait(0);
+  CHECK_EQ(contents(*recorder).main_thread_wait, 0U);
 }
 
-TEST(more_operations_under_way_than_places) {
-  const auto box = make();
-  std::vector<Record> records(kBoxOpen + 10);
-  std::vector<int> places;
+TEST(more_operations_under_way_than_slots) {
+  const auto recorder = make();
+  std::vector<Record> records(kRecorderOpen + 10);
+  std::vector<int> slots;
   for (Record& record : records) {
-    places.push_back(box->begin(record));
+    slots.push_back(recorder->begin(record));
   }
-  CHECK_EQ(places.back(), -1);
-  CHECK_EQ(contents(*box).open.size(), kBoxOpen);
+  CHECK_EQ(slots.back(), -1);
+  CHECK_EQ(contents(*recorder).open.size(), kRecorderOpen);
   for (std::size_t i = 0; i < records.size(); ++i) {
-    box->end(places[i], records[i]);
+    recorder->end(slots[i], records[i]);
   }
-  const BoxContents read = contents(*box);
+  const RecorderContents read = contents(*recorder);
   CHECK_EQ(read.open.size(), 0U);
   CHECK_EQ(read.done.size(), records.size());
 }
 
 TEST(messages_in_any_number_do_not_hide_a_collective) {
-  const auto box = make();
-  std::vector<Record> messages(kBoxOpen + 10, Record{.kind = Kind::recv});
-  std::vector<int> places;
+  const auto recorder = make();
+  std::vector<Record> messages(kRecorderOpen + 10, Record{.kind = Kind::recv});
+  std::vector<int> slots;
   for (Record& message : messages) {
-    places.push_back(box->begin(message));
+    slots.push_back(recorder->begin(message));
   }
-  CHECK(std::ranges::count_if(places, [](int place) { return place >= 0; }) == kBoxMessages);
+  CHECK(std::ranges::count_if(slots, [](int slot) { return slot >= 0; }) == kRecorderMessages);
   Record record = some_record(1);
-  CHECK(box->begin(record) >= 0);
-  CHECK(contents(*box).open.back().kind == Kind::all_reduce);
+  CHECK(recorder->begin(record) >= 0);
+  CHECK(contents(*recorder).open.back().kind == Kind::all_reduce);
 }
 
-TEST(the_history_keeps_the_newest) {
-  const auto box = make();
-  for (std::uint64_t i = 1; i <= kBoxHistory + 100; ++i) {
+TEST(the_history_keeps_the_newest_records) {
+  const auto recorder = make();
+  for (std::uint64_t i = 1; i <= kRecorderHistory + 100; ++i) {
     Record record = some_record(i);
-    const int place = box->begin(record);
-    box->end(place, record);
+    const int slot = recorder->begin(record);
+    recorder->end(slot, record);
   }
-  BoxContents read = contents(*box);
-  CHECK_EQ(read.done.size(), kBoxHistory);
+  RecorderContents read = contents(*recorder);
+  CHECK_EQ(read.done.size(), kRecorderHistory);
   CHECK_EQ(read.done.front().sequence, 101U);
-  CHECK_EQ(read.done.back().sequence, kBoxHistory + 100);
-  read = contents(*box, 3);
+  CHECK_EQ(read.done.back().sequence, kRecorderHistory + 100);
+  read = contents(*recorder, 3);
   CHECK_EQ(read.done.size(), 3U);
-  CHECK_EQ(read.done.back().sequence, kBoxHistory + 100);
+  CHECK_EQ(read.done.back().sequence, kRecorderHistory + 100);
 }
 
-TEST(groups_that_were_left_make_room) {
-  const auto box = make();
+TEST(entries_of_groups_that_were_left_are_reused) {
+  const auto recorder = make();
   std::vector<std::uint16_t> ids;
-  for (std::size_t i = 0; i < kBoxGroups; ++i) {
-    ids.push_back(box->add_group(1, 4));
+  for (std::size_t i = 0; i < kRecorderGroups; ++i) {
+    ids.push_back(recorder->add_group(1, 4));
   }
-  CHECK_EQ(box->add_group(0, 2), 0);
-  GroupNote* note = box->group(ids[5]);
-  CHECK(note != nullptr);
-  FlightRecorder::name_group(*note, std::string(300, 'n'), std::string(300, '1'));
-  note->left.store(1);
-  const std::uint16_t fresh = box->add_group(0, 2);
-  CHECK(fresh != 0 && box->group(ids[5]) == nullptr && box->group(fresh) == note);
-  FlightRecorder::name_group(*note, std::string(300, 'n'), std::string(300, '1'));
-  const BoxContents read = contents(*box);
-  CHECK_EQ(read.groups.size(), kBoxGroups);
-  CHECK_EQ(read.groups.back().id, fresh);  // in the order in which they were formed
-  CHECK_EQ(read.groups.back().name.size(), sizeof note->name - 1);
-  CHECK_EQ(read.groups.back().members, "");  // rather none than wrong ones
+  CHECK_EQ(recorder->add_group(0, 2), 0);
+  GroupEntry* entry = recorder->group(ids[5]);
+  CHECK(entry != nullptr);
+  FlightRecorder::name_group(*entry, std::string(300, 'n'), std::string(300, '1'));
+  entry->left.store(1);
+  const std::uint16_t fresh = recorder->add_group(0, 2);
+  CHECK(fresh != 0 && recorder->group(ids[5]) == nullptr && recorder->group(fresh) == entry);
+  FlightRecorder::name_group(*entry, std::string(300, 'n'), std::string(300, '1'));
+  const RecorderContents read = contents(*recorder);
+  CHECK_EQ(read.groups.size(), kRecorderGroups);
+  CHECK_EQ(read.groups.back().id, fresh);  // in the order of their formation
+  CHECK_EQ(read.groups.back().name.size(), sizeof entry->name - 1);
+  CHECK_EQ(read.groups.back().members, "");  // no members rather than wrong ones
 }
 
-TEST(ids_of_groups_come_round_but_not_onto_living_ones) {
-  const auto box = make();
-  const std::uint16_t living = box->add_group(0, 2);
+TEST(group_ids_wrap_around_without_collision) {
+  const auto recorder = make();
+  const std::uint16_t living = recorder->add_group(0, 2);
   for (int i = 0; i < 70'000; ++i) {
-    const std::uint16_t id = box->add_group(1, 2);
+    const std::uint16_t id = recorder->add_group(1, 2);
     const bool fresh = id != 0 && id != living;
     if (!CHECK(fresh)) return;
-    box->group(id)->left.store(1);
+    recorder->group(id)->left.store(1);
   }
-  CHECK_EQ(box->group(living)->rank, 0);
+  CHECK_EQ(recorder->group(living)->rank, 0);
 }
 
 TEST(reports_and_the_ending) {
-  const auto box = make();
+  const auto recorder = make();
   for (int step = 0; step < 300; ++step) {
-    box->report(step, step / 2.0, "note");
+    recorder->report(step, step / 2.0, "note");
   }
-  box->set_ending(Ending::left, "");
-  box->set_ending(Ending::failed, "ValueError: " + std::string(1000, 'x'));
-  box->set_ending(Ending::exited, "");
-  const BoxContents read = contents(*box);
-  CHECK_EQ(read.reports.size(), kBoxReports);
+  recorder->record_ending(Ending::left, "");
+  recorder->record_ending(Ending::failed, "ValueError: " + std::string(1000, 'x'));
+  recorder->record_ending(Ending::exited, "");
+  const RecorderContents read = contents(*recorder);
+  CHECK_EQ(read.reports.size(), kRecorderReports);
   CHECK_EQ(read.reports.back().step, 299);
   CHECK(read.reports.back().loss == 149.5);
-  box->report(300, std::nullopt, "");
-  box->report(301, std::nan(""), "");
-  const BoxContents more = contents(*box);
-  CHECK(!more.reports[kBoxReports - 2].loss.has_value());
+  recorder->report(300, std::nullopt, "");
+  recorder->report(301, std::nan(""), "");
+  const RecorderContents more = contents(*recorder);
+  CHECK(!more.reports[kRecorderReports - 2].loss.has_value());
   CHECK(std::isnan(more.reports.back().loss.value_or(0)));
   CHECK_EQ(read.note, "note");
   CHECK(read.ending == Ending::failed && read.ending_time != 0);
-  CHECK_EQ(read.last_words.size(), 511U);
+  CHECK_EQ(read.exception.size(), 511U);
 }
 
-TEST(more_call_sites_than_places) {
-  const auto box = make();
+TEST(more_call_sites_than_slots) {
+  const auto recorder = make();
   std::uint32_t last = 0;
-  for (std::size_t i = 0; i < kBoxSites + 50; ++i) {
+  for (std::size_t i = 0; i < kRecorderSites + 50; ++i) {
     last = call_site_number("many.py:" + std::to_string(i));
   }
-  box->publish_sites();
-  CHECK_EQ(call_site_text(last), "many.py:" + std::to_string(kBoxSites + 49));
+  recorder->publish_sites();
+  CHECK_EQ(call_site_text(last), "many.py:" + std::to_string(kRecorderSites + 49));
   CHECK_EQ(call_site_number("many.py:7"), call_site_number("many.py:7"));
-  const BoxContents read = contents(*box);
-  CHECK_EQ(read.sites.size(), kBoxSites);
-  // A path is cut at its beginning.
+  const RecorderContents read = contents(*recorder);
+  CHECK_EQ(read.sites.size(), kRecorderSites);
+  // A path is truncated at its beginning.
   const auto fresh = make();
-  CHECK_EQ(contents(*fresh).sites.size(), kBoxSites);
+  CHECK_EQ(contents(*fresh).sites.size(), kRecorderSites);
 }
 
-// Several threads write while one reads: what is read as whole is whole.
-TEST(read_while_written) {
-  const auto box = make();
+// Several threads write while one reads: records that are read as complete are complete.
+TEST(reads_during_writes) {
+  const auto recorder = make();
   constexpr int kThreads = 3;
   std::atomic<bool> stop = false;
   std::vector<std::thread> writers;
@@ -237,15 +238,15 @@ TEST(read_while_written) {
         // All fields follow from one.
         Record record{.begin = i, .waited = 3 * i, .sequence = i, .count = 2 * i};
         record.thread = static_cast<std::uint8_t>(thread);
-        const int place = box->begin(record);
+        const int slot = recorder->begin(record);
         record.end = i + 1;
-        box->end(place, record);
+        recorder->end(slot, record);
       }
     });
   }
   std::size_t seen = 0;
   for (int look = 0; look < 200; ++look) {
-    for (const SharedRecord& shared : box->layout().history) {
+    for (const SharedRecord& shared : recorder->layout().history) {
       Record record;
       if (shared.load(record)) {
         ++seen;
@@ -259,27 +260,28 @@ TEST(read_while_written) {
     writer.join();
   }
   CHECK(seen > 0);
-  CHECK_EQ(contents(*box).open.size(), 0U);
+  CHECK_EQ(contents(*recorder).open.size(), 0U);
 }
 
-TEST(what_is_no_flight_recorder) {
-  const auto box = make();
-  const std::vector<std::byte> whole = copy_of(*box);
-  BoxContents read;
-  CHECK(read_box({}, 10, read).starts_with("no flight recorder"));
-  CHECK(read_box(std::vector<std::byte>(sizeof(BoxLayout)), 10, read).starts_with("no flight recorder"));
-  CHECK(read_box(std::span(whole).first(5000), 10, read).starts_with("damaged: 5000 bytes"));
+TEST(other_files_are_rejected) {
+  const auto recorder = make();
+  const std::vector<std::byte> whole = copy_of(*recorder);
+  RecorderContents read;
+  CHECK(parse_recorder({}, 10, read).starts_with("not a flight recorder"));
+  CHECK(parse_recorder(std::vector<std::byte>(sizeof(RecorderLayout)), 10, read)
+            .starts_with("not a flight recorder"));
+  CHECK(parse_recorder(std::span(whole).first(5000), 10, read).starts_with("damaged: 5000 bytes"));
   std::vector<std::byte> other = whole;
   other[8] = std::byte{9};
-  CHECK(read_box(other, 10, read).starts_with("written in layout version 9"));
+  CHECK(parse_recorder(other, 10, read).starts_with("written in layout version 9"));
 }
 
-// Whatever stands behind a good beginning, reading ends, within bounds (under ASan and UBSan too).
+// Reading arbitrary bytes after a valid beginning ends, within bounds (also under ASan and UBSan).
 TEST(hostile_contents) {
-  const auto box = make();
+  const auto recorder = make();
   Record record = some_record(1);
-  box->end(box->begin(record), record);
-  const std::vector<std::byte> whole = copy_of(*box);
+  recorder->end(recorder->begin(record), record);
+  const std::vector<std::byte> whole = copy_of(*recorder);
   std::mt19937_64 random(ranks::seed);
   for (int round = 0; round < 50; ++round) {
     std::vector<std::byte> bytes = whole;
@@ -287,10 +289,10 @@ TEST(hostile_contents) {
     for (std::size_t i = 0; i < changes; ++i) {
       bytes[12 + random() % (bytes.size() - 12)] = static_cast<std::byte>(random());
     }
-    BoxContents read;
-    CHECK_EQ(read_box(bytes, kBoxHistory, read), "");
-    CHECK(read.done.size() <= kBoxHistory && read.open.size() <= kBoxOpen);
-    CHECK(read.groups.size() <= kBoxGroups && read.reports.size() <= kBoxReports);
+    RecorderContents read;
+    CHECK_EQ(parse_recorder(bytes, kRecorderHistory, read), "");
+    CHECK(read.done.size() <= kRecorderHistory && read.open.size() <= kRecorderOpen);
+    CHECK(read.groups.size() <= kRecorderGroups && read.reports.size() <= kRecorderReports);
   }
 }
 

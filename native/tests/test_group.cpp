@@ -1,4 +1,4 @@
-// Meeting, breaking and leaving: every mistake is reported on every rank, and nothing hangs.
+// Entering, breaking and leaving: every mistake is reported on every rank, and nothing hangs.
 #include <sys/mman.h>
 
 #include <array>
@@ -15,13 +15,13 @@ using ranks::within;
 
 namespace {
 
-// What each rank came to.
+// The status of each rank.
 class Statuses {
  public:
   explicit Statuses(int size) : all_(static_cast<std::size_t>(size)) {}
   Status& operator[](int rank) { return all_[static_cast<std::size_t>(rank)]; }
 
-  // The first failure wins and is what all report.
+  // The first failure wins, and all ranks report it.
   void check_same(Code code) {
     for (const Status& each : all_) {
       CHECK_EQ(each.code, code);
@@ -37,11 +37,11 @@ class Statuses {
 };
 
 void sleepers_on_rank(Rank& rank, int on, std::uint32_t count) {
-  Event& event = rank.group.segment().control(on).stepped;
+  Event& event = rank.group.segment().control(on).step_event;
   CHECK(ranks::eventually([&] { return event.sleepers.load() >= count; }));
 }
 
-// All operations on a broken group: each gives `code` at once.
+// Runs all operations on a broken group: each returns `code` at once.
 void check_refused(Rank& rank, Code code) {
   const std::uint64_t step = rank.group.step();
   for (const std::size_t count : {std::size_t{0}, std::size_t{3}, kInlineBytes + 1}) {
@@ -75,25 +75,27 @@ std::atomic<bool> interrupt_now;
 
 }  // namespace
 
-TEST(ranks_that_agree_meet) {
+TEST(ranks_that_agree_enter_together) {
   for (const int size : {1, 2, 3, 4, 5}) {
     ranks::run(size, [](Rank& rank) {
       for (std::uint64_t i = 1; i <= 300; ++i) {
-        CHECK(rank.group.meet({.count = i, .root = 0, .kind = Kind::broadcast}, within()).ok());
+        CHECK(
+            rank.group.enter_collective({.count = i, .root = 0, .kind = Kind::broadcast}, within())
+                .ok());
         CHECK_EQ(rank.group.sequence(), i);
         CHECK_EQ(rank.group.step(), i);
-        ranks::dawdle(rank.random);
+        ranks::random_delay(rank.random);
       }
     });
   }
 }
 
-TEST(who_comes_last_knows_it) {
+TEST(the_last_rank_is_awaited) {
   for (const int size : {1, 2, 3, 5}) {
     ranks::run(size, [](Rank& rank) {
       for (int last = 0; last < rank.size; ++last) {
-        const auto awaited = [&] { return rank.group.awaited(); };
-        CHECK(rank.self == last ? ranks::eventually(awaited) : !awaited());
+        const auto is_awaited = [&] { return rank.group.is_awaited(); };
+        CHECK(rank.self == last ? ranks::eventually(is_awaited) : !is_awaited());
         CHECK(barrier(rank.group, within()).ok());
       }
     });
@@ -117,8 +119,9 @@ TEST(every_difference_is_reported_on_every_rank) {
         Statuses statuses(size);
         ranks::run(size, [&](Rank& rank) {
           CHECK(barrier(rank.group, within()).ok());
-          ranks::dawdle(rank.random);
-          statuses[rank.self] = rank.group.meet(rank.self == odd ? other : usual, within());
+          ranks::random_delay(rank.random);
+          statuses[rank.self] =
+              rank.group.enter_collective(rank.self == odd ? other : usual, within());
           rank.together.arrive_and_wait();
           check_refused(rank, Code::mismatch);
         });
@@ -152,7 +155,7 @@ TEST(collectives_that_differ_are_reported_before_data_moves) {
   });
 }
 
-TEST(abort_wakes_those_who_sleep) {
+TEST(abort_wakes_sleeping_ranks) {
   for (const int size : {2, 3, 5}) {
     Statuses statuses(size);
     ranks::run(size, [&](Rank& rank) {
@@ -162,8 +165,8 @@ TEST(abort_wakes_those_who_sleep) {
           std::vector<std::uint32_t> all;
           for (int each = 0; each < rank.size; ++each) {
             const RankControl& control = rank.group.segment().control(each);
-            all.push_back(control.stepped.ticket.load());
-            all.push_back(control.bell.ticket.load());
+            all.push_back(control.step_event.ticket.load());
+            all.push_back(control.message_event.ticket.load());
           }
           return all;
         };
@@ -197,8 +200,9 @@ TEST(every_field_of_a_failure_survives_the_abort_word) {
   }
 }
 
-TEST(of_failures_at_once_one_wins_whole) {
-  // Two threads of one rank, as a blocking call and the thread of the messages, and one of another.
+TEST(one_of_several_concurrent_failures_wins) {
+  // Two threads of one rank, like a blocking call and the thread of the messages, and one of
+  // another.
   constexpr int n_failures = 3;
   const int rounds = ranks::scaled(6000);
   std::vector<std::unique_ptr<Group>> groups(2);
@@ -214,7 +218,7 @@ TEST(of_failures_at_once_one_wins_whole) {
         groups[0] = std::make_unique<Group>(std::move(segment), 0);
       }
       together.arrive_and_wait();
-      // From a barrier threads come one after another; from a spin, all at once.
+      // After a barrier threads start one after another; after a spin, all at once.
       for (++started; started < n_failures * (round + 1);) {
         if (turns++ % 4096 == 0) sched_yield();
       }
@@ -227,7 +231,7 @@ TEST(of_failures_at_once_one_wins_whole) {
                                          .theirs = {.count = 2 * count}});
       CHECK_EQ(status.code, Code::timeout);
       together.arrive_and_wait();
-      const Status after = group.broken();
+      const Status after = group.failure();
       for (const Status& each : {status, after}) {
         CHECK_EQ(each.peer, after.peer);
         CHECK_EQ(each.reporter, each.peer / 2);
@@ -243,7 +247,7 @@ TEST(of_failures_at_once_one_wins_whole) {
   third.join();
 }
 
-TEST(deadline_names_the_rank_that_is_missing) {
+TEST(the_deadline_names_the_missing_rank) {
   for (const int size : {2, 3, 5}) {
     for (const std::size_t count : {std::size_t{1}, 3 * kChunkBytes}) {
       Statuses statuses(size);
@@ -274,8 +278,8 @@ TEST(deadline_names_the_rank_that_is_missing) {
   }
 }
 
-// A peer that was left behind in an operation may still read the inline buffer which the next one
-// but one would fill.
+// A peer that was left behind in an operation may still read the inline buffer that the next
+// operation but one would fill.
 TEST(a_broken_group_is_not_written_to) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> data(kInlineBytes, static_cast<std::byte>(0x10 + rank.self));
@@ -300,7 +304,7 @@ TEST(a_broken_group_is_not_written_to) {
   });
 }
 
-TEST(who_waits_for_a_rank_that_left_is_told) {
+TEST(waiting_for_a_rank_that_left_fails) {
   for (const int size : {2, 3, 5}) {
     for (const bool asleep : {false, true}) {
       Statuses statuses(size);
@@ -309,7 +313,7 @@ TEST(who_waits_for_a_rank_that_left_is_told) {
         if (rank.self == 0) {
           if (asleep) sleepers_on_rank(rank, 0, static_cast<std::uint32_t>(size - 1));
           rank.group.leave();
-          rank.group.leave();  // a second time does nothing
+          rank.group.leave();  // a second call does nothing
           statuses[0] = {.code = Code::left};
         } else {
           statuses[rank.self] = barrier(rank.group, within());
@@ -321,8 +325,7 @@ TEST(who_waits_for_a_rank_that_left_is_told) {
   }
 }
 
-// Ranks leave at once when they are done; those who have all they need must succeed.
-TEST(who_fails_and_leaves_then_is_lost_not_gone) {
+TEST(a_rank_that_fails_and_then_leaves_is_lost) {
   ranks::run(2, [](Rank& rank) {
     if (rank.self == 1) {
       rank.group.fail(true);
@@ -337,7 +340,8 @@ TEST(who_fails_and_leaves_then_is_lost_not_gone) {
   });
 }
 
-TEST(a_rank_that_leaves_after_its_part_is_not_missed) {
+// Ranks leave as soon as they are done; ranks that have all they need must succeed.
+TEST(a_rank_that_leaves_after_its_part_causes_no_failure) {
   ranks::Random random(77);
   for (int round = 0; round < ranks::scaled(400); ++round) {
     const int size = 2 + static_cast<int>(random.below(4));
@@ -350,7 +354,7 @@ TEST(a_rank_that_leaves_after_its_part_is_not_missed) {
       for (int i = 0; i < size; ++i) {
         parts.push_back(more.data() + static_cast<std::size_t>(i) * count);
       }
-      ranks::dawdle(rank.random);
+      ranks::random_delay(rank.random);
       Status status;
       constexpr DType u8 = DType::uint8;
       switch (what) {
@@ -381,7 +385,7 @@ TEST(a_signal_handler_that_raises_breaks_the_group) {
       interrupt_now = true;
       statuses[0] = barrier(rank.group, bounds);
     } else {
-      CHECK(ranks::eventually([&] { return !rank.group.broken().ok(); }));
+      CHECK(ranks::eventually([&] { return !rank.group.failure().ok(); }));
       statuses[rank.self] = barrier(rank.group, bounds);
     }
     check_refused(rank, Code::interrupted);
@@ -390,7 +394,7 @@ TEST(a_signal_handler_that_raises_breaks_the_group) {
   CHECK_EQ(statuses[0].reporter, 0);
 }
 
-TEST(who_is_interrupted_says_so_whatever_else_went_wrong) {
+TEST(an_interrupted_rank_reports_the_interrupt) {
   ranks::run(2, [](Rank& rank) {
     if (rank.self == 0) {
       (void)rank.group.abort({.code = Code::aborted, .reporter = 0, .mine = {.count = 5}});
@@ -399,19 +403,19 @@ TEST(who_is_interrupted_says_so_whatever_else_went_wrong) {
       CHECK_EQ(status.code, Code::interrupted);
     }
     rank.together.arrive_and_wait();
-    CHECK_EQ(rank.group.broken().code, Code::aborted);
-    CHECK_EQ(rank.group.broken().mine.count, 5u);
+    CHECK_EQ(rank.group.failure().code, Code::aborted);
+    CHECK_EQ(rank.group.failure().mine.count, 5u);
   });
 }
 
-TEST(a_rank_without_memory_tells_all) {
+TEST(a_rank_without_memory_fails_all_ranks) {
   for (const int poor : {0, 2}) {
     Statuses statuses(3);
     ranks::run(
         3,
         [&](Rank& rank) {
           if (rank.self == poor) {
-            // What is not mapped can't be had: the answer of a host without memory.
+            // Unmapped pages cannot be allocated: this simulates a host without memory.
             munmap(rank.group.segment().staging(poor, 0), 2 * kChunkBytes);
           }
           std::vector<std::byte> data(kInlineBytes + 1);
@@ -425,8 +429,8 @@ TEST(a_rank_without_memory_tells_all) {
   }
 }
 
-// Nothing but the fingerprints and the abort word tells ranks apart that disagree at random.
-TEST(disagreement_at_random_never_hangs) {
+// Only the fingerprints and the abort word distinguish ranks that disagree at random.
+TEST(random_disagreement_never_hangs) {
   ranks::Random random(3);
   for (int round = 0; round < ranks::scaled(200); ++round) {
     const int size = 2 + static_cast<int>(random.below(4));
@@ -439,7 +443,7 @@ TEST(disagreement_at_random_never_hangs) {
       for (std::size_t i = 0; status.ok() && i <= when; ++i) {
         const std::size_t wrong = i == when && static_cast<std::size_t>(rank.self) == odd;
         const std::size_t count = (i % 3 == 0 ? kInlineBytes * 2 : 10 * i) + wrong;
-        ranks::dawdle(rank.random);
+        ranks::random_delay(rank.random);
         status = all_reduce(rank.group, data.data(), count, DType::uint8, ReduceOp::max, within());
         CHECK_EQ(status.code, i == when ? Code::mismatch : Code::ok);
       }

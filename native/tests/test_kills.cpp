@@ -1,9 +1,10 @@
-// Ranks that are killed before each step that touches shared memory: whatever they were doing, all
-// others say who is lost, soon, and leave nothing behind; what they were told is done is right.
+// Ranks that are killed before each step that touches shared memory. Whatever they were doing, all
+// others report the lost rank soon and leak nothing, and results that were reported as ok are
+// right.
 //
 //   test_kills                            every step x rank x operation at 2 and 3 ranks, in one of
-//                                         the orders of who comes first, and some second deaths;
-//                                         1000 cases at random
+//                                         the orders of beginning, and some second deaths;
+//                                         1000 random cases
 //   test_kills --all --random 100000      the same in every order, and every second death
 //   test_kills --case '...'               one case, as a failure prints it
 #include <algorithm>
@@ -11,7 +12,7 @@
 #include <random>
 #include <string_view>
 
-#include "kill_lane.h"
+#include "kill_runner.h"
 
 using namespace kills;
 
@@ -21,27 +22,28 @@ struct Options {
   bool all = false;
   std::uint64_t random = 1000;
   std::uint64_t seed = std::random_device{}();
-  int lanes = 8;
-  std::string only;  // one operation
+  int workers = 8;
+  std::string only;  // only this operation
   std::string one_case;
 };
 
 std::vector<Case> exhaustive_cases(const Options& options) {
   std::vector<Case> all;
   for (const int size : {2, 3}) {
-    for (int what = 0; what < kWhats; ++what) {
-      for (const Path path : {Path::small, Path::staged, Path::direct, Path::full}) {
-        if (!has_path(static_cast<What>(what), path)) continue;
+    for (int number = 0; number < kOperations; ++number) {
+      for (const Path path : {Path::small, Path::staged, Path::zero_copy, Path::full}) {
+        if (!has_path(static_cast<Operation>(number), path)) continue;
         if (path == Path::full && size != 2) continue;  // a channel has two sides
-        if (!options.only.empty() && options.only != kWhatNames[static_cast<std::size_t>(what)])
+        if (!options.only.empty() &&
+            options.only != kOperationNames[static_cast<std::size_t>(number)])
           continue;
         for (int victim = 0; victim < size; ++victim) {
           Case c;
-          c.task = {.what = static_cast<What>(what), .path = path, .size = size};
+          c.task = {.operation = static_cast<Operation>(number), .path = path, .size = size};
           c.victim = victim;
           c.every_word = options.all;
           all.push_back(c);
-          if (!options.all && victim != what % size) continue;
+          if (!options.all && victim != number % size) continue;
           for (int second = 0; size == 3 && second < size; ++second) {
             if (second == victim) continue;
             c.second = second;
@@ -59,10 +61,10 @@ Case random_case(std::uint64_t seed) {
   const auto below = [&](int n) { return static_cast<int>(engine() % static_cast<unsigned>(n)); };
   Case c;
   do {
-    c.task.what = static_cast<What>(below(kWhats));
+    c.task.operation = static_cast<Operation>(below(kOperations));
     c.task.path = static_cast<Path>(below(4));
-  } while (!has_path(c.task.what, c.task.path));
-  c.task.size = 2 + below(kMostRanks - 1);
+  } while (!has_path(c.task.operation, c.task.path));
+  c.task.size = 2 + below(kMaxRanksOfACase - 1);
   c.task.root = below(c.task.size);
   c.task.salt = seed;
   c.victim = below(c.task.size);
@@ -77,42 +79,42 @@ Case random_case(std::uint64_t seed) {
   return c;
 }
 
-// What a lane does: it takes the next piece of work until there is none.
-void work_off(Lane& lane, Shared& shared, const Options& options) {
+// The loop of a worker: takes the next case until there is none.
+void run_cases(CaseRunner& runner, Shared& shared, const Options& options) {
   const std::vector<Case> cases = exhaustive_cases(options);
   const std::uint64_t kinds = options.all ? kOrderNames.size() : 1;
   const std::uint64_t exhaustive = cases.size() * kinds;
-  while (shared.failures.load() < Lane::kMostFailures) {
+  while (shared.failures.load() < CaseRunner::kMaxFailures) {
     const std::uint64_t number = shared.next.fetch_add(1);
     if (number >= exhaustive + options.random) return;
     if (number >= exhaustive) {
-      lane.run(random_case(options.seed + number - exhaustive));
+      runner.run(random_case(options.seed + number - exhaustive));
       continue;
     }
     const Case& c = cases[number / kinds];
     const auto order = static_cast<Order>(number % kinds);
     if (!options.all) {
-      lane.run_all_steps(c, std::nullopt);
-    } else if (order != Order::lonely || (c.task.size > 2 && c.second < 0)) {
-      lane.run_all_steps(c, order);
+      runner.run_all_steps(c, std::nullopt);
+    } else if (order != Order::last_alone || (c.task.size > 2 && c.second < 0)) {
+      runner.run_all_steps(c, order);
     }
   }
 }
 
-int run_lane(Shared& shared, const Options& options) {
-  const Holdings before = Holdings::now();
-  Lane lane(shared);
+int run_worker(Shared& shared, const Options& options) {
+  const Resources before = Resources::now();
+  CaseRunner runner(shared);
   if (!options.one_case.empty()) {
-    lane.run(case_of(options.one_case));
+    runner.run(case_of(options.one_case));
   } else {
-    work_off(lane, shared, options);
+    run_cases(runner, shared, options);
   }
-  const bool clean = Holdings::now() == before && waitpid(-1, nullptr, WNOHANG) < 0;
-  if (!clean) std::fputs("FAILED: something was left behind\n", stderr);
+  const bool clean = Resources::now() == before && waitpid(-1, nullptr, WNOHANG) < 0;
+  if (!clean) std::fputs("FAILED: resources were leaked\n", stderr);
   return clean ? 0 : 1;
 }
 
-// Every step that was passed was also the last of some rank.
+// Whether every step that was passed was also the last step of some rank.
 bool every_step_was_fatal(const Shared& shared) {
   std::map<std::string, std::pair<std::uint64_t, std::uint64_t>> steps;
   for (const auto& entry : shared.steps.entries) {
@@ -133,7 +135,7 @@ bool every_step_was_fatal(const Shared& shared) {
 }
 
 void print_latencies(const Shared& shared) {
-  const std::size_t n = std::min(shared.n_latencies.load(), kMostLatencies);
+  const std::size_t n = std::min(shared.n_latencies.load(), kMaxLatencies);
   std::vector<std::int32_t> all(shared.latencies.begin(),
                                 shared.latencies.begin() + static_cast<std::ptrdiff_t>(n));
   std::sort(all.begin(), all.end());
@@ -141,7 +143,7 @@ void print_latencies(const Shared& shared) {
   const auto at = [&](double part) {
     return all[static_cast<std::size_t>(part * static_cast<double>(n - 1))] / 1000.0;
   };
-  std::printf("survivors were told after: half of them %.1f ms, 99%% %.1f ms, all %.1f ms\n",
+  std::printf("survivors were notified after: half of them %.1f ms, 99%% %.1f ms, all %.1f ms\n",
               at(0.5), at(0.99), at(1));
 }
 
@@ -157,14 +159,14 @@ Options parse(int argc, char** argv) {
       options.seed = std::strtoull(argv[++i], nullptr, 10);
     } else if (i + 1 < argc && word == "--only") {
       options.only = argv[++i];
-    } else if (i + 1 < argc && word == "--lanes") {
-      options.lanes = std::max(1, std::atoi(argv[++i]));
+    } else if (i + 1 < argc && word == "--workers") {
+      options.workers = std::max(1, std::atoi(argv[++i]));
     } else if (i + 1 < argc && word == "--case") {
       options.one_case = argv[++i];
-      options.lanes = 1;
+      options.workers = 1;
     } else {
       std::fputs(
-          "usage: test_kills [--all] [--random N] [--seed N] [--lanes N] [--only OPERATION]\n"
+          "usage: test_kills [--all] [--random N] [--seed N] [--workers N] [--only OPERATION]\n"
           "                  [--case '...']\n",
           stderr);
       std::exit(2);
@@ -181,19 +183,19 @@ int main(int argc, char** argv) {
   std::fflush(stdout);
   auto& shared = in_shared_memory<Shared>();
   const auto start = Clock::now();
-  std::vector<int> lanes;
-  for (int i = 0; i < options.lanes; ++i) {
-    lanes.push_back(fork());
-    if (lanes.back() == 0) _exit(run_lane(shared, options));
+  std::vector<int> workers;
+  for (int i = 0; i < options.workers; ++i) {
+    workers.push_back(fork());
+    if (workers.back() == 0) _exit(run_worker(shared, options));
   }
   bool good = true;
-  for (const int lane : lanes) {
+  for (const int runner : workers) {
     int status = 0;
-    good = waitpid(lane, &status, 0) == lane && status == 0 && good;
+    good = waitpid(runner, &status, 0) == runner && status == 0 && good;
   }
   const bool partial = !options.one_case.empty() || !options.only.empty();
   const bool covered = every_step_was_fatal(shared) || partial;
-  if (!covered) std::fputs("FAILED: some steps were nobody's last\n", stderr);
+  if (!covered) std::fputs("FAILED: no rank died at some steps\n", stderr);
   const std::chrono::duration<double> took = Clock::now() - start;
   std::printf("%llu cases in %.1f s, %llu failures\n",
               static_cast<unsigned long long>(shared.cases.load()), took.count(),

@@ -3,62 +3,62 @@
 #include <map>
 #include <tuple>
 
-#include "letters.h"
+#include "messages.h"
 
 using namespace phalanx;
 using namespace std::chrono_literals;
-using namespace letters;
+using namespace messages;
 using ranks::Mapping;
 using ranks::Random;
 
 namespace {
 
-// All letters of one rank in an exchange of everybody with everybody, itself included.
+// All messages of one rank in an all-to-all exchange that includes itself.
 struct Exchange {
   Exchange(const Rank& rank, int tags, int per_tag) {
     for (int peer = 0; peer < rank.size; ++peer) {
       for (int tag = 0; tag < tags; ++tag) {
         for (int i = 0; i < per_tag; ++i) {
-          sends.push_back(Letter({rank.self, peer, tag, i}, true));
-          recvs.push_back(Letter({peer, rank.self, tag, i}, false));
+          sends.push_back(TestMessage({rank.self, peer, tag, i}, true));
+          recvs.push_back(TestMessage({peer, rank.self, tag, i}, false));
         }
       }
     }
   }
 
   // Sends and recvs in one random order; those of one tag and peer keep theirs.
-  std::vector<std::pair<bool, Letter*>> shuffled(Random& random) {
-    std::map<std::tuple<bool, int, int>, std::vector<Letter*>> queues;
-    for (Letter& each : sends)
-      queues[{true, each.name.destination, each.name.tag}].push_back(&each);
-    for (Letter& each : recvs) queues[{false, each.name.source, each.name.tag}].push_back(&each);
+  std::vector<std::pair<bool, TestMessage*>> shuffled(Random& random) {
+    std::map<std::tuple<bool, int, int>, std::vector<TestMessage*>> queues;
+    for (TestMessage& each : sends)
+      queues[{true, each.id.destination, each.id.tag}].push_back(&each);
+    for (TestMessage& each : recvs) queues[{false, each.id.source, each.id.tag}].push_back(&each);
     std::vector<std::pair<std::tuple<bool, int, int>, std::size_t>> order;
     for (const auto& [key, queue] : queues) order.insert(order.end(), queue.size(), {key, 0});
     for (std::size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
     std::map<std::tuple<bool, int, int>, std::size_t> next;
-    std::vector<std::pair<bool, Letter*>> all;
+    std::vector<std::pair<bool, TestMessage*>> all;
     for (const auto& [key, unused] : order) {
       all.emplace_back(std::get<0>(key), queues[key][next[key]++]);
     }
     return all;
   }
 
-  std::vector<Letter> sends, recvs;
+  std::vector<TestMessage> sends, recvs;
 };
 
 void post_all(Rank& rank, Exchange& exchange, bool detached) {
-  for (const auto& [is_send, letter] : exchange.shuffled(rank.random)) {
-    is_send ? post_send(rank, *letter, detached) : post_recv(rank, *letter, detached);
-    ranks::dawdle(rank.random);
+  for (const auto& [is_send, message] : exchange.shuffled(rank.random)) {
+    is_send ? post_send(rank, *message, detached) : post_recv(rank, *message, detached);
+    ranks::random_delay(rank.random);
   }
 }
 
 void wait_all(Rank& rank, Exchange& exchange) {
-  std::vector<Letter*> all;
-  for (Letter& each : exchange.sends) all.push_back(&each);
-  for (Letter& each : exchange.recvs) all.push_back(&each);
+  std::vector<TestMessage*> all;
+  for (TestMessage& each : exchange.sends) all.push_back(&each);
+  for (TestMessage& each : exchange.recvs) all.push_back(&each);
   for (std::size_t i = all.size(); i > 1; --i) std::swap(all[i - 1], all[rank.random.below(i)]);
-  for (Letter* each : all) {
+  for (TestMessage* each : all) {
     if (!arrived(rank, *each)) return;
   }
   CHECK_EQ(rank.mailbox.outstanding(), 0u);
@@ -116,7 +116,7 @@ TEST(any_order_with_ranks_stopped_anywhere) {
       Mapping::own, true);
 }
 
-TEST(reversed_order_needs_no_room_in_the_channel) {
+TEST(reversed_order_needs_no_space_in_the_channel) {
   ranks::run(2, [](Rank& rank) {
     constexpr int n = 12;
     constexpr std::size_t size = kRingBytes;
@@ -139,7 +139,7 @@ TEST(reversed_order_needs_no_room_in_the_channel) {
   });
 }
 
-TEST(any_source_takes_from_all_in_each_ones_order) {
+TEST(any_source_keeps_the_order_of_each_source) {
   for (const int size : {2, 3, 5}) {
     ranks::run(size, [size](Rank& rank) {
       const int each = 60;
@@ -149,7 +149,7 @@ TEST(any_source_takes_from_all_in_each_ones_order) {
       if (rank.self != 0) {
         for (std::int64_t i = 0; i < each; ++i) {
           const Content content{rank.self, i};
-          ranks::dawdle(rank.random);
+          ranks::random_delay(rank.random);
           CHECK(wait_for(rank, rank.mailbox.send(&content, 2, DType::int64, 0, 5, false)).ok());
         }
         return;
@@ -178,13 +178,13 @@ TEST(several_threads_of_a_rank_wait_at_once) {
       const auto work = [&rank](int number) {
         Random random(static_cast<std::uint64_t>(rank.self * threads + number + 100));
         for (int i = 0; i < 25; ++i) {
-          Letter out({rank.self, 1 - rank.self, number, i}, true);
-          Letter in({1 - rank.self, rank.self, number, i}, false);
+          TestMessage out({rank.self, 1 - rank.self, number, i}, true);
+          TestMessage in({1 - rank.self, rank.self, number, i}, false);
           const bool send_first = random.one_in(2);
           if (send_first) post_send(rank, out);
           post_recv(rank, in);
           if (!send_first) post_send(rank, out);
-          ranks::dawdle(random);
+          ranks::random_delay(random);
           if (!arrived(rank, in) || !arrived(rank, out)) return;
         }
       };
@@ -197,7 +197,7 @@ TEST(several_threads_of_a_rank_wait_at_once) {
   }
 }
 
-TEST(a_server_moves_what_nobody_waits_for) {
+TEST(a_server_progresses_messages_without_waiters) {
   for (const int size : {1, 2, 3}) {
     ranks::run(size, [](Rank& rank) {
       Server server(rank.mailbox);
@@ -205,7 +205,7 @@ TEST(a_server_moves_what_nobody_waits_for) {
         Exchange exchange(rank, 4, 10);
         post_all(rank, exchange, true);
         const auto all_done = [&] {
-          const auto done = [](const Letter& each) { return each.message->done(); };
+          const auto done = [](const TestMessage& each) { return each.message->done(); };
           return std::all_of(exchange.sends.begin(), exchange.sends.end(), done) &&
                  std::all_of(exchange.recvs.begin(), exchange.recvs.end(), done);
         };
@@ -224,12 +224,12 @@ TEST(watched_messages_are_reported_once) {
     std::size_t watched = 0;
     for (int round = 0; round < std::max(2, ranks::scaled(10)); ++round) {
       Exchange exchange(rank, 3, 5);
-      for (const auto& [is_send, letter] : exchange.shuffled(rank.random)) {
-        is_send ? post_send(rank, *letter, true) : post_recv(rank, *letter, true);
-        ranks::dawdle(rank.random);
+      for (const auto& [is_send, message] : exchange.shuffled(rank.random)) {
+        is_send ? post_send(rank, *message, true) : post_recv(rank, *message, true);
+        ranks::random_delay(rank.random);
         if (rank.random.one_in(2)) {
-          rank.mailbox.watch(letter->message, Clock::time_point::max());
-          if (rank.random.one_in(2)) rank.mailbox.watch(letter->message, Clock::time_point::max());
+          rank.mailbox.watch(message->message, Clock::time_point::max());
+          if (rank.random.one_in(2)) rank.mailbox.watch(message->message, Clock::time_point::max());
           ++watched;
         }
       }
@@ -257,13 +257,14 @@ TEST(a_server_and_waiters_share_the_work) {
 TEST(a_server_stops_while_it_sleeps) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
-    Server idle(rank.mailbox);  // whether it has nothing to do, or waits for what never comes
+    // whether it has nothing to do, or waits for a message that never comes
+    Server idle(rank.mailbox);
     if (rank.self == 0) (void)rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, true);
-    ranks::dawdle(rank.random);
+    ranks::random_delay(rank.random);
   });
 }
 
-TEST(messages_beside_collectives) {
+TEST(messages_during_collectives) {
   ranks::run(3, [](Rank& rank) {
     std::thread other([&rank] {
       for (int i = 0; i < ranks::scaled(300); ++i) {

@@ -1,19 +1,19 @@
-// Messages in numbers and in sizes: thousands outstanding, gigabytes long, floods of others.
+// Many messages and long ones: thousands outstanding, gigabytes long, floods of others.
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <array>
 #include <numeric>
 
-#include "letters.h"
+#include "messages.h"
 
 using namespace phalanx;
 using namespace std::chrono_literals;
-using namespace letters;
+using namespace messages;
 
 namespace {
 
-// Many bytes in little memory: the same pages, mapped one after the other.
+// A large range of addresses with little memory: the same pages, mapped one after another.
 class Endless {
  public:
   Endless(std::size_t bytes, std::byte value) : bytes_((bytes + kPart - 1) / kPart * kPart) {
@@ -83,10 +83,10 @@ TEST(thousands_outstanding_in_two_random_orders) {
   }
 }
 
-TEST(recvs_of_one_tag_are_served_in_the_order_of_their_posts) {
+TEST(recvs_of_one_tag_are_matched_in_posting_order) {
   ranks::run(3, [](Rank& rank) {
-    // Each source sends enough for all recvs, since those of any source may all take from one.
-    // What is left over fits into the channel.
+    // Each source sends enough for all recvs, since those of any source may all match one. The rest
+    // fits into the channel.
     constexpr std::int32_t n = 1000;
     if (rank.self != 0) {
       for (std::int32_t i = 0; i < n; ++i) {
@@ -100,7 +100,7 @@ TEST(recvs_of_one_tag_are_served_in_the_order_of_their_posts) {
     for (std::int32_t& value : in) {
       const int source = std::array{kAnySource, 1, 2}[rank.random.below(3)];
       messages.push_back(rank.mailbox.recv(&value, 1, DType::int32, source, 4, false));
-      ranks::dawdle(rank.random);
+      ranks::random_delay(rank.random);
     }
     std::int32_t next[3] = {};
     for (std::size_t i = 0; i < in.size(); ++i) {
@@ -111,9 +111,9 @@ TEST(recvs_of_one_tag_are_served_in_the_order_of_their_posts) {
   });
 }
 
-TEST(more_bytes_than_32_bits_count) {
+TEST(a_message_larger_than_4_gib) {
   constexpr std::size_t size = (std::size_t{1} << 32) + 12'345;
-  if (ranks::kShare != 1) return;  // no sanitizer looks at sizes, and they take minutes
+  if (ranks::kShare != 1) return;  // sanitizers do not check sizes, and would take minutes
   ranks::run(2, [](Rank& rank) {
     Endless memory(size + 1, rank.self == 0 ? std::byte{0x3c} : std::byte{0});
     if (rank.self == 0) {
@@ -128,7 +128,7 @@ TEST(more_bytes_than_32_bits_count) {
   });
 }
 
-TEST(a_flood_of_others_does_not_hide_the_deadline) {
+TEST(a_flood_of_other_messages_does_not_hide_the_deadline) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
     if (rank.self == 1) {
@@ -143,11 +143,11 @@ TEST(a_flood_of_others_does_not_hide_the_deadline) {
     const Status status = wait_for(rank, message, within(30ms));
     CHECK_EQ(status.code, Code::timeout);
     CHECK_EQ(status.mine.sequence, 2u);
-    CHECK(rank.mailbox.early_peak() > 0);
+    CHECK(rank.mailbox.unexpected_peak() > 0);
   });
 }
 
-TEST(private_memory_is_accounted_for) {
+TEST(unexpected_messages_are_accounted_for) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> data(1000);
     if (rank.self == 0) {
@@ -160,13 +160,13 @@ TEST(private_memory_is_accounted_for) {
         CHECK(
             wait_for(rank, rank.mailbox.recv(data.data(), 1000, DType::uint8, 0, tag, false)).ok());
       }
-      CHECK_EQ(rank.mailbox.early_peak(), 2000u);
+      CHECK_EQ(rank.mailbox.unexpected_peak(), 2000u);
     }
   });
 }
 
-// One thread of each rank streams all the time; the others get their turns.
-TEST(a_long_message_holds_up_no_other_thread) {
+// One thread of each rank streams all the time; the others still make progress.
+TEST(a_long_message_does_not_delay_other_threads) {
   ranks::run(2, [](Rank& rank) {
     const auto rounds = static_cast<std::size_t>(std::max(20, ranks::scaled(200)));
     std::vector<std::byte> large(16 * kRingBytes);
@@ -187,7 +187,7 @@ TEST(a_long_message_holds_up_no_other_thread) {
   });
 }
 
-TEST(looking_moves_messages_too) {
+TEST(test_makes_progress) {
   ranks::run(2, [](Rank& rank) {
     std::vector<std::byte> out(3 * kRingBytes, std::byte{0x11}), in(3 * kRingBytes);
     const int peer = 1 - rank.self;

@@ -1,5 +1,5 @@
-// Processes that end, and what their peers learn. ThreadSanitizer does not follow forks of a
-// process that has threads: under it, only what needs no child is tested here.
+// Processes that end, and how their peers detect that. ThreadSanitizer does not follow forks of a
+// process that has threads: under it, only tests without a child run.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
@@ -25,20 +25,20 @@ std::size_t open_files() {
 
 }  // namespace
 
-TEST(a_handle_that_is_not_open_knows_nothing) {
+TEST(a_closed_handle_reports_nothing) {
   const Process process;
   CHECK(!process.ended());
   CHECK(!process.wait_status().has_value());
 }
 
-TEST(what_is_no_process_cannot_be_opened) {
+TEST(a_nonexistent_process_cannot_be_opened) {
   Process process;
   CHECK_EQ(process.open(0x3fffffff), ESRCH);
   CHECK(process.open(0) != 0);
   CHECK(!process.ended());
 }
 
-TEST(a_process_that_runs_has_not_ended) {
+TEST(a_running_process_has_not_ended) {
   const std::size_t files = open_files();
   {
     Process self;
@@ -57,13 +57,13 @@ TEST(a_process_that_runs_has_not_ended) {
 
 namespace {
 
-// A child process that runs `body`, which ends it.
+// Forks a child process that runs `body`, which ends it.
 template <class Body>
 int fork_child(Body&& body) {
   std::fflush(nullptr);
   const int pid = fork();
   if (pid == 0) {
-    alarm(60);  // an orphan doesn't stay
+    alarm(60);  // an orphan must not stay
     body();
     _exit(99);
   }
@@ -71,7 +71,7 @@ int fork_child(Body&& body) {
   return pid;
 }
 
-// An end of a pipe is closed when the child ends: no child waits for a parent that has failed.
+// The pipe is closed when the child ends: no child waits for a parent that has failed.
 struct Gate {
   Gate() { CHECK_EQ(pipe(ends), 0); }
   ~Gate() {
@@ -86,7 +86,7 @@ struct Gate {
   int ends[2];
 };
 
-// The wait status that a handle tells, while the child is a zombie and after.
+// Checks the wait status that a handle reports, while the child is a zombie and after.
 template <class Body>
 void check_end(Body&& end_child, int expected) {
   const Gate gate;
@@ -106,7 +106,7 @@ void check_end(Body&& end_child, int expected) {
   CHECK_EQ(waitpid(pid, &status, 0), pid);
   CHECK_EQ(status, expected);
   CHECK(process.ended());
-  // From Linux 6.15 on the kernel tells; before, nobody does.
+  // From Linux 6.15 on the kernel reports it; earlier kernels do not.
   const auto reaped = process.wait_status();
   CHECK(!reaped.has_value() || *reaped == expected);
 }
@@ -168,18 +168,18 @@ void check_killed(const Status& status, const Group& group) {
 
 }  // namespace
 
-TEST(exit_code_is_told) {
+TEST(the_exit_code_is_reported) {
   check_end([] { _exit(0); }, 0);
   check_end([] { _exit(3); }, 3 << 8);
   check_end([] { _exit(255); }, 255 << 8);
 }
 
-TEST(signal_is_told) {
+TEST(the_signal_is_reported) {
   check_end([] { kill(getpid(), SIGKILL); }, SIGKILL);
   check_end([] { signal(SIGTERM, SIG_DFL), kill(getpid(), SIGTERM); }, SIGTERM);
 }
 
-TEST(a_name_like_that_of_a_zombie_deceives_nobody) {
+TEST(a_misleading_process_name_is_parsed_correctly) {
   const Gate gate;
   const Gate named;
   const int pid = fork_child([&] {
@@ -199,10 +199,10 @@ TEST(a_name_like_that_of_a_zombie_deceives_nobody) {
   waitpid(pid, nullptr, 0);
 }
 
-TEST(a_rank_killed_is_lost_to_one_in_a_collective) {
+TEST(a_killed_rank_is_lost_to_a_rank_in_a_collective) {
   for (const std::size_t count : {std::size_t{1}, std::size_t{1} << 20}) {
     Peer peer([](Group&, Mailbox&) { wait_forever(); });
-    std::thread killer = peer.killer(peer.group->segment().control(1).stepped);
+    std::thread killer = peer.killer(peer.group->segment().control(1).step_event);
     std::vector<float> data(count);
     const Status status =
         all_reduce(*peer.group, data.data(), count, DType::float32, ReduceOp::sum, within());
@@ -213,7 +213,7 @@ TEST(a_rank_killed_is_lost_to_one_in_a_collective) {
   }
 }
 
-TEST(a_rank_killed_in_the_middle_of_a_collective_is_lost) {
+TEST(a_rank_killed_during_a_collective_is_lost) {
   ranks::Random random(5);
   for (int round = 0; round < ranks::scaled(30) + 3; ++round) {
     constexpr std::size_t count = 1 << 20;
@@ -241,9 +241,9 @@ TEST(a_rank_killed_in_the_middle_of_a_collective_is_lost) {
   }
 }
 
-TEST(a_rank_killed_is_lost_to_one_that_waits_for_its_message) {
+TEST(a_killed_rank_is_lost_to_a_rank_that_waits_for_its_message) {
   Peer peer([](Group&, Mailbox&) { wait_forever(); });
-  std::thread killer = peer.killer(peer.group->segment().control(0).bell);
+  std::thread killer = peer.killer(peer.group->segment().control(0).message_event);
   float value = 0;
   const auto message = peer.mailbox->recv(&value, 1, DType::float32, 1, 0, false);
   const Status status = peer.mailbox->wait(*message, within());
@@ -255,9 +255,9 @@ TEST(a_rank_killed_is_lost_to_one_that_waits_for_its_message) {
   CHECK_EQ(status.mine.root, 1);
 }
 
-TEST(a_rank_killed_is_lost_to_one_whose_message_it_does_not_take) {
+TEST(a_killed_rank_is_lost_to_a_rank_that_sends_to_it) {
   Peer peer([](Group&, Mailbox&) { wait_forever(); });
-  std::thread killer = peer.killer(peer.group->segment().control(0).bell);
+  std::thread killer = peer.killer(peer.group->segment().control(0).message_event);
   const std::vector<std::byte> data(4 * kRingBytes);
   const auto message = peer.mailbox->send(data.data(), data.size(), DType::uint8, 1, 0, false);
   const Status status = peer.mailbox->wait(*message, within());
@@ -266,7 +266,7 @@ TEST(a_rank_killed_is_lost_to_one_whose_message_it_does_not_take) {
   CHECK_EQ(status.mine.kind, Kind::send);
 }
 
-TEST(what_a_rank_sent_before_it_was_killed_arrives) {
+TEST(messages_sent_before_a_rank_was_killed_arrive) {
   Peer peer([](Group&, Mailbox& mailbox) {
     const int values[] = {11, 22};
     for (const int& value : values) {
@@ -288,7 +288,7 @@ TEST(what_a_rank_sent_before_it_was_killed_arrives) {
   check_killed(peer.mailbox->wait(*message, within()), *peer.group);
 }
 
-TEST(a_rank_that_died_before_it_was_watched_is_lost) {
+TEST(a_rank_that_died_before_connect_is_lost) {
   Status status;
   auto segment = Segment::create(2, kNonce, status);
   const int descriptor = segment->descriptor();
@@ -303,10 +303,10 @@ TEST(a_rank_that_died_before_it_was_watched_is_lost) {
   const Status lost = group.connect();
   CHECK_EQ(lost.code, Code::peer_lost);
   CHECK_EQ(lost.peer, 1);
-  CHECK_EQ(group.broken().code, Code::peer_lost);
+  CHECK_EQ(group.failure().code, Code::peer_lost);
 }
 
-TEST(a_rank_that_exits_without_leaving_is_lost_and_its_exit_code_told) {
+TEST(a_rank_that_exits_without_leaving_is_lost_and_its_exit_code_reported) {
   const Gate gate;
   Peer peer([&](Group&, Mailbox&) { _exit(7); });
   const Status status = barrier(*peer.group, within());
@@ -323,7 +323,7 @@ TEST(a_rank_that_leaves_is_not_lost) {
   CHECK_EQ(barrier(*peer.group, within()).code, Code::left);
 }
 
-TEST(a_process_has_ended_before_its_memory_is_taken_apart) {
+TEST(a_process_has_ended_before_its_memory_is_freed) {
   bool before = false;
   for (int round = 0; round < 10 && !before; ++round) {
     const Gate full;
@@ -349,7 +349,7 @@ TEST(a_process_has_ended_before_its_memory_is_taken_apart) {
   CHECK(before);
 }
 
-TEST(who_leaves_because_of_a_death_does_not_hide_it) {
+TEST(a_rank_that_leaves_because_of_a_death_does_not_hide_it) {
   Status status;
   auto segment = Segment::create(3, kNonce, status);
   const int descriptor = segment->descriptor();
@@ -368,15 +368,15 @@ TEST(who_leaves_because_of_a_death_does_not_hide_it) {
   CHECK(ranks::eventually([&] { return presence(2) == Presence::left; }));
   Group group(std::move(segment), 0);
   CHECK(group.connect().ok());
-  CHECK_EQ(group.trouble_with(2).code, Code::left);
+  CHECK_EQ(group.peer_status(2).code, Code::left);
   kill(pids[1], SIGKILL);
-  CHECK(ranks::eventually([&] { return group.trouble_with(2).code == Code::peer_lost; }));
-  CHECK_EQ(group.trouble_with(2).peer, 1);
+  CHECK(ranks::eventually([&] { return group.peer_status(2).code == Code::peer_lost; }));
+  CHECK_EQ(group.peer_status(2).peer, 1);
   kill(pids[2], SIGKILL);
   for (const int rank : {1, 2}) waitpid(pids[rank], nullptr, 0);
 }
 
-TEST(what_a_failing_rank_aborts_is_lost) {
+TEST(a_failing_rank_that_aborts_is_lost) {
   Peer peer([](Group& other, Mailbox&) {
     other.fail(false);
     (void)other.abort(Status{.code = Code::aborted, .reporter = 1});
@@ -387,7 +387,7 @@ TEST(what_a_failing_rank_aborts_is_lost) {
   CHECK_EQ(status.peer, 1);
 }
 
-TEST(a_forked_child_of_a_rank_cannot_leave_for_it) {
+TEST(a_forked_child_cannot_leave_for_its_parent) {
   Status status;
   Group group(Segment::create(1, kNonce, status), 0);
   const int pid = fork_child([&] {
@@ -400,7 +400,7 @@ TEST(a_forked_child_of_a_rank_cannot_leave_for_it) {
   CHECK_EQ(group.segment().control(0).presence.load(), Presence::left);
 }
 
-TEST(collectives_between_processes_are_right) {
+TEST(collectives_between_processes_are_correct) {
   constexpr std::size_t count = 300'001;
   const auto work = [](Group& group) {
     bool good = true;

@@ -1,4 +1,4 @@
-// The kernels of every instruction set that this CPU has, against the oracle in reference.h.
+// The kernels of every instruction set of this CPU, against the oracle in reference.h.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -54,8 +54,8 @@ auto scale_kernel(const Table& table, DType dtype) {
 
 constexpr std::size_t fence = 192;
 
-// Elements between two fences of poison, off the alignment of vectors by a few elements. Without
-// the second fence, a sanitizer sees reads past the end.
+// Elements between two guards of poison, a few elements off the alignment of vectors. Without the
+// second guard, a sanitizer detects reads past the end.
 class Buffer {
  public:
   Buffer(std::size_t count, DType dtype, std::size_t fence_after = fence)
@@ -91,8 +91,8 @@ double special() {
   return values[random_bits() % std::size(values)];
 }
 
-// Of four elements one is any pattern of bits, one is often special, two are tame, so that not
-// every result is NaN.
+// One of four elements is an arbitrary bit pattern, one is often special, two are moderate, so that
+// not every result is NaN.
 template <class Stored, class Encode>
 void fill_floats(Buffer& buffer, std::size_t salt, Encode encode) {
   for (std::size_t i = 0; i < buffer.size() / sizeof(Stored); ++i) {
@@ -217,8 +217,8 @@ T reduced(DType dtype, ReduceOp op, const std::vector<T>& values, double divisor
 
 }  // namespace
 
-// First: the choice is made once per process, so the children must come before any use here.
-TEST(environment_lowers_the_instruction_set) {
+// First: the choice is made once per process, so the children must run before any use here.
+TEST(the_environment_lowers_the_instruction_set) {
   std::string widest;
   for (const Variant& variant : usable()) widest = variant.name;
   std::vector<std::pair<std::string, std::string>> cases = {{"nonsense", widest}};
@@ -264,7 +264,7 @@ TEST(scale_matches_the_reference) {
   }
 }
 
-// Halves that need no change, ties, overflow, subnormals, and what lies between.
+// Halves that need no change, ties, overflow, subnormals, and values in between.
 TEST(every_half_is_converted_and_rounded) {
   for (DType dtype : {DType::float16, DType::bfloat16}) {
     const Buffer all = every_half(dtype);
@@ -276,7 +276,7 @@ TEST(every_half_is_converted_and_rounded) {
 }
 
 #if defined(__x86_64__)
-// torch.set_flush_denormal: float16 has no float32 subnormals on its way.
+// torch.set_flush_denormal: the conversion of float16 uses no float32 subnormals.
 TEST(float16_survives_flush_to_zero) {
   const unsigned before = _mm_getcsr();
   const Buffer all = every_half(DType::float16);
@@ -308,7 +308,7 @@ TEST(known_results) {
   CHECK_EQ(product[1], 10.0f);
   CHECK(std::isnan(reduced<float>(DType::float32, ReduceOp::min, {NAN, 1})));
   CHECK(std::isnan(reduced<double>(DType::float64, ReduceOp::max, {1, NAN, 2})));
-  // Rounding at each step would leave 256: the sum is rounded once.
+  // Rounding at each step would yield 256: the sum is rounded once.
   CHECK_EQ(reduced(DType::bfloat16, ReduceOp::sum,
                    Halves{bf256, bf1, bf1, bf1, bf1, bf1, bf1, bf1, bf1}),
            bf264);

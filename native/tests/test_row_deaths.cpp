@@ -1,9 +1,9 @@
-// Rows whose writers are killed or stopped: what is read is some whole write all the same.
+// Rows whose writers are killed or stopped: a reader still gets whole rows.
 #include <sys/resource.h>
 #include <unistd.h>
 
 #include "few_rows.h"
-#include "strike_rows.h"
+#include "row_faults.h"
 
 using namespace few_rows;
 
@@ -34,29 +34,29 @@ TEST(a_writer_killed_at_any_time_leaves_whole_rows) {
 #if defined(PHALANX_HOOKS)
 namespace {
 
-// What row 2 is, which is one write.
+// The value of row 2, which must come from one write.
 float second(Rows& rows) {
   CHECK(all_whole(rows));
   Buffers<float> buffers(rows, {2});
-  CHECK(rows.gather(buffers.list(), buffers.to.data(), kPatience).ok());
+  CHECK(rows.gather(buffers.list(), buffers.to.data(), kTimeout).ok());
   return buffers.parts[1][0];
 }
 
 }  // namespace
 
-TEST(killed_at_every_step_it_was_the_old_row_or_is_the_new) {
+TEST(a_writer_killed_at_every_step_leaves_the_old_or_the_new_row) {
   const auto rows = few();
-  float last = 1;  // never is it an older one again
+  float last = 1;  // never an older one again
   for (int step = 0; check::failures == 0; ++step) {
     CHECK(write_one(*rows, 2, 1).ok());
-    const pid_t child = struck(step, SIGKILL, [&] {
-      // In one place, so that what the first has set aside is there when the second begins.
+    const pid_t child = run_with_fault(step, SIGKILL, [&] {
+      // In one slot, so that the backup of the first write is there when the second begins.
       Buffers<float> buffers(*rows, {2, 2});
       for (auto& part : buffers.parts) {
         std::fill_n(part.begin(), kWidth, 5.0F);
         std::fill_n(part.begin() + kWidth, kWidth, 9.0F);
       }
-      CHECK(rows->write(buffers.list(), buffers.from.data(), kPatience).ok());
+      CHECK(rows->write(buffers.list(), buffers.from.data(), kTimeout).ok());
     });
     const float found = second(*rows);
     CHECK(found >= last && (found == 1 || found == 5 || found == 9));
@@ -75,9 +75,9 @@ TEST(a_repair_that_dies_is_repaired) {
   for (int step = 0; check::failures == 0; ++step) {
     CHECK(write_one(*rows, 2, 1).ok());
     bool repaired = false;
-    for (const int first : {4, 6, 8}) {  // some with the row set aside, some before
-      CHECK(struck(first, SIGKILL, [&] { (void)write_one(*rows, 2, 9); }) != 0);
-      const pid_t child = struck(step, SIGKILL, [&] { (void)all_whole(*rows); });
+    for (const int first : {4, 6, 8}) {  // some with a backup of the row, some before
+      CHECK(run_with_fault(first, SIGKILL, [&] { (void)write_one(*rows, 2, 9); }) != 0);
+      const pid_t child = run_with_fault(step, SIGKILL, [&] { (void)all_whole(*rows); });
       repaired = repaired || child == 0;
       CHECK_EQ(second(*rows), 1.0F);
     }
@@ -87,10 +87,10 @@ TEST(a_repair_that_dies_is_repaired) {
   CHECK(most > 4);
 }
 
-TEST(a_writer_that_is_stopped_is_named) {
+TEST(a_stopped_writer_is_reported) {
   const auto rows = few();
   CHECK(write_one(*rows, 2, 1).ok());
-  const pid_t child = struck(8, SIGSTOP, [&] { (void)write_one(*rows, 2, 9); });
+  const pid_t child = run_with_fault(8, SIGSTOP, [&] { (void)write_one(*rows, 2, 9); });
   CHECK(child != 0);
   const auto brief = std::chrono::milliseconds(30);
   Buffers<float> buffers(*rows, {1, 2});
@@ -98,104 +98,105 @@ TEST(a_writer_that_is_stopped_is_named) {
   for (const RowsResult& result :
        {rows->gather(buffers.list(), buffers.to.data(), brief),
         rows->write(buffers.list(), buffers.from.data(), brief),
-        rows->update(buffers.list(), gradients.data(), {.rate = 1}, brief)}) {
-    CHECK(result.kind == Came::stuck);
+        rows->update(buffers.list(), gradients.data(), {.lr = 1}, brief)}) {
+    CHECK(result.kind == ResultKind::stuck);
     CHECK_EQ(result.at, 1UL);
     CHECK_EQ(result.value, 2);
     CHECK_EQ(result.pid, child);
   }
   end(child, SIGKILL);
-  CHECK(write_one(*rows, 1, 1).ok());  // which the update has made of several numbers
+  CHECK(write_one(*rows, 1, 1).ok());  // the update may have written several values
   CHECK_EQ(second(*rows), 1.0F);
 }
 
-TEST(the_dead_leave_their_places) {
+TEST(slots_of_dead_writers_are_reused) {
   const auto rows = few();
   for (std::size_t i = 0; i < kRowWriters + 10 && check::failures == 0; ++i) {
-    CHECK(struck(2 + static_cast<int>(i % 7), SIGKILL, [&] { (void)write_one(*rows, 2, 9); }) != 0);
+    CHECK(run_with_fault(2 + static_cast<int>(i % 7), SIGKILL,
+                         [&] { (void)write_one(*rows, 2, 9); }) != 0);
   }
   CHECK(write_one(*rows, 2, 3).ok());
   CHECK_EQ(second(*rows), 3.0F);
 }
 
-TEST(of_rows_that_share_a_lock_the_right_one_is_put_back) {
+TEST(of_rows_that_share_a_lock_the_right_one_is_restored) {
   const auto rows = create({.rows = kRowLocks + kFew, .width = kWidth, .parts = kParts});
   const auto other = static_cast<std::int64_t>(kRowLocks + 2);
   CHECK(write_one(*rows, 2, 1).ok());
   CHECK(write_one(*rows, other, 2).ok());
   for (const std::int64_t row : {std::int64_t{2}, other}) {
-    CHECK(struck(8, SIGKILL, [&] { (void)write_one(*rows, row, 9); }) != 0);
+    CHECK(run_with_fault(8, SIGKILL, [&] { (void)write_one(*rows, row, 9); }) != 0);
     Buffers<float> buffers(*rows, {other, 2});
-    CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+    CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
     CHECK(one_write(buffers, 0) && one_write(buffers, 1));
     CHECK_EQ(buffers.parts[0][0], 2.0F);
     CHECK_EQ(buffers.parts[0][kWidth], 1.0F);
   }
 }
 
-TEST(who_cannot_find_out_when_it_began_is_not_taken_for_dead) {
+TEST(a_writer_with_an_unknown_start_time_is_not_taken_for_dead) {
   const auto rows = few();
   CHECK(write_one(*rows, 2, 1).ok());
-  const pid_t child = struck(8, SIGSTOP, [&] {
+  const pid_t child = run_with_fault(8, SIGSTOP, [&] {
     const rlimit none{.rlim_cur = 0, .rlim_max = 0};
     CHECK_EQ(setrlimit(RLIMIT_NOFILE, &none), 0);
     (void)write_one(*rows, 2, 9);
   });
   CHECK(child != 0);
   const RowsResult result = write_one(*rows, 2, 3, std::chrono::milliseconds(30));
-  CHECK(result.kind == Came::stuck);
+  CHECK(result.kind == ResultKind::stuck);
   CHECK_EQ(result.pid, child);
   end(child, SIGKILL);
   CHECK_EQ(second(*rows), 1.0F);
 }
 
-TEST(a_pid_that_was_given_out_again_is_another_process) {
+TEST(a_reused_pid_is_another_process) {
   const auto rows = few();
   const Raw raw(*rows);
   const pid_t child = fork();
   if (child == 0) {
     while (true) pause();
   }
-  // A row that place 5 has, half of it written, its old contents set aside.
+  // A row held by slot 5, half written, with a backup.
   const auto leave = [&](std::uint64_t owner) {
     CHECK(write_one(*rows, 2, 4).ok());
     raw.row(0, 2)[0] = 9;
     for (std::uint32_t part = 0; part < kParts; ++part) {
-      std::fill_n(raw.aside(5, part), kWidth, 7.0F);
+      std::fill_n(raw.backup(5, part), kWidth, 7.0F);
     }
     raw.writer(5).row = 2;
     raw.writer(5).saved = 3;
     raw.writer(5).owner = owner;
     raw.lock(2) = (raw.lock(2) & ~0xffULL) | 6;
   };
-  // One tick after the kernel itself began none of this has.
+  // No process started one tick after the kernel.
   leave(1ULL << 22 | static_cast<std::uint64_t>(child));
   CHECK_EQ(second(*rows), 7.0F);
-  // Where it isn't known when the owner began, who has the pid is believed to be the owner.
+  // If the start time of the owner is unknown, the process with its pid is taken for the owner.
   leave(static_cast<std::uint64_t>(child));
   const RowsResult result = write_one(*rows, 2, 3, std::chrono::milliseconds(30));
-  CHECK(result.kind == Came::stuck);
+  CHECK(result.kind == ResultKind::stuck);
   CHECK_EQ(result.pid, child);
   end(child, SIGKILL);
   CHECK_EQ(second(*rows), 7.0F);
   CHECK_EQ(raw.writer(5).owner.load(), 0UL);
 }
 
-TEST(numbers_that_cannot_be_are_not_followed) {
+TEST(invalid_numbers_are_not_followed) {
   const auto rows = few();
   const Raw raw(*rows);
   const auto brief = std::chrono::milliseconds(30);
-  raw.lock(2) = 0x100 | 200;  // there is no such place
+  raw.lock(2) = 0x100 | 200;  // no such slot
   RowsResult result = write_one(*rows, 2, 3, brief);
-  CHECK(result.kind == Came::stuck);
+  CHECK(result.kind == ResultKind::stuck);
   CHECK_EQ(result.pid, 0);
   Buffers<float> buffers(*rows, {2});
   result = rows->gather(buffers.list(), buffers.to.data(), brief);
-  CHECK(result.kind == Came::stuck);
+  CHECK(result.kind == ResultKind::stuck);
   raw.lock(2) = 0x100 | 6;
-  raw.writer(5).row = 1ULL << 40;  // nor such a row
+  raw.writer(5).row = 1ULL << 40;  // no such row
   raw.writer(5).owner = 1ULL << 22 | static_cast<std::uint64_t>(getpid());
-  CHECK(write_one(*rows, 2, 3, brief).kind == Came::stuck);
+  CHECK(write_one(*rows, 2, 3, brief).kind == ResultKind::stuck);
   CHECK_EQ(raw.writer(5).owner.load(), 0UL);
 }
 #endif

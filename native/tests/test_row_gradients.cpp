@@ -1,4 +1,4 @@
-// Gradients of rows put together, against sums in a map.
+// Coalesced gradients of rows, against sums in a map.
 #include <map>
 #include <vector>
 
@@ -29,7 +29,7 @@ struct Case {
   }
 };
 
-// Small whole numbers: sums of them are exact in any order; lengths of bags are powers of two.
+// Small integers: their sums are exact in any order; lengths of bags are powers of two.
 template <class T>
 T some(Random& random) {
   return static_cast<T>(random.below(17)) - T{8};
@@ -38,13 +38,13 @@ T some(Random& random) {
 template <class T>
 Case<T> any(Random& random, std::size_t width) {
   Case<T> made;
-  const bool apart = random.one_in(3);
+  const bool unpooled = random.one_in(3);
   made.pooling = random.one_in(2) ? Pooling::mean : Pooling::sum;
   const std::size_t bags = random.below(6);
   for (std::size_t bag = 0; bag < bags; ++bag) {
-    const bool empty = !apart && random.one_in(5);
-    const std::size_t length = apart ? 1 : std::size_t{1} << random.below(4);
-    if (!apart) {
+    const bool empty = !unpooled && random.one_in(5);
+    const std::size_t length = unpooled ? 1 : std::size_t{1} << random.below(4);
+    if (!unpooled) {
       made.offsets.push_back(static_cast<std::int64_t>(made.rows.size()));
     }
     for (std::size_t i = 0; i < (empty ? 0 : length); ++i) {
@@ -64,11 +64,11 @@ Case<T> any(Random& random, std::size_t width) {
 
 template <class T>
 void add_to(std::map<std::int64_t, std::vector<T>>& sums, const Case<T>& one, std::size_t width) {
-  const bool apart = one.offsets.empty();
-  const std::size_t bags = apart ? one.rows.size() : one.offsets.size();
+  const bool unpooled = one.offsets.empty();
+  const std::size_t bags = unpooled ? one.rows.size() : one.offsets.size();
   for (std::size_t bag = 0; bag < bags; ++bag) {
-    const std::size_t begin = apart ? bag : static_cast<std::size_t>(one.offsets[bag]);
-    const std::size_t end = apart            ? bag + 1
+    const std::size_t begin = unpooled ? bag : static_cast<std::size_t>(one.offsets[bag]);
+    const std::size_t end = unpooled         ? bag + 1
                             : bag + 1 < bags ? static_cast<std::size_t>(one.offsets[bag + 1])
                                              : one.rows.size();
     for (std::size_t i = begin; i < end; ++i) {
@@ -98,17 +98,17 @@ void like_a_map(DType dtype, std::uint64_t seed) {
       add_to(expected, one, width);
       most += one.rows.size();
     }
-    const auto shares = static_cast<std::int64_t>(1 + random.below(3));
+    const auto shards = static_cast<std::int64_t>(1 + random.below(3));
     const double divisor = random.one_in(2) ? 1 : 4;
     std::size_t found = 0;
-    for (std::int64_t rest = 0; rest < shares; ++rest) {
+    for (std::int64_t remainder = 0; remainder < shards; ++remainder) {
       std::vector<std::int64_t> rows(most, -1);
       std::vector<T> sums(most * width, T{99});
-      const std::size_t count =
-          add_up(batches, width, dtype, divisor, {.rest = rest, .shares = shares},
-                 {.rows = rows.data(), .gradients = sums.data()});
+      const std::size_t count = coalesce_gradients(batches, width, dtype, divisor,
+                                                   {.remainder = remainder, .count = shards},
+                                                   {.rows = rows.data(), .gradients = sums.data()});
       for (std::size_t i = 0; i < count; ++i) {
-        CHECK(rows[i] % shares == rest);
+        CHECK(rows[i] % shards == remainder);
         CHECK(i == 0 || rows[i - 1] < rows[i]);
         const auto& sum = expected.at(rows[i]);
         for (std::size_t k = 0; k < width; ++k) {
@@ -124,7 +124,7 @@ void like_a_map(DType dtype, std::uint64_t seed) {
 
 }  // namespace
 
-TEST(gradients_are_added_up_as_in_a_map) {
+TEST(gradients_are_summed_as_in_a_map) {
   like_a_map<float>(DType::float32, 1);
   like_a_map<double>(DType::float64, 2);
 }

@@ -1,4 +1,4 @@
-// Rows while others step in between any two steps, or words, of a call.
+// Rows, with other calls between any two steps, or words, of a call.
 #include <unistd.h>
 
 #include <condition_variable>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "few_rows.h"
-#include "strike_rows.h"
+#include "row_faults.h"
 
 using namespace few_rows;
 
@@ -36,12 +36,12 @@ bool with(int step, Other&& other, Body&& body) {
   return to_come < 0;
 }
 
-// Row 2, if it can be read at once; it is whole, and of which write is in `value`.
-bool glance(Rows& rows, float& value) {
+// Reads row 2, if that is possible at once. The row must be whole; `value` identifies the write.
+bool try_read(Rows& rows, float& value) {
   Buffers<float> buffers(rows, {2});
   const RowsResult result = rows.gather(buffers.list(), buffers.to.data(), kBrief);
   if (!result.ok()) {
-    CHECK(result.kind == Came::stuck);
+    CHECK(result.kind == ResultKind::stuck);
     CHECK_EQ(result.pid, getpid());
     return false;
   }
@@ -52,13 +52,13 @@ bool glance(Rows& rows, float& value) {
 
 float second(Rows& rows) {
   float value = -1;
-  CHECK(glance(rows, value));
+  CHECK(try_read(rows, value));
   return value;
 }
 
-RowsResult step_down(Rows& rows, Rows::Patience patience) {
+RowsResult step_down(Rows& rows, Rows::Timeout timeout) {
   const std::int64_t row = 2;
-  return rows.update({&row, 1}, kMinusOne.data(), {.rate = 1}, patience);
+  return rows.update({&row, 1}, kMinusOne.data(), {.lr = 1}, timeout);
 }
 
 }  // namespace
@@ -69,7 +69,7 @@ TEST(a_write_at_any_step_of_a_read) {
   const auto write = [&] { CHECK(write_one(*rows, 2, static_cast<float>(step + 1)).ok()); };
   Buffers<float> buffers(*rows, {1, 2, 3, 2, 4, 2});
   while (with(step, write, [&] {
-    CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+    CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
     for (std::size_t i = 0; i < buffers.numbers.size(); ++i) CHECK(one_write(buffers, i));
   })) {
     ++step;
@@ -79,7 +79,7 @@ TEST(a_write_at_any_step_of_a_read) {
   const std::int64_t offset = 0;
   Buffers<float> out(*rows, {2});
   while (with(step - gathered, write, [&] {
-    CHECK(rows->pool(out.list(), {&offset, 1}, Pooling::sum, nullptr, out.to[0], kPatience).ok());
+    CHECK(rows->pool(out.list(), {&offset, 1}, Pooling::sum, nullptr, out.to[0], kTimeout).ok());
     const auto& sum = out.parts[0];
     CHECK(std::count(sum.begin(), sum.end(), sum[0]) == kWidth);
   })) {
@@ -88,20 +88,20 @@ TEST(a_write_at_any_step_of_a_read) {
   CHECK(step - gathered > 18);
 }
 
-TEST(a_second_write_at_any_word_of_the_second_try) {
+TEST(a_second_write_at_any_word_of_the_second_attempt) {
   const auto rows = few();
   static Rows* table;
   static int words;
   static int second_at;
   static bool inside;
   table = rows.get();
-  // A try reads some 50 words.
+  // An attempt reads some 50 words.
   for (second_at = 4; second_at < 120; ++second_at) {
     CHECK(write_one(*rows, 2, 1).ok());
     words = 0;
     inside = false;
     step_hook.store([](const char* step) {
-      if (inside || std::string_view(step) != "rows: a word is read") return;
+      if (inside || std::string_view(step) != "rows: word read") return;
       if (words == 3 || words == second_at) {
         inside = true;
         CHECK(write_one(*table, 2, static_cast<float>(words)).ok());
@@ -124,7 +124,7 @@ TEST(a_read_at_any_step_of_a_write) {
   int step = 0;
   const auto read = [&] {
     float value = 0;
-    if (!glance(*rows, value)) {
+    if (!try_read(*rows, value)) {
       ++refused;
       return;
     }
@@ -143,21 +143,21 @@ TEST(an_update_at_any_step_of_an_update) {
   float expected = 0;
   int step = 0;
   const auto update = [&] { expected += step_down(*rows, kBrief).ok() ? 1.0F : 0.0F; };
-  while (with(step, update, [&] { CHECK(step_down(*rows, kPatience).ok()); })) {
+  while (with(step, update, [&] { CHECK(step_down(*rows, kTimeout).ok()); })) {
     ++step;
     ++expected;
     Buffers<float> buffers(*rows, {2});
-    CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+    CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
     CHECK(buffers.parts[0] == std::vector<float>(kWidth, expected));
   }
   CHECK(step > 40);
 }
 
-TEST(a_writer_that_dies_and_is_repaired_beneath_a_read) {
+TEST(a_writer_that_dies_and_is_repaired_during_a_read) {
   const auto rows = few();
   for (int word = 0; check::failures == 0; ++word) {
     CHECK(write_one(*rows, 2, 1).ok());
-    // At a word of the read a writer leaves half of a row; before the second look it is repaired.
+    // At a word of the read a writer leaves half of a row; before the second check it is repaired.
     static int words_left;
     static pid_t child;
     static Rows* table;
@@ -166,12 +166,12 @@ TEST(a_writer_that_dies_and_is_repaired_beneath_a_read) {
     table = rows.get();
     step_hook.store([](const char* step) {
       const std::string_view name(step);
-      if (name == "rows: a word is read" && words_left-- == 0) {
+      if (name == "rows: word read" && words_left-- == 0) {
         step_hook.store(nullptr);
-        child = struck(8, SIGKILL, [] { (void)write_one(*table, 2, 9); });
+        child = run_with_fault(8, SIGKILL, [] { (void)write_one(*table, 2, 9); });
         CHECK(child != 0);
         step_hook.store([](const char* later) {
-          if (std::string_view(later) == "rows: look again") {
+          if (std::string_view(later) == "rows: check again") {
             step_hook.store(nullptr);
             CHECK(all_whole(*table));
           }
@@ -189,7 +189,7 @@ TEST(a_writer_that_dies_and_is_repaired_beneath_a_read) {
 
 namespace {
 
-// Threads that stop before a step, each with a role of its own, until they are let go.
+// Threads that stop before a step, each with a role of its own, until they are released.
 class Stops {
  public:
   static void arrive(const char* step) {
@@ -202,7 +202,7 @@ class Stops {
   }
   static void await(int count) {
     std::unique_lock lock(mutex);
-    CHECK(changed.wait_for(lock, kPatience, [count] { return waiting >= count; }));
+    CHECK(changed.wait_for(lock, kTimeout, [count] { return waiting >= count; }));
   }
   static void let_go(std::size_t role_to_go) {
     const std::lock_guard lock(mutex);
@@ -231,40 +231,40 @@ std::thread stopping(std::size_t role, std::string_view before, std::function<vo
 
 }  // namespace
 
-// All places are taken; then there is one whose owner is dead, whom two repair, one of them late.
-TEST(places_run_out_and_are_repaired_once) {
+// All slots are in use; then one has a dead owner, and two processes repair it, one of them late.
+TEST(slots_run_out_and_are_repaired_once) {
   const auto rows = create({.rows = kRowWriters + 10, .width = kWidth, .parts = kParts});
   CHECK(write_one(*rows, 2, 1).ok());
-  const pid_t child = struck(8, SIGKILL, [&] { (void)write_one(*rows, 2, 9); });
+  const pid_t child = run_with_fault(8, SIGKILL, [&] { (void)write_one(*rows, 2, 9); });
   CHECK(child != 0);
   step_hook.store(&Stops::arrive);
   std::vector<std::thread> writers;
   for (std::size_t i = 1; i < kRowWriters; ++i) {
     const auto row = static_cast<std::int64_t>(9 + i);
     writers.push_back(
-        stopping(0, "rows: free", [&rows, row] { CHECK(write_one(*rows, row, 5).ok()); }));
+        stopping(0, "rows: release", [&rows, row] { CHECK(write_one(*rows, row, 5).ok()); }));
   }
   Stops::await(kRowWriters - 1);
-  // Of the places that are left none, until somebody has noticed that one owner is dead.
-  auto late = stopping(1, "rows: take over", [&] {
+  // No slot is free until some process notices that one owner is dead.
+  auto late = stopping(1, "rows: take over the slot", [&] {
     Buffers<float> buffers(*rows, {2});
-    CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+    CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
     CHECK(one_write(buffers, 0) && buffers.parts[0][0] == 1.0F);
   });
   Stops::await(kRowWriters);
   CHECK_EQ(second(*rows), 1.0F);
-  // That place is taken again, and its row half written, when the other goes on.
+  // That slot is in use again, and its row half written, when the other process continues.
   CHECK(write_one(*rows, 3, 2).ok());
-  auto next = stopping(2, "rows: put", [&] {
+  auto next = stopping(2, "rows: store", [&] {
     Stops::passes = 2;
     CHECK(write_one(*rows, 3, 7).ok());
   });
   Stops::await(kRowWriters + 1);
   const RowsResult full = write_one(*rows, 4, 1, std::chrono::milliseconds(30));
-  CHECK(full.kind == Came::full);
+  CHECK(full.kind == ResultKind::full);
   Stops::let_go(1);
   late.join();
-  CHECK(write_one(*rows, 4, 1, std::chrono::milliseconds(30)).kind == Came::full);
+  CHECK(write_one(*rows, 4, 1, std::chrono::milliseconds(30)).kind == ResultKind::full);
   Stops::let_go(2);
   next.join();
   CHECK(write_one(*rows, 4, 1).ok());
@@ -273,7 +273,7 @@ TEST(places_run_out_and_are_repaired_once) {
   step_hook.store(nullptr);
   CHECK(all_whole(*rows));
   Buffers<float> buffers(*rows, {2, 3, 10, 9 + kRowWriters - 1});
-  CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+  CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
   for (const auto& [i, value] : {std::pair{0, 1.0F}, {1, 7.0F}, {2, 5.0F}, {3, 5.0F}}) {
     CHECK_EQ(buffers.parts[0][static_cast<std::size_t>(i) * kWidth], value);
   }

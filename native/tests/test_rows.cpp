@@ -1,4 +1,4 @@
-// Rows in shared memory: what is read is always some whole write.
+// Rows in shared memory: a reader always gets a whole write.
 #include <sched.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,7 +16,7 @@ using namespace few_rows;
 
 namespace {
 
-// The numbers of layout version 1: who changes one must change kRowsVersion.
+// The numbers of layout version 1: a change of any of them requires a new kRowsVersion.
 static_assert(kRowsVersion == 1);
 static_assert(kRowsMagic == 0x53574f5258485002);
 static_assert(kRowWriters == 64 && kRowLocks == 8192);
@@ -29,7 +29,7 @@ static_assert(sizeof(RowWriter) == 64 && offsetof(RowWriter, owner) == 0);
 static_assert(offsetof(RowWriter, row) == 8 && offsetof(RowWriter, saved) == 16);
 static_assert(std::atomic<std::uint64_t>::is_always_lock_free);
 
-// Writes and reads at random, against plain arrays.
+// Random writes and reads, against plain arrays.
 template <class T>
 void like_arrays(DType dtype, std::uint32_t width, std::uint32_t parts) {
   constexpr std::size_t kRows = 50;
@@ -53,10 +53,10 @@ void like_arrays(DType dtype, std::uint32_t width, std::uint32_t parts) {
                       expected[part].begin() + buffers.numbers[i] * width);
         }
       }
-      CHECK(rows->write(buffers.list(), buffers.from.data(), kPatience).ok());
+      CHECK(rows->write(buffers.list(), buffers.from.data(), kTimeout).ok());
       continue;
     }
-    CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+    CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
     for (std::uint32_t part = 0; part < parts; ++part) {
       for (std::size_t i = 0; i < buffers.numbers.size() * width; ++i) {
         const auto row = static_cast<std::size_t>(buffers.numbers[i / width]);
@@ -70,14 +70,14 @@ void like_arrays(DType dtype, std::uint32_t width, std::uint32_t parts) {
 template <class T>
 void pooled_like_a_loop(DType dtype) {
   constexpr std::size_t kRows = 30;
-  constexpr std::uint32_t kThin = 45;  // whole vectors, and a rest
+  constexpr std::uint32_t kThin = 45;  // whole vectors, and a remainder
   const auto rows = create({.rows = kRows, .width = kThin, .dtype = dtype});
   Random random(5);
   std::vector<std::int64_t> all(kRows);
   std::iota(all.begin(), all.end(), 0);
   Buffers<T> table(*rows, all);
   for (auto& value : table.parts[0]) value = any<T>(random);
-  CHECK(rows->write(table.list(), table.from.data(), kPatience).ok());
+  CHECK(rows->write(table.list(), table.from.data(), kTimeout).ok());
   for (int round = 0; round < ranks::scaled(240); ++round) {
     const auto numbers = some(random, random.below(60), kRows);
     std::vector<std::int64_t> offsets = some(random, random.below(10), numbers.size() + 1);
@@ -89,7 +89,7 @@ void pooled_like_a_loop(DType dtype) {
     const bool weighted = pooling == Pooling::sum && random.one_in(2);
     std::vector<T> out(offsets.size() * kThin, T{-77});
     CHECK(rows->pool({numbers.data(), numbers.size()}, {offsets.data(), offsets.size()}, pooling,
-                     weighted ? weights.data() : nullptr, out.data(), kPatience)
+                     weighted ? weights.data() : nullptr, out.data(), kTimeout)
               .ok());
     for (std::size_t i = 0; i < out.size(); ++i) {
       const std::size_t bag = i / kThin;
@@ -121,7 +121,7 @@ std::unique_ptr<Rows> open(const Rows& rows) {
 
 }  // namespace
 
-TEST(it_does_what_arrays_do) {
+TEST(rows_behave_like_arrays) {
   for (const std::uint32_t width : {1U, 2U, 16U, 37U, 64U}) {
     for (std::uint32_t parts = 1; parts <= 3; ++parts) {
       like_arrays<float>(DType::float32, width, parts);
@@ -135,14 +135,14 @@ TEST(bags_are_pooled) {
   pooled_like_a_loop<double>(DType::float64);
 }
 
-// Each is chosen once for a process, so in one of its own.
-TEST(narrower_instruction_sets_do_the_same) {
-  if (std::getenv("PHALANX_ISA") != nullptr) return;  // this is such a one
+// The instruction set is chosen once per process, so each one needs its own.
+TEST(narrower_instruction_sets_give_the_same_results) {
+  if (std::getenv("PHALANX_ISA") != nullptr) return;  // this is such a process
   for (const char* limit : {"baseline", "avx2"}) {
     const pid_t child = fork();
     if (child == 0) {
       setenv("PHALANX_ISA", limit, 1);
-      execl("/proc/self/exe", "test_rows", "it_does_what_arrays_do", "bags_are_pooled", nullptr);
+      execl("/proc/self/exe", "test_rows", "rows_behave_like_arrays", "bags_are_pooled", nullptr);
       _exit(2);
     }
     int ending = 0;
@@ -151,40 +151,40 @@ TEST(narrower_instruction_sets_do_the_same) {
   }
 }
 
-TEST(a_wrong_index_is_named_and_nothing_done) {
+TEST(a_wrong_index_is_reported_and_nothing_done) {
   const auto rows = few();
   for (const std::int64_t wrong : {std::int64_t{-1}, static_cast<std::int64_t>(kFew)}) {
     Buffers<float> buffers(*rows, {0, 1, wrong, 2});
     const std::vector<float> gradients(4 * kWidth, 1.0F);
     const std::int64_t offset = 0;
     for (const RowsResult& result :
-         {rows->gather(buffers.list(), buffers.to.data(), kPatience),
-          rows->write(buffers.list(), buffers.from.data(), kPatience),
-          rows->pool(buffers.list(), {&offset, 1}, Pooling::sum, nullptr, buffers.to[0], kPatience),
-          rows->update(buffers.list(), gradients.data(), {.rate = 1}, kPatience)}) {
-      CHECK(result.kind == Came::index);
+         {rows->gather(buffers.list(), buffers.to.data(), kTimeout),
+          rows->write(buffers.list(), buffers.from.data(), kTimeout),
+          rows->pool(buffers.list(), {&offset, 1}, Pooling::sum, nullptr, buffers.to[0], kTimeout),
+          rows->update(buffers.list(), gradients.data(), {.lr = 1}, kTimeout)}) {
+      CHECK(result.kind == ResultKind::index);
       CHECK_EQ(result.at, 2UL);
       CHECK_EQ(result.value, wrong);
     }
     CHECK(buffers.parts[0] == std::vector<float>(4 * kWidth, -77));
     CHECK_EQ(rows->step(), 0UL);
     Buffers<float> after(*rows, {0, 1, 2});
-    CHECK(rows->gather(after.list(), after.to.data(), kPatience).ok());
+    CHECK(rows->gather(after.list(), after.to.data(), kTimeout).ok());
     CHECK(after.parts[0] == std::vector<float>(3 * kWidth, 0));
   }
 }
 
-TEST(wrong_offsets_are_named) {
+TEST(wrong_offsets_are_reported) {
   const auto rows = few();
   Buffers<float> buffers(*rows, {0, 1, 2});
   const auto pooled = [&](std::vector<std::int64_t> offsets) {
     return rows->pool(buffers.list(), {offsets.data(), offsets.size()}, Pooling::sum, nullptr,
-                      buffers.to[0], kPatience);
+                      buffers.to[0], kTimeout);
   };
   for (const auto& [offsets, at] : std::vector<std::pair<std::vector<std::int64_t>, std::size_t>>{
            {{1, 2}, 0}, {{-1, 2}, 0}, {{0, 4}, 1}, {{0, 2, 1}, 2}, {{0, -2, 1}, 1}}) {
     const RowsResult result = pooled(offsets);
-    CHECK(result.kind == Came::offset);
+    CHECK(result.kind == ResultKind::offset);
     CHECK_EQ(result.at, at);
     CHECK_EQ(result.value, offsets[at]);
   }
@@ -192,7 +192,7 @@ TEST(wrong_offsets_are_named) {
   CHECK(pooled({}).ok());
 }
 
-TEST(everything_stands_where_the_layout_has_it) {
+TEST(memory_follows_the_layout) {
   const auto rows = few();
   const Raw raw(*rows);
   CHECK_EQ(rows->bytes(), 12288UL + 3 * 4096 + 36864);
@@ -208,7 +208,7 @@ TEST(everything_stands_where_the_layout_has_it) {
   CHECK_EQ(header.parts, kParts);
   CHECK(write_one(*rows, 3, 5).ok());
   CHECK(write_one(*rows, 3, 6).ok());
-  CHECK_EQ(raw.lock(3), 0x200UL);  // its second version, and nobody has it
+  CHECK_EQ(raw.lock(3), 0x200UL);  // its second version, and not held
   for (std::size_t row = 0; row < kFew; ++row) {
     CHECK(row == 3 || raw.lock(row) == 0);
     for (std::uint32_t part = 0; part < kParts; ++part) {
@@ -216,14 +216,14 @@ TEST(everything_stands_where_the_layout_has_it) {
       CHECK_EQ(raw.row(part, row)[kWidth - 1], row == 3 ? 6.0F : 0.0F);
     }
   }
-  const auto place = static_cast<std::size_t>(getpid()) % kRowWriters;
-  CHECK_EQ(raw.writer(place).owner.load(), 0UL);
-  CHECK_EQ(raw.writer(place).row.load(), 3UL);
-  CHECK_EQ(raw.writer(place).saved.load(), 4UL);
+  const auto slot = static_cast<std::size_t>(getpid()) % kRowWriters;
+  CHECK_EQ(raw.writer(slot).owner.load(), 0UL);
+  CHECK_EQ(raw.writer(slot).row.load(), 3UL);
+  CHECK_EQ(raw.writer(slot).saved.load(), 4UL);
   for (std::uint32_t part = 0; part < kParts; ++part) {
-    CHECK_EQ(raw.aside(place, part)[kWidth - 1], 5.0F);
+    CHECK_EQ(raw.backup(slot, part)[kWidth - 1], 5.0F);
   }
-  CHECK(rows->update({.rows = nullptr, .count = 0}, nullptr, {.rate = 1}, kPatience).ok());
+  CHECK(rows->update({.rows = nullptr, .count = 0}, nullptr, {.lr = 1}, kTimeout).ok());
   CHECK_EQ(header.step.load(), 1UL);
 }
 
@@ -259,12 +259,12 @@ TEST(another_layout_is_refused) {
   CHECK(open(*rows) != nullptr);
 }
 
-TEST(who_counts_processes_otherwise_is_refused) {
+TEST(a_process_in_another_pid_namespace_is_refused) {
   const auto rows = few();
   const pid_t parent = getpid();
   const pid_t child = fork();
   if (child == 0) {
-    // Root may, others in a namespace of their own users, and some containers forbid both.
+    // Root may, others in their own user namespace, and some containers forbid both.
     if (unshare(CLONE_NEWPID) != 0 && unshare(CLONE_NEWUSER | CLONE_NEWPID) != 0) _exit(2);
     const pid_t inner = fork();
     if (inner == 0) {
@@ -284,7 +284,7 @@ TEST(who_counts_processes_otherwise_is_refused) {
   CHECK_EQ(WEXITSTATUS(ending), 0);
 }
 
-TEST(shapes_that_cannot_be_are_refused) {
+TEST(invalid_shapes_are_refused) {
   Status status;
   for (const RowsShape& shape :
        {RowsShape{.rows = 1, .width = 0}, RowsShape{.rows = 1, .width = 1, .parts = 0},
@@ -294,11 +294,11 @@ TEST(shapes_that_cannot_be_are_refused) {
     CHECK(Rows::create(shape, 1, status) == nullptr);
     CHECK_EQ(status.error, EINVAL);
   }
-  CHECK(Rows::create({.rows = kMostRows, .width = kMostRowElements}, 1, status) == nullptr);
+  CHECK(Rows::create({.rows = kMaxRows, .width = kMaxRowElements}, 1, status) == nullptr);
   CHECK(!status.ok());
 }
 
-TEST(what_is_something_else_is_refused) {
+TEST(other_memory_is_refused) {
   const auto rows = few();
   Status status;
   CHECK(Rows::open(getpid(), rows->descriptor(), kNonce + 1, status) == nullptr);
@@ -317,7 +317,7 @@ TEST(what_is_something_else_is_refused) {
   CHECK_EQ(other->shape().parts, kParts);
   CHECK(write_one(*other, 3, 5).ok());
   Buffers<float> buffers(*rows, {3});
-  CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+  CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
   CHECK(buffers.parts[2] == std::vector<float>(kWidth, 5));
 }
 
@@ -341,12 +341,12 @@ void read_beside_writers(bool mapped_once) {
       }
       while (writing > 0) {
         Buffers<float> buffers(mine, some(random, 20, kFew));
-        CHECK(mine.gather(buffers.list(), buffers.to.data(), kPatience).ok());
+        CHECK(mine.gather(buffers.list(), buffers.to.data(), kTimeout).ok());
         for (std::size_t i = 0; i < buffers.numbers.size(); ++i) CHECK(one_write(buffers, i));
         // A bag of one row is that row.
         const std::int64_t offset = 0;
         CHECK(mine.pool({buffers.numbers.data(), 1}, {&offset, 1}, Pooling::max, nullptr,
-                        buffers.to[0], kPatience)
+                        buffers.to[0], kTimeout)
                   .ok());
         const auto& out = buffers.parts[0];
         CHECK(std::count(out.begin(), out.begin() + kWidth, out[0]) == kWidth);
@@ -359,7 +359,7 @@ void read_beside_writers(bool mapped_once) {
 
 TEST(readers_see_whole_rows) { read_beside_writers(true); }
 
-TEST(readers_with_a_mapping_of_their_own_too) { read_beside_writers(false); }
+TEST(readers_with_their_own_mapping_see_whole_rows) { read_beside_writers(false); }
 
 TEST(no_update_is_lost) {
   const auto rows = few();
@@ -371,33 +371,33 @@ TEST(no_update_is_lost) {
       std::iota(all.begin(), all.end(), 0);
       const std::vector<float> gradients(kFew * kWidth, -1.0F);
       for (int round = 0; round < kRounds; ++round) {
-        CHECK(rows->update({all.data(), kFew}, gradients.data(), {.rate = 1}, kPatience).ok());
+        CHECK(rows->update({all.data(), kFew}, gradients.data(), {.lr = 1}, kTimeout).ok());
       }
     });
   }
   for (auto& thread : threads) thread.join();
   Buffers<float> buffers(*rows, {0, 5});
-  CHECK(rows->gather(buffers.list(), buffers.to.data(), kPatience).ok());
+  CHECK(rows->gather(buffers.list(), buffers.to.data(), kTimeout).ok());
   CHECK(buffers.parts[0] == std::vector<float>(2 * kWidth, 3 * kRounds));
   CHECK_EQ(rows->step(), 3UL * kRounds);
 }
 
-TEST(steps_of_an_optimizer) {
-  // By hand; all rules at length are compared with PyTorch's in the tests of the package.
+TEST(optimizer_steps) {
+  // By hand; the tests of the package compare all optimizers at length with PyTorch's.
   const auto rows = create({.rows = 3, .width = 1, .parts = 3, .dtype = DType::float64});
   const std::vector<std::int64_t> numbers = {2};
   const double gradient = 3;
   const RowList list{.rows = numbers.data(), .count = 1};
   Buffers<double> got(*rows, {2, 1});
-  CHECK(rows->update(list, &gradient, {.rule = RowRule::sgd, .rate = 0.5}, kPatience).ok());
-  CHECK(rows->gather(got.list(), got.to.data(), kPatience).ok());
+  CHECK(rows->update(list, &gradient, {.optimizer = RowOptimizer::sgd, .lr = 0.5}, kTimeout).ok());
+  CHECK(rows->gather(got.list(), got.to.data(), kTimeout).ok());
   CHECK_EQ(got.parts[0][0], -1.5);
-  const RowsStep adagrad{.rule = RowRule::adagrad, .rate = 1, .rate_decay = 1};
-  CHECK(rows->update(list, &gradient, adagrad, kPatience).ok());
-  CHECK(rows->gather(got.list(), got.to.data(), kPatience).ok());
+  const OptimizerStep adagrad{.optimizer = RowOptimizer::adagrad, .lr = 1, .lr_decay = 1};
+  CHECK(rows->update(list, &gradient, adagrad, kTimeout).ok());
+  CHECK(rows->gather(got.list(), got.to.data(), kTimeout).ok());
   CHECK_EQ(got.parts[1][0], 9.0);
-  CHECK_EQ(got.parts[0][0], -2.0);  // the table's second step: half the rate
+  CHECK_EQ(got.parts[0][0], -2.0);  // the table's second step: half the learning rate
   CHECK_EQ(got.parts[0][1], 0.0);
-  CHECK(rows->update({.rows = nullptr, .count = 0}, nullptr, adagrad, kPatience).ok());
+  CHECK(rows->update({.rows = nullptr, .count = 0}, nullptr, adagrad, kTimeout).ok());
   CHECK_EQ(rows->step(), 3UL);
 }

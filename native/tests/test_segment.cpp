@@ -1,4 +1,4 @@
-// The segment: its layout, its seals, and that nothing but itself is taken for it.
+// The segment: its layout and seals, and that other memory is refused.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -17,19 +17,22 @@ namespace {
 
 constexpr std::uint64_t kNonce = 0xfeedface12345678;
 
-// The numbers of layout version 2: who changes one must change kLayoutVersion.
+// The numbers of layout version 2: a change of any of them requires a new kLayoutVersion.
 static_assert(kLayoutVersion == 2);
 static_assert(kMagic == 0x584e414c41485001);
 static_assert(kInlineBytes == 16384 && kChunkBytes == 262144 && kRingBytes == 262144);
-static_assert(kCrowdedChunkBytes == 1048576 && kStagingBytes == 2 * kCrowdedChunkBytes);
+static_assert(kOversubscribedChunkBytes == 1048576 &&
+              kStagingBytes == 2 * kOversubscribedChunkBytes);
 static_assert(sizeof(Header) == 128 && offsetof(Header, layout_version) == 8);
 static_assert(offsetof(Header, ranks) == 12 && offsetof(Header, nonce) == 16);
 static_assert(offsetof(Header, bytes) == 24 && offsetof(Header, abort_word) == 64);
 static_assert(sizeof(RankControl) == 256 && alignof(RankControl) == 64);
 static_assert(offsetof(RankControl, step) == 0 && offsetof(RankControl, fingerprints) == 8);
-static_assert(offsetof(RankControl, stepped) == 64 && offsetof(RankControl, bell) == 128);
+static_assert(offsetof(RankControl, step_event) == 64 &&
+              offsetof(RankControl, message_event) == 128);
 static_assert(offsetof(RankControl, pid) == 192 && offsetof(RankControl, presence) == 196);
-static_assert(offsetof(RankControl, trouble) == 200 && offsetof(RankControl, box) == 248);
+static_assert(offsetof(RankControl, failure_fingerprints) == 200 &&
+              offsetof(RankControl, recorder_descriptor) == 248);
 static_assert(sizeof(Channel) == 4096 + 262144 && alignof(Channel) == 4096);
 static_assert(sizeof(Fingerprint) == 24 && offsetof(Fingerprint, count) == 8);
 static_assert(offsetof(Fingerprint, root) == 16 && offsetof(Fingerprint, kind) == 20);
@@ -69,7 +72,7 @@ int error_of_open(int fd, int ranks, std::uint64_t nonce, int pid = getpid()) {
 
 }  // namespace
 
-TEST(parts_lie_one_behind_the_other) {
+TEST(parts_are_contiguous) {
   for (const int ranks : {1, 2, 3, 16, 17, 64}) {
     const auto segment = make(ranks);
     const auto n = static_cast<std::size_t>(ranks);
@@ -104,7 +107,7 @@ TEST(parts_lie_one_behind_the_other) {
   }
 }
 
-TEST(header_says_what_it_is_and_the_rest_is_zero) {
+TEST(the_header_is_filled_and_the_rest_is_zero) {
   const auto segment = make(3);
   const Header& header = segment->header();
   CHECK_EQ(header.magic, kMagic);
@@ -119,7 +122,7 @@ TEST(header_says_what_it_is_and_the_rest_is_zero) {
   }
 }
 
-TEST(descriptor_is_private_and_closed_on_exec) {
+TEST(the_descriptor_is_private_and_closed_on_exec) {
   const auto segment = make(2);
   struct stat info{};
   CHECK_EQ(fstat(segment->descriptor(), &info), 0);
@@ -130,10 +133,10 @@ TEST(descriptor_is_private_and_closed_on_exec) {
   segment->close_descriptor();
   CHECK_EQ(segment->descriptor(), -1);
   CHECK_EQ(fcntl(fd, F_GETFD), -1);
-  segment->close_descriptor();  // a second time does nothing
+  segment->close_descriptor();  // a second call does nothing
 }
 
-TEST(nobody_can_change_its_size) {
+TEST(the_size_is_sealed) {
   const auto segment = make(2);
   const auto bytes = static_cast<off_t>(Segment::bytes_for(2));
   for (const off_t size : {off_t{0}, bytes - 1, bytes + 4096}) {
@@ -158,7 +161,7 @@ TEST(every_mapping_shows_the_same_memory) {
   CHECK_EQ(view->descriptor(), -1);
 }
 
-TEST(nothing_else_is_taken_for_it) {
+TEST(other_memory_is_refused) {
   const auto segment = make(3);
   const int fd = segment->descriptor();
   CHECK_EQ(error_of_open(fd, 3, kNonce + 1), EPROTO);
@@ -188,7 +191,7 @@ TEST(nothing_else_is_taken_for_it) {
   CHECK_EQ(error_of_open(fd, 3, kNonce), EPROTO);
 }
 
-TEST(a_number_of_ranks_that_cannot_be_is_refused) {
+TEST(an_invalid_number_of_ranks_is_refused) {
   for (const int ranks : {-1, 0, kMaxRanks + 1}) {
     Status status;
     CHECK(Segment::create(ranks, kNonce, status) == nullptr);
@@ -197,7 +200,7 @@ TEST(a_number_of_ranks_that_cannot_be_is_refused) {
   }
 }
 
-TEST(no_descriptor_and_no_mapping_stays_behind) {
+TEST(no_descriptor_and_no_mapping_leaks) {
   const std::size_t files = open_files();
   CHECK_EQ(mappings(), 0u);
   for (int round = 0; round < 20; ++round) {
@@ -218,7 +221,7 @@ TEST(no_descriptor_and_no_mapping_stays_behind) {
   CHECK_EQ(open_files(), files);
 }
 
-TEST(prefaulting_changes_nothing_and_fails_where_there_is_no_memory) {
+TEST(prefaulting_changes_nothing_and_fails_without_memory) {
   const auto segment = make(2);
   std::memset(segment->staging(1, 0), 0x5a, 2 * kChunkBytes);
   CHECK(segment->prefault(segment->staging(1, 0), 2 * kChunkBytes).ok());
@@ -227,14 +230,14 @@ TEST(prefaulting_changes_nothing_and_fails_where_there_is_no_memory) {
     same = same && segment->staging(1, 0)[i] == std::byte{0x5a};
   }
   CHECK(same);
-  // Pages that are not mapped can't be had: what a host without memory answers.
+  // Unmapped pages cannot be allocated: this simulates a host without memory.
   CHECK_EQ(munmap(segment->staging(0, 0), kChunkBytes), 0);
   const Status status = segment->prefault(segment->staging(0, 0), kChunkBytes);
   CHECK_EQ(status.code, Code::out_of_memory);
   CHECK_EQ(status.error, ENOMEM);
 }
 
-TEST(pages_come_into_being_when_used) {
+TEST(pages_are_allocated_when_used) {
   const auto segment = make(16);
   struct stat info{};
   CHECK_EQ(fstat(segment->descriptor(), &info), 0);

@@ -10,36 +10,36 @@ using ranks::within;
 
 namespace {
 
-constexpr auto kNoTrouble = [] { return Status{}; };
+constexpr auto kPeersAlive = [] { return Status{}; };
 
-struct Ball {
+struct Counter {
   std::atomic<std::uint64_t> value = 0;
   std::atomic<std::uint64_t> notified = 0;
   Event event{};
 
-  void hit(std::uint64_t to) {
+  void advance(std::uint64_t to) {
     value.store(to, std::memory_order_seq_cst);
     notify(event);
     notified.store(to, std::memory_order_seq_cst);
   }
 
-  // `ready` is false until the waiter has announced that it sleeps: no wait ends by spinning.
-  bool await(std::uint64_t target, Patience& patience, const Bounds& bounds) {
+  // `ready` is false until the waiter has announced its sleep: no wait ends by spinning.
+  bool await(std::uint64_t target, SpinPolicy& spin_policy, const Bounds& bounds) {
     const auto ready = [&] {
       return event.sleepers.load() != 0 && value.load(std::memory_order_seq_cst) >= target;
     };
-    return wait_until(event, patience, bounds, ready, kNoTrouble).ok();
+    return wait_until(event, spin_policy, bounds, ready, kPeersAlive).ok();
   }
 
-  // The hand-shake of wait_until, step by step, to see what no clock tells on a busy machine: a
-  // notifier that is through with a waiter which announced itself before, and has left it asleep.
+  // The handshake of wait_until, step by step. It detects what no clock shows on a busy machine: a
+  // notifier that has finished, and has left a waiter asleep that had announced itself before.
   int await_watching(std::uint64_t target) {
     const auto ready = [&] { return value.load(std::memory_order_seq_cst) >= target; };
     int lost = 0;
     while (!ready()) {
       event.sleepers.fetch_add(1, std::memory_order_seq_cst);
       const auto seen = event.ticket.load(std::memory_order_seq_cst);
-      if (!ready() && sleep_slice(event.ticket, seen) == Woken::by_time) {
+      if (!ready() && sleep_slice(event.ticket, seen) == WakeReason::by_time) {
         lost += notified.load() >= target && event.ticket.load() == seen;
       }
       event.sleepers.fetch_sub(1, std::memory_order_seq_cst);
@@ -52,23 +52,23 @@ std::atomic<int> asked;
 
 }  // namespace
 
-// Two threads in turn: up to `rounds` rounds, in the time that a test may take.
+// Two threads alternate: up to `rounds` rounds, in the time that a test may take.
 template <class Await>
-void play(int rounds, Await&& await) {
-  Ball ping, pong;
+void ping_pong(int rounds, Await&& await) {
+  Counter ping, pong;
   const auto end = Clock::now() + 4s;
   std::atomic<int> last = rounds;
   std::thread peer([&] {
     ranks::Random random(1);
     for (int i = 1; i <= last; ++i) {
       await(ping, static_cast<std::uint64_t>(i), 0);
-      if (random.one_in(64)) ranks::dawdle(random);
-      pong.hit(static_cast<std::uint64_t>(i));
+      if (random.one_in(64)) ranks::random_delay(random);
+      pong.advance(static_cast<std::uint64_t>(i));
     }
   });
   for (int i = 1; i <= last; ++i) {
-    if (Clock::now() > end) last = i;  // before the peer can look at it after this round
-    ping.hit(static_cast<std::uint64_t>(i));
+    if (Clock::now() > end) last = i;  // before the peer can read it after this round
+    ping.advance(static_cast<std::uint64_t>(i));
     await(pong, static_cast<std::uint64_t>(i), 1);
   }
   peer.join();
@@ -78,40 +78,41 @@ void play(int rounds, Await&& await) {
 
 TEST(no_wake_up_is_lost) {
   std::atomic<int> lost = 0;
-  play(100'000,
-       [&](Ball& ball, std::uint64_t target, int) { lost += ball.await_watching(target); });
+  ping_pong(100'000, [&](Counter& counter, std::uint64_t target, int) {
+    lost += counter.await_watching(target);
+  });
   CHECK_EQ(lost.load(), 0);
 }
 
-TEST(waits_that_sleep_end) {
-  Patience patience[] = {Patience(2), Patience(2)};
-  for (Patience& each : patience) {
-    for (int i = 0; i < 100; ++i) each.learn(1s);  // the shortest spins there are
+TEST(sleeping_waits_end) {
+  SpinPolicy spin_policy[] = {SpinPolicy(2), SpinPolicy(2)};
+  for (SpinPolicy& each : spin_policy) {
+    for (int i = 0; i < 100; ++i) each.record_wait(1s);  // the shortest possible spins
   }
-  play(100'000, [&](Ball& ball, std::uint64_t target, int player) {
-    CHECK(ball.await(target, patience[player], within()));
+  ping_pong(100'000, [&](Counter& counter, std::uint64_t target, int player) {
+    CHECK(counter.await(target, spin_policy[player], within()));
   });
 }
 
 TEST(one_notification_wakes_all) {
   const int rounds = ranks::scaled(300);
   for (int round = 0; round < rounds; ++round) {
-    Ball ball;
+    Counter counter;
     std::vector<std::thread> sleepers;
     for (int i = 0; i < 4; ++i) {
       sleepers.emplace_back([&] {
-        Patience patience(kMaxRanks);
-        CHECK(ball.await(1, patience, within()));
+        SpinPolicy spin_policy(kMaxRanks);
+        CHECK(counter.await(1, spin_policy, within()));
       });
     }
-    CHECK(ranks::eventually([&] { return ball.event.sleepers.load() == 4; }));
-    ball.hit(1);
+    CHECK(ranks::eventually([&] { return counter.event.sleepers.load() == 4; }));
+    counter.advance(1);
     for (std::thread& thread : sleepers) thread.join();
-    CHECK_EQ(ball.event.sleepers.load(), 0u);
+    CHECK_EQ(counter.event.sleepers.load(), 0u);
   }
 }
 
-// Whether the kernel says that a thread of this process sleeps.
+// Whether the kernel reports that a thread of this process sleeps.
 bool asleep(int thread) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/self/task/%d/stat", thread);
@@ -122,9 +123,9 @@ bool asleep(int thread) {
   return name_end != std::string::npos && stat.compare(name_end, 3, ") S") == 0;
 }
 
-// All threads that were seen asleep wake for the notification, not because their slice is over. On
-// a busy machine a slice may be over first, hence several tries.
-TEST(threads_in_deep_sleep_are_woken) {
+// All threads that were seen asleep are woken by the notification, not because their slice ends. On
+// a busy machine a slice may end first, hence several attempts.
+TEST(threads_asleep_in_the_kernel_are_woken) {
   constexpr int n_sleepers = 3;
   const auto all_woken = [] {
     Event event{};
@@ -136,7 +137,7 @@ TEST(threads_in_deep_sleep_are_woken) {
         event.sleepers.fetch_add(1);
         const auto seen = event.ticket.load();
         id = gettid();
-        woken_by_peer += sleep_slice(event.ticket, seen) == Woken::by_peer;
+        woken_by_peer += sleep_slice(event.ticket, seen) == WakeReason::by_peer;
       });
     }
     bool all_asleep = true;
@@ -156,7 +157,7 @@ TEST(threads_in_deep_sleep_are_woken) {
   CHECK(woken);
 }
 
-TEST(nobody_asleep_costs_no_wake_up) {
+TEST(no_sleeper_means_no_wake_up) {
   Event event{};
   notify(event);
   CHECK_EQ(event.ticket.load(), 0u);
@@ -164,53 +165,53 @@ TEST(nobody_asleep_costs_no_wake_up) {
   CHECK_EQ(event.ticket.load(), 1u);
 }
 
-TEST(a_ticket_that_changed_is_not_slept_on) {
+TEST(a_changed_ticket_prevents_sleep) {
   std::atomic<std::uint32_t> ticket = 7;
-  CHECK_EQ(sleep_slice(ticket, 6), Woken::by_peer);
-  CHECK_EQ(sleep_slice(ticket, 7), Woken::by_time);
+  CHECK_EQ(sleep_slice(ticket, 6), WakeReason::by_peer);
+  CHECK_EQ(sleep_slice(ticket, 7), WakeReason::by_time);
 }
 
-TEST(deadline_ends_a_wait_and_not_too_early) {
+TEST(the_deadline_ends_a_wait_and_not_too_early) {
   for (const int ranks_given : {1, kMaxRanks}) {
     for (const auto time : {-1ms, 0ms, 3ms, 40ms}) {
       Event event{};
-      Patience patience(ranks_given);
+      SpinPolicy spin_policy(ranks_given);
       const auto start = Clock::now();
       const Status status =
-          wait_until(event, patience, within(time), [] { return false; }, kNoTrouble);
+          wait_until(event, spin_policy, within(time), [] { return false; }, kPeersAlive);
       CHECK_EQ(status.code, Code::timeout);
       const auto took = Clock::now() - start;
       CHECK(took >= time);
-      CHECK(took < time + 20s);  // bounded, on a machine that may be busy
+      CHECK(took < time + 20s);  // bounded, even on a busy machine
       CHECK_EQ(event.sleepers.load(), 0u);
     }
   }
 }
 
-TEST(what_is_ready_needs_no_time) {
+TEST(a_satisfied_condition_needs_no_time) {
   Event event{};
-  Patience patience(2);
-  CHECK(wait_until(event, patience, within(-1s), [] { return true; }, kNoTrouble).ok());
+  SpinPolicy spin_policy(2);
+  CHECK(wait_until(event, spin_policy, within(-1s), [] { return true; }, kPeersAlive).ok());
 }
 
-TEST(trouble_ends_a_wait) {
+TEST(a_failed_peer_ends_a_wait) {
   Event event{};
-  Patience patience(2);
+  SpinPolicy spin_policy(2);
   int looks = 0;
   const Status status = wait_until(
-      event, patience, within(), [] { return false; },
+      event, spin_policy, within(), [] { return false; },
       [&] { return ++looks < 3 ? Status{} : Status{.code = Code::peer_lost, .peer = 4}; });
   CHECK_EQ(status.code, Code::peer_lost);
   CHECK_EQ(status.peer, 4);
   CHECK_EQ(looks, 3);
 }
 
-TEST(what_a_peer_did_before_its_end_counts) {
+TEST(actions_of_a_peer_before_its_end_count) {
   Event event{};
-  Patience patience(2);
+  SpinPolicy spin_policy(2);
   bool came = false;
   const Status status = wait_until(
-      event, patience, within(), [&] { return came; },
+      event, spin_policy, within(), [&] { return came; },
       [&] {
         came = true;
         return Status{.code = Code::left, .peer = 1};
@@ -218,31 +219,31 @@ TEST(what_a_peer_did_before_its_end_counts) {
   CHECK(status.ok());
 }
 
-TEST(caller_can_interrupt) {
+TEST(the_caller_can_interrupt_a_wait) {
   Event event{};
-  Patience patience(2);
+  SpinPolicy spin_policy(2);
   asked = 0;
   Bounds bounds = within();
   bounds.interrupted = [] { return ++asked == 3; };
-  const Status status = wait_until(event, patience, bounds, [] { return false; }, kNoTrouble);
+  const Status status = wait_until(event, spin_policy, bounds, [] { return false; }, kPeersAlive);
   CHECK_EQ(status.code, Code::interrupted);
   CHECK_EQ(asked.load(), 3);
 }
 
-TEST(a_signal_is_looked_at_soon) {
+TEST(a_signal_is_noticed_soon) {
   struct sigaction action{};
   action.sa_handler = [](int) {};
-  action.sa_flags = SA_RESTART;  // as Python's handlers have it, unless told otherwise
+  action.sa_flags = SA_RESTART;  // as Python's handlers do by default
   sigaction(SIGUSR2, &action, nullptr);
   Event event{};
   std::atomic<bool> ended = false;
   asked = 0;
   std::thread sleeper([&] {
-    Patience patience(kMaxRanks);
+    SpinPolicy spin_policy(kMaxRanks);
     Bounds bounds = within();
     bounds.interrupted = [] { return ++asked >= 1; };
     CHECK_EQ(wait_until(
-                 event, patience, bounds, [] { return false; }, kNoTrouble)
+                 event, spin_policy, bounds, [] { return false; }, kPeersAlive)
                  .code,
              Code::interrupted);
     ended = true;

@@ -1,9 +1,9 @@
 """The native core: messages between the ranks of a group on one host.
 
 Addresses are those of contiguous tensors in host memory (`Tensor.data_ptr()`) that live until the
-operation ends; counts are in elements; `dtype` and `op` are numbers out of `DTYPES` and
-`REDUCE_OPS`; timeouts are in seconds. Operations block without the GIL and return None, or a
-`Status` that says why the group is broken. Nothing is validated here: `phalanx.backend` does that.
+operation ends. Counts are in elements, timeouts in seconds; `dtype` and `op` are values of `DTYPES`
+and `REDUCE_OPS`. Operations block without the GIL and return None, or a `Status` that says why the
+group is broken. Nothing is validated here: `phalanx.backend` does that.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,158 +21,182 @@ RING_BYTES: int
 PAGE_BYTES: int
 
 def supports(dtype: int, op: int) -> bool:
-    """Whether a reduction operator has a meaning for a dtype."""
+    """Return whether a reduction operator is defined for a dtype."""
 
 def reduce(output: int, sources: _Ints, count: int, dtype: int, op: int, divisor: float) -> None:
-    """Combine buffers, in this order, into `output`, maybe one of them; `divisor` is for "avg"."""
+    """Combine buffers, in this order, into `output`, which may be one of them.
+
+    `divisor` is used by "avg" only.
+    """
 
 def overlap(
     inputs: _Ints, input_counts: _Ints, outputs: _Ints, output_counts: _Ints, dtype: int
 ) -> bool:
-    """Whether an input shares memory with an output. Outputs must not overlap one another."""
+    """Return whether an input shares memory with an output. Outputs must not overlap each other."""
 
-def misplaced(part: int, parts: _Ints, count: int, dtype: int, rank: int) -> bool:
-    """Whether a part of `count` elements shares memory with one that is not exactly this rank's."""
+def is_misplaced(part: int, parts: _Ints, count: int, dtype: int, rank: int) -> bool:
+    """Return whether `part` overlaps any of `parts` without being exactly the one of `rank`.
+
+    All parts have `count` elements.
+    """
 
 def instruction_set() -> str:
-    """What the reduction kernels run on: "baseline", "avx2" or "avx512"."""
+    """Return the instruction set of the reduction kernels: "baseline", "avx2" or "avx512"."""
 
 def read_flight_recorder(data: bytes, history: int) -> dict[str, Any]:
-    """What a flight recorder's file holds: all of it comes checked, in texts and numbers.
+    """Parse the file of a flight recorder into checked texts and numbers.
 
-    Keys: pid, rank, world_size, attempt, host, job, clock, opened, ending, last_words, ended, note,
-    operations (how many have begun), main_waits (the number of the operation that the main thread
-    waits for while a group's thread does it; 0: none), groups (list of dicts with the fields of
-    `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done (lists of dicts with
-    the fields of `phalanx.observe.model.Operation`; done: the newest `history` of them, oldest
-    first), reports (list of (time, step, loss)), torn (how many records were being written just
-    then).
+    Keys: pid, rank, world_size, attempt, host, job, clock, opened, ending, exception, ended, note,
+    operations (the number of operations begun), main_thread_wait (the number of the operation that
+    the main thread waits for while a group's thread runs it; 0 for none), groups (list of dicts
+    with the fields of `phalanx.observe.model.Group`; members as the text "0-3,6"), open and done
+    (lists of dicts with the fields of `phalanx.observe.model.Operation`; done: the newest `history`
+    of them, oldest first), reports (list of (time, step, loss)), torn (the number of records that
+    were being written when the file was copied).
 
-    Raises ValueError: no flight recorder, one of another layout version, or a damaged one; says which.
+    Raises:
+        ValueError: The data are not a flight recorder, have another layout version, or are damaged.
+            The message says which.
     """
 
 def flight_recorder_bytes() -> int:
-    """How large the file of a flight recorder is."""
+    """Return the size of the file of a flight recorder."""
 
 def open_flight_recorder(
     descriptor: int, rank: int, world_size: int, attempt: int, host: str, job: str
 ) -> None:
-    """Make the file behind `descriptor`, of that size, the flight recorder of this process. OSError."""
+    """Make the file behind `descriptor`, of that size, the flight recorder of this process.
+
+    Raises:
+        OSError: The file cannot be mapped.
+    """
 
 def has_flight_recorder() -> bool: ...
-def forget_flight_recorder() -> None: ...  # in a forked child, whose parent's it is
-def main_waits(number: int) -> None:
-    """In the main thread: say which operation of a group's thread it waits for; 0: none."""
+def detach_flight_recorder() -> None:
+    """Stop recording, in a forked child: the flight recorder belongs to its parent."""
+
+def set_main_thread_wait(number: int) -> None:
+    """Record the operation of a group's thread that the main thread waits for; 0 for none.
+
+    Call it in the main thread.
+    """
 
 def report(step: int, loss: float | None, note: str) -> None:
-    """Write training progress to the flight recorder; nothing where there is none."""
+    """Write training progress to the flight recorder, if there is one."""
 
-def note_ending(ending: str, words: str) -> None:
-    """Write how this process ends: "left", "exited" or "failed", with the exception in a line."""
+def record_ending(ending: str, exception: str) -> None:
+    """Record how this process ends: "left", "exited" or "failed", with the exception in a line."""
 
-class Joining:
-    """A group that is being formed, as the flight recorder shows it."""
+class GroupFormation:
+    """The record of a group that is being formed, in the flight recorder."""
 
     def __init__(self, name: str, rank: int, size: int, members: str) -> None: ...
     @property
-    def note(self) -> int:
-        """For `Group.create` and `Group.open`."""
+    def entry(self) -> int:
+        """The group's entry in the flight recorder, for `Group.create` and `Group.open`."""
 
     def waiting_for(self, rank: int) -> None: ...
     def end(self, outcome: str) -> None:
-        """Say how it ended: "ok", "timeout", "interrupted" or "system"; once."""
+        """Record the outcome, once: "ok", "timeout", "interrupted" or "system"."""
 
-def set_foreign_code(beginnings: list[str]) -> None:
-    """Say how the paths of code begin that is not the user's."""
+def set_library_code(prefixes: list[str]) -> None:
+    """Set the path prefixes of code that is not the user's."""
 
 def call_site() -> int:
-    """The number of the place in the user's code that this thread is in; 0 if there is none."""
+    """Return the number of this thread's call site in the user's code; 0 if there is none."""
 
 def call_site_text(number: int) -> str:
-    """Its "path:line"; empty for 0."""
+    """Return the "path:line" of a call site; empty for 0."""
 
 def set_caller(site: int) -> None:
-    """In a thread that runs operations for others: where its next one comes from."""
+    """Set the call site of the next operation, in a thread that runs operations for others."""
 
 def set_watcher(call: Callable[[], bool]) -> None:
-    """Have `call` called in a thread that has waited for a second, and then ever more seldom.
+    """Have `call` called in a thread that has waited for a second, and then at growing intervals.
 
-    It returns whether it suspects something: then it is called again half a second later.
+    If it returns True, because it suspects a deadlock, it is called again half a second later.
     """
 
 def usable_cores() -> int:
-    """Processors that this process may run on."""
+    """Return the number of processors that this process may run on."""
 
-def shared_bytes(size: int) -> Any:
-    """Zeroed memory in this process's arena: an array with `__dlpack__`. Raises OSError."""
+def allocate_shared(size: int) -> Any:
+    """Allocate zeroed memory in this process's arena: an array with `__dlpack__`.
+
+    Raises:
+        OSError: There is not enough memory.
+    """
 
 def shared_bytes_in_use() -> int:
-    """Bytes of the arena that are allocated, in whole pages."""
+    """Return the number of allocated bytes of the arena, in whole pages."""
 
-class Commons:
-    """Memory that the ranks of a host hold once, and of which each can still change its own.
+class CowMemory:
+    """Memory that the ranks of a host hold once, with copy-on-write for each rank's own changes.
 
-    What is written to `common` all ranks see. `own` shows the same, until this process writes to
-    it: then the page is its own copy, until it is published or dropped. Nothing synchronises here.
+    All ranks see what is written to the shared view. The private view shows the same until this
+    process writes to a page of it. That page is then a private copy until it is published or
+    dropped. Nothing synchronises here.
     """
 
     @staticmethod
-    def create(size: int) -> Commons:
-        """Zeroed memory in whole pages. Raises OSError."""
+    def create(size: int) -> CowMemory:
+        """Allocate zeroed memory in whole pages. Raises OSError."""
 
     @staticmethod
-    def open(pid: int, descriptor: int, size: int) -> Commons:
-        """What another process has made of `size` bytes. Raises OSError (EPROTO: it is another)."""
+    def open(pid: int, descriptor: int, size: int) -> CowMemory:
+        """Open memory of `size` bytes made by another process. Raises OSError (EPROTO: other)."""
 
     @property
     def descriptor(self) -> int: ...
     def close_descriptor(self) -> None:
-        """Once all have opened it; the memory stays for as long as somebody has some of it."""
+        """Close the descriptor, once all have opened the memory. Mappings and arrays stay valid."""
 
-    def common(self, offset: int, size: int) -> Any:
-        """A part of the memory: an array of uint8 with `__dlpack__`, a storage of its own."""
+    def shared_view(self, offset: int, size: int) -> Any:
+        """Return a part of the memory: an array of uint8 with `__dlpack__` and its own storage."""
 
-    def own(self, offset: int, size: int) -> Any: ...
+    def private_view(self, offset: int, size: int) -> Any: ...
     def publish(self, offset: int, size: int) -> int:
-        """Write the pages of a range that are this process's own to `common`, and drop them.
+        """Write the private copies of pages in a range to the shared view, and drop them.
 
-        Ranges are of whole pages. Returns how many those were.
+        The range consists of whole pages. Returns the number of pages.
         """
 
     def drop(self, offset: int, size: int) -> int:
-        """Drop the pages of a range that are this process's own; returns how many those were."""
+        """Drop the private copies of pages in a range; returns the number of pages."""
 
-def add_up_rows(
+def coalesce_rows(
     batches: Sequence[tuple[int, int, int, int, int, int, int]],
     width: int,
     dtype: int,
     divisor: float,
-    share: tuple[int, int],
-    room: tuple[int, int],
+    shard: tuple[int, int],
+    output: tuple[int, int],
 ) -> int:
-    """What `phalanx.embedding.gradients.sum_gradients` says, put into `room`; returns how many rows."""
+    """Do the work of `phalanx.embedding.gradients.sum_gradients`; returns the number of rows written."""
 
-_Trouble = tuple[str, int, int, int] | None
+_RowsFailure = tuple[str, int, int, int] | None
 
 class Rows:
-    """Rows of floats in shared memory, and their optimizer's state (parts 1 and on).
+    """Rows of floats in shared memory, with their optimizer's state in parts 1 and on.
 
-    Every process that has it open may read and write at the same time: each row comes whole, with
-    its state. Addresses are of contiguous tensors: int64 for `rows` and `offsets`, the table's
-    dtype elsewhere; `parts` has one for each part, 0: none. A call waits `patience` seconds for a
-    row that another process writes to. It returns None, or why not: ("index", at, value, 0): number
-    `at` of the rows is out of range, and nothing was done; ("offset", at, value, 0), likewise;
-    ("stuck", at, row, pid): that process has the row; ("full", at, 0, 0): too many write; rows
-    before that one were written. `stride`: bytes from one row to the next; `size`: of all of it.
+    Every process that has the table open may read and write at any time: each row is read as some
+    write left it, with its state. Addresses are of contiguous tensors: int64 for `rows` and
+    `offsets`, the table's dtype elsewhere; `parts` has one address per part, 0 for none. A call
+    waits up to `timeout` seconds for a row that another process writes to. It returns None, or the
+    reason of its failure: ("index", at, value, 0): number `at` of the rows is out of range, and
+    nothing was done; ("offset", at, value, 0): the same for an offset; ("stuck", at, row, pid):
+    that process holds the row; ("full", at, 0, 0): too many processes write. In the last two cases
+    rows before number `at` were written. `stride` is the distance of two rows in bytes, and `size`
+    the size of the table's memory.
     """
 
     @staticmethod
     def create(rows: int, width: int, parts: int, dtype: int, nonce: int) -> Rows:
-        """Zeros, backed by memory; float32 or float64. Raises OSError."""
+        """Create a table of zeros, backed by memory; float32 or float64. Raises OSError."""
 
     @staticmethod
     def open(pid: int, descriptor: int, nonce: int) -> Rows:
-        """What another process has made. Raises OSError (EPROTO: it is another)."""
+        """Open the table of another process. Raises OSError (EPROTO: it is another table)."""
 
     @property
     def rows(self) -> int: ...
@@ -194,13 +218,13 @@ class Rows:
     def descriptor(self) -> int: ...
     def close_descriptor(self) -> None: ...
     def view(self, part: int) -> Any:
-        """All rows of a part as they lie there, unsynchronised: uint8 with `__dlpack__`."""
+        """Return the memory of all rows of a part, unsynchronised: uint8 with `__dlpack__`."""
 
-    def gather(self, rows: int, count: int, parts: _Ints, patience: float) -> _Trouble:
+    def gather(self, rows: int, count: int, parts: _Ints, timeout: float) -> _RowsFailure:
         """Copy rows to `parts`."""
 
-    def write(self, rows: int, count: int, parts: _Ints, patience: float) -> _Trouble:
-        """Replace rows by what is in `parts`; a part without an address stays."""
+    def write(self, rows: int, count: int, parts: _Ints, timeout: float) -> _RowsFailure:
+        """Replace rows by the contents of `parts`; a part without an address stays as it is."""
 
     def pool(
         self,
@@ -211,30 +235,31 @@ class Rows:
         mode: int,
         weights: int,
         output: int,
-        patience: float,
-    ) -> _Trouble:
-        """Combine the rows of each bag: mode 0: sum, 1: mean, 2: max; `weights` 0: none."""
+        timeout: float,
+    ) -> _RowsFailure:
+        """Combine the rows of each bag; mode 0 is sum, 1 mean, 2 max; `weights` 0: no weights."""
 
     def update(
         self,
         rows: int,
         count: int,
         gradients: int,
-        rule: int,
+        optimizer: int,
         factors: tuple[float, float, float, float, float],
-        number: int,
-        patience: float,
-    ) -> _Trouble:
-        """One step on rows of which none is there twice; rule 0: SGD, 1: Adagrad, 2: Adam.
+        step: int,
+        timeout: float,
+    ) -> _RowsFailure:
+        """Make one optimizer step on distinct rows; optimizer 0 is SGD, 1 Adagrad, 2 Adam.
 
-        `factors`: rate, its decay, epsilon, betas. `number`: which step it is; 0: the next one.
+        `factors` are lr, lr_decay, eps and the two betas. `step` is the number of the step; 0 for
+        the next one.
         """
 
 def segment_bytes(ranks: int) -> int:
-    """Size of the segment of a group; pages come into being when first used."""
+    """Return the size of the segment of a group; pages are allocated when first used."""
 
 class Fingerprint:
-    """What a rank said of the operation that it was in."""
+    """The operation that a rank was in, as it published it."""
 
     @property
     def sequence(self) -> int: ...
@@ -250,7 +275,10 @@ class Fingerprint:
     def op(self) -> int: ...
 
 class Status:
-    """Why an operation failed: `code` says what, `peer` whom it is about, `reporter` who saw it."""
+    """The reason for the failure of an operation.
+
+    `peer` is the rank that the failure is about, and `reporter` the rank that detected it.
+    """
 
     @property
     def code(self) -> str: ...
@@ -266,7 +294,7 @@ class Status:
     def theirs(self) -> Fingerprint: ...
 
 class Message:
-    """One send or recv under way."""
+    """A send or recv under way."""
 
     @property
     def id(self) -> int: ...
@@ -281,12 +309,12 @@ class Group:
     """One rank's view of its group on this host."""
 
     @staticmethod
-    def create(ranks: int, rank: int, nonce: int, note: int = 0) -> Group:
-        """Make the segment. Raises OSError."""
+    def create(ranks: int, rank: int, nonce: int, entry: int = 0) -> Group:
+        """Create the segment. Raises OSError."""
 
     @staticmethod
-    def open(pid: int, descriptor: int, ranks: int, rank: int, nonce: int, note: int = 0) -> Group:
-        """Open the segment that another process made. Raises OSError (EPROTO: it is another)."""
+    def open(pid: int, descriptor: int, ranks: int, rank: int, nonce: int, entry: int = 0) -> Group:
+        """Open the segment of another process. Raises OSError (EPROTO: it is another segment)."""
 
     @property
     def descriptor(self) -> int: ...
@@ -298,69 +326,71 @@ class Group:
     def closed(self) -> bool: ...
     @property
     def outstanding(self) -> int:
-        """Messages posted and not done."""
+        """The number of messages posted and not done."""
 
     @property
-    def early_peak(self) -> int:
-        """The most bytes that messages took in private memory, come before they were asked for."""
+    def unexpected_peak(self) -> int:
+        """The peak number of bytes that unexpected messages took in private memory."""
 
-    def absent(self) -> list[int]:
-        """Ranks that have not joined yet."""
+    def absent_ranks(self) -> list[int]:
+        """Return the ranks that have not joined yet."""
 
     def connect(self) -> Status | None:
-        """Watch the processes of all peers, which must have joined."""
+        """Open the processes of all peers, which must have joined, to detect their end."""
 
     def pid(self, rank: int) -> int: ...
     def wait_status(self, rank: int) -> int | None:
-        """How a rank's process ended (as os.waitpid says it), if it has and the kernel tells."""
+        """Return the wait status of a rank's process (see os.waitpid); None if it is unknown."""
 
-    def behind(self, rank: int) -> list[int]:
-        """Ranks that have not come as far as `rank` in the group's collectives."""
+    def ranks_behind(self, rank: int) -> list[int]:
+        """Return the ranks that are behind `rank` in the group's collectives."""
 
-    def awaited(self) -> bool:
-        """Whether all other ranks are in a collective to which this one is still to come."""
+    def is_awaited(self) -> bool:
+        """Return whether all other ranks have entered a collective that this rank has not."""
 
-    def broken(self) -> Status | None: ...
+    def failure(self) -> Status | None:
+        """Return the failure that broke the group; None if it is intact."""
+
     def abort(self, why: str) -> Status | None:
         """Break the group and wake all its ranks."""
 
-    def abort_ring(self, peer: int, why: str) -> Status | None:
+    def abort_deadlock(self, peer: int, why: str) -> Status | None:
         """Break the group because its ranks wait for each other in several groups."""
 
     def fail(self, wake: bool, why: str = "") -> None:
-        """Say that an exception ends this rank's part: for its peers it is lost from now on.
+        """Announce that an exception ends this rank: its peers treat it as lost from now on.
 
         `why` goes to the flight recorder, unless the group is broken.
         """
 
-    def failing(self, rank: int) -> bool:
-        """Whether a rank has said that."""
+    def is_failing(self, rank: int) -> bool:
+        """Return whether a rank has announced that."""
 
     @property
     def identity(self) -> int:
-        """What flight recorders know this group by."""
+        """The identity of this group in flight recorders."""
 
     def flight_recorder(self, rank: int, history: int) -> dict[str, Any] | None:
-        """A rank's flight recorder as `read_flight_recorder` gives it; None if it can't be read."""
+        """Read a rank's flight recorder like `read_flight_recorder`; None if it is unreadable."""
 
-    def set_names(self, names: _Ints, identity: int) -> None:
-        """Say what the flight recorder calls this group and its ranks here: it has others elsewhere."""
+    def set_global_ranks(self, global_ranks: _Ints, identity: int) -> None:
+        """Set the ranks and the identity that flight recorders show, if the group spans hosts."""
 
-    def compose(
+    def begin_composite(
         self, kind: str, count: int, dtype: int, op: int, root: int, timeout: float
     ) -> Status | None:
-        """Begin a collective that is composed of others, up to `compose_end`, with a meeting.
+        """Enter a collective that is composed of others, up to `end_composite`.
 
-        Those have no number and no record of their own. No other thread may be in operations.
+        The others have no number and no record of their own. No other thread may run operations.
         """
 
-    def compose_end(self, outcome: str) -> None: ...
-    def compose_waits(self, rank: int) -> None:
-        """While it lasts: show that this rank waits for one of another host, by its name."""
+    def end_composite(self, outcome: str) -> None: ...
+    def begin_composite_wait(self, rank: int) -> None:
+        """Record that this rank waits for a rank of another host, by its global rank."""
 
-    def compose_waited(self, rank: int, seconds: float) -> None: ...
+    def end_composite_wait(self, rank: int, seconds: float) -> None: ...
     def close(self) -> None:
-        """Leave the group and let the segment go, once calls in other threads have returned."""
+        """Leave the group, and unmap the segment once calls in other threads have returned."""
 
     def barrier(self, timeout: float) -> Status | None: ...
     def broadcast(
@@ -387,7 +417,7 @@ class Group:
     def all_gather_single(
         self, input: int, output: int, count: int, dtype: int, timeout: float
     ) -> Status | None:
-        """As all_gather, to parts of `count` elements, one after another in one tensor."""
+        """Like `all_gather`, into one tensor that holds a part of `count` elements per rank."""
 
     def reduce_scatter_single(
         self, input: int, output: int, count: int, dtype: int, op: int, timeout: float
@@ -404,7 +434,7 @@ class Group:
         dtype: int,
         timeout: float,
     ) -> Status | None:
-        """Exchange; counts are those of each rank, `inputs` and `outputs` addresses."""
+        """Exchange parts; `inputs` and `outputs` are addresses, and counts are per rank."""
 
     def send(
         self, data: int, count: int, dtype: int, destination: int, tag: int, timeout: float
@@ -412,7 +442,7 @@ class Group:
     def recv(
         self, data: int, count: int, dtype: int, source: int, tag: int, timeout: float
     ) -> int | Status:
-        """Receive; the rank that the message came from. `source` -1 is any rank."""
+        """Receive a message, and return the rank of its sender. `source` -1 is any rank."""
 
     def isend(self, data: int, count: int, dtype: int, destination: int, tag: int) -> Message: ...
     def irecv(self, data: int, count: int, dtype: int, source: int, tag: int) -> Message:
@@ -420,30 +450,31 @@ class Group:
 
     def wait(self, message: Message, timeout: float) -> Status | None: ...
     def test(self, message: Message) -> bool:
-        """Move what can be moved now; whether the message is done."""
+        """Move all bytes that can be moved now, and return whether the message is done."""
 
     def watch(self, message: Message, timeout: float) -> None:
-        """Have `serve` return the message when it is done, in so many seconds at most."""
+        """Have `serve` return the message when it is done, within `timeout` seconds."""
 
-    def withdraw(self, message: Message, name: int) -> bool:
-        """Take back a recv of any source, since one has come from rank `name` of another host.
+    def withdraw(self, message: Message, rank: int) -> bool:
+        """Withdraw a recv of any source, since global rank `rank` of another host has answered it.
 
-        Whether it could be: False if a message of this host has come, or begun to. It is done then.
+        Returns whether it was withdrawn, in which case it is done. False means that a message of
+        this host has arrived, or has begun to arrive.
         """
 
-    def expect_foreign(self, may_come: bool) -> None:
-        """Say whether messages of any source may come from other hosts too."""
+    def expect_remote(self, may_come: bool) -> None:
+        """Set whether messages of any source may also come from other hosts."""
 
-    def begin_foreign(self, kind: str, count: int, dtype: int, name: int, tag: int) -> Message:
-        """Show the flight recorder a send or recv that others move, to or from rank `name`; -1: any."""
+    def begin_remote(self, kind: str, count: int, dtype: int, rank: int, tag: int) -> Message:
+        """Record the begin of a send or recv between hosts, with global rank `rank`; -1: any."""
 
-    def foreign_waits(self, message: Message) -> None:
-        """Show that it is waited for; nothing once the group is closed, as the next."""
+    def begin_remote_wait(self, message: Message) -> None:
+        """Record that a thread waits for it. Does nothing once the group is closed."""
 
-    def end_foreign(self, message: Message, outcome: str, name: int) -> None:
-        """Show how it has ended, to or from rank `name`; the second time does nothing."""
+    def end_remote(self, message: Message, outcome: str, rank: int) -> None:
+        """Record its outcome. Does nothing the second time, or once the group is closed."""
 
     def serve(self) -> list[Message]:
-        """Drive messages that nobody waits for, until one that is watched is done or `stop`."""
+        """Progress messages that no thread waits for, until a watched one is done or `stop`."""
 
     def stop(self) -> None: ...

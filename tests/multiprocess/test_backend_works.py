@@ -105,7 +105,7 @@ def enter_last(kind: str) -> None:
             dist.barrier()
         return
     deadline = time.monotonic() + 60
-    while not native._native.awaited():
+    while not native._native.is_awaited():
         assert time.monotonic() < deadline
     work = dist.all_reduce(tensor := torch.ones(100), async_op=True)
     assert work is not None

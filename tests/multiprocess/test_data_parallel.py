@@ -235,7 +235,7 @@ def measure_memory() -> tuple[int, int]:
     areas = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", text, flags=re.MULTILINE)
     own = 0
     for area in areas:
-        if "phalanx-commons" in area.partition("\n")[0]:
+        if "phalanx-cow" in area.partition("\n")[0]:
             found = re.search(r"^Anonymous: +(\d+) kB", area, re.MULTILINE)
             own += int(found[1]) * 1024 if found else 0
     size = sum(parameter.numel() * 4 for parameter in model.parameters())

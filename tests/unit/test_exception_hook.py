@@ -65,7 +65,7 @@ def test_the_loader_may_raise_while_the_text_is_composed(monkeypatch: pytest.Mon
         signal.raise_signal(signal.SIGUSR1)
 
     before = signal.signal(signal.SIGUSR1, lose_worker)
-    monkeypatch.setattr(_native, "note_ending", lambda *text: recorded.append(text))
+    monkeypatch.setattr(_native, "record_ending", lambda *text: recorded.append(text))
     monkeypatch.setattr(multiprocessing.connection, "wait", wait)
     try:
         announce(raise_from(LOADER, ConnectionResetError(104, "reset")))

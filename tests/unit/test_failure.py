@@ -61,7 +61,7 @@ class Group:
     def flight_recorder(self, rank: int, _history: int) -> dict[str, Any] | None:
         return self.recorders.get(rank)
 
-    def failing(self, _rank: int) -> bool:
+    def is_failing(self, _rank: int) -> bool:
         return False
 
     def pid(self, rank: int) -> int:
@@ -70,7 +70,7 @@ class Group:
     def host(self, rank: int) -> str:
         return "node-b" if rank == 7 else ""
 
-    def behind(self, _rank: int) -> list[int]:
+    def ranks_behind(self, _rank: int) -> list[int]:
         return list(self.late)
 
     def wait_status(self, rank: int) -> int | None:
@@ -205,7 +205,7 @@ def operation(sequence: int, **fields: Any) -> dict[str, Any]:
 def recorder_content(**fields: Any) -> dict[str, Any]:
     note = {"identity": 77, "name": "0", "left_at": "", "why": ""}
     other = {"identity": 78, "name": "pipe\x1b[2J", "left_at": "", "why": ""}
-    known = {"ending": "", "last_words": "", "groups": [note, other], "reports": []}
+    known = {"ending": "", "exception": "", "groups": [note, other], "reports": []}
     return {**known, "open": [], "done": [], **fields}
 
 
@@ -348,7 +348,7 @@ def test_last_operation_of_a_dead_rank() -> None:
         ", after all_reduce #40 float32[1024] at train.py:40"
     )
     assert "failed with ValueError: \\x1b[2J" in text(
-        ending="failed", last_words="ValueError: \x1b[2J"
+        ending="failed", exception="ValueError: \x1b[2J"
     )
 
 
@@ -359,7 +359,7 @@ def test_abort_reason() -> None:
     )
     assert text == "the group was aborted by rank 3 at train.py:8: loss is NaN\\n!"
     _, text = explain(
-        Status("ring", peer=5, reporter=3), Group(recorders={3: recorder_content(groups=[note])})
+        Status("deadlock", peer=5, reporter=3), Group(recorders={3: recorder_content(groups=[note])})
     )
     assert text == "loss is NaN\\n!"
     _, text = explain(

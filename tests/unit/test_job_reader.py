@@ -198,7 +198,7 @@ def test_readers_and_writers_at_once(job: JobFixture) -> None:
         while not stop.is_set():
             step += 1
             _native.report(step, float(step), f"step {step}")
-            _native.Joining(f"{step}", 0, 2, "0-1").end("ok")
+            _native.GroupFormation(f"{step}", 0, 2, "0-1").end("ok")
 
     writer = threading.Thread(target=write)
     writer.start()
@@ -216,6 +216,6 @@ def test_readers_and_writers_at_once(job: JobFixture) -> None:
     finally:
         stop.set()
         writer.join()
-        _native.forget_flight_recorder()
+        _native.detach_flight_recorder()
         os.close(fd)
     assert last > 0

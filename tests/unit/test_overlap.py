@@ -39,4 +39,4 @@ def test_misplaced(part: int, parts: list[int], count: int) -> None:
     for rank, own in enumerate(parts):
         others = [each for owner, each in enumerate(parts) if owner != rank or each != part]
         shared = any(bytes_of(part, count) & bytes_of(each, count) for each in others)
-        assert _native.misplaced(part, parts, count, INT16, rank) is shared, own
+        assert _native.is_misplaced(part, parts, count, INT16, rank) is shared, own

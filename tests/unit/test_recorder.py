@@ -42,7 +42,7 @@ def test_peers_are_notified_even_if_the_exception_cannot_be_recorded(
 
     notified: list[bool] = []
     monkeypatch.setattr(exception_hook, "_callbacks", [lambda: notified.append(True)])
-    monkeypatch.setattr(exception_hook, "_native", SimpleNamespace(note_ending=fail))
+    monkeypatch.setattr(exception_hook, "_native", SimpleNamespace(record_ending=fail))
     with pytest.raises(OSError, match="no space"):
         exception_hook.announce(ValueError("x"))
     assert notified == [True]
@@ -178,7 +178,7 @@ def test_the_recorded_exception_is_the_line_that_names_it(
     monkeypatch: pytest.MonkeyPatch, error: Exception, text: str
 ) -> None:
     recorded: list[tuple[str, str]] = []
-    monkeypatch.setattr(_native, "note_ending", lambda *given: recorded.append(given))
+    monkeypatch.setattr(_native, "record_ending", lambda *given: recorded.append(given))
     monkeypatch.setattr(exception_hook, "_callbacks", [])
     exception_hook.announce(error)
     assert recorded == [("failed", text)]

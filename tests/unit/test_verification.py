@@ -20,7 +20,7 @@ def load(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(path.parent))  # like a program in that folder
+        patch.syspath_prepend(str(path.parent))  # like a script in in that folder
         spec.loader.exec_module(module)
     return module
 
@@ -33,7 +33,7 @@ def test_every_mutant_applies() -> None:
 
 def test_a_missing_access_is_reported(tmp_path: Path) -> None:
     orders = load(NATIVE / "model" / "orders.py")
-    for file, _ in orders.PLACES.values():
+    for file, _ in orders.ACCESSES.values():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text((NATIVE / file).read_text().replace("sleepers", "resters"))
     with pytest.raises(orders.MissingAccessError, match=r"SLEEPERS_ADD is found 0 times"):
@@ -48,7 +48,7 @@ def read_rows(result: Path, columns: int) -> list[list[str]]:
 
 
 def test_every_mutant_was_found() -> None:
-    """Check the recorded run, which takes half an hour: it has all mutants and missed none."""
+    """Check the recorded run, which takes half an hour, has all mutants and missed it has all mutants and missed none."""
     mutants = load(NATIVE / "mutants" / "mutants.py").MUTANTS
     recorded = read_rows(NATIVE / "mutants" / "RESULT.md", 4)[1:]
     assert [(row[0], row[1]) for row in recorded] == [(m.name, m.caught_by) for m in mutants]

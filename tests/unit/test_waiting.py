@@ -30,7 +30,7 @@ def test_first_missing_rank(data: st.DataObject) -> None:
     absent = data.draw(st.sets(st.integers(0, size - 1), max_size=3))
     known = data.draw(st.integers(0, min(absent, default=size)))
     store = CountingStore({key("rank", rank) for rank in range(size) if rank not in absent})
-    joining = _native.Joining("", 0, size, "")
+    joining = _native.GroupFormation("", 0, size, "")
     rendezvous = StoreRendezvous(store, 0, size, time.monotonic(), 1.0, joining, None)  # type: ignore[arg-type]
     keys = [key("rank", rank) for rank in range(size)]
     assert rendezvous._first_missing(keys, known) == min(absent, default=size)

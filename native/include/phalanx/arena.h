@@ -1,8 +1,8 @@
-// Memory of a process that the other ranks on its host can reach: what lies in it needs no staging.
+// Memory of a process that the other ranks on its host can map: tensors in it need no staging.
 //
-// A process has one arena, for all of its groups: a memfd as large as the machine's memory, of
-// which only what is allocated gets pages. A peer maps it through /proc/<pid>/fd/<fd>, whole and
-// once, when an operation first names it.
+// A process has one arena for all of its groups: a memfd as large as the machine's memory. Only
+// allocated parts get pages. A peer maps the whole arena once, through /proc/<pid>/fd/<fd>, when an
+// operation first refers to it.
 #pragma once
 
 #include <sys/types.h>
@@ -18,27 +18,27 @@
 
 namespace phalanx {
 
-// Where something lies in its owner's arena.
-struct Place {
+// The location of an object in its owner's arena.
+struct ArenaLocation {
   std::int32_t descriptor = -1;
   std::uint64_t offset = 0;
 };
 
 class Arena {
  public:
-  // This process's arena, made at the first call; a forked child makes its own. Null with `system`
-  // and errno when that fails.
+  // Returns this process's arena, created by the first call. A forked child creates its own. Null
+  // with `system` and errno if that fails.
   static Arena* own(Status& status);
-  // The place of [data, data + bytes), if it lies in this process's arena.
-  static std::optional<Place> locate(const void* data, std::size_t bytes);
+  // Returns the location of [data, data + bytes), if it lies in this process's arena.
+  static std::optional<ArenaLocation> locate(const void* data, std::size_t bytes);
 
-  // Whole pages, backed by memory. Null with `out_of_memory` and errno.
+  // Allocates whole pages, backed by memory. Null with `out_of_memory` and errno.
   std::byte* allocate(std::size_t bytes, Status& status);
-  // Gives the pages back; `data` came from allocate.
+  // Frees the pages; `data` came from allocate.
   void release(std::byte* data);
 
   std::byte* base() const { return base_; }
-  // Bytes that are allocated.
+  // The number of allocated bytes.
   std::size_t in_use() const;
 
   Arena(const Arena&) = delete;
@@ -53,14 +53,14 @@ class Arena {
   int fd_;
   pid_t owner_;
   mutable std::mutex mutex_;
-  std::map<std::size_t, std::size_t> free_;  // offset to size, never adjacent
+  std::map<std::size_t, std::size_t> free_;  // offset to size; neighbours are merged
   std::map<std::size_t, std::size_t> used_;
 };
 
-// A peer's arena as this process sees it. Shared by all groups with that peer.
+// A view of a peer's arena in this process. Shared by all groups with that peer.
 class ArenaView {
  public:
-  // Null with `system` and errno.
+  // Null with `system` and errno if it fails.
   static std::shared_ptr<const ArenaView> open(int pid, int descriptor, Status& status);
   ~ArenaView();
   ArenaView(const ArenaView&) = delete;

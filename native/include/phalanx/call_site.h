@@ -1,5 +1,5 @@
-// Places in the user's code, by number: 0 is "not known". Whoever calls the core says where the
-// user called from; the core only hands the number on, to the flight recorder.
+// Call sites in the user's code, by number; 0 means unknown. The caller of the core provides the
+// number, and the core only passes it on to the flight recorder.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,18 @@
 
 namespace phalanx {
 
-// The number of "path:line", new or known; 0 when there are too many. Takes a lock.
+// Returns the number of "path:line", and registers it if it is new; 0 if there are too many. Takes
+// a lock.
 std::uint32_t call_site_number(std::string_view text);
-// Its text; empty for 0 and for numbers that nobody has given.
+// Returns the text of a call site; empty for 0 and for unknown numbers.
 std::string call_site_text(std::uint32_t number);
-// How many numbers have been given.
+// The number of registered call sites.
 std::uint32_t call_site_count();
 
-// Where the operation comes from that this thread does next, and which thread it is.
+// The call site of the next operation of this thread, and the kind of the thread.
 struct Caller {
-  static constexpr std::uint8_t kMain = 0;   // the main one of the process
-  static constexpr std::uint8_t kGroup = 1;  // a group's own, which runs what others have queued
+  static constexpr std::uint8_t kMain = 0;   // the main thread of the process
+  static constexpr std::uint8_t kGroup = 1;  // a group's thread, which runs queued operations
   static constexpr std::uint8_t kOther = 2;
 
   std::uint32_t site = 0;

@@ -1,10 +1,11 @@
 // The collectives of one host, one source file each in src/collectives/.
 //
-// Every function blocks until this rank is done, holds the group's turn, and needs arguments that
-// were validated: pointers to `count` contiguous elements, a root below ranks(), an operator that
-// the dtype supports. A status that is not ok means that the group is broken; buffers then hold
-// anything. Small payloads travel beside the flag, in one synchronisation (Group::meet); larger
-// ones in chunks through the staging areas, so that what is copied stays in the cache.
+// Every function blocks until this rank is done, and holds the group's collective lock. Arguments
+// must have been validated: pointers to `count` contiguous elements, a root below ranks(), an
+// operator that the dtype supports. A status that is not ok means that the group is broken; the
+// contents of buffers are then undefined. Small payloads are published beside the fingerprint, with
+// one synchronisation (Group::enter_collective). Larger ones move in chunks through the staging
+// areas, so that the copied data stay in the cache.
 #pragma once
 
 #include <cstddef>
@@ -19,12 +20,12 @@ Status barrier(Group& group, const Bounds& bounds);
 Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int root,
                  const Bounds& bounds);
 
-// In place. The sources are combined in rank order whichever path is taken, so that the result is
-// the same, bit for bit, on every rank and at every run.
+// In place. Every path combines the sources in rank order, so that the result is bitwise the same
+// on every rank and in every run.
 Status all_reduce(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
                   const Bounds& bounds);
 
-// In place on the root; the data of the others is left as it is.
+// In place on the root; the data of other ranks stay unchanged.
 Status reduce(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op, int root,
               const Bounds& bounds);
 
@@ -41,11 +42,12 @@ Status all_gather(Group& group, const void* input, void* const* outputs, std::si
                   DType dtype, const Bounds& bounds);
 
 // inputs: ranks() pointers to `count` elements each; rank r gets the combination of all inputs[r].
-// `output` may be inputs[rank()], not overlap the inputs otherwise. In rank order, as all_reduce.
+// `output` may be inputs[rank()], and must not overlap the inputs otherwise. Combines in rank
+// order, like all_reduce.
 Status reduce_scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
                       DType dtype, ReduceOp op, const Bounds& bounds);
 
-// What a rank gives to each rank, and where it takes what it gets; ranks() entries each.
+// The parts that a rank sends to and receives from each rank; ranks() entries each.
 struct Splits {
   const void* const* inputs;
   const std::uint64_t* input_counts;  // elements
@@ -53,8 +55,8 @@ struct Splits {
   const std::uint64_t* output_counts;
 };
 
-// Counts may differ from pair to pair. All ranks compare all of them before data moves: what a rank
-// gives to another must be what that one takes.
+// Counts may differ between pairs. All ranks compare all counts before data moves: a rank must send
+// to another exactly what the other expects from it.
 Status all_to_all(Group& group, const Splits& own, DType dtype, const Bounds& bounds);
 
 }  // namespace phalanx

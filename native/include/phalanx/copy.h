@@ -1,4 +1,4 @@
-// Copies of bytes, for what comes again soon and for what doesn't.
+// Copies of bytes, through the caches or past them.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,10 @@
 
 namespace phalanx {
 
-// From this size on, a result of an operation is taken to be more than the caches keep.
+// Results of this size or more are assumed not to fit into the caches.
 inline constexpr std::size_t kStreamedBytes = 4 * 1024 * 1024;
 
-// memcpy that takes the null pointers of empty tensors, and a copy onto itself.
+// A memcpy that accepts the null pointers of empty tensors, and a copy onto itself.
 inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   if (bytes != 0 && to != from) {
     PHALANX_STEP("copy");
@@ -19,12 +19,12 @@ inline void copy_bytes(void* to, const void* from, std::size_t bytes) {
   }
 }
 
-// The same past the caches of this core: `to` is neither read into them, as an ordinary store does
-// with each line that it doesn't have, nor left there. For destinations that nobody has touched
-// lately, much larger than a cache.
+// Copies past the caches of this core. An ordinary store first reads each missing line of `to` into
+// the cache and leaves it there; this copy does neither. For destinations much larger than a cache
+// that have not been used recently.
 void stream_bytes(void* to, const void* from, std::size_t bytes);
 
-// Copies a part of a result of `whole` bytes to where the user wants it.
+// Copies a part of a result of `whole` bytes to the user's buffer.
 inline void deliver(void* to, const void* from, std::size_t bytes, std::size_t whole) {
   if (whole < kStreamedBytes) {
     copy_bytes(to, from, bytes);

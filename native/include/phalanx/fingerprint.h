@@ -1,4 +1,4 @@
-// What a rank says of the operation that it enters, compared with its peers' before data moves.
+// The description of the operation that a rank enters. Ranks compare it before data moves.
 #pragma once
 
 #include <atomic>
@@ -8,7 +8,7 @@
 
 namespace phalanx {
 
-// The numbers stand in shared memory: append only.
+// The numbers are stored in shared memory: append only.
 enum class Kind : std::uint8_t {
   none = 0,
   barrier = 1,
@@ -22,13 +22,13 @@ enum class Kind : std::uint8_t {
   recv = 9,
   reduce_scatter = 10,
   all_to_all = 11,
-  join = 12,  // of flight recorders alone: the group is being formed
+  join = 12,  // in flight recorders only: the group is being formed
 };
 
 struct Fingerprint {
-  std::uint64_t sequence = 0;  // how many collectives this group has begun
-  std::uint64_t count = 0;     // elements, per rank where ranks contribute one part each
-  std::int32_t root = -1;      // root, or the peer of a message; -1 where there is none
+  std::uint64_t sequence = 0;  // number of collectives begun in this group
+  std::uint64_t count = 0;     // elements; per rank if every rank contributes a part
+  std::int32_t root = -1;      // root, or the peer of a message; -1 for none
   Kind kind = Kind::none;
   DType dtype = DType::uint8;
   ReduceOp op = ReduceOp::none;
@@ -38,8 +38,9 @@ struct Fingerprint {
 };
 static_assert(sizeof(Fingerprint) == 24);
 
-// A fingerprint in shared memory. The words are atomic, since a rank that reports a failure reads
-// its peers' while they may be writing; ordinary readers come after the acquire load of the step.
+// A fingerprint in shared memory. The words are atomic because a rank that reports a failure reads
+// its peers' fingerprints while they may be writing. Ordinary reads come after the acquire load of
+// the step.
 class SharedFingerprint {
  public:
   void store(const Fingerprint& value);

@@ -1,15 +1,17 @@
-// The flight recorder of a process: what its rank does and did, in a file that outlives it.
+// The flight recorder of a process: the operations of its rank, in a file that outlives the
+// process.
 //
-// The file is mapped, so that a record costs a few stores, and stands in the page cache when its
-// writer is killed. Its one writer is the process; readers copy it (flight_recorder_reader.h), and
-// nothing that they do reaches the writer. Whoever reads while something is written must be able to
-// tell: a record is framed by its number, at the end first and at the beginning last, and whoever
-// copies it from the beginning to the end finds both only around a whole one. What several threads
-// write at once is claimed by each first.
+// The file is mapped, so that a record costs a few stores and stays in the page cache when its
+// writer is killed. The process is the only writer. Readers copy the file
+// (flight_recorder_reader.h) and cannot affect the writer. A reader must detect records that are
+// being written. So a record is framed by its number, which is written first at the end and last at
+// the beginning. A reader that copies from the beginning to the end finds both only around a
+// complete record. A thread claims a slot before it writes there.
 //
 // Layout, all of fixed size:
-//   BoxHeader | GroupNote x kBoxGroups | CallSite x kBoxSites | under way: SharedRecord x kBoxOpen
-//   | SharedReport x kBoxReports | ended: SharedRecord x kBoxHistory
+//   RecorderHeader | GroupEntry x kRecorderGroups | CallSite x kRecorderSites
+//   | under way: SharedRecord x kRecorderOpen | SharedReport x kRecorderReports
+//   | ended: SharedRecord x kRecorderHistory
 #pragma once
 
 #include <atomic>
@@ -27,17 +29,17 @@
 
 namespace phalanx {
 
-inline constexpr std::uint64_t kBoxMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
-inline constexpr std::uint32_t kBoxVersion = 2;
-inline constexpr std::size_t kBoxGroups = 128;
-inline constexpr std::size_t kBoxSites = 1024;
-inline constexpr std::size_t kBoxOpen = 64;
-// Messages have these places alone: in any number they don't hide the collective that a rank is in.
-inline constexpr std::size_t kBoxMessages = 56;
-inline constexpr std::size_t kBoxReports = 256;
-inline constexpr std::size_t kBoxHistory = 4096;
+inline constexpr std::uint64_t kRecorderMagic = 0x584f424c4b434201;  // "\1BCKLBOX"
+inline constexpr std::uint32_t kRecorderVersion = 2;
+inline constexpr std::size_t kRecorderGroups = 128;
+inline constexpr std::size_t kRecorderSites = 1024;
+inline constexpr std::size_t kRecorderOpen = 64;
+// Messages use these slots only, so that any number of them cannot hide the rank's collective.
+inline constexpr std::size_t kRecorderMessages = 56;
+inline constexpr std::size_t kRecorderReports = 256;
+inline constexpr std::size_t kRecorderHistory = 4096;
 
-// One operation, as it stands in the box.
+// One operation, as it is recorded.
 struct Record {
   std::uint64_t number = 0;  // counts this process's operations, from 1
   std::uint64_t begin = 0;   // nanoseconds of the monotonic clock
@@ -46,13 +48,13 @@ struct Record {
   std::uint64_t sequence = 0;
   std::uint64_t count = 0;
   std::int16_t peer = -1;         // root, or the other rank of a message
-  std::int16_t waiting_for = -1;  // the rank waited for, in the end the one waited for longest
+  std::int16_t waiting_for = -1;  // the awaited rank; after the end the one with the longest wait
   DType dtype = DType::uint8;
   ReduceOp op = ReduceOp::none;
   Code outcome = Code::ok;
   std::uint8_t thread = 0;  // see Caller
-  std::uint32_t site = 0;   // number of a CallSite; 0: not known
-  std::uint16_t group = 0;  // id of a GroupNote; 0: not known
+  std::uint32_t site = 0;   // number of a CallSite; 0: unknown
+  std::uint16_t group = 0;  // id of a GroupEntry; 0: unknown
   Kind kind = Kind::none;
   std::uint8_t reserved = 0;
 };
@@ -63,28 +65,28 @@ class SharedRecord {
  public:
   void store(const Record& value);
   void clear();
-  // While it is under way: by the thread that does the operation.
+  // While the operation is under way; called by the thread that runs it.
   void waiting_for(const Record& value);
-  // False when it is empty, or was being written.
+  // False if the slot is empty, or was being written to.
   bool load(Record& value) const;
   bool empty() const;
 
  private:
   static constexpr std::size_t kWords = sizeof(Record) / 8;
   static constexpr std::size_t kPeers = offsetof(Record, peer) / 8;
-  // The first word is the number, written last; `framed_` the number, written first.
+  // The first word is the number, written last; `frame_` is the number, written first.
   std::atomic<std::uint64_t> words_[kWords];
-  std::atomic<std::uint64_t> framed_;
+  std::atomic<std::uint64_t> frame_;
 };
 static_assert(sizeof(SharedRecord) == 72);
 
-// A text of at most N - 1 bytes. Written once, before what names it; or again and again (`note`),
-// in which case a reader may get a mixture.
+// A text of at most N - 1 bytes. Either written once, before anything refers to it, or repeatedly
+// (`note`), in which case a reader may get a mixture.
 template <std::size_t N>
 using Text = char[N];
 
-struct BoxHeader {
-  // Written before the box is used, constant from then on.
+struct RecorderHeader {
+  // Written before the recorder is used, constant from then on.
   std::uint64_t magic;
   std::uint32_t version;
   std::int32_t rank;
@@ -96,46 +98,47 @@ struct BoxHeader {
   std::uint64_t opened;  // monotonic
   Text<128> host;
   Text<128> job;
-  // Writers: threads of the process, each field for itself.
-  alignas(kLine) std::atomic<std::uint64_t> begun;  // operations
-  std::atomic<std::uint64_t> ended;                 // how many went to the history
+  // Writers: threads of the process, each field independently.
+  alignas(kCacheLine) std::atomic<std::uint64_t> operations_begun;
+  std::atomic<std::uint64_t> operations_ended;  // those moved to the history
   std::atomic<std::uint64_t> reports;
-  std::atomic<std::uint32_t> sites;  // call sites that stand in the table; published by a release
+  std::atomic<std::uint32_t> sites;  // call sites in the table; published by a release
   std::atomic<std::uint32_t> groups;
   std::atomic<std::uint64_t> ending_time;  // monotonic; published with `ending`
-  // The number of the operation of a group's thread that the main thread waits for, once it has
-  // done so for a while; 0: none. Writer: the main thread.
-  std::atomic<std::uint64_t> main_waits;
-  std::atomic<std::uint32_t> ending;  // 0: not yet, else an Ending; published by a release
-  Text<512> last_words;
+  // The number of the operation of a group's thread that the main thread has been waiting for, for
+  // some time; 0: none. Writer: the main thread.
+  std::atomic<std::uint64_t> main_thread_wait;
+  std::atomic<std::uint32_t> ending;  // 0: none yet, else an Ending; published by a release
+  Text<512> exception;
   Text<256> note;
 };
-static_assert(sizeof(BoxHeader) <= kPage);
-static_assert(offsetof(BoxHeader, begun) == 320);
+static_assert(sizeof(RecorderHeader) <= kPage);
+static_assert(offsetof(RecorderHeader, operations_begun) == 320);
 
 enum class Ending : std::uint32_t { none = 0, left = 1, exited = 2, failed = 3 };
 
-struct GroupNote {
+struct GroupEntry {
   std::atomic<std::uint64_t> identity;  // the segment's nonce; 0 while the group is being formed
-  std::atomic<std::uint64_t> sequence;  // collectives begun; writer: who holds the group's turn
-  std::atomic<std::uint32_t> id;        // 0: unused; written last
-  std::atomic<std::uint32_t> left;      // 1: this rank has left
-  std::atomic<std::uint32_t> left_at;   // a call site
+  // collectives begun; writer: the holder of the collective lock
+  std::atomic<std::uint64_t> sequence;
+  std::atomic<std::uint32_t> id;       // 0: unused; written last
+  std::atomic<std::uint32_t> left;     // 1: this rank has left
+  std::atomic<std::uint32_t> left_at;  // a call site
   std::int32_t rank;
   std::int32_t size;
   std::int32_t reserved;
   Text<88> name;
   Text<128> members;  // ranks in the job: "0-3,6"; empty: too many
-  Text<640> why;      // why this rank aborted it; has room for a ring of six ranks
+  Text<640> why;      // why this rank aborted it; holds a deadlock of six ranks
 };
-static_assert(sizeof(GroupNote) == 896);
+static_assert(sizeof(GroupEntry) == 896);
 
 struct CallSite {
   Text<128> text;  // "path:line"
 };
 static_assert(sizeof(CallSite) == 128);
 
-// A signalling NaN, which no computation gives.
+// A signalling NaN, which no computation yields.
 inline constexpr std::uint64_t kNoLoss = 0x7ff4000000000001;
 
 struct SharedReport {
@@ -143,27 +146,27 @@ struct SharedReport {
   std::atomic<std::uint64_t> time;
   std::atomic<std::int64_t> step;
   std::atomic<std::uint64_t> loss;  // the bits of a double; kNoLoss: none was given
-  std::atomic<std::uint64_t> framed;
+  std::atomic<std::uint64_t> frame;
 };
 static_assert(sizeof(SharedReport) == 40);
 
-struct BoxLayout {
-  BoxHeader header;
-  alignas(kPage) GroupNote groups[kBoxGroups];
-  alignas(kPage) CallSite sites[kBoxSites];
-  alignas(kPage) SharedRecord open[kBoxOpen];
-  alignas(kLine) SharedReport reports[kBoxReports];
-  alignas(kPage) SharedRecord history[kBoxHistory];
+struct RecorderLayout {
+  RecorderHeader header;
+  alignas(kPage) GroupEntry groups[kRecorderGroups];
+  alignas(kPage) CallSite sites[kRecorderSites];
+  alignas(kPage) SharedRecord open[kRecorderOpen];
+  alignas(kCacheLine) SharedReport reports[kRecorderReports];
+  alignas(kPage) SharedRecord history[kRecorderHistory];
 };
-static_assert(offsetof(BoxLayout, groups) == 4096);
-static_assert(offsetof(BoxLayout, sites) == 118784);
-static_assert(offsetof(BoxLayout, open) == 249856);
-static_assert(offsetof(BoxLayout, reports) == 254464);
-static_assert(offsetof(BoxLayout, history) == 266240);
-static_assert(sizeof(BoxLayout) == 561152, "a changed layout needs a new kBoxVersion");
+static_assert(offsetof(RecorderLayout, groups) == 4096);
+static_assert(offsetof(RecorderLayout, sites) == 118784);
+static_assert(offsetof(RecorderLayout, open) == 249856);
+static_assert(offsetof(RecorderLayout, reports) == 254464);
+static_assert(offsetof(RecorderLayout, history) == 266240);
+static_assert(sizeof(RecorderLayout) == 561152, "a changed layout needs a new kRecorderVersion");
 
-// Who a box is of.
-struct BoxIdentity {
+// The identity of the recorded rank.
+struct RecorderIdentity {
   int rank = 0;
   int world_size = 1;
   int attempt = 0;
@@ -178,56 +181,57 @@ inline std::uint64_t nanoseconds(Clock::time_point time) {
 
 class FlightRecorder {
  public:
-  // Maps the file behind `fd`, which has the size of a BoxLayout and is all zero, and keeps the
-  // descriptor. Null and a status (system) when that fails.
-  static std::unique_ptr<FlightRecorder> open(int fd, const BoxIdentity& identity, Status& status);
+  // Maps the file behind `fd`, which must have the size of a RecorderLayout and be all zero, and
+  // keeps the descriptor. Null and a status (system) if that fails.
+  static std::unique_ptr<FlightRecorder> open(int fd, const RecorderIdentity& identity,
+                                              Status& status);
   ~FlightRecorder();
   FlightRecorder(const FlightRecorder&) = delete;
   FlightRecorder& operator=(const FlightRecorder&) = delete;
 
-  // The one of this process; null while there is none. It is never destroyed, since groups and
-  // threads may write to it until the end.
+  // The flight recorder of this process; null if there is none. It is never destroyed, since groups
+  // and threads may write to it until the end.
   static FlightRecorder* own();
-  static void adopt(std::unique_ptr<FlightRecorder> box);
-  // In a forked child, whose parent's it is.
-  static void forget();
+  static void install(std::unique_ptr<FlightRecorder> recorder);
+  // For a forked child: the flight recorder belongs to its parent.
+  static void detach();
 
   int descriptor() const { return fd_; }
-  const BoxLayout& layout() const { return *box_; }
+  const RecorderLayout& layout() const { return *layout_; }
 
-  // The id of a note; when the table is full the oldest group that was left makes room, or the
-  // group goes unnoted (0).
+  // Returns the id of a new entry. If the table is full, it replaces the oldest group that was
+  // left; if there is none, the group is not recorded (0).
   std::uint16_t add_group(int rank, int size);
-  GroupNote* group(std::uint16_t id);
-  static void name_group(GroupNote& note, std::string_view name, std::string_view members);
-  static void set_why(GroupNote& note, std::string_view why);
+  GroupEntry* group(std::uint16_t id);
+  static void name_group(GroupEntry& entry, std::string_view name, std::string_view members);
+  static void set_why(GroupEntry& entry, std::string_view why);
 
-  // Numbers an operation and shows it as under way; which place it has, -1 if all are taken.
+  // Numbers an operation and records it as under way. Returns its slot, -1 if all are in use.
   int begin(Record& record);
-  void waiting_for(int place, const Record& record) { box_->open[place].waiting_for(record); }
-  // Moves it to the history.
-  void end(int place, const Record& record);
+  void waiting_for(int slot, const Record& record) { layout_->open[slot].waiting_for(record); }
+  // Moves the record to the history.
+  void end(int slot, const Record& record);
 
-  // For the main thread: the number of the operation that it waits for while a group's thread does
-  // it; 0: none any more. Numbers are given once, so no order with the records is needed.
-  void main_waits(std::uint64_t number) {
-    box_->header.main_waits.store(number, std::memory_order_relaxed);
+  // For the main thread: sets the number of the operation of a group's thread that it waits for; 0:
+  // none. Numbers are unique, so no order with the records is needed.
+  void set_main_thread_wait(std::uint64_t number) {
+    layout_->header.main_thread_wait.store(number, std::memory_order_relaxed);
   }
 
   void report(std::int64_t step, std::optional<double> loss, std::string_view note);
-  // The first ending that isn't `left` stands.
-  void set_ending(Ending ending, std::string_view words);
-  // Publishes call sites that are new; see call_site.h.
+  // Keeps the first ending other than `left`.
+  void record_ending(Ending ending, std::string_view exception);
+  // Publishes new call sites; see call_site.h.
   void publish_sites();
 
  private:
-  FlightRecorder(BoxLayout* box, int fd) : box_(box), fd_(fd) {}
+  FlightRecorder(RecorderLayout* layout, int fd) : layout_(layout), fd_(fd) {}
 
-  BoxLayout* box_;
+  RecorderLayout* layout_;
   int fd_;
-  // Which places of `open` are taken.
-  std::atomic<std::uint64_t> taken_ = 0;
-  std::mutex mutex_;  // of groups, sites, reports and the ending
+  // The slots of `open` that are in use.
+  std::atomic<std::uint64_t> used_slots_ = 0;
+  std::mutex mutex_;  // for groups, sites, reports and the ending
   std::uint16_t last_group_ = 0;
 };
 

@@ -1,6 +1,5 @@
-// Reading a flight recorder: a copy of its file, looked at with distrust. Nothing in it is believed
-// before it was checked, so that a damaged or forged file gives an error or odd texts, never a
-// crash.
+// The reader of flight recorders. It works on a copy of the file and trusts nothing in it before it
+// is checked: a damaged or forged file yields an error or odd texts, never a crash.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +13,7 @@
 
 namespace phalanx {
 
-struct BoxGroup {
+struct RecordedGroup {
   std::uint64_t identity = 0;
   std::uint64_t sequence = 0;
   std::uint16_t id = 0;
@@ -27,13 +26,13 @@ struct BoxGroup {
   std::string why;
 };
 
-struct BoxReport {
+struct RecordedReport {
   std::uint64_t time = 0;
   std::int64_t step = 0;
   std::optional<double> loss;
 };
 
-struct BoxContents {
+struct RecorderContents {
   int pid = 0;
   int rank = 0;
   int world_size = 0;
@@ -44,24 +43,25 @@ struct BoxContents {
   std::uint64_t opened = 0;
   Ending ending = Ending::none;
   std::uint64_t ending_time = 0;
-  std::string last_words;
+  std::string exception;
   std::string note;
   std::uint64_t operations = 0;
-  std::uint64_t main_waits = 0;
-  std::vector<BoxGroup> groups;    // in the order in which they were formed
-  std::vector<Record> open;        // oldest first
-  std::vector<Record> done;        // oldest first
-  std::vector<std::string> sites;  // by number
-  std::vector<BoxReport> reports;  // oldest first
-  int torn = 0;                    // records that were being written
+  std::uint64_t main_thread_wait = 0;
+  std::vector<RecordedGroup> groups;    // in the order of their formation
+  std::vector<Record> open;             // oldest first
+  std::vector<Record> done;             // oldest first
+  std::vector<std::string> sites;       // by number
+  std::vector<RecordedReport> reports;  // oldest first
+  int torn = 0;                         // records that were being written
 };
 
-// Fills `contents`, with the newest `history` of the ended operations. Returns why it can't, in
-// words; empty if it could.
-std::string read_box(std::span<const std::byte> bytes, std::size_t history, BoxContents& contents);
+// Fills `contents`, with the newest `history` of the ended operations. Returns an error message;
+// empty on success.
+std::string parse_recorder(std::span<const std::byte> bytes, std::size_t history,
+                           RecorderContents& contents);
 
-// A copy of the box of a process: through its descriptor while it lives, else from the directory in
-// which the own box lies. Empty if there is none.
-std::vector<std::byte> copy_box(int pid, int descriptor);
+// Copies the flight recorder of a process: through its descriptor while the process lives,
+// otherwise from the directory of this process's own flight recorder. Empty if there is none.
+std::vector<std::byte> copy_recorder(int pid, int descriptor);
 
 }  // namespace phalanx

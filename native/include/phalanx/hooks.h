@@ -1,6 +1,6 @@
-// Where tests step in: a name before every step that touches shared memory. A test can end the
-// process there, hold it, or give others the core. Without PHALANX_HOOKS, which the builds of the
-// tests alone define, it is nothing at all.
+// Hooks for tests: a name before every step that touches shared memory. A test can end the process
+// there, pause it, or yield to other ranks. Without PHALANX_HOOKS, which only test builds define,
+// they compile to nothing.
 #pragma once
 
 #if defined(PHALANX_HOOKS)
@@ -9,7 +9,7 @@
 
 namespace phalanx {
 
-// Called with the name of the step that comes next, by the thread that takes it. Null: nothing is.
+// Called with the name of the next step, by the thread that takes it. Null: no hook.
 inline std::atomic<void (*)(const char* step)> step_hook = nullptr;
 
 inline void before_step(const char* step) {

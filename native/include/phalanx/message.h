@@ -1,4 +1,4 @@
-// One send or recv, and the books of those that haven't met their counterpart yet.
+// A send or recv, and the matching of posted recvs with unexpected messages.
 #pragma once
 
 #include <atomic>
@@ -20,7 +20,7 @@ namespace phalanx {
 
 inline constexpr int kAnySource = -1;
 
-// What stands before every message in a channel.
+// The header of every message in a channel.
 struct Envelope {
   std::uint64_t count;
   std::uint64_t bytes;
@@ -28,10 +28,10 @@ struct Envelope {
   DType dtype;
   std::uint8_t reserved[43];
 };
-static_assert(sizeof(Envelope) == kLine);
+static_assert(sizeof(Envelope) == kCacheLine);
 
-// Shared by its caller and, until it is done, by the mailbox. Fields are guarded by the mailbox's
-// mutex until done() is true.
+// Shared by its caller and, until it is done, by the mailbox. The mailbox's mutex guards the fields
+// until done() is true.
 class Message {
  public:
   Message(Kind kind, std::byte* data, std::size_t count, DType dtype, int peer, std::int32_t tag)
@@ -40,7 +40,7 @@ class Message {
   std::uint64_t id() const { return id_; }
   // Pairs with the store in Mailbox::finish.
   bool done() const { return done_.load(std::memory_order_acquire); }
-  // When done: ok, or why it failed; the rank that it came from or went to.
+  // Once done: ok, or the reason of the failure; and the rank that it came from or went to.
   const Status& status() const { return status_; }
   int peer() const { return peer_; }
 
@@ -48,7 +48,7 @@ class Message {
   friend class Mailbox;
   friend class Matching;
 
-  // A message has no place in the sequence of collectives: the field tells the tag.
+  // A message has no number in the sequence of collectives: the field holds the tag.
   Fingerprint fingerprint() const {
     return {.sequence = static_cast<std::uint64_t>(tag_),
             .count = count_,
@@ -58,62 +58,62 @@ class Message {
   }
   std::size_t bytes() const { return count_ * size_of(dtype_); }
 
-  std::uint64_t id_ = 0;  // grows in the order of the posts
+  std::uint64_t id_ = 0;  // in the order of posting
   Kind kind_;
-  std::byte* data_;  // of a send: only read
+  std::byte* data_;  // only read for a send
   std::size_t count_;
   DType dtype_;
   int peer_;
   std::int32_t tag_;
-  std::int16_t name_ = -1;  // of a rank of another host, which it is from or for
-  std::size_t moved_ = 0;   // of a send: bytes of envelope, payload and padding in the channel
+  std::int16_t global_rank_ = -1;  // of the peer, if it is on another host
+  std::size_t moved_ = 0;  // for a send: bytes of envelope, payload and padding in the channel
   bool watched_ = false;
   Clock::time_point deadline_ = Clock::time_point::max();  // when watched
   Status status_;
-  // What the flight recorder says of it, and where.
+  // The record in the flight recorder, and its slot.
   Record record_;
-  int place_ = -1;
-  std::uint64_t wait_began_ = 0;    // nanoseconds; 0: nobody waits for it
-  std::atomic<bool> done_ = false;  // writer: who drives the mailbox; pairs with done()
+  int slot_ = -1;
+  std::uint64_t wait_began_ = 0;    // nanoseconds; 0: no thread waits for it
+  std::atomic<bool> done_ = false;  // writer: the thread that makes progress; pairs with done()
 };
 
 using MessagePtr = std::shared_ptr<Message>;
 
-// A message in private memory, because another one of its channel was asked for first.
-struct Early {
+// A message in private memory, because a later one of its channel was requested first.
+struct UnexpectedMessage {
   Envelope envelope{};
   std::unique_ptr<std::byte[]> data;
 };
 
-// Recvs that wait for their message, and messages that wait for their recv: first come, first
-// served among those of one source and tag. A look-up costs the same however many there are; one
-// for messages of any source costs that for every rank.
+// Posted recvs and unexpected messages, in FIFO order for each source and tag. A look-up takes
+// constant time; one for messages of any source takes that for every rank.
 class Matching {
  public:
-  explicit Matching(int ranks) : from_(static_cast<std::size_t>(ranks)) {}
+  explicit Matching(int ranks) : recv_counts_(static_cast<std::size_t>(ranks)) {}
 
-  void expect(MessagePtr recv);
-  // The oldest recv that a message of `source` is for, taken out; null where there is none.
-  MessagePtr receiver_of(int source, std::int32_t tag);
-  // Whether a message of `source` may be for some recv.
-  bool expects(int source) const { return expects_from(source) || from_any_ != 0; }
-  // Whether some recv names just this source, which may be kAnySource.
-  bool expects_from(int source) const {
-    return source == kAnySource ? from_any_ != 0 : from_[static_cast<std::size_t>(source)] != 0;
+  void post_recv(MessagePtr recv);
+  // Removes and returns the oldest recv that matches a message of `source`; null if there is none.
+  MessagePtr match(int source, std::int32_t tag);
+  // Whether a recv may match a message of `source`.
+  bool has_recv_for(int source) const { return has_recv_from(source) || any_source_recvs_ != 0; }
+  // Whether a recv names exactly this source, which may be kAnySource.
+  bool has_recv_from(int source) const {
+    return source == kAnySource ? any_source_recvs_ != 0
+                                : recv_counts_[static_cast<std::size_t>(source)] != 0;
   }
-  // One of those. Looks through all of them.
-  MessagePtr example(int source) const;
-  // Takes out one that is still there; null if it isn't.
+  // Returns one of those. Searches all of them.
+  MessagePtr any_recv_from(int source) const;
+  // Removes a recv that is still posted; null if it is not.
   MessagePtr withdraw(const Message& recv);
-  // Takes out all recvs.
-  std::vector<MessagePtr> forsake();
+  // Removes all recvs.
+  std::vector<MessagePtr> take_all_receives();
 
-  void keep(int source, Early early);
-  // The oldest message for a recv, whose source may be kAnySource, and where it came from.
-  const Early* find_early(const Message& recv, int* source) const;
-  void drop_early(int source, std::int32_t tag);
-  // Payload of the messages kept.
-  std::size_t early_bytes() const { return early_bytes_; }
+  void add_unexpected(int source, UnexpectedMessage unexpected);
+  // The oldest message that matches a recv, whose source may be kAnySource, and its source.
+  const UnexpectedMessage* find_unexpected(const Message& recv, int* source) const;
+  void drop_unexpected(int source, std::int32_t tag);
+  // The payload bytes of the unexpected messages.
+  std::size_t unexpected_bytes() const { return unexpected_bytes_; }
 
  private:
   using Key = std::uint64_t;
@@ -121,16 +121,17 @@ class Matching {
     return static_cast<Key>(static_cast<std::uint32_t>(source)) << 32 |
            static_cast<std::uint32_t>(tag);
   }
-  std::size_t& waiting(int source) {
-    return source == kAnySource ? from_any_ : from_[static_cast<std::size_t>(source)];
+  std::size_t& recv_count(int source) {
+    return source == kAnySource ? any_source_recvs_
+                                : recv_counts_[static_cast<std::size_t>(source)];
   }
 
-  // No queue in them is empty.
+  // The maps contain no empty queue.
   std::unordered_map<Key, std::list<MessagePtr>> recvs_;
-  std::unordered_map<Key, std::list<Early>> early_;
-  std::vector<std::size_t> from_;  // by source: how many recvs wait for it by name
-  std::size_t from_any_ = 0;
-  std::size_t early_bytes_ = 0;
+  std::unordered_map<Key, std::list<UnexpectedMessage>> unexpected_;
+  std::vector<std::size_t> recv_counts_;  // by source: number of recvs that name it
+  std::size_t any_source_recvs_ = 0;
+  std::size_t unexpected_bytes_ = 0;
 };
 
 }  // namespace phalanx

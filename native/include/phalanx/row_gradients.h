@@ -1,4 +1,4 @@
-// Gradients of rows, put together before a table is updated: each row once, in ascending order.
+// Gradients of rows, coalesced before a table is updated: each row once, in ascending order.
 #pragma once
 
 #include <cstddef>
@@ -10,31 +10,32 @@
 
 namespace phalanx {
 
-// Rows that were combined bag by bag, and the gradient of each bag, of `width` elements. Without
-// offsets each row is a bag of its own. The bags must be as `Rows::pool` takes them.
+// Rows that were pooled into bags, and the gradient of each bag, of `width` elements. Without
+// offsets each row is a bag of its own. The bags must be valid for `Rows::pool`.
 struct BagGradients {
   RowList list;
   Bags bags;
   Pooling pooling;      // sum or mean
-  const void* weights;  // one for each row, or null
+  const void* weights;  // one per row, or null
   const void* outputs;
 };
 
-// Which rows are wanted: those that leave `rest` when they are divided by `shares`.
-struct RowShare {
-  std::int64_t rest = 0;
-  std::int64_t shares = 1;
+// A shard of the rows: those whose index modulo `count` is `remainder`.
+struct RowShard {
+  std::int64_t remainder = 0;
+  std::int64_t count = 1;
 };
 
-// Where they are put: room for as many rows and gradients as come in.
-struct GradientRoom {
+// The output, with room for as many rows and gradients as the batches contain.
+struct GradientOutput {
   std::int64_t* rows;
   void* gradients;
 };
 
-// The gradient of each row: added up over its places in all batches, in their order, and divided
-// by `divisor`. float32 or float64. Returns how many rows there are.
-std::size_t add_up(const std::vector<BagGradients>& batches, std::size_t width, DType dtype,
-                   double divisor, const RowShare& share, const GradientRoom& room);
+// Computes the gradient of each row: the sum over its occurrences in all batches, in their order,
+// divided by `divisor`. float32 or float64. Returns the number of rows.
+std::size_t coalesce_gradients(const std::vector<BagGradients>& batches, std::size_t width,
+                               DType dtype, double divisor, const RowShard& shard,
+                               const GradientOutput& output);
 
 }  // namespace phalanx

@@ -1,5 +1,5 @@
-// What an operation of the core came to. The core throws nothing: the bindings turn a status into a
-// Python exception, in one place.
+// The result of an operation of the core. The core throws nothing: the bindings turn a status into
+// a Python exception, in one place.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace phalanx {
 
-// The numbers stand in the abort word of the segment: append only.
+// The numbers are stored in the abort word of the segment: append only.
 enum class Code : std::uint8_t {
   ok = 0,
   peer_lost = 1,      // the process of rank `peer` is gone
@@ -19,13 +19,13 @@ enum class Code : std::uint8_t {
   out_of_memory = 6,  // rank `reporter` could not get the pages of its part of the segment
   system = 7,         // a system call failed; `error` is its errno
   left = 8,           // rank `peer` has left the group (shut it down) and will not come
-  ring = 9,  // ranks wait for each other in several groups; `reporter`'s flight recorder says how
+  deadlock = 9,  // ranks wait for each other in several groups; see `reporter`'s flight recorder
 };
 
 struct [[nodiscard]] Status {
   Code code = Code::ok;
-  std::int32_t peer = -1;      // the rank that it is about
-  std::int32_t reporter = -1;  // the rank that found out
+  std::int32_t peer = -1;      // the rank that the failure is about
+  std::int32_t reporter = -1;  // the rank that detected it
   std::int32_t error = 0;
   Fingerprint mine{};    // of `reporter`, for mismatch and timeout
   Fingerprint theirs{};  // of `peer`, for mismatch

@@ -1,18 +1,18 @@
 #include <cstring>
 
-#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 namespace {
 
-// What a rank publishes in its inline buffer before the meeting: its counts, and the parts
-// themselves where all of them fit behind, else where they lie (Sources). Everything a peer needs
-// to check the exchange, and to know how many chunks it takes, the same number on all ranks.
-class Published {
+// The contents of a rank's inline buffer at the entry: its counts, and the parts themselves if all
+// of them fit behind, otherwise their locations (SourceLocations). That is all a peer needs to
+// check the exchange and to compute the number of chunks, which is the same on all ranks.
+class PublishedCounts {
  public:
-  Published(std::byte* buffer, int ranks)
+  PublishedCounts(std::byte* buffer, int ranks)
       : words_(reinterpret_cast<std::uint64_t*>(buffer)), ranks_(static_cast<std::size_t>(ranks)) {}
 
   void write(const Splits& own, std::uint64_t chunks) {
@@ -31,7 +31,8 @@ class Published {
     return (1 + 2 * static_cast<std::size_t>(ranks)) * sizeof(std::uint64_t);
   }
   static std::size_t room(int ranks) { return kInlineBytes - parts_offset(ranks); }
-  static_assert((1 + 2 * kMaxRanks) * sizeof(std::uint64_t) + Sources::bytes_for(kMaxRanks) <=
+  static_assert((1 + 2 * kMaxRanks) * sizeof(std::uint64_t) +
+                    SourceLocations::bytes_for(kMaxRanks) <=
                 kInlineBytes);
 
  private:
@@ -51,17 +52,17 @@ class AllToAll {
     if (!status.ok()) {
       return status;
     }
-    Published mine(group_.next_inline_buffer(), group_.ranks());
+    PublishedCounts mine(group_.next_inline_buffer(), group_.ranks());
     mine.write(own_, chunks);
     if (chunks == 0) {
       fill_inline(mine.parts());
     } else {
-      Sources(mine.parts())
+      SourceLocations(mine.parts())
           .publish(
               group_.ranks(), [&](int rank) { return own_.inputs[rank]; },
               [&](int rank) { return rank == self() ? 0 : given_bytes(rank); });
     }
-    status = group_.meet(called, bounds_);
+    status = group_.enter_collective(called, bounds_);
     if (status.ok()) {
       status = compare();
     }
@@ -78,9 +79,9 @@ class AllToAll {
       }
     }
     const auto gives = [this](int rank) { return published(rank).chunks() != 0; };
-    const Shared shared(group_, gives, Published::parts_offset(group_.ranks()));
-    if (most != 0 && shared.all()) {
-      return shared.move(
+    const ZeroCopySources zero_copy(group_, gives, PublishedCounts::parts_offset(group_.ranks()));
+    if (most != 0 && zero_copy.available()) {
+      return zero_copy.copy(
           self(), bounds_, [](int) { return true; },
           [this](int peer, const std::byte* source) {
             deliver(own_.outputs[peer], source, taken_bytes(peer), taken_bytes(peer));
@@ -94,11 +95,11 @@ class AllToAll {
   std::size_t part_bytes() const { return Parts::staged(group_); }
   std::size_t given_bytes(int rank) const { return own_.input_counts[rank] * element_; }
   std::size_t taken_bytes(int rank) const { return own_.output_counts[rank] * element_; }
-  Published published(int rank) const {
-    return Published(group_.met_inline_buffer(rank), group_.ranks());
+  PublishedCounts published(int rank) const {
+    return PublishedCounts(group_.current_inline_buffer(rank), group_.ranks());
   }
 
-  // Chunks that it takes to move the longest part; none where all fit into the inline buffer.
+  // The number of chunks of the longest part; 0 if all parts fit into the inline buffer.
   std::uint64_t own_chunks() const {
     std::size_t all = 0;
     std::size_t longest = 0;
@@ -108,7 +109,9 @@ class AllToAll {
         longest = std::max(longest, given_bytes(rank));
       }
     }
-    return all <= Published::room(group_.ranks()) ? 0 : (longest + part_bytes() - 1) / part_bytes();
+    return all <= PublishedCounts::room(group_.ranks())
+               ? 0
+               : (longest + part_bytes() - 1) / part_bytes();
   }
 
   void fill_inline(std::byte* to) const {
@@ -121,7 +124,7 @@ class AllToAll {
   }
 
   void take_inline(int peer) const {
-    const Published theirs = published(peer);
+    const PublishedCounts theirs = published(peer);
     const std::byte* from = theirs.parts();
     for (int rank = 0; rank < self(); ++rank) {
       from += rank == peer ? 0 : theirs.given_to(rank) * element_;
@@ -133,7 +136,7 @@ class AllToAll {
   Status compare() {
     PHALANX_STEP("all_to_all: compare the counts");
     for (int to = 0; to < group_.ranks(); ++to) {
-      const Published taker = published(to);
+      const PublishedCounts taker = published(to);
       for (int from = 0; from < group_.ranks(); ++from) {
         const std::uint64_t given = published(from).given_to(to);
         const std::uint64_t taken = taker.taken_from(from);
@@ -145,11 +148,11 @@ class AllToAll {
                                .kind = Kind::all_to_all,
                                .dtype = dtype_};
           };
-          return group_.fails(Status{.code = Code::mismatch,
-                                     .peer = from,
-                                     .reporter = to,
-                                     .mine = side(taken, from),
-                                     .theirs = side(given, to)});
+          return group_.fail_collective(Status{.code = Code::mismatch,
+                                               .peer = from,
+                                               .reporter = to,
+                                               .mine = side(taken, from),
+                                               .theirs = side(given, to)});
         }
       }
     }
@@ -170,7 +173,7 @@ class AllToAll {
           for (int rank = 0; gives && rank < group_.ranks(); ++rank) {
             if (rank != self()) {
               const Span span = piece(chunk, given_bytes(rank));
-              copy_bytes(Parts::place(segment.staging(self(), chunk), rank, part),
+              copy_bytes(Parts::part_at(segment.staging(self(), chunk), rank, part),
                          at(own_.inputs[rank], span.begin), span.size);
             }
           }
@@ -179,7 +182,7 @@ class AllToAll {
           if (published(peer).chunks() != 0) {
             const Span span = piece(chunk, taken_bytes(peer));
             deliver(at(own_.outputs[peer], span.begin),
-                    Parts::place(segment.staging(peer, chunk), self(), part), span.size,
+                    Parts::part_at(segment.staging(peer, chunk), self(), part), span.size,
                     taken_bytes(peer));
           }
         });
@@ -195,9 +198,9 @@ class AllToAll {
 }  // namespace
 
 Status all_to_all(Group& group, const Splits& own, DType dtype, const Bounds& bounds) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
   return AllToAll(group, own, dtype, bounds).run();
 }

@@ -3,11 +3,11 @@
 namespace phalanx {
 
 Status barrier(Group& group, const Bounds& bounds) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
-  return group.meet({.kind = Kind::barrier}, bounds);
+  return group.enter_collective({.kind = Kind::barrier}, bounds);
 }
 
 }  // namespace phalanx

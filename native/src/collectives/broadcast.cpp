@@ -1,14 +1,14 @@
-#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 
 Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int root,
                  const Bounds& bounds) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
   const Fingerprint own{.count = count, .root = root, .kind = Kind::broadcast, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
@@ -23,25 +23,26 @@ Status broadcast(Group& group, void* data, std::size_t count, DType dtype, int r
   if (small && is_root) {
     copy_bytes(group.next_inline_buffer(), data, bytes);
   } else if (is_root) {
-    Sources(group.next_inline_buffer()).publish(data, bytes);
+    SourceLocations(group.next_inline_buffer()).publish(data, bytes);
   }
-  status = group.meet(own, bounds);
+  status = group.enter_collective(own, bounds);
   if (!status.ok()) {
     return status;
   }
   if (small) {
     if (!is_root) {
-      copy_bytes(data, group.met_inline_buffer(root), bytes);
+      copy_bytes(data, group.current_inline_buffer(root), bytes);
     }
     return status;
   }
-  if (const Shared shared(group, gives); shared.all()) {
-    return shared.move(0, bounds, takes,
-                       [&](int, const std::byte* source) { deliver(data, source, bytes, bytes); });
+  if (const ZeroCopySources zero_copy(group, gives); zero_copy.available()) {
+    return zero_copy.copy(0, bounds, takes, [&](int, const std::byte* source) {
+      deliver(data, source, bytes, bytes);
+    });
   }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, moving_chunk(group, bytes), bounds, gives, takes,
+      group, bytes, move_chunk_bytes(group, bytes), bounds, gives, takes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(root, chunk), at(data, span.begin), span.size);
       },

@@ -1,24 +1,24 @@
 #include <array>
 
-#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 namespace {
 
-// One rank's part in the reduction of what all ranks have for it.
+// One rank's part of the result: combines the sources that all ranks have for it.
 class OwnPart {
  public:
   OwnPart(const Group& group, const void* input, void* output, const Fingerprint& own)
       : group_(group), input_(input), output_(output), own_(own) {}
 
-  // `place(peer)`: where the peer has put its source for this rank's span.
-  template <class Place>
-  void combine(Span span, Place place) {
+  // `source(peer)`: the peer's source for this rank's span.
+  template <class Source>
+  void combine(Span span, Source source) {
     for (int rank = 0; rank < group_.ranks(); ++rank) {
       sources_[static_cast<std::size_t>(rank)] =
-          rank == group_.rank() ? at(input_, span.begin) : place(rank);
+          rank == group_.rank() ? at(input_, span.begin) : source(rank);
     }
     phalanx::reduce(at(output_, span.begin), sources_.data(),
                     static_cast<std::size_t>(group_.ranks()), span.size / size_of(own_.dtype),
@@ -30,7 +30,7 @@ class OwnPart {
   const void* input_;
   void* output_;
   const Fingerprint& own_;
-  // Fixed in size: nothing after a meeting may fail on one rank alone.
+  // Fixed in size: once a collective is entered, nothing may fail on one rank alone.
   std::array<const void*, kMaxRanks> sources_;
 };
 
@@ -38,9 +38,9 @@ class OwnPart {
 
 Status reduce_scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
                       DType dtype, ReduceOp op, const Bounds& bounds) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
   const Fingerprint own{.count = count, .kind = Kind::reduce_scatter, .dtype = dtype, .op = op};
   const std::size_t bytes = count * size_of(dtype);
@@ -60,33 +60,33 @@ Status reduce_scatter(Group& group, const void* const* inputs, void* output, std
   if (parts.small()) {
     fill(group.next_inline_buffer(), {0, bytes});
   } else {
-    Sources(group.next_inline_buffer())
+    SourceLocations(group.next_inline_buffer())
         .publish(
             group.ranks(), [&](int rank) { return inputs[rank]; },
             [&](int rank) { return rank == self ? 0 : bytes; });
   }
-  status = group.meet(own, bounds);
+  status = group.enter_collective(own, bounds);
   if (!status.ok() || count == 0) {
     return status;
   }
   OwnPart part(group, inputs[self], output, own);
   if (parts.small()) {
     part.combine({0, bytes},
-                 [&](int peer) { return parts.of(group.met_inline_buffer(peer), self); });
+                 [&](int peer) { return parts.of(group.current_inline_buffer(peer), self); });
     return status;
   }
-  if (const Shared shared(group, [](int) { return true; }); shared.all()) {
+  if (const ZeroCopySources zero_copy(group, [](int) { return true; }); zero_copy.available()) {
     std::array<const std::byte*, kMaxRanks> sources;
     for (int rank = 0; rank < group.ranks(); ++rank) {
       const std::byte* source =
-          rank == self ? at(inputs[self], 0) : shared.reach(rank, self, status);
+          rank == self ? at(inputs[self], 0) : zero_copy.map_peer(rank, self, status);
       if (source == nullptr) {
         return status;
       }
       sources[static_cast<std::size_t>(rank)] = source;
     }
     part.combine({0, bytes}, [&](int peer) { return sources[static_cast<std::size_t>(peer)]; });
-    return part_together(group, bounds);
+    return exit_barrier(group, bounds);
   }
   const Segment& segment = group.segment();
   return exchange_chunks(

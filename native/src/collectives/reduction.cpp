@@ -2,27 +2,26 @@
 
 #include <array>
 
-#include "direct.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 namespace {
 
-// Bytes of a slice: as even as whole cache lines allow, and no larger than a staging area has room
-// for.
+// The size of a slice: as even as whole cache lines allow, and at most its share of a staging area.
 std::size_t even_slice(std::size_t total, std::size_t ranks, std::size_t chunk_bytes) {
   const auto parts = [](std::size_t whole, std::size_t part) { return (whole + part - 1) / part; };
-  const std::size_t largest = chunk_bytes / ranks / kLine * kLine;
+  const std::size_t largest = chunk_bytes / ranks / kCacheLine * kCacheLine;
   const std::size_t chunks = parts(total, largest * ranks);
-  return parts(parts(total, chunks * ranks), kLine) * kLine;
+  return parts(parts(total, chunks * ranks), kCacheLine) * kCacheLine;
 }
 
 // The reduction of large tensors. The tensor is cut into chunks; of each chunk rank r owns slice r.
-// Every rank stages all slices but its own; the owner combines its own slice with the staged ones,
-// leaves the result where its own slice would have been staged, and those who want it copy it out.
-// Staging chunk c + 1 goes before combining chunk c, so that a rank that is early does useful work.
-// That is reduce-scatter followed by all-gather (Rabenseifner 2004) in shared memory, with the
-// least traffic that user buffers outside the segment allow.
+// Every rank stages all slices but its own. The owner combines its own slice with the staged ones,
+// and stores the result at the position of its own slice in its staging area. Ranks that take the
+// result copy it from there. Chunk c + 1 is staged before chunk c is combined, so that an early
+// rank does useful work. This is reduce-scatter followed by all-gather (Rabenseifner 2004) in
+// shared memory, with the least memory traffic possible for user buffers outside the segment.
 class LargeReduction {
  public:
   LargeReduction(Group& group, void* data, std::size_t count, DType dtype, ReduceOp op,
@@ -37,8 +36,8 @@ class LargeReduction {
         chunk_bytes_(slice_bytes_ * ranks()),
         chunks_((total_ + chunk_bytes_ - 1) / chunk_bytes_) {}
 
-  // After a meeting. `wanted`: whether this rank takes the result.
-  Status run(bool wanted) {
+  // Call it once the collective is entered. `takes_result`: whether this rank takes the result.
+  Status run(bool takes_result) {
     // Steps: stage 0 | stage 1, combine 0 | stage 2, combine 1 | ... | combine last.
     const std::uint64_t base = group_.step();
     stage(0);
@@ -50,7 +49,7 @@ class LargeReduction {
         stage(chunk + 1);
         group_.advance();
       }
-      // A peer that has staged this chunk has also copied out chunk - 2, whose place is reused.
+      // A peer that has staged this chunk has also copied out chunk - 2, whose slot is reused.
       if (const Status s = group_.wait_steps(staged, bounds_); !s.ok()) {
         return s;
       }
@@ -60,7 +59,7 @@ class LargeReduction {
       if (const Status s = group_.wait_steps(combined, bounds_); !s.ok()) {
         return s;
       }
-      if (wanted) {
+      if (takes_result) {
         copy_out(chunk);
       }
     }
@@ -117,17 +116,17 @@ class LargeReduction {
   ReduceOp op_;
   const Bounds& bounds_;
   std::size_t total_;
-  // The same for all chunks: where a slice lies in the staging area must not move, since the result
-  // of chunk c - 2 may still be read there while chunk c is staged around it.
+  // The same for all chunks: the position of a slice in the staging area must not change, since the
+  // result of chunk c - 2 may still be read there while chunk c is staged around it.
   std::size_t slice_bytes_;
   std::size_t chunk_bytes_;
   std::uint64_t chunks_;
-  // Fixed in size: nothing after a meeting may fail on one rank alone.
+  // Fixed in size: once a collective is entered, nothing may fail on one rank alone.
   std::array<const void*, kMaxRanks> sources_;
 };
 
-// The reduction of large tensors of two ranks to one of them, which combines alone: the other would
-// save it half of that, and cost it a copy of what it combined.
+// The reduction of large tensors of two ranks to one of them, which combines alone. If the other
+// rank combined half, it would save the root half of that work, but cost it a copy of the result.
 Status reduce_of_two(Group& group, void* data, const Fingerprint& own, const Bounds& bounds) {
   const int self = group.rank();
   const Segment& segment = group.segment();
@@ -147,38 +146,38 @@ Status reduce_of_two(Group& group, void* data, const Fingerprint& own, const Bou
       });
 }
 
-// The reduction of large tensors that all lie in arenas: every rank combines a slice of its own,
-// and writes the result to all who want it.
-class SharedReduction {
+// The reduction of large tensors that all lie in arenas: every rank combines its own slice, and
+// writes the result to all ranks that take it.
+class ZeroCopyReduction {
  public:
-  SharedReduction(Group& group, void* data, const Fingerprint& own)
+  ZeroCopyReduction(Group& group, void* data, const Fingerprint& own)
       : group_(group), data_(static_cast<std::byte*>(data)), own_(own) {}
 
-  // After a meeting.
+  // Call it once the collective is entered.
   template <class Gives>
-  Status run(const Shared<Gives>& shared, const Bounds& bounds) {
+  Status run(const ZeroCopySources<Gives>& zero_copy, const Bounds& bounds) {
     const auto ranks = static_cast<std::size_t>(group_.ranks());
     for (std::size_t rank = 0; rank < ranks; ++rank) {
       Status status;
       tensors_[rank] = static_cast<int>(rank) == group_.rank()
                            ? data_
-                           : shared.reach(static_cast<int>(rank), 0, status);
+                           : zero_copy.map_peer(static_cast<int>(rank), 0, status);
       if (tensors_[rank] == nullptr) {
         return status;
       }
     }
     const std::size_t total = own_.count * size_of(own_.dtype);
-    const std::size_t slice = (total / ranks + kLine) / kLine * kLine;
+    const std::size_t slice = (total / ranks + kCacheLine) / kCacheLine * kCacheLine;
     const std::size_t begin = std::min(slice * static_cast<std::size_t>(group_.rank()), total);
     const std::size_t end = std::min(begin + slice, total);
     for (std::size_t at = begin; at < end; at += kBlock) {
       combine({at, std::min(kBlock, end - at)});
     }
-    return part_together(group_, bounds);
+    return exit_barrier(group_, bounds);
   }
 
  private:
-  // What is combined at once, so that the result is still in the cache when it is handed out.
+  // The unit of combination: the result is still in the cache when it is copied to the other ranks.
   static constexpr std::size_t kBlock = 32 * 1024;
 
   void combine(Span span) {
@@ -206,10 +205,10 @@ class SharedReduction {
 }  // namespace
 
 Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
-                 bool wanted) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+                 bool takes_result) {
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
   const std::size_t bytes = own.count * size_of(own.dtype);
   const bool small = bytes <= kInlineBytes;
@@ -220,26 +219,27 @@ Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds&
   if (small) {
     copy_bytes(group.next_inline_buffer(), data, bytes);
   } else {
-    Sources(group.next_inline_buffer()).publish(data, bytes);
+    SourceLocations(group.next_inline_buffer()).publish(data, bytes);
   }
-  status = group.meet(own, bounds);
+  status = group.enter_collective(own, bounds);
   if (!status.ok() || own.count == 0) {
     return status;
   }
-  if (const Shared shared(group, [](int) { return true; }); !small && shared.all()) {
-    return SharedReduction(group, data, own).run(shared, bounds);
+  if (const ZeroCopySources zero_copy(group, [](int) { return true; });
+      !small && zero_copy.available()) {
+    return ZeroCopyReduction(group, data, own).run(zero_copy, bounds);
   }
   if (!small && own.root >= 0 && group.ranks() == 2) {
     return reduce_of_two(group, data, own, bounds);
   }
   if (!small) {
-    return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(wanted);
+    return LargeReduction(group, data, own.count, own.dtype, own.op, bounds).run(takes_result);
   }
-  if (wanted) {
+  if (takes_result) {
     std::array<const void*, kMaxRanks> sources;
     for (int rank = 0; rank < group.ranks(); ++rank) {
       sources[static_cast<std::size_t>(rank)] =
-          rank == group.rank() ? data : group.met_inline_buffer(rank);
+          rank == group.rank() ? data : group.current_inline_buffer(rank);
     }
     phalanx::reduce(data, sources.data(), static_cast<std::size_t>(group.ranks()), own.count,
                     own.dtype, own.op, group.ranks());

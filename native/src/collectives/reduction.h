@@ -1,12 +1,13 @@
-// What reduce and all_reduce share: they differ in who takes the result.
+// The common part of reduce and all_reduce, which differ only in the ranks that take the result.
 #pragma once
 
 #include "phalanx/collectives.h"
 
 namespace phalanx {
 
-// `own.count`, `dtype` and `op` say what is reduced; `wanted`: whether this rank takes the result.
+// `own.count`, `dtype` and `op` define the reduction; `takes_result`: whether this rank takes the
+// result.
 Status reduce_to(Group& group, void* data, const Fingerprint& own, const Bounds& bounds,
-                 bool wanted);
+                 bool takes_result);
 
 }  // namespace phalanx

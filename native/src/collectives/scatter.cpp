@@ -1,14 +1,14 @@
-#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 
 Status scatter(Group& group, const void* const* inputs, void* output, std::size_t count,
                DType dtype, int root, const Bounds& bounds) {
-  const Group::Turn turn(group, bounds);
-  if (!turn.status().ok()) {
-    return turn.status();
+  const Group::CollectiveLock lock(group, bounds);
+  if (!lock.status().ok()) {
+    return lock.status();
   }
   const Fingerprint own{.count = count, .root = root, .kind = Kind::scatter, .dtype = dtype};
   const std::size_t bytes = count * size_of(dtype);
@@ -30,25 +30,25 @@ Status scatter(Group& group, const void* const* inputs, void* output, std::size_
   if (parts.small() && self == root) {
     fill(group.next_inline_buffer(), {0, bytes});
   } else if (self == root) {
-    Sources(group.next_inline_buffer())
+    SourceLocations(group.next_inline_buffer())
         .publish(
             group.ranks(), [&](int rank) { return inputs[rank]; },
             [&](int rank) { return rank == root ? 0 : bytes; });
   }
-  status = group.meet(own, bounds);
+  status = group.enter_collective(own, bounds);
   if (!status.ok()) {
     return status;
   }
   if (self == root) {
     deliver(output, inputs[root], bytes, bytes);
   } else if (parts.small()) {
-    copy_bytes(output, parts.of(group.met_inline_buffer(root), self), bytes);
+    copy_bytes(output, parts.of(group.current_inline_buffer(root), self), bytes);
   }
   if (parts.small()) {
     return status;
   }
-  if (const Shared shared(group, gives); shared.all()) {
-    return shared.move(self, bounds, takes, [&](int, const std::byte* source) {
+  if (const ZeroCopySources zero_copy(group, gives); zero_copy.available()) {
+    return zero_copy.copy(self, bounds, takes, [&](int, const std::byte* source) {
       deliver(output, source, bytes, bytes);
     });
   }

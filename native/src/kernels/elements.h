@@ -1,8 +1,8 @@
-// Element types as the kernels see them.
+// Element types of the kernels.
 //
-// An element type has the type `Stored` in memory, and `load` and `store` between `lanes` of those
-// and a `Pack`: a vector of the type that they are combined in. Everything here is a vector of the
-// compiler's, as wide as the instruction set has them.
+// An element type has the type `Stored` in memory. `load` and `store` convert between `lanes` of
+// those and a `Pack`: a vector of the type in which they are combined. Vectors are the compiler's
+// vector types, as wide as the instruction set provides.
 #pragma once
 
 #include <stddef.h>
@@ -45,8 +45,8 @@ struct Integer {
   static void store(Stored* to, Pack x) { __builtin_memcpy(to, &x, sizeof x); }
 };
 
-// Which NaN comes out of an operation depends on the CPU and on the order of its operands, which
-// the compiler may swap. Storing always the same one keeps the bits equal.
+// The NaN that results from an operation depends on the CPU and on the order of its operands, which
+// the compiler may swap. Storing always the same NaN keeps the bits equal.
 template <class T>
 struct Real : Integer<T> {
   using typename Integer<T>::Pack;
@@ -56,9 +56,8 @@ struct Real : Integer<T> {
   static void store(T* to, Pack x) { Integer<T>::store(to, one_nan(x)); }
 };
 
-// The 16-bit floats are combined as float32. Where no instruction converts them, words of 32 bits
-// are loaded that hold two each: the halves go to the same lane of two vectors, which needs no
-// shuffle.
+// The 16-bit floats are combined as float32. If no instruction converts them, words of 32 bits are
+// loaded that hold two each: the halves go to the same lane of two vectors, which needs no shuffle.
 using Floats = Vector<float>;
 using Words = Vector<int32_t>;  // signed: SSE2 compares no others
 using UnsignedWords = Vector<uint32_t>;
@@ -71,8 +70,8 @@ struct Pair {
 inline Words bits_of(Floats x) { return reinterpret_cast<Words>(x); }
 inline Floats floats_of(Words x) { return reinterpret_cast<Floats>(x); }
 
-// `Half` converts from and to the upper halves of words. It is given zeros in the lower halves;
-// what it leaves there does not matter.
+// `Half` converts from and to the upper halves of words. The lower halves are zero on input, and
+// ignored on output.
 template <class Half>
 struct HalfPair {
   using Stored = uint16_t;
@@ -91,7 +90,7 @@ struct HalfPair {
   }
 };
 
-// What to add before the lower `n` bits are dropped, to round to nearest, ties to even.
+// The summand before the lower `n` bits are dropped, to round to nearest, ties to even.
 template <int n>
 inline Words rounding(Words x) {
   return ((x >> n) & 1) + ((1 << (n - 1)) - 1);
@@ -157,8 +156,8 @@ struct Float16 {
 
 #else
 
-// Float32 has 8 bits of exponent with bias 127 and 23 of mantissa; float16 has 5 with bias 15
-// and 10. Shifted by 3, a half has its exponent and mantissa where float32 has them.
+// Float32 has 8 exponent bits with bias 127 and 23 mantissa bits; float16 has 5 with bias 15 and
+// 10. Shifted by 3, a half has its exponent and mantissa at the positions of float32.
 struct Float16Half {
   static constexpr int32_t rebias = (127 - 15) << 23;
   static constexpr int32_t least_normal = rebias + (1 << 23);  // 2^-14
@@ -168,8 +167,7 @@ struct Float16Half {
     const Words magnitude = (half & 0x7fffffff) >> 3;
     const Words not_finite = (magnitude >= (31 << 23)) & rebias;
     const Words normal = magnitude + rebias + not_finite;
-    // 2^-14 + x has x as its mantissa. Programs may switch float32 subnormals off: none is met
-    // here.
+    // 2^-14 + x has x as its mantissa. Programs may disable float32 subnormals; none occurs here.
     const Floats offset = floats_of(Words{} + least_normal);
     const Words subnormal = bits_of(floats_of(magnitude + least_normal) - offset);
     return floats_of((magnitude < (1 << 23) ? subnormal : normal) | (half & ~0x7fffffff));
@@ -178,10 +176,10 @@ struct Float16Half {
   static Words store(Floats x) {
     const Floats absolute = floats_of(bits_of(x) & 0x7fffffff);
     const Floats limit = floats_of(Words{} + too_large);         // becomes infinity
-    const Floats limited = absolute < limit ? absolute : limit;  // also of NaN
+    const Floats limited = absolute < limit ? absolute : limit;  // also for NaN
     const Words shifted = bits_of(limited) - rebias;
     const Words normal = (shifted + rounding<13>(shifted)) << 3;
-    // The last place of 0.5 is that of a subnormal half: the sum rounds to it.
+    // The last bit of 0.5 is that of a subnormal half: the sum rounds to it.
     const Words subnormal = (bits_of(limited + 0.5f) - bits_of(Floats{} + 0.5f)) << 16;
     const Words magnitude = bits_of(limited) < least_normal ? subnormal : normal;
     return magnitude | (x == x ? bits_of(x) & ~0x7fffffff : Words{} + (1 << 25));

@@ -1,4 +1,4 @@
-// The loops, over an element type E and an operator Op.
+// The loops, for an element type E and an operator Op.
 #pragma once
 
 #include <stddef.h>
@@ -26,8 +26,8 @@ inline Pair finish(Pair x, double parameter) {
   return {Op::finish(x.low, parameter), Op::finish(x.high, parameter)};
 }
 
-// Elements [at, at + packs * E::lanes), all sources at once in registers: each output is written
-// once.
+// Combines elements [at, at + packs * E::lanes) of all sources in registers, so that each output is
+// written once.
 template <class E, class Op, size_t packs>
 inline void fold_packs(typename E::Stored* out, const void* const* sources, size_t n_sources,
                        size_t at, double parameter) {
@@ -45,7 +45,7 @@ inline void fold_packs(typename E::Stored* out, const void* const* sources, size
   }
 }
 
-// The first `count` of a pack; the others are zero.
+// Loads the first `count` elements of a pack; the others are zero.
 template <class E>
 inline typename E::Pack load_part(const void* source, size_t at, size_t count) {
   typename E::Stored whole[E::lanes] = {};
@@ -54,7 +54,7 @@ inline typename E::Pack load_part(const void* source, size_t at, size_t count) {
   return E::load(whole);
 }
 
-// The last elements, fewer than a pack.
+// Combines the last elements, fewer than a pack.
 template <class E, class Op>
 inline void fold_rest(typename E::Stored* out, const void* const* sources, size_t n_sources,
                       size_t at, size_t count, double parameter) {
@@ -93,7 +93,7 @@ template <class E, class Op>
   }
 }
 
-// Complex numbers as twice as many reals.
+// Treats complex numbers as twice as many reals.
 template <class E, class Op>
 void fold_parts(void* out, const void* const* sources, size_t n_sources, size_t count,
                 double parameter) {

@@ -1,9 +1,8 @@
-// Inside of reduce.cpp: the tables of kernels, one per instruction set.
+// Internal to reduce.cpp: the tables of kernels, one per instruction set.
 //
-// The variants are one source, kernels.inc, compiled with different flags. What it includes must
-// not bring functions with external linkage along: the linker keeps one copy of those, perhaps the
-// one with instructions that this CPU lacks. Hence C headers only, and everything in unnamed
-// namespaces.
+// The variants are one source, variant.inc, compiled with different flags. Its includes must not
+// define functions with external linkage: the linker keeps one copy of those, possibly the one with
+// instructions that this CPU lacks. Hence C headers only, and everything in unnamed namespaces.
 #pragma once
 
 #include <stddef.h>
@@ -15,21 +14,21 @@ namespace phalanx::kernels {
 constexpr size_t n_dtypes = 15;
 constexpr size_t n_ops = 9;
 
-// Combines sources as phalanx::reduce does; `parameter` is the divisor or the factor.
+// Combines sources like phalanx::reduce; `parameter` is the divisor or the factor.
 using Fold = void (*)(void* out, const void* const* sources, size_t n_sources, size_t count,
                       double parameter);
 
-// What is done with a row of a table that others may be writing to: see rows.h beside this.
-enum class RowUse : unsigned char { sum, largest };
-using TakeRow = void (*)(void* to, const void* from, size_t bytes);
-using CombineRows = void (*)(void* out, const void* rows, size_t count, size_t width, RowUse use,
-                             const void* weights, bool first);
+// The combination of rows of a table; see rows.h in this directory.
+enum class RowCombine : unsigned char { sum, max };
+using LoadRow = void (*)(void* to, const void* from, size_t bytes);
+using CombineRows = void (*)(void* out, const void* rows, size_t count, size_t width,
+                             RowCombine use, const void* weights, bool first);
 
-// By element type and operator; null where the operator has no meaning for the element type.
+// By element type and operator; null if the operator is not defined for the element type.
 struct Table {
   Fold reduce[n_dtypes][n_ops];
   Fold scale[n_dtypes];                // of one source
-  TakeRow take_row;                    // null where only the language's own atomics will do
+  LoadRow load_row;                    // null if only the language's atomics will do
   CombineRows combine_rows[n_dtypes];  // float32 and float64
 };
 
@@ -48,10 +47,10 @@ struct Variant {
   bool (*runs_here)();
 };
 
-// From the least to the most that they ask of the CPU.
+// In the order of their requirements on the CPU.
 extern const Variant variants[n_variants];
 
-// The table of the variant in use (instruction_set()).
+// Returns the table of the variant in use (instruction_set()).
 const Table& in_use();
 
 }  // namespace phalanx::kernels

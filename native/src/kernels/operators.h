@@ -68,8 +68,8 @@ struct Avg : Sum {
   }
 };
 
-// On packs of real and imaginary parts in turn. Only sums of whole vectors: where GCC 12 sees sums
-// and differences in turn, it fuses them with the products, -ffp-contract=off or not.
+// On packs of alternating real and imaginary parts. Uses only sums of whole vectors: if GCC 12 sees
+// alternating sums and differences, it fuses them with the products, even with -ffp-contract=off.
 struct ComplexProduct : Operator {
   template <class Pack>
   static Pack combine(Pack a, Pack b) {
@@ -86,7 +86,7 @@ struct ComplexProduct : Operator {
   }
 };
 
-// Of a single source.
+// For a single source.
 struct Scale : Operator {
   template <class Pack>
   static Pack combine(Pack, Pack b) {

@@ -1,5 +1,4 @@
-// Rows of a table (rows.h): one is copied while others may write to it; one is combined with
-// others.
+// Rows of a table (rows.h): copying one while other processes may write to it, and combining them.
 #pragma once
 
 #include <stddef.h>
@@ -15,8 +14,8 @@ namespace {
 
 using RowPack = Vector<uint8_t>;
 
-// One instruction, which the compiler doesn't see as an access to memory.
-inline RowPack load_row(const uint8_t* from) {
+// One instruction, which the compiler does not treat as a memory access.
+inline RowPack load_pack(const uint8_t* from) {
   RowPack pack;
 #if defined(__AVX512F__)
   asm volatile("vmovdqu64 %1, %0" : "=v"(pack) : "m"(*(const uint8_t(*)[sizeof pack])from));
@@ -28,21 +27,21 @@ inline RowPack load_row(const uint8_t* from) {
   return pack;
 }
 
-// Copies a row, of whole elements of 4 or 8 bytes, that others may be writing to. The language has
-// no such loads, so the compiler is kept from knowing about them (that they race, or what they
-// read), and from moving others across. The processor makes loads in their order, and others see a
-// writer's stores in theirs: so whoever gets a byte of a write sees in a later look at the lock
-// that the row was taken for it. A word may even be torn.
-void take_row(void* to, const void* from, size_t bytes) {
+// Copies a row, of whole elements of 4 or 8 bytes, that other processes may be writing to. The
+// language has no such loads. So the compiler must neither know about them (that they race, or what
+// they read) nor move other accesses across them. The processor executes loads in order, and others
+// see a writer's stores in order: a reader that gets a byte of a write sees in a later load of the
+// lock that the row was acquired for it. A word may even be torn.
+void load_row(void* to, const void* from, size_t bytes) {
   const auto* in = static_cast<const uint8_t*>(from);
   auto* out = static_cast<uint8_t*>(to);
   asm volatile("" ::: "memory");
   if (bytes >= sizeof(RowPack)) {
     for (size_t at = 0; at + sizeof(RowPack) < bytes; at += sizeof(RowPack)) {
-      const RowPack pack = load_row(in + at);
+      const RowPack pack = load_pack(in + at);
       __builtin_memcpy(out + at, &pack, sizeof pack);
     }
-    const RowPack last = load_row(in + bytes - sizeof(RowPack));
+    const RowPack last = load_pack(in + bytes - sizeof(RowPack));
     __builtin_memcpy(out + bytes - sizeof last, &last, sizeof last);
   } else {
     for (size_t at = 0; at + sizeof(uint32_t) <= bytes; at += sizeof(uint32_t)) {
@@ -56,14 +55,14 @@ void take_row(void* to, const void* from, size_t bytes) {
 
 #endif
 
-// One element, or one vector, of all rows and of what there is already.
+// Combines one element, or one vector, of all rows with the previous value.
 template <class T, class Pack>
-inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowUse use,
+inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowCombine use,
                     const T* weights, bool first) {
   for (size_t row = 0; row < count; ++row, from += width) {
     Pack next;
     __builtin_memcpy(&next, from, sizeof next);
-    if (use == RowUse::largest) {
+    if (use == RowCombine::max) {
       sum = (first && row == 0) ? next : (next > sum ? next : sum);
     } else if (weights != nullptr) {
       sum += next * weights[row];
@@ -74,10 +73,10 @@ inline Pack combine(Pack sum, const T* from, size_t count, size_t width, RowUse 
   return sum;
 }
 
-// out = out + row 0 + row 1 ..., or with a weight for each, or the largest; `first` says that there
-// is nothing in `out` yet.
+// out = out + row 0 + row 1 ..., or with a weight for each, or the maximum; `first`: `out` has no
+// value yet.
 template <class T>
-void combine_rows(void* out, const void* rows, size_t count, size_t width, RowUse use,
+void combine_rows(void* out, const void* rows, size_t count, size_t width, RowCombine use,
                   const void* weights, bool first) {
   using Pack = Vector<T>;
   constexpr size_t lanes = sizeof(Pack) / sizeof(T);

@@ -13,7 +13,7 @@ from phalanx import _native
 
 # Paths with these prefixes are not the user's code. `deprecated` is among them since PyTorch wraps
 # functions in it, so that its frame lies between those of the user and of torch.
-_native.set_foreign_code(
+_native.set_library_code(
     [
         *(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, phalanx)),
         inspect.getfile(deprecated),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from phalanx._native import misplaced, overlap
+from phalanx._native import is_misplaced, overlap
 from phalanx.backend.call_site import call_site
 from phalanx.backend.dtypes import dtype_code, find_reduction, premul_factor
 from phalanx.backend.execution import (
@@ -143,7 +143,7 @@ class Collectives(CollectiveExecutor):
         native = self._native
         if [output.numel() for output in flats] == [flat.numel()] * self._size:
             addresses = [output.data_ptr() for output in flats]
-            if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
                 flat = flat.clone()
             call: NativeCall = partial(
                 native.all_gather, flat.data_ptr(), addresses, flat.numel(), code
@@ -178,7 +178,7 @@ class Collectives(CollectiveExecutor):
         flats = [prepare_output(output, "gather") for output in outputs]
         code = dtype_code(tensor.dtype, "gather")
         addresses = [output.data_ptr() for output in flats]
-        if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
             flat = flat.clone()
         call = partial(self._native.gather, flat.data_ptr(), addresses, flat.numel(), code, root)
         pairs = list(zip(outputs, flats, strict=True))
@@ -204,7 +204,7 @@ class Collectives(CollectiveExecutor):
         flats = [prepare_input(item, "scatter") for item in inputs]
         code = dtype_code(tensor.dtype, "scatter")
         addresses = [item.data_ptr() for item in flats]
-        if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+        if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
             flat = torch.empty_like(flat)
         call = partial(self._native.scatter, addresses, flat.data_ptr(), flat.numel(), code, root)
         pairs = [(tensor, flat)]
@@ -234,7 +234,7 @@ class Collectives(CollectiveExecutor):
         native = self._native
         if [source.numel() for source in sources] == [flat.numel()] * self._size:
             addresses = [source.data_ptr() for source in sources]
-            if misplaced(flat.data_ptr(), addresses, flat.numel(), reduction.dtype, self._rank):
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), reduction.dtype, self._rank):
                 flat = torch.empty_like(flat)
             call: NativeCall = partial(
                 native.reduce_scatter,
@@ -341,7 +341,7 @@ class Collectives(CollectiveExecutor):
             operator = "monitored_barrier", opts.timeout, wait_all_ranks
             self._run_collective("monitored_barrier", native.barrier, None, opts, [], operator)
         except CollectiveTimeout as error:
-            missing = [] if native.closed else native.behind(0)
+            missing = [] if native.closed else native.ranks_behind(0)
             gloo_message = _gloo_message(self._rank, missing if wait_all_ranks else missing[:1])
             raise CollectiveTimeout(f"{error}. {gloo_message}") from None
 

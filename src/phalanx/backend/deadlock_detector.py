@@ -91,8 +91,8 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
     """
     if threading.current_thread() is not threading.main_thread() or broken.closed:
         return
-    status = broken.broken()
-    if status is None or status.code != "ring":
+    status = broken.failure()
+    if status is None or status.code != "deadlock":
         return
     own_recorder = broken.flight_recorder(broken.rank, _HISTORY)
     if own_recorder is None or _has_other_threads(own_recorder):
@@ -101,9 +101,9 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
     reason = getattr(status, "message", "") or peer_state.abort_reason(broken, status.reporter)
     recorders: dict[int, Record | None] = {}
     for group in groups:
-        peer = None if group.broken() else _find_waiting_peer(own_recorder, group, recorders)
+        peer = None if group.failure() else _find_waiting_peer(own_recorder, group, recorders)
         if peer is not None:
-            group.abort_ring(peer, reason)
+            group.abort_deadlock(peer, reason)
 
 
 def _find_waiting_peer(
@@ -191,7 +191,7 @@ def _blocking_collective(recorder: Record) -> Record | None:
     awaited = [
         each
         for each in _group_thread_operations(recorder)
-        if each["number"] == recorder["main_waits"]
+        if each["number"] == recorder["main_thread_wait"]
     ]
     if awaited and not waits and awaited == _group_thread_operations(recorder):
         waits = awaited
@@ -258,4 +258,4 @@ def _break_cycle(cycle: tuple[_Wait, ...], groups: dict[int, _native.Group]) -> 
     )
     for wait in cycle:
         if wait.identity in groups:
-            groups[wait.identity].abort_ring(wait.peer_in_group, reason)
+            groups[wait.identity].abort_deadlock(wait.peer_in_group, reason)

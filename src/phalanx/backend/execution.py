@@ -152,7 +152,7 @@ class CollectiveExecutor(Messages):
         operation, the switch to another thread and back takes longer than the operation.
         """
         is_small = subject is None or subject.numel() * subject.element_size() <= _SMALL_BYTES
-        return is_small and not self._collective_thread.pending and self._native.awaited()
+        return is_small and not self._collective_thread.pending and self._native.is_awaited()
 
     def _collective_error(
         self,

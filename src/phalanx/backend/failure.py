@@ -38,7 +38,7 @@ _ENDED_STATES = ("", "Z", "X")
 _ERROR_CLASSES = {
     "peer_lost": PeerLost,
     "mismatch": CollectiveMismatch,
-    "ring": CollectiveMismatch,
+    "deadlock": CollectiveMismatch,
     "left": CollectiveMismatch,
     "timeout": CollectiveTimeout,
     "aborted": Aborted,
@@ -129,7 +129,7 @@ def wait_timeout_error(
         seconds: The timeout of the wait, in seconds.
         call_time: The time at which the operation was called, in monotonic seconds.
     """
-    late = [] if group.closed else group.behind(rank)
+    late = [] if group.closed else group.ranks_behind(rank)
     names = ", ".join(peer_state.format_rank(group, other) for other in late) or "its peers"
     return CollectiveTimeout(
         f"[{rank_label} on {socket.gethostname()}] {operation}: rank {rank} waited for {names} "
@@ -209,7 +209,7 @@ def _describe_status(
                 f"{_format_operation_and_site(status.mine, group, reporter)}, rank {peer} in "
                 f"{_format_operation_and_site(status.theirs, group, peer)}"
             )
-        case "ring":
+        case "deadlock":
             return CollectiveMismatch, peer_state.abort_reason(group, reporter) or (
                 f"rank {reporter} found that ranks wait for each other in several groups"
             )
@@ -276,7 +276,7 @@ def _describe_late_ranks(group: _native.Group, late: list[int]) -> str:
 def _late_ranks(status: _native.Status, group: _native.Group) -> list[int]:
     """Return the ranks that a rank waited for until its deadline: all late ones in a collective."""
     if status.mine.kind not in ("send", "recv") and not group.closed:
-        late = group.behind(status.reporter)
+        late = group.ranks_behind(status.reporter)
         if late:
             return late
     return [status.peer] if status.peer >= 0 else []
@@ -289,7 +289,7 @@ def _describe_exit(group: _native.Group, peer: int) -> str:
         return f"failed with {error}"
     wait_status = None if group.closed else group.wait_status(peer)
     if wait_status is None:
-        is_failing = not group.closed and group.failing(peer)
+        is_failing = not group.closed and group.is_failing(peer)
         return "failed with an uncaught exception" if is_failing else "has died"
     code = os.waitstatus_to_exitcode(wait_status)
     if code < 0:

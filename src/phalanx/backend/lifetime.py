@@ -114,7 +114,7 @@ def propagate_deadlock(native: _native.Group) -> None:
 
 def _replace_in_child() -> None:
     parent = os.getppid()
-    _native.forget_flight_recorder()
+    _native.detach_flight_recorder()
     for group in list(_groups):
         _inherited_groups.append(group._native)
         group.replace_native(_inherited_group(parent))

@@ -225,11 +225,11 @@ def _check_tag(tag: int, name: str) -> None:
 
 def _finish_recv(native: _native.Group, tensor: torch.Tensor, flat: torch.Tensor) -> None:
     copy_back(tensor, flat)
-    if native.early_peak > _UNEXPECTED_BYTES_LIMIT:
+    if native.unexpected_peak > _UNEXPECTED_BYTES_LIMIT:
         warn_once(
             "early",
-            f"{native.early_peak >> 20} MiB of messages arrived before their recv, and took "
-            "private memory: receive in the order in which the other rank sends",
+            f"{native.unexpected_peak >> 20} MiB of messages arrived before their recv, and "
+            "took private memory: receive in the order in which the other rank sends",
         )
 
 

@@ -72,7 +72,7 @@ def exit_exception(group: _native.Group, rank: int) -> str:
         return escape(group_record["why"].removeprefix(SESSION_ENDED), _MAX_TEXT_LENGTH)
     recorder = _read_recorder(group, rank)
     return (
-        escape(recorder["last_words"], _MAX_TEXT_LENGTH)
+        escape(recorder["exception"], _MAX_TEXT_LENGTH)
         if recorder and recorder["ending"] == "failed"
         else ""
     )

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
 from phalanx import topology
-from phalanx._native import misplaced
+from phalanx._native import is_misplaced
 from phalanx.backend import torch_patches
 from phalanx.backend.collectives import Collectives, premultiply
 from phalanx.backend.cuda import delegate_cuda
@@ -270,7 +270,7 @@ class ProcessGroup(Collectives):
             targets = [prepare_output(output, name) for output in outputs]
             code, addresses = dtype_code(source.dtype, name), [flat.data_ptr() for flat in targets]
             flat = flats[index]
-            if misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
+            if is_misplaced(flat.data_ptr(), addresses, flat.numel(), code, self._rank):
                 flat = flats[index] = flat.clone()
             calls.append(
                 partial(self._native.all_gather, flat.data_ptr(), addresses, flat.numel(), code)

@@ -52,7 +52,7 @@ def empty_shared(*size: int | Sequence[int], dtype: torch.dtype | None = None) -
         return torch.empty(shape, dtype=dtype)
     needed = count * dtype.itemsize
     try:
-        memory = _native.shared_bytes(needed)
+        memory = _native.allocate_shared(needed)
     except OSError as error:
         raise PhalanxError(
             f"empty_shared: no shared memory for {dtype}{list(shape)}, {needed} bytes "

@@ -42,7 +42,7 @@ def wait_for_event(done: threading.Event, native: _native.Group) -> None:
             waited = time.monotonic() - begin
             next_check = waited + _CONFIRMATION_SECONDS if is_suspected else 2 * waited
     finally:
-        _native.main_waits(0)
+        _native.set_main_thread_wait(0)
 
 
 def _record_wait(done: threading.Event, native: _native.Group) -> None:
@@ -58,7 +58,7 @@ def _record_wait(done: threading.Event, native: _native.Group) -> None:
     # Checked after `_running_collective`: if the operation has not ended yet, the number read above
     # is that of this operation or an earlier one.
     is_over = done.is_set() or lifetime.has_collectives_elsewhere(native)
-    _native.main_waits(0 if is_over else number)
+    _native.set_main_thread_wait(0 if is_over else number)
 
 
 def _running_collective(native: _native.Group) -> int:

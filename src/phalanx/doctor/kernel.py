@@ -86,7 +86,7 @@ def _segment() -> Finding:
 
 def _empty_shared() -> Finding:
     try:
-        _native.shared_bytes(4096)
+        _native.allocate_shared(4096)
     except (OSError, MemoryError) as error:
         return _finding.note(
             "empty_shared",

@@ -87,7 +87,7 @@ def sum_gradients(
     """
     max_rows = sum(batch[1] for batch in batches)
     rows, sums = torch.empty(max_rows, dtype=torch.int64), torch.empty(max_rows, width, dtype=dtype)
-    count = _native.add_up_rows(
+    count = _native.coalesce_rows(
         batches, width, DTYPES[dtype], divisor, share, (rows.data_ptr(), sums.data_ptr())
     )
     return rows[:count], sums[:count]

@@ -251,7 +251,7 @@ class FailurePropagator:
         with self._lock:
             first, self.failure = self.failure is None, self.failure or failure
         if first:
-            if not self._native.closed and self._native.broken() is None:
+            if not self._native.closed and self._native.failure() is None:
                 self._native.abort(self._formatter.abort_reason(failure)[:_MAX_REASON_CHARACTERS])
             self._transport.abort()
         return self.failure

@@ -63,7 +63,7 @@ class HierarchicalGroup(PointToPointGroup):
         transport: Transport,
         formatter: Formatter,
     ) -> None:
-        native.set_names(layout.ranks, records[0].nonce)
+        native.set_global_ranks(layout.ranks, records[0].nonce)
         shared_state = SharedGroupState(store)
         propagator = FailurePropagator(native, layout, records, shared_state, transport, formatter)
         super().__init__(native, layout, propagator, transport)
@@ -102,31 +102,31 @@ class HierarchicalGroup(PointToPointGroup):
         local = self._local_rank(rank)
         return None if local is None else self._native.wait_status(local)
 
-    def failing(self, rank: int) -> bool:
+    def is_failing(self, rank: int) -> bool:
         local = self._local_rank(rank)
-        return local is not None and self._native.failing(local)
+        return local is not None and self._native.is_failing(local)
 
     def flight_recorder(self, rank: int, history: int) -> dict[str, Any] | None:
         local = self._local_rank(rank)
         return None if local is None else self._native.flight_recorder(local, history)
 
-    def awaited(self) -> bool:
+    def is_awaited(self) -> bool:
         """Return False: the progress of ranks of other hosts is unknown."""
         return False
 
-    def behind(self, rank: int) -> list[int]:
+    def ranks_behind(self, rank: int) -> list[int]:
         """Return the ranks of this host that are behind `rank` in the group's collectives.
 
         Returns none if `rank` is on another host.
         """
         local = self._local_rank(rank)
-        late = [] if local is None else self._native.behind(local)
+        late = [] if local is None else self._native.ranks_behind(local)
         return [self._layout.ranks[other] for other in late]
 
-    def broken(self) -> GroupFailure | None:
+    def failure(self) -> GroupFailure | None:
         if self._propagator.failure is None:
             try:
-                status = self._native.broken()
+                status = self._native.failure()
             except ValueError:  # closed
                 return GroupFailure(
                     "left", f"rank {self.rank} has left the group", self.rank, self.rank
@@ -140,8 +140,8 @@ class HierarchicalGroup(PointToPointGroup):
         message = f"the group was aborted by rank {self.rank}{site}{': ' + why if why else ''}"
         return self._propagator.report(GroupFailure("aborted", message, self.rank))
 
-    def abort_ring(self, peer: int, why: str) -> GroupFailure | None:
-        return self._propagator.report(GroupFailure("ring", why, self.rank, peer))
+    def abort_deadlock(self, peer: int, why: str) -> GroupFailure | None:
+        return self._propagator.report(GroupFailure("deadlock", why, self.rank, peer))
 
     def fail(self, wake: bool, why: str = "") -> None:
         """Report an exception that ends this rank's participation; its peers now treat it as lost.
@@ -154,7 +154,7 @@ class HierarchicalGroup(PointToPointGroup):
         if wake and self._propagator.failure is None:
             recorder = self._native.flight_recorder(self._layout.local_rank, 0)
             exception = why.removeprefix(SESSION_ENDED) or escape(
-                recorder["last_words"] if recorder else "", _MAX_EXCEPTION_CHARACTERS
+                recorder["exception"] if recorder else "", _MAX_EXCEPTION_CHARACTERS
             )
             message = (
                 f"{self._propagator.format_rank(self.rank)} failed with "
@@ -320,18 +320,18 @@ class HierarchicalGroup(PointToPointGroup):
                 self._layout, self._native, self._transport, deadline, create_failure_check
             )
             try:
-                status = self._native.compose(kind, count, dtype, op, root, timeout)
+                status = self._native.begin_composite(kind, count, dtype, op, root, timeout)
                 if status is not None:
                     return self._propagator.report_status(status, timeout)
                 failure = self._run_steps(operation, own, timeout, steps)
             except BaseException:
                 if self._native.closed:  # another thread has left the group in the meantime
-                    return self.broken()
+                    return self.failure()
                 self._interrupted(own)
                 raise
             finally:
                 operation.drain()
-            self._native.compose_end(failure.code if failure else "ok")
+            self._native.end_composite(failure.code if failure else "ok")
             return failure
         finally:
             self._collective_lock.release()
@@ -355,7 +355,7 @@ class HierarchicalGroup(PointToPointGroup):
         except NativeFailure as error:
             return self._propagator.report_status(error.status, timeout)
         except GroupBroken:
-            return self.broken()
+            return self.failure()
         except ConnectionLost as error:
             return self._propagator.report_connection_lost(
                 error, self._propagator.format_operation(header)
@@ -373,7 +373,7 @@ class HierarchicalGroup(PointToPointGroup):
         operation = self._formatter.format_operation(own, _current_site())
         message = f"rank {self.rank} was interrupted in {operation}"
         self._propagator.report(GroupFailure("interrupted", message, self.rank))
-        self._native.compose_end("interrupted")
+        self._native.end_composite("interrupted")
 
     def _compare_headers(self, operation: Operation, own: Header) -> GroupFailure | None:
         """Check that all hosts are in the same operation, before they exchange any data.

@@ -280,7 +280,7 @@ class MessageMatcher:
             return
         all_lost = len(self._lost_senders) == len(self._remote_ranks)
         if all_lost:
-            self._native.expect_foreign(False)
+            self._native.expect_remote(False)
         is_alone = all_lost and len(self._layout.ranks) == 1 and not self.sends_to_self
         for source, tag in list(self._posted):
             if everything or source in self._lost_senders or (source < 0 and is_alone):

@@ -94,7 +94,7 @@ class RemoteMessage:
         Not for a recv that is also posted in memory: the native group records it.
         """
         fingerprint = self.header.fingerprint
-        self._record = self._group.native.begin_foreign(
+        self._record = self._group.native.begin_remote(
             fingerprint.kind,
             fingerprint.count,
             fingerprint.dtype,
@@ -105,7 +105,7 @@ class RemoteMessage:
     def record_wait(self) -> None:
         """Record that a caller waits for the message."""
         if self._record is not None:
-            self._group.native.foreign_waits(self._record)
+            self._group.native.begin_remote_wait(self._record)
 
     def advance(self, timeout: float) -> bool:
         """Wait for the message and return whether it is done.
@@ -165,7 +165,7 @@ class RemoteMessage:
             self.done = True
         if self._record is not None:
             outcome = "ok" if status is None else status.code
-            self._group.native.end_foreign(self._record, outcome, self.peer)
+            self._group.native.end_remote(self._record, outcome, self.peer)
 
 
 class PointToPointGroup:
@@ -192,15 +192,15 @@ class PointToPointGroup:
         self._send_lock = threading.Lock()
         self._matcher = MessageMatcher(native, layout, transport, propagator.handle_connection_lost)
         self._sent_counts = [0] * layout.size
-        native.expect_foreign(True)
+        native.expect_remote(True)
 
     @property
     def outstanding(self) -> int:
         return self._native.outstanding
 
     @property
-    def early_peak(self) -> int:
-        return self._native.early_peak
+    def unexpected_peak(self) -> int:
+        return self._native.unexpected_peak
 
     def send(
         self, data: int, count: int, dtype: int, destination: int, tag: int, timeout: float
@@ -276,7 +276,7 @@ class PointToPointGroup:
         try:
             while not message.done and not message.advance(_CHECK_INTERVAL):
                 check()
-                if (broken := self.broken()) is not None:
+                if (broken := self.failure()) is not None:
                     message.complete(broken)
                 elif time.monotonic() >= deadline:
                     error = DeadlineExceeded(message.peer)
@@ -324,7 +324,7 @@ class PointToPointGroup:
         """The native group of this host."""
         return self._native
 
-    def broken(self) -> GroupFailure | None:
+    def failure(self) -> GroupFailure | None:
         raise NotImplementedError
 
     def to_failure(
@@ -347,7 +347,7 @@ class PointToPointGroup:
         return self._layout.ranks.index(rank) if rank in self._layout.ranks else None
 
     def _fail(self, message: RemoteMessage, error: ConnectionLost) -> None:
-        if (broken := self.broken()) is not None:
+        if (broken := self.failure()) is not None:
             message.complete(broken)
         else:
             message.complete(

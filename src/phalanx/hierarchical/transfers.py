@@ -134,15 +134,15 @@ class OperationTransfers:
             if transfer.wait(0):
                 return
             began = time.monotonic()
-            self._native.compose_waits(peer)
+            self._native.begin_composite_wait(peer)
             check = self._create_failure_check()
             while not transfer.wait(_CHECK_INTERVAL):
                 check()
-                if self._native.broken() is not None:
+                if self._native.failure() is not None:
                     raise GroupBroken
                 if time.monotonic() >= self.deadline:
                     raise DeadlineExceeded(peer)
-            self._native.compose_waited(peer, time.monotonic() - began)
+            self._native.end_composite_wait(peer, time.monotonic() - began)
         except TransportError as error:
             raise ConnectionLost(peer, error) from None
 

@@ -45,7 +45,7 @@ def announce(error: BaseException) -> None:
     except RuntimeError as interruption:  # from a signal handler, as DataLoader's of SIGCHLD
         text = encodable(f"{_format_line(error)}{CAUSED_BY}{_format_line(interruption)})")
     try:
-        _native.note_ending("failed", text)
+        _native.record_ending("failed", text)
     finally:  # peers must be notified in any case
         for call in _callbacks:
             call()

@@ -272,7 +272,7 @@ def _build_rank(number: int, recorder: dict[str, Any], start: model.Start | None
         recorder["clock"],
         recorder["opened"],
         recorder["ending"],
-        recorder["last_words"],
+        recorder["exception"],
         recorder["ended"],
         tuple(_build_group(group) for group in recorder["groups"]),
         tuple(model.Operation(**operation) for operation in recorder["open"]),

@@ -186,7 +186,7 @@ def close() -> None:
         return
     error = _find_fatal_error()
     if error is None:
-        _native.note_ending("exited", "")
+        _native.record_ending("exited", "")
     else:
         exception_hook.announce(error)
     if (job := recorder.directory) is not None:
@@ -411,7 +411,7 @@ def _in_child() -> None:
     # (`job_directory` closes the inherited directory.)
     global _recorder, _lock
     _recorder, _lock = None, threading.Lock()
-    _native.forget_flight_recorder()
+    _native.detach_flight_recorder()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -71,7 +71,7 @@ def join(
         # A group of one rank needs no store. PyTorch gives such groups the same prefix in the
         # store if `new_subgroups` makes them inside of different groups.
         store = HashStore()
-    formation = _native.Joining(name, rank, size, format_rank_ranges(members or range(size)))
+    formation = _native.GroupFormation(name, rank, size, format_rank_ranges(members or range(size)))
     seconds = timeout.total_seconds()
     rendezvous = StoreRendezvous(
         store, rank, size, time.monotonic(), seconds, formation, describe_missing, members
@@ -182,7 +182,7 @@ def _enter_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group
 def _create_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group:
     nonce, ranks = secrets.randbits(64), len(layout.ranks)
     try:
-        group = _native.Group.create(ranks, 0, nonce, rendezvous.formation.note)
+        group = _native.Group.create(ranks, 0, nonce, rendezvous.formation.entry)
     except OSError as error:
         raise OSError(f"no shared memory for {ranks} ranks ({error.strerror})") from None
     location = {"pid": os.getpid(), "descriptor": group.descriptor, "nonce": nonce}
@@ -200,7 +200,7 @@ def _open_segment(rendezvous: StoreRendezvous, layout: Layout) -> _native.Group:
             len(layout.ranks),
             layout.local_rank,
             location["nonce"],
-            rendezvous.formation.note,
+            rendezvous.formation.entry,
         )
     except OSError as error:
         raise OSError(
@@ -217,7 +217,7 @@ def _wait_for_all(rendezvous: StoreRendezvous, layout: Layout, group: _native.Gr
     """
 
     def absent() -> list[int]:
-        return [layout.ranks[local] for local in group.absent()]
+        return [layout.ranks[local] for local in group.absent_ranks()]
 
     for _ in rendezvous.poll(absent):
         missing = absent()
@@ -227,5 +227,5 @@ def _wait_for_all(rendezvous: StoreRendezvous, layout: Layout, group: _native.Gr
         try:
             rendezvous.raise_reported_failure()
         except DistError:
-            if group.absent():
+            if group.absent_ranks():
                 raise

@@ -44,7 +44,7 @@ class StoreRendezvous(NamedTuple):
     world_size: int
     start: float
     timeout: float
-    formation: _native.Joining
+    formation: _native.GroupFormation
     describe_missing: Callable[[int, str], str] | None
     members: Sequence[int] = ()
 

@@ -40,7 +40,15 @@ if TYPE_CHECKING:
 
 __all__ = ["diagnose", "diagnose_graph"]
 
-_HANDLED_OUTCOMES = ("peer_lost", "left", "timeout", "mismatch", "ring", "aborted", "interrupted")
+_HANDLED_OUTCOMES = (
+    "peer_lost",
+    "left",
+    "timeout",
+    "mismatch",
+    "deadlock",
+    "aborted",
+    "interrupted",
+)
 _ABORTED_BY = re.compile(r"\baborted by rank (\d{1,5})\b")
 _INTERRUPTED = re.compile(r"\brank (\d{1,5}) was interrupted\b")
 _STORE_LOST = re.compile(r"\bDist(?:Network|Store)Error\b")
@@ -332,7 +340,7 @@ def _check_any_exit(graph: WaitForGraph) -> Diagnosis | None:
 
 def _check_detected_deadlock(graph: WaitForGraph) -> Diagnosis | None:
     """Return a diagnosis if ranks waited for each other and one of them detected the deadlock."""
-    if graph.first_failure is None or graph.first_failure.outcome != "ring":
+    if graph.first_failure is None or graph.first_failure.outcome != "deadlock":
         return None
     groups = [group for rank in graph.ranks.values() for group in rank.groups]
     reason = next(

@@ -157,7 +157,7 @@ class WaitForGraph:
             return False
         if number in self.failures or get_phalanx_error(self.ranks[number]):
             return False  # it was alive to be notified
-        if self.first_failure is not None and self.first_failure.outcome in ("timeout", "ring"):
+        if self.first_failure is not None and self.first_failure.outcome in ("timeout", "deadlock"):
             # These outcomes imply that the awaited ranks are alive.
             return 0 < status.time <= self.moment
         return status.time <= self.moment + _SLACK

@@ -38,7 +38,7 @@ _ERRORS = {
     "peer_lost": "PeerLost",
     "left": "CollectiveMismatch",
     "mismatch": "CollectiveMismatch",
-    "ring": "CollectiveMismatch",
+    "deadlock": "CollectiveMismatch",
     "timeout": "CollectiveTimeout",
     "aborted": "Aborted",
     "interrupted": "Aborted",

@@ -39,7 +39,7 @@ class HostMemory:
         memory, problem = None, ""
         if topology.local_rank == 0:
             try:
-                memory = _native.Commons.create(self._size)
+                memory = _native.CowMemory.create(self._size)
             except OSError as error:
                 problem = os.strerror(error.errno or 0)
         if topology.host_group is not None:
@@ -58,13 +58,13 @@ class HostMemory:
                 "use DistributedDataParallel"
             )
         memory.close_descriptor()
-        self._commons = memory
+        self._memory = memory
 
     def _open(
         self, pid: int, descriptor: int
-    ) -> tuple[_native.Commons | None, PhalanxError | None]:
+    ) -> tuple[_native.CowMemory | None, PhalanxError | None]:
         try:
-            return _native.Commons.open(pid, descriptor, self._size), None
+            return _native.CowMemory.open(pid, descriptor, self._size), None
         except OSError as error:
             return None, PhalanxError(
                 f"cannot map the memory of a model, created by process {pid} of this host: "
@@ -75,13 +75,13 @@ class HostMemory:
         """Return this rank's replica of bytes `start` to `end`, a 1-D tensor with own storage."""
         if start == end:
             return torch.empty(0, dtype=dtype)
-        return from_dlpack(self._commons.own(start, end - start)).view(dtype)
+        return from_dlpack(self._memory.private_view(start, end - start)).view(dtype)
 
     def shared(self, start: int, end: int, dtype: torch.dtype) -> Tensor:
         """Return bytes `start` to `end`, common to all ranks of the host, as a 1-D tensor."""
         if start == end:
             return torch.empty(0, dtype=dtype)
-        return from_dlpack(self._commons.common(start, end - start)).view(dtype)
+        return from_dlpack(self._memory.shared_view(start, end - start)).view(dtype)
 
     def publish(self, start: int, end: int) -> int:
         """Make this rank's writes to its replica common to all ranks.
@@ -93,8 +93,8 @@ class HostMemory:
         Returns:
             The number of pages that this rank had written.
         """
-        return self._commons.publish(start, end - start)
+        return self._memory.publish(start, end - start)
 
     def discard(self) -> int:
         """Drop this rank's writes to its replica; return the number of pages that it had."""
-        return self._commons.drop(0, self._size)
+        return self._memory.drop(0, self._size)

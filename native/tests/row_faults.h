@@ -1,4 +1,4 @@
-// Processes that are killed or stopped in the middle of a row.
+// Processes that are killed or stopped while they write a row.
 #pragma once
 
 #include <sys/wait.h>
@@ -20,21 +20,21 @@ inline void end(pid_t child, int signal = 0) {
 inline int steps_left = 0;
 inline int last_signal = SIGKILL;
 
-// Ends or stops this process before one of its steps; single words are none.
-inline void strike(const char* step) {
-  if (std::string_view(step).starts_with("rows: a word")) return;
+// Kills or stops this process before one of its steps; single words are not counted.
+inline void inject_fault(const char* step) {
+  if (std::string_view(step).starts_with("rows: word")) return;
   if (steps_left-- == 0) raise(last_signal);
 }
 
-// A child that runs `body` and is struck before its step number `step`. 0 once it has no such
-// step: it has ended well.
+// Forks a child that runs `body` and gets the signal before its step number `step`. Returns 0 if it
+// has no such step and has ended normally.
 template <class Body>
-pid_t struck(int step, int signal, Body&& body) {
+pid_t run_with_fault(int step, int signal, Body&& body) {
   const pid_t child = fork();
   if (child == 0) {
     steps_left = step;
     last_signal = signal;
-    step_hook.store(&strike);
+    step_hook.store(&inject_fault);
     body();
     _exit(0);
   }

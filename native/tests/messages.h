@@ -1,5 +1,5 @@
-// Messages that know what is in them, and the thread that serves a mailbox: what the tests of the
-// mailbox share.
+// Common parts of the tests of the mailbox: messages with known content, and the thread that serves
+// a mailbox.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 
 #include "ranks.h"
 
-namespace letters {
+namespace messages {
 
 using namespace phalanx;
 using ranks::Rank;
 using ranks::within;
 
-// A message is known by its source, destination, tag, and number among those; size and bytes
-// follow.
-struct Name {
+// A message is identified by source, destination, tag, and its number among those. They determine
+// its size and bytes.
+struct MessageId {
   int source, destination, tag;
   int number = 0;
 
@@ -44,51 +44,51 @@ struct Name {
   }
 };
 
-// The bytes of a message, or poison for them, between fences.
-struct Letter {
-  Letter(const Name& its_name, bool filled)
-      : name(its_name), bytes(its_name.size() + 2 * kFence, std::byte{0xa5}) {
-    for (std::size_t i = 0; filled && i < name.size(); ++i) data()[i] = name.byte(i);
+// The bytes of a message, or poison in their place, between guards.
+struct TestMessage {
+  TestMessage(const MessageId& its_id, bool filled)
+      : id(its_id), bytes(its_id.size() + 2 * kGuard, std::byte{0xa5}) {
+    for (std::size_t i = 0; filled && i < id.size(); ++i) data()[i] = id.byte(i);
   }
-  std::byte* data() { return bytes.data() + kFence; }
+  std::byte* data() { return bytes.data() + kGuard; }
   bool intact() const {
     for (std::size_t i = 0; i < bytes.size(); ++i) {
-      const bool inside = i >= kFence && i < bytes.size() - kFence;
-      if (bytes[i] != (inside ? name.byte(i - kFence) : std::byte{0xa5})) return false;
+      const bool inside = i >= kGuard && i < bytes.size() - kGuard;
+      if (bytes[i] != (inside ? id.byte(i - kGuard) : std::byte{0xa5})) return false;
     }
     return true;
   }
 
-  static constexpr std::size_t kFence = 32;
-  Name name;
+  static constexpr std::size_t kGuard = 32;
+  MessageId id;
   std::vector<std::byte> bytes;
   MessagePtr message;
 };
 
-inline void post_send(Rank& rank, Letter& letter, bool detached = false) {
-  letter.message = rank.mailbox.send(letter.data(), letter.name.size(), DType::uint8,
-                                     letter.name.destination, letter.name.tag, detached);
+inline void post_send(Rank& rank, TestMessage& message, bool detached = false) {
+  message.message = rank.mailbox.send(message.data(), message.id.size(), DType::uint8,
+                                      message.id.destination, message.id.tag, detached);
 }
 
-inline void post_recv(Rank& rank, Letter& letter, bool detached = false) {
-  letter.message = rank.mailbox.recv(letter.data(), letter.name.size(), DType::uint8,
-                                     letter.name.source, letter.name.tag, detached);
+inline void post_recv(Rank& rank, TestMessage& message, bool detached = false) {
+  message.message = rank.mailbox.recv(message.data(), message.id.size(), DType::uint8,
+                                      message.id.source, message.id.tag, detached);
 }
 
-inline bool arrived(Rank& rank, Letter& letter) {
-  const Status status = rank.mailbox.wait(*letter.message, within());
-  const Name& name = letter.name;
-  const int peer = name.source == rank.self ? name.destination : name.source;
-  if (CHECK(status.ok()) && CHECK_EQ(letter.message->peer(), peer) && CHECK(letter.intact())) {
+inline bool arrived(Rank& rank, TestMessage& message) {
+  const Status status = rank.mailbox.wait(*message.message, within());
+  const MessageId& id = message.id;
+  const int peer = id.source == rank.self ? id.destination : id.source;
+  if (CHECK(status.ok()) && CHECK_EQ(message.message->peer(), peer) && CHECK(message.intact())) {
     return true;
   }
   std::fprintf(stderr, "  at rank %d: %d -> %d tag %d number %d size %zu: code %d about %d by %d\n",
-               rank.self, name.source, name.destination, name.tag, name.number, name.size(),
+               rank.self, id.source, id.destination, id.tag, id.number, id.size(),
                static_cast<int>(status.code), status.peer, status.reporter);
   return false;
 }
 
-// The thread that moves what nobody waits for.
+// The service thread, which makes progress on messages without waiters.
 class Server {
  public:
   explicit Server(Mailbox& mailbox) : mailbox_(mailbox), thread_([this] { run(); }) {}
@@ -126,4 +126,4 @@ inline bool present(Rank& rank, int peer) {
   return rank.group.segment().control(peer).presence.load() != Presence::left;
 }
 
-}  // namespace letters
+}  // namespace messages

@@ -1,12 +1,12 @@
 #pragma once
 
-#include "direct.h"
 #include "phalanx/collectives.h"
 #include "pipeline.h"
+#include "zero_copy.h"
 
 namespace phalanx {
 
-// gather and all_gather differ in who consumes.
+// gather and all_gather differ only in the ranks that consume.
 template <class Consumes>
 Status gather_to(Group& group, const void* input, void* const* outputs, std::size_t bytes,
                  const Fingerprint& own, const Bounds& bounds, Consumes consumes) {
@@ -20,9 +20,9 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
   if (small) {
     copy_bytes(group.next_inline_buffer(), input, bytes);
   } else {
-    Sources(group.next_inline_buffer()).publish(input, bytes);
+    SourceLocations(group.next_inline_buffer()).publish(input, bytes);
   }
-  status = group.meet(own, bounds);
+  status = group.enter_collective(own, bounds);
   if (!status.ok()) {
     return status;
   }
@@ -32,19 +32,19 @@ Status gather_to(Group& group, const void* input, void* const* outputs, std::siz
   if (small) {
     for (int peer = 0; consumes(self) && peer < group.ranks(); ++peer) {
       if (peer != self) {
-        copy_bytes(outputs[peer], group.met_inline_buffer(peer), bytes);
+        copy_bytes(outputs[peer], group.current_inline_buffer(peer), bytes);
       }
     }
     return status;
   }
-  if (const Shared shared(group, gives); shared.all()) {
-    return shared.move(0, bounds, consumes, [&](int peer, const std::byte* source) {
+  if (const ZeroCopySources zero_copy(group, gives); zero_copy.available()) {
+    return zero_copy.copy(0, bounds, consumes, [&](int peer, const std::byte* source) {
       deliver(outputs[peer], source, bytes, bytes);
     });
   }
   const Segment& segment = group.segment();
   return move_chunks(
-      group, bytes, moving_chunk(group, bytes), bounds, gives, consumes,
+      group, bytes, move_chunk_bytes(group, bytes), bounds, gives, consumes,
       [&](Span span, std::uint64_t chunk) {
         copy_bytes(segment.staging(self, chunk), at(input, span.begin), span.size);
       },

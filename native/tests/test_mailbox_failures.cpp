@@ -1,14 +1,14 @@
-// Messages that can't arrive: who waits for somebody who will not come is told, and only then.
+// Messages that cannot arrive: a rank that waits for one gets an error, and only then.
 #include <algorithm>
 #include <memory>
 
-#include "letters.h"
+#include "messages.h"
 
 using namespace phalanx;
 using namespace std::chrono_literals;
-using namespace letters;
+using namespace messages;
 
-TEST(messages_of_another_size_or_type_are_refused) {
+TEST(messages_of_a_different_size_or_type_are_refused) {
   struct Case {
     std::size_t sent, asked;
     DType sent_as, asked_as;
@@ -26,7 +26,7 @@ TEST(messages_of_another_size_or_type_are_refused) {
           if (recv_first) rank.together.arrive_and_wait();
           const auto sent = rank.mailbox.send(data.data(), each.sent, each.sent_as, 1, 3, false);
           if (!recv_first) rank.together.arrive_and_wait();
-          (void)wait_for(rank, sent);  // it may have gone out before the receiver saw it
+          (void)wait_for(rank, sent);  // it may have been sent before the receiver saw it
           status = barrier(rank.group, within());
         } else if (rank.self == 1) {
           if (!recv_first) rank.together.arrive_and_wait();
@@ -58,34 +58,34 @@ TEST(messages_sent_before_a_rank_left_arrive) {
     ranks::run(3, [](Rank& rank) {
       if (rank.self == 2) {
         for (int i = 0; i < 3; ++i) {
-          Letter letter({2, 0, i, 0}, true);
-          post_send(rank, letter);
-          if (!arrived(rank, letter)) return;
-          ranks::dawdle(rank.random);
+          TestMessage message({2, 0, i, 0}, true);
+          post_send(rank, message);
+          if (!arrived(rank, message)) return;
+          ranks::random_delay(rank.random);
         }
         return;  // and leaves
       }
       if (rank.self == 0) {
-        std::vector<Letter> letters;
-        for (const int tag : {2, 0, 1}) letters.push_back(Letter({2, 0, tag, 0}, false));
+        std::vector<TestMessage> messages;
+        for (const int tag : {2, 0, 1}) messages.push_back(TestMessage({2, 0, tag, 0}, false));
         const bool late = rank.random.one_in(2);
-        if (late) ranks::dawdle(rank.random);
-        for (Letter& each : letters) post_recv(rank, each);
-        for (Letter& each : letters) arrived(rank, each);
+        if (late) ranks::random_delay(rank.random);
+        for (TestMessage& each : messages) post_recv(rank, each);
+        for (TestMessage& each : messages) arrived(rank, each);
       }
     });
   }
 }
 
-// What the server waits for comes from two ranks: that one of them has sent its part and left is no
+// The server waits for messages of two ranks. That one of them has sent its part and left is no
 // reason to give up the other's.
-TEST(a_server_does_not_miss_a_rank_that_left_after_its_part) {
+TEST(a_server_accepts_a_rank_that_left_after_its_part) {
   for (int round = 0; round < std::max(10, ranks::scaled(40)); ++round) {
     ranks::run(3, [](Rank& rank) {
       if (rank.self == 0) {
-        Letter first({2, 0, 0, 0}, false), second({1, 0, 0, 0}, false);
-        // So many others that looking for trouble takes long: the time in which rank 2 can do its
-        // part.
+        TestMessage first({2, 0, 0, 0}, false), second({1, 0, 0, 0}, false);
+        // So many other recvs that checking the peers takes long: during that time rank 2 can send
+        // its part.
         std::byte byte{};
         for (int i = 0; i < ranks::scaled(50'000); ++i) {
           const int source = i == 0 ? kAnySource : 1;
@@ -96,33 +96,33 @@ TEST(a_server_does_not_miss_a_rank_that_left_after_its_part) {
         Server server(rank.mailbox);
         CHECK(ranks::eventually([&] { return first.message->done(); }));
         CHECK(ranks::eventually([&] { return !present(rank, 2); }));
-        // Two slices, in which a server that is wrong about rank 2 breaks the group.
+        // Two slices, in which a server with this mistake breaks the group.
         const auto end = Clock::now() + 12ms;
         while (Clock::now() < end) sched_yield();
-        CHECK(rank.group.broken().ok());
+        CHECK(rank.group.failure().ok());
         rank.together.arrive_and_wait();
         arrived(rank, first) && arrived(rank, second);
       } else if (rank.self == 2) {
-        Letter letter({2, 0, 0, 0}, true);
-        Event& bell = rank.group.segment().control(0).bell;
-        CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
+        TestMessage message({2, 0, 0, 0}, true);
+        Event& message_event = rank.group.segment().control(0).message_event;
+        CHECK(ranks::eventually([&] { return message_event.sleepers != 0; }));
         const auto end = Clock::now() + std::chrono::microseconds(rank.random.below(12'000));
         while (Clock::now() < end) sched_yield();
-        post_send(rank, letter);
-        arrived(rank, letter);
+        post_send(rank, message);
+        arrived(rank, message);
         rank.group.leave();
         rank.together.arrive_and_wait();
       } else {
         rank.together.arrive_and_wait();
-        Letter letter({1, 0, 0, 0}, true);
-        post_send(rank, letter);
-        arrived(rank, letter);
+        TestMessage message({1, 0, 0, 0}, true);
+        post_send(rank, message);
+        arrived(rank, message);
       }
     });
   }
 }
 
-TEST(who_waits_for_a_message_of_a_rank_that_left_is_told) {
+TEST(waiting_for_a_message_of_a_rank_that_left_fails) {
   for (const bool any : {false, true}) {
     for (const bool served : {false, true}) {
       ranks::run(2, [&](Rank& rank) {
@@ -144,7 +144,7 @@ TEST(who_waits_for_a_message_of_a_rank_that_left_is_told) {
   }
 }
 
-TEST(any_source_may_be_a_thread_of_the_own_rank) {
+TEST(any_source_includes_other_threads_of_the_same_rank) {
   for (const bool second_thread : {false, true}) {
     ranks::run(2, [&](Rank& rank) {
       if (rank.self == 1) return;
@@ -156,18 +156,18 @@ TEST(any_source_may_be_a_thread_of_the_own_rank) {
       }
       const auto message = rank.mailbox.recv(&value, 1, DType::int32, kAnySource, 0, false);
       if (second_thread) {
-        // Its tag is another one: that it was posted is enough.
+        // It has another tag: that it was posted is enough.
         std::thread([&] {
           CHECK(rank.mailbox.send(&sent, 1, DType::int32, 0, 7, false) != nullptr);
         }).join();
       }
-      // Long enough for looks at who has left.
+      // Long enough for checks of ranks that have left.
       CHECK_EQ(rank.mailbox.wait(*message, within(350ms)).code, Code::timeout);
     });
   }
 }
 
-TEST(any_source_goes_on_while_somebody_is_left) {
+TEST(any_source_keeps_waiting_while_a_rank_remains) {
   ranks::run(3, [](Rank& rank) {
     std::int32_t value = 0;
     if (rank.self == 1) return;
@@ -178,17 +178,19 @@ TEST(any_source_goes_on_while_somebody_is_left) {
       CHECK_EQ(message->peer(), 2);
     } else {
       CHECK(ranks::eventually([&] { return !present(rank, 1); }));
-      CHECK(ranks::eventually([&] { return rank.group.segment().control(0).bell.sleepers != 0; }));
+      CHECK(ranks::eventually(
+          [&] { return rank.group.segment().control(0).message_event.sleepers != 0; }));
       value = 12;
       CHECK(wait_for(rank, rank.mailbox.send(&value, 1, DType::int32, 0, 0, false)).ok());
     }
   });
 }
 
-TEST(a_send_that_does_not_fit_and_is_not_taken_fails_when_the_receiver_leaves) {
+TEST(a_send_larger_than_the_channel_fails_when_the_receiver_leaves) {
   ranks::run(2, [](Rank& rank) {
     if (rank.self == 1) {
-      CHECK(ranks::eventually([&] { return rank.group.segment().control(0).bell.sleepers != 0; }));
+      CHECK(ranks::eventually(
+          [&] { return rank.group.segment().control(0).message_event.sleepers != 0; }));
       return;
     }
     std::vector<std::byte> data(2 * kRingBytes);
@@ -199,7 +201,7 @@ TEST(a_send_that_does_not_fit_and_is_not_taken_fails_when_the_receiver_leaves) {
   });
 }
 
-TEST(abort_ends_all_that_is_outstanding) {
+TEST(abort_ends_all_outstanding_messages) {
   for (const bool served : {false, true}) {
     ranks::run(3, [&](Rank& rank) {
       std::vector<std::byte> data(3 * kRingBytes);
@@ -212,8 +214,8 @@ TEST(abort_ends_all_that_is_outstanding) {
           rank.mailbox.recv(data.data(), 1, DType::uint8, peer, 2, served)};
       if (rank.self == 0) {
         for (const int other : {1, 2}) {
-          Event& bell = rank.group.segment().control(other).bell;
-          CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
+          Event& message_event = rank.group.segment().control(other).message_event;
+          CHECK(ranks::eventually([&] { return message_event.sleepers != 0; }));
         }
         (void)rank.group.abort({.code = Code::aborted, .reporter = 0});
       }
@@ -228,7 +230,7 @@ TEST(abort_ends_all_that_is_outstanding) {
   }
 }
 
-TEST(deadline_of_a_message_names_its_peer) {
+TEST(the_deadline_of_a_message_names_its_peer) {
   ranks::run(2, [](Rank& rank) {
     std::byte byte{};
     if (rank.self == 0) {
@@ -258,36 +260,37 @@ TEST(an_interrupted_wait_breaks_the_group) {
   });
 }
 
-// Blocking calls of one thread do not hide the death of a peer that only the others wait for.
-TEST(a_waiter_sees_the_trouble_of_what_others_wait_for) {
+// Blocking calls of one thread do not hide the death of a peer that only other threads wait for.
+TEST(a_waiter_detects_failures_of_other_messages) {
   ranks::run(3, [](Rank& rank) {
     if (rank.self == 2) {
-      CHECK(ranks::eventually([&] { return rank.group.segment().control(0).bell.sleepers != 0; }));
+      CHECK(ranks::eventually(
+          [&] { return rank.group.segment().control(0).message_event.sleepers != 0; }));
       return;
     }
     std::byte byte{};
     if (rank.self == 0) {
       Server server(rank.mailbox);
-      const auto vain = rank.mailbox.recv(&byte, 1, DType::uint8, 2, 0, true);
+      const auto unanswered = rank.mailbox.recv(&byte, 1, DType::uint8, 2, 0, true);
       const auto waited = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
       const Status status = wait_for(rank, waited);
       CHECK_EQ(status.code, Code::left);
       CHECK_EQ(status.peer, 2);
-      CHECK(vain->done());
+      CHECK(unanswered->done());
     } else {
-      CHECK(ranks::eventually([&] { return !rank.group.broken().ok(); }));
+      CHECK(ranks::eventually([&] { return !rank.group.failure().ok(); }));
     }
   });
 }
 
-TEST(closing_ends_what_other_threads_wait_for) {
+TEST(closing_ends_the_waits_of_other_threads) {
   ranks::run(2, [](Rank& rank) {
     if (rank.self == 1) {
       rank.together.arrive_and_wait();
       return;
     }
     std::vector<std::byte> data(2 * kRingBytes);
-    const auto vain = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, true);
+    const auto unanswered = rank.mailbox.send(data.data(), data.size(), DType::uint8, 1, 0, true);
     std::thread other([&rank] {
       std::byte byte{};
       const auto message = rank.mailbox.recv(&byte, 1, DType::uint8, 1, 0, false);
@@ -295,14 +298,14 @@ TEST(closing_ends_what_other_threads_wait_for) {
       CHECK_EQ(status.code, Code::left);
       CHECK_EQ(status.peer, 0);
     });
-    Event& bell = rank.group.segment().control(0).bell;
-    CHECK(ranks::eventually([&] { return bell.sleepers != 0; }));
+    Event& message_event = rank.group.segment().control(0).message_event;
+    CHECK(ranks::eventually([&] { return message_event.sleepers != 0; }));
     rank.mailbox.close();
     other.join();
-    CHECK_EQ(wait_for(rank, vain).code, Code::left);
+    CHECK_EQ(wait_for(rank, unanswered).code, Code::left);
     const auto late = rank.mailbox.send(data.data(), 1, DType::uint8, 1, 0, true);
     CHECK_EQ(wait_for(rank, late).code, Code::left);
-    CHECK(rank.group.broken().ok());  // for the others nothing has happened yet
+    CHECK(rank.group.failure().ok());  // the others are not affected yet
     rank.together.arrive_and_wait();
   });
 }
@@ -320,11 +323,11 @@ TEST(a_watched_message_has_a_deadline) {
       CHECK_EQ(message->status().mine.sequence, 8u);
     }
     rank.together.arrive_and_wait();
-    CHECK_EQ(rank.group.broken().code, Code::timeout);
+    CHECK_EQ(rank.group.failure().code, Code::timeout);
   });
 }
 
-TEST(all_of_a_thousand_are_told_of_a_death) {
+TEST(all_of_a_thousand_messages_fail_when_a_rank_leaves) {
   for (const bool served : {false, true}) {
     ranks::run(3, [&](Rank& rank) {
       if (rank.self == 2) return;

@@ -1,5 +1,5 @@
-// What ranks do in the tests that kill them: every collective and messages, on each of their paths,
-// with data that tell whose they are.
+// The operations of the tests that kill ranks: every collective and messages, on each of their
+// paths, with data that identify their sender.
 #pragma once
 
 #include <sched.h>
@@ -20,9 +20,9 @@ namespace kills {
 
 using namespace phalanx;
 
-// `served`: messages that a service thread moves, while nobody waits for them. `leaving`: the rank
-// to be killed leaves the group instead of taking part.
-enum class What : std::uint8_t {
+// `served`: messages that a service thread moves while no thread waits for them. `leaving`: the
+// victim leaves the group instead of taking part.
+enum class Operation : std::uint8_t {
   barrier,
   broadcast,
   reduce,
@@ -36,32 +36,32 @@ enum class What : std::uint8_t {
   served,
   leaving,
 };
-inline constexpr std::array kWhatNames = {"barrier",    "broadcast", "reduce",     "all_reduce",
-                                          "gather",     "scatter",   "all_gather", "reduce_scatter",
-                                          "all_to_all", "messages",  "served",     "leaving"};
-inline constexpr auto kWhats = static_cast<int>(kWhatNames.size());
+inline constexpr std::array kOperationNames = {
+    "barrier",    "broadcast",      "reduce",     "all_reduce", "gather", "scatter",
+    "all_gather", "reduce_scatter", "all_to_all", "messages",   "served", "leaving"};
+inline constexpr auto kOperations = static_cast<int>(kOperationNames.size());
 
-// Of messages: `staged` in several pieces, `full` in more than a channel holds.
-enum class Path : std::uint8_t { small, staged, direct, full };
-inline constexpr std::array kPathNames = {"small", "staged", "direct", "full"};
+// For messages: `staged` in several pieces, `full` in more than a channel holds.
+enum class Path : std::uint8_t { small, staged, zero_copy, full };
+inline constexpr std::array kPathNames = {"small", "staged", "zero_copy", "full"};
 
-inline bool has_path(What what, Path path) {
-  switch (what) {
-    case What::barrier:
-    case What::leaving: return path == Path::small;
-    case What::messages:
-    case What::served: return path != Path::direct;
+inline bool has_path(Operation operation, Path path) {
+  switch (operation) {
+    case Operation::barrier:
+    case Operation::leaving: return path == Path::small;
+    case Operation::messages:
+    case Operation::served: return path != Path::zero_copy;
     default: return path != Path::full;
   }
 }
 
-inline bool collective(What what) { return what < What::messages; }
+inline bool collective(Operation operation) { return operation < Operation::messages; }
 
-// Small, so that what is large takes few copies, and some chunks.
+// Small, so that large operations need few copies and several chunks.
 inline constexpr std::size_t kTestChunk = 8 * 1024;
 
 struct Task {
-  What what = What::barrier;
+  Operation operation = Operation::barrier;
   Path path = Path::small;
   int size = 2;
   int root = 0;
@@ -69,7 +69,7 @@ struct Task {
 
   std::size_t count() const {
     constexpr std::size_t ring = kRingBytes / sizeof(std::uint64_t);
-    const bool message = what == What::messages || what == What::served;
+    const bool message = operation == Operation::messages || operation == Operation::served;
     return path == Path::small ? 5 : path == Path::full ? ring + 5'001 : message ? 9'001 : 2'501;
   }
 };
@@ -79,7 +79,7 @@ inline std::uint64_t element(const Task& task, int from, int to, std::size_t i) 
   return (bits + i) * 0x9e3779b97f4a7c15;
 }
 
-// Memory for a part: ordinary, or of the arena, which goes with the process.
+// Memory for a part: ordinary, or in the arena, which disappears with the process.
 class Memory {
  public:
   Memory(std::size_t count, bool shared) : count_(count), ordinary_(shared ? 0 : count, kPoison) {
@@ -103,10 +103,10 @@ class Memory {
 };
 
 // One rank's part in a task.
-class Work {
+class RankTask {
  public:
-  Work(const Task& task, int self) : task_(task), self_(self) {
-    const bool shared = task.path == Path::direct;
+  RankTask(const Task& task, int self) : task_(task), self_(self) {
+    const bool shared = task.path == Path::zero_copy;
     for (int rank = 0; rank < task.size; ++rank) {
       given_.emplace_back(task.count(), shared);
       taken_.emplace_back(task.count(), shared);
@@ -116,10 +116,10 @@ class Work {
     }
   }
 
-  // `reported`: how many messages the service thread has reported.
+  // `reported`: the number of messages that the service thread has reported.
   Status run(Group& group, Mailbox& mailbox, const Bounds& bounds,
              std::atomic<std::size_t>& reported);
-  // After ok: whether this rank has got what it should have.
+  // After ok: whether this rank has received the right data.
   bool right() const;
 
  private:
@@ -127,10 +127,12 @@ class Work {
   static constexpr ReduceOp kOp = ReduceOp::sum;
 
   bool per_rank() const {
-    return task_.what >= What::reduce_scatter || task_.what == What::scatter;
+    return task_.operation >= Operation::reduce_scatter || task_.operation == Operation::scatter;
   }
-  bool in_place() const { return task_.what == What::reduce || task_.what == What::all_reduce; }
-  bool combines() const { return in_place() || task_.what == What::reduce_scatter; }
+  bool in_place() const {
+    return task_.operation == Operation::reduce || task_.operation == Operation::all_reduce;
+  }
+  bool combines() const { return in_place() || task_.operation == Operation::reduce_scatter; }
   std::uint64_t* own() { return given_[static_cast<std::size_t>(self_)].data(); }
   Status run_messages(Mailbox& mailbox, const Bounds& bounds, std::atomic<std::size_t>& reported);
   bool expects(int from) const;
@@ -141,8 +143,8 @@ class Work {
   std::vector<Memory> given_, taken_;  // by peer
 };
 
-inline Status Work::run(Group& group, Mailbox& mailbox, const Bounds& bounds,
-                        std::atomic<std::size_t>& reported) {
+inline Status RankTask::run(Group& group, Mailbox& mailbox, const Bounds& bounds,
+                            std::atomic<std::size_t>& reported) {
   const std::size_t count = task_.count();
   const int root = task_.root;
   std::vector<void*> given, taken;
@@ -152,26 +154,27 @@ inline Status Work::run(Group& group, Mailbox& mailbox, const Bounds& bounds,
   const Splits splits{given.data(), counts.data(), taken.data(), counts.data()};
   void* first = self_ == root ? own() : taken_[static_cast<std::size_t>(root)].data();
   void* mine = taken_[static_cast<std::size_t>(self_)].data();
-  switch (task_.what) {
-    case What::barrier: return barrier(group, bounds);
-    case What::broadcast: return broadcast(group, first, count, kDType, root, bounds);
-    case What::reduce: return reduce(group, own(), count, kDType, kOp, root, bounds);
-    case What::all_reduce: return all_reduce(group, own(), count, kDType, kOp, bounds);
-    case What::gather: return gather(group, own(), taken.data(), count, kDType, root, bounds);
-    case What::scatter: return scatter(group, given.data(), mine, count, kDType, root, bounds);
-    case What::all_gather: return all_gather(group, own(), taken.data(), count, kDType, bounds);
-    case What::reduce_scatter:
+  switch (task_.operation) {
+    case Operation::barrier: return barrier(group, bounds);
+    case Operation::broadcast: return broadcast(group, first, count, kDType, root, bounds);
+    case Operation::reduce: return reduce(group, own(), count, kDType, kOp, root, bounds);
+    case Operation::all_reduce: return all_reduce(group, own(), count, kDType, kOp, bounds);
+    case Operation::gather: return gather(group, own(), taken.data(), count, kDType, root, bounds);
+    case Operation::scatter: return scatter(group, given.data(), mine, count, kDType, root, bounds);
+    case Operation::all_gather:
+      return all_gather(group, own(), taken.data(), count, kDType, bounds);
+    case Operation::reduce_scatter:
       return reduce_scatter(group, given.data(), mine, count, kDType, kOp, bounds);
-    case What::all_to_all: return all_to_all(group, splits, kDType, bounds);
+    case Operation::all_to_all: return all_to_all(group, splits, kDType, bounds);
     default: return run_messages(mailbox, bounds, reported);
   }
 }
 
-// To every peer and from every peer, two messages each way, taken in the other order than sent.
-inline Status Work::run_messages(Mailbox& mailbox, const Bounds& bounds,
-                                 std::atomic<std::size_t>& reported) {
+// Sends two messages to every peer and receives two, in the opposite order.
+inline Status RankTask::run_messages(Mailbox& mailbox, const Bounds& bounds,
+                                     std::atomic<std::size_t>& reported) {
   const std::size_t before = reported.load();
-  const bool served = task_.what == What::served;
+  const bool served = task_.operation == Operation::served;
   std::vector<MessagePtr> all;
   for (int tag = 0; tag < 2; ++tag) {
     for (int peer = 0; peer < task_.size; ++peer) {
@@ -198,21 +201,21 @@ inline Status Work::run_messages(Mailbox& mailbox, const Bounds& bounds,
   return status;
 }
 
-inline bool Work::expects(int from) const {
-  switch (task_.what) {
-    case What::barrier:
-    case What::leaving: return false;
-    case What::broadcast: return from == task_.root && self_ != task_.root;
-    case What::reduce:
-    case What::gather: return self_ == task_.root;
-    case What::scatter: return from == task_.root;
-    case What::messages:
-    case What::served: return from != self_;
+inline bool RankTask::expects(int from) const {
+  switch (task_.operation) {
+    case Operation::barrier:
+    case Operation::leaving: return false;
+    case Operation::broadcast: return from == task_.root && self_ != task_.root;
+    case Operation::reduce:
+    case Operation::gather: return self_ == task_.root;
+    case Operation::scatter: return from == task_.root;
+    case Operation::messages:
+    case Operation::served: return from != self_;
     default: return true;
   }
 }
 
-inline std::uint64_t Work::expected(int from, std::size_t i) const {
+inline std::uint64_t RankTask::expected(int from, std::size_t i) const {
   const int to = per_rank() ? self_ : 0;
   if (!combines()) return element(task_, from, to, i);
   std::uint64_t sum = 0;
@@ -220,13 +223,13 @@ inline std::uint64_t Work::expected(int from, std::size_t i) const {
   return sum;
 }
 
-inline bool Work::right() const {
+inline bool RankTask::right() const {
   for (int from = 0; from < task_.size; ++from) {
     if (!expects(from)) continue;
-    // Scattered parts, and what was combined, stand at one place.
-    const bool one = combines() || task_.what == What::scatter;
-    const auto place = static_cast<std::size_t>(one ? self_ : from);
-    const std::uint64_t* data = (in_place() ? given_ : taken_)[place].data();
+    // Scattered parts and combined results are in one place.
+    const bool one = combines() || task_.operation == Operation::scatter;
+    const auto index = static_cast<std::size_t>(one ? self_ : from);
+    const std::uint64_t* data = (in_place() ? given_ : taken_)[index].data();
     for (std::size_t i = 0; i < task_.count(); ++i) {
       if (data[i] != expected(from, i)) return false;
     }
