@@ -157,7 +157,10 @@ def path_below_a_file(path: Path) -> Path:
 
 
 INVALID_PATHS = [
-    (symbolic_link, "is a symbolic link, expected a directory: remove it, or choose another directory"),
+    (
+        symbolic_link,
+        "is a symbolic link, expected a directory: remove it, or choose another directory",
+    ),
     (directory_of_another_user, "belongs to user"),
     (writable_by_all, "is writable by others (its mode is 0777, expected 0700)"),
     (path_below_a_file, "cannot be created (Not a directory)"),
@@ -242,7 +245,8 @@ def test_job_that_has_been_removed(ranks: RankServer, tmp_path: Path) -> None:
     base.mkdir(0o700)
     run = ranks.start(2, run_without_job_directory, base, name, timeout=None)
     check(
-        combined_output(run), f"PHALANX_JOB names the job {name}, which does not exist in {base}: unset it"
+        combined_output(run),
+        f"PHALANX_JOB names the job {name}, which does not exist in {base}: unset it",
     )
     assert list(base.iterdir()) == []
 

@@ -233,9 +233,7 @@ CASES = (
         _SLOW,
     ),
     _make_hang("sleep_with_work", 3, _sleep_with_work, 1, "busy", "Rank 1 .*own.*barrier", _SLOW),
-    _make_hang(
-        "sleep_in_a_chain", 4, _sleep_in_chain, 1, "busy", "Rank 1 .*its own code", _SLOW
-    ),
+    _make_hang("sleep_in_a_chain", 4, _sleep_in_chain, 1, "busy", "Rank 1 .*its own code", _SLOW),
     _make_hang(
         "sleep_before_init",
         3,
@@ -276,7 +274,13 @@ CASES = (
         "every rank of the job must call `new_group`",
     ),
     _make_hang(
-        "recv_without_send", 2, _recv_without_send(0, None), 0, "unsent", "Rank 0 .*no rank s", _RECV
+        "recv_without_send",
+        2,
+        _recv_without_send(0, None),
+        0,
+        "unsent",
+        "Rank 0 .*no rank s",
+        _RECV,
     ),
     _make_hang(
         "recv_of_another_tag",

@@ -372,7 +372,11 @@ START_MPI = "from phalanx.transports.mpi import get_progress_thread; get_progres
 @pytest.mark.parametrize(
     ("script", "environment", "message"),
     [
-        (MPI_URL, {}, "this process was not started by mpirun, so MPI can't provide the rendezvous"),
+        (
+            MPI_URL,
+            {},
+            "this process was not started by mpirun, so MPI can't provide the rendezvous",
+        ),
         (
             START_MPI,
             {"MPI4PY_LIBMPI": "/no/libmpi.so"},

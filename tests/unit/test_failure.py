@@ -359,7 +359,8 @@ def test_abort_reason() -> None:
     )
     assert text == "the group was aborted by rank 3 at train.py:8: loss is NaN\\n!"
     _, text = explain(
-        Status("deadlock", peer=5, reporter=3), Group(recorders={3: recorder_content(groups=[note])})
+        Status("deadlock", peer=5, reporter=3),
+        Group(recorders={3: recorder_content(groups=[note])}),
     )
     assert text == "loss is NaN\\n!"
     _, text = explain(

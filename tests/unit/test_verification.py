@@ -48,7 +48,7 @@ def read_rows(result: Path, columns: int) -> list[list[str]]:
 
 
 def test_every_mutant_was_found() -> None:
-    """Check the recorded run, which takes half an hour, has all mutants and missed it has all mutants and missed none."""
+    """Check the recorded run, which takes half an hour, has all mutants and missed none."""
     mutants = load(NATIVE / "mutants" / "mutants.py").MUTANTS
     recorded = read_rows(NATIVE / "mutants" / "RESULT.md", 4)[1:]
     assert [(row[0], row[1]) for row in recorded] == [(m.name, m.caught_by) for m in mutants]

@@ -100,7 +100,8 @@ async def authenticate_to_server(
 
 
 def _proof(key: bytes, role: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    return hmac.digest(derive(key, "tunnel"), role.encode() + server_nonce + client_nonce, hashlib.sha256
+    return hmac.digest(
+        derive(key, "tunnel"), role.encode() + server_nonce + client_nonce, hashlib.sha256
     )
 
 

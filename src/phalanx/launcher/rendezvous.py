@@ -178,7 +178,10 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> _StoreAccess
         ) from None
     if ipaddress.ip_address(address).is_loopback:
         notify(f"only this machine can reach the rendezvous at {host} ({address})")
-    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"listen:{tunnel_server.relay_socket}"}
+    environment = {
+        "PHALANX_TUNNEL_HOST": host,
+        "PHALANX_RELAY": f"listen:{tunnel_server.relay_socket}",
+    }
     rank_store_port = tunnel_server.rank_stores.port
     return _StoreAccess(
         store,
@@ -203,7 +206,10 @@ def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> _StoreAccess
     except BaseException:
         tunnel_client.close()
         raise
-    environment = {"PHALANX_TUNNEL_HOST": host, "PHALANX_RELAY": f"connect:{tunnel_client.relay_socket}"}
+    environment = {
+        "PHALANX_TUNNEL_HOST": host,
+        "PHALANX_RELAY": f"connect:{tunnel_client.relay_socket}",
+    }
 
     def rank_store_port(attempt: int) -> int:
         tunnel_client.attempt = attempt
