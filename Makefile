@@ -195,7 +195,7 @@ mutants: $(VENV)/.build-tools ## make one mistake at a time in the core, and see
 # The others look at when something happens. They wait for most of their time: two at a time.
 SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	bench cli data_parallel data_parallel_backward data_parallel_scenarios doctor gradients init \
-	job_life launch launched_jobs rendezvous_of_hosts replace restarts rpc_calls rpc_drop_in rpc_early rpc_remote_strangers rpc_idioms rpc_gradients rpc_joining rpc_optimizer rpc_references rpc_script rpc_strangers rpc_strides \
+	job_life launch launched_jobs rendezvous_of_hosts replace restarts rpc_calls rpc_drop_in rpc_early rpc_remote_authentication rpc_idioms rpc_gradients rpc_joining rpc_optimizer rpc_references rpc_script rpc_authentication rpc_strides \
 	rpc_training run slurm sync_batch_norm embedding trainer \
 	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_directories checkpoints training \
 	unformed) tests/examples tests/ecosystem tests/conformance tests/unit

@@ -54,7 +54,8 @@ _WORDS = [
 
 _ALLOWED = re.compile(
     r"_execution_engine|_will_engine_execute_node|autograd_engine"
-    r"|(?:[Aa]utograd|PyTorch)(?:'s)?(?: autograd)? engine|std::mt19937_64 engine|engine[_(]|clock_snapshot"
+    r"|(?:[Aa]utograd|PyTorch)(?:'s)?(?: autograd)? engine"
+    r"|std::mt19937_64 engine|engine[_(]|clock_snapshot"
 )
 """Names of PyTorch, Perfetto and the C++ standard library that contain a retired word."""
 

@@ -172,7 +172,7 @@ def coalesce_rows(
     shard: tuple[int, int],
     output: tuple[int, int],
 ) -> int:
-    """Do the work of `phalanx.embedding.gradients.sum_gradients`; returns the number of rows written."""
+    """Sum gradients as `phalanx.embedding.gradients.sum_gradients` does; return the rows written."""
 
 _RowsFailure = tuple[str, int, int, int] | None
 
