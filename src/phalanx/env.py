@@ -56,32 +56,31 @@ VARIABLES = (
     Variable(
         "PHALANX_REPLACE",
         "The backends that Phalanx replaces, separated by commas: `gloo`, `mpi`, `tcp`. Set for "
-        "every rank by `phalanx run --replace`, read at `import torch`. A script that names one "
-        "of them, or names none and would get Gloo by default, then runs on Phalanx, and still "
-        "sees the name that it requested. For `mpi`, the rank and the world size come from `RANK` "
-        "and `WORLD_SIZE`, else from `mpirun` or `srun`. If Phalanx replaces "
-        "`cpu:gloo,cuda:nccl`, it passes CUDA tensors to NCCL. A request that gives options to "
-        "NCCL, or that names other backends besides, is not replaced. Unset: nothing is replaced.",
+        "every rank by `phalanx run --replace`, read at `import torch`. A script that names one of "
+        "them, or names none and would get Gloo by default, then runs on Phalanx, and still sees "
+        "the name that it requested. For `mpi`, the rank and the world size come from `RANK` and "
+        "`WORLD_SIZE`, else from `mpirun` or `srun`. If Phalanx replaces `cpu:gloo,cuda:nccl`, it "
+        "passes CUDA tensors to NCCL. Requests with options for NCCL, or with other backends "
+        "besides, are not replaced. Unset: nothing is replaced.",
     ),
     Variable(
         "PHALANX_JOB",
         "The name of the job to which this process belongs, as listed by `phalanx jobs`. Set for "
-        "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first "
-        "group. The rank keeps its flight recorder in the directory of that job. Unset: the ranks "
-        "agree on a name. `none`: flight recorders are kept in memory only, and are lost with "
-        "their rank.",
+        "every rank by `phalanx run` and `phalanx.launch`, read when a rank forms its first group. "
+        "The rank keeps its flight recorder in the directory of that job. Unset: the ranks agree "
+        "on a name. `none`: flight recorders are in memory only, and are lost with their rank.",
     ),
     Variable(
         "PHALANX_JOBS_DIR",
-        "The parent of the directories of all jobs, an absolute path. It must belong to you and "
-        "be writable by you alone. It is created if it is missing. Set for every rank by `phalanx "
+        "The parent of the directories of all jobs, an absolute path. It must belong to you and be "
+        "writable by you alone. It is created if it is missing. Set for every rank by `phalanx "
         "run` and `phalanx.launch`, read by ranks and by the commands that inspect jobs. Unset: "
         "`phalanx-UID` in the directory that `TMPDIR` names, else in `/tmp`.",
     ),
     Variable(
         "PHALANX_JOBS_KEPT",
-        "The number of ended jobs to keep for `phalanx explain`, 0 or more. When a job starts, "
-        "the oldest jobs in excess are removed. Unset: 20.",
+        "The number of ended jobs to keep for `phalanx explain`, 0 or more. When a job starts, the "
+        "oldest jobs in excess are removed. Unset: 20.",
     ),
     Variable(
         "PHALANX_JOBS_KEPT_MIB",
@@ -90,38 +89,36 @@ VARIABLES = (
     ),
     Variable(
         "PHALANX_HOST_ID",
-        "The host that this process claims to run on, any text. Ranks with different values do "
-        "not share memory and communicate through a transport, as if they were on different "
-        "machines. To simulate many hosts on one; `phalanx run --simulate-hosts` sets it for "
-        "every rank. Ranks with the same value share memory only if they can. Unset: all ranks "
-        "that can share memory do.",
+        "The host that this process claims to run on, any text. Ranks with different values do not "
+        "share memory and communicate through a transport, as if they were on different machines. "
+        "Set for every rank by `phalanx run --simulate-hosts`. Ranks with the same value share "
+        "memory only if they can. Unset: all ranks that can share memory do.",
     ),
     Variable(
         "PHALANX_TRANSPORT",
         "The transport between hosts, unless `phalanx.init(transport=...)` gives it: `gloo`; "
         "`mpi`, for ranks that `mpirun` has started; `relay`, for hosts that cannot reach each "
-        "other; `nccl`, which requires that CUDA tensors use NCCL. Set it to the same value on "
-        "all ranks. Unset: `gloo`.",
+        "other; `nccl`, which requires that CUDA tensors use NCCL. Set it to the same value on all "
+        "ranks. Unset: `gloo`.",
     ),
     Variable(
         "PHALANX_INTERFACE",
-        "The network interface, by its name or by one of its addresses, on which this rank "
-        "listens for ranks of other hosts, and `phalanx run` for other hosts. Unset: the address "
-        "from which this machine reaches the rendezvous.",
+        "The network interface, by its name or by one of its addresses, on which this rank listens "
+        "for ranks of other hosts, and `phalanx run` for other hosts. Unset: the address from "
+        "which this machine reaches the rendezvous.",
     ),
     Variable(
         "PHALANX_ADVERTISE_ADDR",
         "The address at which other hosts reach rank 0 if it differs from the address on which "
         "rank 0 listens, as behind the NAT of a cloud: HOST or HOST:PORT. With a port, rank 0 "
-        "listens on that port. For the transport `relay`; `gloo` cannot use it. Not needed in "
-        "jobs that `phalanx run` has started on their hosts: there, the relay listens at the "
-        "rendezvous of the hosts, `--master-addr`.",
+        "listens on that port. For the transport `relay`; `gloo` cannot use it. Not needed in jobs "
+        "that `phalanx run` has started on their hosts: the relay is then at `--master-addr`.",
     ),
     Variable(
         "PHALANX_TUNNEL_HOST",
         "The host of the tunnel server, through which the hosts of the job connect; `MASTER_ADDR` "
-        "is then an address of the loopback interface. Set by `phalanx run` for the ranks of a "
-        "job on several hosts, which listen on the interface that faces that host.",
+        "is then an address of the loopback interface. Set by `phalanx run` for the ranks of a job "
+        "on several hosts, which listen on the interface that faces that host.",
     ),
     Variable(
         "PHALANX_RELAY",
@@ -138,8 +135,8 @@ VARIABLES = (
     Variable(
         "PHALANX_KEY_FILE",
         "A file with the job's key, which belongs to you and which nobody else can read (mode "
-        "0600); `phalanx key PATH` creates one. Read by `phalanx run --nnodes` unless "
-        "`--key-file` or `--key-fd` is given, and by ranks that other launchers have started.",
+        "0600); `phalanx key PATH` creates one. Read by `phalanx run --nnodes` unless `--key-file` "
+        "or `--key-fd` is given, and by ranks that other launchers have started.",
     ),
     Variable(
         "OMPI_COMM_WORLD_SIZE",
@@ -162,8 +159,8 @@ VARIABLES = (
     ),
     Variable(
         "RANK",
-        "The rank of this process in the job, from 0 to `WORLD_SIZE` - 1. Set for every process "
-        "by `phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`.",
+        "The rank of this process in the job, from 0 to `WORLD_SIZE` - 1. Set for every process by "
+        "`phalanx run`, `phalanx.launch` and torchrun, read by `phalanx.init`.",
     ),
     Variable(
         "WORLD_SIZE",
@@ -193,21 +190,21 @@ VARIABLES = (
     Variable(
         "GROUP_RANK",
         "The rank of this process's host among the hosts of the job. It is set as by torchrun, "
-        "with `GROUP_WORLD_SIZE`, `ROLE_NAME`, `ROLE_RANK` and `ROLE_WORLD_SIZE`, for scripts "
-        "that read it. Phalanx does not read it.",
+        "with `GROUP_WORLD_SIZE`, `ROLE_NAME`, `ROLE_RANK` and `ROLE_WORLD_SIZE`, for scripts that "
+        "read it. Phalanx does not read it.",
     ),
     Variable(
         "TORCHELASTIC_USE_AGENT_STORE",
-        "`True` means for `torch.distributed` that the launcher hosts the store, so that rank 0 "
-        "connects to it like every other rank. Set by `phalanx run` and `phalanx.launch`, with "
-        "`TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` and `TORCHELASTIC_MAX_RESTARTS`, as "
-        "by torchrun; but `TORCHELASTIC_RUN_ID` is the same on all hosts, and new at every start.",
+        "`True` if the launcher hosts the store, so that rank 0 connects to it like every other "
+        "rank. Set by `phalanx run` and `phalanx.launch`, with `TORCHELASTIC_RUN_ID`, "
+        "`TORCHELASTIC_RESTART_COUNT` and `TORCHELASTIC_MAX_RESTARTS`, as by torchrun; but "
+        "`TORCHELASTIC_RUN_ID` is the same on all hosts, and new at every start.",
     ),
     Variable(
         "OMP_NUM_THREADS",
         "The number of threads per process. Set for every rank to max(1, usable cores // ranks on "
-        "this host), unless it is set already. Usable cores are those of the affinity mask, "
-        "within the CPU quota of the control group.",
+        "this host), unless it is set already. Usable cores are those of the affinity mask, within "
+        "the CPU quota of the control group.",
     ),
     Variable(
         "PYTHONUNBUFFERED",
@@ -222,10 +219,10 @@ VARIABLES = (
     Variable(
         "MALLOC_MMAP_THRESHOLD_",
         "With `MALLOC_TRIM_THRESHOLD_`, read by the C library: the size from which each tensor "
-        "gets new memory from the kernel, and the amount of freed memory that a process keeps. "
-        "Set for every rank to 32 MiB and 128 MiB unless one of them is set already: a training "
-        "step then reuses its memory, and the kernel need not clear it page by page. Other C "
-        "libraries ignore it.",
+        "gets new memory from the kernel, and the amount of freed memory that a process keeps. Set "
+        "for every rank to 32 MiB and 128 MiB unless one of them is set already: a training step "
+        "then reuses its memory, and the kernel need not clear it page by page. Other C libraries "
+        "ignore it.",
     ),
     Variable(
         "ACCELERATE_USE_CPU",
@@ -255,8 +252,8 @@ VARIABLES = (
     ),
     Variable(
         "LOGLEVEL",
-        "The Python log level of PyTorch's elastic agent, for example `INFO`. Unset: `phalanx "
-        "run` silences the agent and prints one report when a rank fails.",
+        "The Python log level of PyTorch's elastic agent, for example `INFO`. Unset: `phalanx run` "
+        "silences the agent and prints one report when a rank fails.",
     ),
 )
 
