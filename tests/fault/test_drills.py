@@ -151,7 +151,7 @@ def test_a_trial_depends_on_nothing_before_it(seed: int) -> None:
     ("command", "last"),
     [
         ("kills --count 3 --ranks 2-3 --no-timed", "every survivor has named the victim"),
-        ("kills --count 2 --ranks 2 --backend gloo", "so many survivors had the exception"),
+        ("kills --count 2 --ranks 2 --backend gloo", "this share of the survivors had raised"),
         ("desyncs --count 3 --ranks 3", "every rank has named both sides and both call sites"),
         ("operations --count 3000", "memory and descriptors have stayed as they were"),
     ],
