@@ -124,4 +124,4 @@ def test_too_few_ranks(script: str) -> None:
     with start(*command(1), script) as process:
         _, err = process.communicate(timeout=TIMEOUT)
     assert process.returncode != 0
-    assert "roles for 4 ranks: start with --nproc-per-node 4" in err
+    assert "4 ranks are needed: start with --nproc-per-node 4" in err

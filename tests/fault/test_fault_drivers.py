@@ -162,7 +162,7 @@ def test_a_trial_depends_only_on_seed_and_number(seed: int) -> None:
         ("kills --count 3 --nproc-per-node 2-3 --no-timed", "every survivor named the victim"),
         (
             "kills --count 2 --nproc-per-node 2 --backend gloo",
-            "so many survivors had the exception",
+            "this share of the survivors had raised",
         ),
         ("desyncs --count 3 --nproc-per-node 3", "every rank named both sides and both call sites"),
         ("operations --count 3000", "memory and descriptors did not grow"),
