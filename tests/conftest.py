@@ -1,4 +1,4 @@
-"""What all tests share: a guard against processes left behind, paths, Hypothesis' settings.
+"""Shared parts of all tests: a guard against processes left behind, paths, Hypothesis' settings.
 
 Test modules import nothing from one another: what several need is a fixture here, or a module of
 its own beside this one.

@@ -55,7 +55,7 @@ _WORDS = [
 _ALLOWED = re.compile(
     r"_execution_engine|_will_engine_execute_node|autograd_engine"
     r"|(?:[Aa]utograd|PyTorch)(?:'s)?(?: autograd)? engine"
-    r"|std::mt19937_64 engine|engine[_(]|clock_snapshot"
+    r"|std::mt19937_64 engine|engine[_(]|clock[_ ]snapshot"
 )
 """Names of PyTorch, Perfetto and the C++ standard library that contain a retired word."""
 

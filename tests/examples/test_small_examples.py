@@ -87,7 +87,7 @@ def test_fault_injection(examples: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [("--nproc-per-node", "1"), ("--steps", "1")])
-def test_failure_drill_with_invalid_options(examples: Path, options: tuple[str, str]) -> None:
+def test_fault_injection_with_invalid_options(examples: Path, options: tuple[str, str]) -> None:
     result = run(examples / "fault_injection.py", *options)
     assert result.returncode == 2
     assert "given, expected at least 2 of each" in result.stderr

@@ -98,7 +98,7 @@ class _Readings:
 
     @property
     def outcome(self) -> tuple[bool, str]:
-        """Whether the job has not failed, and a sentence about its end; empty while it runs."""
+        """True unless the job has failed, and a sentence about its end, empty while it runs."""
         from phalanx.observe.escape import escape
         from phalanx.observe.watch import get_outcome, has_failed
 

@@ -98,10 +98,10 @@ def _build_job_packets(job: Job) -> bytes:
     clock = next((rank.clock for rank in job.ranks if rank.clock), 0)
     end = find_end(job)
     if 0 < clock < _LATEST:
-        snapshot = builder.add_packet().clock_snapshot
-        snapshot.primary_trace_clock = protos.BUILTIN_CLOCK_MONOTONIC
-        snapshot.clocks.add(clock_id=protos.BUILTIN_CLOCK_MONOTONIC, timestamp=end)
-        snapshot.clocks.add(clock_id=protos.BUILTIN_CLOCK_REALTIME, timestamp=end + clock)
+        relation = builder.add_packet().clock_snapshot
+        relation.primary_trace_clock = protos.BUILTIN_CLOCK_MONOTONIC
+        relation.clocks.add(clock_id=protos.BUILTIN_CLOCK_MONOTONIC, timestamp=end)
+        relation.clocks.add(clock_id=protos.BUILTIN_CLOCK_REALTIME, timestamp=end + clock)
     root = builder.add_packet().track_descriptor
     root.uuid = 0
     root.process_ordering = protos.TrackDescriptor.PROCESS_ORDERING_EXPLICIT
