@@ -288,7 +288,8 @@ def test_a_configuration_of_ssh_that_takes_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "CONFIGURATION_TIMEOUT", 0.2)
-    with pytest.raises(LaunchError, match=r"-G -- node-a` did not end within 0.2 s: check for commands in ssh's"):
+    message = r"-G -- node-a` did not end within 0.2 s: check for commands in ssh's"
+    with pytest.raises(LaunchError, match=message):
         connection.resolve_address(
             HostSpec("node-a", None), ssh_of(tmp_path, "import time; time.sleep(60)")
         )
