@@ -246,7 +246,7 @@ def test_receive_of_a_different_size(ranks: RankServer) -> None:
 def receive_while_joining() -> bytes:
     """Frames to a rank that has just joined are not lost, even if that rank is slow."""
     folder = Path(os.environ["FOLDER"])
-    add = RelayConnection.add
+    add = RelayConnection.add_listener
 
     def slow(connection: RelayConnection, channel: bytes, listener: Any) -> None:
         end = time.monotonic() + 0.5
@@ -255,7 +255,7 @@ def receive_while_joining() -> bytes:
         add(connection, channel, listener)
 
     if os.environ["RANK"] == "1":
-        RelayConnection.add = slow  # type: ignore[method-assign]
+        RelayConnection.add_listener = slow  # type: ignore[method-assign]
     transport, rank = open_transport()
     buffer = bytearray(b"hello" if rank == 0 else b".....")
     if rank == 0:
