@@ -42,7 +42,7 @@ section = @printf '\n== %s\n' "$(1)"
 submake = @$(MAKE) --no-print-directory
 
 .PHONY: help setup setup-dev train test lint format native-test native-plain native-asan \
-	native-tsan kills model mutants pytest hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench tidy clean distclean
+	native-tsan kills model mutants pytest test-long test-all hosts conformance conformance-libraries conformance-rpc ecosystem pythons soak fuzz rpc-examples faults bench tidy clean distclean
 
 help: ## list the targets
 	@echo "usage: make TARGET [ARGS='...'] [PYTHON=python3.12] [TORCH=2.14.1]"
@@ -102,15 +102,26 @@ train: setup ## train a ConvNet on real digits with two processes (the main job)
 	@phalanx run --nproc-per-node 2 examples/train_digits.py $(ARGS)
 
 # Recipe lines, not prerequisites: in this order under `make -j` too, cheapest first.
-test: setup-dev ## run every check and every test
+test: setup-dev ## the checks and tests that find mistakes often
 	$(submake) lint
-	$(submake) native-test
-	$(submake) pytest
-	$(call section,Every check and every test passed)
+	$(submake) native-plain
+	$(submake) pytest SELECT="not slow and not long"
+	$(call section,All checks and tests passed; `make test-long` runs the others)
+
+test-long: setup-dev ## the other checks and tests: clang-tidy, sanitizers, long forms
+	$(submake) --jobs=$(JOBS) --output-sync=target tidy
+	$(submake) native-asan
+	$(submake) native-tsan
+	$(submake) pytest SELECT="slow and not long"
+	$(call section,All long checks and tests passed)
+
+test-all: setup-dev ## both: every check and every test
+	$(submake) test
+	$(submake) test-long
 
 # ---- checks ----
 
-lint: setup-dev ## ruff, mypy, import-linter, clang-format, clang-tidy
+lint: setup-dev ## ruff, mypy, import-linter, clang-format, retired words
 	$(call section,ruff: rules and format)
 	@ruff check
 	@ruff format --check
@@ -120,8 +131,8 @@ lint: setup-dev ## ruff, mypy, import-linter, clang-format, clang-tidy
 	@lint-imports --no-logo
 	$(call section,clang-format: format of the core)
 	@clang-format --dry-run -Werror $(SOURCES) $(HEADERS)
-	$(call section,clang-tidy: the core)
-	$(submake) --jobs=$(JOBS) --output-sync=target tidy
+	$(call section,Retired words)
+	@python tools/check_words.py
 
 format: setup-dev ## rewrite the sources in the project's format
 	@ruff check --fix-only --quiet
@@ -132,7 +143,7 @@ format: setup-dev ## rewrite the sources in the project's format
 TIDY_DIR := build/clang-tidy
 TIDY := $(SOURCES:%=$(TIDY_DIR)/%.ok)
 
-tidy: $(TIDY)
+tidy: $(TIDY) ## clang-tidy
 
 $(TIDY_DIR)/%.ok: % $(HEADERS) $(CMAKE_LISTS) .clang-tidy native/tests/.clang-tidy | $(TIDY_DIR)/compile_commands.json
 	@echo $<
@@ -149,10 +160,8 @@ $(TIDY_DIR)/compile_commands.json: $(VENV)/.build-tools $(CMAKE_LISTS) $(shell f
 
 # ---- tests ----
 
-# Plain only what sanitizers are too slow for, or can't see; `make native-plain` is all of it.
-native-test: ## the core's tests: under ASan with UBSan, under TSan, and plain what kills ranks
-	$(submake) native-plain TARGETS="test_kills test_steps test_rows" \
-	  ARGS="-R 'test_(kills|steps|rows)'"
+native-test: ## the core's tests: plain, under ASan with UBSan, and under TSan
+	$(submake) native-plain
 	$(submake) native-asan
 	$(submake) native-tsan
 
@@ -199,14 +208,16 @@ SIDE_BY_SIDE := tests/hosts $(patsubst %,tests/multiprocess/test_%.py, \
 	rpc_training run slurm sync_batch_norm embedding trainer \
 	trainer_resumes uneven) $(patsubst %,tests/fault/test_%.py,explain job_directories checkpoints training \
 	unformed) tests/examples tests/ecosystem tests/conformance tests/unit
+# The tests to run, by markers (see pyproject.toml).
+SELECT := not long
 # The outer limit is for what pytest's own limit per test can't end.
 PYTEST := timeout --foreground --signal=INT --kill-after=30 $(PYTEST_LIMIT) pytest
 
 pytest: setup-dev ## the Python tests (ARGS="-k barrier -x" chooses)
 	$(call section,Python tests)
 ifeq ($(ARGS),)
-	@$(PYTEST) --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
-	@$(PYTEST) --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE:%=--ignore=%)
+	@$(PYTEST) -m "$(SELECT)" --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE)
+	@$(PYTEST) -m "$(SELECT)" --numprocesses 2 --dist loadfile --no-loadscope-reorder $(SIDE_BY_SIDE:%=--ignore=%)
 else
 	@$(PYTEST) $(ARGS)
 endif

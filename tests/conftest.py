@@ -42,6 +42,24 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[JOBS] = os.environ["PHALANX_JOBS_DIR"] = tempfile.mkdtemp(prefix="phalanx-tests-")
 
 
+@pytest.hookimpl(tryfirst=True)  # before deselection by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of sampled tests that `make test` leaves to `make test-long` as slow."""
+    cases: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            name = getattr(item, "originalname", None) or item.name
+            cases.setdefault((str(item.path), name), []).append(item)
+    for group in cases.values():
+        sampled = group[0].get_closest_marker("sampled")
+        assert sampled is not None
+        (count,) = sampled.args
+        kept = {number * len(group) // count for number in range(count)}
+        for number, item in enumerate(group):
+            if number not in kept:
+                item.add_marker("slow")
+
+
 def pytest_unconfigure(config: pytest.Config) -> None:
     shutil.rmtree(config.stash[JOBS], ignore_errors=True)
 

@@ -300,9 +300,8 @@ def test_a_configuration_of_ssh_that_takes_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connection, "CONFIGURATION_TIMEOUT", 0.2)
-    message pytest.raises(
-        LaunchError, r"-G -- node-a` did not end within 0.2 s: check for commands in ssh's"
-    ):
+    message = r"-G -- node-a` did not end within 0.2 s: check for commands in ssh's"
+    with pytest.raises(LaunchError, match=message):
         connection.resolve_address(
             HostSpec("node-a", None), make_ssh(tmp_path, "import time; time.sleep(60)")
         )
