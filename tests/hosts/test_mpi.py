@@ -240,7 +240,7 @@ def check():
     tensor = torch.full((5,), float(dist.get_rank()))
     dist.all_reduce(tensor)
     assert tensor.tolist() == [sum(range(dist.get_world_size()))] * 5
-    assert type(dist.group.START_MPI).__module__.startswith("phalanx.")
+    assert type(dist.group.WORLD).__module__.startswith("phalanx.")
 
 dist.init_process_group("mpi", rank=0, world_size=0)
 assert dist.get_backend() == "mpi"

@@ -101,7 +101,7 @@ def test_bad_environment(alone, environ, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"backend": "glo"}, "backend is 'glo': expected one"),
+        ({"backend": "glo"}, "backend is 'glo': expected an available one of"),
         ({"backend": 3}, "backend is 3"),
         ({"timeout": 0}, "timeout is 0"),
         ({"timeout": float("inf")}, "timeout is inf"),
