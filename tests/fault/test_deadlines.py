@@ -74,7 +74,7 @@ def one_rank_is_missing(kind: str, mode: str) -> None:
     times_out(call_of(kind, mode), SECONDS, *words)
 
 
-@pytest.mark.parametrize(("kind", "way"), FORMS)
+@pytest.mark.parametrize(("kind", "mode"), FORMS)
 def test_the_groups_deadline(ranks: RankServer, kind: str, mode: str) -> None:
     ranks.run(2, one_rank_is_missing, kind, mode, timeout=SECONDS)
 

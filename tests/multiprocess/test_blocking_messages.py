@@ -17,15 +17,15 @@ def messages(as_for_cuda: bool) -> list[str]:
     if as_for_cuda and torch.version.cuda is None:
         messages_module._IS_WRAPPED = True
         for name in ("send", "recv"):
-            setattr(ProcessGroup, name, cuda._handed_over(name, getattr(ProcessGroup, name)))
+            setattr(ProcessGroup, name, cuda._delegated(name, getattr(ProcessGroup, name)))
     posted: list[str] = []
-    under_way = ProcessGroup._under_way
+    under_way = ProcessGroup._make_message_work
 
     def post(self: ProcessGroup, name: str, *arguments: object) -> dist.Work:
         posted.append(name)
         return under_way(self, name, *arguments)  # type: ignore[arg-type]
 
-    ProcessGroup._under_way = post  # type: ignore[method-assign,assignment]
+    ProcessGroup._make_message_work = post  # type: ignore[method-assign,assignment]
     rank, tensor = dist.get_rank(), torch.full((5,), -1.0)
     for _ in range(3):
         if rank == 0:
