@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
-from phalanx.embedding.arguments import (
+from phalanx.embedding.batch import (
     DTYPES,
     MODES,
+    Batch,
+    BatchAddresses,
+    Share,
     index_error,
     is_strided_cpu,
     offset_error,
@@ -23,8 +26,8 @@ from phalanx.embedding.arguments import (
     prepare_indices,
     prepare_offsets,
     prepare_weights,
+    sum_gradients,
 )
-from phalanx.embedding.gradients import Batch, BatchAddresses, Share, sum_gradients
 from phalanx.embedding.optimizers import SGD, RowOptimizer
 from phalanx.errors import PhalanxError, UsageError
 

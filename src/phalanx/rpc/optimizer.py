@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
-from phalanx.rpc.autograd.container import graph
 from phalanx.rpc.autograd.gradients import Root
+from phalanx.rpc.autograd.graph import graph
 from phalanx.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer"]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ArgumentTypeError, PhalanxError, RemoteError, UsageError
-from phalanx.rpc.autograd.accumulation import ensure_owned
-from phalanx.rpc.autograd.container import graph
-from phalanx.rpc.autograd.traversal import leaves
+from phalanx.rpc.autograd.gradients import ensure_owned
+from phalanx.rpc.autograd.graph import graph
+from phalanx.rpc.autograd.nodes import leaves
 
 __all__ = ["backward", "context", "get_gradients", "is_available", "mix_gradients"]
 
