@@ -95,6 +95,13 @@ class EmbeddingServer:
 
     Raises:
         UsageError: `trainers` is less than 1, or the bound is negative.
+
+    Example:
+        >>> server = EmbeddingServer(EmbeddingTable(4, 2, SGD(lr=1.0), weight=torch.zeros(4, 2)))
+        >>> server.update(torch.tensor([1]), torch.ones(1, 2))
+        1
+        >>> server.lookup(torch.tensor([1]))
+        tensor([[-1., -1.]])
     """
 
     def __init__(
@@ -450,6 +457,10 @@ def deploy(
         UsageError: An argument is invalid, or a worker does not exist.
         PhalanxError: A server does not have enough memory, or was lost.
         CallTimeout: A server has not created its part within an hour.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8, Adagrad(lr=0.1))
+        >>> bag = ShardedEmbeddingBag(1000, 8, servers, mode="sum")
     """
     layout = make_sharding(sharding, num_embeddings, len(workers))
     settings: dict[str, Any] = {
@@ -481,6 +492,10 @@ def save(servers: Sequence[RRef[EmbeddingServer]], path: str) -> None:
     Raises:
         CheckpointError: A server could not write its part.
         CallTimeout: A server has not written its part within an hour.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8)
+        >>> embedding.save(servers, f"{checkpoints}/step-100")
     """
     _call_all(servers, "save", path)
 
@@ -493,6 +508,10 @@ def load(servers: Sequence[RRef[EmbeddingServer]], path: str) -> None:
     Raises:
         CheckpointError: A server could not read its part; others may have.
         CallTimeout: A server has not read its part within an hour.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8)
+        >>> embedding.load(servers, f"{checkpoints}/step-100")
     """
     _call_all(servers, "load", path)
 

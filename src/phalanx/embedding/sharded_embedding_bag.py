@@ -66,6 +66,12 @@ class ShardedEmbeddingBag(nn.Module):
 
     Raises:
         UsageError: An argument is invalid, or does not match the servers' parts.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8)
+        >>> bag = ShardedEmbeddingBag(1000, 8, servers, mode="sum")
+        >>> bag(torch.tensor([[1, 2, 3], [2, 5, 5]])).sum().backward()
+        >>> bag.step()
     """
 
     def __init__(

@@ -68,6 +68,10 @@ def rpc_sync(
         CallTimeout: There was no result in time. The function may still be executed.
         RemoteError: The function raised an exception that cannot be sent.
         Exception: The exception that the function raised, with the remote traceback as its cause.
+
+    Example:
+        >>> rpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
     """
     return begin(to, func, args, kwargs, timeout).wait()
 
@@ -106,6 +110,11 @@ def rpc_async(
 
     Raises:
         UsageError: As for `rpc_sync`.
+
+    Example:
+        >>> futures = [rpc.rpc_async("ps", torch.add, args=(torch.ones(2), n)) for n in range(2)]
+        >>> [future.wait() for future in futures]
+        [tensor([1., 1.]), tensor([2., 2.])]
     """
     own = agent()
     peer = own.peer(to)
@@ -118,6 +127,10 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
     Raises:
         UsageError: No worker has that name, or RPC is not initialized.
+
+    Example:
+        >>> rpc.get_worker_info("ps").id
+        0
     """
     own = agent()
     return own.info if worker_name is None else own.peer(worker_name).info
@@ -128,6 +141,10 @@ def get_worker_infos() -> list[WorkerInfo]:
 
     Raises:
         UsageError: RPC is not initialized.
+
+    Example:
+        >>> [worker.name for worker in rpc.get_worker_infos()]
+        ['ps']
     """
     return [peer.info for peer in agent().peers]
 
@@ -149,6 +166,10 @@ def get_rpc_timeout() -> float:
 
     Raises:
         UsageError: RPC is not initialized.
+
+    Example:
+        >>> rpc.get_rpc_timeout()
+        60.0
     """
     return agent().timeout
 
@@ -159,7 +180,12 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether this process is a worker, that is, between `init_rpc` and `shutdown`."""
+    """Return whether this process is a worker, that is, between `init_rpc` and `shutdown`.
+
+    Example:
+        >>> if rpc.is_initialized():
+        ...     rpc.shutdown()
+    """
     return agent_or_none() is not None
 
 

@@ -28,6 +28,14 @@ def async_execution(
 
     No thread waits for it meanwhile. For static and class methods, apply this decorator below
     `@staticmethod` or `@classmethod`.
+
+    Example:
+        >>> @rpc.functions.async_execution
+        ... def add_later(value):
+        ...     future = rpc.rpc_async("ps", torch.add, args=(value, 1))
+        ...     return future.then(lambda added: added.wait() * 10)
+        >>> rpc.rpc_sync("ps", add_later, args=(torch.zeros(2),))
+        tensor([10., 10.])
     """
 
     # A TorchScript function has no name of its own; the function that was compiled has.

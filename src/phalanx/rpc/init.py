@@ -57,7 +57,11 @@ _DEFAULT_TIMEOUT = 60.0
 
 
 class BackendType(enum.Enum):
-    """The names of the backend; all mean the same one."""
+    """The names of the backend; all mean the same one.
+
+    Example:
+        >>> rpc.init_rpc("ps", rpc.BackendType.TENSORPIPE)
+    """
 
     TENSORPIPE = "TENSORPIPE"
     PHALANX = "PHALANX"
@@ -71,6 +75,10 @@ class RpcBackendOptions:
         rpc_timeout: The default timeout of a call, in seconds; 0 means no limit.
         init_method: The rendezvous, a URL as for `torch.distributed.init_process_group`; by default
             that of the process group.
+
+    Example:
+        >>> options = rpc.RpcBackendOptions(rpc_timeout=10)
+        >>> rpc.init_rpc("ps", rpc_backend_options=options)
     """
 
     rpc_timeout: float = _DEFAULT_TIMEOUT
@@ -85,6 +93,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: Unused: there are as many threads as there are requests that wait.
         device_maps: Must be empty: only CPU tensors can be sent.
         devices: Unused.
+
+    Example:
+        >>> options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10)
+        >>> rpc.init_rpc("ps", rpc_backend_options=options)
     """
 
     num_worker_threads: int = 16
@@ -191,6 +203,12 @@ def init_rpc(
             rendezvous, this process is already a worker, or not all workers have the same key.
         PhalanxError: A worker did not arrive in time, or cannot be reached.
         PeerLost: A worker died, or left, before all had arrived.
+
+    Example:
+        >>> rpc.init_rpc(f"worker{os.environ['RANK']}")
+        >>> rpc.rpc_sync("worker0", os.getcwd) == os.getcwd()
+        True
+        >>> rpc.shutdown()
     """
     if agent_or_none() is not None:
         raise UsageError("RPC is already initialized: call phalanx.rpc.shutdown() first")
@@ -244,6 +262,12 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         UsageError: This process is not a worker.
         PeerLost: A worker died before all had arrived; this worker has left all the same.
         CallTimeout: The others did not arrive in time; this worker has left all the same.
+
+    Example:
+        >>> rpc.init_rpc("ps")
+        >>> rpc.shutdown()
+        >>> rpc.is_initialized()
+        False
     """
     own = agent()
     _check_seconds("timeout", timeout)

@@ -45,6 +45,11 @@ def remote(
 
     Raises:
         UsageError: As for `rpc_sync`.
+
+    Example:
+        >>> layer = rpc.remote("ps", torch.nn.Linear, args=(2, 3))
+        >>> layer.rpc_sync().forward(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
     """
     own = agent()
     peer = own.peer(to)
@@ -70,6 +75,12 @@ class RRef(Generic[_T]):
 
     Raises:
         UsageError: RPC is not initialized, or there is no type hint for a `ScriptModule`.
+
+    Example:
+        >>> steps = rpc.RRef([1, 2])
+        >>> steps.rpc_sync().append(3)  # on its owner
+        >>> steps.to_here()
+        [1, 2, 3]
     """
 
     _user_rref: UserRRef
@@ -120,6 +131,13 @@ class RRef(Generic[_T]):
             UsageError: This worker is not the owner.
             CallTimeout: The value does not exist after the timeout of `init_rpc`.
             Exception: The exception raised by the creation of the value.
+
+        Example:
+            >>> def count_rows(table):
+            ...     return len(table.local_value())
+            >>> table = rpc.remote("ps", torch.zeros, args=(5, 2))
+            >>> rpc.rpc_sync("ps", count_rows, args=(table,))
+            5
         """
         own = self._agent("local_value")
         if self._user_rref.owner != own.id:
@@ -142,6 +160,10 @@ class RRef(Generic[_T]):
             PeerLost: The owner has died or left.
             CallTimeout: The value is not there in time.
             Exception: The exception raised by the creation of the value.
+
+        Example:
+            >>> rpc.remote("ps", torch.zeros, args=(2,)).to_here()
+            tensor([0., 0.])
         """
         own = self._agent("to_here")
         if self._user_rref.owner == own.id:
@@ -166,6 +188,12 @@ class RRef(Generic[_T]):
         Raises:
             UsageError: The value is not a tensor, or a backward pass cannot begin with it.
             PeerLost: A worker that takes part is dead.
+
+        Example:
+            >>> weight = torch.ones(2, requires_grad=True)
+            >>> rpc.remote("ps", torch.sum, args=(weight,)).backward()
+            >>> weight.grad
+            tensor([1., 1.])
         """
         value: object = self.to_here()
         if not isinstance(value, torch.Tensor):
@@ -192,11 +220,23 @@ class RRef(Generic[_T]):
         return _Proxy(self, calls.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET) -> Any:
-        """Return such a proxy whose methods return a future."""
+        """Return such a proxy whose methods return a future.
+
+        Example:
+            >>> table = rpc.remote("ps", torch.zeros, args=(2,))
+            >>> table.rpc_async().numel().wait()
+            2
+        """
         return _Proxy(self, calls.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET) -> Any:
-        """Return such a proxy whose methods return an `RRef` of their results."""
+        """Return such a proxy whose methods return an `RRef` of their results.
+
+        Example:
+            >>> table = rpc.remote("ps", torch.zeros, args=(2, 3))
+            >>> table.remote().sum(0).to_here()
+            tensor([0., 0., 0.])
+        """
         return _Proxy(self, remote, timeout)
 
     def begin(self, timeout: float = UNSET) -> Any:
