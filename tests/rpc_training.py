@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx import rpc
-from phalanx.rpc.autograd.container import graph
+from phalanx.rpc.autograd.graph import graph
 
 ROWS, WIDTH, CLASSES, BATCH = 200, 8, 5, 32
 STEPS = 4

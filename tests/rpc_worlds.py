@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from phalanx.rpc.autograd.graph import AutogradGraph
-from phalanx.rpc.autograd.remote_backward import BackwardRequest, BackwardResponse
+from phalanx.rpc.autograd.graph import AutogradGraph, BackwardRequest, BackwardResponse
 
 # The time limit in seconds for a call, and for freeing unused graphs.
 LIMIT = 60.0

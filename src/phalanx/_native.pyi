@@ -172,7 +172,7 @@ def coalesce_rows(
     shard: tuple[int, int],
     output: tuple[int, int],
 ) -> int:
-    """Sum gradients as `phalanx.embedding.gradients.sum_gradients` does; return the row count."""
+    """Sum gradients as `phalanx.embedding.batch.sum_gradients` does; return the row count."""
 
 _RowsFailure = tuple[str, int, int, int] | None
 

@@ -18,8 +18,8 @@ import psutil
 import torch
 
 from phalanx import rpc
-from phalanx.rpc.current_agent import agent
-from phalanx.rpc.transport import server
+from phalanx.rpc import server
+from phalanx.rpc.agent import agent
 from tests.fuzz.byzantine_worker import ByzantineWorker
 from tests.fuzz.unauthenticated_clients import UnauthenticatedClients
 

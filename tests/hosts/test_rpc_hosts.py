@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.networks import Network, enter
 from tests.ranks import RankOutcome, RankServer, RunningRanks
 from tests.rpc_training import limit_address_space

@@ -24,9 +24,9 @@ from phalanx.embedding import (
     ShardedEmbeddingBag,
     TableHandle,
 )
-from phalanx.embedding.lookup import _MappedTable
+from phalanx.embedding.sharded_table import _MappedTable
 from phalanx.errors import PeerLost, PhalanxError, UsageError
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 
 ROWS, WIDTH = 16, 33

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PhalanxError, RemoteError, UsageError
 from phalanx.rpc import calls
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 

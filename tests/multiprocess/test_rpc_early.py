@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from phalanx.rpc.shared_memory import sender
 from tests.ranks import RankServer
 from tests.rpc_training import limit_address_space, worker

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError, RemoteError, UsageError
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.rpc_training import limit_address_space
 from tests.waiting import wait_for

@@ -14,7 +14,7 @@ import pytest
 from phalanx import key, rpc
 from phalanx.errors import PeerLost, UsageError
 from phalanx.rpc import init, workers
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 

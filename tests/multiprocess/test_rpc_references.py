@@ -16,7 +16,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import PeerLost, UsageError
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 

@@ -15,7 +15,7 @@ import torch
 
 from phalanx import rpc
 from phalanx.errors import CallTimeout
-from phalanx.rpc.current_agent import agent
+from phalanx.rpc.agent import agent
 from tests.ranks import RankServer
 from tests.rpc_training import worker
 from tests.waiting import wait_for

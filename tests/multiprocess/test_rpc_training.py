@@ -19,7 +19,7 @@ from phalanx.errors import PeerLost
 from phalanx.parallel import SharedDataParallel
 from phalanx.rpc import DistributedOptimizer, RemoteModule, RRef
 from phalanx.rpc import autograd as dist_autograd
-from phalanx.rpc.autograd.container import graph
+from phalanx.rpc.autograd.graph import graph
 from tests.ranks import RankServer
 from tests.rpc_training import (
     LIMIT,

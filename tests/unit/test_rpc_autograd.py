@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from phalanx.rpc.autograd.gradients import Gradients, Root
-from phalanx.rpc.autograd.metadata import AutogradMetadata, Source, pack_metadata, unpack_metadata
+from phalanx.rpc.autograd.nodes import AutogradMetadata, Source, pack_metadata, unpack_metadata
 from tests.rpc_worlds import LIMIT, Program, SimulatedWorkers, SingleProcess, workers
 
 

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from phalanx.rpc.autograd.accumulation import ensure_owned
-from phalanx.rpc.autograd.gradients import Root
+from phalanx.rpc.autograd.gradients import Root, ensure_owned
 from tests.rpc_worlds import Program, SingleProcess, workers
 
 SIZE = 4

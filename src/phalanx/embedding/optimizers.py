@@ -42,6 +42,9 @@ class SGD(RowOptimizer):
 
     Raises:
         UsageError: A hyperparameter is negative or not finite.
+
+    Example:
+        >>> table = EmbeddingTable(1000, 8, SGD(lr=0.1))
     """
 
     kernel_number = 0
@@ -65,6 +68,9 @@ class Adagrad(RowOptimizer):
 
     Raises:
         UsageError: A hyperparameter is negative or not finite.
+
+    Example:
+        >>> table = EmbeddingTable(1000, 8, Adagrad(lr=0.1, initial_accumulator_value=0.1))
     """
 
     kernel_number = 1
@@ -96,6 +102,9 @@ class Adam(RowOptimizer):
 
     Raises:
         UsageError: A hyperparameter is negative or not finite, or a beta is 1 or more.
+
+    Example:
+        >>> table = EmbeddingTable(1000, 8, Adam(lr=0.001, betas=(0.9, 0.99)))
     """
 
     kernel_number = 2

@@ -1,4 +1,4 @@
-"""`EmbeddingServer`: serves a part of a table to trainers."""
+"""`EmbeddingServer`, which serves a part of a table to trainers, and the deployment of servers."""
 
 from __future__ import annotations
 
@@ -6,26 +6,29 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from phalanx.embedding.arguments import index_error, prepare_gradients, prepare_indices
-from phalanx.embedding.gradients import Batch
+from phalanx.embedding.batch import Batch, index_error, prepare_gradients, prepare_indices
 from phalanx.embedding.optimizers import RowOptimizer
-from phalanx.embedding.sharding import Sharding
+from phalanx.embedding.sharding import Sharding, make_sharding
 from phalanx.embedding.table import EmbeddingTable, TableHandle
 from phalanx.errors import CheckpointError, CollectiveTimeout, PeerLost, PhalanxError, UsageError
-from phalanx.rpc import peer_loss
+from phalanx.rpc import calls
 from phalanx.rpc.functions import async_execution
+from phalanx.rpc.peer import add_loss_listener, get_loss_reason
+from phalanx.rpc.rref import RRef
 
-__all__ = ["EmbeddingServer", "TableSpec"]
+__all__ = ["EmbeddingServer", "TableSpec", "deploy", "load", "save"]
+
+_TIMEOUT_SECONDS = 3600.0
+"""The time that a server has to create, write or read its part."""
 
 
 class TableSpec(NamedTuple):
@@ -92,6 +95,13 @@ class EmbeddingServer:
 
     Raises:
         UsageError: `trainers` is less than 1, or the bound is negative.
+
+    Example:
+        >>> server = EmbeddingServer(EmbeddingTable(4, 2, SGD(lr=1.0), weight=torch.zeros(4, 2)))
+        >>> server.update(torch.tensor([1]), torch.ones(1, 2))
+        1
+        >>> server.lookup(torch.tensor([1]))
+        tensor([[-1., -1.]])
     """
 
     def __init__(
@@ -241,9 +251,9 @@ class EmbeddingServer:
 
         def on_loss(lost_worker: int) -> None:
             if lost_worker == worker and (server := server_ref()) is not None:
-                server.mark_lost(trainer, peer_loss.get_loss_reason(lost_worker))
+                server.mark_lost(trainer, get_loss_reason(lost_worker))
 
-        peer_loss.add_listener(on_loss)
+        add_loss_listener(on_loss)
 
     def mark_lost(self, trainer: int, reason: str) -> None:
         """Mark a trainer as dead: pending updates and all later ones raise `PeerLost`.
@@ -361,7 +371,7 @@ class EmbeddingServer:
         state = {"table": self.table.state_dict(), "steps": steps}
         try:
             with _suppress_single_process_warning():
-                save(state, checkpoint_id=path, no_dist=True)
+                state_dict_saver.save(state, checkpoint_id=path, no_dist=True)
         except CheckpointException as error:
             raise CheckpointError(f"table {self.table.name!r}: {path} cannot be written") from error
 
@@ -380,7 +390,7 @@ class EmbeddingServer:
         }
         try:
             with _suppress_single_process_warning():
-                load(state, checkpoint_id=path, no_dist=True)
+                state_dict_loader.load(state, checkpoint_id=path, no_dist=True)
         except CheckpointException as error:
             reason = "; ".join(str(failure) for failure, _ in error.failures.values())
             raise CheckpointError(
@@ -404,3 +414,122 @@ def _suppress_single_process_warning() -> Iterator[None]:
 def _expire(server_ref: weakref.ref[EmbeddingServer]) -> None:
     if (server := server_ref()) is not None:
         server._expire()
+
+
+def deploy(
+    workers: Sequence[str | int],
+    num_embeddings: int,
+    embedding_dim: int,
+    optimizer: RowOptimizer | None = None,
+    *,
+    sharding: str = "range",
+    trainers: int = 1,
+    staleness: int | None = None,
+    timeout: float = 300.0,
+    dtype: torch.dtype = torch.float32,
+    name: str = "table",
+    weight: Callable[[Tensor], Tensor] | None = None,
+) -> list[RRef[EmbeddingServer]]:
+    """Create a table on workers of `phalanx.rpc`; block until all have their part.
+
+    Args:
+        workers: Names or ids of the servers, in the order of the parts.
+        num_embeddings: The number of rows of the whole table.
+        embedding_dim: The number of elements of a row.
+        optimizer: The optimizer of the rows: `SGD` (the default), `Adagrad` or `Adam`.
+        sharding: "range" places consecutive rows on the same server; "hash" places row r on server
+            r modulo the number of servers.
+        trainers: The number of trainers that update the table.
+        staleness: The number of steps that a trainer may be ahead of another; None: trainers step
+            synchronously.
+        timeout: The time that an update waits for other trainers, in seconds.
+        dtype: float32 or float64.
+        name: The table's name in error messages.
+        weight: A function, which must be serializable, from n row indices to the rows' initial
+            values, of shape (n, embedding_dim). By default the values are drawn from a normal
+            distribution.
+
+    Returns:
+        References for `ShardedEmbeddingBag`. A server keeps its part as long as a reference to it
+        exists.
+
+    Raises:
+        UsageError: An argument is invalid, or a worker does not exist.
+        PhalanxError: A server does not have enough memory, or was lost.
+        CallTimeout: A server has not created its part within an hour.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8, Adagrad(lr=0.1))
+        >>> bag = ShardedEmbeddingBag(1000, 8, servers, mode="sum")
+    """
+    layout = make_sharding(sharding, num_embeddings, len(workers))
+    settings: dict[str, Any] = {
+        "trainers": trainers,
+        "staleness": staleness,
+        "timeout": timeout,
+        "dtype": dtype,
+        "name": name,
+        "weight": weight,
+    }
+    futures = [
+        calls.begin(
+            worker,
+            _create_server,
+            (layout, number, embedding_dim, optimizer, settings),
+            timeout=_TIMEOUT_SECONDS,
+        )
+        for number, worker in enumerate(workers)
+    ]
+    return [future.wait() for future in futures]
+
+
+def save(servers: Sequence[RRef[EmbeddingServer]], path: str) -> None:
+    """Write the parts of all servers, each by `EmbeddingServer.save`, to `path`/server-0 and so on.
+
+    Call it between two steps, so that the parts are of the same state. Each path is on its server's
+    host.
+
+    Raises:
+        CheckpointError: A server could not write its part.
+        CallTimeout: A server has not written its part within an hour.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8)
+        >>> embedding.save(servers, f"{checkpoints}/step-100")
+    """
+    _call_all(servers, "save", path)
+
+
+def load(servers: Sequence[RRef[EmbeddingServer]], path: str) -> None:
+    """Read the parts that `save` wrote for the same number of servers.
+
+    Each server reads its part by `EmbeddingServer.load`.
+
+    Raises:
+        CheckpointError: A server could not read its part; others may have.
+        CallTimeout: A server has not read its part within an hour.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8)
+        >>> embedding.load(servers, f"{checkpoints}/step-100")
+    """
+    _call_all(servers, "load", path)
+
+
+def _call_all(servers: Sequence[RRef[EmbeddingServer]], method: str, path: str) -> None:
+    futures = [
+        getattr(server.begin(timeout=_TIMEOUT_SECONDS), method)(f"{path}/server-{number}")
+        for number, server in enumerate(servers)
+    ]
+    for future in futures:
+        future.wait()
+
+
+def _create_server(
+    layout: Sharding,
+    number: int,
+    width: int,
+    optimizer: RowOptimizer | None,
+    settings: dict[str, Any],
+) -> RRef[EmbeddingServer]:
+    return RRef(EmbeddingServer.create_shard(layout, number, width, optimizer, **settings))

@@ -12,16 +12,18 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from phalanx.embedding.arguments import (
+from phalanx.embedding.batch import (
     MODES,
+    Batch,
     check_offsets,
     prepare_indices,
     prepare_offsets,
     prepare_weights,
+    sum_gradients,
 )
-from phalanx.embedding.collective_update import CollectiveUpdate
-from phalanx.embedding.gradients import Batch, sum_gradients
-from phalanx.embedding.lookup import (
+from phalanx.embedding.server import EmbeddingServer
+from phalanx.embedding.sharded_table import (
+    CollectiveUpdate,
     Future,
     LocalTable,
     LookupPlan,
@@ -29,10 +31,9 @@ from phalanx.embedding.lookup import (
     ShardedTable,
     start_call,
 )
-from phalanx.embedding.server import EmbeddingServer
 from phalanx.embedding.sharding import make_sharding
 from phalanx.errors import UsageError
-from phalanx.rpc.current_agent import agent_or_none
+from phalanx.rpc.agent import agent_or_none
 
 __all__ = ["ShardedEmbeddingBag"]
 
@@ -65,6 +66,12 @@ class ShardedEmbeddingBag(nn.Module):
 
     Raises:
         UsageError: An argument is invalid, or does not match the servers' parts.
+
+    Example:
+        >>> servers = embedding.deploy(["ps"], 1000, 8)
+        >>> bag = ShardedEmbeddingBag(1000, 8, servers, mode="sum")
+        >>> bag(torch.tensor([[1, 2, 3], [2, 5, 5]])).sum().backward()
+        >>> bag.step()
     """
 
     def __init__(

@@ -46,6 +46,10 @@ class RangeSharding:
 
     Raises:
         UsageError: `servers` is 0, or there are more servers than rows.
+
+    Example:
+        >>> RangeSharding(5, 2).list_rows(1)
+        tensor([3, 4])
     """
 
     def __init__(self, rows: int, servers: int) -> None:
@@ -78,6 +82,10 @@ class HashSharding:
 
     Raises:
         UsageError: `servers` is 0, or there are more servers than rows.
+
+    Example:
+        >>> HashSharding(5, 2).list_rows(1)
+        tensor([1, 3])
     """
 
     def __init__(self, rows: int, servers: int) -> None:

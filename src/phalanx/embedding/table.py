@@ -13,9 +13,12 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
-from phalanx.embedding.arguments import (
+from phalanx.embedding.batch import (
     DTYPES,
     MODES,
+    Batch,
+    BatchAddresses,
+    Share,
     index_error,
     is_strided_cpu,
     offset_error,
@@ -23,8 +26,8 @@ from phalanx.embedding.arguments import (
     prepare_indices,
     prepare_offsets,
     prepare_weights,
+    sum_gradients,
 )
-from phalanx.embedding.gradients import Batch, BatchAddresses, Share, sum_gradients
 from phalanx.embedding.optimizers import SGD, RowOptimizer
 from phalanx.errors import PhalanxError, UsageError
 
@@ -38,7 +41,15 @@ _BLOCK_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class TableHandle:
-    """A picklable handle by which processes of the same host open a table."""
+    """A picklable handle by which processes of the same host open a table.
+
+    Example:
+        >>> table = EmbeddingTable(4, 2)
+        >>> rpc.rpc_sync(
+        ...     "ps", lambda handle: EmbeddingTable.open(handle).rows, args=(table.handle,)
+        ... )
+        4
+    """
 
     name: str
     pid: int
@@ -68,6 +79,13 @@ class EmbeddingTable:
     Raises:
         UsageError: The shape, the dtype or the weight is invalid.
         PhalanxError: There is not enough memory.
+
+    Example:
+        >>> table = EmbeddingTable(4, 2, SGD(lr=1.0), weight=torch.zeros(4, 2))
+        >>> table.update(torch.tensor([1]), torch.ones(1, 2))
+        >>> table.gather(torch.tensor([0, 1]))
+        tensor([[ 0.,  0.],
+                [-1., -1.]])
     """
 
     def __init__(
@@ -208,6 +226,11 @@ class EmbeddingTable:
         Raises:
             UsageError: An index or an offset is out of range, or an argument is invalid.
             PhalanxError: A process that is writing one of the rows is stopped.
+
+        Example:
+            >>> table = EmbeddingTable(4, 2, weight=torch.ones(4, 2))
+            >>> table.pool(torch.tensor([[0, 1, 3]]), mode="sum")
+            tensor([[3., 3.]])
         """
         flat = prepare_indices(self.name, indices)
         bag_offsets = prepare_offsets(self.name, indices, offsets, include_last_offset)

@@ -6,18 +6,24 @@ the workers rendezvous through the store of the process group.
 
 The modules, from the bottom up:
 
-- `codec` (encoding and decoding of messages)
-- `shared_memory` (tensors in memory that workers of one host share)
-- `transport` (connections between workers, their authentication, and the server)
 - `event_loop` (event loop and its threads)
-- `owned_values` (values that `RRef`s refer to), `root_worker` (worker on whose behalf a thread
-  works) and `peer_loss` (listeners for the loss of workers)
-- `release_notifier` (notifications about ended references and unmapped blocks) and
-  `request_handlers`
-- `agent` (this worker), `peer` (another worker), `pending_call` (a call whose answer a thread waits
-  for), `futures` and `call_log` (unanswered calls, for `phalanx explain`)
-- `current_agent`, `calls`, `rref`, `init`, `options` and `functions` (for users)
-- `autograd` (gradients through calls), `remote_module` and `optimizer`
+- `codec` (format of messages, and pickling)
+- `shared_memory` (tensors in memory that workers of one host share)
+- `transport` (connections between workers, and their authentication)
+- `workers` (rendezvous of the workers)
+- `reference_counting` (values that `RRef`s refer to, and the counts of their references)
+- `functions` and `futures` (functions that return futures, and futures of calls)
+- `peer` (another worker), `message_codec` (messages with their tensors) and `call_log` (unanswered
+  calls, for `phalanx explain`)
+- `server` (execution of requests) and `agent` (this worker)
+- `calls` (for users)
+- `autograd` (gradients through calls)
+- `rref`, `init`, `remote_module` and `optimizer` (for users)
+
+A call passes from `calls` through `agent` and `peer` to `message_codec`, which uses
+`codec.pickling` and `codec.message`, and then through a connection (`transport.local`) to the other
+worker. There `event_loop.reactor` reads it and `server` executes it. The answer takes the same
+connection back.
 """
 
 from phalanx.rpc import autograd, functions
@@ -27,15 +33,19 @@ from phalanx.rpc.calls import (
     get_worker_infos,
     is_available,
     is_initialized,
-    remote,
     rpc_async,
     rpc_sync,
 )
-from phalanx.rpc.init import init_rpc, shutdown
+from phalanx.rpc.init import (
+    BackendType,
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    init_rpc,
+    shutdown,
+)
 from phalanx.rpc.optimizer import DistributedOptimizer
-from phalanx.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from phalanx.rpc.remote_module import RemoteModule
-from phalanx.rpc.rref import RRef
+from phalanx.rpc.rref import RRef, remote
 from phalanx.rpc.workers import WorkerInfo
 
 __all__ = [

@@ -1,4 +1,7 @@
-"""This worker: its sockets, its threads and the handling of each incoming message."""
+"""This worker: its connections, its calls, and the handling of answers and of lost workers.
+
+`agent` returns the agent of this process, from `init_rpc` to `shutdown`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import itertools
 import logging
 import math
+import os
 import threading
 import time
 from functools import partial
@@ -14,35 +18,43 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import CallTimeout, PeerLost, PhalanxError, UsageError
-from phalanx.rpc import peer_loss
 from phalanx.rpc.call_log import CallLog
-from phalanx.rpc.codec.message import Kind, Malformed, Message, TensorDescriptor, parse
-from phalanx.rpc.codec.message_codec import Frames, MessageCodec, TensorsUnavailable
+from phalanx.rpc.codec.message import Frames, Kind, Malformed, Message, TensorDescriptor, parse
+from phalanx.rpc.codec.pickling import set_autograd_hook
 from phalanx.rpc.event_loop.reactor import Reactor
-from phalanx.rpc.futures import CallFuture
-from phalanx.rpc.owned_values import OwnedValues, RefCountDelta, RRefId, UserRRef
-from phalanx.rpc.peer import Peer, PendingFuture
-from phalanx.rpc.pending_call import PendingCall
-from phalanx.rpc.release_notifier import ReleaseNotifier
-from phalanx.rpc.request_handlers import clear_frames, handle_request
-from phalanx.rpc.root_worker import get_root_worker, set_root_worker
+from phalanx.rpc.futures import CallFuture, PendingFuture
+from phalanx.rpc.message_codec import MessageCodec, TensorsUnavailable
+from phalanx.rpc.peer import Peer, notify_loss_listeners
+from phalanx.rpc.reference_counting import (
+    OwnedValues,
+    RefCountDelta,
+    ReleaseNotifier,
+    RRefId,
+    UserRRef,
+)
+from phalanx.rpc.server import RpcServer, clear_frames, get_root_worker, set_root_worker
 from phalanx.rpc.shared_memory.receiver import CopyTimeout
 from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
 from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT, connect
 from phalanx.rpc.transport.local import LocalConnection
-from phalanx.rpc.transport.server import RpcServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.rpc.transport.remote import RemoteContext, RemoteDealer
+    from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer
     from phalanx.rpc.workers import WorkerInfo
 
-__all__ = ["Agent"]
+__all__ = ["UNSET", "Agent", "PendingCall", "agent", "agent_or_none", "seconds", "set_agent"]
 
 _LOG = logging.getLogger("phalanx.rpc")
 _LEAVE_SECONDS = 1.0
 _CALLS = frozenset((Kind.CALL, Kind.REMOTE, Kind.FETCH))
+UNSET = -1.0
+"""The timeout that stands for the one given to `init_rpc`."""
+_agents: list[Agent] = []
+_has_left = [False]
+_parents: list[Agent] = []
+"""Agents of processes that this one was forked from; nothing of theirs may be closed here."""
 
 
 class Agent:
@@ -81,7 +93,7 @@ class Agent:
         self.promote_follower = self._reactor.threads.promote_follower
         self._notifier = ReleaseNotifier(self._reactor.wake, self.send_ref_count, self._free_blocks)
         self.codec = MessageCodec(shm_sender, self._notifier.queue_unmapped, self._discard_unread)
-        self._server = RpcServer(info.name, key, address, self._reactor, self._execute)
+        self._server = RpcServer(self, key, address, self._reactor)
 
     # ---- startup and shutdown ----
 
@@ -95,7 +107,7 @@ class Agent:
     def start(self, peers: list[Peer]) -> None:
         """Start to execute the requests of other workers."""
         self.peers, self.by_name = peers, {peer.info.name: peer for peer in peers}
-        self._server.open(len(peers), None if self._remote is None else self._remote.router)
+        self._server.open(None if self._remote is None else self._remote.router)
         for peer in peers:
             if peer.is_local:
                 self._reactor.watch(peer.pidfd, partial(self._on_death, peer))
@@ -187,7 +199,7 @@ class Agent:
         except BaseException:
             peer.return_connection(connection)
             raise
-        self._count_activity(kind)
+        self.count_activity(kind)
         try:
             with copies:
                 connection.send(*frames, end)
@@ -235,7 +247,7 @@ class Agent:
         frames = self.codec.encode(
             kind, peer, self.id, root, call, body, description, extra, copies
         )
-        self._count_activity(kind)
+        self.count_activity(kind)
         peer.pending[call] = PendingFuture(
             future, root, description, body, torch.is_grad_enabled(), end, now
         )
@@ -252,7 +264,8 @@ class Agent:
         """The number of calls that have no answer yet or are being executed."""
         return sum(len(peer.pending) for peer in self.peers) + self._reactor.threads.active_count
 
-    def _count_activity(self, kind: Kind) -> None:
+    def count_activity(self, kind: Kind) -> None:
+        """Count a call that is made or executed; other kinds of messages are not counted."""
         if kind in _CALLS:
             with self._activity_lock:
                 self.activity += 1
@@ -277,19 +290,6 @@ class Agent:
 
     def _free_blocks(self, owner: int, blocks: list[tuple[int, int]]) -> None:
         self._send(self.peers[owner], self.codec.encode_plain(Kind.FREE_BLOCKS, self.id, blocks))
-
-    # ---- incoming requests ----
-
-    def _execute(self, message: Message, answer: Callable[[Frames], None]) -> None:
-        self._count_activity(message.kind)
-        incoming, call = self.call_log.incoming, (message.source, message.call)
-        incoming[call] = time.monotonic()
-        try:
-            with set_root_worker(message.root):
-                peer = self.peers[message.source]
-                handle_request(self, self.codec, message, peer, answer)
-        finally:
-            incoming.pop(call, None)
 
     # ---- connections, messages and answers ----
 
@@ -438,7 +438,7 @@ class Agent:
         self.owned_values.forget(peer.id)
         if self.on_lost is not None:
             self.on_lost(reason)
-        peer_loss.notify_listeners(peer.id, reason)
+        notify_loss_listeners(peer.id, reason)
 
     def _fail_pending(self, peer: Peer, error: PhalanxError) -> None:
         while peer.pending:
@@ -448,3 +448,142 @@ class Agent:
                 return
             text = f"{error} while this worker waited for {pending.description}"
             pending.future.set_exception(type(error)(text))
+
+
+class PendingCall:
+    """A pending call.
+
+    Args:
+        own: The agent of this worker.
+        peer: The callee.
+        connection: The connection of the call; no other call uses it until the answer arrives.
+        call: The number of the call.
+        description: A description of the call, for messages.
+        timeout: Seconds from now; 0 means no limit.
+        keepalive: An object to keep alive until the answer arrives.
+    """
+
+    def __init__(
+        self,
+        own: Agent,
+        peer: Peer,
+        connection: LocalConnection | RemoteConnection,
+        call: int,
+        description: str,
+        timeout: float,
+        keepalive: object,
+    ) -> None:
+        self._own, self._peer, self._call, self._description = own, peer, call, description
+        self._keepalive = keepalive
+        self._timeout, self._end = timeout, time.monotonic() + (timeout or math.inf)
+        self._connection: LocalConnection | RemoteConnection | None = connection
+
+    def wait(self) -> Any:
+        """Wait for the answer and return it.
+
+        Raises:
+            PeerLost: The worker is dead or has left.
+            CallTimeout: There is no answer in time.
+            Exception: The exception that the function raised.
+        """
+        self._own.promote_follower()
+        try:
+            message = self._receive_answer()
+        except TimeoutError:
+            raise self._timeout_error() from None
+        except OSError:
+            message = None
+        except BaseException:
+            # Interrupted: part of a message may be lost, so the connection cannot be reused.
+            connection, self._connection = self._connection, None
+            self._own.call_log.outgoing.pop(self._call, None)
+            if connection is not None:
+                connection.close()
+            raise
+        finally:
+            self._release_connection()
+        if message is None:
+            raise self._own.loss_error(self._peer, self._description)
+        try:
+            tensors = self._own.read_tensors(message, self._peer, self._description, self._end)
+        except CopyTimeout:
+            raise self._timeout_error() from None
+        return self._own.codec.deserialize(message, self._peer, tensors)
+
+    def _timeout_error(self) -> CallTimeout:
+        return CallTimeout(f"{self._description} took longer than {self._timeout:g} s")
+
+    def _receive_answer(self) -> Message | None:
+        connection = self._connection
+        while connection is not None and (frames := connection.receive(self._end)) is not None:
+            message = self._own.parse(frames)
+            if message is not None and message.call == self._call:
+                return message
+            if message is not None:
+                self._own.drop(message, self._peer)
+        return None
+
+    def _release_connection(self) -> None:
+        # The next user of the connection drops an answer that comes too late.
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            self._own.call_log.outgoing.pop(self._call, None)
+            self._peer.return_connection(connection)
+
+    def __del__(self) -> None:
+        self._release_connection()
+
+
+def agent() -> Agent:
+    """Return the agent of this process.
+
+    Raises:
+        UsageError: There is no agent.
+    """
+    if not _agents:
+        if _parents:
+            raise UsageError(
+                f"this process was forked by worker {_parents[-1].info.name!r} and is not a worker "
+                "itself; make the calls in that worker"
+            )
+        raise UsageError(
+            "RPC has not been initialized again since this process left it by shutdown()"
+            if _has_left[0]
+            else "RPC has not been initialized in this process. Current RPC agent is not set! Did "
+            "you initialize the RPC framework by calling phalanx.rpc.init_rpc(name)?"
+        )
+    return _agents[0]
+
+
+def agent_or_none() -> Agent | None:
+    """Return the agent of this process, or None if there is none."""
+    return _agents[0] if _agents else None
+
+
+def set_agent(new: Agent | None) -> None:
+    """Set the agent of this process; None removes it."""
+    _has_left[0] = new is None
+    _agents[:] = [] if new is None else [new]
+
+
+def _forked() -> None:
+    _parents.extend(_agents)
+    _agents.clear()
+    set_autograd_hook(None)
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
+def seconds(timeout: float) -> float:
+    """Return the timeout of a call in seconds; 0 means no limit.
+
+    Raises:
+        UsageError: The timeout is negative or not a number.
+    """
+    if timeout == UNSET:
+        return agent().timeout
+    given: object = timeout
+    if not isinstance(given, int | float) or not given >= 0:
+        raise UsageError(f"timeout={timeout!r}: expected seconds, or 0 for no limit")
+    return float(timeout) if timeout != float("inf") else 0.0

@@ -17,36 +17,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import UsageError
-from phalanx.rpc.codec.autograd_hook import AutogradHook, set_autograd_hook
+from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
 from phalanx.rpc.codec.message import Kind
-from phalanx.rpc.current_agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.owned_values import RRefId
-from phalanx.rpc.peer_loss import add_listener
-from phalanx.rpc.root_worker import set_root_worker
-from phalanx.rpc.rref import RRef
 from phalanx.rpc.workers import WorkerInfo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from phalanx.rpc.pending_call import PendingCall
+    from phalanx.rpc.agent import PendingCall
 
 __all__ = [
-    "AutogradHook",
-    "add_listener",
+    "begin",
+    "describe_call",
     "get_root_worker",
     "get_rpc_timeout",
     "get_worker_info",
     "get_worker_infos",
     "is_available",
-    "remote",
+    "is_initialized",
+    "make_body",
     "rpc_async",
     "rpc_sync",
-    "set_autograd_hook",
-    "set_root_worker",
 ]
-
-To = "str | int | WorkerInfo"
 
 
 def rpc_sync(
@@ -76,6 +68,10 @@ def rpc_sync(
         CallTimeout: There was no result in time. The function may still be executed.
         RemoteError: The function raised an exception that cannot be sent.
         Exception: The exception that the function raised, with the remote traceback as its cause.
+
+    Example:
+        >>> rpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
+        tensor([2., 2.])
     """
     return begin(to, func, args, kwargs, timeout).wait()
 
@@ -93,8 +89,8 @@ def begin(
     """
     own = agent()
     peer = own.peer(to)
-    body = _make_body(func, args, kwargs)
-    return own.begin(peer, Kind.CALL, body, _describe(func, peer), seconds(timeout))
+    body = make_body(func, args, kwargs)
+    return own.begin(peer, Kind.CALL, body, describe_call(func, peer), seconds(timeout))
 
 
 def rpc_async(
@@ -114,42 +110,16 @@ def rpc_async(
 
     Raises:
         UsageError: As for `rpc_sync`.
+
+    Example:
+        >>> futures = [rpc.rpc_async("ps", torch.add, args=(torch.ones(2), n)) for n in range(2)]
+        >>> [future.wait() for future in futures]
+        [tensor([1., 1.]), tensor([2., 2.])]
     """
     own = agent()
     peer = own.peer(to)
-    body = _make_body(func, args, kwargs)
-    return own.call_async(peer, Kind.CALL, body, _describe(func, peer), seconds(timeout))
-
-
-def remote(
-    to: str | int | WorkerInfo,
-    func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET,
-) -> RRef[Any]:
-    """Call a function on a worker that keeps the result; return a reference to it at once.
-
-    The arguments are those of `rpc_sync`. `func` may be a class, whose instance then lives on the
-    worker.
-
-    Returns:
-        A reference to the result, which is freed when its last reference is gone. If the function
-        raised, or the worker is lost, `to_here` raises that error.
-
-    Raises:
-        UsageError: As for `rpc_sync`.
-    """
-    own = agent()
-    peer = own.peer(to)
-    body, local_id = _make_body(func, args, kwargs), own.next_local_id()
-    future = own.call_async(
-        peer, Kind.REMOTE, body, _describe(func, peer), seconds(timeout), local_id
-    )
-    # The worker counts this reference when it receives the call.
-    return RRef._from_user_rref(
-        own.make_user_rref(RRefId(own.id, local_id), peer.id, future.is_sent), future
-    )
+    body = make_body(func, args, kwargs)
+    return own.call_async(peer, Kind.CALL, body, describe_call(func, peer), seconds(timeout))
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -157,6 +127,10 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
     Raises:
         UsageError: No worker has that name, or RPC is not initialized.
+
+    Example:
+        >>> rpc.get_worker_info("ps").id
+        0
     """
     own = agent()
     return own.info if worker_name is None else own.peer(worker_name).info
@@ -167,6 +141,10 @@ def get_worker_infos() -> list[WorkerInfo]:
 
     Raises:
         UsageError: RPC is not initialized.
+
+    Example:
+        >>> [worker.name for worker in rpc.get_worker_infos()]
+        ['ps']
     """
     return [peer.info for peer in agent().peers]
 
@@ -188,6 +166,10 @@ def get_rpc_timeout() -> float:
 
     Raises:
         UsageError: RPC is not initialized.
+
+    Example:
+        >>> rpc.get_rpc_timeout()
+        60.0
     """
     return agent().timeout
 
@@ -198,11 +180,21 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether this process is a worker, that is, between `init_rpc` and `shutdown`."""
+    """Return whether this process is a worker, that is, between `init_rpc` and `shutdown`.
+
+    Example:
+        >>> if rpc.is_initialized():
+        ...     rpc.shutdown()
+    """
     return agent_or_none() is not None
 
 
-def _make_body(func: object, args: Any, kwargs: Any) -> tuple[Any, ...]:
+def make_body(func: object, args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """Return the body of a request to call a function.
+
+    Raises:
+        UsageError: The function is not callable, or the arguments have the wrong types.
+    """
     if type(func) is torch.jit.ScriptFunction:
         _check_count(func, args, kwargs)
     if not callable(func):
@@ -227,7 +219,8 @@ def _check_count(func: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def _describe(func: Any, peer: object) -> str:
+def describe_call(func: Any, peer: object) -> str:
+    """Return a description of a call, for messages."""
     if type(func) is torch.jit.ScriptFunction:
         return f"{func.name} on {peer}"
     name = getattr(func, "__qualname__", None) or type(func).__qualname__

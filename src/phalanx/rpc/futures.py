@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import functools
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from phalanx.errors import CallTimeout
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["CallFuture", "end_at_first_failure"]
+__all__ = ["CallFuture", "PendingFuture", "end_at_first_failure"]
 
 _Future = torch.futures.Future[Any]
 
@@ -27,6 +30,33 @@ class CallFuture(torch.futures.Future[Any]):
 
     is_sent = True
     """False if the call failed before the worker could receive it."""
+
+
+@dataclass
+class PendingFuture:
+    """A call that has no answer yet.
+
+    Attributes:
+        future: The future of the result.
+        root: The id of the worker on whose behalf the call was made.
+        description: A description of the call, for messages.
+        keepalive: An object to keep alive until the answer arrives.
+        grad: True if the calling thread recorded gradients.
+        end: The deadline, in monotonic seconds.
+        since: The start, in monotonic seconds.
+    """
+
+    future: torch.futures.Future[Any]
+    root: int
+    description: str
+    keepalive: object
+    grad: bool
+    end: float
+    since: float
+
+    def timeout_error(self) -> CallTimeout:
+        """Return the error for a call that has no answer in time."""
+        return CallTimeout(f"{self.description} took longer than its timeout")
 
 
 def end_at_first_failure() -> None:

@@ -1,39 +1,49 @@
-"""Initialization and shutdown of RPC."""
+"""Initialization and shutdown of RPC.
+
+The options have PyTorch's names, so that scripts for its RPC run with only the import changed.
+"""
 
 from __future__ import annotations
 
 import atexit
+import enum
 import math
 import os
 import select
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined] # exported at run time
 from torch.distributed.rendezvous import rendezvous
 
-from phalanx.errors import PeerLost, PhalanxError, UsageError
+from phalanx.errors import ArgumentTypeError, PeerLost, PhalanxError, UsageError
 from phalanx.observe import exception_hook, recorder
 from phalanx.rpc import workers
-from phalanx.rpc.agent import Agent
-from phalanx.rpc.autograd import container
+from phalanx.rpc.agent import Agent, agent, agent_or_none, set_agent
+from phalanx.rpc.autograd import graph
 from phalanx.rpc.codec.message import Kind
-from phalanx.rpc.current_agent import agent, agent_or_none, set_agent
 from phalanx.rpc.futures import end_at_first_failure
-from phalanx.rpc.options import DEFAULT_INIT_METHOD, check_options
 from phalanx.rpc.peer import Peer
 from phalanx.rpc.shared_memory.sender import ShmSender
 from phalanx.rpc.transport.auth import HANDSHAKE_TIMEOUT
 from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-__all__ = ["init_rpc", "shutdown"]
+__all__ = [
+    "BackendType",
+    "RpcBackendOptions",
+    "TensorPipeRpcBackendOptions",
+    "init_rpc",
+    "shutdown",
+]
 
 _INIT_SECONDS = 300.0
 _STEP_SECONDS = 0.05
@@ -41,6 +51,126 @@ _EXIT_MILLISECONDS = 5000
 _init_count = [0]
 # Stores that this module made: rank 0's serves the others until all have left.
 _stores: list[Any] = []
+_DEFAULT_INIT_METHOD = "env://"
+_DEFAULT_TIMEOUT = 60.0
+"""The default timeout of a call, in seconds; the same as PyTorch's."""
+
+
+class BackendType(enum.Enum):
+    """The names of the backend; all mean the same one.
+
+    Example:
+        >>> rpc.init_rpc("ps", rpc.BackendType.TENSORPIPE)
+    """
+
+    TENSORPIPE = "TENSORPIPE"
+    PHALANX = "PHALANX"
+
+
+@dataclass
+class RpcBackendOptions:
+    """Options of `init_rpc`.
+
+    Attributes:
+        rpc_timeout: The default timeout of a call, in seconds; 0 means no limit.
+        init_method: The rendezvous, a URL as for `torch.distributed.init_process_group`; by default
+            that of the process group.
+
+    Example:
+        >>> options = rpc.RpcBackendOptions(rpc_timeout=10)
+        >>> rpc.init_rpc("ps", rpc_backend_options=options)
+    """
+
+    rpc_timeout: float = _DEFAULT_TIMEOUT
+    init_method: str = _DEFAULT_INIT_METHOD
+
+
+@dataclass
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """Options of `init_rpc` with PyTorch's signature.
+
+    Attributes:
+        num_worker_threads: Unused: there are as many threads as there are requests that wait.
+        device_maps: Must be empty: only CPU tensors can be sent.
+        devices: Unused.
+
+    Example:
+        >>> options = rpc.TensorPipeRpcBackendOptions(rpc_timeout=10)
+        >>> rpc.init_rpc("ps", rpc_backend_options=options)
+    """
+
+    num_worker_threads: int = 16
+    rpc_timeout: float = _DEFAULT_TIMEOUT
+    init_method: str = _DEFAULT_INIT_METHOD
+    device_maps: Mapping[str, Any] | None = None
+    devices: Sequence[Any] | None = None
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = 16,
+        rpc_timeout: float = _DEFAULT_TIMEOUT,
+        init_method: str = _DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+        **_transports: Any,
+    ) -> None:
+        if not isinstance(rpc_timeout, int | float):
+            raise ArgumentTypeError(
+                f"incompatible constructor arguments: rpc_timeout={rpc_timeout!r}, expected seconds"
+            )
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads, self.devices = num_worker_threads, devices
+        self.device_maps = device_maps
+        if device_maps:
+            raise UsageError(
+                "device_maps: RPC sends CPU tensors only; send tensor.cpu(), and move it to the "
+                "device on the receiver"
+            )
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Raise `UsageError`: only CPU tensors can be sent."""
+        raise UsageError(f"set_device_map({to!r}, {device_map!r}): RPC sends CPU tensors only")
+
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """Set `devices`, which is unused."""
+        self.devices = devices
+
+
+_BACKEND_NAMES = {kind.name for kind in BackendType}
+
+
+def _check_options(backend: object, options: Any) -> Any:
+    """Return the options to use.
+
+    Raises:
+        ArgumentTypeError: An argument has a type that `init_rpc` does not accept.
+    """
+    if backend is not None and not (
+        isinstance(backend, enum.Enum) and backend.name in _BACKEND_NAMES
+    ):
+        raise ArgumentTypeError(
+            f"Argument backend must be a member of BackendType, got {backend!r}"
+        )
+    if options is None:
+        return RpcBackendOptions()
+    if type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
+        return options
+    # PyTorch's own options, if a script has changed only some of its imports.
+    torch_rpc: Any = vars(torch._C).get("_distributed_rpc")  # set once PyTorch's RPC is imported
+    if torch_rpc is not None and isinstance(options, torch_rpc._TensorPipeRpcBackendOptionsBase):
+        return TensorPipeRpcBackendOptions(
+            rpc_timeout=options.rpc_timeout,
+            init_method=options.init_method,
+            device_maps=options.device_maps,
+        )
+    if not isinstance(options, RpcBackendOptions):
+        expected = "Argument rpc_backend_options must be an instance of RpcBackendOptions"
+    elif backend is None:
+        expected = "Could not infer backend for options: expected TensorPipeRpcBackendOptions"
+    else:
+        expected = "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`"
+    raise ArgumentTypeError(f"{expected}, got {options!r}")
 
 
 def init_rpc(
@@ -73,10 +203,16 @@ def init_rpc(
             rendezvous, this process is already a worker, or not all workers have the same key.
         PhalanxError: A worker did not arrive in time, or cannot be reached.
         PeerLost: A worker died, or left, before all had arrived.
+
+    Example:
+        >>> rpc.init_rpc(f"worker{os.environ['RANK']}")
+        >>> rpc.rpc_sync("worker0", os.getcwd) == os.getcwd()
+        True
+        >>> rpc.shutdown()
     """
     if agent_or_none() is not None:
         raise UsageError("RPC is already initialized: call phalanx.rpc.shutdown() first")
-    options = check_options(backend, rpc_backend_options)
+    options = _check_options(backend, rpc_backend_options)
     _check_seconds("rpc_timeout", options.rpc_timeout)
     _check_seconds("timeout", timeout)
     shm_sender = ShmSender()
@@ -99,13 +235,13 @@ def init_rpc(
             new.on_arrival = WorkerBarrier(new, world_size).arrive
         # Once started, the agent may execute a call, which may make calls itself.
         set_agent(new)
-        container.init(rank)
+        graph.init(rank)
         end_at_first_failure()
         new.start(peers)
     except BaseException:
         set_agent(None)
         new.close(graceful=True)
-        container.close()
+        graph.close()
         raise
     try:
         _join(new, timeout)
@@ -126,6 +262,12 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
         UsageError: This process is not a worker.
         PeerLost: A worker died before all had arrived; this worker has left all the same.
         CallTimeout: The others did not arrive in time; this worker has left all the same.
+
+    Example:
+        >>> rpc.init_rpc("ps")
+        >>> rpc.shutdown()
+        >>> rpc.is_initialized()
+        False
     """
     own = agent()
     _check_seconds("timeout", timeout)
@@ -138,7 +280,7 @@ def shutdown(graceful: bool = True, timeout: float = 0) -> None:
     finally:
         set_agent(None)
         own.close(graceful)
-        container.close()
+        graph.close()
         _stores.clear()
 
 
@@ -205,7 +347,7 @@ def _check_seconds(name: str, seconds: object) -> None:
 
 
 def _rendezvous(method: str, rank: int, size: int | None) -> tuple[Store, int, int]:
-    if dist.is_initialized() and method == DEFAULT_INIT_METHOD:
+    if dist.is_initialized() and method == _DEFAULT_INIT_METHOD:
         rank = dist.get_rank() if rank < 0 else rank
         size = dist.get_world_size() if size is None else size
         if size <= dist.get_world_size():

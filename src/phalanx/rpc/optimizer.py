@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
-from phalanx.rpc.autograd.container import graph
 from phalanx.rpc.autograd.gradients import Root
+from phalanx.rpc.autograd.graph import graph
 from phalanx.rpc.rref import RRef
 
 __all__ = ["DistributedOptimizer"]
@@ -45,6 +45,13 @@ class DistributedOptimizer:
     Raises:
         UsageError: There is no parameter, or an element is not a parameter.
         PeerLost: A worker that holds parameters is dead.
+
+    Example:
+        >>> module = rpc.RemoteModule("ps", torch.nn.Linear, args=(2, 3))
+        >>> parameters = module.remote_parameters()
+        >>> optimizer = rpc.DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+        >>> module(torch.ones(4, 2)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(

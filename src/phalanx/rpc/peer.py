@@ -1,4 +1,4 @@
-"""Another worker, as seen from this one."""
+"""Another worker, as seen from this one: its connections, its pending calls and its loss."""
 
 from __future__ import annotations
 
@@ -6,51 +6,26 @@ import os
 import select
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from phalanx.errors import CallTimeout, PeerLost, PhalanxError
-from phalanx.rpc.event_loop.eventfd import EventFd
+from phalanx.errors import PeerLost, PhalanxError
+from phalanx.rpc.event_loop.reactor import EventFd
+from phalanx.rpc.futures import PendingFuture
 from phalanx.rpc.transport import auth, local
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable
 
     from phalanx.rpc.transport.remote import RemoteConnection, RemoteContext, RemoteDealer
     from phalanx.rpc.workers import WorkerInfo, WorkerRecord
 
-__all__ = ["Peer", "PendingFuture"]
+__all__ = ["Peer", "add_loss_listener", "get_loss_reason", "notify_loss_listeners"]
 
 _EXIT_MILLISECONDS = 1_000
 _DRAIN_MILLISECONDS = 200
-
-
-@dataclass
-class PendingFuture:
-    """A call that has no answer yet.
-
-    Attributes:
-        future: The future of the result.
-        root: The id of the worker on whose behalf the call was made.
-        description: A description of the call, for messages.
-        keepalive: An object to keep alive until the answer arrives.
-        grad: True if the calling thread recorded gradients.
-        end: The deadline, in monotonic seconds.
-        since: The start, in monotonic seconds.
-    """
-
-    future: torch.futures.Future[Any]
-    root: int
-    description: str
-    keepalive: object
-    grad: bool
-    end: float
-    since: float
-
-    def timeout_error(self) -> CallTimeout:
-        """Return the error for a call that has no answer in time."""
-        return CallTimeout(f"{self.description} took longer than its timeout")
+_loss_listeners: list[Callable[[int], None]] = []
+_loss_reasons: dict[int, str] = {}
 
 
 def _open_pidfd(record: WorkerRecord) -> int:
@@ -196,3 +171,20 @@ class Peer:
             self._idle_connections.pop().close()
         if self.pidfd >= 0:
             os.close(self.pidfd)
+
+
+def add_loss_listener(callback: Callable[[int], None]) -> None:
+    """Register a function to call, in an RPC thread, with the id of each worker that is lost."""
+    _loss_listeners.append(callback)
+
+
+def get_loss_reason(worker: int) -> str:
+    """Return the reason for the loss of a worker; empty if it is not lost."""
+    return _loss_reasons.get(worker, "")
+
+
+def notify_loss_listeners(worker: int, reason: str) -> None:
+    """Record the loss of a worker and call all registered functions."""
+    _loss_reasons[worker] = reason
+    for callback in _loss_listeners:
+        callback(worker)

@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map_only
 
 from phalanx.errors import UsageError
 from phalanx.rpc import calls
+from phalanx.rpc.agent import agent
 from phalanx.rpc.codec.pickling import thread_local
-from phalanx.rpc.current_agent import agent
 from phalanx.rpc.rref import RRef
 
 __all__ = ["RemoteModule"]
@@ -56,6 +56,11 @@ class RemoteModule(nn.Module):
         UsageError: There is no such worker or device, the created object is not a module, or it
             averages gradients, as DDP and `SharedDataParallel` do, which is impossible here.
         PeerLost: The worker is dead.
+
+    Example:
+        >>> module = rpc.RemoteModule("ps", torch.nn.Linear, args=(2, 3))
+        >>> module(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
     """
 
     _is_mode_set: bool
@@ -81,6 +86,10 @@ class RemoteModule(nn.Module):
             remote_device: The device of the module. The module stays on its worker, even if
                 another one is named here, as in PyTorch.
             module_rref: An `RRef` to the module.
+
+        Example:
+            >>> layer = rpc.remote("ps", torch.nn.Linear, args=(2, 3))
+            >>> module = rpc.RemoteModule.init_from_module_rref("ps", layer)
         """
         _, device = _parse_remote_device(remote_device)
         return _make_reference(module_rref.owner_name(), device, module_rref)

@@ -1,4 +1,4 @@
-"""`RRef`: a reference to a value that lives on a worker."""
+"""`RRef`: a reference to a value that lives on a worker, and `remote`, which returns one."""
 
 from __future__ import annotations
 
@@ -8,22 +8,59 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from phalanx.errors import CallTimeout, UsageError
+from phalanx.rpc import autograd, calls
+from phalanx.rpc.agent import UNSET, agent, agent_or_none, seconds
 from phalanx.rpc.codec.message import Kind
 from phalanx.rpc.codec.pickling import thread_local
-from phalanx.rpc.current_agent import UNSET, agent, agent_or_none, seconds
-from phalanx.rpc.owned_values import RefCountDelta, RRefId, UserRRef
-from phalanx.rpc.request_handlers import ASYNC_EXECUTION_MARK, FutureResult
+from phalanx.rpc.functions import ASYNC_EXECUTION_MARK, FutureResult
+from phalanx.rpc.reference_counting import RefCountDelta, RRefId, UserRRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from phalanx.rpc.agent import Agent
     from phalanx.rpc.futures import CallFuture
     from phalanx.rpc.workers import WorkerInfo
 
-__all__ = ["RRef"]
+__all__ = ["RRef", "remote"]
 
 _T = TypeVar("_T")
+
+
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET,
+) -> RRef[Any]:
+    """Call a function on a worker that keeps the result; return a reference to it at once.
+
+    The arguments are those of `rpc_sync`. `func` may be a class, whose instance then lives on the
+    worker.
+
+    Returns:
+        A reference to the result, which is freed when its last reference is gone. If the function
+        raised, or the worker is lost, `to_here` raises that error.
+
+    Raises:
+        UsageError: As for `rpc_sync`.
+
+    Example:
+        >>> layer = rpc.remote("ps", torch.nn.Linear, args=(2, 3))
+        >>> layer.rpc_sync().forward(torch.ones(4, 2)).shape
+        torch.Size([4, 3])
+    """
+    own = agent()
+    peer = own.peer(to)
+    body, local_id = calls.make_body(func, args, kwargs), own.next_local_id()
+    future = own.call_async(
+        peer, Kind.REMOTE, body, calls.describe_call(func, peer), seconds(timeout), local_id
+    )
+    # The worker counts this reference when it receives the call.
+    return RRef._from_user_rref(
+        own.make_user_rref(RRefId(own.id, local_id), peer.id, future.is_sent), future
+    )
 
 
 class RRef(Generic[_T]):
@@ -38,6 +75,12 @@ class RRef(Generic[_T]):
 
     Raises:
         UsageError: RPC is not initialized, or there is no type hint for a `ScriptModule`.
+
+    Example:
+        >>> steps = rpc.RRef([1, 2])
+        >>> steps.rpc_sync().append(3)  # on its owner
+        >>> steps.to_here()
+        [1, 2, 3]
     """
 
     _user_rref: UserRRef
@@ -88,6 +131,13 @@ class RRef(Generic[_T]):
             UsageError: This worker is not the owner.
             CallTimeout: The value does not exist after the timeout of `init_rpc`.
             Exception: The exception raised by the creation of the value.
+
+        Example:
+            >>> def count_rows(table):
+            ...     return len(table.local_value())
+            >>> table = rpc.remote("ps", torch.zeros, args=(5, 2))
+            >>> rpc.rpc_sync("ps", count_rows, args=(table,))
+            5
         """
         own = self._agent("local_value")
         if self._user_rref.owner != own.id:
@@ -110,6 +160,10 @@ class RRef(Generic[_T]):
             PeerLost: The owner has died or left.
             CallTimeout: The value is not there in time.
             Exception: The exception raised by the creation of the value.
+
+        Example:
+            >>> rpc.remote("ps", torch.zeros, args=(2,)).to_here()
+            tensor([0., 0.])
         """
         own = self._agent("to_here")
         if self._user_rref.owner == own.id:
@@ -134,9 +188,13 @@ class RRef(Generic[_T]):
         Raises:
             UsageError: The value is not a tensor, or a backward pass cannot begin with it.
             PeerLost: A worker that takes part is dead.
-        """
-        from phalanx.rpc.autograd.api import backward
 
+        Example:
+            >>> weight = torch.ones(2, requires_grad=True)
+            >>> rpc.remote("ps", torch.sum, args=(weight,)).backward()
+            >>> weight.grad
+            tensor([1., 1.])
+        """
         value: object = self.to_here()
         if not isinstance(value, torch.Tensor):
             raise UsageError(
@@ -146,7 +204,7 @@ class RRef(Generic[_T]):
         if dist_autograd_ctx_id == -1:
             value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         else:
-            backward(dist_autograd_ctx_id, [value], retain_graph)
+            autograd.backward(dist_autograd_ctx_id, [value], retain_graph)
 
     def _agent(self, method: str) -> Agent:
         """Return this worker's agent; raise if this worker has left RPC."""
@@ -159,27 +217,31 @@ class RRef(Generic[_T]):
 
     def rpc_sync(self, timeout: float = UNSET) -> Any:
         """Return a proxy: `rref.rpc_sync().method(x)` calls the value's method on its owner."""
-        from phalanx.rpc.calls import rpc_sync
-
-        return _Proxy(self, rpc_sync, timeout)
+        return _Proxy(self, calls.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET) -> Any:
-        """Return such a proxy whose methods return a future."""
-        from phalanx.rpc.calls import rpc_async
+        """Return such a proxy whose methods return a future.
 
-        return _Proxy(self, rpc_async, timeout)
+        Example:
+            >>> table = rpc.remote("ps", torch.zeros, args=(2,))
+            >>> table.rpc_async().numel().wait()
+            2
+        """
+        return _Proxy(self, calls.rpc_async, timeout)
 
     def remote(self, timeout: float = UNSET) -> Any:
-        """Return such a proxy whose methods return an `RRef` of their results."""
-        from phalanx.rpc.calls import remote
+        """Return such a proxy whose methods return an `RRef` of their results.
 
+        Example:
+            >>> table = rpc.remote("ps", torch.zeros, args=(2, 3))
+            >>> table.remote().sum(0).to_here()
+            tensor([0., 0., 0.])
+        """
         return _Proxy(self, remote, timeout)
 
     def begin(self, timeout: float = UNSET) -> Any:
         """Return such a proxy for internal calls, whose results this thread waits for later."""
-        from phalanx.rpc.calls import begin
-
-        return _Proxy(self, begin, timeout)
+        return _Proxy(self, calls.begin, timeout)
 
     def __repr__(self) -> str:
         user_rref = self._user_rref

@@ -77,6 +77,11 @@ class WorkerInfo:
 
     Raises:
         UsageError: The name is invalid: it has 1 to 127 characters of `A-Z a-z 0-9 - _ : .`.
+
+    Example:
+        >>> worker = rpc.get_worker_info("ps")
+        >>> rpc.rpc_sync(worker, torch.add, args=(torch.ones(2), worker.id))
+        tensor([1., 1.])
     """
 
     name: str

@@ -146,7 +146,7 @@ def _construct_rpc_backend_options(_backend: object, **options: Any) -> Any:
 
 def _set_rpc_timeout(seconds: float) -> None:
     """Set the default timeout, which has no public name; tests of public names need it."""
-    from phalanx.rpc.current_agent import agent
+    from phalanx.rpc.agent import agent
 
     agent().timeout = seconds
 

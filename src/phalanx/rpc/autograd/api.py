@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import ArgumentTypeError, PhalanxError, RemoteError, UsageError
-from phalanx.rpc.autograd.accumulation import ensure_owned
-from phalanx.rpc.autograd.container import graph
-from phalanx.rpc.autograd.traversal import leaves
+from phalanx.rpc.autograd.gradients import ensure_owned
+from phalanx.rpc.autograd.graph import graph
+from phalanx.rpc.autograd.nodes import leaves
 
 __all__ = ["backward", "context", "get_gradients", "is_available", "mix_gradients"]
 
@@ -34,6 +34,15 @@ def context() -> Iterator[int]:
 
     Raises:
         UsageError: This process is not a worker, or this thread is already in a context.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with rpc.autograd.context() as context_id:
+        ...     loss = rpc.rpc_sync("ps", torch.sum, args=(weight,))
+        ...     rpc.autograd.backward(context_id, [loss])
+        ...     gradients = rpc.autograd.get_gradients(context_id)
+        >>> gradients[weight]
+        tensor([1., 1.])
     """
     own_graph = graph()
     with own_graph.contexts.open() as number:
@@ -60,6 +69,11 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
             open.
         RemoteError: The backward pass failed, on this or on another worker.
         PeerLost: A worker that takes part in the pass is dead.
+
+    Example:
+        >>> module = rpc.RemoteModule("ps", torch.nn.Linear, args=(2, 3))
+        >>> with rpc.autograd.context() as context_id:
+        ...     rpc.autograd.backward(context_id, [module(torch.ones(4, 2)).sum()])
     """
     own_graph = graph()
     _check_roots(context_id, roots)
@@ -172,6 +186,13 @@ def get_gradients(context_id: int = 0) -> dict[Tensor, Tensor]:
 
     Raises:
         UsageError: No worker has such a context open.
+
+    Example:
+        >>> weight = torch.ones(2, requires_grad=True)
+        >>> with rpc.autograd.context() as context_id:
+        ...     rpc.autograd.backward(context_id, [weight.sum()])
+        ...     rpc.autograd.get_gradients(context_id)[weight]
+        tensor([1., 1.])
     """
     own_graph = graph()
     return own_graph.gradients.peek(own_graph.root_of(context_id))
@@ -186,5 +207,9 @@ def mix_gradients(parameters: Iterable[Tensor], mixed: bool = True) -> None:
     Args:
         parameters: Parameters that this process holds.
         mixed: Whether to accumulate in `grad`; False restores the default.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3)
+        >>> rpc.autograd.mix_gradients(model.parameters())
     """
     graph().accumulated_parameters.mark(parameters, mixed)

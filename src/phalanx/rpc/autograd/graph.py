@@ -1,38 +1,63 @@
-"""The autograd graph of a worker, connected to the graphs of other workers."""
+"""The autograd graph of this worker, and the calls between the graphs of workers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from phalanx.errors import UsageError
-from phalanx.rpc.autograd.accumulation import ensure_owned
-from phalanx.rpc.autograd.contexts import Contexts
-from phalanx.rpc.autograd.gradients import AccumulatedParameters, Gradients, Root
-from phalanx.rpc.autograd.metadata import (
+from phalanx.errors import PhalanxError, RemoteError, UsageError
+from phalanx.rpc import calls
+from phalanx.rpc.agent import PendingCall, agent
+from phalanx.rpc.autograd.gradients import (
+    AccumulatedParameters,
+    Contexts,
+    Gradients,
+    Root,
+    ensure_owned,
+)
+from phalanx.rpc.autograd.nodes import (
+    ANCHOR,
     AutogradMetadata,
+    RecvRpcBackward,
+    SendHandles,
     Source,
+    leaves,
+    make_handle,
     pack_metadata,
     read_number,
+    receive,
+    receive_own,
+    sources,
     unpack_metadata,
 )
-from phalanx.rpc.autograd.recv_rpc_backward import ANCHOR, RecvRpcBackward, receive, receive_own
-from phalanx.rpc.autograd.releases import Releases
-from phalanx.rpc.autograd.remote_backward import (
-    BackwardRequest,
-    BackwardResponse,
-    RemoteBackward,
-    current,
-)
-from phalanx.rpc.autograd.send_rpc_backward import SendHandles, make_handle
-from phalanx.rpc.autograd.traversal import leaves, sources
+from phalanx.rpc.codec.pickling import set_autograd_hook
+from phalanx.rpc.peer import add_loss_listener
 
-__all__ = ["AutogradGraph", "PeerGraphs"]
+__all__ = [
+    "AutogradGraph",
+    "BackwardRequest",
+    "BackwardResponse",
+    "PeerGraphs",
+    "close",
+    "graph",
+    "init",
+]
+
+# Seconds to wait for further releases before a batch is sent.
+_BATCH_SECONDS = 0.01
+_LOG = logging.getLogger("phalanx.rpc")
+_graphs: list[AutogradGraph] = []
 
 
 class PendingResponse(Protocol):
@@ -199,7 +224,7 @@ class AutogradGraph:
             for index, gradient in zip(recv.indices, gradients, strict=True)
             if gradient is not None
         }
-        remote_backward = current()
+        remote_backward = _current_backward()
         if remote_backward is not None and remote_backward.stops_at(recv.peer, recv.number):
             for index, gradient in received.items():
                 remote_backward.collect(Source(recv.peer, recv.number, index), gradient)
@@ -322,3 +347,239 @@ class AutogradGraph:
         )
         if pairs := self.accumulated_parameters.add(ensure_owned(parameters, outputs)):
             self.gradients.add(request.root, request.task, request.path, pairs)
+
+
+class BackwardRequest(NamedTuple):
+    """A request to a worker to continue a backward pass from tensors that it has sent.
+
+    Attributes:
+        caller: The id of the worker that makes the request and had received the tensors.
+        number: The number of the message that carried the tensors.
+        gradients: The gradients of the tensors, by index in the message.
+        root: The root for which gradients of parameters are kept.
+        task: The backward pass, as a number unique at the root's worker.
+        path: The nodes that the pass has traversed, from the root's worker to the caller.
+        stop: Tensors whose gradients are sent back, because a worker on the path continues from
+            them itself.
+        retain_graph: Whether to keep the graph for another backward pass.
+        oldest_context: The lowest number of a context that may be open at the root's worker.
+    """
+
+    caller: int
+    number: int
+    gradients: dict[int, Tensor]
+    root: Root
+    task: int
+    path: tuple[int, ...]
+    stop: frozenset[Source]
+    retain_graph: bool
+    oldest_context: int
+
+
+class BackwardResponse(NamedTuple):
+    """The answer to a request.
+
+    Attributes:
+        gradients: The gradients of tensors in the request's `stop`.
+        released: The numbers of the caller's messages on which nothing at the answering worker
+            depends any more.
+    """
+
+    gradients: dict[Source, Tensor]
+    released: list[int]
+
+
+@dataclass
+class RemoteBackward:
+    """The part of a backward pass that one request started, in the thread that executes it."""
+
+    request: BackwardRequest
+    gradients: dict[Source, Tensor] = field(default_factory=dict)
+
+    def stops_at(self, peer: int, number: int) -> bool:
+        """Return whether gradients of tensors received in this message are sent back."""
+        return any(one.owner == peer and one.number == number for one in self.request.stop)
+
+    def collect(self, source: Source, gradient: Tensor) -> None:
+        """Add a gradient that is sent back; gradients from several paths are summed."""
+        present = self.gradients.get(source)
+        self.gradients[source] = gradient if present is None else present + gradient
+
+    @contextmanager
+    def enter(self) -> Iterator[None]:
+        """Make this thread's backward passes part of this one within the context."""
+        saved = _current_backward()
+        _thread.remote_backward = self
+        try:
+            yield
+        finally:
+            _thread.remote_backward = saved
+
+
+class _Thread(threading.local):
+    remote_backward: RemoteBackward | None = None
+
+
+_thread = _Thread()
+
+
+def _current_backward() -> RemoteBackward | None:
+    """Return the one that this thread executes; None if a pass here is a new one of this worker."""
+    return _thread.remote_backward
+
+
+class Releases:
+    """A collector of released messages, whose thread notifies the senders in batches.
+
+    A graph is freed wherever its last reference is dropped, even in the garbage collector, where
+    no lock may be taken and nothing may be sent.
+
+    Args:
+        send: A function that sends a peer the numbers of its released messages. It may block and
+            must not raise.
+    """
+
+    def __init__(self, send: Callable[[int, list[int]], None]) -> None:
+        self._send = send
+        self._queue: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._captured = _Captured()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, peer: int, number: int) -> None:
+        """Record that nothing depends any more on a message of a peer."""
+        if self._captured.messages is None:
+            self._queue.put((peer, number))
+        else:
+            self._captured.messages.append((peer, number))
+
+    def start(self) -> None:
+        """Start the thread, once; called before the first release can occur."""
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None:
+                    self._thread = threading.Thread(
+                        target=self._run, name="phalanx-rpc-releases", daemon=True
+                    )
+                    self._thread.start()
+
+    def close(self) -> None:
+        """Stop sending notifications; block until the thread has ended."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    @contextmanager
+    def capture(self, peer: int, numbers: list[int]) -> Iterator[None]:
+        """Collect this thread's releases of a peer's messages in `numbers`, to go with a reply.
+
+        Releases for other peers are queued on exit.
+        """
+        messages: list[tuple[int, int]] = []
+        self._captured.messages = messages
+        try:
+            yield
+        finally:
+            self._captured.messages = None
+            for to, number in messages:
+                if to == peer:
+                    numbers.append(number)
+                else:
+                    self._queue.put((to, number))
+
+    def _run(self) -> None:
+        while (first := self._queue.get()) is not None:
+            by_peer: defaultdict[int, list[int]] = defaultdict(list)
+            release: tuple[int, int] | None = first
+            while release is not None:
+                by_peer[release[0]].append(release[1])
+                try:
+                    release = self._queue.get(timeout=_BATCH_SECONDS)
+                except queue.Empty:
+                    break
+            for peer, numbers in by_peer.items():
+                self._send(peer, numbers)
+            if release is None:
+                return
+
+
+class _Captured(threading.local):
+    messages: list[tuple[int, int]] | None = None
+
+
+class _RpcPeerGraphs:
+    """A `PeerGraphs` whose messages are ordinary calls of `phalanx.rpc`."""
+
+    def backward(self, peer: int, request: BackwardRequest) -> BackwardResponse:
+        answer: BackwardResponse = calls.rpc_sync(peer, _backward, (request,))
+        return answer
+
+    def begin_backward(self, peer: int, request: BackwardRequest) -> PendingCall:
+        return calls.begin(peer, _backward, (request,))
+
+    def has_context(self, peer: int, number: int) -> bool:
+        if all(info.id != peer for info in calls.get_worker_infos()):
+            return False
+        answer: bool = calls.rpc_sync(peer, _has_context, (number,))
+        return answer
+
+    def release(self, peer: int, numbers: list[int]) -> None:
+        try:
+            calls.rpc_async(peer, _release, (numbers,))
+        except (
+            PhalanxError,
+            UsageError,
+        ):  # the peer is dead, or this worker is leaving: nothing is kept for it any more
+            _LOG.debug("worker %d was not notified of released messages", peer, exc_info=True)
+
+
+def init(worker: int) -> None:
+    """Start propagating gradients across calls; `init_rpc` calls this before any other call."""
+    new_graph = AutogradGraph(worker, _RpcPeerGraphs())
+    _graphs[:] = [new_graph]
+    set_autograd_hook(new_graph)
+
+
+def close() -> None:
+    """Free everything kept for other workers; `shutdown` calls this after the last call."""
+    set_autograd_hook(None)
+    while _graphs:
+        _graphs.pop().close()
+
+
+def graph() -> AutogradGraph:
+    """Return the graph of this worker.
+
+    Raises:
+        UsageError: This process is not a worker.
+    """
+    if not _graphs:
+        agent()  # raises
+    return _graphs[0]
+
+
+def _forget_lost(worker: int) -> None:
+    for each in _graphs:
+        each.forget(worker)
+
+
+add_loss_listener(_forget_lost)
+
+
+def _backward(request: BackwardRequest) -> BackwardResponse:
+    try:
+        return graph().backward(request)
+    except (PhalanxError, UsageError):  # raised by a worker further along, or for a lost one
+        raise
+    except Exception as error:
+        text = f"Error on Node {agent().id}: {error}"
+        raise RemoteError(f"{text} ({type(error).__name__} in a backward pass)") from error
+
+
+def _has_context(number: int) -> bool:
+    return graph().contexts.is_open(number)
+
+
+def _release(numbers: list[int]) -> None:
+    if _graphs:
+        _graphs[0].release(numbers)

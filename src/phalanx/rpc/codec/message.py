@@ -23,6 +23,7 @@ __all__ = [
     "DTYPES",
     "MAX_FRAME_SIZE",
     "MAX_TENSORS",
+    "Frames",
     "Kind",
     "Malformed",
     "Message",
@@ -32,6 +33,9 @@ __all__ = [
     "parse",
     "span",
 ]
+
+Frames = tuple[bytes, "list[memoryview]"]
+"""The frames of a message: the first one, and those that follow it."""
 
 MAX_FRAME_SIZE = 256 * 2**20
 """The maximum size of a frame, in bytes; a peer that announces more is disconnected."""

@@ -4,6 +4,9 @@ Pickle sends functions and classes by reference: as names that the receiver impo
 main program are also sent by reference, if the receiver runs the same program. Functions without an
 importable name (lambdas, nested functions, functions typed into an interpreter) are sent by value,
 by cloudpickle. So are compiled TorchScript objects, in TorchScript's own format.
+
+Every tensor that is sent or received with a request or an answer passes through an `AutogradHook`.
+By default tensors only lose their history.
 """
 
 from __future__ import annotations
@@ -14,22 +17,27 @@ import pickle
 import sys
 import threading
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import cloudpickle
 import torch
 from torch import Tensor, nn
 
 from phalanx.errors import ArgumentTypeError, UsageError
-from phalanx.rpc.codec.autograd_hook import get_autograd_hook
 from phalanx.rpc.codec.message import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from phalanx.rpc.peer import Peer
-
-__all__ = ["PickleContext", "deserialize", "serialize", "thread_local"]
+__all__ = [
+    "AutogradHook",
+    "PickleContext",
+    "deserialize",
+    "get_autograd_hook",
+    "serialize",
+    "set_autograd_hook",
+    "thread_local",
+]
 
 # Types that may be, or contain, parameters whose gradients come back.
 _WITH_PARAMETERS = frozenset((nn.Parameter, tuple, list, dict))
@@ -41,10 +49,24 @@ _SPARSE = frozenset(
 )
 
 
+class MessagePeer(Protocol):
+    """The other worker of a message: its receiver when packing, its sender when unpacking."""
+
+    @property
+    def id(self) -> int:
+        """The id of the worker."""
+        ...
+
+    @property
+    def same_main(self) -> bool:
+        """True if the worker runs the same main program."""
+        ...
+
+
 class PickleContext:
     """The state of packing for a peer, or of unpacking from it; `thread_local` has the thread's."""
 
-    def __init__(self, peer: Peer, is_answer: bool = False) -> None:
+    def __init__(self, peer: MessagePeer, is_answer: bool = False) -> None:
         self.peer, self.is_answer = peer, is_answer
         self.tensors: list[Tensor] = []
         self.undo: list[Callable[[], None]] = []
@@ -310,3 +332,59 @@ def _load_from_main(name: str) -> Any:
     if (found := _find_in_main(name)) is None:
         raise AttributeError(f"the main program of this worker has no {name!r}")
     return found
+
+
+class AutogradHook(Protocol):
+    """A hook that tensors pass through, in the thread that sends or receives them."""
+
+    def send(self, peer: int, tensors: list[Tensor]) -> tuple[list[Tensor], bytes]:
+        """Process tensors before they are sent with a request or an answer.
+
+        Args:
+            peer: The id of the receiver.
+            tensors: All tensors to send.
+
+        Returns:
+            The tensors to send in their place, without history, and metadata for the receiver.
+        """
+        ...
+
+    def cancel(self, metadata: bytes) -> None:
+        """Free what is kept for tensors that were to be sent with this metadata and were not."""
+        ...
+
+    def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:
+        """Process tensors before they are put into unpickled arguments or results.
+
+        Args:
+            peer: The id of the sender.
+            tensors: The received tensors.
+            metadata: The metadata that `send` returned on the sender.
+        """
+        ...
+
+
+class _DetachingHook:
+    """The default hook: tensors lose their history."""
+
+    def send(self, peer: int, tensors: list[Tensor]) -> tuple[list[Tensor], bytes]:  # noqa: ARG002
+        return [each.detach() if each.requires_grad else each for each in tensors], b""
+
+    def cancel(self, metadata: bytes) -> None:
+        pass
+
+    def receive(self, peer: int, tensors: list[Tensor], metadata: bytes) -> list[Tensor]:  # noqa: ARG002
+        return tensors
+
+
+_hooks: list[AutogradHook] = [_DetachingHook()]
+
+
+def set_autograd_hook(hook: AutogradHook | None) -> None:
+    """Set the hook that tensors pass through; with None, they only lose their history."""
+    _hooks[0] = _DetachingHook() if hook is None else hook
+
+
+def get_autograd_hook() -> AutogradHook:
+    """Return the hook that tensors pass through."""
+    return _hooks[0]

@@ -1,5 +1,5 @@
 """Connections between workers.
 
-`local` connects workers on one host, `auth` authenticates these connections, `remote` connects
-workers on different hosts over ZeroMQ, and `server` receives requests.
+`local` connects workers on one host, `auth` authenticates these connections, and `remote` connects
+workers on different hosts over ZeroMQ.
 """

@@ -25,7 +25,7 @@ from phalanx.rpc.event_loop.spin import SpinPolicy
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.rpc.codec.message_codec import Frames
+    from phalanx.rpc.codec.message import Frames
 
 __all__ = ["LocalConnection", "is_readable"]
 

@@ -21,7 +21,7 @@ from phalanx.rpc.codec.message import MAX_FRAME_SIZE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.rpc.codec.message_codec import Frames
+    from phalanx.rpc.codec.message import Frames
 
 __all__ = ["RemoteConnection", "RemoteContext", "RemoteDealer", "RemoteRouter"]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from phalanx.errors import PhalanxError, RemoteError, UsageError
-from phalanx.rpc.codec.autograd_hook import get_autograd_hook
 from phalanx.rpc.codec.message import (
     ANSWERS,
     MAX_FRAME_SIZE,
@@ -23,7 +22,7 @@ from phalanx.rpc.codec.message import (
     encode_frame,
     span,
 )
-from phalanx.rpc.codec.pickling import PickleContext, deserialize, serialize
+from phalanx.rpc.codec.pickling import PickleContext, deserialize, get_autograd_hook, serialize
 from phalanx.rpc.shared_memory.receiver import (
     CopyFailure,
     CopyTimeout,
@@ -37,12 +36,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from phalanx.rpc.codec.message import Frames
     from phalanx.rpc.peer import Peer
     from phalanx.rpc.shared_memory.sender import DeferredCopies, ShmSender
 
-__all__ = ["Frames", "MessageCodec", "TensorsUnavailable"]
-
-Frames = tuple[bytes, "list[memoryview]"]
+__all__ = ["MessageCodec", "TensorsUnavailable"]
 
 _MAX_INLINE_TENSOR = 4096
 """The maximum size, in bytes, of a tensor whose data are in the message itself: that is faster."""
