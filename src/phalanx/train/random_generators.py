@@ -1,4 +1,6 @@
-"""The states of the random generators of every rank, in a form that a checkpoint can hold."""
+"""The random generators of the ranks: their seeds, and their states for a checkpoint."""
+
+from __future__ import annotations
 
 import logging
 import random
@@ -6,13 +8,14 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["random_states", "restore_random_states"]
+__all__ = ["random_states", "rank_seeds", "restore_random_states", "seed_rank"]
 
 _log = logging.getLogger("phalanx")
 
@@ -124,3 +127,23 @@ def _restore(state: dict[str, Any]) -> None:
 
 def _is_state(state: object) -> bool:
     return isinstance(state, dict) and {"python", "torch", "numpy", "cuda"} <= state.keys()
+
+
+def rank_seeds(seed: int, rank: int, index: int) -> list[int]:
+    """Return three numbers below 2^63 that are specific to a rank and an index.
+
+    Args:
+        seed: The seed that the user gave.
+        rank: A rank.
+        index: The number of a step or an epoch.
+    """
+    words = np.random.SeedSequence([abs(seed), rank, index]).generate_state(3, np.uint64)
+    return [int(word) >> 1 for word in words]
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Seed the generators of Python, NumPy and PyTorch, differently on each rank and step."""
+    first, second, third = rank_seeds(seed, rank, step)
+    random.seed(first)
+    np.random.seed(second % 2**32)
+    torch.manual_seed(third)
