@@ -28,11 +28,8 @@ _SIGNED = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
 }
-
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *_SIGNED}
-
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-
 _COMPLEX = {torch.complex64, torch.complex128}
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
