@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
     """Return the states of the random generators of all ranks, by rank. Collective.
 
     The generators are those of torch (CPU, and the current CUDA device if CUDA has been used), of
-    numpy if it has been imported, and of Python's `random`. `Checkpointer` can save the result,
+    numpy, and of Python's `random`. `Checkpointer` can save the result,
     which takes about 10 KB per rank.
 
     Args:
@@ -82,19 +81,15 @@ def _capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "torch": torch.get_rng_state(),
-        "numpy": None,
+        "numpy": _capture_numpy(),
         "cuda": None,
     }
-    if "numpy" in sys.modules:
-        state["numpy"] = _capture_numpy()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _capture_numpy() -> dict[str, Any]:
-    import numpy as np
-
     numpy_state: Any = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != "MT19937":
         raise UsageError(
@@ -115,8 +110,6 @@ def _restore(state: dict[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
     if (numpy := state["numpy"]) is not None:
-        import numpy as np
-
         words: Tensor = numpy["words"].cpu()
         key = words.numpy().astype(np.uint32)
         numpy_state = ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"])

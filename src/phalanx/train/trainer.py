@@ -14,16 +14,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from phalanx.errors import UsageError
-from phalanx.train.backward import FiniteCheck, Stepper
 from phalanx.train.batch_schedule import BatchSchedule, MicroBatch
 from phalanx.train.checkpoints import Checkpointer
 from phalanx.train.evaluation import Evaluation, Loss, move_to_device, unpack_loss
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE, PreemptionHandler
 from phalanx.train.progress import Display, check_tensorboard, open_tensorboard
+from phalanx.train.random_generators import seed_rank
 from phalanx.train.replicas import Replicas
-from phalanx.train.seeds import seed_rank
 from phalanx.train.state import TrainingState
-from phalanx.train.step_sync import StepSync, Totals
+from phalanx.train.step import FiniteCheck, Stepper, StepSync, Totals
 
 __all__ = ["Result", "Trainer"]
 

@@ -1,9 +1,9 @@
 """The description of a checkpoint's contents, and its comparison with an existing state.
 
-`flatten` converts a nested state to a JSON tree and named tensors, and `unflatten` back. `Manifest`
-has the tree, and describes the tensors and files. It is stored as `manifest.json`, with checksums in
-`SHA256SUMS`, readable by `sha256sum -c`. `check_compatibility` checks that a manifest fits a state
-before any tensor is read.
+`flatten` converts a nested state to a JSON tree and named tensors; `unflatten` is its inverse. A
+`Manifest` has the tree and describes the tensors and files. `manifest.json` contains it, and
+`SHA256SUMS`, readable by `sha256sum -c`, has the checksums of all files. `check_compatibility`
+compares a manifest with a state before any tensor is read.
 """
 
 import hashlib
@@ -35,25 +35,20 @@ __all__ = [
     "write_manifest",
 ]
 
+FORMAT, VERSION = "phalanx-checkpoint", 1
+MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
 # A dict with one of these as its only key represents a value that JSON cannot represent.
 TENSOR, FLOAT, ITEMS = "$tensor", "$float", "$items"
 
-KeyPath = tuple[str | int, ...]
-
-FORMAT, VERSION = "phalanx-checkpoint", 1
-
-MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
-
 _CHECKSUM_LINES = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+")
-
 # Size limit in bytes, far above any real manifest, so that a foreign file is not read forever.
 _MAX_BYTES = 2**30
-
 # Number of differences that an error message lists.
 _MAX_LISTED = 10
+_KeyPath = tuple[str | int, ...]
 
 
-class TensorName(str):
+class _TensorName(str):
     """The name of a tensor, as a placeholder for the tensor in a state."""
 
     __slots__ = ()
@@ -90,12 +85,7 @@ def unflatten(tree: Any, tensor: Callable[[str], Any]) -> Any:
     return {key: unflatten(item, tensor) for key, item in pairs}
 
 
-def unflatten_names(tree: Any) -> Any:
-    """Return the state that a tree represents, with a `TensorName` in place of each tensor."""
-    return unflatten(tree, TensorName)
-
-
-def format_path(path: KeyPath) -> str:
+def _format_path(path: _KeyPath) -> str:
     """Return a path as Python code, such as `state["model"]["weight"]`."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
@@ -106,7 +96,7 @@ class _Flattening:
         self._names: dict[object, str] = {}
         self._ancestors: set[int] = set()
 
-    def encode(self, value: Any, path: KeyPath) -> Any:
+    def encode(self, value: Any, path: _KeyPath) -> Any:
         if isinstance(value, Tensor):
             return {TENSOR: self._tensor_name(value, path)}
         if value is None or isinstance(value, (bool, str)):
@@ -120,14 +110,14 @@ class _Flattening:
         if isinstance(value, (Mapping, list, tuple)):
             return self._encode_nested(value, path)
         raise UsageError(
-            f"{format_path(path)} is a {type(value).__module__}.{type(value).__qualname__}, "
+            f"{_format_path(path)} is a {type(value).__module__}.{type(value).__qualname__}, "
             "expected a tensor, an int, float, bool, str or None, or dicts and lists of these: a "
             "checkpoint contains no other objects, because loading must not unpickle anything"
         )
 
-    def _encode_nested(self, value: Any, path: KeyPath) -> Any:
+    def _encode_nested(self, value: Any, path: _KeyPath) -> Any:
         if id(value) in self._ancestors:
-            raise UsageError(f"{format_path(path)} contains itself, expected a tree")
+            raise UsageError(f"{_format_path(path)} contains itself, expected a tree")
         self._ancestors.add(id(value))
         try:
             if isinstance(value, Mapping):
@@ -136,11 +126,11 @@ class _Flattening:
         finally:
             self._ancestors.remove(id(value))
 
-    def _encode_dict(self, value: Mapping[Any, Any], path: KeyPath) -> Any:
+    def _encode_dict(self, value: Mapping[Any, Any], path: _KeyPath) -> Any:
         for key in value:
             if isinstance(key, bool) or not isinstance(key, (str, int)):
                 raise UsageError(
-                    f"{format_path(path)} has the key {key!r}, a {type(key).__name__}, expected "
+                    f"{_format_path(path)} has the key {key!r}, a {type(key).__name__}, expected "
                     "str or int"
                 )
         pairs = [(key, self.encode(item, (*path, key))) for key, item in value.items()]
@@ -148,7 +138,7 @@ class _Flattening:
             return dict(pairs)
         return {ITEMS: [list(pair) for pair in pairs]}
 
-    def _tensor_name(self, tensor: Tensor, path: KeyPath) -> str:
+    def _tensor_name(self, tensor: Tensor, path: _KeyPath) -> str:
         identity = _identity(tensor, path)
         if identity not in self._names:
             name = base = ".".join(str(key) for key in path)
@@ -160,7 +150,7 @@ class _Flattening:
         return self._names[identity]
 
 
-def _identity(tensor: Tensor, path: KeyPath) -> object:
+def _identity(tensor: Tensor, path: _KeyPath) -> object:
     """Return a key that is equal for tensors that are the same view of the same memory.
 
     Raises:
@@ -171,11 +161,11 @@ def _identity(tensor: Tensor, path: KeyPath) -> object:
         kind = "meta" if local.device.type == "meta" else str(local.layout).removeprefix("torch.")
         kind = "quantized" if local.is_quantized else kind
         raise UsageError(
-            f"{format_path(path)} is a {kind} tensor, expected a dense tensor with data"
+            f"{_format_path(path)} is a {kind} tensor, expected a dense tensor with data"
         )
     if local.dtype not in DTYPES:
         raise UsageError(
-            f"{format_path(path)} is a tensor of {local.dtype}, which safetensors does not "
+            f"{_format_path(path)} is a tensor of {local.dtype}, which safetensors does not "
             "support: convert it first"
         )
     if local is not tensor or local.numel() == 0:
@@ -337,7 +327,7 @@ def check_compatibility(manifest: Manifest, like: Mapping[str, Any] | None) -> d
         return {}
     distributed: dict[str, Tensor] = {}
     differences = list(
-        _differences(unflatten_names(manifest.tree), manifest.tensors, like, (), distributed)
+        _differences(unflatten(manifest.tree, _TensorName), manifest.tensors, like, (), distributed)
     )
     if differences:
         more = (
@@ -356,14 +346,14 @@ def _differences(
     saved: Any,
     tensors: Mapping[str, TensorDescription],
     like: Any,
-    path: KeyPath,
+    path: _KeyPath,
     distributed: dict[str, Tensor],
 ) -> Iterator[str]:
     if isinstance(like, Tensor):
         yield from _tensor_differences(saved, tensors, like, path, distributed)
-    elif isinstance(saved, TensorName):
+    elif isinstance(saved, _TensorName):
         if like is not None:
-            yield f"{format_path(path)}: a tensor in the checkpoint, a {type(like).__name__} here"
+            yield f"{_format_path(path)}: a tensor in the checkpoint, a {type(like).__name__} here"
     elif isinstance(like, (Mapping, list, tuple)) and like:
         pairs, differences = _pairs(saved, like, path)
         yield from differences
@@ -372,26 +362,26 @@ def _differences(
 
 
 def _pairs(
-    saved: Any, like: Any, path: KeyPath
+    saved: Any, like: Any, path: _KeyPath
 ) -> tuple[list[tuple[str | int, Any, Any]], list[str]]:
     """Return the common items as (key, saved, like), and a description of each difference."""
     kind = dict if isinstance(like, Mapping) else list
     if not isinstance(saved, kind):
         actual = type(saved).__name__
-        return [], [f"{format_path(path)}: a {actual} in the checkpoint, a {kind.__name__} here"]
+        return [], [f"{_format_path(path)}: a {actual} in the checkpoint, a {kind.__name__} here"]
     if not isinstance(like, Mapping):
         if len(saved) != len(like):
             lengths = f"{len(saved)} items in the checkpoint, {len(like)} here"
-            return [], [f"{format_path(path)}: {lengths}"]
+            return [], [f"{_format_path(path)}: {lengths}"]
         return [(index, *both) for index, both in enumerate(zip(saved, like, strict=True))], []
     differences = [
-        f"{format_path((*path, key))}: missing in the checkpoint"
+        f"{_format_path((*path, key))}: missing in the checkpoint"
         for key in like
         if key not in saved
     ]
     if path:  # at the top level the checkpoint may have more keys
         differences += [
-            f"{format_path((*path, key))}: in the checkpoint only"
+            f"{_format_path((*path, key))}: in the checkpoint only"
             for key in saved
             if key not in like
         ]
@@ -402,16 +392,16 @@ def _tensor_differences(
     saved: Any,
     tensors: Mapping[str, TensorDescription],
     like: Tensor,
-    path: KeyPath,
+    path: _KeyPath,
     distributed: dict[str, Tensor],
 ) -> Iterator[str]:
     expected = f"{DTYPES.get(like.dtype, like.dtype)}{list(like.shape)}"
-    if not isinstance(saved, TensorName):
-        yield f"{format_path(path)}: a {type(saved).__name__} in the checkpoint, {expected} here"
+    if not isinstance(saved, _TensorName):
+        yield f"{_format_path(path)}: a {type(saved).__name__} in the checkpoint, {expected} here"
         return
     description = tensors[saved]
     actual = f"{description.dtype}{list(description.shape)}"
     if expected != actual:
-        yield f"{format_path(path)}: {actual} in the checkpoint, {expected} here"
+        yield f"{_format_path(path)}: {actual} in the checkpoint, {expected} here"
     elif is_distributed(like):
         distributed[saved] = like
