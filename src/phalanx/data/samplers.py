@@ -70,6 +70,12 @@ class Resumable(Sampler[T_co]):
         Call it on every rank before each epoch; otherwise every epoch has the same order. If
         `epoch` is the current epoch, as after `load_state_dict`, the position stays. Any other
         epoch begins at its first sample.
+
+        Example:
+            >>> for epoch in range(sampler.epoch, 10):
+            ...     sampler.set_epoch(epoch)
+            ...     for batch in loader:
+            ...         train_step(batch)
         """
         if epoch != self.epoch:
             self.epoch = epoch
@@ -84,6 +90,11 @@ class Resumable(Sampler[T_co]):
 
         Raises:
             UsageError: The epoch has fewer steps left, or `steps` is negative.
+
+        Example:
+            >>> for batch in loader:
+            ...     train_step(batch)
+            ...     sampler.advance()
         """
         remaining = self._steps_left(self._position)
         if not 0 <= steps <= remaining:
@@ -125,6 +136,11 @@ class Resumable(Sampler[T_co]):
         Raises:
             UsageError: The state is of a different sampler, data set, seed or order, or is not a
                 valid state. The sampler stays unchanged.
+
+        Example:
+            >>> state = sampler.state_dict()
+            >>> sampler = GlobalBatchSampler(data, 32, seed=1)
+            >>> sampler.load_state_dict(state)
         """
         epoch, position = _epoch_and_position(state, f"{type(self).__name__}.load_state_dict")
         previous, self.epoch = self.epoch, epoch
@@ -300,6 +316,10 @@ def per_rank_batch_size(global_batch: int, world_size: int, rank: int) -> int:
 
     Raises:
         UsageError: The rank is not in `[0, world_size)`, or there are fewer samples than ranks.
+
+    Example:
+        >>> [per_rank_batch_size(10, world_size=4, rank=rank) for rank in range(4)]
+        [3, 3, 2, 2]
     """
     _check_rank(world_size, rank)
     if global_batch < world_size:
@@ -343,6 +363,15 @@ class GlobalBatchSampler(Resumable[list[int]]):
     Raises:
         UsageError: The data set is empty, the rank is not in `[0, world_size)`, a global batch has
             fewer samples than there are ranks, or nothing is left after dropping the last batch.
+
+    Example:
+        >>> sampler = GlobalBatchSampler(data, 32, seed=1)
+        >>> loader = DataLoader(data, batch_sampler=sampler)
+        >>> for step, (inputs, targets) in enumerate(loader):
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(inputs), targets).backward()
+        ...     average_gradients(model, weight=sampler.weight(step))
+        ...     optimizer.step()
     """
 
     def __init__(
@@ -379,6 +408,11 @@ class GlobalBatchSampler(Resumable[list[int]]):
 
         Raises:
             UsageError: `step` is out of range.
+
+        Example:
+            >>> sampler = GlobalBatchSampler(range(10), 10, world_size=4, rank=0)
+            >>> sampler.weight(0)
+            0.3
         """
         steps = self._steps_left(self._start)
         if not 0 <= step < steps:
@@ -455,6 +489,14 @@ class EvaluationSampler(Resumable[int]):
 
     Raises:
         UsageError: The data set is empty, or the rank is not in `[0, world_size)`.
+
+    Example:
+        >>> loader = DataLoader(data, batch_size=64, sampler=EvaluationSampler(data))
+        >>> correct = seen = 0
+        >>> for inputs, targets in loader:
+        ...     correct += int((model(inputs).argmax(1) == targets).sum())
+        ...     seen += len(targets)
+        >>> accuracy = mean_over_ranks(correct, seen)
     """
 
     def __init__(

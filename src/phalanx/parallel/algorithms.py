@@ -69,6 +69,12 @@ def ring_all_reduce_simple(
             member of it, or the tag is out of range. No message was sent.
         torch.distributed.DistBackendError: The backend failed: a rank died or did not take part.
             The content of the tensor is then undefined. (Gloo raises RuntimeError.)
+
+    Example:
+        >>> tensor = torch.full((3,), float(dist.get_rank()))
+        >>> ring_all_reduce_simple(tensor)
+        >>> tensor  # with 4 ranks, on each of them
+        tensor([6., 6., 6.])
     """
     run_all_reduce(ring_simple_steps, "ring_all_reduce_simple", tensor, op, group, tag)
 
@@ -117,6 +123,9 @@ def ring_all_reduce(
 
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`. If there are
     fewer elements than ranks, some slices are empty, and no message is sent for them.
+
+    Example:
+        >>> ring_all_reduce(gradient, dist.ReduceOp.AVG)
     """
     run_all_reduce(ring_steps, "ring_all_reduce", tensor, op, group, tag)
 
@@ -173,6 +182,9 @@ def halving_doubling_all_reduce(
     the bits are those of `tree_all_reduce`.
 
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`.
+
+    Example:
+        >>> halving_doubling_all_reduce(gradient, dist.ReduceOp.AVG)
     """
     run_all_reduce(halving_doubling_steps, "halving_doubling_all_reduce", tensor, op, group, tag)
 
@@ -244,6 +256,9 @@ def tree_all_reduce(
     machines. If p is a power of two, the bits are those of `halving_doubling_all_reduce`.
 
     Arguments, blocking behaviour and errors are those of `ring_all_reduce_simple`.
+
+    Example:
+        >>> tree_all_reduce(largest, dist.ReduceOp.MAX)
     """
     run_all_reduce(tree_steps, "tree_all_reduce", tensor, op, group, tag)
 

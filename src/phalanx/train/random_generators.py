@@ -33,6 +33,10 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
     Raises:
         UsageError: The global generator of numpy is not its default, the Mersenne Twister.
         torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+    Example:
+        >>> state = {"model": model.state_dict(), "random": random_states()}
+        >>> path = checkpoints.save(step, state)
     """
     own = _capture()
     if group is None and not dist.is_initialized():
@@ -60,6 +64,10 @@ def restore_random_states(
 
     Raises:
         UsageError: `states` is not a result of `random_states`; nothing is changed.
+
+    Example:
+        >>> checkpoint = checkpoints.load()
+        >>> restored = restore_random_states(checkpoint.state["random"])
     """
     alone = group is None and not dist.is_initialized()
     rank = 0 if alone else dist.get_rank(group)

@@ -46,6 +46,10 @@ class Result:
             metrics; empty if there was no evaluation.
         losses: The loss of each step of this call of `fit`; infinite or NaN for some steps that
             float16 skipped.
+
+    Example:
+        >>> result = trainer.fit()
+        >>> mean_loss = sum(result.losses) / len(result.losses)
     """
 
     step: int = 0
@@ -186,6 +190,10 @@ class Trainer:
             SystemExit: A rank received SIGTERM. Every rank raises it with the code 143
                 (`PREEMPTION_EXIT_CODE`), after saving a checkpoint if `checkpoints` is given.
             torch.distributed.DistBackendError: A rank died or did not join a collective.
+
+        Example:
+            >>> result = trainer.fit()
+            >>> accuracy = result.evaluation["accuracy"]
         """
         self._replicas.check()
         is_main, has_recorder = self._replicas.rank == 0, self._replicas.uses_phalanx

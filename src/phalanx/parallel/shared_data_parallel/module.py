@@ -166,6 +166,11 @@ class SharedDataParallel(nn.Module):
         """Accumulate gradients on each rank without averaging them within the context.
 
         The next backward pass whose forward pass is outside averages the accumulated gradients.
+
+        Example:
+            >>> with model.no_sync():
+            ...     F.cross_entropy(model(inputs), targets).backward()
+            >>> F.cross_entropy(model(inputs), targets).backward()  # averages the sum of both
         """
         previous, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -196,6 +201,10 @@ class SharedDataParallel(nn.Module):
         Raises:
             UsageError: The class is not known to update each element independently, or a parameter
                 is not part of this model or does not require a gradient.
+
+        Example:
+            >>> groups = [{"params": model.parameters(), "weight_decay": 0.01}]
+            >>> optimizer = model.optimizer(torch.optim.AdamW, groups, lr=1e-3, fused=True)
         """
         return ShardedOptimizer(
             self._shared,
@@ -219,6 +228,11 @@ class SharedDataParallel(nn.Module):
 
         Returns:
             The norm before scaling, a float64 scalar, the same on all ranks.
+
+        Example:
+            >>> loss.backward()
+            >>> norm = model.clip_grad_norm_(1.0)
+            >>> optimizer.step()
         """
         return self._gradients.clip(max_norm, norm_type)
 

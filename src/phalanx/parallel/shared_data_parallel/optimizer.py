@@ -49,6 +49,12 @@ class ShardedOptimizer(optim.Optimizer):
     `param_groups` are those of the whole model, so that schedulers work, and the step is bitwise
     the same. `state` is empty, since a rank has only slices of the state; `state_dict` returns the
     whole state.
+
+    Example:
+        >>> optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+        >>> state = optimizer.state_dict()
+        >>> optimizer.load_state_dict(state)
     """
 
     def __init__(

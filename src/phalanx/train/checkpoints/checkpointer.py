@@ -65,7 +65,14 @@ _log = logging.getLogger("phalanx")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A loaded checkpoint."""
+    """A loaded checkpoint.
+
+    Example:
+        >>> checkpoint = checkpoints.load()
+        >>> if checkpoint is not None:
+        ...     model.load_state_dict(checkpoint.state["model"])
+        ...     step = checkpoint.step
+    """
 
     step: int
     """The step at which it was saved."""
@@ -105,6 +112,13 @@ class Checkpointer:
             created in a process group of several ranks that no longer exists.
         CheckpointError: The directory cannot be created or written, or `sharded` is True and the
             ranks see different directories. Every rank raises it.
+
+    Example:
+        >>> checkpoints = Checkpointer("checkpoints", keep=2)
+        >>> state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        >>> path = checkpoints.save(1000, state)
+        >>> checkpoints.load().step
+        1000
     """
 
     def __init__(
@@ -156,6 +170,10 @@ class Checkpointer:
                 process is saving in the directory. Every rank raises it. Both errors name the rank,
                 unless all ranks have the same error.
             torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+        Example:
+            >>> checkpoints.save(1200, {"model": model.state_dict()}).name
+            '000001-step-1200'
         """
         return _save(self._current_ranks(), self._directory, step, state, self._sharded)
 
@@ -190,6 +208,11 @@ class Checkpointer:
             CheckpointError: There are checkpoints, and none is usable. The message gives the reason
                 for each.
             torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+        Example:
+            >>> checkpoint = checkpoints.load(like={"model": model.state_dict()})
+            >>> if checkpoint is not None:
+            ...     model.load_state_dict(checkpoint.state["model"])
         """
         return _load(self._current_ranks(), self._directory, like, map_location)
 
