@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from phalanx.parallel.algorithms.halving_doubling import halving_doubling_steps
-from phalanx.parallel.algorithms.peers import Peers, Steps
-from phalanx.parallel.algorithms.ring import ring_steps
-from phalanx.parallel.algorithms.ring_simple import ring_simple_steps
-from phalanx.parallel.algorithms.tree import tree_steps
+from phalanx.parallel.algorithms import (
+    halving_doubling_steps,
+    ring_simple_steps,
+    ring_steps,
+    tree_steps,
+)
+from phalanx.parallel.peers import Peers, Steps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -53,10 +53,10 @@ def check(model: SharedDataParallel, replica: nn.Module, what: str) -> None:
 def compare_states(one: dict[str, Any], other: dict[str, Any], model: SharedDataParallel) -> None:
     assert one["param_groups"] == other["param_groups"]
     for index, state in other["state"].items():
-        if model._trained[index].numel():
+        if model._shared.trained[index].numel():
             assert set(one["state"][index]) == set(state)
         for key, value in state.items():
-            if model._trained[index].numel():
+            if model._shared.trained[index].numel():
                 found = one["state"][index][key]
                 assert same(found, value) if isinstance(value, Tensor) else found == value, key
 

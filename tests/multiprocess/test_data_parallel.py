@@ -123,7 +123,7 @@ def compare_optimizers(seed: int, steps: int) -> None:
             plain.step()
             check(model, replica, f"{optimizer_class} after step {step}")
         compare_states(optimizer.state_dict(), plain.state_dict(), model)
-        assert model._memory.discard() == 0, "the parameters are held once"
+        assert model._shared.memory.discard() == 0, "the parameters are held once"
 
 
 def run_on_cores(cores: int, function: Callable[..., None], *arguments: object) -> set[bool]:

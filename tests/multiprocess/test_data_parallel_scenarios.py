@@ -151,7 +151,7 @@ def change_in_place(seed: int) -> None:
         average(one.replica)
         one.apply(change)
         one.step()
-    assert one.model._memory.discard() == 0
+    assert one.model._shared.memory.discard() == 0
 
     # The model's own clipping: each rank scales its slices. The order of the sum differs.
     one.apply(lambda _, optimizer: optimizer.zero_grad())
@@ -239,7 +239,7 @@ def save_and_load(seed: int) -> None:
         own.step()
         plain.step()
         check(model, replica, "with a plain optimizer")
-    assert model._memory.discard() > 0
+    assert model._shared.memory.discard() > 0
 
 
 def train_in_mixed_precision(seed: int) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from phalanx.errors import UsageError
 from phalanx.train import Checkpointer, random_states, restore_random_states
-from phalanx.train.checkpoints import files, saving
+from phalanx.train.checkpoints import checkpointer, files
 from phalanx.train.checkpoints.safetensors import DTYPES, parse, read_tensor
 from tests.checkpoint_states import check_numbered, numbered, random_tensor, same, same_bits
 
@@ -220,7 +220,7 @@ def test_parts_of_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parallel_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "FILE_BYTES", 10_000)
+    monkeypatch.setattr(checkpointer, "FILE_BYTES", 10_000)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(3))
     state = {f"{index}": torch.randn(index * 100) for index in range(20)}
     checkpoints = Checkpointer(tmp_path)

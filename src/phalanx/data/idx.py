@@ -39,6 +39,10 @@ def read_idx(path: str | PathLike[str]) -> Tensor:
     Raises:
         UsageError: The file is missing or unreadable, is not in IDX format, or does not have the
             length that its header gives. The message names the file.
+
+    Example:
+        >>> read_idx("data/t10k-labels-idx1-ubyte.gz").shape
+        torch.Size([10000])
     """
     content = _read(Path(path))
     dtype, shape = _header(path, content)
@@ -67,6 +71,11 @@ def load_mnist(directory: str | PathLike[str]) -> dict[str, tuple[Tensor, Tensor
     Raises:
         UsageError: The directory has neither part, a part lacks its labels or images, or the
             content of a file does not match its name.
+
+    Example:
+        >>> images, labels = load_mnist("data")["train"]
+        >>> images.shape, images.dtype
+        (torch.Size([60000, 28, 28]), torch.uint8)
     """
     parts = {}
     for part in ("train", "t10k"):

@@ -29,6 +29,10 @@ class Partition(Subset[T_co]):
 
     Raises:
         UsageError: The data set has no length, or an index is out of range.
+
+    Example:
+        >>> Partition(range(10), [4, 5, 6])[0]
+        4
     """
 
     def __init__(self, data: Dataset[T_co], indices: Sequence[int]) -> None:
@@ -82,6 +86,10 @@ class DataPartitioner(Generic[T_co]):
 
         Raises:
             UsageError: `rank` is out of range.
+
+        Example:
+            >>> DataPartitioner(range(10), [0.8, 0.2]).use(1)
+            Partition(2 of 10 samples)
         """
         if not 0 <= rank < len(self):
             raise UsageError(

@@ -99,6 +99,13 @@ def truncate_uneven_inputs(
         UsageError: This rank is not in the group.
         PhalanxError: The loader or `size` of another rank raised; the message names the rank.
         torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+    Example:
+        >>> for (images, labels), weight in truncate_uneven_inputs(loader):
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(images), labels).backward()
+        ...     average_gradients(model, weight=weight)
+        ...     optimizer.step()
     """
     return _UnevenLoop(
         "truncate_uneven_inputs", loader, group, size or count_samples, None
@@ -110,6 +117,10 @@ def count_samples(batch: object) -> int:
 
     Raises:
         UsageError: The batch has no tensor with at least one dimension.
+
+    Example:
+        >>> count_samples({"ids": torch.zeros(8, 128), "mask": torch.ones(8, 128)})
+        8
     """
     if (tensor := _first_tensor(batch)) is None:
         raise UsageError(

@@ -50,6 +50,13 @@ def average_gradients(
         UsageError: There is no process group, this rank is not in it, the weight is outside 0 to
             1, no parameter requires a gradient, a gradient is sparse, or no rank has a gradient.
         torch.distributed.DistBackendError: The backend failed: a rank died or did not take part.
+
+    Example:
+        >>> for inputs, targets in batches:
+        ...     optimizer.zero_grad()
+        ...     F.cross_entropy(model(inputs), targets).backward()
+        ...     average_gradients(model)
+        ...     optimizer.step()
     """
     trainable = _trainable(parameters)
     scale = _scale(group, weight)
@@ -74,6 +81,10 @@ def average_gradients_per_parameter(
 
     Arguments, blocking behaviour and errors are those of `average_gradients`, with one difference:
     a parameter without a gradient always gets one, of zeros if no rank has any.
+
+    Example:
+        >>> loss.backward()
+        >>> average_gradients_per_parameter(model)
     """
     trainable = _trainable(parameters)
     scale = _scale(group, weight)

@@ -27,13 +27,15 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     is no communication.
 
     Arguments are those of `torch.nn.SyncBatchNorm`. As there, `convert_sync_batchnorm` replaces
-    every BatchNorm in a module:
-
-        >>> model = phalanx.parallel.SyncBatchNorm.convert_sync_batchnorm(model)
+    every BatchNorm in a module.
 
     Raises (in forward):
         UsageError: The batches of all ranks together have fewer than two values per channel.
         ValueError: The input has no channels, or another number of channels.
+
+    Example:
+        >>> model = phalanx.parallel.SyncBatchNorm.convert_sync_batchnorm(model)
+        >>> model = phalanx.parallel.SharedDataParallel(model)
     """
 
     def __init__(

@@ -4,16 +4,16 @@
 
 - `batch_schedule`: the order of the samples and the weight of each micro-batch.
 - `replicas`: the synchronization of the model's replicas across ranks.
-- `step_sync`: the values that ranks exchange in each step.
-- `backward`: precision, clipping, and the detection of gradients that are not finite.
+- `step`: precision, clipping, the detection of gradients that are not finite, and the values that
+  ranks exchange in each step.
 - `evaluation`: loss and metrics over a data set.
 - `state`: the contents of a checkpoint, and the check that a checkpoint fits the run.
-- `seeds`: random seeds that differ between ranks.
+- `random_generators`: the seeds of the random generators of every rank, and their states.
 - `preemption`: the handling of SIGTERM.
 - `progress`: the progress bar, TensorBoard and `phalanx watch`.
 
-`checkpoints` saves the training state to disk, so that it survives the death of ranks.
-`random_states` captures the random generators of every rank. A custom training loop can use both.
+`checkpoints` saves the training state to disk, so that it survives the death of ranks. A custom
+training loop can use it too, with `random_states` for the random generators of every rank.
 
 The package uses only the public API of `torch.distributed`. It runs on any backend, and in a single
 process without a process group.
@@ -21,7 +21,7 @@ process without a process group.
 
 from phalanx.train.checkpoints import Checkpoint, Checkpointer
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE
-from phalanx.train.random_states import random_states, restore_random_states
+from phalanx.train.random_generators import random_states, restore_random_states
 from phalanx.train.trainer import Result, Trainer
 
 __all__ = [

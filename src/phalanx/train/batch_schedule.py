@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from phalanx.data import GlobalBatchSampler
 from phalanx.errors import UsageError
-from phalanx.train.seeds import rank_seeds
+from phalanx.train.random_generators import rank_seeds
 
 __all__ = ["BatchSchedule", "MicroBatch", "make_loader"]
 
@@ -44,7 +44,7 @@ class BatchSchedule:
     world size and global batch.
 
     Attributes:
-        by_workers: True if worker processes make the batches. Waiting for a batch then changes
+        uses_workers: True if worker processes make the batches. Waiting for a batch then changes
             nothing in this process.
 
     Args:

@@ -14,7 +14,7 @@ from phalanx.data import EvaluationSampler
 from phalanx.errors import UsageError
 from phalanx.train.batch_schedule import make_loader
 from phalanx.train.replicas import Replicas
-from phalanx.train.step_sync import Totals, check_metric_names
+from phalanx.train.step import Totals, check_metric_names
 
 __all__ = ["Evaluation", "Loss", "move_to_device", "unpack_loss"]
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from phalanx.errors import UsageError
-from phalanx.train.random_states import random_states, restore_random_states
+from phalanx.train.random_generators import random_states, restore_random_states, seed_rank
 from phalanx.train.replicas import describe_tensor
-from phalanx.train.seeds import seed_rank
 
 if TYPE_CHECKING:
-    from phalanx.train.backward import Stepper
     from phalanx.train.batch_schedule import BatchSchedule
     from phalanx.train.replicas import Replicas
+    from phalanx.train.step import Stepper
 
 __all__ = ["TrainingState"]
 

@@ -14,16 +14,15 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from phalanx.errors import UsageError
-from phalanx.train.backward import FiniteCheck, Stepper
 from phalanx.train.batch_schedule import BatchSchedule, MicroBatch
 from phalanx.train.checkpoints import Checkpointer
 from phalanx.train.evaluation import Evaluation, Loss, move_to_device, unpack_loss
 from phalanx.train.preemption import PREEMPTION_EXIT_CODE, PreemptionHandler
 from phalanx.train.progress import Display, check_tensorboard, open_tensorboard
+from phalanx.train.random_generators import seed_rank
 from phalanx.train.replicas import Replicas
-from phalanx.train.seeds import seed_rank
 from phalanx.train.state import TrainingState
-from phalanx.train.step_sync import StepSync, Totals
+from phalanx.train.step import FiniteCheck, Stepper, StepSync, Totals
 
 __all__ = ["Result", "Trainer"]
 
@@ -47,6 +46,10 @@ class Result:
             metrics; empty if there was no evaluation.
         losses: The loss of each step of this call of `fit`; infinite or NaN for some steps that
             float16 skipped.
+
+    Example:
+        >>> result = trainer.fit()
+        >>> mean_loss = sum(result.losses) / len(result.losses)
     """
 
     step: int = 0
@@ -187,6 +190,10 @@ class Trainer:
             SystemExit: A rank received SIGTERM. Every rank raises it with the code 143
                 (`PREEMPTION_EXIT_CODE`), after saving a checkpoint if `checkpoints` is given.
             torch.distributed.DistBackendError: A rank died or did not join a collective.
+
+        Example:
+            >>> result = trainer.fit()
+            >>> accuracy = result.evaluation["accuracy"]
         """
         self._replicas.check()
         is_main, has_recorder = self._replicas.rank == 0, self._replicas.uses_phalanx

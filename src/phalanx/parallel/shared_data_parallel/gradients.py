@@ -7,19 +7,21 @@ the order of the layout. A full bucket is reduced while the backward pass contin
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.errors import UsageError
 from phalanx.parallel.shared_data_parallel.deferred_linear import Product
 from phalanx.parallel.shared_data_parallel.layout import Layout
-from phalanx.parallel.shared_data_parallel.memory import HostMemory
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shaped_like
+from phalanx.parallel.shared_data_parallel.parameters import SharedParameters
+from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 from phalanx.parallel.shared_data_parallel.reducer import make_reducer
-from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
-from phalanx.parallel.shared_data_parallel.views import flat, shaped_like
 
 __all__ = ["Gradients"]
 
@@ -39,24 +41,16 @@ class Gradients:
     """The gradients of a model's parameters.
 
     Args:
-        parameters: The parameters, with the same dtypes, shapes and strides on all ranks.
-        layout: The layout of the parameters, which is also that of their gradients.
-        topology: The ranks and hosts.
+        shared: The parameters. The layout of their gradients is the same.
         nonblocking: Whether to wait for other ranks only in `finish`; until then, gradients for
             which there is no free buffer stay in `grad`.
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        layout: Layout,
-        topology: RankTopology,
-        *,
-        nonblocking: bool,
-    ) -> None:
+    def __init__(self, shared: SharedParameters, *, nonblocking: bool) -> None:
+        layout, topology = shared.layout, shared.topology
         self.memory = HostMemory(layout.bytes, topology)
-        self._parameters = parameters
-        self._layout = layout
+        self._parameters = shared.trained
+        self._layout, self._topology = layout, topology
         self._reducer = make_reducer(layout, self.memory, topology, concurrent=nonblocking)
         self._nonblocking = nonblocking
         self._ranges = _ranges(layout, self._reducer.buffer)
@@ -67,20 +61,9 @@ class Gradients:
         self._averaged_flags = averages.pop()
         self._averages = [
             shaped_like(memory, parameter)
-            for memory, parameter in zip(averages, parameters, strict=True)
+            for memory, parameter in zip(averages, shared.trained, strict=True)
         ]
         self._reset()
-
-    def has(self, number: int) -> bool:
-        """Return whether a parameter has a gradient."""
-        return self._parameters[number].grad is not None
-
-    def copy_assigned(self) -> None:
-        """Copy gradients that the user has assigned to `grad` into the memory of the averages."""
-        for number, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and not self.is_average(parameter.grad, number):
-                self._averages[number].copy_(parameter.grad)
-                parameter.grad = self._averages[number]
 
     def is_average(self, gradient: Tensor, number: int) -> bool:
         """Return whether a gradient is the tensor of a parameter's averages, even if modified."""
@@ -139,6 +122,46 @@ class Gradients:
             if flag:
                 parameter.grad = average
         self._reset()
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients by their norm, as documented in `SharedDataParallel.clip_grad_norm_`.
+
+        Each rank handles its own slices.
+        """
+        if not max_norm > 0 or not norm_type > 0:
+            raise UsageError(
+                f"clip_grad_norm_: max_norm {max_norm} and norm_type {norm_type} given, expected "
+                "numbers above 0"
+            )
+        layout, topology = self._layout, self._topology
+        self._copy_assigned()
+        topology.barrier()  # no rank reads what others are about to publish
+        if topology.is_owner:
+            for bucket in layout.slices(topology.local_rank):
+                # Gradients that this rank has changed itself.
+                self.memory.publish(bucket.start, bucket.end)
+        own_slices = [
+            self.memory.shared(fragment.start, fragment.end, layout.dtypes[fragment.parameter])
+            for fragment in (layout.fragments(topology.local_rank) if topology.is_owner else [])
+            if self._parameters[fragment.parameter].grad is not None
+        ]
+        norm = _norm(own_slices, topology, norm_type)
+        # As in torch.nn.utils.clip_grad_norm_: a norm of NaN makes all gradients NaN.
+        scale = min(max_norm / (float(norm) + 1e-6), 1.0) if not norm.isnan() else math.nan
+        if scale != 1.0:
+            for part in own_slices:
+                part.mul_(scale)
+        topology.barrier()
+        self.memory.discard()
+        return norm
+
+    def _copy_assigned(self) -> None:
+        """Copy gradients that the user has assigned to `grad` into the memory of the averages."""
+        for number, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and not self.is_average(parameter.grad, number):
+                self._averages[number].copy_(parameter.grad)
+                parameter.grad = self._averages[number]
 
     def _write_gradients(self) -> Iterator[None]:
         """Write gradients, in the layout's order, and then the presence flags.
@@ -230,3 +253,21 @@ def _ranges(layout: Layout, buffer: Callable[[int], Tensor]) -> list[list[_Bucke
             bounds = (first - slot.start) // size, (last - slot.start) // size
             ranges[number].append(_BucketRange(index, *bounds, part))
     return ranges
+
+
+def _norm(own_slices: list[Tensor], topology: RankTopology, norm_type: float) -> Tensor:
+    norms = [
+        torch.linalg.vector_norm(part, norm_type, dtype=_accumulation_dtype(part))
+        for part in own_slices
+    ]
+    stacked = torch.stack([*norms, torch.zeros((), dtype=torch.float64)])
+    is_max_norm = math.isinf(norm_type)
+    total = stacked.max() if is_max_norm else stacked.pow(norm_type).sum()
+    if topology.host_group is not None:
+        op = dist.ReduceOp.MAX if is_max_norm else dist.ReduceOp.SUM
+        dist.all_reduce(total, op=op, group=topology.host_group)
+    return total if is_max_norm else total.pow(1.0 / norm_type)
+
+
+def _accumulation_dtype(part: Tensor) -> torch.dtype:
+    return torch.complex128 if part.is_complex() else torch.float64

@@ -16,11 +16,20 @@ from torch import Tensor
 
 from phalanx.parallel.shared_data_parallel.deferred_linear import is_row_major_matrix
 
-__all__ = ["PAGE_BYTES", "Bucket", "Layout", "ParameterFragment", "ParameterSlot", "make_layout"]
+__all__ = [
+    "ALIGNMENT",
+    "PAGE_BYTES",
+    "Bucket",
+    "Layout",
+    "ParameterFragment",
+    "ParameterSlot",
+    "make_layout",
+    "round_up",
+]
 
 PAGE_BYTES = 4096
 # The alignment of parameters in bytes: vector instructions then group elements as in a new tensor.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 # The maximum size of a matrix that is not split, so that a product can be written there directly.
 MAX_UNSPLIT_BYTES = 32 * 2**20
 
@@ -139,7 +148,7 @@ def make_layout(parameters: Sequence[Tensor], owners: int, bucket_bytes: int) ->
             if unsplit[number] and start < offset and offset + sizes[number] > start + bucket:
                 start = offset = _append_bucket(buckets, start, offset, dtype, unit)
             slots[number] = ParameterSlot(offset, sizes[number])
-            offset = _round_up(offset + sizes[number], _ALIGNMENT)
+            offset = round_up(offset + sizes[number], ALIGNMENT)
             if unsplit[number] and offset - start >= bucket:
                 start = offset = _append_bucket(buckets, start, offset, dtype, unit)
             while offset - start > bucket:
@@ -155,11 +164,12 @@ def _append_bucket(
     buckets: list[Bucket], start: int, end: int, dtype: torch.dtype, unit: int
 ) -> int:
     """Add a bucket, rounded up to whole slices; return its end."""
-    buckets.append(Bucket(start, start + _round_up(end - start, unit), dtype))
+    buckets.append(Bucket(start, start + round_up(end - start, unit), dtype))
     return buckets[-1].end
 
 
-def _round_up(offset: int, unit: int) -> int:
+def round_up(offset: int, unit: int) -> int:
+    """Return the smallest multiple of `unit` that is at least `offset`."""
     return -(-offset // unit) * unit
 
 

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a host share, as tensors."""
+"""Memory that the ranks of a host share, and its views as tensors."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.utils.dlpack import from_dlpack
 
 from phalanx import _native
 from phalanx.errors import PhalanxError
-from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES
-from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
+from phalanx.parallel.shared_data_parallel.layout import PAGE_BYTES, round_up
+from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 
-__all__ = ["HostMemory"]
+__all__ = ["HostMemory", "flat", "shaped_like"]
 
 
 class HostMemory:
@@ -35,7 +35,7 @@ class HostMemory:
     """
 
     def __init__(self, size: int, topology: RankTopology) -> None:
-        self._size = -(-max(size, 1) // PAGE_BYTES) * PAGE_BYTES
+        self._size = round_up(max(size, 1), PAGE_BYTES)
         memory, problem = None, ""
         if topology.local_rank == 0:
             try:
@@ -98,3 +98,40 @@ class HostMemory:
     def discard(self) -> int:
         """Drop this rank's writes to its replica; return the number of pages that it had."""
         return self._memory.drop(0, self._size)
+
+
+def shaped_like(memory: Tensor, like: Tensor) -> Tensor:
+    """View flat memory as a tensor with the shape of `like`, and its strides if it is dense."""
+    return memory.as_strided(like.shape, _strides(like))
+
+
+def flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return the elements of a tensor as a 1-D tensor, in the order of `shaped_like(memory, like)`.
+
+    The result is a view if `tensor` has the same strides, otherwise a copy.
+    """
+    if tensor.stride() != _strides(like):
+        tensor = tensor.new_empty_strided(like.shape, _strides(like)).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _strides(like: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor without gaps, otherwise those of a contiguous tensor.
+
+    A channels-last weight keeps its strides.
+    """
+    expected = 1
+    for stride, extent in sorted(zip(like.stride(), like.shape, strict=True)):
+        if extent > 1 and stride != expected:
+            return _contiguous(like)
+        expected *= extent
+    return like.stride()
+
+
+def _contiguous(like: Tensor) -> tuple[int, ...]:
+    strides: list[int] = []
+    step = 1
+    for extent in reversed(like.shape):
+        strides.insert(0, step)
+        step *= max(extent, 1)
+    return tuple(strides)

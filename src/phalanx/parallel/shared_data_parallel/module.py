@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,18 +13,14 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from phalanx.errors import CollectiveMismatch, UsageError
-from phalanx.parallel.shared_data_parallel import clipping, parameters
-from phalanx.parallel.shared_data_parallel.backward_tracking import BackwardTracker
-from phalanx.parallel.shared_data_parallel.copies import PlainCopy
 from phalanx.parallel.shared_data_parallel.deferred_linear import (
     DeferredLinearGrad,
     accumulation_node,
     is_row_major_matrix,
 )
 from phalanx.parallel.shared_data_parallel.gradients import Gradients
-from phalanx.parallel.shared_data_parallel.layout import make_layout
 from phalanx.parallel.shared_data_parallel.optimizer import ShardedOptimizer
-from phalanx.parallel.shared_data_parallel.slice_owners import find_topology
+from phalanx.parallel.shared_data_parallel.parameters import share_parameters
 from phalanx.parallel.sync_batch_norm import SyncBatchNorm
 
 __all__ = ["BUCKET_BYTES", "SharedDataParallel"]
@@ -117,36 +114,29 @@ class SharedDataParallel(nn.Module):
             raise UsageError(
                 f"SharedDataParallel: bucket_bytes {bucket_bytes} given, expected above 0"
             )
-        parameters.check(module)
         super().__init__()
         self.module = module
         self.broadcast_buffers = broadcast_buffers
         self.require_backward_grad_sync = True
-        self._topology = find_topology(group)
-        parameters.check_same_model(module, self._topology)
-        all_parameters = list(module.parameters())
-        self._trained = [parameter for parameter in all_parameters if parameter.requires_grad]
-        self._layout = make_layout(self._trained, self._topology.owners_per_host, bucket_bytes)
-        self._memory = parameters.move_to_shared_memory(self._trained, self._layout, self._topology)
-        if frozen := [parameter for parameter in all_parameters if not parameter.requires_grad]:
-            parameters.move_to_shared_memory(
-                frozen, make_layout(frozen, 1, bucket_bytes), self._topology
-            )
-        self._parameter_views = parameters.ParameterViews(all_parameters)
+        self._shared = share_parameters(module, group, bucket_bytes)
         if collective_backward is None:
             collective_backward = any(isinstance(part, _COLLECTIVE) for part in module.modules())
-        self._gradients = Gradients(
-            self._trained, self._layout, self._topology, nonblocking=collective_backward
-        )
+        self._gradients = Gradients(self._shared, nonblocking=collective_backward)
         self._backward_tracker = BackwardTracker()
         self._broadcast_buffers()
         self._deferred_linear = DeferredLinearGrad(
-            [(n, weight) for n, weight in enumerate(self._trained) if is_row_major_matrix(weight)],
+            [
+                (n, weight)
+                for n, weight in enumerate(self._shared.trained)
+                if is_row_major_matrix(weight)
+            ],
             self._gradients.defer,
         )
         # Hooks on the accumulation nodes: post-accumulate-grad hooks are not called if a gradient
         # is deferred.
-        self._accumulation_nodes = [accumulation_node(parameter) for parameter in self._trained]
+        self._accumulation_nodes = [
+            accumulation_node(parameter) for parameter in self._shared.trained
+        ]
         for number, node in enumerate(self._accumulation_nodes):
             node.register_hook(self._make_gradient_hook(number))
 
@@ -158,7 +148,7 @@ class SharedDataParallel(nn.Module):
                     "SharedDataParallel: an exception interrupted the last backward pass, so the "
                     "ranks are no longer synchronized: end the job, and restart from a checkpoint"
                 )
-            self._parameter_views.restore()
+            self._shared.views.restore()
             return self._forward(self.require_backward_grad_sync, *inputs, **keywords)
         return self.module(*inputs, **keywords)
 
@@ -176,6 +166,11 @@ class SharedDataParallel(nn.Module):
         """Accumulate gradients on each rank without averaging them within the context.
 
         The next backward pass whose forward pass is outside averages the accumulated gradients.
+
+        Example:
+            >>> with model.no_sync():
+            ...     F.cross_entropy(model(inputs), targets).backward()
+            >>> F.cross_entropy(model(inputs), targets).backward()  # averages the sum of both
         """
         previous, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
@@ -206,8 +201,19 @@ class SharedDataParallel(nn.Module):
         Raises:
             UsageError: The class is not known to update each element independently, or a parameter
                 is not part of this model or does not require a gradient.
+
+        Example:
+            >>> groups = [{"params": model.parameters(), "weight_decay": 0.01}]
+            >>> optimizer = model.optimizer(torch.optim.AdamW, groups, lr=1e-3, fused=True)
         """
-        return ShardedOptimizer(self, optimizer_class, params, elementwise=elementwise, **options)
+        return ShardedOptimizer(
+            self._shared,
+            self._gradients,
+            optimizer_class,
+            params,
+            elementwise=elementwise,
+            **options,
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; return the norm before.
@@ -222,8 +228,13 @@ class SharedDataParallel(nn.Module):
 
         Returns:
             The norm before scaling, a float64 scalar, the same on all ranks.
+
+        Example:
+            >>> loss.backward()
+            >>> norm = model.clip_grad_norm_(1.0)
+            >>> optimizer.step()
         """
-        return clipping.clip(self._layout, self._gradients, self._topology, max_norm, norm_type)
+        return self._gradients.clip(max_norm, norm_type)
 
     def register_comm_hook(self, *_: object) -> None:
         """Reject DDP's communication hooks, which change how buckets are sent: none are sent here.
@@ -271,7 +282,89 @@ class SharedDataParallel(nn.Module):
                 by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             packed = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(packed, group=self._topology.group, group_src=0)
+            dist.broadcast(packed, group=self._shared.topology.group, group_src=0)
             parts = torch.split(packed, [buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
+
+
+class PlainCopy(nn.Module):
+    """A plain module that replaces a `SharedDataParallel`, with the same names and its own memory.
+
+    `copy.deepcopy`, `torch.optim.swa_utils.AveragedModel` and `torch.save` of the whole module make
+    it; any rank may do so alone. It has plain parameters, and its backward pass does not average
+    gradients. It serves as an average of weights, a teacher or a model to evaluate. To train it,
+    wrap its `module`.
+    """
+
+    def __init__(self, module: nn.Module, training: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.training = training
+
+    def forward(self, *inputs: Any, **keywords: Any) -> Any:
+        """Run the module."""
+        return self.module(*inputs, **keywords)
+
+
+class BackwardTracker:
+    """A tracker of the wrapper's forward passes, which decides if a backward pass averages.
+
+    Hooks on the graph of a forward pass's outputs identify its backward pass, whatever runs in
+    between. A backward pass through no known output (of a loss that the module has stored, or
+    returned in a class of its own) counts as that of the last forward pass, once. DDP treats all
+    backward passes like this.
+    """
+
+    def __init__(self) -> None:
+        self._expected = False
+        # Set by the outputs through which the current backward pass went.
+        self._current: bool | None = None
+        self._hooks = {synchronize: self._make_hook(synchronize) for synchronize in (False, True)}
+
+    def begin(self, synchronize: bool) -> None:
+        """Record the start of a forward pass whose backward pass averages if `synchronize`."""
+        self._expected = synchronize
+        self._current = None  # left by a backward pass that an exception interrupted
+
+    def register_hooks(self, outputs: object, synchronize: bool) -> None:
+        """Register hooks on the outputs of the forward pass."""
+        if torch.compiler.is_compiling():
+            return
+        for tensor in _tensors(outputs):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._hooks[synchronize])
+
+    def synchronizes(self) -> bool:
+        """Return whether the current backward pass averages."""
+        return self._expected if self._current is None else self._current
+
+    def mark_averaged(self) -> None:
+        """Record that a backward pass has averaged."""
+        self._expected = False
+
+    def _make_hook(self, synchronize: bool) -> Callable[..., None]:
+        def hook(*_: object) -> None:
+            if self._current is None:
+                Variable._execution_engine.queue_callback(self._reset)
+            self._current = synchronize or bool(self._current)
+
+        return hook
+
+    def _reset(self) -> None:
+        self._current = None
+
+
+def _tensors(outputs: object) -> Iterator[Tensor]:
+    """Yield the tensors in the outputs of a module."""
+    parts: Any = ()
+    if isinstance(outputs, Tensor):
+        yield outputs
+    elif isinstance(outputs, Mapping):
+        parts = outputs.values()
+    elif isinstance(outputs, (tuple, list)):
+        parts = outputs
+    elif dataclasses.is_dataclass(outputs):
+        parts = (getattr(outputs, field.name) for field in dataclasses.fields(outputs))
+    for part in parts:
+        yield from _tensors(part)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn, optim
 
 from phalanx.errors import UsageError
-from phalanx.parallel.shared_data_parallel import optimizer_state
-from phalanx.parallel.shared_data_parallel.layout import ParameterFragment
-from phalanx.parallel.shared_data_parallel.optimizer_state import NON_OPTION_KEYS
-from phalanx.parallel.shared_data_parallel.parameters import trim_heap
-from phalanx.parallel.shared_data_parallel.views import flat
-
-if TYPE_CHECKING:
-    from phalanx.parallel.shared_data_parallel.module import SharedDataParallel
+from phalanx.parallel.shared_data_parallel.gradients import Gradients
+from phalanx.parallel.shared_data_parallel.layout import (
+    ALIGNMENT,
+    Layout,
+    ParameterFragment,
+    round_up,
+)
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shaped_like
+from phalanx.parallel.shared_data_parallel.parameters import SharedParameters, trim_heap
+from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 
 __all__ = ["ELEMENTWISE", "ShardedOptimizer"]
 
@@ -35,6 +38,9 @@ ELEMENTWISE = (
     optim.Rprop,
 )
 
+# The keys of a parameter group that are not options.
+_NON_OPTION_KEYS = ("params", "param_names")
+
 
 class ShardedOptimizer(optim.Optimizer):
     """An optimizer that on each rank updates a slice of the model's parameters in shared memory.
@@ -43,13 +49,21 @@ class ShardedOptimizer(optim.Optimizer):
     `param_groups` are those of the whole model, so that schedulers work, and the step is bitwise
     the same. `state` is empty, since a rank has only slices of the state; `state_dict` returns the
     whole state.
+
+    Example:
+        >>> optimizer = model.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+        >>> state = optimizer.state_dict()
+        >>> optimizer.load_state_dict(state)
     """
 
     def __init__(
         self,
-        model: SharedDataParallel,
+        shared: SharedParameters,
+        gradients: Gradients,
         optimizer_class: Callable[..., optim.Optimizer],
         params: Iterable[Any] | None,
+        /,
         *,
         elementwise: bool,
         **options: Any,
@@ -64,14 +78,15 @@ class ShardedOptimizer(optim.Optimizer):
             )
         self.optimizer_class = optimizer_class
         """The class of the optimizer that is divided."""
-        self._model = model
+        self._shared = shared
+        self._gradients = gradients
         self._parameter_numbers = {
-            id(parameter): number for number, parameter in enumerate(model._trained)
+            id(parameter): number for number, parameter in enumerate(shared.trained)
         }
         self._is_constructed = False
         # A trial instance provides the defaults, and checks the options before anything is made.
         defaults = optimizer_class([torch.zeros(1)], **options).defaults
-        super().__init__(list(model._trained if params is None else params), defaults)
+        super().__init__(list(shared.trained if params is None else params), defaults)
         self._is_constructed = True
         self._fragments = self._find_fragments()
         self._inner = self._make_inner(optimizer_class, options)
@@ -79,7 +94,7 @@ class ShardedOptimizer(optim.Optimizer):
             (
                 local,
                 fragment,
-                model._gradients.average_fragment(fragment.start, fragment.end, fragment.parameter),
+                gradients.average_fragment(fragment.start, fragment.end, fragment.parameter),
             )
             for fragments in self._fragments
             for local, fragment in fragments
@@ -107,7 +122,6 @@ class ShardedOptimizer(optim.Optimizer):
 
     def _find_fragments(self) -> list[list[tuple[nn.Parameter, ParameterFragment]]]:
         """Return this rank's fragments of each group's parameters."""
-        model = self._model
         group_of = {
             self._parameter_numbers[id(parameter)]: index
             for index, group in enumerate(self.param_groups)
@@ -116,10 +130,10 @@ class ShardedOptimizer(optim.Optimizer):
         fragments: list[list[tuple[nn.Parameter, ParameterFragment]]] = [
             [] for _ in self.param_groups
         ]
-        topology, layout = model._topology, model._layout
+        topology, layout = self._shared.topology, self._shared.layout
         for fragment in layout.fragments(topology.local_rank) if topology.is_owner else []:
             if (index := group_of.get(fragment.parameter)) is not None:
-                part = model._memory.shared(
+                part = self._shared.memory.shared(
                     fragment.start, fragment.end, layout.dtypes[fragment.parameter]
                 )
                 fragments[index].append((nn.Parameter(part), fragment))
@@ -131,7 +145,7 @@ class ShardedOptimizer(optim.Optimizer):
         """Return the optimizer of this rank's fragments, or None if the rank has none."""
         groups = [
             {
-                **{key: value for key, value in group.items() if key not in NON_OPTION_KEYS},
+                **{key: value for key, value in group.items() if key not in _NON_OPTION_KEYS},
                 "params": [local for local, _ in fragments],
             }
             for group, fragments in zip(self.param_groups, self._fragments, strict=True)
@@ -155,27 +169,27 @@ class ShardedOptimizer(optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        model = self._model
-        model._parameter_views.restore()
-        model._topology.barrier()  # no rank reads the parameters any more
+        shared = self._shared
+        shared.views.restore()
+        shared.topology.barrier()  # no rank reads the parameters any more
         self._publish()
         if self._inner is not None:
             self._update()
-        model._topology.barrier()
-        model._memory.discard()
-        torch.autograd.graph.increment_version(model._trained)
+        shared.topology.barrier()
+        shared.memory.discard()
+        torch.autograd.graph.increment_version(shared.trained)
         return loss
 
     @torch.no_grad()
     def _update(self) -> None:
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             inner.update({key: group[key] for key in inner if key != "params" and key in group})
-        trained = self._model._trained
+        trained = self._shared.trained
         for local, fragment, average in self._averages:
             gradient = trained[fragment.parameter].grad
             if gradient is None:
                 local.grad = None
-            elif self._model._gradients.is_average(gradient, fragment.parameter):
+            elif self._gradients.is_average(gradient, fragment.parameter):
                 local.grad = average
             else:  # the user has assigned another gradient
                 local.grad = self._slice_elements(
@@ -197,17 +211,17 @@ class ShardedOptimizer(optim.Optimizer):
 
     def _slice_elements(self, elements: Tensor, fragment: ParameterFragment) -> Tensor:
         """Return a fragment of a parameter's elements."""
-        layout = self._model._layout
+        layout = self._shared.layout
         start = layout.slots[fragment.parameter].start
         size = layout.dtypes[fragment.parameter].itemsize
         return elements[(fragment.start - start) // size : (fragment.end - start) // size]
 
     def _publish(self) -> None:
         """Publish in-place writes to this rank's slices, so that the step starts from them."""
-        model = self._model
-        if model._topology.is_owner:
-            for bucket in model._layout.slices(model._topology.local_rank):
-                model._memory.publish(bucket.start, bucket.end)
+        shared = self._shared
+        if shared.topology.is_owner:
+            for bucket in shared.layout.slices(shared.topology.local_rank):
+                shared.memory.publish(bucket.start, bucket.end)
 
     # The state, in the format of the optimizer that is divided.
 
@@ -228,7 +242,7 @@ class ShardedOptimizer(optim.Optimizer):
         """
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        states = optimizer_state.collect(self._fragment_states(), self._model._trained, self._model)
+        states = _collect_states(self._fragment_states(), self._shared)
         index = {number: i for i, number in enumerate(self._parameter_order())}
         packed = {
             "state": {i: states[n] for n, i in index.items() if n in states},
@@ -259,10 +273,10 @@ class ShardedOptimizer(optim.Optimizer):
         state_dict = state_dict.copy()
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        optimizer_state.check(state_dict, self.param_groups)
-        trained = self._model._trained
+        _check_state(state_dict, self.param_groups)
+        trained = self._shared.trained
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update({key: saved[key] for key in saved if key not in NON_OPTION_KEYS})
+            group.update({key: saved[key] for key in saved if key not in _NON_OPTION_KEYS})
         index = {number: i for i, number in enumerate(self._parameter_order())}
         states_of = {int(i): state for i, state in state_dict["state"].items()}
         for local, fragment, _ in self._averages:
@@ -297,3 +311,111 @@ class ShardedOptimizer(optim.Optimizer):
             for group in self.param_groups
             for parameter in group["params"]
         ]
+
+
+class _Summary(NamedTuple):
+    """A rank's description of the state of a parameter of which it has a fragment."""
+
+    tensors: dict[str, torch.dtype]
+    """The dtypes of the tensors that have an element for each element of the parameter."""
+    scalars: dict[str, Any]
+    """All other values."""
+
+
+def _collect_states(
+    fragments: Sequence[tuple[ParameterFragment, dict[str, Any]]],
+    shared: SharedParameters,
+) -> dict[int, dict[str, Any]]:
+    """Return the whole state of each parameter, by its number; all ranks of the host must call it.
+
+    Args:
+        fragments: This rank's fragments, each with its state.
+        shared: The parameters of the model.
+    """
+    summaries = _exchange_summaries(
+        {fragment.parameter: _summary(state) for fragment, state in fragments}, shared.topology
+    )
+    offsets: dict[tuple[int, str], tuple[int, torch.dtype]] = {}
+    size = 0
+    for number, summary in sorted(summaries.items()):
+        for key, dtype in sorted(summary.tensors.items()):
+            offsets[number, key] = size, dtype
+            size += round_up(shared.trained[number].numel() * dtype.itemsize, ALIGNMENT)
+    memory = HostMemory(size, shared.topology)
+    for fragment, state in fragments:
+        for key, value in state.items():
+            if (fragment.parameter, key) in offsets:
+                _write_fragment(
+                    memory, value, fragment, offsets[fragment.parameter, key], shared.layout
+                )
+    shared.topology.barrier()
+    states = {number: dict(summary.scalars) for number, summary in summaries.items()}
+    for (number, key), (start, dtype) in offsets.items():
+        parameter = shared.trained[number]
+        part = memory.replica(start, start + parameter.numel() * dtype.itemsize, dtype)
+        states[number][key] = shaped_like(part, parameter)
+    return states
+
+
+def _summary(state: dict[str, Any]) -> _Summary:
+    tensors: dict[str, torch.dtype] = {}
+    scalars: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            tensors[key] = value.dtype
+        else:
+            scalars[key] = value.clone() if isinstance(value, Tensor) else value
+    return _Summary(tensors, scalars)
+
+
+def _exchange_summaries(own: dict[int, _Summary], topology: RankTopology) -> dict[int, _Summary]:
+    """Return a summary of each parameter with a state, from the first rank that has a fragment."""
+    by_rank: list[dict[int, _Summary]] = [own]
+    if topology.host_group is not None:
+        by_rank = [{}] * topology.local_size
+        dist.all_gather_object(by_rank, own, group=topology.host_group)
+    merged: dict[int, _Summary] = {}
+    for summaries in by_rank:
+        for number, summary in summaries.items():
+            if summary.tensors or summary.scalars:
+                merged.setdefault(number, summary)
+    return merged
+
+
+def _write_fragment(
+    memory: HostMemory,
+    value: Tensor,
+    fragment: ParameterFragment,
+    location: tuple[int, torch.dtype],
+    layout: Layout,
+) -> None:
+    start, dtype = location
+    offset_in_parameter = fragment.start - layout.slots[fragment.parameter].start
+    first = (
+        start + offset_in_parameter // layout.dtypes[fragment.parameter].itemsize * dtype.itemsize
+    )
+    memory.shared(first, first + value.numel() * dtype.itemsize, dtype).copy_(value)
+
+
+def _check_state(state_dict: dict[str, Any], groups: Sequence[dict[str, Any]]) -> None:
+    """Check that a state fits these groups of parameters.
+
+    Raises:
+        UsageError: The number of parameters or the shape of a tensor differs.
+    """
+    saved = [len(group["params"]) for group in state_dict["param_groups"]]
+    expected = [len(group["params"]) for group in groups]
+    if saved != expected:
+        raise UsageError(
+            f"load_state_dict: a state for groups of {saved} parameters given, expected {expected}:"
+            " is it the state of a different model?"
+        )
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    for index, state in state_dict["state"].items():
+        for key, value in state.items():
+            shape = parameters[int(index)].shape
+            if isinstance(value, Tensor) and value.dim() and value.shape != shape:
+                raise UsageError(
+                    f"load_state_dict: {key} of parameter {index} is {list(value.shape)}, expected "
+                    f"{list(shape)}: is it the state of a different model?"
+                )

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.errors import UsageError
-from phalanx.parallel.shared_data_parallel.layout import Layout
-from phalanx.parallel.shared_data_parallel.memory import HostMemory
-from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
-from phalanx.parallel.shared_data_parallel.views import flat, shaped_like
+from phalanx.parallel.shared_data_parallel.layout import Layout, make_layout
+from phalanx.parallel.shared_data_parallel.memory import HostMemory, flat, shaped_like
+from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology, find_topology
 
-__all__ = ["ParameterViews", "check", "check_same_model", "move_to_shared_memory", "trim_heap"]
+__all__ = ["ParameterViews", "SharedParameters", "share_parameters", "trim_heap"]
 
 #: The dtypes of parameters that can be trained; frozen parameters may have any dtype.
 TRAINABLE_DTYPES = (
@@ -28,7 +28,53 @@ TRAINABLE_DTYPES = (
 )
 
 
-def check(module: nn.Module) -> None:
+@dataclass(frozen=True)
+class SharedParameters:
+    """The parameters of a model, in memory that the ranks of a host share.
+
+    Attributes:
+        trained: The parameters that are trained. Their numbers are their indices here.
+        layout: The layout of the trained parameters, and of their gradients.
+        topology: The ranks and hosts.
+        memory: The memory of the trained parameters.
+        views: The views of all parameters, including frozen ones.
+    """
+
+    trained: list[nn.Parameter]
+    layout: Layout
+    topology: RankTopology
+    memory: HostMemory
+    views: ParameterViews
+
+
+def share_parameters(
+    module: nn.Module, group: dist.ProcessGroup | None, bucket_bytes: int
+) -> SharedParameters:
+    """Move a module's parameters into shared memory; all ranks of the group must call it.
+
+    Args:
+        module: The module, whose parameters take the values of the group's rank 0.
+        group: The group of ranks; the default group if None.
+        bucket_bytes: The size of a bucket in bytes.
+
+    Raises:
+        UsageError: No parameter requires a gradient, a parameter is not supported, or the models
+            of the ranks differ.
+        PhalanxError: There is not enough memory.
+    """
+    _check_supported(module)
+    topology = find_topology(group)
+    _check_same_model(module, topology)
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    layout = make_layout(trained, topology.owners_per_host, bucket_bytes)
+    memory = _move_to_shared_memory(trained, layout, topology)
+    if frozen := [parameter for parameter in parameters if not parameter.requires_grad]:
+        _move_to_shared_memory(frozen, make_layout(frozen, 1, bucket_bytes), topology)
+    return SharedParameters(trained, layout, topology, memory, ParameterViews(parameters))
+
+
+def _check_supported(module: nn.Module) -> None:
     """Check that a module can be made data-parallel, without communication.
 
     Raises:
@@ -60,7 +106,7 @@ def check(module: nn.Module) -> None:
             )
 
 
-def check_same_model(module: nn.Module, topology: RankTopology) -> None:
+def _check_same_model(module: nn.Module, topology: RankTopology) -> None:
     """Check that all ranks have the same model; block until all have called this.
 
     Raises:
@@ -99,7 +145,7 @@ def _describe_parameter(found: Sequence[object] | None) -> str:
 
 
 @torch.no_grad()
-def move_to_shared_memory(
+def _move_to_shared_memory(
     parameters: Sequence[nn.Parameter], layout: Layout, topology: RankTopology
 ) -> HostMemory:
     """Move parameters into memory that the host holds once, with the values of the group's rank 0.
@@ -132,7 +178,7 @@ class ParameterViews:
     """The parameters' views of the memory, restored if `parameter.data` was reassigned.
 
     Args:
-        parameters: The parameters, after `move_to_shared_memory`.
+        parameters: The parameters, in shared memory.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 import phalanx
 from phalanx.parallel.shared_data_parallel.layout import Layout
 from phalanx.parallel.shared_data_parallel.memory import HostMemory
-from phalanx.parallel.shared_data_parallel.slice_owners import RankTopology
+from phalanx.parallel.shared_data_parallel.rank_topology import RankTopology
 from phalanx.torch_versions import reduce_scatter_single
 
 __all__ = ["Reducer", "make_reducer"]

@@ -1,20 +1,89 @@
-"""`Checkpointer`: the interface to the checkpoints in a directory."""
+"""`Checkpointer`: the interface to the checkpoints in a directory, and how it saves and loads them.
 
+To save, writers write their files, then rank 0 writes the manifest and commits. To load, a
+checkpoint is verified, then parsed, and all ranks use the same one.
+"""
+
+import errno
+import functools
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from phalanx.errors import CheckpointError, UsageError
-from phalanx.train.checkpoints.collective_action import RankGroup
+from phalanx.train.checkpoints.collective_action import RankGroup, UnusableCheckpoint
 from phalanx.train.checkpoints.directory import CheckpointDirectory
-from phalanx.train.checkpoints.loading import Checkpoint, load
-from phalanx.train.checkpoints.saving import save
+from phalanx.train.checkpoints.files import ContentError, read_verified, write_file
+from phalanx.train.checkpoints.manifest import (
+    File,
+    Manifest,
+    check_compatibility,
+    flatten,
+    read_manifest,
+    unflatten,
+    write_manifest,
+)
+from phalanx.train.checkpoints.safetensors import (
+    DTYPES,
+    FormatError,
+    build_header,
+    parse,
+    read_tensor,
+    tensor_bytes,
+)
+from phalanx.train.checkpoints.sharding import (
+    Shard,
+    TensorDescription,
+    assign_shards,
+    copy_overlap,
+    describe_tensors,
+    extract_shard,
+    is_distributed,
+    local_box,
+    total_bytes,
+)
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpoint", "Checkpointer"]
+
+Value = TypeVar("Value")
+# Without sharding, rank 0 writes one file per `FILE_BYTES`, each in a thread of its own. The number
+# is limited by `MAX_FILES` and by the cores.
+FILE_BYTES = 32 * 2**20
+MAX_FILES = 4
+
+_log = logging.getLogger("phalanx")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A loaded checkpoint.
+
+    Example:
+        >>> checkpoint = checkpoints.load()
+        >>> if checkpoint is not None:
+        ...     model.load_state_dict(checkpoint.state["model"])
+        ...     step = checkpoint.step
+    """
+
+    step: int
+    """The step at which it was saved."""
+    state: dict[str, Any]
+    """The saved state, with tuples as lists."""
+    path: Path
+    """The directory of the checkpoint."""
+    world_size: int
+    """Number of ranks that saved it."""
+    versions: dict[str, str]
+    """The versions of `phalanx` and `torch` that saved it."""
 
 
 class Checkpointer:
@@ -43,6 +112,13 @@ class Checkpointer:
             created in a process group of several ranks that no longer exists.
         CheckpointError: The directory cannot be created or written, or `sharded` is True and the
             ranks see different directories. Every rank raises it.
+
+    Example:
+        >>> checkpoints = Checkpointer("checkpoints", keep=2)
+        >>> state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        >>> path = checkpoints.save(1000, state)
+        >>> checkpoints.load().step
+        1000
     """
 
     def __init__(
@@ -94,8 +170,12 @@ class Checkpointer:
                 process is saving in the directory. Every rank raises it. Both errors name the rank,
                 unless all ranks have the same error.
             torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+        Example:
+            >>> checkpoints.save(1200, {"model": model.state_dict()}).name
+            '000001-step-1200'
         """
-        return save(self._current_ranks(), self._directory, step, state, self._sharded)
+        return _save(self._current_ranks(), self._directory, step, state, self._sharded)
 
     def load(
         self,
@@ -128,8 +208,13 @@ class Checkpointer:
             CheckpointError: There are checkpoints, and none is usable. The message gives the reason
                 for each.
             torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+        Example:
+            >>> checkpoint = checkpoints.load(like={"model": model.state_dict()})
+            >>> if checkpoint is not None:
+            ...     model.load_state_dict(checkpoint.state["model"])
         """
-        return load(self._current_ranks(), self._directory, like, map_location)
+        return _load(self._current_ranks(), self._directory, like, map_location)
 
     def _current_ranks(self) -> RankGroup:
         """Return the current ranks, as the group may have been created after this object."""
@@ -171,3 +256,277 @@ def _check_probe(probe: Path, directory: CheckpointDirectory) -> None:
             "directory that all ranks share"
         )
     directory.prepare()
+
+
+@dataclass(frozen=True)
+class _LocalPlan:
+    """The part of a rank in a save, which it announces to the others before anything is written."""
+
+    directory_name: str
+    descriptions: dict[str, TensorDescription]
+
+
+@torch.no_grad()
+def _save(
+    ranks: RankGroup,
+    directory: CheckpointDirectory,
+    step: int,
+    state: Mapping[str, Any],
+    sharded: bool,
+) -> Path:
+    """Save a state; see `Checkpointer.save`. Collective."""
+    content: tuple[Any, dict[str, Tensor]] = (None, {})
+
+    def plan() -> _LocalPlan:
+        nonlocal content
+        _check_step(step)
+        content = flatten(state)
+        if not sharded:
+            _check_not_distributed(content[1])
+        directory_name = (
+            convert_errors(lambda: directory.begin(step).name) if ranks.rank == 0 else ""
+        )
+        return _LocalPlan(
+            directory_name, describe_tensors(content[1]) if sharded or ranks.rank == 0 else {}
+        )
+
+    def convert_errors(action: Callable[[], Value]) -> Value:
+        return _convert_write_errors(
+            f"the checkpoint of step {step} was not saved", directory.path, action
+        )
+
+    try:
+        plans = ranks.run_and_gather(plan)
+        descriptions = [each.descriptions for each in plans]
+        temporary = directory.path / plans[0].directory_name
+        # Every rank computes the same result or raises the same error.
+        shares = (
+            assign_shards(descriptions)
+            if sharded
+            else assign_shards(descriptions[:1], _file_count(descriptions[0]))
+        )
+        own_files = [ranks.rank] if sharded else list(range(len(shares))) if ranks.rank == 0 else []
+        tree, tensors = content
+        files = ranks.run_and_gather(
+            lambda: convert_errors(lambda: _write_files(temporary, own_files, shares, tensors))
+        )
+
+        def finish() -> str:
+            written = [file for rank_files in files for file in rank_files]
+            manifest = Manifest(
+                step, ranks.size, sharded, _versions(), written, descriptions[0], shares, tree
+            )
+            write_manifest(temporary, manifest)
+            return directory.commit().name
+
+        return directory.path / ranks.run_on_first(lambda: convert_errors(finish))
+    finally:
+        directory.end()
+
+
+def _convert_write_errors(message: str, path: Path, action: Callable[[], Value]) -> Value:
+    """Run an action that writes; turn an OSError into a CheckpointError with context and advice."""
+    try:
+        return action()
+    except OSError as error:
+        advice = ": older checkpoints are unchanged"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = f"; free disk space, or keep fewer checkpoints{advice}"
+        raise CheckpointError(f"{message}: {error.strerror or error} in {path}{advice}") from error
+
+
+def _file_count(descriptions: Mapping[str, TensorDescription]) -> int:
+    """Return the number of files that rank 0 writes in parallel, each on its own core."""
+    return max(
+        1, min(MAX_FILES, len(os.sched_getaffinity(0)), total_bytes(descriptions) // FILE_BYTES)
+    )
+
+
+def _write_files(
+    temporary: Path, own_files: list[int], shares: list[list[Shard]], tensors: Mapping[str, Tensor]
+) -> list[File]:
+    """Write the files in `own_files` in parallel."""
+
+    def write(index: int) -> File:
+        return _write(temporary, index, shares[index], tensors)
+
+    if len(own_files) < 2:
+        return [write(index) for index in own_files]
+    with ThreadPoolExecutor(len(own_files), "phalanx-checkpoint") as threads:
+        return list(threads.map(write, own_files))
+
+
+@torch.no_grad()  # the setting is per thread
+def _write(
+    temporary: Path, index: int, file_shards: list[Shard], tensors: Mapping[str, Tensor]
+) -> File:
+    shards = {shard.key: extract_shard(tensors[shard.name], shard) for shard in file_shards}
+    name = f"state-{index:05d}.safetensors"
+    return File(name, *write_file(temporary / name, _file_parts(shards)))
+
+
+def _file_parts(tensors: Mapping[str, Tensor]) -> Iterator[bytes | memoryview]:
+    header, order = build_header(tensors)
+    yield header
+    for key in order:
+        yield tensor_bytes(tensors[key])
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
+    return {"phalanx": version("phalanx"), "torch": str(torch.__version__)}
+
+
+def _check_step(step: object) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise UsageError(f"step {step!r} given, expected an integer of at least 0")
+
+
+def _check_not_distributed(tensors: Mapping[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if is_distributed(tensor):
+            raise UsageError(
+                f"{name} is a DTensor, of which a rank has only a shard: save it with "
+                "Checkpointer(..., sharded=True)"
+            )
+
+
+def _load(
+    ranks: RankGroup,
+    directory: CheckpointDirectory,
+    like: Mapping[str, Any] | None,
+    map_location: Any,
+) -> Checkpoint | None:
+    """Load the latest usable checkpoint; see `Checkpointer.load`. Collective."""
+    errors: list[str] = []
+    for name in ranks.run_on_first(directory.names):
+        path = directory.path / name
+        try:
+            return _load_checkpoint(ranks, path, like, map_location)
+        except UnusableCheckpoint as error:
+            errors.append(f"{path}: {error}")
+            directory.unusable_names.add(name)
+            if ranks.rank == 0:
+                _log.warning("skipping an unusable checkpoint: %s", errors[-1])
+    if errors:
+        listing = "\n  ".join(errors)
+        raise CheckpointError(
+            f"none of {len(errors)} checkpoints is usable:\n  {listing}\n"
+            "Move them away to start from scratch, or give another directory"
+        )
+    return None
+
+
+def _load_checkpoint(
+    ranks: RankGroup, path: Path, like: Mapping[str, Any] | None, map_location: Any
+) -> Checkpoint:
+    def convert_errors(action: Callable[[], Value]) -> Value:
+        return _convert_read_errors(path, action)
+
+    manifest = ranks.run_on_first(lambda: convert_errors(lambda: read_manifest(path)))
+    assembly = ranks.run_on_all(
+        lambda: _Assembly(manifest, check_compatibility(manifest, like), torch.device(map_location))
+    )
+    for index in range(len(manifest.files)):
+        buffer = _fetch(ranks, path, manifest, index)
+        ranks.run_on_all(
+            functools.partial(convert_errors, functools.partial(assembly.add_file, index, buffer))
+        )
+    tensors = ranks.run_on_all(lambda: convert_errors(assembly.finish))
+    state = unflatten(manifest.tree, tensors.__getitem__)
+    return Checkpoint(manifest.step, state, path, manifest.world_size, manifest.versions)
+
+
+def _fetch(ranks: RankGroup, path: Path, manifest: Manifest, index: int) -> Tensor:
+    """Return the content of a file on all ranks, after one rank has read and verified it."""
+    file = manifest.files[index]
+    source = index % ranks.size if manifest.sharded else 0
+    content: Tensor | None = None
+
+    def read() -> None:
+        nonlocal content
+        if ranks.rank == source:
+            content = read_verified(path / file.name, file.length, file.digest)
+
+    ranks.run_on_all(lambda: _convert_read_errors(path, read))
+    return ranks.broadcast(content, file.length, source)
+
+
+def _convert_read_errors(path: Path, action: Callable[[], Value]) -> Value:
+    """Run an action that reads a checkpoint; turn errors of the file into UnusableCheckpoint."""
+    try:
+        return action()
+    except (ContentError, FormatError) as error:
+        raise UnusableCheckpoint(str(error)) from error
+    except OSError as error:
+        name = Path(error.filename).name if error.filename else path.name
+        raise UnusableCheckpoint(f"{name}: {error.strerror or error}") from error
+
+
+class _Assembly:
+    """The tensors of a checkpoint, assembled file by file."""
+
+    def __init__(
+        self, manifest: Manifest, like: Mapping[str, Tensor], device: torch.device
+    ) -> None:
+        self._manifest = manifest
+        self._like = like
+        self._device = device
+        self._tensors: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}
+        self._boxes = {name: description.whole for name, description in manifest.tensors.items()}
+        self._boxes |= {name: local_box(tensor, name) for name, tensor in like.items()}
+
+    def add_file(self, index: int, buffer: Tensor) -> None:
+        """Copy or reference the needed shards of a verified file."""
+        entries = parse(buffer)
+        for shard in self._manifest.shards[index]:
+            entry = entries.get(shard.key)
+            description = self._manifest.tensors[shard.name]
+            if entry is None or (DTYPES[entry.dtype], entry.shape) != (
+                description.dtype,
+                shard.box.shape,
+            ):
+                raise ContentError(
+                    f"{self._manifest.files[index].name} has no {shard.key} of the shape and dtype "
+                    "that the manifest lists"
+                )
+            self._copy_shard(shard, read_tensor(buffer, entry))
+
+    def finish(self) -> dict[str, Tensor]:
+        """Return all tensors, each on its device and as a DTensor if `like` has one.
+
+        Raises:
+            ContentError: The files lack a shard of a tensor.
+        """
+        for name in self._boxes:
+            if name not in self._tensors or self._missing.get(name):
+                raise ContentError(f"a part of {name} is missing from the files")
+        return {name: self._finish_tensor(name, tensor) for name, tensor in self._tensors.items()}
+
+    def _copy_shard(self, shard: Shard, source: Tensor) -> None:
+        target_box = self._boxes[shard.name]
+        if shard.box == target_box and shard.name not in self._like:
+            self._tensors[shard.name] = source.to(self._device)
+            return
+        if shard.name not in self._tensors:
+            self._tensors[shard.name] = torch.empty(target_box.shape, dtype=source.dtype)
+            self._missing[shard.name] = target_box.size
+        self._missing[shard.name] -= copy_overlap(
+            self._tensors[shard.name], target_box, source, shard.box
+        )
+
+    def _finish_tensor(self, name: str, tensor: Tensor) -> Tensor:
+        like: Any = self._like.get(name)
+        if like is None:
+            return tensor.to(self._device)
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            tensor.to(like.to_local().device),
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        )

@@ -1,24 +1,177 @@
-"""The manifest of a checkpoint: `manifest.json`, and `SHA256SUMS`, readable by `sha256sum -c`."""
+"""The description of a checkpoint's contents, and its comparison with an existing state.
+
+`flatten` converts a nested state to a JSON tree and named tensors; `unflatten` is its inverse. A
+`Manifest` has the tree and describes the tensors and files. `manifest.json` contains it, and
+`SHA256SUMS`, readable by `sha256sum -c`, has the checksums of all files. `check_compatibility`
+compares a manifest with a state before any tensor is read.
+"""
 
 import hashlib
 import json
+import math
 import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import UsageError
 from phalanx.train.checkpoints.directory import parse_step
 from phalanx.train.checkpoints.files import ContentError, read_small, write_file
-from phalanx.train.checkpoints.sharding import Box, Shard, TensorDescription
-from phalanx.train.checkpoints.state_tree import unflatten
+from phalanx.train.checkpoints.safetensors import DTYPES
+from phalanx.train.checkpoints.sharding import Box, Shard, TensorDescription, is_distributed
 
-__all__ = ["File", "Manifest", "read_manifest", "write_manifest"]
+__all__ = [
+    "File",
+    "Manifest",
+    "check_compatibility",
+    "flatten",
+    "read_manifest",
+    "unflatten",
+    "write_manifest",
+]
 
 FORMAT, VERSION = "phalanx-checkpoint", 1
 MANIFEST, CHECKSUMS = "manifest.json", "SHA256SUMS"
+# A dict with one of these as its only key represents a value that JSON cannot represent.
+TENSOR, FLOAT, ITEMS = "$tensor", "$float", "$items"
+
 _CHECKSUM_LINES = re.compile(rb"(?:[0-9a-f]{64}  [A-Za-z0-9][A-Za-z0-9._-]*\n)+")
 # Size limit in bytes, far above any real manifest, so that a foreign file is not read forever.
 _MAX_BYTES = 2**30
+# Number of differences that an error message lists.
+_MAX_LISTED = 10
+_KeyPath = tuple[str | int, ...]
+
+
+class _TensorName(str):
+    """The name of a tensor, as a placeholder for the tensor in a state."""
+
+    __slots__ = ()
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    """Return the JSON tree of a state, and its tensors by name.
+
+    A tensor that occurs several times (tied weights) gets one name. Names are paths such as
+    "model.layer.weight".
+
+    Raises:
+        UsageError: A value is neither a tensor nor a JSON value; the message has its path.
+    """
+    if not isinstance(state, Mapping):
+        raise UsageError(
+            f"state is a {type(state).__name__}, expected a dict of tensors and JSON values"
+        )
+    flattening = _Flattening()
+    return flattening.encode(state, ()), flattening.tensors
+
+
+def unflatten(tree: Any, tensor: Callable[[str], Any]) -> Any:
+    """Return the state that a tree represents; `tensor` maps the name of a tensor to its value."""
+    if isinstance(tree, list):
+        return [unflatten(item, tensor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if TENSOR in tree:
+        return tensor(tree[TENSOR])
+    if FLOAT in tree:
+        return float(tree[FLOAT])
+    pairs = tree[ITEMS] if ITEMS in tree else tree.items()
+    return {key: unflatten(item, tensor) for key, item in pairs}
+
+
+def _format_path(path: _KeyPath) -> str:
+    """Return a path as Python code, such as `state["model"]["weight"]`."""
+    return "state" + "".join(f"[{key!r}]" for key in path)
+
+
+class _Flattening:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[object, str] = {}
+        self._ancestors: set[int] = set()
+
+    def encode(self, value: Any, path: _KeyPath) -> Any:
+        if isinstance(value, Tensor):
+            return {TENSOR: self._tensor_name(value, path)}
+        if value is None or isinstance(value, (bool, str)):
+            return value
+        if isinstance(value, int):
+            return int(value)
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {FLOAT: repr(float(value))}
+        if isinstance(value, (np.bool_, np.integer, np.floating)):
+            return self.encode(value.item(), path)
+        if isinstance(value, (Mapping, list, tuple)):
+            return self._encode_nested(value, path)
+        raise UsageError(
+            f"{_format_path(path)} is a {type(value).__module__}.{type(value).__qualname__}, "
+            "expected a tensor, an int, float, bool, str or None, or dicts and lists of these: a "
+            "checkpoint contains no other objects, because loading must not unpickle anything"
+        )
+
+    def _encode_nested(self, value: Any, path: _KeyPath) -> Any:
+        if id(value) in self._ancestors:
+            raise UsageError(f"{_format_path(path)} contains itself, expected a tree")
+        self._ancestors.add(id(value))
+        try:
+            if isinstance(value, Mapping):
+                return self._encode_dict(value, path)
+            return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
+        finally:
+            self._ancestors.remove(id(value))
+
+    def _encode_dict(self, value: Mapping[Any, Any], path: _KeyPath) -> Any:
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, (str, int)):
+                raise UsageError(
+                    f"{_format_path(path)} has the key {key!r}, a {type(key).__name__}, expected "
+                    "str or int"
+                )
+        pairs = [(key, self.encode(item, (*path, key))) for key, item in value.items()]
+        if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
+            return dict(pairs)
+        return {ITEMS: [list(pair) for pair in pairs]}
+
+    def _tensor_name(self, tensor: Tensor, path: _KeyPath) -> str:
+        identity = _identity(tensor, path)
+        if identity not in self._names:
+            name = base = ".".join(str(key) for key in path)
+            number = 2
+            while name in self.tensors or name == "__metadata__":
+                name, number = f"{base}#{number}", number + 1
+            self._names[identity] = name
+            self.tensors[name] = tensor
+        return self._names[identity]
+
+
+def _identity(tensor: Tensor, path: _KeyPath) -> object:
+    """Return a key that is equal for tensors that are the same view of the same memory.
+
+    Raises:
+        UsageError: A checkpoint cannot hold such a tensor.
+    """
+    local = getattr(tensor, "_local_tensor", tensor)  # the local shard of a DTensor
+    if local.layout != torch.strided or local.is_quantized or local.device.type == "meta":
+        kind = "meta" if local.device.type == "meta" else str(local.layout).removeprefix("torch.")
+        kind = "quantized" if local.is_quantized else kind
+        raise UsageError(
+            f"{_format_path(path)} is a {kind} tensor, expected a dense tensor with data"
+        )
+    if local.dtype not in DTYPES:
+        raise UsageError(
+            f"{_format_path(path)} is a tensor of {local.dtype}, which safetensors does not "
+            "support: convert it first"
+        )
+    if local is not tensor or local.numel() == 0:
+        return id(tensor)
+    storage = (local.device, local.data_ptr(), local.dtype, local.is_conj(), local.is_neg())
+    return (*storage, local.shape, local.stride())
 
 
 @dataclass(frozen=True)
@@ -162,3 +315,93 @@ def _from_json(content: dict[str, Any], digests: dict[str, str]) -> Manifest:
         shards,
         content["state"],
     )
+
+
+def check_compatibility(manifest: Manifest, like: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Return the DTensors of `like`, by the name of the corresponding tensor in the checkpoint.
+
+    Raises:
+        UsageError: Keys, shapes or dtypes differ; the message lists the first ten differences.
+    """
+    if like is None:
+        return {}
+    distributed: dict[str, Tensor] = {}
+    differences = list(
+        _differences(unflatten(manifest.tree, _TensorName), manifest.tensors, like, (), distributed)
+    )
+    if differences:
+        more = (
+            [f"and {len(differences) - _MAX_LISTED} more"] if len(differences) > _MAX_LISTED else []
+        )
+        raise UsageError(
+            f"the checkpoint of step {manifest.step} does not match this state:\n  "
+            + "\n  ".join(differences[:_MAX_LISTED] + more)
+            + "\nLoad it into the model and optimizer that saved it, or without like= to see "
+            "its contents"
+        )
+    return distributed
+
+
+def _differences(
+    saved: Any,
+    tensors: Mapping[str, TensorDescription],
+    like: Any,
+    path: _KeyPath,
+    distributed: dict[str, Tensor],
+) -> Iterator[str]:
+    if isinstance(like, Tensor):
+        yield from _tensor_differences(saved, tensors, like, path, distributed)
+    elif isinstance(saved, _TensorName):
+        if like is not None:
+            yield f"{_format_path(path)}: a tensor in the checkpoint, a {type(like).__name__} here"
+    elif isinstance(like, (Mapping, list, tuple)) and like:
+        pairs, differences = _pairs(saved, like, path)
+        yield from differences
+        for key, saved_item, like_item in pairs:
+            yield from _differences(saved_item, tensors, like_item, (*path, key), distributed)
+
+
+def _pairs(
+    saved: Any, like: Any, path: _KeyPath
+) -> tuple[list[tuple[str | int, Any, Any]], list[str]]:
+    """Return the common items as (key, saved, like), and a description of each difference."""
+    kind = dict if isinstance(like, Mapping) else list
+    if not isinstance(saved, kind):
+        actual = type(saved).__name__
+        return [], [f"{_format_path(path)}: a {actual} in the checkpoint, a {kind.__name__} here"]
+    if not isinstance(like, Mapping):
+        if len(saved) != len(like):
+            lengths = f"{len(saved)} items in the checkpoint, {len(like)} here"
+            return [], [f"{_format_path(path)}: {lengths}"]
+        return [(index, *both) for index, both in enumerate(zip(saved, like, strict=True))], []
+    differences = [
+        f"{_format_path((*path, key))}: missing in the checkpoint"
+        for key in like
+        if key not in saved
+    ]
+    if path:  # at the top level the checkpoint may have more keys
+        differences += [
+            f"{_format_path((*path, key))}: in the checkpoint only"
+            for key in saved
+            if key not in like
+        ]
+    return [(key, saved[key], like[key]) for key in like if key in saved], differences
+
+
+def _tensor_differences(
+    saved: Any,
+    tensors: Mapping[str, TensorDescription],
+    like: Tensor,
+    path: _KeyPath,
+    distributed: dict[str, Tensor],
+) -> Iterator[str]:
+    expected = f"{DTYPES.get(like.dtype, like.dtype)}{list(like.shape)}"
+    if not isinstance(saved, _TensorName):
+        yield f"{_format_path(path)}: a {type(saved).__name__} in the checkpoint, {expected} here"
+        return
+    description = tensors[saved]
+    actual = f"{description.dtype}{list(description.shape)}"
+    if expected != actual:
+        yield f"{_format_path(path)}: {actual} in the checkpoint, {expected} here"
+    elif is_distributed(like):
+        distributed[saved] = like

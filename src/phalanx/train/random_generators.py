@@ -1,18 +1,20 @@
-"""The states of the random generators of every rank, in a form that a checkpoint can hold."""
+"""The random generators of the ranks: their seeds, and their states for a checkpoint."""
+
+from __future__ import annotations
 
 import logging
 import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.errors import UsageError
 
-__all__ = ["random_states", "restore_random_states"]
+__all__ = ["random_states", "rank_seeds", "restore_random_states", "seed_rank"]
 
 _log = logging.getLogger("phalanx")
 
@@ -21,7 +23,7 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
     """Return the states of the random generators of all ranks, by rank. Collective.
 
     The generators are those of torch (CPU, and the current CUDA device if CUDA has been used), of
-    numpy if it has been imported, and of Python's `random`. `Checkpointer` can save the result,
+    numpy, and of Python's `random`. `Checkpointer` can save the result,
     which takes about 10 KB per rank.
 
     Args:
@@ -31,6 +33,10 @@ def random_states(group: dist.ProcessGroup | None = None) -> list[dict[str, Any]
     Raises:
         UsageError: The global generator of numpy is not its default, the Mersenne Twister.
         torch.distributed.DistBackendError: A rank died or did not join the collective.
+
+    Example:
+        >>> state = {"model": model.state_dict(), "random": random_states()}
+        >>> path = checkpoints.save(step, state)
     """
     own = _capture()
     if group is None and not dist.is_initialized():
@@ -58,6 +64,10 @@ def restore_random_states(
 
     Raises:
         UsageError: `states` is not a result of `random_states`; nothing is changed.
+
+    Example:
+        >>> checkpoint = checkpoints.load()
+        >>> restored = restore_random_states(checkpoint.state["random"])
     """
     alone = group is None and not dist.is_initialized()
     rank = 0 if alone else dist.get_rank(group)
@@ -79,19 +89,15 @@ def _capture() -> dict[str, Any]:
     state: dict[str, Any] = {
         "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
         "torch": torch.get_rng_state(),
-        "numpy": None,
+        "numpy": _capture_numpy(),
         "cuda": None,
     }
-    if "numpy" in sys.modules:
-        state["numpy"] = _capture_numpy()
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state()
     return state
 
 
 def _capture_numpy() -> dict[str, Any]:
-    import numpy as np
-
     numpy_state: Any = np.random.get_state(legacy=False)
     if numpy_state["bit_generator"] != "MT19937":
         raise UsageError(
@@ -112,8 +118,6 @@ def _restore(state: dict[str, Any]) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
     torch.set_rng_state(state["torch"].cpu())
     if (numpy := state["numpy"]) is not None:
-        import numpy as np
-
         words: Tensor = numpy["words"].cpu()
         key = words.numpy().astype(np.uint32)
         numpy_state = ("MT19937", key, numpy["position"], numpy["has_gauss"], numpy["gauss"])
@@ -124,3 +128,23 @@ def _restore(state: dict[str, Any]) -> None:
 
 def _is_state(state: object) -> bool:
     return isinstance(state, dict) and {"python", "torch", "numpy", "cuda"} <= state.keys()
+
+
+def rank_seeds(seed: int, rank: int, index: int) -> list[int]:
+    """Return three numbers below 2^63 that are specific to a rank and an index.
+
+    Args:
+        seed: The seed that the user gave.
+        rank: A rank.
+        index: The number of a step or an epoch.
+    """
+    words = np.random.SeedSequence([abs(seed), rank, index]).generate_state(3, np.uint64)
+    return [int(word) >> 1 for word in words]
+
+
+def seed_rank(seed: int, rank: int, step: int = 0) -> None:
+    """Seed the generators of Python, NumPy and PyTorch, differently on each rank and step."""
+    first, second, third = rank_seeds(seed, rank, step)
+    random.seed(first)
+    np.random.seed(second % 2**32)
+    torch.manual_seed(third)
