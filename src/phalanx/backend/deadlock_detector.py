@@ -9,7 +9,7 @@ this way propagates the failure to the ranks that wait for it in its other group
 of the cycle learns of the deadlock, even if no group contains them all.
 
 Only certain waits count. The main thread of a rank is in a collective, or waits without a timeout
-for an asynchronous one while no thread of a group is in another operation (see `waiting`). The rank
+for an asynchronous one while no thread of a group is in another operation (see `work`). The rank
 that it waits for has not entered that collective. No other thread of the waiting rank takes part in
 operations. The recorder of a rank that is merely stopped, or busy in a signal handler, still shows
 its wait, but the rank that it waited for has arrived by then. All other cases are left to deadlines

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from phalanx import _native
-from phalanx.hierarchical import tags
-from phalanx.hierarchical.transfers import OperationTransfers, PostedTransfer, bytes_at
+from phalanx.hierarchical.transfers import OperationTransfers, PostedTransfer, bytes_at, chunk_tag
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -152,7 +151,7 @@ def split_chunks(count: int, max_count: int) -> Iterator[Chunk]:
     max_count = max(1, max_count)
     for number in range(max(1, -(-count // max_count))):
         begin = number * max_count
-        yield Chunk(begin, min(max_count, count - begin), tags.chunk_tag(number))
+        yield Chunk(begin, min(max_count, count - begin), chunk_tag(number))
 
 
 def run_pipeline(

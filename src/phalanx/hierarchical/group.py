@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
 from phalanx.hierarchical import data_movement, reductions
-from phalanx.hierarchical.element_sizes import ELEMENT_SIZES
 from phalanx.hierarchical.execution import Elements, NativeFailure, Operation
-from phalanx.hierarchical.failure_detector import watch_counterparts
-from phalanx.hierarchical.failure_propagation import FailurePropagator
+from phalanx.hierarchical.failure import (
+    FailurePropagator,
+    GroupFailure,
+    SharedGroupState,
+    watch_counterparts,
+)
 from phalanx.hierarchical.fingerprint import Fingerprint, Header
-from phalanx.hierarchical.group_failure import GroupFailure, SharedGroupState
 from phalanx.hierarchical.messages import PointToPointGroup
-from phalanx.hierarchical.transfers import ConnectionLost, DeadlineExceeded, GroupBroken
+from phalanx.hierarchical.transfers import (
+    ELEMENT_SIZES,
+    ConnectionLost,
+    DeadlineExceeded,
+    GroupBroken,
+)
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-    from phalanx.hierarchical.failure_propagation import Formatter
+    from phalanx.hierarchical.failure import Formatter
     from phalanx.topology import Layout, RankRecord
     from phalanx.transports import Transport
 

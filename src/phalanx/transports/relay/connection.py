@@ -12,9 +12,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.transports.interface import TransportError
-from phalanx.transports.relay import keys
 from phalanx.transports.relay.frames import Frame
-from phalanx.transports.relay.sockets import Waker, configure
+from phalanx.transports.relay.sockets import Waker, client_key_pair, configure, server_key_pair
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -63,8 +62,8 @@ class RelayConnection:
         self._endpoint = endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        key_pair = keys.client_key_pair(key)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(key).public)
+        key_pair = client_key_pair(key)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key_pair(key).public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay would not know this process

@@ -17,9 +17,8 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from phalanx.transports.relay import keys
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import Waker, configure
+from phalanx.transports.relay.sockets import Waker, client_key_pair, configure, server_key_pair
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +59,7 @@ class RelayServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_key_pair(key).secret)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_key_pair(key).secret)
         configure(self._socket, endpoint)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
@@ -116,7 +115,7 @@ class RelayServer:
             self._zap.recv_multipart()
         )
         is_valid = mechanism == b"CURVE" and credentials == [
-            z85.decode(keys.client_key_pair(self._key).public)
+            z85.decode(client_key_pair(self._key).public)
         ]
         status = (b"200", b"OK") if is_valid else (b"400", b"No")
         self._zap.send_multipart([version, request, *status, b"", b""])
