@@ -19,7 +19,6 @@ from phalanx.backend.call_site import call_site
 from phalanx.backend.execution import (
     CollectiveExecutor,
     NativeCall,
-    Tensors,
     divide_after,
     run_sequentially,
 )
@@ -35,6 +34,7 @@ from phalanx.backend.operands import (
     single_tensor,
 )
 from phalanx.backend.options import options_factory
+from phalanx.backend.work import Tensors
 from phalanx.errors import CollectiveMismatch, CollectiveTimeout, UsageError
 
 if TYPE_CHECKING:

@@ -106,6 +106,23 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
             group.abort_deadlock(peer, reason)
 
 
+def running_collective(native: _native.Group) -> int:
+    """Return the number of the collective that the group's thread is in; 0 if there is none."""
+    recorder = native.flight_recorder(native.rank, 0)
+    if recorder is None:
+        return 0
+    identities = {
+        index: group_record["identity"] for index, group_record in enumerate(recorder["groups"])
+    }
+    for operation in recorder["open"]:
+        if (
+            operation["thread"] == _GROUP_THREAD
+            and identities.get(operation["group"]) == native.identity
+        ):
+            return int(operation["number"])
+    return 0
+
+
 def _find_waiting_peer(
     own_recorder: Record, group: _native.Group, recorders: dict[int, Record | None]
 ) -> int | None:

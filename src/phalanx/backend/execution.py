@@ -26,14 +26,18 @@ from phalanx.backend.instrumentation import (
 )
 from phalanx.backend.messages import Messages
 from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
-from phalanx.backend.work import CollectiveWork, CompositeWork, FinishedWork, timeout_seconds
+from phalanx.backend.work import (
+    CollectiveWork,
+    CompositeWork,
+    FinishedWork,
+    timeout_seconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from phalanx.errors import PhalanxError
 
-Tensors = list[torch.Tensor]
 NativeCall = Callable[[float], "_native.Status | None"]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

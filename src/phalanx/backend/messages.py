@@ -34,7 +34,7 @@ from phalanx.backend.operands import (
     single_tensor,
     warn_once,
 )
-from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork
+from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork, Tensors
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from phalanx import _native
     from phalanx.backend.instrumentation import OperatorCall
     from phalanx.errors import PhalanxError
-
-    Tensors = list[torch.Tensor]
 
 _ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame

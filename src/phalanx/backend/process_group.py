@@ -20,7 +20,7 @@ from phalanx._native import is_misplaced
 from phalanx.backend import torch_patches
 from phalanx.backend.collectives import Collectives, premultiply
 from phalanx.backend.cuda import delegate_cuda
-from phalanx.backend.execution import NativeCall, Pairs, Tensors, divide_after, run_sequentially
+from phalanx.backend.execution import NativeCall, Pairs, divide_after, run_sequentially
 from phalanx.backend.failure import describe_missing_rank
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import (
@@ -34,6 +34,7 @@ from phalanx.backend.operands import (
     warn_once,
 )
 from phalanx.backend.options import select_transport
+from phalanx.backend.work import Tensors
 from phalanx.errors import UsageError
 from phalanx.observe import recorder
 

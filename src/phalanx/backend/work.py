@@ -23,7 +23,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from phalanx import _native
-from phalanx.backend import lifetime
+from phalanx.backend import deadlock_detector, lifetime
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ _SHORT_SECONDS = 0.3
 """The length of a wait, in seconds, before it is recorded in the flight recorder."""
 _FIRST_CHECK_SECONDS = 1.0
 _CONFIRMATION_SECONDS = 0.5
-_GROUP_THREAD = 1
 
 
 def timeout_seconds(timeout: timedelta | None, default: float) -> float:
@@ -385,28 +384,11 @@ def _record_wait(done: threading.Event, native: _native.Group) -> None:
     number = 0
     # Another thread may leave the group in the meantime.
     with contextlib.suppress(ValueError):
-        number = _running_collective(native)
-    # Checked after `_running_collective`: if the operation has not ended yet, the number read above
+        number = deadlock_detector.running_collective(native)
+    # Checked after `running_collective`: if the operation has not ended yet, the number read above
     # is that of this operation or an earlier one.
     is_over = done.is_set() or lifetime.has_collectives_elsewhere(native)
     _native.set_main_thread_wait(0 if is_over else number)
-
-
-def _running_collective(native: _native.Group) -> int:
-    """Return the number of the collective that the group's thread is in; 0 if there is none."""
-    recorder = native.flight_recorder(native.rank, 0)
-    if recorder is None:
-        return 0
-    identities = {
-        index: group_record["identity"] for index, group_record in enumerate(recorder["groups"])
-    }
-    for operation in recorder["open"]:
-        if (
-            operation["thread"] == _GROUP_THREAD
-            and identities.get(operation["group"]) == native.identity
-        ):
-            return int(operation["number"])
-    return 0
 
 
 def _detect_deadlocks() -> bool:

@@ -23,10 +23,10 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from phalanx import _native
 from phalanx.hierarchical.failure import GroupFailure
-from phalanx.hierarchical.fingerprint import Fingerprint, Header
+from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
 from phalanx.hierarchical.transfers import (
+    CHECK_INTERVAL,
     ELEMENT_SIZES,
     ENVELOPES_TAG,
     ConnectionLost,
@@ -40,14 +40,13 @@ from phalanx.transports import Transfer, TransportError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from phalanx import _native
     from phalanx.hierarchical.failure import FailurePropagator
     from phalanx.topology import Layout
     from phalanx.transports import Transport
 
 __all__ = ["LocalMessage", "MessageMatcher", "PointToPointGroup", "PostedReceive", "RemoteMessage"]
 
-_CHECK_INTERVAL = 0.02
-"""Seconds between two checks whether the group is broken, during a wait."""
 _numbers = itertools.count(-1, -1)  # native messages have positive ids
 _T = TypeVar("_T")
 
@@ -159,7 +158,7 @@ class PointToPointGroup:
         message.record_wait()
         check = self._propagator.create_failure_check()
         try:
-            while not message.done and not message.advance(_CHECK_INTERVAL):
+            while not message.done and not message.advance(CHECK_INTERVAL):
                 check()
                 if (broken := self.failure()) is not None:
                     message.complete(broken)
@@ -637,5 +636,4 @@ def _is_idle(transfer: Transfer) -> bool:
 
 
 def _make_header(kind: str, count: int, dtype: int, peer: int, tag: int) -> Header:
-    site = _native.call_site_text(_native.call_site())
-    return Header(Fingerprint(kind, tag, count, dtype, 0, peer), site)
+    return Header(Fingerprint(kind, tag, count, dtype, 0, peer), current_site())

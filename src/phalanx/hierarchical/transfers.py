@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from phalanx.transports import Transfer, Transport
 
 __all__ = [
+    "CHECK_INTERVAL",
     "ELEMENT_SIZES",
     "ENVELOPES_TAG",
     "LIVENESS_TAG",
@@ -45,7 +46,7 @@ LIVENESS_TAG = _CHUNK_TAGS + 1
 ENVELOPES_TAG = _CHUNK_TAGS + 2
 _FIRST_DATA_TAG = _CHUNK_TAGS + 3
 _DATA_TAGS = 2**20
-_CHECK_INTERVAL = 0.02
+CHECK_INTERVAL = 0.02
 """Seconds between two checks whether the group is broken, during a wait."""
 _DRAIN_SECONDS = 5.0
 """Seconds that an aborted transport has to end its pending transfers."""
@@ -165,7 +166,7 @@ class OperationTransfers:
             began = time.monotonic()
             self._native.begin_composite_wait(peer)
             check = self._create_failure_check()
-            while not transfer.wait(_CHECK_INTERVAL):
+            while not transfer.wait(CHECK_INTERVAL):
                 check()
                 if self._native.failure() is not None:
                     raise GroupBroken

@@ -18,7 +18,13 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import Waker, client_key_pair, configure, server_key_pair
+from phalanx.transports.relay.sockets import (
+    HANDSHAKE_FAILURES,
+    Waker,
+    client_key_pair,
+    configure,
+    server_key_pair,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,12 +34,7 @@ __all__ = ["RelayServer"]
 _log = logging.getLogger("phalanx")
 
 _ZAP = "inproc://zeromq.zap.01"  # ZeroMQ's fixed address for authentication requests
-_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 _KINDS_TO_RELAY = (Kind.JOIN, Kind.SUBSCRIBE, Kind.LEAVE)
 _KINDS_FROM_RELAY = (Kind.PRESENT, Kind.GONE)
 _BATCH = 256
@@ -126,7 +127,7 @@ class RelayServer:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             kind, number = event["event"], int(event["value"])
-            if kind & _FAILURES:
+            if kind & HANDSHAKE_FAILURES:
                 self._warn_once("rejected a connection without the job's key")
             elif kind == zmq.EVENT_ACCEPTED:
                 unknown.discard(number)  # the descriptor now belongs to another connection

@@ -13,10 +13,24 @@ from zmq.utils import z85
 
 from phalanx.key import derive
 
-__all__ = ["MAX_DATA_BYTES", "KeyPair", "Waker", "client_key_pair", "configure", "server_key_pair"]
+__all__ = [
+    "HANDSHAKE_FAILURES",
+    "MAX_DATA_BYTES",
+    "KeyPair",
+    "Waker",
+    "client_key_pair",
+    "configure",
+    "server_key_pair",
+]
 
 MAX_DATA_BYTES = 256 * 2**10
 """The maximum size of the data of a frame in bytes."""
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""The events of a socket's monitor for a rejected connection."""
 _HEARTBEAT_MILLISECONDS = 2_000
 _TIMEOUT_MILLISECONDS = 10_000
 
