@@ -4,8 +4,8 @@ General layout, from the bottom up (dependencies point downward only):
 
 - `_native`: the C++ core: the segment that the ranks of a host share, waiting, reductions,
   collectives and messages. It does not depend on Python objects or torch.
-- `errors`, `env`, `env_hosts`: all exceptions and all environment variables. They import nothing
-  else of the package.
+- `errors`, `env`: all exceptions and all environment variables. They import nothing else of the
+  package.
 - `system`: operating system utilities that every layer may use: host identity, polling, signals.
 - `torch_versions`: the differences between versions of PyTorch.
 - `key`: the job's key, which authenticates its processes.
@@ -39,8 +39,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from phalanx.backend.abort import abort as abort
-    from phalanx.backend.host_ranks import host_ranks as host_ranks
+    from phalanx.backend.membership import abort as abort
+    from phalanx.backend.membership import host_ranks as host_ranks
     from phalanx.backend.options import Options as Options
     from phalanx.backend.shared_tensors import empty_shared as empty_shared
     from phalanx.errors import Aborted as Aborted
@@ -67,9 +67,9 @@ _MODULES = {
     "Session": "phalanx.launcher.init",
     "CheckpointError": "phalanx.errors",
     "UsageError": "phalanx.errors",
-    "abort": "phalanx.backend.abort",
+    "abort": "phalanx.backend.membership",
     "empty_shared": "phalanx.backend.shared_tensors",
-    "host_ranks": "phalanx.backend.host_ranks",
+    "host_ranks": "phalanx.backend.membership",
     "init": "phalanx.launcher.init",
     "report": "phalanx.observe.recorder",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 
-from phalanx import env_hosts
+from phalanx import env
 from phalanx.errors import UsageError
 
 __all__ = ["interface_address", "local_address"]
@@ -24,7 +24,7 @@ def local_address(host: str) -> str:
     Raises:
         UsageError: `PHALANX_INTERFACE` names no interface or address of this machine.
     """
-    configured = env_hosts.interface()
+    configured = env.interface()
     if configured:
         return interface_address(configured)
     return _source_address(host) if host else ""

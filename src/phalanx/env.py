@@ -1,9 +1,9 @@
 """The environment variables that Phalanx reads or sets, and functions that read them.
 
 `VARIABLES` is the documentation. Phalanx's Python code reads a variable that can be malformed only
-through the functions below and those of `env_hosts`. They raise `ValueError` with a message that
-names the variable, its value and the expected value; callers turn it into
-`phalanx.errors.UsageError`. This module imports neither torch nor any other module of the package.
+through the functions below. They raise `ValueError` with a message that names the variable, its
+value and the expected value; callers turn it into `phalanx.errors.UsageError`. This module imports
+neither torch nor any other module of the package.
 """
 
 import os
@@ -18,15 +18,22 @@ __all__ = [
     "VARIABLES",
     "RankAssignment",
     "Variable",
+    "advertised_address",
     "assigned_ranks",
     "backend_names",
+    "host_id",
     "integer",
+    "interface",
     "job",
     "jobs_directory",
     "jobs_kept",
+    "key",
     "launcher",
     "mpi_launcher",
+    "relay",
     "replaced_backends",
+    "transport",
+    "tunnel_host",
 ]
 
 JOB_NAME = re.compile(r"[0-9]{8}-[0-9]{4}-[a-z0-9]{6}", re.ASCII)
@@ -37,6 +44,10 @@ NO_JOB = "none"
 
 REPLACEABLE = ("gloo", "mpi", "tcp")
 """The backends that Phalanx can replace; PyTorch has removed "tcp"."""
+
+_ADDRESS = re.compile(
+    r"(?:\[(?P<six>[0-9a-fA-F:.%]+)\]|(?P<host>[^\s:\[\]/]+))(?::(?P<port>[0-9]{1,5}))?", re.ASCII
+)
 
 
 class Variable(NamedTuple):
@@ -448,3 +459,92 @@ def replaced_backends(environ: Mapping[str, str] | None = None) -> tuple[str, ..
     """
     text = (os.environ if environ is None else environ).get("PHALANX_REPLACE", "")
     return backend_names(text, "PHALANX_REPLACE in the environment") if text.strip() else ()
+
+
+def tunnel_host(environ: Mapping[str, str] | None = None) -> str:
+    """Return the host that `PHALANX_TUNNEL_HOST` names; empty if it is unset.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_TUNNEL_HOST", "")
+
+
+def relay(environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Return "listen" or "connect", and a socket's path, of `PHALANX_RELAY`; empty if it is unset.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+
+    Raises:
+        ValueError: The value has another form.
+    """
+    text = (os.environ if environ is None else environ).get("PHALANX_RELAY", "")
+    mode, _, path = text.partition(":")
+    if text and (mode not in ("listen", "connect") or not path):
+        raise ValueError(
+            f"PHALANX_RELAY={text!r} in the environment: expected listen:SOCKET or connect:SOCKET, "
+            "as `phalanx run` sets it for its ranks; unset it"
+        )
+    return mode, path
+
+
+def advertised_address(environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Return host and port of `PHALANX_ADVERTISE_ADDR`; without them, an empty host and port 0.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+
+    Raises:
+        ValueError: The value is neither HOST nor HOST:PORT.
+    """
+    text = (os.environ if environ is None else environ).get("PHALANX_ADVERTISE_ADDR", "").strip()
+    match = _ADDRESS.fullmatch(text)
+    port = int(match["port"] or 0) if match else 0
+    if text and (not match or port > 65535 or match["port"] == "0"):
+        raise ValueError(
+            f"PHALANX_ADVERTISE_ADDR={text!r} in the environment: expected HOST or HOST:PORT, with "
+            "an IPv6 address in brackets"
+        )
+    return (match["six"] or match["host"], port) if text and match else ("", 0)
+
+
+def key(environ: Mapping[str, str] | None = None) -> tuple[int | None, str]:
+    """Return the inherited descriptor of the job's key, or None, and the path of its key file.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+
+    Raises:
+        ValueError: `PHALANX_KEY_FD` is not a descriptor.
+    """
+    environ = os.environ if environ is None else environ
+    descriptor = integer("PHALANX_KEY_FD", minimum=0, environ=environ)
+    return descriptor, environ.get("PHALANX_KEY_FILE", "")
+
+
+def host_id(environ: Mapping[str, str] | None = None) -> str:
+    """Return the host that `PHALANX_HOST_ID` names; empty if it is unset.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_HOST_ID", "")
+
+
+def transport(environ: Mapping[str, str] | None = None) -> str:
+    """Return the transport that `PHALANX_TRANSPORT` names, in lower case; empty if it is unset.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_TRANSPORT", "").strip().lower()
+
+
+def interface(environ: Mapping[str, str] | None = None) -> str:
+    """Return the interface or address that `PHALANX_INTERFACE` names; empty if it is unset.
+
+    Args:
+        environ: The environment to read; default `os.environ`.
+    """
+    return (os.environ if environ is None else environ).get("PHALANX_INTERFACE", "").strip()

@@ -17,7 +17,7 @@ import re
 import secrets
 import stat
 
-from phalanx import env_hosts
+from phalanx import env
 from phalanx.errors import UsageError
 
 __all__ = [
@@ -145,7 +145,7 @@ def from_environment() -> bytes | None:
         UsageError: A variable is malformed, or the descriptor or file that it names has no key.
     """
     try:
-        descriptor, path = env_hosts.key()
+        descriptor, path = env.key()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if descriptor is not None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.backend.futures import WorkFuture
+from phalanx.backend.work import WorkFuture
 from phalanx.errors import CollectiveMismatch, PeerLost
 from tests.ranks import RankServer
 

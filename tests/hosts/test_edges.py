@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import phalanx
-from phalanx.hierarchical import matching
+from phalanx.hierarchical.messages import MessageMatcher
 from tests.ranks import RankServer
 
 LIMIT = 20.0
@@ -201,7 +201,7 @@ def leave_while_waiting() -> str:
             errors.append(error)
 
     thread = threading.Thread(target=wait)
-    matcher: matching.MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
+    matcher: MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
     thread.start()
     end = time.monotonic() + LIMIT
     while not matcher._posted:
@@ -225,7 +225,7 @@ def many_local_recvs() -> tuple[int, int]:
         elif rank == 1:
             dist.send(torch.ones(1), 0, tag=number)
     dist.barrier()
-    matcher: matching.MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
+    matcher: MessageMatcher = dist.group.WORLD._native._matcher  # type: ignore[union-attr]
     return len(matcher._posted), len(matcher._unexpected)
 
 

@@ -22,10 +22,10 @@ import zmq
 import phalanx
 from phalanx import key, transports
 from phalanx.transports import TransportError
-from phalanx.transports.relay import keys
 from phalanx.transports.relay.connection import RelayConnection
 from phalanx.transports.relay.frames import Frame, Kind
 from phalanx.transports.relay.server import RelayServer
+from phalanx.transports.relay.sockets import client_key_pair, server_key_pair
 from tests.ranks import RankServer
 
 LIMIT = 30.0
@@ -99,7 +99,7 @@ def test_client_without_its_own_key(server: RelayServer) -> None:
     public, secret = zmq.curve_keypair()
     with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 0)
-        stranger.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(KEY).public)
+        stranger.setsockopt(zmq.CURVE_SERVERKEY, server_key_pair(KEY).public)
         stranger.setsockopt(zmq.CURVE_PUBLICKEY, public)
         stranger.setsockopt(zmq.CURVE_SECRETKEY, secret)
         monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -136,8 +136,8 @@ def test_invalid_frames(server: RelayServer, frames: list[bytes]) -> None:
     """Invalid frames from a process that has the key have no effect on others."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as other:
         other.setsockopt(zmq.LINGER, 0)
-        pair = keys.client_key_pair(KEY)
-        other.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(KEY).public)
+        pair = client_key_pair(KEY)
+        other.setsockopt(zmq.CURVE_SERVERKEY, server_key_pair(KEY).public)
         other.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
         other.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
         other.connect(server.endpoint)

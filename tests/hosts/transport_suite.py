@@ -16,7 +16,7 @@ import traceback
 import torch.distributed as dist
 
 from phalanx import transports
-from phalanx.env_hosts import tunnel_host
+from phalanx.env import tunnel_host
 from phalanx.topology import local_address
 from tests.hosts import test_transports as suite
 

@@ -71,8 +71,7 @@ dist.destroy_process_group()
     assert layers <= {
         f"phalanx.{name}"
         for name in (
-            "_native address backend transports env env_hosts errors observe system topology "
-            "torch_versions"
+            "_native address backend transports env errors observe system topology torch_versions"
         ).split()
     }
     assert "phalanx.backend.multihost" not in names

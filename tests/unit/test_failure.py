@@ -25,7 +25,7 @@ from phalanx.errors import (
     PeerLost,
     PhalanxError,
 )
-from phalanx.hierarchical.group_failure import GroupFailure
+from phalanx.hierarchical.failure import GroupFailure
 
 
 @dataclass

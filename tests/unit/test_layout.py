@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hierarchical.failure_detector import counterparts
+from phalanx.hierarchical.failure import counterparts
 from phalanx.topology.layout import Layout, group_by_host
 from phalanx.topology.rank_record import MemoryProbe, RankRecord
 

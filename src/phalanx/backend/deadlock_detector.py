@@ -9,7 +9,7 @@ this way propagates the failure to the ranks that wait for it in its other group
 of the cycle learns of the deadlock, even if no group contains them all.
 
 Only certain waits count. The main thread of a rank is in a collective, or waits without a timeout
-for an asynchronous one while no thread of a group is in another operation (see `waiting`). The rank
+for an asynchronous one while no thread of a group is in another operation (see `work`). The rank
 that it waits for has not entered that collective. No other thread of the waiting rank takes part in
 operations. The recorder of a rank that is merely stopped, or busy in a signal handler, still shows
 its wait, but the rank that it waited for has arrived by then. All other cases are left to deadlines
@@ -104,6 +104,23 @@ def propagate_deadlock(broken: _native.Group, groups: Iterable[_native.Group]) -
         peer = None if group.failure() else _find_waiting_peer(own_recorder, group, recorders)
         if peer is not None:
             group.abort_deadlock(peer, reason)
+
+
+def running_collective(native: _native.Group) -> int:
+    """Return the number of the collective that the group's thread is in; 0 if there is none."""
+    recorder = native.flight_recorder(native.rank, 0)
+    if recorder is None:
+        return 0
+    identities = {
+        index: group_record["identity"] for index, group_record in enumerate(recorder["groups"])
+    }
+    for operation in recorder["open"]:
+        if (
+            operation["thread"] == _GROUP_THREAD
+            and identities.get(operation["group"]) == native.identity
+        ):
+            return int(operation["number"])
+    return 0
 
 
 def _find_waiting_peer(

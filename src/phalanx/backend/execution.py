@@ -13,26 +13,31 @@ import torch.distributed as dist
 from phalanx import _native
 from phalanx.backend import lifetime
 from phalanx.backend.call_site import call_site, short_site
-from phalanx.backend.dtypes import OP_NAMES
 from phalanx.backend.failure import status_error, wait_timeout_error
-from phalanx.backend.messages import Messages
-from phalanx.backend.operands import copy_back, format_tensor
-from phalanx.backend.operators import (
+from phalanx.backend.instrumentation import (
     EVENT_NAMES,
     OperatorCall,
     active_mode_count,
+    is_profiling,
     is_wrapper,
+    record_call,
+    record_event,
     run_through_operator,
 )
-from phalanx.backend.profiling import is_profiling, record_call, record_event
-from phalanx.backend.work import CollectiveWork, CompositeWork, FinishedWork, timeout_seconds
+from phalanx.backend.messages import Messages
+from phalanx.backend.operands import OP_NAMES, copy_back, format_tensor
+from phalanx.backend.work import (
+    CollectiveWork,
+    CompositeWork,
+    FinishedWork,
+    timeout_seconds,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from phalanx.errors import PhalanxError
 
-Tensors = list[torch.Tensor]
 NativeCall = Callable[[float], "_native.Status | None"]
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

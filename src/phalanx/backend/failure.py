@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx import _native
 from phalanx.backend import peer_state
 from phalanx.backend.call_site import short_site
-from phalanx.backend.dtypes import DTYPE_NAMES, OP_NAMES
+from phalanx.backend.operands import DTYPE_NAMES, OP_NAMES
 from phalanx.errors import (
     Aborted,
     CollectiveMismatch,
@@ -24,7 +24,7 @@ from phalanx.system.signals import signal_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from phalanx.hierarchical.group_failure import GroupFailure
+    from phalanx.hierarchical.failure import GroupFailure
 
 
 _MAX_DESCRIBED_RANKS = 8
@@ -55,7 +55,7 @@ _FORWARDED_CODES = {
 
 
 class FailureFormatter:
-    """The error messages of a group that spans hosts (see `hierarchical.failure_propagation`)."""
+    """The error messages of a group that spans hosts (see `hierarchical.failure`)."""
 
     def __init__(self, group: Callable[[], _native.Group]) -> None:
         self._group = group

@@ -13,7 +13,7 @@ import contextlib
 import os
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from phalanx import _native
 from phalanx.backend import deadlock_detector
@@ -21,13 +21,29 @@ from phalanx.errors import UsageError
 from phalanx.observe import exception_hook, recorder
 
 if TYPE_CHECKING:
-    from phalanx.backend.membership import Membership
+    from phalanx._native import Group as NativeGroup
+    from phalanx.backend.progress import CollectiveThread
 
-_groups: weakref.WeakSet[Membership] = weakref.WeakSet()
+
+class ManagedGroup(Protocol):
+    """A process group as this module sees it."""
+
+    hosts: tuple[tuple[int, ...], ...]
+    _native: NativeGroup
+    _collective_thread: CollectiveThread
+
+    def stop_threads(self, grace_seconds: float | None = None) -> None:
+        """End the group's threads; operations that do not end in time abort the group."""
+
+    def replace_native(self, native: Any) -> None:
+        """Replace the native group by another object."""
+
+
+_groups: weakref.WeakSet[ManagedGroup] = weakref.WeakSet()
 _inherited_groups: list[_native.Group] = []
 
 
-def register(group: Membership) -> None:
+def register(group: ManagedGroup) -> None:
     """Handle a group at process exit and in forked children, until the group is gone."""
     _groups.add(group)
 

@@ -1,4 +1,8 @@
-"""The base of a process group, without operations: its name, its timeout, and its end."""
+"""The membership of this rank in a group: the base of the process group, without operations.
+
+It has the group's name, its timeout, its threads and its end, and the two public functions
+`phalanx.abort` and `phalanx.host_ranks`.
+"""
 
 from __future__ import annotations
 
@@ -200,3 +204,57 @@ class Membership(dist.ProcessGroup):
     def replace_native(self, native: Any) -> None:
         """Replace the native group by another object (see `lifetime`)."""
         self._native = native
+
+
+def abort(group: dist.ProcessGroup | None = None, reason: str = "") -> None:
+    """Break a group: every rank that waits in it, or enters an operation, raises `Aborted` at once.
+
+    This rank leaves the group; the others should too (`destroy_process_group`). The same processes,
+    or the remaining ones, can then form another group. Blocks for at most the two seconds that this
+    rank's own pending operations have to end.
+
+    Args:
+        group: The group; None for the default group.
+        reason: The reason, in one line, for the exceptions of the other ranks and
+            `phalanx explain`. Text beyond 639 bytes of UTF-8 is cut.
+
+    Raises:
+        UsageError: There is no such group, it is not a group of Phalanx, or `reason` is not a str.
+    """
+    if group is None:
+        group = dist.group.WORLD if dist.is_initialized() else None
+        if group is None:
+            raise UsageError("abort: there is no default group; give one, or form it first")
+    if not isinstance(group, Membership):
+        raise UsageError(
+            f"abort: group is {group!r}, expected a group of the backend 'phalanx'; for others "
+            "see torch.distributed.ProcessGroup.abort"
+        )
+    group.abort(reason)
+
+
+def host_ranks(group: dist.ProcessGroup | None = None) -> list[list[int]]:
+    """Return the ranks of a group by host; the ranks in one list share memory. Never blocks.
+
+    On the backend "phalanx", the ranks proved this to each other when the group was formed. On
+    other backends it is unknown, and each rank counts as a host of its own.
+
+    Args:
+        group: The group; None for the default group.
+
+    Returns:
+        A list of ranks in ascending order for each host, numbered as in the default group. Hosts
+        are in order of their lowest rank.
+
+    Raises:
+        UsageError: There is no process group, or this rank is not in `group`.
+    """
+    if not dist.is_initialized():
+        raise UsageError("host_ranks: no process group, expected one: call phalanx.init() first")
+    if dist.get_rank(group) < 0:
+        raise UsageError("host_ranks: this rank is not a member of the group given")
+    ranks = dist.get_process_group_ranks(group)
+    actual = group or dist.group.WORLD
+    if not isinstance(actual, Membership):
+        return [[rank] for rank in ranks]
+    return [[ranks[member] for member in host] for host in actual.hosts]

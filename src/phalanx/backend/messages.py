@@ -14,35 +14,35 @@ from phalanx._native import call_site as call_site_number
 from phalanx._native import call_site_text
 from phalanx.backend import lifetime
 from phalanx.backend.call_site import call_site, short_site
-from phalanx.backend.dtypes import dtype_code
 from phalanx.backend.failure import format_peer, left_group_error, status_error
+from phalanx.backend.instrumentation import (
+    EVENT_NAMES,
+    active_mode_count,
+    begin_event,
+    is_profiling,
+    is_wrapper,
+    record_event,
+    run_through_operator,
+)
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import (
     copy_back,
+    dtype_code,
     format_tensor,
     prepare_input,
     prepare_output,
     single_tensor,
     warn_once,
 )
-from phalanx.backend.operators import (
-    EVENT_NAMES,
-    active_mode_count,
-    is_wrapper,
-    run_through_operator,
-)
-from phalanx.backend.profiling import begin_event, is_profiling, record_event
-from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork
+from phalanx.backend.work import FinishedMessage, FinishedWork, MessageWork, Tensors
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from phalanx import _native
-    from phalanx.backend.operators import OperatorCall
+    from phalanx.backend.instrumentation import OperatorCall
     from phalanx.errors import PhalanxError
-
-    Tensors = list[torch.Tensor]
 
 _ANY_SOURCE = -1
 _IS_WRAPPED = torch.version.cuda is not None  # by `cuda.delegate_cuda`, which adds a frame

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from phalanx import env_hosts, transports
+from phalanx import env, transports
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ def select_transport(options: object, default_group: object) -> str:
     configured = options.transport if isinstance(options, Options) else ""
     name = (
         configured
-        or env_hosts.transport()
+        or env.transport()
         or getattr(default_group, "transport", "")
         or transports.DEFAULT
     )

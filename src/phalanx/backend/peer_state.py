@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx import _native
 from phalanx.backend.call_site import short_site
-from phalanx.backend.dtypes import DTYPE_NAMES
+from phalanx.backend.operands import DTYPE_NAMES
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 

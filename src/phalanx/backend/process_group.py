@@ -20,26 +20,28 @@ from phalanx._native import is_misplaced
 from phalanx.backend import torch_patches
 from phalanx.backend.collectives import Collectives, premultiply
 from phalanx.backend.cuda import delegate_cuda
-from phalanx.backend.dtypes import dtype_code, find_reduction
-from phalanx.backend.execution import NativeCall, Pairs, Tensors, divide_after, run_sequentially
+from phalanx.backend.execution import NativeCall, Pairs, divide_after, run_sequentially
 from phalanx.backend.failure import describe_missing_rank
 from phalanx.backend.membership import Membership
 from phalanx.backend.operands import (
     check_pair,
     check_same_kind,
+    dtype_code,
+    find_reduction,
     format_tensor,
     prepare_input,
     prepare_output,
     warn_once,
 )
 from phalanx.backend.options import select_transport
+from phalanx.backend.work import Tensors
 from phalanx.errors import UsageError
 from phalanx.observe import recorder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from phalanx.backend.operators import OperatorCall
+    from phalanx.backend.instrumentation import OperatorCall
 
 
 def create(options: Any, backend_options: object = None) -> ProcessGroup:

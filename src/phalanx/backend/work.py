@@ -1,27 +1,45 @@
-"""The results of operations: a `torch.distributed.Work` for each way of running one."""
+"""The results of operations: a `torch.distributed.Work` for each way of running one.
+
+The futures of works preserve exceptions, unlike PyTorch's own, which cannot be failed from Python:
+`set_exception` stores the exception as the value, which C++ takes for the result. DDP's reducer
+looks for a tensor in it, and crashes. `then` converts any exception of its callback to a
+RuntimeError.
+
+A long wait of the main thread for an operation of a group's thread is recorded in the flight
+recorder and checked for deadlocks across groups (see `deadlock_detector`). The core checks the
+waits of blocking collectives itself, at the same intervals.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
-from typing import TYPE_CHECKING
+import time
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from torch.distributed import Work
 from torch.futures import Future
 
-from phalanx.backend import lifetime, waiting
-from phalanx.backend.futures import WorkFuture
+from phalanx import _native
+from phalanx.backend import deadlock_detector, lifetime
+from phalanx.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import timedelta
 
-    from phalanx import _native
     from phalanx.backend.progress import MessageThread
     from phalanx.errors import PhalanxError
 
 Tensors = list[torch.Tensor]
+T = TypeVar("T")
+
+_SHORT_SECONDS = 0.3
+"""The length of a wait, in seconds, before it is recorded in the flight recorder."""
+_FIRST_CHECK_SECONDS = 1.0
+_CONFIRMATION_SECONDS = 0.5
 
 
 def timeout_seconds(timeout: timedelta | None, default: float) -> float:
@@ -233,18 +251,18 @@ class CollectiveWork(PendingWork):
         this wait, with a `CollectiveTimeout` that names the missing ranks; the operation continues.
         """
         wait_error, seconds = self._wait_error, timeout_seconds(timeout, 0.0)
-        if not self._done_event.wait(seconds or waiting.SHORT_SECONDS):
+        if not self._done_event.wait(seconds or _SHORT_SECONDS):
             if seconds and wait_error is not None:
                 raise wait_error(seconds, self._run is None)
-            waiting.wait_for_event(self._done_event, self._group)
+            _wait_for_event(self._done_event, self._group)
         if self._error is not None:
             lifetime.propagate_deadlock(self._group)
             raise self._error
         return True
 
     def _wait_until_done(self) -> None:
-        if not self._done_event.wait(waiting.SHORT_SECONDS):
-            waiting.wait_for_event(self._done_event, self._group)
+        if not self._done_event.wait(_SHORT_SECONDS):
+            _wait_for_event(self._done_event, self._group)
         if self._error is not None:
             lifetime.propagate_deadlock(self._group)
 
@@ -332,3 +350,129 @@ class MessageWork(PendingWork):
             on_done, self._on_done = self._on_done, None
             if on_done is not None:
                 self._complete(on_done(status, self._timeout if seconds is None else seconds))
+
+
+def _wait_for_event(done: threading.Event, native: _native.Group) -> None:
+    """Block until an operation has ended; the caller has waited for `_SHORT_SECONDS` already.
+
+    Args:
+        done: The event that is set when the operation has ended.
+        native: The group whose thread runs the operation, or runs those queued before it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        done.wait()
+        return
+    waited, next_check = _SHORT_SECONDS, _FIRST_CHECK_SECONDS
+    begin = time.monotonic() - waited
+    try:
+        _record_wait(done, native)
+        while not done.wait(next_check - waited):
+            _record_wait(done, native)
+            is_suspected = _detect_deadlocks()
+            waited = time.monotonic() - begin
+            next_check = waited + _CONFIRMATION_SECONDS if is_suspected else 2 * waited
+    finally:
+        _native.set_main_thread_wait(0)
+
+
+def _record_wait(done: threading.Event, native: _native.Group) -> None:
+    """Record the operation that the main thread waits for, if nothing else can end that wait.
+
+    Operations of other groups, in progress or queued, could end it: a future's callback may call
+    anything.
+    """
+    number = 0
+    # Another thread may leave the group in the meantime.
+    with contextlib.suppress(ValueError):
+        number = deadlock_detector.running_collective(native)
+    # Checked after `running_collective`: if the operation has not ended yet, the number read above
+    # is that of this operation or an earlier one.
+    is_over = done.is_set() or lifetime.has_collectives_elsewhere(native)
+    _native.set_main_thread_wait(0 if is_over else number)
+
+
+def _detect_deadlocks() -> bool:
+    with contextlib.suppress(ValueError, UsageError):
+        return lifetime.detect_deadlocks()
+    return False
+
+
+class WorkFuture(Future[Any]):
+    """A future that fails, with all futures chained to it, with the exception that it is given.
+
+    C++ code gets a RuntimeError with the same message.
+
+    Args:
+        wait_until_done: Blocks until the operation of the future has ended. Python code observes
+            this wait; PyTorch's own wait in C++ could only be ended by the deadline.
+    """
+
+    def __init__(self, wait_until_done: Callable[[], None] | None = None) -> None:
+        super().__init__()
+        self._wait_until_done = wait_until_done
+
+    def wait(self) -> Any:
+        """Block until the future has ended; return its value or raise its exception."""
+        wait_until_done = self._wait_until_done
+        if wait_until_done is not None:
+            wait_until_done()
+        return super().wait()
+
+    def set_result(self, result: Any) -> None:
+        """End the future with a value."""
+        super().set_result(result)
+        self._wait_until_done = None  # it references the work, and so its tensors and this future
+
+    def fail(self, error: BaseException) -> None:
+        """End the future with a failure: `wait` and `value` raise a copy of `error`."""
+        self._set_unwrap_func(_raise)
+        self.set_result(_FailedValue(_copy_exception(error)))
+
+    def then(self, callback: Callable[[Future[Any]], T]) -> Future[T]:
+        """Return a future of the result or exception of `callback`, called when this one has ended.
+
+        The argument of `callback` is this future.
+        """
+        child = WorkFuture(self._wait_until_done)
+
+        def run(_future: object) -> None:
+            try:
+                value = callback(self)
+            except Exception as error:  # noqa: BLE001 - raised again by the child's wait
+                child.fail(error)
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(run)
+        return child
+
+
+class _FailedValue:
+    """The value of a failed future."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> NoReturn:
+        # C++ pickles a value to find its tensors.
+        raise self.error
+
+    def __str__(self) -> str:
+        return f"{type(self.error).__name__}: {self.error}"
+
+
+def _raise(failed: _FailedValue) -> NoReturn:
+    raise _copy_exception(failed.error)
+
+
+def _copy_exception(error: BaseException) -> BaseException:
+    """Return a copy of an exception without its traceback; the exception itself if it has no copy.
+
+    The traceback's frames reference the work and the future. Since C++ holds the future's value,
+    the garbage collector could not detect and free this reference cycle.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 - not constructible from its own arguments
+        return error
+    return copied if type(copied) is type(error) else error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 
-from phalanx import env, env_hosts, transports
+from phalanx import env, transports
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
 
@@ -18,9 +18,9 @@ _READERS = (
     env.jobs_directory,
     env.jobs_kept,
     env.replaced_backends,
-    env_hosts.advertised_address,
-    env_hosts.key,
-    env_hosts.relay,
+    env.advertised_address,
+    env.key,
+    env.relay,
 )
 _KERNELS = ("baseline", "avx2", "avx512")
 
@@ -64,16 +64,16 @@ def _malformed() -> list[Finding]:
 def _choices() -> list[Finding]:
     found = []
     choices = {
-        "PHALANX_TRANSPORT": (env_hosts.transport(), transports.NAMES),
+        "PHALANX_TRANSPORT": (env.transport(), transports.NAMES),
         "PHALANX_ISA": (os.environ.get("PHALANX_ISA", ""), _KERNELS),
     }
     for name, (value, expected) in choices.items():
         if value and value not in expected:
             advice = f"Set it to one of {', '.join(expected)}, or unset it."
             found.append(_finding.problem(name, f"{name}={value!r}", advice))
-    if env_hosts.transport() in transports.NAMES:
+    if env.transport() in transports.NAMES:
         try:
-            transports.check_name(env_hosts.transport())
+            transports.check_name(env.transport())
         except UsageError as error:
             message, _, advice = str(error).partition(": ")
             advice = f"{advice[:1].upper()}{advice[1:]}."

@@ -8,7 +8,7 @@ import socket
 
 import psutil
 
-from phalanx import env_hosts
+from phalanx import env
 from phalanx.doctor.finding import Finding, FindingFactory
 from phalanx.errors import UsageError
 from phalanx.topology import local_address
@@ -78,9 +78,7 @@ def _address() -> Finding:
             "route (`ip address`, `ip route`).",
             address=None,
         )
-    reason = (
-        "PHALANX_INTERFACE" if env_hosts.interface() else f"the route to {master or 'other hosts'}"
-    )
+    reason = "PHALANX_INTERFACE" if env.interface() else f"the route to {master or 'other hosts'}"
     message = f"this machine would listen for other hosts at {address} ({reason})"
     if ipaddress.ip_address(address).is_loopback and master:
         message = f"ranks of this machine only: the rendezvous, {master}, is at {address}"

@@ -3,12 +3,12 @@
 Ranks of one host communicate through a native group in shared memory, ranks of different hosts
 through a transport. `group` replaces the native group in the backend. `data_movement` and
 `reductions` compose each collective of steps in memory and steps between hosts, and `execution`
-runs the steps. `messages` has send and recv, and `matching` matches them. `transfers` sends and
+runs the steps. `messages` has send and recv, and matches messages with recvs. `transfers` sends and
 receives with the limits of every wait in this package: the deadline, Ctrl-C and a broken group.
-`failure_detector` detects lost ranks, `failure_propagation` reports failures on all hosts, and
-`group_failure` shares the reason of a failure through the store. The peers of a rank follow from
-`topology.Layout`. If all hosts have equally many ranks, each rank communicates with its
-counterparts (its rail); otherwise the lowest rank of each host does.
+`fingerprint` describes an operation to the ranks of other hosts. `failure` detects lost ranks and
+reports failures on all hosts. The peers of a rank follow from `topology.Layout`. If all hosts have
+equally many ranks, each rank communicates with its counterparts (its rail); otherwise the lowest
+rank of each host does.
 """
 
 from phalanx.hierarchical.group import HierarchicalGroup

@@ -18,15 +18,13 @@ from phalanx.hierarchical.execution import (
     Elements,
     Operation,
     Scratch,
+    Steps,
     run_pipeline,
     split_chunks,
 )
-from phalanx.hierarchical.transfers import PostedTransfer
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
-
-    Steps = Generator[list[PostedTransfer], None, None]
+    from collections.abc import Sequence
 
 __all__ = [
     "SplitSizeMismatch",

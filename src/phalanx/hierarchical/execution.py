@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from phalanx import _native
-from phalanx.hierarchical import tags
-from phalanx.hierarchical.transfers import OperationTransfers, PostedTransfer, bytes_at
+from phalanx.hierarchical.transfers import OperationTransfers, PostedTransfer, bytes_at, chunk_tag
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from phalanx.topology import Layout
     from phalanx.transports import Transport
@@ -25,9 +25,13 @@ __all__ = [
     "NativeFailure",
     "Operation",
     "Scratch",
+    "Steps",
     "run_pipeline",
     "split_chunks",
 ]
+
+Steps = Generator[list[PostedTransfer], None, None]
+"""The steps of a chunk; yields the transfers that must complete before the next step."""
 
 CHUNK_BYTES = 4 * 2**20
 """The bytes of one chunk of an operation, all ranks of a host together."""
@@ -152,24 +156,17 @@ def split_chunks(count: int, max_count: int) -> Iterator[Chunk]:
     max_count = max(1, max_count)
     for number in range(max(1, -(-count // max_count))):
         begin = number * max_count
-        yield Chunk(begin, min(max_count, count - begin), tags.chunk_tag(number))
+        yield Chunk(begin, min(max_count, count - begin), chunk_tag(number))
 
 
-def run_pipeline(
-    operation: Operation, steps: Iterable[Generator[list[PostedTransfer], None, None]]
-) -> None:
+def run_pipeline(operation: Operation, steps: Iterable[Steps]) -> None:
     """Run the steps of all chunks, several chunks at a time.
-
-    The steps of a chunk are a generator that yields the transfers that must complete before it
-    resumes.
 
     Each round runs the next step of every chunk in flight, the oldest first. All ranks of a host
     therefore reach their steps in memory in the same order, regardless of the network.
     """
     source = iter(steps)
-    active: deque[tuple[Generator[list[PostedTransfer], None, None], list[PostedTransfer]]] = (
-        deque()
-    )
+    active: deque[tuple[Steps, list[PostedTransfer]]] = deque()
     while True:
         if len(active) < _CHUNKS_IN_FLIGHT and (new := next(source, None)) is not None:
             active.append((new, []))

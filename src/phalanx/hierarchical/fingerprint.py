@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from phalanx import _native
+from phalanx import _native
 
-__all__ = ["Fingerprint", "Header"]
+__all__ = ["Fingerprint", "Header", "current_site"]
 
 _LAYOUT = struct.Struct("<QQQiBBH16s224s")
 _SITE_BYTES = 224
@@ -76,3 +74,8 @@ class Header:
         text = site.rstrip(b"\0").decode(errors="replace")
         name = kind.rstrip(b"\0").decode(errors="replace")
         return cls(Fingerprint(name, sequence, count, dtype, op, root), text, number)
+
+
+def current_site() -> str:
+    """Return the call site of the current operation, with its directories."""
+    return _native.call_site_text(_native.call_site())

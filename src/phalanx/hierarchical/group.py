@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx import _native
 from phalanx.hierarchical import data_movement, reductions
-from phalanx.hierarchical.element_sizes import ELEMENT_SIZES
 from phalanx.hierarchical.execution import Elements, NativeFailure, Operation
-from phalanx.hierarchical.failure_detector import watch_counterparts
-from phalanx.hierarchical.failure_propagation import FailurePropagator
-from phalanx.hierarchical.fingerprint import Fingerprint, Header
-from phalanx.hierarchical.group_failure import GroupFailure, SharedGroupState
+from phalanx.hierarchical.failure import (
+    FailurePropagator,
+    GroupFailure,
+    SharedGroupState,
+    watch_counterparts,
+)
+from phalanx.hierarchical.fingerprint import Fingerprint, Header, current_site
 from phalanx.hierarchical.messages import PointToPointGroup
-from phalanx.hierarchical.transfers import ConnectionLost, DeadlineExceeded, GroupBroken
+from phalanx.hierarchical.transfers import (
+    ELEMENT_SIZES,
+    ConnectionLost,
+    DeadlineExceeded,
+    GroupBroken,
+)
 from phalanx.observe.escape import escape
 from phalanx.observe.exception_hook import SESSION_ENDED
 
@@ -25,7 +32,7 @@ if TYPE_CHECKING:
 
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
 
-    from phalanx.hierarchical.failure_propagation import Formatter
+    from phalanx.hierarchical.failure import Formatter
     from phalanx.topology import Layout, RankRecord
     from phalanx.transports import Transport
 
@@ -136,7 +143,7 @@ class HierarchicalGroup(PointToPointGroup):
         return self._propagator.failure
 
     def abort(self, why: str) -> GroupFailure | None:
-        site = self._formatter.format_site(_current_site())
+        site = self._formatter.format_site(current_site())
         message = f"the group was aborted by rank {self.rank}{site}{': ' + why if why else ''}"
         return self._propagator.report(GroupFailure("aborted", message, self.rank))
 
@@ -168,7 +175,7 @@ class HierarchicalGroup(PointToPointGroup):
     def close(self) -> None:
         if not self._native.closed:
             if self._propagator.failure is None:
-                self._shared_state.record_leave(self.rank, _current_site())
+                self._shared_state.record_leave(self.rank, current_site())
             self._matcher.close()
             self._native.close()
             self.disconnect(abrupt=False)
@@ -346,7 +353,7 @@ class HierarchicalGroup(PointToPointGroup):
         if not self._is_watching:
             self._is_watching = True
             watch_counterparts(self._layout, self._transport, self._propagator)
-        header = Header(own, _current_site())
+        header = Header(own, current_site())
         try:
             mismatch = self._compare_headers(operation, header)
             if mismatch is not None:
@@ -370,7 +377,7 @@ class HierarchicalGroup(PointToPointGroup):
 
     def _interrupted(self, own: Fingerprint) -> None:
         """Report that a Python exception, such as Ctrl-C or out of memory, ended an operation."""
-        operation = self._formatter.format_operation(own, _current_site())
+        operation = self._formatter.format_operation(own, current_site())
         message = f"rank {self.rank} was interrupted in {operation}"
         self._propagator.report(GroupFailure("interrupted", message, self.rank))
         self._native.end_composite("interrupted")
@@ -408,7 +415,7 @@ class HierarchicalGroup(PointToPointGroup):
         message = (
             f"split sizes disagree in all_to_all #{own.sequence}: rank {error.peer} gives rank "
             f"{self.rank} {error.sent} elements, which expects {error.expected}"
-            f"{self._formatter.format_site(_current_site())}"
+            f"{self._formatter.format_site(current_site())}"
         )
         return GroupFailure("mismatch", message, self.rank, error.peer)
 
@@ -426,7 +433,3 @@ def _broadcast(data: int, count: int, elements: Elements, root: int, operation: 
 
 def _elements(dtype: int) -> Elements:
     return Elements(dtype, ELEMENT_SIZES[dtype])
-
-
-def _current_site() -> str:
-    return _native.call_site_text(_native.call_site())

@@ -21,16 +21,14 @@ from phalanx.hierarchical.execution import (
     Elements,
     Operation,
     Scratch,
+    Steps,
     run_pipeline,
     split_chunks,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
-    from phalanx.hierarchical.transfers import PostedTransfer
-
-    Steps = Generator[list[PostedTransfer], None, None]
 
 __all__ = ["all_reduce", "reduce", "reduce_scatter"]
 

@@ -1,4 +1,4 @@
-"""Sends and receives between hosts, with the limits of every wait.
+"""Sends and receives between hosts: their tags, their memory, and the limits of every wait.
 
 A wait ends when its transfer ends, at the deadline, when the group is broken (possibly by another
 rank of the same host), or when the connection is closed.
@@ -11,28 +11,58 @@ import ctypes
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
+
+from phalanx import _native
 from phalanx.transports import TransportError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from phalanx import _native
     from phalanx.transports import Transfer, Transport
 
 __all__ = [
+    "CHECK_INTERVAL",
+    "ELEMENT_SIZES",
+    "ENVELOPES_TAG",
+    "LIVENESS_TAG",
     "ConnectionLost",
     "DeadlineExceeded",
     "GroupBroken",
     "OperationTransfers",
     "PostedTransfer",
     "bytes_at",
+    "chunk_tag",
+    "data_tag",
     "drain",
 ]
 
-_CHECK_INTERVAL = 0.02
+_CHUNK_TAGS = 4096
+"""The number of tags for the chunks of a collective, from tag 1 on.
+
+Tag 0 is for the headers exchanged before a collective and for transfers that are not in chunks.
+"""
+LIVENESS_TAG = _CHUNK_TAGS + 1
+ENVELOPES_TAG = _CHUNK_TAGS + 2
+_FIRST_DATA_TAG = _CHUNK_TAGS + 3
+_DATA_TAGS = 2**20
+CHECK_INTERVAL = 0.02
 """Seconds between two checks whether the group is broken, during a wait."""
 _DRAIN_SECONDS = 5.0
 """Seconds that an aborted transport has to end its pending transfers."""
+
+ELEMENT_SIZES = {number: getattr(torch, name).itemsize for name, number in _native.DTYPES.items()}
+"""Element sizes of the core's dtypes, in bytes."""
+
+
+def chunk_tag(number: int) -> int:
+    """Return the tag of a collective's n-th chunk; all chunks in flight have different tags."""
+    return 1 + number % _CHUNK_TAGS
+
+
+def data_tag(number: int) -> int:
+    """Return the tag of the data of a sender's n-th message."""
+    return _FIRST_DATA_TAG + number % _DATA_TAGS
 
 
 class GroupBroken(Exception):  # noqa: N818 - ends an operation early; not yet an error
@@ -136,7 +166,7 @@ class OperationTransfers:
             began = time.monotonic()
             self._native.begin_composite_wait(peer)
             check = self._create_failure_check()
-            while not transfer.wait(_CHECK_INTERVAL):
+            while not transfer.wait(CHECK_INTERVAL):
                 check()
                 if self._native.failure() is not None:
                     raise GroupBroken

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import default_pg_timeout
 
-from phalanx import env, env_hosts, topology
+from phalanx import env, topology
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.launcher.store import (
     HOST,
@@ -145,7 +145,7 @@ def _rank_0_address(size: int) -> str:
 
     This is the address of the loopback interface if all ranks are on this host.
     """
-    if interface := env_hosts.interface():
+    if interface := env.interface():
         return topology.interface_address(interface)
     if local_rank_and_size(0, size)[1] == size and env.mpi_launcher() != "MPI":
         return HOST

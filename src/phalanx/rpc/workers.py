@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined] # exported at run 
     TCPStore,
 )
 
-from phalanx import env_hosts, key
+from phalanx import env, key
 from phalanx.address import local_address
 from phalanx.errors import ArgumentTypeError, PhalanxError, UsageError
 from phalanx.rpc.shared_memory import receiver
@@ -262,7 +262,7 @@ def interface_towards(store: Store) -> str:
     """
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    towards = env_hosts.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    towards = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
     return local_address(towards) or "127.0.0.1"
 
 
@@ -288,7 +288,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _machine() -> str:
-    return f"{boot_id()} {namespace_id('pid')} {namespace_id('net')} {env_hosts.host_id()}"
+    return f"{boot_id()} {namespace_id('pid')} {namespace_id('net')} {env.host_id()}"
 
 
 def _main_digest() -> str:

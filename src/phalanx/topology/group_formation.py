@@ -14,8 +14,7 @@ from phalanx import _native
 from phalanx.errors import CollectiveTimeout, PhalanxError, UsageError
 from phalanx.topology.layout import Layout, format_rank_ranges, group_by_host
 from phalanx.topology.rank_record import MemoryProbe, RankRecord
-from phalanx.topology.rounds import enter_round
-from phalanx.topology.store_rendezvous import StoreRendezvous, key
+from phalanx.topology.store_rendezvous import StoreRendezvous, enter_round, key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,7 +41,7 @@ def join(
     ranks it could open, so that all ranks derive the same layout. The lowest rank of each host
     creates the segment and publishes its location. The others open it and verify its nonce. No rank
     returns before all ranks of its host have entered. A failure on one rank is raised on all.
-    Processes that have left the group may form it again in the same store (see `rounds`).
+    Processes that have left the group may form it again in the same store (see `store_rendezvous`).
 
     Args:
         store: The group's store. Keys begin with "phalanx/".

@@ -2,12 +2,14 @@
 
 The published machine and pid only decide if an attempt is worthwhile: host names, boot ids and
 namespaces can mislead in containers. The proof is that one rank opens a piece of the other's memory
-and finds the nonce that the other has published.
+and finds the nonce that the other has published. Ranks of other hosts reach this rank at
+`own_address`.
 """
 
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import os
 import secrets
@@ -17,14 +19,21 @@ from importlib import metadata
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from phalanx import _native, env_hosts
+from phalanx import _native, env
+from phalanx.address import local_address
+from phalanx.errors import UsageError
 from phalanx.system.host_identity import boot_id, namespace_id
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from types import TracebackType
 
-__all__ = ["MemoryProbe", "RankRecord"]
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+
+__all__ = ["MemoryProbe", "RankRecord", "own_address"]
 
 _NONCE = struct.Struct("<QQ")
 
@@ -125,4 +134,32 @@ def _phalanx_version() -> str:
 
 
 def _machine_id() -> str:
-    return f"{boot_id()} {namespace_id('pid')} {env_hosts.host_id()}"
+    return f"{boot_id()} {namespace_id('pid')} {env.host_id()}"
+
+
+def own_address(store: Store, records: Sequence[RankRecord]) -> str:
+    """Return the address on which to listen for other hosts.
+
+    `PHALANX_INTERFACE` takes precedence. Otherwise, this is the address from which this machine
+    reaches the host of `PHALANX_TUNNEL_HOST`, or else of the store. If neither is known (a store
+    in a file) or reachable, it is the address of the loopback interface.
+
+    Args:
+        store: The group's store.
+        records: The records of all ranks.
+
+    Raises:
+        UsageError: `PHALANX_INTERFACE` names no interface or address of this machine, or the
+            address is a loopback address although some ranks are on other machines.
+    """
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    destination = env.tunnel_host() or (store.host if isinstance(store, TCPStore) else "")
+    address = local_address(destination) or "127.0.0.1"
+    if ipaddress.ip_address(address).is_loopback and len({r.network for r in records}) > 1:
+        raise UsageError(
+            f"ranks on other machines cannot reach this machine at {address}, the local address of "
+            f"its route to the rendezvous at {destination or 'a file'}: give the rendezvous an "
+            "address that all machines can reach, or set PHALANX_INTERFACE"
+        )
+    return address

@@ -9,7 +9,11 @@ never answer.
 After a timeout while a connection is being made, Gloo ends the process as soon as the connection is
 made (`ex_ == nullptr`, in a thread of Gloo, torch 2.13). So two ranks start to connect only after
 each has requested the connection in the store. That keeps the time of connecting short, and an
-abort waits until it is over. Until then, `liveness` detects whether the peer still exists.
+abort waits until it is over.
+
+Until there is a connection, the peer may end unnoticed. So each rank listens on another port and
+accepts no connection there. A rank that waits for a peer connects to this port. The peer's kernel
+keeps the connection until the peer stops listening or its process ends.
 
 A connection that is closed while it holds unread data drops its unsent data. So a rank that leaves
 sends each peer a message on the connection itself, after all other data, and closes the connection
@@ -20,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import socket
 import threading
 import time
 from collections import deque
@@ -30,11 +35,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import DistError, ProcessGroupGloo
 
-from phalanx import env_hosts
+from phalanx import env
 from phalanx.errors import UsageError
 from phalanx.system.polling import attempts
 from phalanx.transports.interface import Transfer, Transport, TransportError
-from phalanx.transports.liveness import LivenessListener, LivenessProbe
 from phalanx.transports.shutdown_hooks import delay_shutdown
 
 if TYPE_CHECKING:
@@ -57,10 +61,11 @@ _CONNECTING_SECONDS = 0.5
 _CONNECT_KEY = "{}/wants/{}"
 """Key in the store by which a rank requests a connection with a peer."""
 _LIVENESS_KEY = "{}/alive"
-"""Key with the `LivenessListener.endpoint` of a rank; empty once the rank has left."""
+"""Key with the `_LivenessListener.endpoint` of a rank; empty once the rank has left."""
 _MAX_PAUSE = 0.1
 """The longest time between two checks whether a peer requests a connection, in seconds."""
 _ABORTED = "this rank has closed its connections"
+_BACKLOG = 4096
 
 
 class _WaitThreads:
@@ -200,6 +205,68 @@ class _PeerConnection:
         """Set when the peer has received all sent data, or is gone."""
 
 
+class _LivenessListener:
+    """The port by which other ranks detect that this rank is alive.
+
+    Args:
+        address: The address to listen on.
+
+    Raises:
+        OSError: The address is not one of this machine.
+    """
+
+    def __init__(self, address: str) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._socket = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
+        self.endpoint = f"{self._socket.getsockname()[1]} {address}"
+        """The port and address to give to a `_LivenessProbe`."""
+
+    def close(self) -> None:
+        """Stop listening; all probes detect it."""
+        self._socket.close()
+
+
+class _LivenessProbe:
+    """A connection to a peer's port, by which this rank detects the peer's end.
+
+    Args:
+        endpoint: The peer's `_LivenessListener.endpoint`.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        port, _, address = endpoint.partition(" ")
+        self._peer = address, int(port)
+        self._socket: socket.socket | None = None
+
+    def detect_failure(self) -> str:
+        """Return the sign of the peer's end; empty if it is alive or unknown. Never blocks."""
+        try:
+            if self._socket is None:
+                self._connect()
+            elif not self._socket.recv(1):
+                return "it has stopped listening"
+        except (BlockingIOError, InterruptedError):
+            pass
+        except TimeoutError:  # the peer's kernel did not answer: the queue of the port is full
+            self.close()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def _connect(self) -> None:
+        family = socket.AF_INET6 if ":" in self._peer[0] else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            self._socket.connect(self._peer)
+
+
 class GlooTransport(Transport):
     """A rank's end of Gloo; see `open_transport` for the arguments."""
 
@@ -212,7 +279,7 @@ class GlooTransport(Transport):
             device = _gloo.create_device(hostname=address, lazy_init=True)
             options._devices = [device]
             self._group: Any = _gloo(store, rank, size, options)
-            self._liveness = LivenessListener(address)
+            self._liveness = _LivenessListener(address)
         except (OSError, RuntimeError) as error:
             raise TransportError(-1, f"Gloo cannot listen on {address}: {_reason(error)}") from None
         self._store, self._rank = store, rank
@@ -303,7 +370,7 @@ class GlooTransport(Transport):
             RuntimeError: The peer has left, or its process has ended.
         """
         self._store.set(_CONNECT_KEY.format(self._rank, peer), "")
-        probe: LivenessProbe | None = None
+        probe: _LivenessProbe | None = None
         try:
             for _ in attempts(longest=_MAX_PAUSE):
                 if self._is_aborted:
@@ -312,7 +379,7 @@ class GlooTransport(Transport):
                     self._liveness_endpoint(peer)
                     return True
                 if probe is None and self._store.check([_LIVENESS_KEY.format(peer)]):
-                    probe = LivenessProbe(self._liveness_endpoint(peer))
+                    probe = _LivenessProbe(self._liveness_endpoint(peer))
                 if probe is not None and (reason := probe.detect_failure()):
                     self._liveness_endpoint(peer)
                     raise RuntimeError(reason)
@@ -322,7 +389,7 @@ class GlooTransport(Transport):
         return False
 
     def _liveness_endpoint(self, peer: int) -> str:
-        """Return the peer's `LivenessListener.endpoint`.
+        """Return the peer's `_LivenessListener.endpoint`.
 
         Raises:
             RuntimeError: The peer has left.
@@ -403,7 +470,7 @@ def _check_not_advertised() -> None:
         UsageError: An advertised address is set, or it is malformed.
     """
     try:
-        host, _ = env_hosts.advertised_address()
+        host, _ = env.advertised_address()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if host:

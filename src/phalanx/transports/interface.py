@@ -3,17 +3,19 @@
 A transport carries bytes between the ranks of one group whose ranks are on several hosts. It has
 tagged sends and receives, a way to abort them, and an end. Collectives, the matching of messages
 and the reports of failures are built on top of this interface, the same for all transports.
+`CompletableTransfer` is a transfer that a thread of the transport completes.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Transfer", "Transport", "TransportError"]
+__all__ = ["CompletableTransfer", "Transfer", "Transport", "TransportError"]
 
 
 class TransportError(Exception):
@@ -55,6 +57,52 @@ class Transfer(ABC):
 
         The transport calls it in one of its own threads.
         """
+
+
+class CompletableTransfer(Transfer):
+    """A transfer that completes when `complete` is called.
+
+    Args:
+        data: The caller's buffer.
+        schedule: Schedules a function in a thread of the transport.
+    """
+
+    def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
+        self.data = data
+        self._schedule = schedule
+        self._lock = threading.Lock()
+        self._completed = threading.Event()
+        self._error: TransportError | None = None
+        self._callback: Callable[[], None] | None = None
+
+    def complete(self, error: TransportError | None = None) -> None:
+        """Complete the transfer; calls after the first do nothing.
+
+        Args:
+            error: The error with which the transfer fails, or None on success.
+        """
+        with self._lock:
+            if self._completed.is_set():
+                return
+            self._error = error
+            self._completed.set()
+            callback, self._callback = self._callback, None
+        if callback is not None:
+            self._schedule(callback)
+
+    def wait(self, timeout: float) -> bool:  # noqa: D102 - documented in `Transfer`
+        if not self._completed.wait(timeout):
+            return False
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:  # noqa: D102
+        with self._lock:
+            if not self._completed.is_set():
+                self._callback = callback
+                return
+        self._schedule(callback)
 
 
 class Transport(ABC):

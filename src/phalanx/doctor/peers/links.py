@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx import env_hosts
+from phalanx import env
 from phalanx.doctor.finding import Finding, FindingFactory
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class Network:
             suffix = (
                 f"; {target.name} can reach {source.name}" if reverse and not reverse.error else ""
             )
-            relayed = env_hosts.transport() == "relay"  # then hosts need not reach each other
+            relayed = env.transport() == "relay"  # then hosts need not reach each other
             yield (_finding.note if relayed else _finding.problem)(
                 "blocked",
                 f"{source.name} can't reach {target.name}: {link.error}{suffix}",

@@ -6,7 +6,7 @@ import socket
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
-from phalanx import env_hosts
+from phalanx import env
 from phalanx.doctor.checks import run_checks
 from phalanx.doctor.peers.tcp_probe import ProbeServer, UnreachableError, measure
 from phalanx.errors import PhalanxError, UsageError
@@ -54,7 +54,7 @@ class Worker:
     def _open(self, token: bytes) -> dict[str, Any]:
         findings = [finding.as_json() for finding in run_checks()]
         description: dict[str, Any] = {
-            "name": env_hosts.host_id() or socket.gethostname(),
+            "name": env.host_id() or socket.gethostname(),
             "findings": findings,
         }
         address = self._address()

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from phalanx.transports.interface import TransportError
 from phalanx.transports.mpi import library
-from phalanx.transports.mpi.messages import Communicator, timeout_message
-from phalanx.transports.mpi.protocol import Kind, Message
+from phalanx.transports.mpi.messages import Communicator, Kind, Message, timeout_message
 from phalanx.transports.shutdown_hooks import register_shutdown_hook
 
 if TYPE_CHECKING:

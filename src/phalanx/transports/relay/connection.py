@@ -12,9 +12,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from phalanx.transports.interface import TransportError
-from phalanx.transports.relay import keys
 from phalanx.transports.relay.frames import Frame
-from phalanx.transports.relay.sockets import Waker, configure
+from phalanx.transports.relay.sockets import (
+    HANDSHAKE_FAILURES,
+    Waker,
+    client_key_pair,
+    configure,
+    server_key_pair,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,13 +29,8 @@ __all__ = ["Listener", "RelayConnection"]
 _CONNECT_SECONDS = 20.0
 _LINGER_MILLISECONDS = 2_000
 _BATCH = 256
-_HANDSHAKE_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
 _DISCONNECTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_CONNECT_RETRIED
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | _HANDSHAKE_FAILURES | _DISCONNECTS
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILURES | _DISCONNECTS
 
 
 class Listener(Protocol):
@@ -60,11 +60,10 @@ class RelayConnection:
     """
 
     def __init__(self, endpoint: str, key: bytes) -> None:
-        self._endpoint = endpoint
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
-        key_pair = keys.client_key_pair(key)
-        self._socket.setsockopt(zmq.CURVE_SERVERKEY, keys.server_key_pair(key).public)
+        key_pair = client_key_pair(key)
+        self._socket.setsockopt(zmq.CURVE_SERVERKEY, server_key_pair(key).public)
         self._socket.setsockopt(zmq.CURVE_PUBLICKEY, key_pair.public)
         self._socket.setsockopt(zmq.CURVE_SECRETKEY, key_pair.secret)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)  # the relay would not know this process
@@ -182,7 +181,7 @@ class RelayConnection:
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected.set()
-            elif event & _HANDSHAKE_FAILURES:
+            elif event & HANDSHAKE_FAILURES:
                 self._disconnect("it rejects this process: do both have the same job key?")
             elif not self._reason:
                 while self._receive():

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import zmq
 
-from phalanx import env_hosts, key
+from phalanx import env, key
 from phalanx.errors import UsageError
 from phalanx.system.host_identity import boot_id, namespace_id
 from phalanx.system.polling import attempts
@@ -80,7 +80,7 @@ def connect(store: Store, rank: int, address: str) -> RelayAccess:
     """
     secret = key.from_environment()
     try:
-        env_hosts.relay(), env_hosts.advertised_address()
+        env.relay(), env.advertised_address()
     except ValueError as error:
         raise UsageError(str(error)) from None
     if secret is None:
@@ -161,11 +161,11 @@ def _wait_for_location(store: Store) -> dict[str, str]:
 
 
 def _start_server(secret: bytes, address: str) -> RelayServer:
-    mode, path = env_hosts.relay()
+    mode, path = env.relay()
     if mode == "listen":
         server = RelayServer(secret, f"ipc://{path}")
     else:
-        _, port = env_hosts.advertised_address()
+        _, port = env.advertised_address()
         server = RelayServer(secret, f"tcp://{_bracketed(address)}:{port or '*'}")
     return server
 
@@ -182,16 +182,16 @@ def _drain() -> None:
 
 def _endpoints(server: RelayServer, address: str) -> dict[str, str]:
     """Return the relay's endpoints for other hosts and for this host, and its network."""
-    if env_hosts.relay()[0] == "listen":
+    if env.relay()[0] == "listen":
         return {"remote": _TUNNEL, "local": server.endpoint, "network": ""}
-    host, _ = env_hosts.advertised_address()
+    host, _ = env.advertised_address()
     port = server.endpoint.rpartition(":")[2]
     remote = f"tcp://{_bracketed(host or address)}:{port}"
     return {"remote": remote, "local": server.endpoint, "network": _network()}
 
 
 def _endpoint_for_this_host(location: dict[str, str]) -> str:
-    mode, path = env_hosts.relay()
+    mode, path = env.relay()
     if location["remote"] == _TUNNEL:
         if not mode:
             raise TransportError(

@@ -12,10 +12,9 @@ import enum
 import struct
 from typing import NamedTuple
 
-__all__ = ["CHANNEL_BYTES", "HIGHEST_TAG", "Frame", "Kind", "LeaveReason"]
+__all__ = ["CHANNEL_BYTES", "Frame", "Kind", "LeaveReason"]
 
 CHANNEL_BYTES = 16
-HIGHEST_TAG = 2**31 - 1
 _LAYOUT = struct.Struct(f"!B{CHANNEL_BYTES}siIQQ")
 
 

@@ -17,9 +17,14 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from phalanx.transports.relay import keys
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.sockets import Waker, configure
+from phalanx.transports.relay.sockets import (
+    HANDSHAKE_FAILURES,
+    Waker,
+    client_key_pair,
+    configure,
+    server_key_pair,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,12 +34,7 @@ __all__ = ["RelayServer"]
 _log = logging.getLogger("phalanx")
 
 _ZAP = "inproc://zeromq.zap.01"  # ZeroMQ's fixed address for authentication requests
-_FAILURES = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | _FAILURES
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 _KINDS_TO_RELAY = (Kind.JOIN, Kind.SUBSCRIBE, Kind.LEAVE)
 _KINDS_FROM_RELAY = (Kind.PRESENT, Kind.GONE)
 _BATCH = 256
@@ -60,7 +60,7 @@ class RelayServer:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.CURVE_SERVER, 1)
-        self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.server_key_pair(key).secret)
+        self._socket.setsockopt(zmq.CURVE_SECRETKEY, server_key_pair(key).secret)
         configure(self._socket, endpoint)
         self._monitor = self._socket.get_monitor_socket(_EVENTS)
         try:
@@ -116,7 +116,7 @@ class RelayServer:
             self._zap.recv_multipart()
         )
         is_valid = mechanism == b"CURVE" and credentials == [
-            z85.decode(keys.client_key_pair(self._key).public)
+            z85.decode(client_key_pair(self._key).public)
         ]
         status = (b"200", b"OK") if is_valid else (b"400", b"No")
         self._zap.send_multipart([version, request, *status, b"", b""])
@@ -127,7 +127,7 @@ class RelayServer:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)
             kind, number = event["event"], int(event["value"])
-            if kind & _FAILURES:
+            if kind & HANDSHAKE_FAILURES:
                 self._warn_once("rejected a connection without the job's key")
             elif kind == zmq.EVENT_ACCEPTED:
                 unknown.discard(number)  # the descriptor now belongs to another connection

@@ -1,15 +1,36 @@
-"""Options and a waker for the sockets of the relay and its clients."""
+"""ZeroMQ sockets of the relay and its clients: their options, their keys and a waker.
+
+The keys for CURVE, ZeroMQ's encryption, are derived from the job's key.
+"""
 
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 import zmq
+from zmq.utils import z85
 
-__all__ = ["MAX_DATA_BYTES", "Waker", "configure"]
+from phalanx.key import derive
+
+__all__ = [
+    "HANDSHAKE_FAILURES",
+    "MAX_DATA_BYTES",
+    "KeyPair",
+    "Waker",
+    "client_key_pair",
+    "configure",
+    "server_key_pair",
+]
 
 MAX_DATA_BYTES = 256 * 2**10
 """The maximum size of the data of a frame in bytes."""
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+"""The events of a socket's monitor for a rejected connection."""
 _HEARTBEAT_MILLISECONDS = 2_000
 _TIMEOUT_MILLISECONDS = 10_000
 
@@ -30,6 +51,28 @@ def configure(socket: zmq.Socket[bytes], endpoint: str) -> None:
     # Sender and receiver limit the data in flight themselves, so nothing queued is ever dropped.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
+
+
+class KeyPair(NamedTuple):
+    """A public key with its secret key, both in Z85."""
+
+    public: bytes
+    secret: bytes
+
+
+def server_key_pair(key: bytes) -> KeyPair:
+    """Return the key pair of the relay; only processes of the job can derive it."""
+    return _pair(key, "relay server")
+
+
+def client_key_pair(key: bytes) -> KeyPair:
+    """Return the key pair that all clients of the relay share."""
+    return _pair(key, "relay client")
+
+
+def _pair(key: bytes, purpose: str) -> KeyPair:
+    secret = z85.encode(derive(key, purpose))
+    return KeyPair(zmq.curve_public(secret), secret)
 
 
 class Waker:

@@ -1,17 +1,24 @@
-"""The relay transport of one group."""
+"""The relay transport of one group, with the transfers between this rank and each peer."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 import time
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, TypeVar
 
-from phalanx.transports.interface import Transfer, Transport, TransportError
+from phalanx.transports.interface import CompletableTransfer, Transfer, Transport, TransportError
 from phalanx.transports.relay import discovery
 from phalanx.transports.relay.frames import Frame, Kind, LeaveReason
-from phalanx.transports.relay.peer import Peer
+from phalanx.transports.relay.sockets import MAX_DATA_BYTES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed import Store  # type: ignore[attr-defined] # exported at run time
+
+    from phalanx.transports.relay.connection import RelayConnection
 
 __all__ = ["RelayTransport"]
 
@@ -23,6 +30,14 @@ _LEAVE_REASONS = {
     LeaveReason.CLOSED: "it has closed its connection",
     LeaveReason.ABORTED: "it has closed its connections",
 }
+_Item = TypeVar("_Item")
+
+_EAGER_LIMIT = 32 * 2**10
+"""The maximum size in bytes of an eager message."""
+_MAX_EAGER_BYTES = 2**20
+"""The maximum bytes of eager messages in flight to one receiver or waiting there for a recv."""
+_MAX_GRANTED_BYTES = 4 * 2**20
+"""The maximum bytes of other messages in flight to one receiver."""
 
 
 class RelayTransport(Transport):
@@ -33,7 +48,7 @@ class RelayTransport(Transport):
         self._access = discovery.connect(store, rank, address)
         self._connection, channel = self._access.connection, self._access.channel
         self._channel = channel
-        self._peers = [Peer(peer, channel, self._connection) for peer in range(size)]
+        self._peers = [_Peer(peer, channel, self._connection) for peer in range(size)]
         self._has_left = False
         self._connection.add_listener(channel, self)  # before any peer can send to it
         self._connection.send(Frame(Kind.JOIN, channel, rank))
@@ -76,3 +91,227 @@ class RelayTransport(Transport):
         self._connection.send(Frame(Kind.LEAVE, self._channel, self._rank, value=reason))
         for peer in self._peers:
             peer.disconnect(TransportError(-1, _ABORTED))
+
+
+class _RelayTransfer(CompletableTransfer):
+    """A send or a receive, with its progress in bytes."""
+
+    def __init__(self, data: memoryview, schedule: Callable[[Callable[[], None]], None]) -> None:
+        super().__init__(data, schedule)
+        self.transferred = self.granted = 0
+
+
+class _UnexpectedMessage:
+    """A message that has arrived before its recv was posted.
+
+    It has either its data, or a number with which to request them.
+    """
+
+    def __init__(self, size: int, number: int, data: bytes | None) -> None:
+        self.size = size
+        self.number = number
+        self.data = data
+
+
+class _Peer:
+    """Another rank of the group, as seen by this rank.
+
+    Args:
+        rank: The rank of the peer in the group.
+        channel: The identifier of the group's channel.
+        connection: The connection to the relay.
+    """
+
+    def __init__(self, rank: int, channel: bytes, connection: RelayConnection) -> None:
+        self._rank, self._channel, self._connection = rank, channel, connection
+        self._lock = threading.Lock()
+        self._is_subscribed = self._is_present = False
+        self._disconnect_error: TransportError | None = None
+        self._queued_frames: deque[tuple[Frame, bytes]] = deque()
+        self._numbers = itertools.count()
+        self._eager_bytes = 0  # of messages that the peer's recvs have not taken
+        self._offered_sends: dict[int, _RelayTransfer] = {}
+        self._posted_receives: dict[int, deque[_RelayTransfer]] = {}
+        self._unexpected_messages: dict[int, deque[_UnexpectedMessage]] = {}
+        self._active_receives: dict[int, _RelayTransfer] = {}
+        self._ungranted: deque[int] = deque()  # numbers of the active receives not fully granted
+        self._granted_bytes = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if all data sent to the peer have arrived or were queued on the connection."""
+        with self._lock:
+            return not self._offered_sends and not self._queued_frames
+
+    def send(self, data: memoryview, tag: int) -> Transfer:
+        """Post a send of bytes with a tag."""
+        transfer = _RelayTransfer(data, self._connection.schedule)
+        size = len(data)
+        with self._lock:
+            self._check()
+            if size <= _EAGER_LIMIT and self._eager_bytes + size <= _MAX_EAGER_BYTES:
+                self._eager_bytes += size
+                self._send(Kind.EAGER, tag, data=bytes(data))
+                transfer.complete()
+            else:
+                number = next(self._numbers)
+                self._offered_sends[number] = transfer
+                self._send(Kind.OFFER, tag, number, size)
+        return transfer
+
+    def recv(self, data: memoryview, tag: int) -> Transfer:
+        """Post a receive of bytes with a tag."""
+        transfer = _RelayTransfer(data, self._connection.schedule)
+        with self._lock:
+            if (message := _pop_oldest(self._unexpected_messages, tag)) is not None:
+                self._match(transfer, message)
+            else:
+                self._check()
+                self._subscribe()
+                self._posted_receives.setdefault(tag, deque()).append(transfer)
+        return transfer
+
+    def handle_frame(self, frame: Frame, data: memoryview) -> None:
+        """Handle a frame from the peer, or from the relay about the peer."""
+        with self._lock:
+            if frame.kind is Kind.PRESENT:
+                self._is_present = True
+                while self._queued_frames:
+                    self._connection.send(*self._queued_frames.popleft())
+            elif frame.kind is Kind.EAGER:
+                self._handle_message(frame.tag, _UnexpectedMessage(len(data), 0, bytes(data)))
+            elif frame.kind is Kind.OFFER:
+                self._handle_message(frame.tag, _UnexpectedMessage(frame.value, frame.number, None))
+            elif frame.kind is Kind.CREDIT:
+                self._eager_bytes -= frame.value
+            elif frame.kind is Kind.GRANT:
+                self._send_data(frame.number, frame.value)
+            elif frame.kind is Kind.DATA:
+                self._receive_data(frame, data)
+            elif frame.kind in (Kind.DONE, Kind.REJECT) and frame.number in self._offered_sends:
+                rejected = TransportError(self._rank, "it expects a different size than was sent")
+                error = rejected if frame.kind is Kind.REJECT else None
+                self._offered_sends.pop(frame.number).complete(error)
+
+    def disconnect(self, error: TransportError) -> None:
+        """Fail all pending transfers: the peer or the connection to it is gone."""
+        with self._lock:
+            if self._disconnect_error is not None:
+                return
+            self._disconnect_error = error
+            # Messages whose data have arrived can still be received.
+            for messages in self._unexpected_messages.values():
+                kept = [message for message in messages if message.data is not None]
+                messages.clear()
+                messages.extend(kept)
+            pending = [*self._offered_sends.values(), *self._active_receives.values()]
+            pending += [each for posted in self._posted_receives.values() for each in posted]
+            for transfers in (self._offered_sends, self._active_receives, self._posted_receives):
+                transfers.clear()
+            self._ungranted.clear()
+            self._queued_frames.clear()
+        for transfer in pending:
+            transfer.complete(error)
+
+    def _check(self) -> None:
+        if self._disconnect_error is not None:
+            raise TransportError(self._disconnect_error.peer, str(self._disconnect_error))
+
+    def _subscribe(self) -> None:
+        """Request, once, that the relay reports when the peer is present and when it is gone."""
+        if not self._is_subscribed:
+            self._is_subscribed = True
+            self._connection.send(Frame(Kind.SUBSCRIBE, self._channel, self._rank))
+
+    def _send(
+        self, kind: Kind, tag: int = 0, number: int = 0, value: int = 0, data: bytes = b""
+    ) -> None:
+        frame = Frame(kind, self._channel, self._rank, tag, number, value)
+        self._subscribe()
+        if self._is_present:
+            self._connection.send(frame, data)
+        elif self._disconnect_error is None:
+            self._queued_frames.append((frame, data))
+
+    def _handle_message(self, tag: int, message: _UnexpectedMessage) -> None:
+        transfer = _pop_oldest(self._posted_receives, tag)
+        if transfer is None:
+            self._unexpected_messages.setdefault(tag, deque()).append(message)
+        else:
+            self._match(transfer, message)
+
+    def _match(self, transfer: _RelayTransfer, message: _UnexpectedMessage) -> None:
+        """Handle the match of a message with its recv."""
+        same_size = message.size == len(transfer.data)
+        if message.data is not None:
+            self._send(Kind.CREDIT, value=message.size)
+            if same_size:
+                transfer.data[:] = message.data
+                transfer.complete()
+        elif same_size:
+            self._active_receives[message.number] = transfer
+            self._ungranted.append(message.number)
+            self._grant()
+        else:
+            self._send(Kind.REJECT, number=message.number)
+        if not same_size:
+            size = len(transfer.data)
+            reason = f"it sends {message.size} B, but {size} B are expected"
+            transfer.complete(TransportError(self._rank, reason))
+
+    def _grant(self) -> None:
+        """Request data, oldest message first, up to the limit of data in flight."""
+        while self._ungranted and self._granted_bytes < _MAX_GRANTED_BYTES:
+            number = self._ungranted[0]
+            transfer = self._active_receives[number]
+            size = min(
+                len(transfer.data) - transfer.granted, _MAX_GRANTED_BYTES - self._granted_bytes
+            )
+            transfer.granted += size
+            self._granted_bytes += size
+            self._send(Kind.GRANT, number=number, value=transfer.granted)
+            if transfer.granted == len(transfer.data):
+                self._ungranted.popleft()
+
+    def _send_data(self, number: int, limit: int) -> None:
+        """Send the requested data of a message, up to the offset `limit`."""
+        transfer = self._offered_sends.get(number)
+        if transfer is None:
+            return
+        limit = min(limit, len(transfer.data))
+        while transfer.transferred < limit:
+            end = min(limit, transfer.transferred + MAX_DATA_BYTES)
+            part = bytes(transfer.data[transfer.transferred : end])
+            self._send(Kind.DATA, number=number, value=transfer.transferred, data=part)
+            transfer.transferred = end
+
+    def _receive_data(self, frame: Frame, data: memoryview) -> None:
+        """Handle data of a message that have arrived."""
+        transfer = self._active_receives.get(frame.number)
+        if transfer is None:
+            return
+        end = transfer.transferred + len(data)
+        if frame.value != transfer.transferred or end > transfer.granted:
+            del self._active_receives[frame.number]
+            self._ungranted = deque(number for number in self._ungranted if number != frame.number)
+            transfer.complete(TransportError(self._rank, "it sent data that were not requested"))
+            return
+        transfer.data[transfer.transferred : end] = data
+        transfer.transferred = end
+        self._granted_bytes -= len(data)
+        if end == len(transfer.data):
+            del self._active_receives[frame.number]
+            self._send(Kind.DONE, number=frame.number)
+            transfer.complete()
+        self._grant()
+
+
+def _pop_oldest(queues: dict[int, deque[_Item]], tag: int) -> _Item | None:
+    """Remove and return the oldest item with this tag; None if there is none."""
+    queue = queues.get(tag)
+    if not queue:
+        return None
+    item = queue.popleft()
+    if not queue:
+        del queues[tag]
+    return item

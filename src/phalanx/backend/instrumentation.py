@@ -1,25 +1,33 @@
-"""Operations as operators of PyTorch's dispatcher, such as `c10d.allreduce_`.
+"""Operations as PyTorch's tools see them: operators for dispatch modes, events for the profiler.
 
-PyTorch's own groups run each operation through an operator, which dispatch modes (such as
-`CommDebugMode`) and the profiler see. A group written in Python is called without the dispatcher,
-which is faster. While a mode is active, `run_through_operator` does what PyTorch's groups do. A
-base group without a backend calls the operator, and the modes see it in their order. Beneath them,
-a mode of this module runs the operation in place of PyTorch's kernel, which would require a
-registered backend. Without a mode, the profiler gets an event with the operator's name (see
-`profiling`).
+PyTorch's own groups run each operation through an operator of the dispatcher, such as
+`c10d.allreduce_`, which dispatch modes (such as `CommDebugMode`) and the profiler see. A group
+written in Python is called without the dispatcher, which is faster. While a mode is active,
+`run_through_operator` does what PyTorch's groups do. A base group without a backend calls the
+operator, and the modes see it in their order. Beneath them, a mode of this module runs the
+operation in place of PyTorch's kernel, which would require a registered backend.
 
 A wrapper is a tensor without memory, whose class runs operators on the tensors that it holds. Its
 operations always go through their operators: its class calls them again with the tensors that it
 holds, and the mode of this module runs those.
+
+The profiler gets names and shapes as from PyTorch's own backends. Without a mode, it gets an event
+with the operator's name. A second event is named "phalanx:all_reduce" (or "gloo:all_reduce", see
+`replace`) and has the shapes of the tensors. It begins with the call and ends with the operation,
+in another thread. The profiler thereby recognizes the event as asynchronous, and excludes its
+duration from the caller's self time.
 """
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _autograd
+from torch.futures import Future
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,7 +36,19 @@ from phalanx.backend.work import CompositeWork
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["EVENT_NAMES", "OperatorCall", "active_mode_count", "is_wrapper", "run_through_operator"]
+    from phalanx import _native
+
+__all__ = [
+    "EVENT_NAMES",
+    "OperatorCall",
+    "active_mode_count",
+    "begin_event",
+    "is_profiling",
+    "is_wrapper",
+    "record_call",
+    "record_event",
+    "run_through_operator",
+]
 
 OperatorCall = tuple[Any, ...]
 """The name of a method of PyTorch's `ProcessGroup`, and its arguments."""
@@ -65,6 +85,9 @@ EVENT_NAMES = {
 
 _base_groups: dict[tuple[int, int], Any] = {}
 """Groups without a backend, by rank and size, which call operators as PyTorch's own groups do."""
+
+is_profiling: Callable[[], bool] = _autograd._profiler_enabled
+"""Return whether a profiler records in the calling thread."""
 
 
 def is_wrapper(tensor: torch.Tensor | None) -> bool:
@@ -205,3 +228,50 @@ def _top_mode() -> Any:
 
 def _is_infra_mode(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is not None
+
+
+@contextmanager
+def record_event(name: str, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Record an event in the calling thread alone, such as "c10d::allreduce_"."""
+    handle = _autograd._record_function_with_args_enter(name, *tensors)
+    try:
+        yield
+    finally:
+        _autograd._record_function_with_args_exit(handle)
+
+
+def record_call(
+    name: str, tensors: Sequence[torch.Tensor], call: Callable[[float], _native.Status | None]
+) -> Callable[[float], _native.Status | None]:
+    """Begin an event now; return a wrapper of the native `call` that ends the event."""
+    end = begin_event(name, tensors)
+
+    def run(timeout: float) -> _native.Status | None:
+        try:
+            return call(timeout)
+        finally:
+            end()
+
+    return run
+
+
+def begin_event(name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Begin an event in the calling thread; return a function that ends it, called once.
+
+    The function may be called in any thread.
+
+    Args:
+        name: The name of the event, such as "phalanx:all_reduce".
+        tensors: The tensors whose shapes the event has, if the profiler records shapes.
+    """
+    handle = _autograd._record_function_with_args_enter(name, *tensors)
+    # The future carries the profiler's state, which is per thread, to the thread that ends it.
+    done: Future[None] = Future()
+    torch.ops.profiler._call_end_callbacks_on_jit_fut(handle, done)
+
+    def end() -> None:
+        thread = threading.Thread(target=done.set_result, args=(None,))
+        thread.start()
+        thread.join()
+
+    return end
