@@ -15,7 +15,7 @@ import phalanx
 from phalanx import env, transports
 from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
-from phalanx.launcher.store_wait import report_slow_store
+from phalanx.launcher.store import report_slow_store
 
 __all__ = ["Session", "init"]
 

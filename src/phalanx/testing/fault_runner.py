@@ -16,7 +16,8 @@ import cloudpickle
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.store import HOST, host_store
+from phalanx.launcher.rank_environment import rank_variables
+from phalanx.launcher.store import host_store
 from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
 from phalanx.testing.processes import ForkServer, RankProcesses, RankResult
@@ -169,7 +170,7 @@ class FaultRunner:
             # to the job that this process may be a rank of.
             isolation = {"PHALANX_JOBS_DIR": f"{folder}/jobs", "PHALANX_JOB": ""}
             variables = {**isolation, **(env or {})}
-            environments = [_environment(rank, nprocs, store.port) for rank in range(nprocs)]
+            environments = [rank_variables(rank, nprocs, store.port) for rank in range(nprocs)]
             tasks = [
                 Task(call, folder, rank, {**environment, **variables}, planned)
                 for rank, environment in enumerate(environments)
@@ -253,18 +254,6 @@ def _is_stopped_for_good(processes: RankProcesses, number: int, fault: Fault) ->
 def _is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process, which must not have been reaped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def _environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def _check_arguments(fn: object, nprocs: object, args: object, timeout: object) -> None:
