@@ -38,6 +38,15 @@ class Result(Sequence[RankResult]):
     Attributes:
         ranks: The results of the ranks, in rank order.
         faults: The planned faults.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[kill(rank=1, nth=3)])
+        >>> result.values  # rank 0 raised PeerLost, and rank 1 was killed
+        {}
+        >>> print(result[1])
+        rank 1 (pid 812) was killed by SIGKILL
+        >>> result.missed_faults
+        []
     """
 
     ranks: tuple[RankResult, ...]
@@ -156,6 +165,11 @@ class FaultRunner:
                 not happen.
             LaunchError: Ranks still ran after `timeout`. They have been killed, and the message
                 contains the stacks of their threads.
+
+        Example:
+            >>> result = runner.run(train, 2, args=(1e-3,), faults=[delay(0, nth=5, seconds=1)])
+            >>> [rank.code for rank in result]
+            [0, 0]
         """
         _check_arguments(fn, nprocs, args, timeout)
         check_faults(faults, nprocs)

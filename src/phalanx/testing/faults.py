@@ -130,6 +130,11 @@ def kill(
         sig: The signal.
         after: Seconds from the start of the operation to the signal. The rank may have finished
             the operation by then.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[kill(rank=1, nth=3, sig=signal.SIGTERM)])
+        >>> result[1].code
+        -15
     """
     try:
         number = signal.Signals(sig)
@@ -147,6 +152,11 @@ def crash(rank: int, nth: int, operation: str = "", *, code: int = 1, after: flo
     """End the rank's process with exit code `code`, without any cleanup (`os._exit`).
 
     The other arguments are those of `kill`.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[crash(rank=1, nth=3, code=9)])
+        >>> result[1].code
+        9
     """
     _check_number("crash: code", code, 0, 255)
     action = partial(os._exit, code)
@@ -164,6 +174,11 @@ def fail(rank: int, nth: int, operation: str = "", *, error: BaseException | Non
         operation: Name of the operations to count; empty to count all operations.
         error: The exception, such as `MemoryError()`; a RuntimeError if None. Its class may be
             defined in your script, since cloudpickle serializes it.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[fail(rank=1, nth=3, error=MemoryError())])
+        >>> result.errors[1]
+        MemoryError()
     """
     if error is None:
         error = RuntimeError("an injected fault")
@@ -187,6 +202,11 @@ def stop(
         seconds: Seconds until the runner resumes the rank (SIGCONT). If None, the rank stays
             stopped until the others have ended; then it is killed.
         after: Seconds from the start of the operation to the stop.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[stop(rank=1, nth=3, seconds=0.5)])
+        >>> [rank.returned for rank in result]
+        [True, True]
     """
     if seconds is not None:
         _check_seconds("stop: seconds", seconds)
@@ -200,6 +220,11 @@ def delay(rank: int, nth: int, operation: str = "", *, seconds: float) -> Fault:
     """Delay the rank's `nth` operation by `seconds`.
 
     The other arguments are those of `kill`.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[delay(rank=1, nth=3, seconds=0.5)])
+        >>> [rank.returned for rank in result]
+        [True, True]
     """
     _check_seconds("delay: seconds", seconds)
     action = partial(time.sleep, seconds)
@@ -212,6 +237,11 @@ def skip(rank: int, nth: int, operation: str = "") -> Fault:
     """Skip the rank's `nth` operation; to the rank, the operation appears to have completed.
 
     Its tensors are left unchanged. The other arguments are those of `kill`.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[skip(rank=1, nth=3)])
+        >>> result.errors[0]  # rank 1 ends one operation earlier
+        CollectiveMismatch('[rank 0/2 on node-a] all_reduce #5 ...: rank 1 (pid 812) has left ...')
     """
     return Fault("skip", rank, nth, _canonical_name(operation))
 
@@ -233,6 +263,10 @@ def enable_faults(
     Raises:
         UsageError: `rank` is None and `RANK` is not set, or `faults` contains something that is
             not a fault.
+
+    Example:
+        >>> enable_faults([kill(rank=1, nth=100)])  # in each process, started by torchrun
+        >>> train()
     """
     if rank is None:
         if not os.environ.get("RANK", "").isdigit():
