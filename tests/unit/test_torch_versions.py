@@ -43,7 +43,7 @@ def test_doctor_notes_another_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(software.metadata, "version", lambda _name: "2.99.0")
     (_, found, _) = software.check_versions()
     assert found.level == "note"
-    assert found.words.startswith("torch 2.99.0, ")
+    assert found.message.startswith("torch 2.99.0, ")
 
 
 def test_the_shutdown_timeout_of_torchrun() -> None:
