@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.bench.algorithms import record
-from phalanx.bench.algorithms.plot import STYLES
+from phalanx.bench import algorithm_reports
+from phalanx.bench.algorithm_reports import STYLES
 from phalanx.bench.operations import ALGORITHMS
 from phalanx.bench.plan import Variant, format_size
 
@@ -89,7 +89,7 @@ def read(path: Path, system: str) -> list[Measured]:
     """Return the medians of a system."""
     return [
         Measured(name, report.settings["ranks"], result.bytes, result.timings[label].median)
-        for report in record.read(path)
+        for report in algorithm_reports.read(path)
         for result in report.results
         for name in ALGORITHMS
         if (label := Variant(system, name).label) in result.timings
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.25, help="1 / beta of the map in GB/s")
     parser.add_argument("--map", type=Path, help="draw a map of the fastest algorithms")
     options = parser.parse_args()
-    cores = record.read(options.measured)[0].machine["cores"]
+    cores = algorithm_reports.read(options.measured)[0].machine["cores"]
     for system in ("phalanx", "gloo"):
         print_fit(options.measured, system, cores)
     if options.map:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx.errors import CollectiveTimeout, UsageError
-from phalanx.launcher import store_wait
+from phalanx.launcher import store as launcher_store
 from tests.ranks import RankServer
 from tests.waiting import wait_for
 
@@ -234,7 +234,7 @@ def test_port_in_use(ranks: RankServer) -> None:
 
 def joins_at_a_port_in_use(port: int) -> str:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    store_wait._SECONDS = 0.1
+    launcher_store._REPORT_SECONDS = 0.1
     with pytest.raises(UsageError) as caught:
         phalanx.init(device="cpu")
     return str(caught.value)

@@ -149,7 +149,7 @@ def test_peers_over_ssh(tmp_path: Path) -> None:
 
 PROBE = """
 import sys
-from phalanx.doctor.peers.tcp_probe import ProbeServer, UnreachableError, measure
+from phalanx.doctor.peers.probes import ProbeServer, UnreachableError, measure
 address, port = sys.argv[1:3]
 if port == "answer":
     server = ProbeServer(address, b"t" * 32)

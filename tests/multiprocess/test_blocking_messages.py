@@ -17,7 +17,7 @@ def messages(as_for_cuda: bool) -> list[str]:
     if as_for_cuda and torch.version.cuda is None:
         messages_module._IS_WRAPPED = True
         for name in ("send", "recv"):
-            setattr(ProcessGroup, name, cuda._delegated(name, getattr(ProcessGroup, name)))
+            setattr(ProcessGroup, name, cuda._delegate_to_nccl(name, getattr(ProcessGroup, name)))
     posted: list[str] = []
     under_way = ProcessGroup._make_message_work
 

@@ -18,7 +18,7 @@ import pytest
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.root_cause import Failure, excerpt, find_root_cause
+from phalanx.launcher.failures import Failure, excerpt, find_root_cause
 
 BACKEND = "phalanx"
 LIMIT = 60
@@ -277,7 +277,7 @@ def test_unpicklable_results_and_errors():
 
 
 def test_ranks_that_ignore_sigterm_are_killed(monkeypatch):
-    monkeypatch.setattr("phalanx.launcher.rank_processes.STOP_TIMEOUT", 0.5)
+    monkeypatch.setattr("phalanx.launcher.launch.STOP_TIMEOUT", 0.5)
 
     def rank():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -394,7 +394,7 @@ def test_invalid_arguments_start_no_process(call, message, monkeypatch):
     def start(*args):
         pytest.fail("a process was started")
 
-    monkeypatch.setattr("phalanx.launcher.rank_processes.RankProcesses.start", start)
+    monkeypatch.setattr("phalanx.launcher.launch.RankProcesses.start", start)
     with pytest.raises(UsageError, match=message):
         call()
 

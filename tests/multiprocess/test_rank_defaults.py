@@ -11,7 +11,7 @@ LIMIT = 60
 
 
 def test_threads_per_rank(monkeypatch):
-    monkeypatch.setattr("phalanx.launcher.cores.usable_cores", lambda: 6)
+    monkeypatch.setattr("phalanx.launcher.host_resources.usable_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     call = (os.getenv, 2, ("OMP_NUM_THREADS",))
     assert phalanx.launch(*call, timeout=LIMIT) == ["3", "3"]

@@ -12,8 +12,7 @@ import psutil
 import pytest
 
 from phalanx.errors import UsageError
-from phalanx.launcher.endpoint import rendezvous_timeout
-from phalanx.launcher.options import parse
+from phalanx.launcher.options import parse, rendezvous_timeout
 from phalanx.launcher.rendezvous import open_rendezvous
 
 BACKEND = "phalanx"

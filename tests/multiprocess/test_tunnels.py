@@ -14,10 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError
-from phalanx.launcher import handshake, tunnel_server
+from phalanx.launcher import handshake, tunnel
 from phalanx.launcher.store import HOST, host_store
-from phalanx.launcher.tunnel_client import TunnelClient
-from phalanx.launcher.tunnel_server import TunnelServer
+from phalanx.launcher.tunnel import TunnelClient, TunnelServer
 
 KEY = b"k" * 32
 LIMIT = 20.0
@@ -107,7 +106,7 @@ def test_unauthenticated_connections_have_no_effect(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """This includes idle ones, of which there are more than the limit of pending handshakes."""
-    monkeypatch.setattr(tunnel_server, "_MAX_PENDING", 64)
+    monkeypatch.setattr(tunnel, "_MAX_PENDING", 64)
     guarded_store.store.set("own", "value")
     keys = guarded_store.store.num_keys()
     with contextlib.ExitStack() as stack:
@@ -130,7 +129,7 @@ def test_unauthenticated_connections_have_no_effect(
 def test_a_flood_from_one_address_spares_other_addresses(
     guarded_store: GuardedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tunnel_server, "_MAX_PENDING", 8)
+    monkeypatch.setattr(tunnel, "_MAX_PENDING", 8)
     with contextlib.ExitStack() as stack:
         slow = socket.create_connection((HOST, guarded_store.port), LIMIT, ("127.0.0.2", 0))
         stack.enter_context(slow)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launcher.requirements import check_host
+from phalanx.launcher.host_resources import check_host
 
 LIMIT = 60
 COMMANDS = {

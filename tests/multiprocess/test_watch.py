@@ -133,7 +133,7 @@ def test_the_timeline_distinguishes_waiting_from_working(
         kept = read_job(None)
         finish(run, jobs)
     found = perfetto_reader.load(path.read_bytes())
-    assert re.match(rf"{path}: 3 ranks, \d+ operations, ", out)
+    assert re.match(rf"{path}: 3 ranks, [\d,]+ operations, ", out)
     for rank in (0, 1, 2):
         shown = found.get_slices(rank)
         assert {one.arguments["outcome"] for one in shown} <= {"ok", "under way"}

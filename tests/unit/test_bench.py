@@ -13,10 +13,16 @@ import torch
 from rich.console import Console
 
 from phalanx.bench import machine, results, systems
-from phalanx.bench.dtypes import STORAGE, decode, encode, expected_output, make_input
 from phalanx.bench.measurement import buffer_count
 from phalanx.bench.messages import PrepareCommand, TurnCommand
-from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.operations import (
+    OPERATIONS,
+    STORAGE,
+    decode,
+    encode,
+    expected_output,
+    make_input,
+)
 from phalanx.bench.plan import Plan, format_size, parse_names, parse_sizes
 from phalanx.bench.plot import plot
 from phalanx.bench.results import Report, Result, Timing

@@ -10,13 +10,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from phalanx.bench import machine, results
-from phalanx.bench.algorithms import record
-from phalanx.bench.algorithms.plot import STYLES, plot
-from phalanx.bench.algorithms.table import SHORT, AlgorithmsDisplay
-from phalanx.bench.dtypes import STORAGE
+from phalanx.bench import algorithm_reports, machine, results
+from phalanx.bench.algorithm_reports import SHORT, STYLES, AlgorithmsDisplay, plot
 from phalanx.bench.messages import PrepareCommand, TurnCommand
-from phalanx.bench.operations import ALGORITHMS
+from phalanx.bench.operations import ALGORITHMS, STORAGE
 from phalanx.bench.plan import Plan, Variant, parse_rank_counts
 from phalanx.bench.results import Report, Result, Timing
 from phalanx.bench.systems import SYSTEMS
@@ -147,25 +144,25 @@ def report(ranks: int) -> Report:
 
 def test_the_fastest_algorithm() -> None:
     small, large = report(2).results
-    assert record.fastest_algorithm(small, "gloo") == "tree_all_reduce"
-    assert record.fastest_algorithm(large, "phalanx") == "ring_all_reduce_simple"
-    assert record.fastest_algorithm(small, "mpich") is None
+    assert algorithm_reports.fastest_algorithm(small, "gloo") == "tree_all_reduce"
+    assert algorithm_reports.fastest_algorithm(large, "phalanx") == "ring_all_reduce_simple"
+    assert algorithm_reports.fastest_algorithm(small, "mpich") is None
 
 
 def test_reports_are_stored_and_read(tmp_path: Path) -> None:
     reports = [report(2), report(3)]
-    record.write(reports, tmp_path / "out.json")
-    again = record.read(tmp_path / "out.json")
+    algorithm_reports.write(reports, tmp_path / "out.json")
+    again = algorithm_reports.read(tmp_path / "out.json")
     assert [each.results for each in again] == [each.results for each in reports]
     assert [each.settings["ranks"] for each in again] == [2, 3]
 
 
 def test_a_file_of_the_other_kind_is_rejected(tmp_path: Path) -> None:
     results.write(report(2), tmp_path / "plain.json")
-    record.write([report(2)], tmp_path / "algorithms.json")
+    algorithm_reports.write([report(2)], tmp_path / "algorithms.json")
     with pytest.raises(UsageError, match="measure again with phalanx bench --algorithms --output"):
-        record.read(tmp_path / "plain.json")
-    with pytest.raises(UsageError, match=f"has the format {record.FORMAT!r}, expected"):
+        algorithm_reports.read(tmp_path / "plain.json")
+    with pytest.raises(UsageError, match=f"has the format {algorithm_reports.FORMAT!r}, expected"):
         results.read(tmp_path / "algorithms.json")
 
 

@@ -16,19 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from phalanx.doctor import devices, environment, libraries, machine, network
+from phalanx.doctor import environment, machine, network, software
 from phalanx.doctor.finding import Finding
 from phalanx.doctor.machine import _version1, _version2
-from phalanx.doctor.peers.links import Host, Link, Network
-from phalanx.doctor.peers.matrix import print_matrix
+from phalanx.doctor.peers.links import Host, Link, Network, schedule_rounds
+from phalanx.doctor.peers.probes import ProbeServer, UnreachableError, measure
 from phalanx.doctor.peers.ranks import job_rank
-from phalanx.doctor.peers.round_robin import schedule_rounds
 from phalanx.doctor.peers.ssh import _SshAgent, parse_peer_names
-from phalanx.doctor.peers.tcp_probe import ProbeServer, UnreachableError, measure
+from phalanx.doctor.report import print_matrix
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.cores import cgroup_limits
+from phalanx.launcher.host_resources import cgroup_limits
 from phalanx.launcher.ssh import connection
-from phalanx.launcher.ssh.host_list import HostSpec
+from phalanx.launcher.ssh.plan import HostSpec
 
 
 @given(st.integers(0, 40))
@@ -189,21 +188,21 @@ def test_a_job_directory_that_is_writable_for_others(
 ) -> None:
     tmp_path.chmod(0o777)
     monkeypatch.setenv("PHALANX_JOBS_DIR", str(tmp_path))
-    found = by_name(machine.check())["records"]
+    found = by_name(machine.check_resources())["records"]
     assert found.level == "problem"
     assert str(tmp_path) in found.message
 
 
 def test_a_missing_mpi_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPI4PY_LIBMPI", "/nowhere/libmpi.so")
-    found = by_name(libraries.check())["mpi"]
+    found = by_name(software.check_libraries())["mpi"]
     assert found.level == "note"
     assert found.values["library"] is None
     assert "MPI4PY_LIBMPI" in found.advice
 
 
 def test_a_working_mpi_library() -> None:
-    found = by_name(libraries.check())["mpi"]
+    found = by_name(software.check_libraries())["mpi"]
     assert found.level == "ok"
     assert "MPI" in found.values["library"]
 
@@ -215,7 +214,7 @@ def test_gpus_that_torch_cannot_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    found = by_name(devices.check())["gpus"]
+    found = by_name(machine.check_gpus())["gpus"]
     assert found.level == "note"
     assert found.message.startswith("2 GPUs (NVIDIA Abacus), which torch ")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from phalanx import env
-from phalanx.launcher.cores import threads_per_rank, usable_cores
+from phalanx.launcher.host_resources import threads_per_rank, usable_cores
 
 RANKS = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -104,5 +104,5 @@ def test_usable_cores_respect_the_quota(tmp_path, files, cores):
 
 
 def test_threads_share_the_cores(monkeypatch):
-    monkeypatch.setattr("phalanx.launcher.cores.usable_cores", lambda: 8)
+    monkeypatch.setattr("phalanx.launcher.host_resources.usable_cores", lambda: 8)
     assert [threads_per_rank(nprocs) for nprocs in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]

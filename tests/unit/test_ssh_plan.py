@@ -11,8 +11,7 @@ import pytest
 from phalanx import key as keys
 from phalanx.errors import UsageError
 from phalanx.launcher.options import parse
-from phalanx.launcher.ssh.host_list import HostSpec, parse_hosts
-from phalanx.launcher.ssh.plan import Plan, make_plan
+from phalanx.launcher.ssh.plan import HostSpec, Plan, make_plan, parse_hosts
 from phalanx.launcher.ssh.protocol import LineSplitter, pack, unpack
 
 

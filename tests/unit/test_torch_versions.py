@@ -12,7 +12,7 @@ import torch
 
 import phalanx
 from phalanx import torch_versions
-from phalanx.doctor import versions
+from phalanx.doctor import software
 
 # The names under which modules of Phalanx import PyTorch's.
 TORCH = {"torch", "dist", "c10d", "torchrun"}
@@ -39,9 +39,9 @@ def test_the_pytorch_in_use_is_tested() -> None:
 
 
 def test_doctor_notes_another_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.check()[1].level == "ok"
-    monkeypatch.setattr(versions.metadata, "version", lambda _name: "2.99.0")
-    (_, found, _) = versions.check()
+    assert software.check_versions()[1].level == "ok"
+    monkeypatch.setattr(software.metadata, "version", lambda _name: "2.99.0")
+    (_, found, _) = software.check_versions()
     assert found.level == "note"
     assert found.message.startswith("torch 2.99.0, ")
 

@@ -1,15 +1,14 @@
 """Benchmarks of Phalanx against Gloo, Open MPI, MPICH and the memory bandwidth of this machine.
 
-- `operations`, `dtypes`: the measured operations, their memory traffic and expected results.
+- `operations`: the measured operations, their memory traffic, inputs and expected results.
 - `plan`: the validated request of the user.
 - `systems`: the compared systems, the commands that start their processes, and their settings.
 - `rank`, `timed_operation`: the program of one process of a system; `torch_rank` and `mpi_rank`
   implement the two kinds of systems.
 - `messages`, `process_pool`: communication between the parent and the processes of a system.
-- `measurement`: the rounds, in which the systems take turns. `memory`: the memory bandwidth.
-  `machine`: memory, caches, versions.
+- `measurement`: the rounds, in which the systems take turns. `machine`: memory, caches, versions.
 - `results`: the results and their JSON; `table` and `plot` show them.
-- `algorithms`: the results of `phalanx bench --algorithms`.
+- `algorithm_reports`: storage and display of the results of `phalanx bench --algorithms`.
 
 Nothing here imports torch, MPI or matplotlib until it is needed.
 """

@@ -19,12 +19,11 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Protocol
 
 from phalanx.bench import machine
-from phalanx.bench.dtypes import STORAGE
-from phalanx.bench.memory import METHODS
 from phalanx.bench.messages import PrepareCommand, StreamCommand, TurnCommand
-from phalanx.bench.operations import OPERATIONS, Operation
+from phalanx.bench.operations import OPERATIONS, STORAGE, Operation
 from phalanx.bench.plan import Variant, format_size
 from phalanx.bench.process_pool import ProcessPool, SystemLostError
+from phalanx.bench.rank import COPY_METHODS
 from phalanx.bench.results import Report, Result, Timing
 from phalanx.bench.systems import UnavailableError, settings
 from phalanx.errors import LaunchError
@@ -295,12 +294,12 @@ class _Measurement:
 def _measure_bandwidth(plan: Plan) -> dict[str, float]:
     """Measure the memory bandwidth in bytes per second by method, with the plan's rank count."""
     size = max(2**27, 4 * machine.cache_bytes())
-    best = dict.fromkeys(METHODS, 0.0)
+    best = dict.fromkeys(COPY_METHODS, 0.0)
     size = min(size, machine.available_memory() // (4 * plan.ranks))
     with ProcessPool("memory", plan.ranks, plan.timeout) as pool:
         try:
             pool.wait_until_ready()
-            for method in METHODS * _STREAM_REPEATS:
+            for method in COPY_METHODS * _STREAM_REPEATS:
                 start = time.monotonic() + 0.1
                 command = StreamCommand(method, size, start, _STREAM_SECONDS)
                 replies = pool.execute(command, "moving memory")

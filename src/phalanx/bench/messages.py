@@ -69,7 +69,7 @@ class StreamCommand:
     """A command to copy memory on all ranks at the same time; the answer is in bytes per second.
 
     Attributes:
-        method: A name in `phalanx.bench.memory.METHODS`.
+        method: A name in `phalanx.bench.rank.COPY_METHODS`.
         size: Size of each array in bytes.
         start: Start time on the clock of `time.monotonic`.
         seconds: Duration in seconds.
@@ -94,7 +94,7 @@ class Reply:
     """The answer to a command.
 
     Attributes:
-        value: Seconds of one operation for a `Turn`, bytes per second for a `Stream`.
+        value: Seconds of one operation for a `TurnCommand`, bytes per second for a `StreamCommand`.
         missing: Reason why the system lacks the operation; empty if it has it.
         wrong: Description of a wrong result; empty if the result is right or was not checked.
         error: Description of the exception that the command raised; empty if it succeeded.

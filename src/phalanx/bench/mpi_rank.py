@@ -13,7 +13,7 @@ mpi4py.rc.thread_level = "funneled"
 
 from mpi4py import MPI  # noqa: E402
 
-from phalanx.bench.dtypes import STORAGE  # noqa: E402
+from phalanx.bench.operations import STORAGE  # noqa: E402
 from phalanx.bench.timed_operation import UnsupportedError  # noqa: E402
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from phalanx.bench.dtypes import STORAGE
+from phalanx.bench.operations import STORAGE
 from phalanx.errors import UsageError
 
 if TYPE_CHECKING:

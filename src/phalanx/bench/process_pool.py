@@ -59,7 +59,7 @@ class ProcessPool:
             timeout: Seconds that an answer may take.
 
         Raises:
-            AbsentError: The system is not installed.
+            UnavailableError: The system is not installed.
             UsageError: No socket can be created in the folder for temporary files.
         """
         self.name = name
@@ -92,7 +92,7 @@ class ProcessPool:
         """Wait until every rank is ready.
 
         Raises:
-            LostError: A rank ended, failed, or was not ready in time.
+            SystemLostError: A rank ended, failed, or was not ready in time.
         """
         deadline = time.monotonic() + _START_LIMIT
         while len(self._connections) < self._ranks:
@@ -116,7 +116,7 @@ class ProcessPool:
             activity: Name of the command in an error message.
 
         Raises:
-            LostError: A rank died or did not answer in time.
+            SystemLostError: A rank died or did not answer in time.
         """
         for rank, connection in self._connections.items():
             try:
@@ -139,7 +139,7 @@ class ProcessPool:
         return [replies[rank] for rank in range(self._ranks)]
 
     def close(self) -> None:
-        """End the processes: first by the command `Stop`, then by signals."""
+        """End the processes: first by a `StopCommand`, then by signals."""
         self._socket.close()
         for connection in self._connections.values():
             with contextlib.suppress(OSError):

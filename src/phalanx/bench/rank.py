@@ -16,18 +16,27 @@ import sys
 import threading
 import time
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from phalanx.bench.memory import StreamBenchmark
+import numpy as np
+
 from phalanx.bench.messages import Command, Hello, PrepareCommand, Reply, StopCommand, StreamCommand
 from phalanx.bench.timed_operation import System, TimedOperation, UnsupportedError
 
-__all__ = ["SOCKET", "main"]
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["COPY_METHODS", "SOCKET", "main"]
 
 SOCKET = "parent"
 """Name of the parent's Unix socket, in a private folder that the parent has created."""
 
 # Seconds after which a process ends that has lost its connection with the parent.
 _EXIT_DELAY = 5.0
+
+COPY_METHODS = ("copy", "blocks")
+"""The methods of measuring the memory bandwidth."""
+_BLOCK_ELEMENTS = 2**16
 
 
 def main() -> None:
@@ -62,10 +71,15 @@ class _CommandHandler:
     def __init__(self, system: System | None) -> None:
         self._system = system
         self._operation: TimedOperation | None = None
-        self._stream = StreamBenchmark()
+        self._stream = _StreamBenchmark()
 
     def serve(self, connection: Connection) -> None:
-        """Answer commands until `Stop`; raise EOFError or OSError if the connection is lost."""
+        """Answer commands until a `StopCommand`.
+
+        Raises:
+            EOFError: The parent has closed the connection.
+            OSError: The connection is lost.
+        """
         while not isinstance(command := connection.recv(), StopCommand):
             connection.send(self._answer(command))
         self._release()
@@ -96,6 +110,44 @@ class _CommandHandler:
         self._operation = None
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+
+
+class _StreamBenchmark:
+    """The memory bandwidth of one rank, with which every operation is compared.
+
+    All ranks copy arrays far larger than the caches at the same time, by two methods. Bytes read
+    and bytes written both count. The faster method is the limit. `copy` copies the whole array by
+    one call of the C library, which may write past the caches; `blocks` copies half a MiB at a
+    time, through the caches.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.int64]] = []
+
+    def run(self, method: str, size: int, start: float, seconds: float) -> float:
+        """Copy memory by one method and return the bandwidth in bytes per second.
+
+        Args:
+            method: Name in COPY_METHODS.
+            size: Size of each of two arrays in bytes; fixed by the first call.
+            start: Start time on the clock of `time.monotonic`.
+            seconds: Duration in seconds; the pass running at its end is completed.
+        """
+        if not self._arrays:
+            self._arrays = [np.ones(size // 8, np.int64) for _ in range(2)]
+        source, target = self._arrays
+        blocks = [slice(i, i + _BLOCK_ELEMENTS) for i in range(0, source.size, _BLOCK_ELEMENTS)]
+        while time.monotonic() < start:
+            pass
+        moved, began = 0, time.perf_counter()
+        while (taken := time.perf_counter() - began) < seconds or moved == 0:
+            if method == "copy":
+                np.copyto(target, source)
+            else:
+                for block in blocks:
+                    target[block] = source[block]
+            moved += source.nbytes + target.nbytes
+        return moved / taken
 
 
 def _create_system(name: str, folder: str, timeout: float) -> System | None:

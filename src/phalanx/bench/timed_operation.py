@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from phalanx.bench.dtypes import decode, encode, expected_output, make_input
-from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.operations import OPERATIONS, decode, encode, expected_output, make_input
 
 if TYPE_CHECKING:
     from collections.abc import Callable

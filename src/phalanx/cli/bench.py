@@ -138,10 +138,9 @@ def command(
 
 def _plot_stored(stored: Path, path: Path, algorithms: bool) -> None:
     if algorithms:
-        from phalanx.bench.algorithms import record
-        from phalanx.bench.algorithms.plot import plot as plot_algorithms
+        from phalanx.bench import algorithm_reports
 
-        plot_algorithms(record.read(stored), path)
+        algorithm_reports.plot(algorithm_reports.read(stored), path)
     else:
         from phalanx.bench import results
         from phalanx.bench.plot import plot as plot_results
@@ -153,10 +152,9 @@ def _print_json(reports: "list[Report]", algorithms: bool) -> None:
     """Print the reports in the format of the file that `--output` writes."""
     import json
 
-    from phalanx.bench import results
-    from phalanx.bench.algorithms import record
+    from phalanx.bench import algorithm_reports, results
 
-    document = record.as_json(reports) if algorithms else results.as_json(reports[0])
+    document = algorithm_reports.as_json(reports) if algorithms else results.as_json(reports[0])
     print(json.dumps(document, indent=1))
 
 
@@ -164,19 +162,17 @@ def _save(
     reports: "list[Report]", output: Path | None, plot: Path | None, algorithms: bool
 ) -> None:
     """Store and plot the reports."""
-    from phalanx.bench import results
-    from phalanx.bench.algorithms import record
-    from phalanx.bench.algorithms.plot import plot as plot_algorithms
+    from phalanx.bench import algorithm_reports, results
     from phalanx.bench.plot import plot as plot_results
 
     if output is not None:
         if algorithms:
-            record.write(reports, output)
+            algorithm_reports.write(reports, output)
         else:
             results.write(reports[0], output)
     if plot is not None:
         if algorithms:
-            plot_algorithms(reports, plot)
+            algorithm_reports.plot(reports, plot)
         else:
             plot_results(reports[0], plot)
 
@@ -193,8 +189,7 @@ def make_plans(
     algorithms: bool,
 ) -> "list[Plan]":
     """Return a plan, or with --algorithms one plan for each number of ranks."""
-    from phalanx.bench.dtypes import STORAGE
-    from phalanx.bench.operations import ALGORITHMS, OPERATIONS
+    from phalanx.bench.operations import ALGORITHMS, OPERATIONS, STORAGE
     from phalanx.bench.plan import Plan, parse_names, parse_rank_counts, parse_sizes
     from phalanx.bench.systems import MPI, SYSTEMS
     from phalanx.errors import UsageError
@@ -230,7 +225,7 @@ def make_plans(
 def _measure(plan: "Plan", as_json: bool) -> "Report":
     from rich.console import Console
 
-    from phalanx.bench.algorithms.table import AlgorithmsDisplay
+    from phalanx.bench.algorithm_reports import AlgorithmsDisplay
     from phalanx.bench.measurement import measure
     from phalanx.bench.table import Display
 

@@ -114,9 +114,8 @@ def _check(measure: "Measure | None", as_json: bool, output: Path | None) -> Non
     """Check this machine and, by `measure`, the network; print the findings; exit 1 if unfit."""
     from rich.console import Console
 
-    from phalanx.doctor import json_report, run_checks
-    from phalanx.doctor.peers.matrix import print_matrix
-    from phalanx.doctor.text_report import print_findings, print_summary
+    from phalanx.doctor import report, run_checks
+    from phalanx.doctor.report import print_findings, print_matrix, print_summary
 
     console = Console(highlight=False, stderr=as_json)
     if not console.is_terminal:
@@ -126,7 +125,7 @@ def _check(measure: "Measure | None", as_json: bool, output: Path | None) -> Non
         print_findings(findings, console)
     network, network_findings = _measure_network(measure, console) if measure else (None, [])
     all_findings = [*findings, *network_findings]
-    text = json.dumps(json_report.as_json(all_findings, network), indent=2)
+    text = json.dumps(report.as_json(all_findings, network), indent=2)
     if output is not None:
         output.write_text(text + "\n")
     if as_json:
@@ -136,7 +135,7 @@ def _check(measure: "Measure | None", as_json: bool, output: Path | None) -> Non
             print_matrix(network, console)
         print_findings(network_findings, console)
         print_summary(all_findings, console)
-    if not json_report.is_fit(all_findings):
+    if not report.is_fit(all_findings):
         raise typer.Exit(1)
 
 

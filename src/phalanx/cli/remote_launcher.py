@@ -17,9 +17,8 @@ from importlib import metadata
 from typing import Any
 
 from phalanx import __version__
-from phalanx.launcher.root_cause import STOPPED
+from phalanx.launcher.failures import STOPPED
 from phalanx.launcher.ssh.protocol import HEARTBEAT_TIMEOUT, LineSplitter, pack, unpack
-from phalanx.launcher.torch_import import load_torch_quietly
 
 __all__ = ["main"]
 
@@ -150,9 +149,10 @@ def _run(start: dict[str, Any], finished: threading.Event) -> dict[str, Any]:
         )
     os.environ.update(start["environment"])
     sys.argv = ["phalanx", "run", *start["arguments"]]  # the command in the lists of jobs
+    from phalanx.cli.run import explanation, load_torch_quietly
+
     load_torch_quietly()
     from phalanx import key as keys
-    from phalanx.cli.run import explanation
     from phalanx.errors import PhalanxError, UsageError
     from phalanx.launcher.elastic_agent import run
 

@@ -1,6 +1,8 @@
 """`phalanx run`: run a script on several ranks."""
 # ruff: noqa: ARG001 - the options are passed to torchrun's parser, from the context
 
+import importlib
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -51,6 +53,8 @@ _HOSTS = "Several hosts"
 _SSH = "Several hosts from one shell, over ssh"
 _FAILURE = "When a rank fails"
 _OUTPUT = "Output"
+
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 
 
 def command(
@@ -216,8 +220,6 @@ def command(
     ] = None,
 ) -> None:
     """Run a Python script on several ranks; the arguments are read from `context`."""
-    from phalanx.launcher.torch_import import load_torch_quietly
-
     load_torch_quietly()
     from phalanx.errors import UsageError
 
@@ -299,3 +301,19 @@ def _explain(job: str) -> None:
 
     console = Console(stderr=True, highlight=False) if sys.stderr.isatty() else None
     sys.stderr.write(explanation(job, sys.stderr.encoding or "utf-8", console=console))
+
+
+def load_torch_quietly() -> None:
+    """Import torch with its C++ log level set to errors.
+
+    A second call, or one after `import torch`, has no effect. By default torch prints a stack trace
+    when another launcher has ended, and a warning for each address without a name. A
+    `TORCH_CPP_LOG_LEVEL` or `LOGLEVEL` of the user takes precedence, and the logging of the ranks
+    is unchanged.
+    """
+    is_default = _LOG_LEVEL not in os.environ and "LOGLEVEL" not in os.environ
+    if is_default:
+        os.environ[_LOG_LEVEL] = "ERROR"
+    importlib.import_module("torch")
+    if is_default:
+        del os.environ[_LOG_LEVEL]

@@ -34,7 +34,7 @@ def command(
     from rich.console import Console
 
     import phalanx
-    from phalanx.launcher.function import launch
+    from phalanx.launcher.launch import launch
     from phalanx.testing.selfcheck import SIZES, check
 
     console = Console(highlight=False)

@@ -1,10 +1,10 @@
 """Checks of this machine and of the network between machines, behind `phalanx doctor`.
 
 - `finding`: the result of a check: a level, a sentence, and advice.
-- `versions`, `environment`, `machine`, `kernel`, `network`, `libraries`, `devices`: one area each,
-  with a function `check` that changes nothing. `checks` calls them all.
+- `environment`, `machine`, `kernel`, `network`, `software`: checks of one or two areas each, which
+  change nothing. `checks` calls them all.
 - `peers`: probes of every pair of hosts: reachability, latency and bandwidth.
-- `text_report` prints the findings for people, `json_report` formats them for programs.
+- `report` prints the findings and the network for people, and formats them for programs.
 
 A check tries the calls that Phalanx makes rather than comparing version numbers: it creates a
 segment, opens the memory of another process and loads the MPI library.

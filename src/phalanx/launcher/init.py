@@ -15,7 +15,7 @@ import phalanx
 from phalanx import env, transports
 from phalanx.env import RankAssignment, assigned_ranks
 from phalanx.errors import UsageError
-from phalanx.launcher.store_wait import report_slow_store
+from phalanx.launcher.store import report_slow_store
 
 __all__ = ["Session", "init"]
 
@@ -36,6 +36,12 @@ class Session:
         device: The device for the tensors and the model of this process.
         backend: The name of the group's backend.
         owner: True if this session formed the group, and therefore destroys it.
+
+    Example:
+        >>> with phalanx.init() as session:
+        ...     if session.is_main:
+        ...         print(f"{session.world_size} ranks on {session.backend}")
+        2 ranks on phalanx
     """
 
     rank: int

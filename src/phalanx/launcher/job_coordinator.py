@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError
+from phalanx.launcher.failures import RemoteFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,7 +26,6 @@ __all__ = [
     "AbsentHostError",
     "Agreement",
     "JobCoordinator",
-    "RemoteFailure",
     "agree",
     "end_reason",
     "next_attempt",
@@ -42,22 +42,6 @@ _REPORT_SECONDS = 2.0
 _REFRESH_POLL_SECONDS = 0.01
 _LOSS_DELAY_SECONDS = 5.0
 _MAX_NAMED = 8
-
-
-class RemoteFailure(NamedTuple):
-    """A failure of the job on another host.
-
-    Attributes:
-        text: The description of the failure, for people.
-        code: The exit code of the job that results from it.
-    """
-
-    text: str
-    code: int
-    is_final: bool = False
-    """True if the job cannot continue, even if restarts are left."""
-    has_left: bool = False
-    """True if the host has left on purpose, which is no failure."""
 
 
 def next_attempt(store: Any) -> int:

@@ -1,4 +1,7 @@
-"""The command line of `phalanx run`: torchrun's, with other defaults and readable errors."""
+"""The command line of `phalanx run`: torchrun's, with other defaults and readable errors.
+
+The functions beside `parse` read the rendezvous endpoint of a job and its timeouts.
+"""
 
 import importlib.machinery
 import os
@@ -15,20 +18,44 @@ from typing import NoReturn
 import torch
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.rendezvous.utils import (
+    _matches_machine_hostname,
+    parse_rendezvous_endpoint,
+)
 from torch.distributed.launcher.api import LaunchConfig
 
 from phalanx import env
 from phalanx import key as keys
 from phalanx.errors import UsageError
-from phalanx.launcher import endpoint
-from phalanx.launcher.cores import usable_cores
+from phalanx.launcher.host_resources import usable_cores
 from phalanx.launcher.ssh.plan import HOST_OPTIONS
 from phalanx.torch_versions import shutdown_timeout
 
-__all__ = ["Job", "parse"]
+__all__ = [
+    "Job",
+    "is_store_host",
+    "parse",
+    "presence_timeout",
+    "read_timeout",
+    "rendezvous_address",
+    "rendezvous_timeout",
+    "uses_phalanx_store",
+]
 
 STOP_TIMEOUT = 10
 """The default seconds between SIGTERM and SIGKILL; --shutdown-timeout overrides it."""
+
+_RENDEZVOUS_TIMEOUT = 600
+"""The default of `--rdzv-conf timeout=`: the seconds that hosts wait for each other."""
+
+_DEFAULT_PORTS = {"static": 29500, "c10d": 29400}
+_READ_SECONDS = 60
+_PRESENCE_SECONDS = 20
+_MAX_INTEGER = 1_000_000
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "t", "yes", "y"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n"), False),
+}
 
 
 @dataclass(frozen=True)
@@ -99,12 +126,82 @@ def parse(argv: Sequence[str]) -> Job:
     return _make_job(args, _read_key(args, nnodes))
 
 
+def uses_phalanx_store(config: LaunchConfig) -> bool:
+    """Return whether Phalanx opens the store of the rendezvous; otherwise PyTorch does."""
+    return config.rdzv_backend in _DEFAULT_PORTS and "store_type" not in config.rdzv_configs
+
+
+def rendezvous_address(config: LaunchConfig) -> tuple[str, int]:
+    """Return the host and the port of the rendezvous.
+
+    Raises:
+        UsageError: The endpoint is malformed.
+    """
+    default = _DEFAULT_PORTS[config.rdzv_backend]
+    min_port = 1 if config.max_nodes > 1 else 0
+    try:
+        host, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=default)
+        host.encode("idna")  # a name lookup encodes it in the same way
+        if port < min_port:
+            raise ValueError
+    except ValueError:
+        raise UsageError(
+            f"invalid rendezvous endpoint {config.rdzv_endpoint!r} in --rdzv-endpoint or "
+            "--master-addr: expected HOST:PORT, with the name or the address of a host (without "
+            f"blanks or %) and a port from {min_port} to 65535"
+        ) from None
+    return str(host), int(port)
+
+
+def rendezvous_timeout(config: LaunchConfig) -> int:
+    """Return the seconds that hosts wait for each other."""
+    return _read_integer(config, "timeout", _RENDEZVOUS_TIMEOUT)
+
+
+def read_timeout(config: LaunchConfig) -> int:
+    """Return the seconds that an operation of the store may take, after the rendezvous."""
+    if config.rdzv_backend == "static":
+        return rendezvous_timeout(config)
+    return _read_integer(config, "read_timeout", _READ_SECONDS)
+
+
+def presence_timeout(config: LaunchConfig) -> int:
+    """Return the seconds within which a host must appear, once the rendezvous has counted it.
+
+    This is a little longer than the rendezvous takes to detect a dead host, so that the next one
+    does not count it again.
+    """
+    if not uses_phalanx_store(config):
+        return _PRESENCE_SECONDS
+    interval = _read_integer(config, "keep_alive_interval", 5)
+    return interval * _read_integer(config, "keep_alive_max_attempt", 3) + 5
+
+
+def is_store_host(config: LaunchConfig, host: str) -> tuple[bool, bool]:
+    """Return whether this host has the store, and whether that is certain.
+
+    It is not certain if it was guessed from the host name of the endpoint.
+
+    Raises:
+        UsageError: `is_host` in `--rdzv-conf` is neither true nor false.
+    """
+    if config.rdzv_backend == "static":
+        return config.rdzv_configs.get("rank") == 0, True
+    value = config.rdzv_configs.get("is_host")
+    if value is None:
+        return bool(host) and _matches_machine_hostname(host), False
+    if str(value).lower() not in _BOOLEANS:
+        raise UsageError(
+            f"--rdzv-conf is_host={value}: expected true on the host of the rendezvous, false on "
+            "the others"
+        )
+    return _BOOLEANS[str(value).lower()], True
+
+
 def _make_job(args: Namespace, key: bytes | None) -> Job:
     # torchrun always makes a log directory in /tmp. Avoid it unless the user asked for log files.
     if not re.search(r"(^|,)\s*timeout\s*=", args.rdzv_conf):
-        args.rdzv_conf = ",".join(
-            filter(None, (args.rdzv_conf, f"timeout={endpoint.DEFAULT_TIMEOUT}"))
-        )
+        args.rdzv_conf = ",".join(filter(None, (args.rdzv_conf, f"timeout={_RENDEZVOUS_TIMEOUT}")))
     wants_files = args.log_dir is not None or (args.redirects, args.tee) != ("0", "0")
     directory = args.log_dir
     if args.logs_specs is None:
@@ -121,7 +218,7 @@ def _make_job(args: Namespace, key: bytes | None) -> Job:
             log_files = DefaultLogsSpecs(directory, redirects, tee, shown_ranks)
     except (AssertionError, OSError, RuntimeError, ValueError) as error:  # raised by torchrun
         raise UsageError(str(error)) from error
-    endpoint.check(config)
+    _check_rendezvous(config)
     return Job(config, [str(program), *arguments], log_files, shown_ranks, args.simulate_hosts, key)
 
 
@@ -260,3 +357,24 @@ def _check_script(args: Namespace) -> None:
             raise UsageError(f"{script} is a directory without a __main__.py: expected a script")
     elif not os.path.exists(script):
         raise UsageError(f"there is no script {script!r}: looked in {os.getcwd()}")
+
+
+def _check_rendezvous(config: LaunchConfig) -> None:
+    """Check the options of the rendezvous.
+
+    Raises:
+        UsageError: An option is invalid; the message names the value and what was expected.
+    """
+    if uses_phalanx_store(config):
+        rendezvous_address(config)
+        is_store_host(config, "")
+        for name in config.rdzv_configs:
+            if name.endswith("timeout") or name.startswith("keep_alive"):
+                _read_integer(config, name, 1)
+
+
+def _read_integer(config: LaunchConfig, name: str, default: int) -> int:
+    text = str(config.rdzv_configs.get(name, default))
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:20]) <= _MAX_INTEGER):
+        raise UsageError(f"--rdzv-conf {name}={text}: expected an integer from 1 to {_MAX_INTEGER}")
+    return int(text)

@@ -1,12 +1,13 @@
-"""Environment variables that a rank gets unless the user has set them."""
+"""The environment of a rank: variables for its rendezvous, and defaults for other variables."""
 
 from collections.abc import Mapping
 
 import torch
 
-from phalanx.launcher.cores import threads_per_rank
+from phalanx.launcher.host_resources import threads_per_rank
+from phalanx.launcher.store import HOST
 
-__all__ = ["rank_defaults"]
+__all__ = ["rank_defaults", "rank_variables"]
 
 # Set both or none: either alone disables the C library's dynamic threshold and is worse than the
 # default.
@@ -35,3 +36,38 @@ def rank_defaults(nprocs: int, environ: Mapping[str, str]) -> dict[str, str]:
     if not _ALLOCATOR.keys() & environ.keys():
         defaults |= _ALLOCATOR
     return {name: value for name, value in defaults.items() if name not in environ}
+
+
+def rank_variables(
+    rank: int, nprocs: int, store_port: int, run_id: str | None = None
+) -> dict[str, str]:
+    """Return the variables from which a rank of this host finds its peers, named as torchrun's.
+
+    Args:
+        rank: The rank.
+        nprocs: The number of ranks, all on this host.
+        store_port: The port of the ranks' store, on the loopback interface.
+        run_id: The name of the run, for the variables of torchrun's agent; None to omit these.
+    """
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(nprocs),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(nprocs),
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(store_port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    if run_id is not None:
+        variables |= {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": str(rank),
+            "ROLE_WORLD_SIZE": str(nprocs),
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "TORCHELASTIC_MAX_RESTARTS": "0",
+            "TORCHELASTIC_RUN_ID": run_id,
+            "TORCHELASTIC_ERROR_FILE": "",
+        }
+    return variables

@@ -4,7 +4,7 @@ PyTorch's rendezvous assigns the ranks to the hosts. This module decides the loc
 and of the ranks' store, which is a new one for each start of all ranks. On one host, the agent's
 store is in its own memory and the ranks' store is on the loopback interface. On several hosts,
 both stores are on the loopback interface of one of them. That host has a tunnel server
-(`tunnel_server`) and the others connect through it (`tunnel_client`), so that PyTorch finds a store
+(`tunnel`) and the others connect through it, so that PyTorch finds a store
 at 127.0.0.1 on every host. Rendezvous of other kinds, such as etcd, are left to PyTorch.
 """
 
@@ -38,18 +38,22 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from phalanx import topology
 from phalanx.errors import UsageError
-from phalanx.launcher import endpoint
 from phalanx.launcher.job_coordinator import end_reason, next_attempt, wait_for_hosts
+from phalanx.launcher.options import (
+    Job,
+    is_store_host,
+    read_timeout,
+    rendezvous_address,
+    rendezvous_timeout,
+    uses_phalanx_store,
+)
 from phalanx.launcher.store import HOST, AttemptStores, host_store
-from phalanx.launcher.tunnel_client import TunnelClient
-from phalanx.launcher.tunnel_server import TunnelServer
+from phalanx.launcher.tunnel import TunnelClient, TunnelServer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from torch.distributed.launcher.api import LaunchConfig
-
-    from phalanx.launcher.options import Job
 
 __all__ = ["HostRendezvous", "open_rendezvous"]
 
@@ -114,10 +118,10 @@ def open_rendezvous(job: Job, notify: Callable[[str], None]) -> Iterator[HostRen
         LaunchError: The host with the store rejects this host, or does not answer.
     """
     config = job.config
-    if not endpoint.uses_phalanx_store(config):
+    if not uses_phalanx_store(config):
         yield HostRendezvous(_make_torch_handler(config), _NO_TUNNEL)
     elif config.max_nodes == 1:
-        port = endpoint.rendezvous_address(config)[1]
+        port = rendezvous_address(config)[1]
         rank_store_port = partial(_local_port, AttemptStores(port), port)
         yield HostRendezvous(
             _StaticRendezvous(config, dist.HashStore()),  # type: ignore[attr-defined]
@@ -156,8 +160,8 @@ class _StoreAccess(NamedTuple):
 def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> _StoreAccess | None:
     """Open the tunnel server if this host has the store; otherwise return None."""
     config = job.config
-    host, port = endpoint.rendezvous_address(config)
-    is_host, is_certain = endpoint.is_store_host(config, host)
+    host, port = rendezvous_address(config)
+    is_host, is_certain = is_store_host(config, host)
     if not is_host:
         return None
     address = topology.local_address(host)
@@ -196,12 +200,12 @@ def _open_tunnel_server(job: Job, notify: Callable[[str], None]) -> _StoreAccess
 def _open_tunnel_client(job: Job, notify: Callable[[str], None]) -> _StoreAccess:
     """Connect to the tunnel server on the host that has the store."""
     config = job.config
-    host, port = endpoint.rendezvous_address(config)
+    host, port = rendezvous_address(config)
     topology.local_address(host)  # checks PHALANX_INTERFACE once, before each rank does
     tunnel_client = TunnelClient(host, port, job.key or b"", _make_hello(config), notify)
     try:
-        tunnel_client.connect(endpoint.rendezvous_timeout(config))
-        limit = timedelta(seconds=endpoint.read_timeout(config))
+        tunnel_client.connect(rendezvous_timeout(config))
+        limit = timedelta(seconds=read_timeout(config))
         store = dist.TCPStore(HOST, tunnel_client.store_port, is_master=False, timeout=limit)  # type: ignore[attr-defined]
     except BaseException:
         tunnel_client.close()
@@ -222,7 +226,7 @@ def _make_handler(
     config: LaunchConfig, access: _StoreAccess, notify: Callable[[str], None]
 ) -> RendezvousHandler:
     if config.rdzv_backend == "static":
-        number, seconds = int(config.rdzv_configs["rank"]), endpoint.rendezvous_timeout(config)
+        number, seconds = int(config.rdzv_configs["rank"]), rendezvous_timeout(config)
 
         def wait_for_others(attempt: int) -> None:
             wait_for_hosts(
@@ -271,7 +275,7 @@ def _make_handler(
 
 
 def _describe_endpoint(config: LaunchConfig) -> str:
-    host, port = endpoint.rendezvous_address(config)
+    host, port = rendezvous_address(config)
     minimum, maximum = config.min_nodes, config.max_nodes
     count = str(minimum) if minimum == maximum else f"{minimum} to {maximum}"
     return f"{host}:{port} ({count} expected)"

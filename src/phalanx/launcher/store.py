@@ -1,5 +1,8 @@
 """The store for the rendezvous of ranks, hosted by their launcher or by rank 0."""
 
+import contextlib
+import logging
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -18,9 +21,14 @@ __all__ = [
     "host_store",
     "join_store",
     "rendezvous_result",
+    "report_slow_store",
 ]
 
 HOST = "127.0.0.1"
+
+_log = logging.getLogger("phalanx")
+_REPORT_SECONDS = 20.0
+_CONNECT_SECONDS = 3.0
 
 
 def host_store(
@@ -122,3 +130,53 @@ def rendezvous_result(store: Any, rank: int, size: int) -> Iterator[tuple[Any, i
     """Yield the result of a rendezvous once, as PyTorch requires; raise on a second request."""
     yield store, rank, size
     raise RuntimeError("ranks can't repeat their rendezvous: destroy the process group first")
+
+
+@contextlib.contextmanager
+def report_slow_store(rank: int) -> Iterator[None]:
+    """Log the state of the store once if the body, which forms a group, takes long.
+
+    This concerns the store that rank 0 hosts and the other ranks reach by PyTorch's `env://`. Their
+    client waits for an answer without a timeout and logs nothing. If another program listens on the
+    port, rank 0 fails at once, but no other rank would report anything. Does nothing if a launcher
+    hosts the store.
+
+    Raises:
+        UsageError: This is rank 0, and the port is in use on this machine.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield
+        return
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    timer = threading.Timer(_REPORT_SECONDS, _report_state, (rank, host, port))
+    timer.daemon = True
+    if rank > 0:
+        timer.start()
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(
+            f"rank {rank} can't listen on port {port}, the port of the rendezvous: it is in use on "
+            "this machine. Set MASTER_PORT to a free port, on all ranks"
+        ) from None
+    finally:
+        timer.cancel()
+
+
+def _report_state(rank: int, host: str, port: str) -> None:
+    try:
+        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
+        state = "a program listens there; if it is not rank 0, then rank 0 has failed with an error"
+    except (OSError, ValueError) as error:
+        state = f"that address is not reachable ({error})"
+    _log.warning(
+        "phalanx: rank %d has waited %g s for the rendezvous of the ranks at %s:%s: %s. Check "
+        "that all ranks were started, and the output of rank 0",
+        rank,
+        _REPORT_SECONDS,
+        host,
+        port,
+        state,
+    )

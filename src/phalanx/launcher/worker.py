@@ -1,8 +1,8 @@
 """The program of each rank of `phalanx.launch`: load the function, call it, return the outcome.
 
-`rank_processes` starts it with the caller's pid and the descriptors of two memory files as its
-arguments. The payload file holds an `InterpreterState` and the pickled call; the worker writes a
-`RankOutcome` to the result file. This module imports nothing heavy, so that a function that does
+`phalanx.launcher.launch` starts it with the caller's pid and the descriptors of two memory files as
+its arguments. The payload file holds an `InterpreterState` and the pickled call; the worker writes
+a `RankOutcome` to the result file. This module imports nothing heavy, so that a function that does
 not need torch does not pay for it.
 """
 

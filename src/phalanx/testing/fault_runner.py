@@ -16,7 +16,8 @@ import cloudpickle
 import torch.distributed as dist
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.store import HOST, host_store
+from phalanx.launcher.rank_environment import rank_variables
+from phalanx.launcher.store import host_store
 from phalanx.testing.faults import Fault, check_faults
 from phalanx.testing.fork_server import Task
 from phalanx.testing.processes import ForkServer, RankProcesses, RankResult
@@ -37,6 +38,15 @@ class Result(Sequence[RankResult]):
     Attributes:
         ranks: The results of the ranks, in rank order.
         faults: The planned faults.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[kill(rank=1, nth=3)])
+        >>> result.values  # rank 0 raised PeerLost, and rank 1 was killed
+        {}
+        >>> print(result[1])
+        rank 1 (pid 812) was killed by SIGKILL
+        >>> result.missed_faults
+        []
     """
 
     ranks: tuple[RankResult, ...]
@@ -155,6 +165,11 @@ class FaultRunner:
                 not happen.
             LaunchError: Ranks still ran after `timeout`. They have been killed, and the message
                 contains the stacks of their threads.
+
+        Example:
+            >>> result = runner.run(train, 2, args=(1e-3,), faults=[delay(0, nth=5, seconds=1)])
+            >>> [rank.code for rank in result]
+            [0, 0]
         """
         _check_arguments(fn, nprocs, args, timeout)
         check_faults(faults, nprocs)
@@ -169,7 +184,7 @@ class FaultRunner:
             # to the job that this process may be a rank of.
             isolation = {"PHALANX_JOBS_DIR": f"{folder}/jobs", "PHALANX_JOB": ""}
             variables = {**isolation, **(env or {})}
-            environments = [_environment(rank, nprocs, store.port) for rank in range(nprocs)]
+            environments = [rank_variables(rank, nprocs, store.port) for rank in range(nprocs)]
             tasks = [
                 Task(call, folder, rank, {**environment, **variables}, planned)
                 for rank, environment in enumerate(environments)
@@ -253,18 +268,6 @@ def _is_stopped_for_good(processes: RankProcesses, number: int, fault: Fault) ->
 def _is_stopped(pid: int) -> bool:
     """Return whether a signal has stopped a process, which must not have been reaped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def _environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(nprocs),
-        "LOCAL_RANK": str(rank),
-        "LOCAL_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def _check_arguments(fn: object, nprocs: object, args: object, timeout: object) -> None:

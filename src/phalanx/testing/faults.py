@@ -1,26 +1,42 @@
-"""Faults: an action that a given rank suffers at a given operation.
+"""Faults, and their injection in the process of the rank that suffers them.
 
-A fault is a plain value. `injector` injects it in the rank's own process.
+A fault is a plain value: an action that a given rank suffers at a given operation. It is injected
+by a subclass of the process group that counts operations. The subclass replaces the backend's
+process group while faults are enabled. A process without faults therefore runs none of this code.
+In a process with faults, they apply to operations of every caller: the user's code, DDP's reducer
+and functional collectives, which call the same methods from C++.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
+from phalanx.backend import process_group
+from phalanx.backend.work import FinishedMessage
 from phalanx.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
 
 __all__ = [
     "OPERATIONS",
     "Fault",
     "check_faults",
-    "check_number",
     "crash",
     "delay",
+    "disable_faults",
+    "enable_faults",
     "fail",
     "kill",
     "skip",
@@ -58,6 +74,8 @@ _OTHER_NAMES = {
     "reduce_scatter_tensor": "reduce_scatter_single",
 }
 
+_OriginalProcessGroup = process_group.ProcessGroup
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -84,8 +102,8 @@ class Fault:
     action: Callable[[], object] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_number(f"{self}: rank", self.rank, 0)
-        check_number(f"{self}: nth", self.nth, 1)
+        _check_number(f"{self}: rank", self.rank, 0)
+        _check_number(f"{self}: nth", self.nth, 1)
         if self.operation and self.operation not in OPERATIONS:
             known = ", ".join(OPERATIONS)
             raise UsageError(f"{self}: no operation is named {self.operation!r}; expected {known}")
@@ -112,6 +130,11 @@ def kill(
         sig: The signal.
         after: Seconds from the start of the operation to the signal. The rank may have finished
             the operation by then.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[kill(rank=1, nth=3, sig=signal.SIGTERM)])
+        >>> result[1].code
+        -15
     """
     try:
         number = signal.Signals(sig)
@@ -129,8 +152,13 @@ def crash(rank: int, nth: int, operation: str = "", *, code: int = 1, after: flo
     """End the rank's process with exit code `code`, without any cleanup (`os._exit`).
 
     The other arguments are those of `kill`.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[crash(rank=1, nth=3, code=9)])
+        >>> result[1].code
+        9
     """
-    check_number("crash: code", code, 0, 255)
+    _check_number("crash: code", code, 0, 255)
     action = partial(os._exit, code)
     return Fault(
         "crash", rank, nth, _canonical_name(operation), after, f"code={code}", action=action
@@ -146,6 +174,11 @@ def fail(rank: int, nth: int, operation: str = "", *, error: BaseException | Non
         operation: Name of the operations to count; empty to count all operations.
         error: The exception, such as `MemoryError()`; a RuntimeError if None. Its class may be
             defined in your script, since cloudpickle serializes it.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[fail(rank=1, nth=3, error=MemoryError())])
+        >>> result.errors[1]
+        MemoryError()
     """
     if error is None:
         error = RuntimeError("an injected fault")
@@ -169,6 +202,11 @@ def stop(
         seconds: Seconds until the runner resumes the rank (SIGCONT). If None, the rank stays
             stopped until the others have ended; then it is killed.
         after: Seconds from the start of the operation to the stop.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[stop(rank=1, nth=3, seconds=0.5)])
+        >>> [rank.returned for rank in result]
+        [True, True]
     """
     if seconds is not None:
         _check_seconds("stop: seconds", seconds)
@@ -182,6 +220,11 @@ def delay(rank: int, nth: int, operation: str = "", *, seconds: float) -> Fault:
     """Delay the rank's `nth` operation by `seconds`.
 
     The other arguments are those of `kill`.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[delay(rank=1, nth=3, seconds=0.5)])
+        >>> [rank.returned for rank in result]
+        [True, True]
     """
     _check_seconds("delay: seconds", seconds)
     action = partial(time.sleep, seconds)
@@ -194,8 +237,53 @@ def skip(rank: int, nth: int, operation: str = "") -> Fault:
     """Skip the rank's `nth` operation; to the rank, the operation appears to have completed.
 
     Its tensors are left unchanged. The other arguments are those of `kill`.
+
+    Example:
+        >>> result = runner.run(train, 2, faults=[skip(rank=1, nth=3)])
+        >>> result.errors[0]  # rank 1 ends one operation earlier
+        CollectiveMismatch('[rank 0/2 on node-a] all_reduce #5 ...: rank 1 (pid 812) has left ...')
     """
     return Fault("skip", rank, nth, _canonical_name(operation))
+
+
+def enable_faults(
+    faults: Sequence[Fault], rank: int | None = None, *, record: str | None = None
+) -> None:
+    """Enable the faults of this process's rank; `FaultRunner` calls this in each rank.
+
+    In processes that another launcher starts, such as torchrun, call it before the group is formed.
+    Counting starts now, for operations of all groups of Phalanx that are formed from now on.
+    Operations that NCCL carries out do not count. Faults enabled earlier are discarded.
+
+    Args:
+        faults: Faults of any rank.
+        rank: Rank of this process in the job; the value of `RANK` if None.
+        record: Path of a file to which operations and faults are appended as they happen.
+
+    Raises:
+        UsageError: `rank` is None and `RANK` is not set, or `faults` contains something that is
+            not a fault.
+
+    Example:
+        >>> enable_faults([kill(rank=1, nth=100)])  # in each process, started by torchrun
+        >>> train()
+    """
+    if rank is None:
+        if not os.environ.get("RANK", "").isdigit():
+            raise UsageError(
+                "enable_faults: RANK is not set or not a number: pass the rank of this process"
+            )
+        rank = int(os.environ["RANK"])
+    _check_number("enable_faults: rank", rank, 0)
+    check_faults(faults, 2**31)
+    _FaultInjectingProcessGroup.plan = _FaultPlan(faults, rank, record)
+    process_group.ProcessGroup = _FaultInjectingProcessGroup  # type: ignore[misc]
+
+
+def disable_faults() -> None:
+    """Discard all faults; groups formed from now on are of the backend's own class."""
+    _FaultInjectingProcessGroup.plan = None
+    process_group.ProcessGroup = _OriginalProcessGroup  # type: ignore[misc]
 
 
 def check_faults(faults: object, ranks: int) -> None:
@@ -221,7 +309,7 @@ def _canonical_name(operation: str) -> str:
     return _OTHER_NAMES.get(operation, operation)
 
 
-def check_number(name: str, number: object, least: int, most: float = float("inf")) -> None:
+def _check_number(name: str, number: object, least: int, most: float = float("inf")) -> None:
     """Check that `number` is an integer from `least` to `most`.
 
     Raises:
@@ -244,3 +332,77 @@ def _signal(number: signal.Signals) -> None:
 
 def _raise(error: BaseException) -> None:
     raise error
+
+
+class _FaultPlan:
+    """The pending faults of one rank, and the counts of its operations."""
+
+    def __init__(self, faults: Sequence[Fault], rank: int, record: str | None) -> None:
+        self._pending = [(n, fault) for n, fault in enumerate(faults) if fault.rank == rank]
+        self._counts: dict[str, int] = {}
+        self._lock = threading.Lock()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._record = None if record is None else os.open(record, flags, 0o600)
+
+    def inject(self, name: str) -> bool:
+        """Count an operation and inject its faults; return whether to skip the operation."""
+        with self._lock:
+            self._write(name)
+            due = self._take_due(name)
+        for number, fault in due:
+            if fault.after:
+                timer = threading.Timer(fault.after, self._perform, (number, fault))
+                timer.daemon = True
+                timer.start()
+            else:
+                self._perform(number, fault)
+        return any(fault.name == "skip" for _, fault in due)
+
+    def _take_due(self, name: str) -> list[tuple[int, Fault]]:
+        for counted in ("", name):
+            self._counts[counted] = self._counts.get(counted, 0) + 1
+        due = [
+            (number, fault)
+            for number, fault in self._pending
+            if fault.operation in ("", name) and fault.nth == self._counts[fault.operation]
+        ]
+        if due:
+            self._pending = [entry for entry in self._pending if entry not in due]
+        return due
+
+    def _perform(self, number: int, fault: Fault) -> None:
+        self._write(f"! {number} {time.monotonic()!r}")
+        if fault.action is not None:
+            fault.action()
+
+    def _write(self, line: str) -> None:
+        if self._record is not None:
+            os.write(self._record, f"{line}\n".encode())
+
+
+class _FaultInjectingProcessGroup(_OriginalProcessGroup):
+    """A process group that injects faults into operations.
+
+    Every operation passes exactly one of the overridden methods, with its arguments checked.
+    """
+
+    plan: _FaultPlan | None = None
+
+    def _run_collective(self, name: str, call: Any, *arguments: Any, **options: Any) -> dist.Work:
+        if self.plan is not None and self.plan.inject(name):
+            call = _do_nothing
+        return super()._run_collective(name, call, *arguments, **options)
+
+    def _send(self, dst: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if self.plan is not None and self.plan.inject("send"):
+            return FinishedMessage(tensors, dst)
+        return super()._send(dst, tag, blocking, tensors)
+
+    def _recv(self, src: int, tag: int, blocking: bool, tensors: list[torch.Tensor]) -> dist.Work:
+        if self.plan is not None and self.plan.inject("recv"):
+            return FinishedMessage(tensors, max(src, 0))
+        return super()._recv(src, tag, blocking, tensors)
+
+
+def _do_nothing(_timeout: float) -> None:
+    """Do nothing, in place of the core's call of a skipped operation."""

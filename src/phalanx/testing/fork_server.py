@@ -75,7 +75,7 @@ def main() -> None:
 
     import phalanx.backend.process_group
     import phalanx.launcher.rank_bootstrap
-    import phalanx.testing.injector
+    import phalanx.testing.faults
 
     del cloudpickle, phalanx
     for module in filter(None, modules.split(",")):
@@ -160,7 +160,7 @@ def _set_up_rank(task: Task, server: int, connection: Connection) -> None:
 def _run_task(task: Task) -> None:
     try:
         if task.faults is not None:
-            from phalanx.testing.injector import enable_faults
+            from phalanx.testing.faults import enable_faults
 
             enable_faults(pickle.loads(task.faults), task.rank, record=str(task.file("record")))
         function, arguments, options = pickle.loads(task.call)

@@ -47,6 +47,13 @@ class RankResult:
             thread.
         operations: Names of the rank's operations, in order, if they were counted.
         fault_times: Times of the rank's faults in monotonic seconds, by index among all faults.
+
+    Example:
+        >>> rank = runner.run(train, 2)[1]
+        >>> rank.returned, rank.code
+        (True, 0)
+        >>> rank.operations[-1]
+        'all_reduce'
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""Agents: an interface that sends commands to a host, wherever the host is.
+"""Commands to hosts: the agents that send them, wherever the host is, and the worker on each host.
 
 Commands and answers are JSON objects:
 
@@ -14,18 +14,23 @@ The `error` of an answer is the reason why the command failed.
 
 from __future__ import annotations
 
+import socket
 from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
+from phalanx import env
+from phalanx.doctor.checks import run_checks
+from phalanx.doctor.peers.probes import ProbeServer, UnreachableError, measure, measure_memory
+from phalanx.errors import PhalanxError, UsageError
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Future
 
-    from phalanx.doctor.peers.worker import Worker
-
-__all__ = ["Agent", "LocalAgent"]
+__all__ = ["Agent", "LocalAgent", "Worker"]
 
 
 class Agent(ABC):
@@ -42,6 +47,52 @@ class Agent(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the agent; no command may follow."""
+
+
+class Worker:
+    """An executor of commands; a failure becomes the "error" of the answer.
+
+    Args:
+        address: Function that returns the address at which to listen for other hosts.
+    """
+
+    def __init__(self, address: Callable[[], str]) -> None:
+        self._address = address
+        self._token = b""
+        self._probe_server: ProbeServer | None = None
+
+    def execute(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out a command as described in this module's docstring, and return its answer."""
+        try:
+            return self._execute(command)
+        except (OSError, SubprocessError, UnreachableError, PhalanxError, UsageError) as error:
+            return {"error": str(error)}
+
+    def close(self) -> None:
+        """Stop serving measurements."""
+        if self._probe_server is not None:
+            self._probe_server.close()
+            self._probe_server = None
+
+    def _execute(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        if command["do"] == "open":
+            return self._open(bytes.fromhex(command["token"]))
+        if command["do"] == "measure":
+            return measure(command["address"], command["port"], self._token)._asdict()
+        return measure_memory(command["peer"], first=command["first"])._asdict()
+
+    def _open(self, token: bytes) -> dict[str, Any]:
+        findings = [finding.as_json() for finding in run_checks()]
+        description: dict[str, Any] = {
+            "name": env.host_id() or socket.gethostname(),
+            "findings": findings,
+        }
+        address = self._address()
+        if not address:
+            return {**description, "error": "it has no address other than the loopback address"}
+        self._token = token
+        self._probe_server = ProbeServer(address, token)
+        return {**description, "address": address, "port": self._probe_server.port}
 
 
 class LocalAgent(Agent):

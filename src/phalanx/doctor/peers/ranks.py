@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 import phalanx
 from phalanx import env, topology
-from phalanx.doctor.peers.agents import Agent, LocalAgent
-from phalanx.doctor.peers.round_robin import measure_network
-from phalanx.doctor.peers.worker import Worker
+from phalanx.doctor.peers.agents import Agent, LocalAgent, Worker
+from phalanx.doctor.peers.links import measure_network
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.system.polling import attempts
 

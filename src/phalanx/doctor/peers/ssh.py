@@ -18,12 +18,11 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.doctor.network import listening_address
-from phalanx.doctor.peers.agents import Agent, LocalAgent
-from phalanx.doctor.peers.round_robin import measure_network
-from phalanx.doctor.peers.worker import Worker
+from phalanx.doctor.peers.agents import Agent, LocalAgent, Worker
+from phalanx.doctor.peers.links import measure_network
 from phalanx.errors import UsageError
 from phalanx.launcher.ssh.connection import SSH_OPTIONS, resolve_address
-from phalanx.launcher.ssh.host_list import HostSpec
+from phalanx.launcher.ssh.plan import HostSpec
 from phalanx.launcher.ssh.protocol import LineSplitter
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from phalanx.errors import LaunchError, UsageError
-from phalanx.launcher.ssh.host_list import HostSpec
+from phalanx.launcher.ssh.plan import HostSpec
 from phalanx.launcher.ssh.protocol import LineSplitter, pack, unpack
 
 __all__ = ["SSH_OPTIONS", "Connection", "resolve_address"]

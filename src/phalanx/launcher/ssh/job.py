@@ -13,11 +13,10 @@ from typing import Any
 
 import phalanx
 from phalanx.errors import LaunchError, UsageError
+from phalanx.launcher.failures import GRACE, STOPPED
 from phalanx.launcher.output_forwarder import Sink
-from phalanx.launcher.root_cause import GRACE, STOPPED
 from phalanx.launcher.ssh.connection import Connection, resolve_address
-from phalanx.launcher.ssh.host_list import HostSpec
-from phalanx.launcher.ssh.plan import Plan
+from phalanx.launcher.ssh.plan import HostSpec, Plan
 from phalanx.launcher.ssh.protocol import HEARTBEAT_SECONDS
 
 __all__ = ["JobOutcome", "run_on_hosts"]

@@ -1,9 +1,9 @@
-"""TCP probes: a server on one host, and the measurement from another host.
+"""Measurements of one pair: over TCP between two hosts, and by messages between ranks of a host.
 
-A connection begins with the token of this measurement; the server closes connections without it.
-The connection then serves either round trips or a flow from the client to the server. The server
-counts the bytes of a flow as they arrive, since bytes that the client has handed to its kernel may
-not have crossed the network yet.
+A TCP connection begins with the token of this measurement; the server closes connections without
+it. The connection then serves either round trips or a flow from the client to the server. The
+server counts the bytes of a flow as they arrive, since bytes that the client has handed to its
+kernel may not have crossed the network yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,17 @@ import threading
 import time
 from typing import NamedTuple
 
-__all__ = ["TOKEN_BYTES", "LinkMeasurement", "ProbeServer", "UnreachableError", "measure"]
+import torch
+import torch.distributed as dist
+
+__all__ = [
+    "TOKEN_BYTES",
+    "LinkMeasurement",
+    "ProbeServer",
+    "UnreachableError",
+    "measure",
+    "measure_memory",
+]
 
 CONNECT_SECONDS = 3.0
 """Seconds until an attempt to connect fails."""
@@ -35,6 +45,9 @@ _WARM_SECONDS = 0.15
 _FLOW_SECONDS = 0.5
 _SILENT_SECONDS = 3.0
 _COUNT = struct.Struct("<Qd")
+_MEMORY_TRIPS = 200
+_BLOCK_BYTES = 8 << 20
+_BLOCKS = 8
 
 
 class LinkMeasurement(NamedTuple):
@@ -194,3 +207,47 @@ def _receive_exactly(peer: socket.socket, size: int) -> bytes:
             raise EOFError("closed by the peer")
         received += part
     return received
+
+
+def measure_memory(peer: int, *, first: bool) -> LinkMeasurement:
+    """Measure messages of `torch.distributed` with a rank of this host, which calls this too.
+
+    Takes a fraction of a second.
+
+    Args:
+        peer: The other rank.
+        first: Whether this rank sends first. The peer passes the opposite value.
+
+    Returns:
+        The median round-trip time, and the bandwidth of messages received from the peer.
+
+    Raises:
+        PhalanxError: The peer does not arrive, or is lost.
+    """
+    small = torch.zeros(_TRIP_BYTES, dtype=torch.uint8)
+    times = []
+    for _ in range(_MEMORY_TRIPS):
+        start = time.perf_counter()
+        _transfer(small, peer, is_sender=first)
+        _transfer(small, peer, is_sender=not first)
+        times.append(time.perf_counter() - start)
+    latency = statistics.median(times[_WARM_TRIPS:])
+    block = torch.ones(_BLOCK_BYTES, dtype=torch.uint8)
+    bandwidth = 0.0
+    for is_sender in (first, not first):
+        _transfer(
+            block, peer, is_sender=is_sender
+        )  # page faults of the first transfer are not timed
+        start = time.perf_counter()
+        for _ in range(_BLOCKS):
+            _transfer(block, peer, is_sender=is_sender)
+        if not is_sender:
+            bandwidth = _BLOCKS * _BLOCK_BYTES / (time.perf_counter() - start)
+    return LinkMeasurement(latency, bandwidth)
+
+
+def _transfer(tensor: torch.Tensor, peer: int, *, is_sender: bool) -> None:
+    if is_sender:
+        dist.send(tensor, peer)
+    else:
+        dist.recv(tensor, peer)

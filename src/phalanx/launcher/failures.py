@@ -1,4 +1,4 @@
-"""Identification of the first real error among the failures of several ranks.
+"""Failures of ranks: the first real error among several, and the launcher's report on it.
 
 When one rank fails, the others fail too: they lose a peer, a connection is reset, or the launcher
 stops them. A report that begins with such a consequence misleads its reader.
@@ -8,10 +8,21 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from phalanx.system.signals import signal_name
 
-__all__ = ["CONSEQUENCE", "GRACE", "STOPPED", "Failure", "excerpt", "find_root_cause"]
+__all__ = [
+    "CONSEQUENCE",
+    "GRACE",
+    "STOPPED",
+    "Failure",
+    "RemoteFailure",
+    "excerpt",
+    "find_root_cause",
+    "format_report",
+    "is_remote_cause",
+]
 
 GRACE = 3.0
 """Seconds for which ranks may continue after a consequence, so that its cause can show."""
@@ -82,6 +93,22 @@ class Failure:
         return f"rank {self.rank} (pid {self.pid}) {_describe_exit(self.code)}"
 
 
+class RemoteFailure(NamedTuple):
+    """A failure of the job on another host.
+
+    Attributes:
+        text: The description of the failure, for people.
+        code: The exit code of the job that results from it.
+    """
+
+    text: str
+    code: int
+    is_final: bool = False
+    """True if the job cannot continue, even if restarts are left."""
+    has_left: bool = False
+    """True if the host has left on purpose, which is no failure."""
+
+
 def find_root_cause(failures: Sequence[Failure]) -> Failure:
     """Return the failure with the least distance, then the earliest time, then the lowest rank."""
     return min(failures, key=lambda failure: (failure.distance, failure.time, failure.rank))
@@ -105,6 +132,33 @@ def excerpt(text: str, lines: int = 40) -> str:
         head, tail = lines // 4, lines - lines // 4
         rows = [*rows[:head], f"  ... {len(rows) - head - tail} lines ...", *rows[-tail:]]
     return "\n".join(rows)
+
+
+def is_remote_cause(failures: Sequence[Failure], remote_failure: RemoteFailure | None) -> bool:
+    """Return whether the report from another host explains the failures on this host."""
+    return remote_failure is not None and (not failures or bool(find_root_cause(failures).distance))
+
+
+def format_report(failures: Sequence[Failure], remote_failure: RemoteFailure | None = None) -> str:
+    """Return a report for people that names the failing rank or host and the reason.
+
+    Args:
+        failures: The failures of ranks of this host; not empty if `remote_failure` is None.
+        remote_failure: The failure of another host; None if none is known.
+    """
+    cause = None if is_remote_cause(failures, remote_failure) else find_root_cause(failures)
+    others = sorted((f for f in failures if f is not cause), key=lambda failure: failure.rank)
+    lines = [cause.headline if cause else remote_failure.text if remote_failure else ""]
+    if cause and cause.text:
+        lines[0] += "; the end of its stderr:"
+        lines += [f"    | {line}" for line in cause.text.splitlines()]
+    for failure in others:
+        if not failure.stopped:
+            last = "".join(failure.text.splitlines()[-1:])
+            lines.append(f"  after it, {failure.headline}: {last}"[:200])
+    if stopped := [str(failure.rank) for failure in others if failure.stopped]:
+        lines.append(f"  stopped because of it: rank {', '.join(stopped)}")
+    return "\n".join(lines)
 
 
 def _describe_exit(code: int) -> str:

